@@ -13,8 +13,8 @@ from tiny_encoders import QUICK
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_dual_encoder, serving
 
 
-def photo(colour: int) -> Image.Image:
-    noise = np.random.default_rng(colour).integers(0, 40, (16, 16, 3))
+def photo(colour: int, number: int = 0) -> Image.Image:
+    noise = np.random.default_rng([colour, number]).integers(0, 40, (16, 16, 3))
     noise[..., colour] += 200
     return Image.fromarray(noise.astype(np.uint8))
 

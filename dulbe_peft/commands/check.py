@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -179,8 +177,6 @@ def _pair(parts: Mapping[str, LabelledImages], row: Duplicate) -> dict[str, Any]
 
 def _picture(images: LabelledImages, index: int) -> str:
     """An image as a small one that a page holds."""
-    from dulbe_peft.report.pictures import thumbnail
+    from dulbe_peft.report.pictures import as_address, thumbnail
 
-    opened = io.BytesIO()
-    thumbnail(images.image(index)).save(opened, "JPEG", quality=80)
-    return "data:image/jpeg;base64," + base64.b64encode(opened.getvalue()).decode()
+    return as_address(thumbnail(images.image(index)))

@@ -88,7 +88,7 @@ def learn(
     if world()[0] == 0:
         from dulbe_peft.report.pictures import write_pictures
 
-        write_pictures(output, [*tests, *(task.test for task in tasks)], results, notes)
+        write_pictures(output, [*tests, *(task.test for task in tasks)], results, notes, loaded, [train])
         if before:
             _say_gain(before, known_tasks(loaded)[-1].row)
         say_results(results, output, loaded.classifier.name)

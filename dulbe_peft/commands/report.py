@@ -7,7 +7,13 @@ from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option, say_nex
 
 
 @command()
-@argument("runs", "folders that run or compare has written", nargs=-1, required=True, metavar="RUN...")
+@argument(
+    "runs",
+    "folders that run or compare has written, or a table of predict --csv",
+    nargs=-1,
+    required=True,
+    metavar="RUN...",
+)
 @option("--output", metavar="FILE.html", help="the page (report.html in the folder, or here for several runs)")
 @option("--csv", metavar="FILE", help="write the table of results, too, with full figures")
 @option("--latex", metavar="FILE", help="write the table of results, too, for LaTeX")
@@ -28,11 +34,15 @@ def report(
       dulbe-peft report out out-frozen --output all.html --csv all.csv
       dulbe-peft report comparison
       dulbe-peft report out --figures pictures
+      dulbe-peft report holidays.csv
 
-    The page is one file that any browser opens, also without a network.
+    The page is one file that any browser opens, also without a network. Of a table that predict --csv
+    has written, it shows the photographs by the class that each was given.
     """
     named = (("--output", output, ".html"), ("--csv", csv, ".csv"), ("--latex", latex, ".tex"))
     claim(*named, ("--figures", figures, FOLDER), reads=runs, overwrite=overwrite)
+    if any(Path(run).suffix.lower() == ".csv" and Path(run).is_file() for run in runs):
+        return _contact_sheet(runs, output, csv, latex, columns, figures)
     for folder in runs:
         if not Path(folder).is_dir():
             raise FileNotFoundError(f"{folder} is no folder; a report is made of a folder that run has written")
@@ -65,4 +75,16 @@ def report(
         better = clearly_better(read_run(folders[0]))
         which = ["--classifier", better[0]] if better else []
         say_next("export", folders[0], f"{folders[0]}-export", "--format", "transformers", *which, to=to)
+    return 0
+
+
+def _contact_sheet(tables: tuple[str, ...], output: str | None, *others: str | None) -> int:
+    """The page of a table of predictions."""
+    from dulbe_peft.report.contact_sheet import write_contact_sheet
+
+    if len(tables) > 1 or any(others):
+        raise ValueError(f"{tables[0]} is one table of predictions: report on it alone, with no flag but --output")
+    table = Path(tables[0])
+    page = write_contact_sheet(table, Path(output) if output else table.with_name(f"{table.name}.html"))
+    print(f"written: {output or page}", file=words_of(output))
     return 0

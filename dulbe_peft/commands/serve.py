@@ -1,42 +1,92 @@
-"""`dulbe-peft serve`: a page in the browser to try a learner."""
+"""`dulbe-peft serve`: a page in the browser to try a learner, and to teach it."""
 
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from typing import Any
 
 import click
 
 from dulbe_peft.commands.options import command, learner_options, option
+from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option
 
 
 @command()
 @learner_options()
+@option("--output", metavar="FOLDER", help="save the learner here after each change; without it, nothing is kept")
+@option("--photos", metavar="FOLDER", help="photographs to label, the most useful ones first")
 @option("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: the whole network (127.0.0.1)")
 @option("--name", "names", multiple=True, metavar="NAME", help="by which the page is opened, too, as behind a proxy")
 @option("--port", type=click.IntRange(0, 65535), default=7860, help="0: any free one (7860)")
-def serve(learner: str, load: Callable[..., Any], host: str, names: tuple[str, ...], port: int) -> int:
-    """example:
-      dulbe-peft serve out
+@overwrite_option
+def serve(
+    learner: str,
+    load: Callable[..., Any],
+    output: str | None,
+    photos: str | None,
+    host: str,
+    names: tuple[str, ...],
+    port: int,
+    overwrite: bool,
+) -> int:
+    """examples:
+      dulbe-peft serve out --output taught
+      dulbe-peft serve taught --output taught
+      dulbe-peft serve taught --output taught --photos heap
 
-    Open the address that it prints. Drop photographs, correct an answer, add a class from a few
-    photographs, take a change back, download the learner. Nobody else can reach the page unless
-    --host says so, and what is dropped stays on this machine. The page is opened by its address, or
-    by a --name.
+    Open the address that it prints. Drop photographs, say what is right, add a class from a few
+    photographs, take a change back. What is taught is saved in --output, which the second command
+    goes on with; without it the page can only be tried. With --photos the page asks what these are, one
+    after the other, the most useful first: 1 to 5 for a proposed class, or a name and Enter, Space to
+    skip, Backspace to take back. After each five the learner has learned them. Nobody else can reach the
+    page unless --host says so, and what is dropped stays on this machine. The page is opened by its
+    address, or by a --name.
     """
     name = f"[{host}]" if ":" in host else host
-    loaded = load()
-    from dulbe_peft.serving import make_server
+    with ExitStack() as held:
+        if output is not None:
+            held.enter_context(_own(output, learner, photos, overwrite))
+        if photos is not None and not Path(photos).is_dir():
+            raise FileNotFoundError(f"--photos {photos} is no folder")
+        loaded = load()
+        from dulbe_peft.serving import make_server
 
-    try:
-        server = make_server(loaded, host, port, names)
-    except OSError as error:
-        raise OSError(
-            f"{name}:{port} cannot be listened on: {error.strerror}; take another --port or --host"
-        ) from error
-    print(f"open http://{name}:{server.server_address[1]} (Ctrl-C ends it)", flush=True)
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        server.server_close()
+        try:
+            server = held.enter_context(make_server(loaded, host, port, names, output, photos))
+        except OSError as error:
+            raise OSError(
+                f"{name}:{port} cannot be listened on: {error.strerror}; take another --port or --host"
+            ) from error
+        kept = "nothing that it learns is saved without --output" if output is None else f"saves in {output}"
+        print(f"open http://{name}:{server.server_address[1]} (Ctrl-C ends it; {kept})", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            with server.app.turn:  # a change that was begun is finished
+                server.app.finish()
+                if server.app.unsaved:
+                    print("what it was taught is not saved, and gone: --output FOLDER keeps it", file=sys.stderr)
     return 0
+
+
+def _own(output: str, learner: str, photos: str | None, overwrite: bool) -> AbstractContextManager[None]:
+    """Keep a folder for this server alone: it goes on with the learner that lies there, and replaces no other one."""
+    from dulbe_peft.utils.folders import LOCK_SUFFIX, CheckpointError, exclusive, parse_manifest
+
+    place = Path(output).resolve()
+    if place != Path(learner).resolve():
+        claim(("--output", output, FOLDER), apart=[learner, photos], overwrite=overwrite)
+        if place.is_dir() and any(place.iterdir()):
+            go_on = f"serve {output} --output {output} goes on with what is there, --overwrite begins anew"
+            raise FileExistsError(f"{output} exists: {go_on}")
+    else:
+        try:
+            kind = parse_manifest(place).kind
+        except CheckpointError:
+            kind = "run"
+        if kind != "learner":
+            raise FileExistsError(f"{output} is of the kind {kind!r}, which never changes: name another --output")
+    return exclusive(place.with_name(f".{place.name}.serving{LOCK_SUFFIX}"), output)

@@ -240,22 +240,27 @@ def _pixels(place: Place) -> bytes | None:
     return pixels_content(place[1].image(place[2]))
 
 
+def grey_thumbnail(images: LabelledImages, index: int) -> np.ndarray:
+    """A unit vector, (256,), float32, whose products are correlations of pictures; zeros where there is no picture."""
+    blank = np.zeros(SIDE * SIDE, dtype=np.float32)
+    try:
+        with open_image(images.file(index)) as opened:  # type: ignore[arg-type]
+            opened.draft("L", (4 * SIDE, 4 * SIDE))  # a JPEG is decoded at a fraction of its size
+            grey = to_rgb(opened).convert("L").resize((SIDE, SIDE), Image.Resampling.BOX)
+    except Exception:  # Pillow's decoders raise almost anything on damaged files
+        return blank
+    pixels = np.asarray(grey, dtype=np.float32).ravel()
+    centred = pixels - pixels.mean()
+    length = np.linalg.norm(centred)
+    return centred / length if length > SIDE else blank  # a blank area is like every other one
+
+
 def _alike(places: Sequence[Place]) -> Iterator[tuple[Place, Place]]:
     """Each image with the first one of which the thumbnail is nearly the same."""
     count = len(places)
     thumbnails = np.zeros((count, SIDE * SIDE), dtype=np.float32)
     for row, (_, images, index) in enumerate(places):
-        try:
-            with open_image(images.file(index)) as opened:  # type: ignore[arg-type]
-                opened.draft("L", (4 * SIDE, 4 * SIDE))  # a JPEG is decoded at a fraction of its size
-                grey = to_rgb(opened).convert("L").resize((SIDE, SIDE), Image.Resampling.BOX)
-        except Exception:
-            continue
-        pixels = np.asarray(grey, dtype=np.float32).ravel()
-        centred = pixels - pixels.mean()
-        length = np.linalg.norm(centred)
-        if length > SIDE:  # else a blank area, which is like every other one
-            thumbnails[row] = centred / length
+        thumbnails[row] = grey_thumbnail(images, index)
     for start in range(0, count, _ROWS):
         rows = thumbnails[start : start + _ROWS]
         close = np.triu(rows @ thumbnails[start:].T > NEAR, 1)

@@ -43,6 +43,24 @@ class KnownImages:
         """Content -> the class as which an image was learned."""
         return {content: name for name, contents in self.learned.items() for content in contents}
 
+    def new_rows(self, images: LabelledImages) -> tuple[list[int], dict[str, list[int]]]:
+        """The rows of images that are new, and for each reason why others would count twice, their rows.
+
+        An image that cannot be read counts as new: who learns it says why.
+        """
+        learned, seen, rows, twice = self.class_of(), set[bytes](), list[int](), dict[str, list[int]]()
+        for row, (content, label) in enumerate(zip(images.contents(), images.labels.tolist(), strict=True)):
+            if content is not None and content in learned:
+                same = learned[content] == images.class_names[label]
+                twice.setdefault("learned before" if same else "of another class", []).append(row)
+            elif content in seen:
+                twice.setdefault("in the data twice", []).append(row)
+            else:
+                rows.append(row)
+            if content is not None:
+                seen.add(content)
+        return rows, twice
+
     def arrays(self, class_names: Sequence[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         """Tensors and metadata of a file: contents, (n, 32) in uint8, and the place of each one's class, (n,).
 

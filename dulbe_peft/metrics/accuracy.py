@@ -22,6 +22,9 @@ BESIDE_CLASSIFIERS = {
     "class_means": PrototypeClassifier.summary,
 }
 
+# What people call these rows.
+TITLES = {"zero_shot": "names alone", "text": "names after learning", "class_means": "class means"}
+
 
 def result_rows(results: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """The rows of a table of results, name and figures: the model before learning first, then every classifier."""

@@ -1,11 +1,14 @@
 """HTML pages without any other file, readable in light and dark, from the templates in `assets/report`."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 from dulbe_peft.metrics import accuracy
 from dulbe_peft.report.table import bold_cells, filled, shown
 from dulbe_peft.utils.files import output_file
+
+CONTENTS = "<!-- contents -->"
 
 
 def write_page(path: Path, template: str, content: dict[str, Any]) -> None:
@@ -21,9 +24,22 @@ def write_page(path: Path, template: str, content: dict[str, Any]) -> None:
     }
     pages.globals |= {"shown": shown, "filled": filled, "bold_cells": bold_cells}
     style, script = ((ASSETS / "report" / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
-    page = pages.get_template(template).render(content, style=style, script=script)
+    page = with_contents(pages.get_template(template).render(content, style=style, script=script))
     with output_file(path, errors="backslashreplace") as file:  # names of files need not be UTF-8
         file.write(page)
+
+
+def with_contents(page: str) -> str:
+    """The page with a list of its parts, each of which becomes a place that a link leads to."""
+    titles: list[str] = []
+
+    def numbered(found: re.Match[str]) -> str:
+        titles.append(found[1])
+        return f'<h2 id="part-{len(titles)}">{found[1]}</h2>'
+
+    page = re.sub(r"<h2>(.*?)</h2>", numbered, page, flags=re.DOTALL)  # a name has no tags: it is escaped
+    links = "".join(f'<li><a href="#part-{number}">{title}</a></li>' for number, title in enumerate(titles, 1))
+    return page.replace(CONTENTS, f'<nav aria-label="Contents"><ol>{links}</ol></nav>' if len(titles) > 2 else "", 1)
 
 
 def percent(fraction: float | None, digits: int = 2) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dulbe_peft.classifiers import CLASSIFIERS, answering
-from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, result_rows
+from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, TITLES, result_rows
 from dulbe_peft.metrics.diagnostics import DepthAccuracy, ReliabilityProfile
 from dulbe_peft.report.shares import ClassRow, Share
 from dulbe_peft.utils.extras import installed
@@ -59,7 +59,7 @@ def accuracy_figure(results: dict[str, Any]) -> Any:
         # Wide, hollow marks show zero-shot also where the text classifier is as good.
         marks = {"markersize": 9, "markerfacecolor": "none"} if name == "zero_shot" else {"markersize": 4}
         look = {"linewidth": 1.5, "clip_on": False, **line_style(places.index(name)), **marks}
-        axes.plot(classes[: len(block["overall"])], _percents(block["overall"]), label=name, **look)
+        axes.plot(classes[: len(block["overall"])], _percents(block["overall"]), label=TITLES.get(name, name), **look)
     figure.legend(ncols=2, handlelength=4, **LEGEND)  # long samples show the dashes
     return figure
 

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from dulbe_peft.checkpoints.layout import LEARNER_FILE, RESULTS_FILE, TIMINGS_FILE, newest_task
 from dulbe_peft.checkpoints.learner_file import LearnerFile, Update
 from dulbe_peft.classifiers import answering
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
 from dulbe_peft.runs.progress import Timings, read_finished
-from dulbe_peft.runs.results import stream_results
+from dulbe_peft.runs.results import Results, stream_results
 from dulbe_peft.utils.folders import CheckpointError, read_manifest
 from dulbe_peft.utils.records import Fraction, Record, read_record
 
@@ -21,72 +21,40 @@ PICTURES_FOLDER = "pictures"
 PICTURES_INDEX = "index.json"
 
 
-class _Part(Record):
-    """The part of something in `results.json` that a report needs; what else is in it is kept as it is."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-class _Strategy(_Part):
-    name: str
-
-
-class _Method(_Part):
-    overall: list[Fraction | None]
-    last_accuracy: Fraction | None
-    average_accuracy: Fraction
-    forgetting: float | None = None
-    backward_transfer: float | None = None
-
-
-class _Classifier(_Method):
-    matrix: list[list[Fraction | None]]
-
-
-class _ClassMeasures(_Part):
-    accuracy: dict[str, Fraction]
-    forgetting: dict[str, float] = {}
-
-
-class _TaskFacts(_Part):
-    images: dict[str, int] = {}
-    loss: list[float] = []
-    shared_capture: float | None = None
-    residual_capture: float | None = None
-    expected_depth: float | None = None
-
-
-class _Results(_Part):
-    class_names: list[list[str]]
-    configuration: dict[str, Any]
-    strategy: _Strategy
-    versions: dict[str, str]
-    tasks: list[_TaskFacts | None]
-    classifiers: dict[str, _Classifier] = {}
-    zero_shot: _Method | None = None
-    text: _Method | None = None
-    class_means: _Method | None = None
-    classes: dict[str, _ClassMeasures] = {}
-
-
-class Example(Record):
-    """A picture of a test image, and what it shows."""
+class Photograph(Record):
+    """A small picture in the run's folder, and the image that it shows."""
 
     # A name without a folder: the index leads to no picture elsewhere.
     file: Annotated[str, Field(pattern=r"^[\w-]+\.jpg$")]
     image: str
     true: str = Field(alias="class")
+
+
+class Example(Photograph):
+    """A test image and its answer; `nearest` is the training image nearest to it, of a mistake."""
+
     predicted: str
     probability: Fraction
+    nearest: Photograph | None = None
+
+
+class Copy(Record):
+    """A test image, the position-th of a task, that was learned, too: as it is or nearly, as the class `of`."""
+
+    task: int
+    position: int
+    how: str
+    of: str
 
 
 class Pictures(Record):
-    """`pictures/index.json`: the surest mistakes, the least sure hits, a few images a class; what is left out."""
+    """`pictures/index.json`: the surest mistakes, the least sure hits, some a class, what is left out, copies."""
 
     mistakes: list[Example] = []
     hits: list[Example] = []
     classes: list[Example] = []
     left_out: list[str] = []
+    copies: list[Copy] = []
 
 
 @dataclass(frozen=True)
@@ -136,7 +104,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunFolder:
     path = Path(folder)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no folder; a report is made of a folder that run has written")
-    results = _read(path / RESULTS_FILE, _Results)
+    results = _read(path / RESULTS_FILE, Results)
     own = (path / LEARNER_FILE).is_file()
     task = (path, read_manifest(path)) if own else newest_task(path, lambda _: None)
     if task is None:  # somebody kept the small files alone
@@ -153,7 +121,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunFolder:
         try:
             tasks = read_finished(newest, path, learner.tasks)
             found = stream_results(tasks, identity, learner.classifiers, manifest.versions)
-            results = _Results.model_validate(found).model_dump(exclude_unset=True)
+            results = Results.model_validate(found).model_dump(exclude_unset=True)
         except (ValueError, KeyError, CheckpointError) as error:
             raise ValueError(f"{newest} is not as a run writes it: {error}") from error
     return replace(
@@ -198,8 +166,12 @@ def _pictures(folder: Path) -> Pictures:
     path = folder / PICTURES_INDEX
     found = read_record(path, Pictures) if path.is_file() else Pictures()
 
-    def there(example: Example) -> bool:  # a link could lead to any picture of whoever makes the page
-        return (folder / example.file).is_file() and not (folder / example.file).is_symlink()
+    def there(shown: Photograph) -> bool:  # a link could lead to any picture of whoever makes the page
+        return (folder / shown.file).is_file() and not (folder / shown.file).is_symlink()
 
-    kinds = {kind: list(filter(there, getattr(found, kind))) for kind in ("mistakes", "hits", "classes")}
-    return found.model_copy(update=kinds)
+    def whole(example: Example) -> Example:
+        near = example.nearest if example.nearest and there(example.nearest) else None
+        return example.model_copy(update={"nearest": near})
+
+    kinds = {kind: filter(there, getattr(found, kind)) for kind in ("mistakes", "hits", "classes")}
+    return found.model_copy(update={kind: list(map(whole, examples)) for kind, examples in kinds.items()})

@@ -8,17 +8,39 @@ from pathlib import Path
 from typing import Any
 
 from dulbe_peft.classifiers.closing import TEACHING
-from dulbe_peft.metrics.accuracy import result_rows
+from dulbe_peft.metrics.accuracy import TITLES, result_rows
+from dulbe_peft.metrics.evaluation import ImageResult
 from dulbe_peft.report.class_map import HEIGHT, WIDTH, class_map
 from dulbe_peft.report.html import write_page
 from dulbe_peft.report.plots import accuracy_figure, counts_figure, inline_svg, loss_figure, reliability_figure
-from dulbe_peft.report.run_folder import PICTURES_FOLDER, Example, RunFolder, read_run
-from dulbe_peft.report.shares import ClassRow, class_rows, confusion_matrix, reliability, sure_answers
+from dulbe_peft.report.run_folder import PICTURES_FOLDER, Photograph, RunFolder, read_run
+from dulbe_peft.report.shares import (
+    ClassRow,
+    Share,
+    class_rows,
+    confusion_matrix,
+    more_images,
+    reliability,
+    sure_answers,
+    surest,
+)
 from dulbe_peft.report.side_by_side import RUN_COLUMNS, SUMMARY_COLUMNS, best_rows, run_rows, setting_differences
 from dulbe_peft.report.table import write_table_csv, write_table_latex
 from dulbe_peft.report.training_effects import effects_content
-from dulbe_peft.report.verdict import leaderboard, next_steps
+from dulbe_peft.report.verdict import clearly_better, leaderboard, next_steps
 from dulbe_peft.utils.settings import flat_settings
+
+WANTED = 0.95  # of the answers right, for which the page says a probability
+# What a run calls its phases, and what they do.
+PHASES = {
+    "probe": "looking at gradients",
+    "allocate": "choosing directions",
+    "train": "training",
+    "close": "reading the training images",
+    "update": "reading further images",
+    "test": "testing",
+    "save": "saving",
+}
 
 
 def write_report(
@@ -95,9 +117,11 @@ def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict
     content: dict[str, Any] = {
         "methods": methods,
         "leader": next(row for row in methods if run.first in row.names),
-        "baselines": [row for row in methods if {"zero_shot", "class_means", "prototype"} & set(row.names)],
+        "names_alone": next((row for row in methods if "zero_shot" in row.names), None),
         "summary": SUMMARY_COLUMNS,
-        "rows": result_rows(run.results),
+        "rows": [(TITLES.get(name, name), block) for name, block in result_rows(run.results)],
+        "titles": TITLES,
+        "clearly": (clearly_better(run) or ("",))[0],
         "chart": inline_svg(accuracy_figure(run.results), f"{key}-accuracy") if len(run.learned) > 1 else "",
         "matrices": [(name, block["matrix"]) for name, block in blocks.items()] if run.trained else [],
         "class_accuracies": {n: by_class[n]["accuracy"] for n in blocks if n in by_class} if len(blocks) > 1 else {},
@@ -105,26 +129,47 @@ def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict
     if run.predictions:
         figure = reliability_figure(reliability(run.predictions))
         content |= {"sure": sure_answers(run.predictions), "reliability": inline_svg(figure, f"{key}-reliability")}
+        content |= {"surest": surest(run.predictions, WANTED), "wanted": WANTED, "more": more_images(classes)}
+        content["leak"] = leak(run)
         counted = [row for row in classes if row.learned]
         several = len({row.learned for row in counted}) > 1
         content["counts"] = inline_svg(counts_figure(counted), f"{key}-counts") if several else ""
     return content
 
 
+def leak(run: RunFolder) -> dict[str, Any] | None:
+    """The share that is right without the test images that were learned, too, that of those, and how they match."""
+    copies = {(copy.task, copy.position): copy.how for copy in run.pictures.copies}
+    parts: dict[bool, list[ImageResult]] = {True: [], False: []}
+    for row in run.predictions:
+        parts[(row.task, row.position) in copies].append(row)
+    if not parts[True]:
+        return None
+    how = Counter(copies[row.task, row.position] for row in parts[True])
+    return {"without": Share.of(parts[False]) if parts[False] else None, "of": Share.of(parts[True]), "how": how}
+
+
 def _phases(time: dict[str, Any] | None) -> dict[str, Any]:
-    """A task's times, with all classifiers that were taught as one phase."""
+    """A task's times, by what was done; all classifiers that were taught are one row."""
     phases: Counter[str] = Counter()
     for name, seconds in (time or {}).get("phases", {}).items():
-        phases["teach" if name.startswith(TEACHING) else name] += seconds
+        name = "teaching the classifiers" if name.startswith(TEACHING) else PHASES.get(name, name)
+        phases[name] += seconds
     return {**(time or {}), "phases": dict(phases)}
 
 
 def _pictures(run: RunFolder) -> dict[str, Any]:
     """The pictures of mistakes and hits, and those of each class by its name."""
 
-    def picture(example: Example) -> dict[str, Any]:
-        data = base64.b64encode((run.folder / PICTURES_FOLDER / example.file).read_bytes()).decode()
-        return {"example": example, "source": f"data:image/jpeg;base64,{data}", "place": Path(example.image).name}
+    def picture(shown: Photograph) -> dict[str, Any]:
+        data = base64.b64encode((run.folder / PICTURES_FOLDER / shown.file).read_bytes()).decode()
+        near = getattr(shown, "nearest", None)
+        return {
+            "example": shown,
+            "source": f"data:image/jpeg;base64,{data}",
+            "place": Path(shown.image).name,
+            "nearest": picture(near) if near else None,
+        }
 
     of_class: dict[str, list[dict[str, Any]]] = {}
     for example in run.pictures.classes:

@@ -14,6 +14,7 @@ from dulbe_peft.metrics.evaluation import ImageResult
 
 _BINS = 10
 _THRESHOLDS = (0.5, 0.8, 0.9, 0.95)
+_LEAST = 20  # answers, below which a share of right ones promises nothing
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,13 @@ class Share:
 
 @dataclass(frozen=True)
 class ClassRow:
-    """A class: its share, what it has lost since its best, what it is taken for, and how many images taught it."""
+    """A class: how many of its images are named right, and how many of the answers with its name are; what it has
+    lost since its best, what it is taken for, and how many images taught it.
+    """
 
     name: str
     share: Share
+    said: Share | None
     forgetting: float | None
     taken_for: list[tuple[str, int]]
     learned: int | None
@@ -63,10 +67,11 @@ def class_rows(
     groups: dict[str, list[ImageResult]] = {}
     for row in predictions:
         groups.setdefault(row.true, []).append(row)
-    table = []
+    table, said = [], Counter(row.predicted for row in predictions)
     for name, rows in groups.items():
-        wrong = Counter(row.predicted for row in rows if not row.right).most_common()
-        table.append(ClassRow(name, Share.of(rows), forgetting.get(name), wrong, learned.get(name)))
+        wrong, share = Counter(row.predicted for row in rows if not row.right).most_common(), Share.of(rows)
+        answers = Share(share.right, said[name]) if said[name] else None
+        table.append(ClassRow(name, share, answers, forgetting.get(name), wrong, learned.get(name)))
     return sorted(table, key=lambda row: row.share.value)
 
 
@@ -123,3 +128,33 @@ def sure_answers(predictions: Sequence[ImageResult]) -> list[tuple[float, float,
     """For some probabilities: the part of the images that are answered with more, and how many of those are right."""
     found = [(limit, [row for row in predictions if row.probability > limit]) for limit in _THRESHOLDS]
     return [(limit, len(sure) / len(predictions), Share.of(sure)) for limit, sure in found if sure]
+
+
+def surest(predictions: Sequence[ImageResult], wanted: float) -> tuple[float, Share] | None:
+    """The least probability above which a share of the answers, `wanted`, is right, and these answers, if any."""
+    rows = sorted(predictions, key=lambda row: -row.probability)
+    right = np.cumsum([row.right for row in rows])
+    ends = [n for n in range(_LEAST, len(rows)) if rows[n].probability < rows[n - 1].probability]
+    enough = [n for n in [*ends, len(rows)] if right[n - 1] >= wanted * n]
+    if not enough:
+        return None
+    most = enough[-1]
+    return (0.0 if most == len(rows) else rows[most].probability), Share(int(right[most - 1]), most)
+
+
+def more_images(rows: Sequence[ClassRow]) -> tuple[bool | None, Share, Share, int] | None:
+    """Whether classes with more training images are known better: those of at most so many, those of more, and how
+    many that is. None in place of a truth value: it may be chance. None for all: the classes have equally many.
+    """
+    from scipy.stats import mannwhitneyu
+
+    counted = [row for row in rows if row.learned]
+    sizes = sorted({row.learned or 0 for row in counted})
+    if len(sizes) < 2:
+        return None
+    middle = min(float(np.median([row.learned or 0 for row in counted])), sizes[-2])
+    groups = [[row for row in counted if ((row.learned or 0) > middle) == more] for more in (False, True)]
+    few, many = (Share(sum(r.share.right for r in group), sum(r.share.images for r in group)) for group in groups)
+    values = [[row.share.value for row in group] for group in groups]
+    clear = mannwhitneyu(*values).pvalue < 0.05
+    return (many.value > few.value if clear else None), few, many, int(middle)

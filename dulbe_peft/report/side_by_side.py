@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from dulbe_peft.metrics.accuracy import percent, result_rows
+from dulbe_peft.metrics.accuracy import TITLES, percent, result_rows
 from dulbe_peft.report.run_folder import RunFolder, was_trained
 from dulbe_peft.report.table import Column, format_text
 from dulbe_peft.utils.settings import flat_settings
@@ -69,7 +69,12 @@ def _percent_column(name: str) -> Column[RunRow]:
 RUN_COLUMNS = [
     _text_column("run", lambda row: row.run),
     _text_column("strategy", lambda row: row.strategy),
-    _text_column("method", lambda row: row.method),
+    Column(
+        "method",
+        lambda row: TITLES.get(row.method, row.method),
+        number=False,
+        values={"method": lambda row: row.method},
+    ),
     *map(_percent_column, MEASURES),
 ]
 

@@ -1,11 +1,70 @@
-"""What a stream's tests amount to: from what is known of each task to `results.json`."""
+"""`results.json`: what it holds, and what a stream's tests amount to."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import ConfigDict
+
 from dulbe_peft.metrics.accuracy import accuracy_matrix, summarize, transfer_measures
 from dulbe_peft.metrics.evaluation import BASELINES
 from dulbe_peft.runs.progress import FinishedTask, Row, Score
+from dulbe_peft.utils.records import Fraction, Record
+
+
+class _Part(Record):
+    """A part of the file; what another release wrote into it is kept as it is."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class Measures(_Part):
+    """The figures of a classifier or a baseline; None is what was not measured."""
+
+    overall: list[Fraction | None]
+    last_accuracy: Fraction | None
+    average_accuracy: Fraction
+    forgetting: float | None = None
+    backward_transfer: float | None = None
+    matrix: list[list[Fraction | None]] = []
+
+
+class ClassMeasures(_Part):
+    """Each class's accuracy after the last task, and what it has lost since it was best."""
+
+    accuracy: dict[str, Fraction]
+    forgetting: dict[str, float] = {}
+
+
+class TaskFacts(_Part):
+    """What learning a task showed."""
+
+    images: dict[str, int] = {}
+    loss: list[float] = []
+    shared_capture: float | None = None
+    residual_capture: float | None = None
+    expected_depth: float | None = None
+
+
+class Made(_Part):
+    """The strategy, with its settings."""
+
+    name: str
+
+
+class Results(_Part):
+    """The whole file."""
+
+    class_names: list[list[str]]
+    configuration: dict[str, Any]
+    strategy: Made
+    versions: dict[str, str]
+    tasks: list[TaskFacts | None]
+    known_tasks: int = 0
+    classifiers: dict[str, Measures] = {}
+    zero_shot: Measures | None = None
+    text: Measures | None = None
+    class_means: Measures | None = None
+    classes: dict[str, ClassMeasures] = {}
 
 
 def stream_results(

@@ -145,23 +145,14 @@ def _found(
 
 def new_images(images: LabelledImages, known: KnownImages, again: bool) -> LabelledImages:
     """The images to learn from without those that were learned before, and copies; what is left out is printed."""
-    learned, seen, rows = known.class_of(), set[bytes](), []
-    twice, before, elsewhere = list[int](), list[int](), list[int]()
-    for row, (content, label) in enumerate(zip(images.contents(), images.labels.tolist(), strict=True)):
-        if content is None or again or (content not in learned and content not in seen):
-            rows.append(row)
-        elif content in learned:
-            (before if learned[content] == images.class_names[label] else elsewhere).append(row)
-        else:
-            twice.append(row)
-        if content is not None:
-            seen.add(content)
-    for which, what in ((before, "learned before"), (twice, "in the data twice"), (elsewhere, "of another class")):
-        if which:
-            name = images.item_name(which[0])
-            was = f", learned as {learned[images.contents()[which[0]]]!r} before" if which is elsewhere else ""  # type: ignore[index]
-            print_once(f"left out, for they would count twice: {len(which)} {what}, such as {name}{was} (--again)")
-    if not known.complete and not again:
+    if again:
+        return images
+    rows, twice = known.new_rows(images)
+    for reason, which in twice.items():
+        name, learned = images.item_name(which[0]), known.class_of().get(images.contents()[which[0]] or b"")
+        was = f", learned as {learned!r} before" if reason == "of another class" else ""
+        print_once(f"left out, for they would count twice: {len(which)} {reason}, such as {name}{was} (--again)")
+    if not known.complete:
         print_once("release 0.2.0 began this learner and noted no images: it cannot know whether these are new")
     return images.at(rows)
 

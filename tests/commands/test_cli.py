@@ -264,9 +264,21 @@ def test_env_and_version(capsys):
     assert capsys.readouterr().out == f"dulbe_peft {dulbe_peft.__version__}\n"
 
 
+def test_the_demo_tells_of_three_months(tmp_path, capsys):
+    output = tmp_path / "demo"
+    assert main(["demo", "--output", str(output)]) == 0
+    said, results = capsys.readouterr().out, json.loads((output / "results.json").read_text())
+    first, *_, last = next(iter(results["classifiers"].values()))["matrix"]
+    assert len(last) == 3 and min(last) > 0.9 > results["zero_shot"]["last_accuracy"]
+    assert f"January brought zero, one, two, three: {100 * first[0]:.1f} % of them are named right\n" in said
+    assert f"March brought seven, eight, nine: {100 * last[2]:.1f} % of them are named right; of January's" in said
+    assert f"next: open {output}/report.html in a browser" in said and "next: dulbe-peft check YOUR-FOLDER" in said
+    assert "nearest:" in (output / "report.html").read_text(encoding="utf-8")
+
+
 @pytest.mark.slow
-def test_demo_reaches_what_it_promises(tmp_path):
-    command = [sys.executable, "-m", "dulbe_peft", "demo", "--output", str(tmp_path / "demo")]
+def test_the_demo_compares_training_with_none(tmp_path):
+    command = [sys.executable, "-m", "dulbe_peft", "demo", "--compare", "--output", str(tmp_path / "demo")]
     said = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
     results = json.loads((tmp_path / "demo" / "results.json").read_text())
     assert results["zero_shot"]["last_accuracy"] > 0.5 and results["head"]["last_accuracy"] > 0.9

@@ -5,21 +5,26 @@ from __future__ import annotations
 import base64
 import io
 import json
+import shutil
 import socket
 import struct
+import subprocess
 import threading
 import urllib.error
 import urllib.request
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 from served import photo, running, served, two_colours
 
-from dulbe_peft import ClassIncrementalLearner, serving
+from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.commands.main import main
+from dulbe_peft.serving import App, make_server, server
 
 
 def sent(*images: Image.Image) -> list[str]:
@@ -61,13 +66,14 @@ def test_a_visit(folder, tmp_path):
         assert ask(f"{url}/facts")[1]["classes"] == ["red", "green"]
         assert best(url, photo(0)) == learner.predict(photo(0))[0] == "red"
         before = ask(f"{url}/predict", {"images": sent(photo(2))})[1]
-        status, facts = ask(f"{url}/teach", {"class": " blue ", "images": sent(photo(2), photo(2))})
+        status, facts = ask(f"{url}/teach", {"class": " blue ", "images": sent(photo(2), photo(2, 1))})
         assert status == 200 and facts["classes"][-1] == "blue" and facts["undo"] == "2 images of blue"
         assert best(url, photo(2)) == "blue"
         ask(f"{url}/teach", {"class": "red", "images": sent(photo(0))})  # corrects an answer
         (tmp_path / "learner.zip").write_bytes(ask(f"{url}/learner.zip")[1])
         assert ask(f"{url}/undo", {})[1]["undo"] == "2 images of blue"
-        assert ask(f"{url}/undo", {})[1] | {"undo": 0} == ask(f"{url}/facts")[1] | {"undo": 0}
+        taken_back = ask(f"{url}/undo", {})[1]
+        assert taken_back.pop("said") == "taken back: 2 images of blue" and taken_back == ask(f"{url}/facts")[1]
         assert ask(f"{url}/predict", {"images": sent(photo(2))})[1] == before
         assert ask(f"{url}/undo", {}) == (400, {"error": "there is nothing to undo"})
     with zipfile.ZipFile(tmp_path / "learner.zip") as archive:
@@ -132,7 +138,7 @@ def test_the_page_is_opened_by_its_own_address_alone(folder, listened):
 
 def test_no_address_is_not_the_whole_network(folder):
     with pytest.raises(ValueError, match="the host is '', expected the address to listen on"):
-        serving.make_server(ClassIncrementalLearner.from_pretrained(folder), "", 0)
+        make_server(ClassIncrementalLearner.from_pretrained(folder), "", 0)
 
 
 LARGE = {"classes": ["x" * 2**20] * 32}  # more than the buffers of a connection take
@@ -175,7 +181,7 @@ def test_clients_that_are_slow_to_send_hold_up_nobody(folder):
 
 
 def test_a_name_is_never_a_path(folder, tmp_path):
-    app, name = serving.App(ClassIncrementalLearner.from_pretrained(folder)), "../../etc"
+    app, name = App(ClassIncrementalLearner.from_pretrained(folder)), "../../etc"
     app.teach({"class": name, "images": sent(photo(2))})
     with zipfile.ZipFile(io.BytesIO(app.download())) as archive:
         assert all(entry.startswith("learner/") and ".." not in entry for entry in archive.namelist())
@@ -195,7 +201,10 @@ def test_many_ask_at_once_and_some_go_away(folder, capfd):
                 gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             gone.close()
         with ThreadPoolExecutor(40) as pool:
-            taught = [pool.submit(ask, f"{url}/teach", {"class": "red", "images": sent(photo(0))}) for _ in range(10)]
+            taught = [
+                pool.submit(ask, f"{url}/teach", {"class": "red", "images": sent(photo(0, number))})
+                for number in range(10)
+            ]
             found = list(pool.map(lambda _: best(url, photo(1)), range(30)))
             assert found == ["green"] * 30 and [change.result()[0] for change in taught] == [200] * 10
         for _ in range(10):
@@ -206,7 +215,7 @@ def test_many_ask_at_once_and_some_go_away(folder, capfd):
 
 
 def test_a_learner_that_trains_takes_corrections_and_no_new_class(folder, monkeypatch):
-    app = serving.App(ClassIncrementalLearner.from_pretrained(folder))
+    app = App(ClassIncrementalLearner.from_pretrained(folder))
     monkeypatch.setattr(type(app.learner.strategy), "adapts", True)
     assert not app.facts()["teachable"]
     assert app.teach({"class": "red", "images": sent(photo(0))})["undo"] == "1 image of red"
@@ -214,13 +223,171 @@ def test_a_learner_that_trains_takes_corrections_and_no_new_class(folder, monkey
         app.teach({"class": "blue", "images": sent(photo(2))})
 
 
-def test_the_command_prints_the_address(folder, monkeypatch, capsys):
+def test_what_is_taught_is_saved_after_each_change(folder, tmp_path):
+    output = tmp_path / "taught"
+    with served(folder, output=output) as url:
+        facts = ask(f"{url}/facts")[1]
+        assert facts["output"] == str(output) and not facts["unsaved"] and not output.exists()
+        assert facts["counts"] == {"red": 4, "green": 4}
+        facts = ask(f"{url}/teach", {"class": "blue", "images": sent(photo(2), photo(2, 1))})[1]
+        assert facts["counts"] == {"red": 4, "green": 4, "blue": 2} and not facts["unsaved"]
+        assert ClassIncrementalLearner.from_pretrained(output).predict(photo(2, 2)) == ["blue"]
+        ask(f"{url}/undo", {})
+        assert ClassIncrementalLearner.from_pretrained(output).class_names == ("red", "green")
+        ask(f"{url}/teach", {"class": "red", "images": sent(photo(0, 1))})
+    with served(output, output=output) as url:  # the next day
+        assert ask(f"{url}/facts")[1]["counts"] == {"red": 5, "green": 4}
+        again = ask(f"{url}/teach", {"class": "red", "images": sent(photo(0, 1))})
+        assert again == (400, {"error": "nothing was learned: 1 photograph learned before"})
+
+
+def test_a_change_that_cannot_be_saved_is_none(folder, tmp_path, monkeypatch):
+    app = App(ClassIncrementalLearner.from_pretrained(folder), tmp_path / "taught")
+    app.teach({"class": "blue", "images": sent(photo(2))})
+
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(app.learner, "save_pretrained", full)
+    for change in (lambda: app.teach({"class": "red", "images": sent(photo(0))}), lambda: app.undo({})):
+        before = app.facts()
+        with pytest.raises(OSError, match="no space left"):
+            change()
+        assert app.facts() == before and before["undo"] == "1 image of blue"
+
+
+def test_a_photograph_is_learned_once_and_that_is_said(folder):
+    app = App(ClassIncrementalLearner.from_pretrained(folder))
+    found = app.teach({"class": "blue", "images": sent(photo(2), photo(2), photo(2, 1))})
+    assert found["said"] == "learned: blue; left out: 1 photograph in the data twice" and found["unsaved"]
+    assert found["counts"]["blue"] == 2 and app.predict({"images": sent(photo(2))})["learned"] == "blue"
+    assert app.predict({"images": sent(photo(0))})["learned"] is None
+    with pytest.raises(ValueError, match="nothing was learned: learned as blue before: undo that first"):
+        app.teach({"class": "red", "images": sent(photo(2))})
+    assert not app.undo({})["unsaved"]
+
+
+def test_a_picture_that_no_browser_shows_comes_as_jpeg(folder):
+    packed = io.BytesIO()
+    photo(0).resize((2000, 1000)).save(packed, "TIFF")
+    app = App(ClassIncrementalLearner.from_pretrained(folder))
+    found = app.predict({"images": [base64.b64encode(packed.getvalue()).decode()]})["picture"]
+    shown = Image.open(io.BytesIO(base64.b64decode(found.removeprefix("data:image/jpeg;base64,"))))
+    assert (shown.format, shown.size) == ("JPEG", (1024, 512))
+    assert app.predict({"images": sent(photo(0))})["picture"] is None
+
+
+@pytest.fixture(scope="module")
+def heap(tmp_path_factory):
+    """Twelve photographs of three colours that nobody has labelled, a copy of one, and a file that is none."""
+    root = tmp_path_factory.mktemp("heap")
+    for number in range(12):
+        photo(number % 3, 100 + number).save(root / f"{('red', 'green', 'blue')[number % 3]}-{number}.png")
+    shutil.copy(root / "red-0.png", root / "red-copy.png")
+    (root / "broken.png").write_bytes(b"no photograph")
+    return root
+
+
+def colour(work):
+    return Path(work["name"]).name.partition("-")[0]
+
+
+def test_photographs_are_labelled_a_few_at_a_time(folder, heap, tmp_path):
+    output = tmp_path / "taught"
+    with served(folder, output=output, photographs=heap) as url:
+        work = ask(f"{url}/facts")[1]["labelling"]
+        assert (
+            work["left"] == 12 and work["labelled"] == 0 and {row["class"] for row in work["best"]} == {"red", "green"}
+        )
+        shown = Image.open(io.BytesIO(ask(f"{url}/photo/{work['photo']}")[1]))
+        said = np.asarray(Image.open(work["name"])).astype(int)
+        assert shown.format == "JPEG" and np.abs(np.asarray(shown).mean((0, 1)) - said.mean((0, 1))).max() < 9
+        skipped = work["photo"]
+        work = ask(f"{url}/skip", {"photo": skipped})[1]["labelling"]
+        assert work["left"] == 12 and work["photo"] != skipped
+        names = {}
+        for count in range(1, 12):
+            names[work["name"]] = colour(work)
+            facts = ask(f"{url}/label", {"photo": work["photo"], "class": colour(work)})[1]
+            work = facts["labelling"]
+            assert (work["labelled"], work["waiting"], work["left"]) == (count, count % 5, 12 - count)
+            assert sum(facts["counts"].values()) == 8 + count - count % 5
+        assert ClassIncrementalLearner.from_pretrained(output).class_names[:2] == ("red", "green")
+        assert facts["undo"] == f"the label {list(names.values())[-1]}" and not facts["unsaved"]
+        for count in (10, 9):  # the second of them was learned with four others
+            work = ask(f"{url}/undo", {})[1]["labelling"]
+            name = names.popitem()[0]
+            assert (work["labelled"], work["name"], work["waiting"]) == (count, name, count % 5)
+        assert sum(ask(f"{url}/facts")[1]["counts"].values()) == 13
+        rows = ask(f"{url}/labels.csv")[1].decode().splitlines()
+        assert rows == ["path,label", *(f"{name},{said}" for name, said in names.items())]
+        again = ask(f"{url}/label", {"photo": -5, "class": "red"})
+        assert again[0] == 400 and "is not to be labelled any more" in again[1]["error"]
+        assert ask(f"{url}/photo/999")[0] == 404
+    with served(output, output=output, photographs=heap) as url:  # what was learned is not asked again
+        assert ask(f"{url}/facts")[1]["labelling"]["left"] == 7
+
+
+def test_labels_that_wait_are_learned_before_the_end_and_one_that_fails_is_none(folder, heap, tmp_path, monkeypatch):
+    app = App(ClassIncrementalLearner.from_pretrained(folder), tmp_path / "taught", heap)
+    for _ in range(4):
+        work = app.labelling.facts()
+        app.label({"photo": work["photo"], "class": colour(work)})
+    with monkeypatch.context() as patch:
+        patch.setattr(app.learner, "save_pretrained", lambda _: (_ for _ in ()).throw(OSError("no space left")))
+        before = app.facts()
+        with pytest.raises(OSError, match="no space left"):
+            app.label({"photo": before["labelling"]["photo"], "class": "red"})
+        assert app.facts() == before and before["labelling"]["waiting"] == 4
+    app.finish()
+    known = ClassIncrementalLearner.from_pretrained(tmp_path / "taught").state.known
+    assert sum(map(len, known.learned.values())) == 12 and not app.labelling.waiting
+    with pytest.raises(ValueError, match="start with --photos FOLDER"):
+        App(app.learner).label({"photo": 0, "class": "red"})
+
+
+def test_a_folder_without_anything_to_label_is_refused(folder, tmp_path, capsys):
+    assert main(["serve", str(folder), "--photos", str(tmp_path / "gone"), "--port", "0"]) == 2
+    assert "gone is no folder" in capsys.readouterr().err
+    assert main(["serve", str(folder), "--photos", str(tmp_path), "--port", "0"]) == 2
+    assert "has no photograph that can be read and that the learner has not learned" in capsys.readouterr().err
+
+
+def test_the_commands_of_the_page_are_an_api(folder, tmp_path):
+    """Each `curl` of the docs, as it stands there."""
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    text = (Path(__file__).parents[2] / "docs" / "predicting.md").read_text(encoding="utf-8")
+    commands = [line for line in text.splitlines() if "curl" in line and "127.0.0.1:7860" in line]
+    photo(2).save(tmp_path / "photo.jpg")
+    found = []
+    with served(folder) as url:
+        for line in commands:
+            line = line.replace("127.0.0.1:7860", url)
+            done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, check=True)
+            found.append(done.stdout)
+        for text, key in zip(found, ("classes", "best", "said", "said"), strict=False):
+            assert key in json.loads(text)
+        assert json.loads(found[2])["classes"][-1] == "cat" and json.loads(found[3])["classes"] == ["red", "green"]
+    assert (tmp_path / "learner.zip").read_bytes()[:2] == b"PK" and len(found) == 5
+
+
+def test_the_command_prints_the_address_and_what_is_lost(folder, monkeypatch, capsys, tmp_path):
     def stopped(self):
+        self.app.teach({"class": "red", "images": sent(photo(0))})
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(serving.PageServer, "serve_forever", stopped)
+    monkeypatch.setattr(server.PageServer, "serve_forever", stopped)
     assert main(["serve", str(folder), "--port", "0"]) == 0
-    assert "open http://127.0.0.1:" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "open http://127.0.0.1:" in said.out and "nothing that it learns is saved without --output" in said.out
+    assert "what it was taught is not saved, and gone: --output FOLDER keeps it" in said.err
+    taught = str(tmp_path / "taught")
+    assert main(["serve", str(folder), "--port", "0", "--output", taught]) == 0
+    assert "not saved" not in capsys.readouterr().err
+    assert main(["serve", str(folder), "--port", "0", "--output", taught]) == 2
+    assert f"serve {taught} --output {taught} goes on with what is there" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["taught"]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert main(["serve", str(folder), "--port", port]) == 2

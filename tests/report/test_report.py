@@ -6,14 +6,17 @@ import re
 import shutil
 from collections import Counter
 from html import unescape
+from pathlib import Path
 
 import pytest
 import torch
-from pages import NAMES, Page, learn, self_contained
+from pages import NAMES, Page, digits, learn, self_contained
+from PIL import Image
 
 from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.commands.main import main
+from dulbe_peft.metrics.accuracy import TITLES
 from dulbe_peft.report import read_effects, read_run, write_report
 from dulbe_peft.report.html import percent
 from dulbe_peft.report.verdict import leaderboard, summary
@@ -73,10 +76,13 @@ def shown(right, images):
 
 def test_every_figure_of_the_page_is_the_run_s(page, runs):
     results = json_of(runs["one"] / "results.json")
-    blocks = {name: results[name] for name in ("zero_shot", "text", "class_means")} | results["classifiers"]
+    methods = {name: results[name] for name in ("zero_shot", "text", "class_means")} | results["classifiers"]
+    titled = {TITLES.get(name, name): block for name, block in methods.items()}
+    once = {json.dumps(block["overall"]): name for name, block in reversed(titled.items())}  # the same rows stand once
+    blocks = {name: block for name, block in titled.items() if name != "names after learning" or name in once.values()}
     board = {name: row for row in page.table("classifier", "what it is") for name in row[0].split(", ")}
-    assert set(board) == set(blocks) and all(summary(name) in page.words for name in blocks)
-    assert all(summary(name) for name in (*CLASSIFIERS, *blocks)) and summary("of somebody else") == ""
+    assert set(board) == set(blocks) and all(summary(name) in page.words for name in methods)
+    assert all(summary(name) for name in (*CLASSIFIERS, *methods)) and summary("of somebody else") == ""
     for name, block in blocks.items():
         assert board[name][1] == shown(round(60 * block["last_accuracy"]), 60)
         assert name not in ("bridge", "lda") or (float(board[name][2]) >= 0 and float(board[name][3]) >= 0)
@@ -86,10 +92,13 @@ def test_every_figure_of_the_page_is_the_run_s(page, runs):
     assert steps == {name: [percent(value, 1) for value in block["overall"]] for name, block in blocks.items()}
     for label, *row in page.table("method", "forgetting"):
         measures = ("average_accuracy", "last_accuracy", "forgetting", "backward_transfer")
-        assert row == [percent(blocks[label].get(name)) for name in measures]
+        assert row == [percent(titled[label].get(name)) for name in measures]
     assert page.table("after", "task 3")[1] == ["task 2", *map(percent, results["head"]["matrix"][1]), ""]
-    lead = shown(round(60 * results["head"]["last_accuracy"]), 60).replace(";", "; 95 % interval")
-    assert lead.split(" % ")[0] in page.words and lead.split(" % ", 1)[1] in page.words
+    share, _, counts = shown(round(60 * results["head"]["last_accuracy"]), 60).partition(" % ")
+    counts = counts.replace(";", "; 95 % interval")
+    assert f"{share} % of 60 test images named right ({counts})" in page.words
+    assert f"{percent(results['zero_shot']['last_accuracy'], 1)} % by the names alone" in page.words
+    assert "16.7 % by chance" in page.words
     assert "demo_clip learned 6 classes in 3 tasks" in page.words and "Next step" in page.words
     record = results["tasks"][1]
     assert page.table("loss, first epoch", "shared capture")[1][:5] == [
@@ -104,9 +113,11 @@ def test_the_classes_and_the_confusion_matrix_equal_a_loop_over_the_predictions(
     results = json_of(runs["one"] / "results.json")
     rows = rows_of(runs["one"] / "predictions.csv")
     pairs = Counter((row["class"], row["predicted"]) for row in rows)
-    table = page.table("class", "right", "forgotten (points)")
+    table = page.table("class", "of its images, right", "forgotten (points)")
     assert {row[0] for row in table} == set(NAMES)
-    for name, right, pictures, taken, learned, lost in table:
+    answered = Counter(row["predicted"] for row in rows)
+    for name, right, said, pictures, taken, learned, lost in table:
+        assert said == (shown(pairs[name, name], answered[name]) if answered[name] else "never answered")
         assert (right, pictures, learned) == (shown(pairs[name, name], 10), "", "6")
         assert lost == percent(results["classes"]["bridge"]["forgetting"].get(name), 1)
         wrong = Counter({other: n for (true, other), n in pairs.items() if true == name != other})
@@ -135,6 +146,53 @@ def test_pictures_have_their_words(page, runs):
     assert sure == sorted(sure, reverse=True)
 
 
+def test_no_word_of_the_code_and_every_part_is_in_the_contents(page):
+    for word in ("zero_shot", "class_means", "close (s)", "teach (s)"):
+        assert word not in page.words, word
+    links = [attributes["href"] for tag, attributes in page.tags if tag == "a"]
+    parts = [attributes["id"] for tag, attributes in page.tags if tag == "h2"]
+    assert links == [f"#{part}" for part in parts] and len(parts) > 5
+
+
+def photographs(root):
+    """Six digits as files: three to learn from, twelve to test on; two test images of zero are copies, one nearly."""
+    data = digits(0, 15)
+    for index in range(len(data)):
+        item = data[index]
+        split = "train" if index % 15 < 3 else "test"
+        folder = root / split / f"d{item['label']}"
+        folder.mkdir(parents=True, exist_ok=True)
+        item["image"].convert("RGB").resize((64, 64)).save(folder / f"{index}.png")
+    for number in (0, 1):
+        shutil.copy(root / "train" / "d0" / f"{number}.png", root / "test" / "d0" / f"copy-{number}.png")
+    with Image.open(root / "train" / "d0" / "2.png") as picture:
+        picture.save(root / "test" / "d0" / "near.jpg", quality=90)
+
+
+def test_the_headline_is_said_also_without_the_images_that_were_learned(tmp_path, capsys):
+    photographs(tmp_path / "photos")
+    flags = ["--data", str(tmp_path / "photos"), "--output", str(tmp_path / "out"), "--device", "cpu"]
+    assert main(["run", "--model", "demo", "--classifiers", "text", *flags]) == 0  # names that say nothing
+    index = json_of(tmp_path / "out" / "pictures" / "index.json")
+    assert Counter(copy["how"] for copy in index["copies"]) == {"the same file": 2, "nearly the same picture": 1}
+    rows = rows_of(tmp_path / "out" / "predictions.csv")
+    copies = {copy["position"] for copy in index["copies"]}
+    assert {Path(rows[place]["image"]).name for place in copies} == {"copy-0.png", "copy-1.png", "near.jpg"}
+    left = [row for place, row in enumerate(rows) if place not in copies]
+    right = sum(row["class"] == row["predicted"] for row in left)
+    page = Page(write_report(tmp_path / "out", tmp_path / "page.html"))
+    self_contained(page)
+    assert f"{100 * right / 72:.1f} % without the 3 images that it also learned from ({right} of 72;" in page.words
+    assert "2 are the same file, 1 is nearly the same picture." in page.words
+    learner = ClassIncrementalLearner.from_pretrained(tmp_path / "out")
+    for example in index["mistakes"]:
+        near = example["nearest"]
+        train = sorted((tmp_path / "photos" / "train").rglob("*.png"))
+        cosines = learner.image_embeds([example["image"]]) @ learner.image_embeds(train).T
+        assert str(train[int(cosines.argmax())]) == near["image"] and Path(near["image"]).parent.name == near["class"]
+    assert page.words.count("nearest:") == len(index["mistakes"]) > 0
+
+
 def is_only_text(page):
     self_contained(page)
     assert "<script>alert" not in page.source and "&lt;script&gt;alert(1)&lt;/script&gt;" in page.source
@@ -151,7 +209,7 @@ def test_where_nothing_is_trained_no_measure_of_the_paper_is_shown(runs, tmp_pat
     for word in ("lean on their names", "What training changed", "A_bar", "orgetting", "loss", "apture"):
         assert word not in page.text, word
     rows = [row[0] for row in page.table("classifier", "what it is")]
-    assert "zero_shot, text" in rows, "rows that are the same stand once"
+    assert "names alone" in rows and not [row for row in rows if "text" in row], "the same rows stand once"
     lda = next(row for row in leaderboard(read_run(runs["frozen"])) if "lda" in row.names)
     assert lda.size == (runs["frozen"] / "task-003" / "lda.safetensors").stat().st_size
     timings = json_of(runs["frozen"] / "timings.json")["tasks"]
@@ -185,7 +243,7 @@ def test_an_unfinished_run(runs, tmp_path):
     assert "learned 4 classes in 2 tasks" in page.words
     whole = json_of(runs["one"] / "results.json")
     rows = {name: row[1:] for row in page.table("right (%) after") for name in row[0].split(", ")}
-    for name, block in (("bridge", whole["head"]), ("zero_shot", whole["zero_shot"])):
+    for name, block in (("bridge", whole["head"]), ("names alone", whole["zero_shot"])):
         assert rows[name] == [percent(value, 1) for value in block["overall"][:2]]
     assert len(rows_of(runs["one"] / "task-002" / "predictions.csv")) == len(read_run(run).predictions)
 
@@ -210,7 +268,7 @@ def test_results_alone_are_enough(runs, tmp_path):
     assert page.table("class", "taken for") and "from 12 training images" in page.words
     (tmp_path / "predictions.csv").unlink()
     page = Page(write_report(tmp_path))
-    assert "of the test images right" in page.words and page.table("classifier", "right")
+    assert "of the test images named right" in page.words and page.table("classifier", "right")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,16 @@ from dulbe_peft.report.class_map import plane
 from dulbe_peft.report.html import percent
 from dulbe_peft.report.pictures import EXAMPLES, OF_A_CLASS, SIDE, choose_examples, thumbnail, write_examples
 from dulbe_peft.report.plots import SERIES, accuracy_figure, inline_svg, reliability_figure
-from dulbe_peft.report.shares import Share, class_rows, confusion_matrix, reliability, sure_answers
+from dulbe_peft.report.shares import (
+    ClassRow,
+    Share,
+    class_rows,
+    confusion_matrix,
+    more_images,
+    reliability,
+    sure_answers,
+    surest,
+)
 from dulbe_peft.report.side_by_side import RunRow, best_rows
 from dulbe_peft.report.table import Column, format_markdown, format_text, write_table_csv, write_table_latex
 from dulbe_peft.report.verdict import clearly_better, next_steps
@@ -130,6 +139,32 @@ def test_probabilities_against_what_is_right():
     line, marks = reliability_figure(reliability(rows)).axes[0].lines[:2]
     assert list(line.get_xdata()) == list(line.get_ydata()) and marks.get_ydata() == pytest.approx([0, 50, 100])
     assert str(Share(1, 15)) == "6.7 % (1 of 15; 95 % interval 1.2 to 29.8)"
+
+
+def test_above_which_probability_the_answers_are_right_often_enough():
+    rows = [ImageResult("", "a", "a" if i != 35 else "b", 1 - i / 100, 1, i, {}) for i in range(60)]
+    rows += [ImageResult("", "a", "b", 0.2, 1, 60, {})] * 20
+    for wanted in (0.9, 0.97, 1.0):
+        found = None
+        for limit in sorted({row.probability for row in rows} | {0.0}):  # a loop over all limits
+            own = [row for row in rows if row.probability > limit]
+            if len(own) >= 20 and sum(row.right for row in own) >= wanted * len(own) and found is None:
+                found = (limit, Share.of(own))
+        assert surest(rows, wanted) == found and found is not None
+    assert surest(rows[60:], 0.5) is None and surest(rows[:60], 0.95) == (0.0, Share(59, 60))
+
+
+def test_whether_more_photographs_would_help():
+    def table(*shares):
+        return [ClassRow(str(i), Share(*share), None, None, [], count) for i, (share, count) in enumerate(shares)]
+
+    few, many = [((i % 3, 10), 5) for i in range(8)], [((7 + i % 3, 10), 50) for i in range(8)]
+    assert more_images(table(*few, *many)) == (True, Share(7, 80), Share(63, 80), 5)
+    turned = [(share, 55 - count) for share, count in few + many]
+    assert more_images(table(*turned))[0] is False
+    assert more_images(table(((5, 10), 3), ((6, 10), 9)))[0] is None, "two classes say nothing"
+    assert more_images(table(*few)) is None, "equally many"
+    assert more_images(table(((5, 10), 3), ((6, 10), 9), ((6, 10), 9)))[1:] == (Share(5, 10), Share(12, 20), 3)
 
 
 def test_the_map_shows_what_is_alike():

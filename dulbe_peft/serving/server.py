@@ -1,19 +1,14 @@
-"""A page in the browser to try a learner: drop photographs, correct answers, add classes, undo, download.
+"""The server of the page: Python's standard library alone, each connection with a thread of its own.
 
-The page and this server use Python's standard library alone. It listens on this machine unless told otherwise. Each
-connection has a thread; what one client is slow to send or to read, others do not wait for.
+It listens on this machine unless told otherwise. What one client is slow to send or to read, others do not wait for.
 """
 
-import base64
 import io
 import json
+import re
 import shutil
 import socket
 import sys
-import tempfile
-import threading
-import zipfile
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from http import HTTPStatus
@@ -23,104 +18,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from dulbe_peft.data.decoding import image_problem
-from dulbe_peft.data.names import normalized
 from dulbe_peft.learner import ClassIncrementalLearner
-from dulbe_peft.training.state import LearnerState
-from dulbe_peft.utils.files import paths_below
+from dulbe_peft.serving.app import MOST_BYTES, App
+from dulbe_peft.serving.labelling import Labelling
+from dulbe_peft.utils.folders import CheckpointError
+from dulbe_peft.utils.templates import ASSETS
 
-PAGE = Path(__file__).parent / "assets" / "serve" / "page.html"
-MOST_BYTES = 64 * 2**20  # of one upload
-MOST_IMAGES = 200  # of one upload
-SHOWN = 5  # classes of an answer
-REJECT = 0.05  # false alarms accepted for "none of these"
-MOST_UNDOS = 20  # each keeps what the classifiers were
+PAGE = ASSETS / "serve" / "page.html"
 LOCAL = {"127.0.0.1", "localhost", "::1"}
 # The page runs its own script and shows pictures that it was given; no other page may frame it.
 POLICY = (
-    "default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src blob: data:; "
+    "default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src 'self' blob: data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-
-
-class App:
-    """What the page can ask for, one request at a time; the last changes can be undone."""
-
-    def __init__(self, learner: ClassIncrementalLearner) -> None:
-        self.learner = learner
-        self.before: deque[tuple[str, LearnerState]] = deque(maxlen=MOST_UNDOS)
-        self.turn = threading.Lock()
-
-    def facts(self) -> dict[str, Any]:
-        """The classes, whether new ones can be added here, and what an undo would take back."""
-        return {
-            "classes": list(self.learner.class_names),
-            "classifier": self.learner.classifier.name,
-            "teachable": not self.learner.strategy.adapts,
-            "undo": self.before[-1][0] if self.before else None,
-            "most_bytes": MOST_BYTES,
-        }
-
-    def predict(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The best classes of one image with their probabilities, and whether it is likely one of them at all."""
-        (image,) = pictures(request, 1)
-        names = self.learner.class_names
-        (found,) = self.learner.predictions(image, min(SHOWN, len(names)))
-        try:
-            threshold = self.learner.classifier.rejection_threshold(REJECT)
-        except ValueError:  # too few images were held back to choose one
-            threshold = 0.0
-        sure = found.probabilities[0] >= threshold
-        best = [{"class": name, "probability": p} for name, p in zip(found.classes, found.probabilities, strict=True)]
-        return {"best": best, "known": bool(sure)}
-
-    def teach(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Give images to a class: a known one takes them in, a new one is learned."""
-        name, images = request.get("class"), pictures(request, MOST_IMAGES)
-        if not isinstance(name, str) or not name.strip():
-            raise ValueError("the class needs a name")
-        name = normalized(name.strip())
-        state, known = self.learner.state, name in self.learner.class_names
-        if not known and self.learner.strategy.adapts:
-            raise ValueError(f"{name!r} is a new class, for which this learner trains: use dulbe-peft learn")
-        rows = [{"image": image, "label": 0} for image in images]
-        (self.learner.update_classes if known else self.learner.learn_task)(rows, [name])
-        count = f"{len(rows)} image{'s' * (len(rows) != 1)}"
-        self.before.append((f"{count} of {name}", state))
-        return self.facts()
-
-    def undo(self, request: dict[str, Any]) -> dict[str, Any]:
-        if not self.before:
-            raise ValueError("there is nothing to undo")
-        _, self.learner.state = self.before.pop()
-        return self.facts()
-
-    def download(self) -> bytes:
-        """The learner as it is, as `save_pretrained` writes it, in a zip archive."""
-        packed = io.BytesIO()
-        with tempfile.TemporaryDirectory() as root, zipfile.ZipFile(packed, "w") as archive:
-            folder = Path(root, "learner")
-            self.learner.save_pretrained(folder)
-            for path in paths_below(folder):
-                archive.write(path, path.relative_to(root))
-        return packed.getvalue()
-
-
-def pictures(request: dict[str, Any], most: int) -> list[io.BytesIO]:
-    """The files of the images of a request, which come as base64; a ValueError says which cannot be read, and why."""
-    given = request.get("images")
-    if not isinstance(given, list) or not 1 <= len(given) <= most:
-        raise ValueError(f"from 1 to {most} images can be sent at once")
-    found = []
-    for number, text in enumerate(given, start=1):
-        try:
-            found.append(io.BytesIO(base64.b64decode(text, validate=True)))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"image {number} cannot be read: {error}") from error
-        problem = image_problem(found[-1], in_full=True)
-        if problem is not None:
-            raise ValueError(f"image {number} cannot be read: {problem}")
-    return found
 
 
 class PageServer(ThreadingHTTPServer):
@@ -128,12 +38,12 @@ class PageServer(ThreadingHTTPServer):
 
     request_queue_size = 128
 
-    def __init__(self, learner: ClassIncrementalLearner, host: str, port: int, names: Iterable[str]) -> None:
+    def __init__(self, app: App, host: str, port: int, names: Iterable[str]) -> None:
         if not host:  # which would be the whole network
             raise ValueError("the host is '', expected the address to listen on, such as 127.0.0.1")
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), PageHandler)
-        self.app, self.address = App(learner), ip_address(str(self.server_address[0]))
+        self.app, self.address = app, ip_address(str(self.server_address[0]))
         self.names = {host.lower(), str(self.address), *map(str.lower, names)}
         if self.address.is_loopback or self.address.is_unspecified:
             self.names |= LOCAL
@@ -177,13 +87,25 @@ class PageHandler(BaseHTTPRequestHandler):
             with app.turn:
                 packed = app.download()
             self._answer(HTTPStatus.OK, packed, "application/zip")
+        elif self.path == "/labels.csv" and app.labelling:
+            self._answer(HTTPStatus.OK, app.labelling.table(), "text/csv; charset=utf-8")
+        elif (found := re.fullmatch(r"/photo/(\d{1,9})", self.path)) and app.labelling:
+            self._photo(app.labelling, int(found[1]))
         else:
             self._json(HTTPStatus.NOT_FOUND, {"error": "there is no such page"})
+
+    def _photo(self, work: Labelling, place: int) -> None:
+        """A photograph of the folder, small enough for the page."""
+        try:
+            self._answer(HTTPStatus.OK, work.picture(place), "image/jpeg")
+        except (ValueError, IndexError) as error:
+            self._json(HTTPStatus.NOT_FOUND, {"error": f"photograph {place} cannot be shown: {error}"})
 
     def do_POST(self) -> None:
         """What the page asks for, as JSON."""
         app = self.server.app
         asked = {"/predict": app.predict, "/teach": app.teach, "/undo": app.undo}
+        asked |= {"/label": app.label, "/skip": app.skip}
         if not self._trusted():
             return
         length = self.headers.get("Content-Length", "")
@@ -204,6 +126,8 @@ class PageHandler(BaseHTTPRequestHandler):
                 status, found = HTTPStatus.OK, ask(request)
         except (ValueError, RecursionError) as error:
             status, found = HTTPStatus.BAD_REQUEST, {"error": str(error)}
+        except (OSError, CheckpointError) as error:
+            status, found = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"nothing was changed: {error}"}
         self._json(status, found)
 
     def _trusted(self) -> bool:
@@ -233,11 +157,18 @@ class PageHandler(BaseHTTPRequestHandler):
 
 
 def make_server(
-    learner: ClassIncrementalLearner, host: str = "127.0.0.1", port: int = 7860, names: Iterable[str] = ()
+    learner: ClassIncrementalLearner,
+    host: str = "127.0.0.1",
+    port: int = 7860,
+    names: Iterable[str] = (),
+    output: str | Path | None = None,
+    photographs: str | Path | None = None,
 ) -> PageServer:
     """A server of the page; `serve_forever()` starts it, and port 0 takes a free one.
 
     It answers who opens the page by `host`, and by the `names` that others give it, such as a proxy. For 0.0.0.0 that
-    is any IP address, or the machine's name.
+    is any IP address, or the machine's name. After each change the learner is saved in the folder `output`, if any.
+    With a folder of `photographs` the page asks what they are, the most useful ones first.
     """
-    return PageServer(learner, host, port, names)
+    folders = [None if folder is None else Path(folder) for folder in (output, photographs)]
+    return PageServer(App(learner, *folders), host, port, names)

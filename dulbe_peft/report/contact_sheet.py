@@ -1,0 +1,44 @@
+"""A page of photographs by the class that they were given: what `predict --csv` wrote, to look through."""
+
+from pathlib import Path
+from typing import Any
+
+from dulbe_peft.data.decoding import UnreadableImageError, decode_image
+from dulbe_peft.report.html import write_page
+from dulbe_peft.report.pictures import as_address, thumbnail
+from dulbe_peft.utils.files import read_csv
+
+COLUMNS = ["path", "class", "probability"]
+MOST = 60  # pictures of a class
+
+
+def write_contact_sheet(table: Path, output: Path) -> Path:
+    """Write a page of the photographs in a table of `predict --csv`: each class's least sure ones first."""
+    header, *rows = read_csv(table) or [[]]
+    if header[: len(COLUMNS)] != COLUMNS:
+        raise ValueError(f"{table} begins with the columns {header[:3]}, expected {COLUMNS}, as predict --csv writes")
+    best: dict[str, tuple[str, float]] = {}
+    for line, row in enumerate(rows, 2):
+        try:
+            path, name, probability = row[0], row[1], float(row[2])
+        except (IndexError, ValueError) as error:
+            raise ValueError(f"line {line} of {table} is not as predict writes it: {error}") from error
+        best.setdefault(path, (name, probability))  # of several classes of an image, the first is the best
+    classes: dict[str, list[tuple[float, str]]] = {}
+    for path, (name, probability) in best.items():
+        classes.setdefault(name, []).append((probability, path))
+    parts = [_part(name, sorted(classes[name])) for name in sorted(classes, key=lambda name: (name == "", name))]
+    write_page(output, "contact.html", {"name": table.name, "images": len(best), "parts": parts})
+    return output
+
+
+def _part(name: str, rows: list[tuple[float, str]]) -> dict[str, Any]:
+    """What the page shows of a class; of photographs that are gone or damaged, the name alone."""
+    shown = []
+    for probability, path in rows[:MOST]:
+        try:
+            source = as_address(thumbnail(decode_image(path)))
+        except UnreadableImageError:
+            source = None
+        shown.append({"name": Path(path).name, "path": path, "probability": probability, "source": source})
+    return {"name": name, "count": len(rows), "shown": shown}

@@ -1,0 +1,225 @@
+"""What the page can ask for: answers, and changes that are saved or taken back."""
+
+import base64
+import io
+import tempfile
+import threading
+import zipfile
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dulbe_peft.data.decoding import image_problem, open_image
+from dulbe_peft.data.images import LabelledImages, labelled_images
+from dulbe_peft.data.inventory import counted
+from dulbe_peft.data.names import check_class_names
+from dulbe_peft.data.unlabelled import unlabelled_images
+from dulbe_peft.learner import ClassIncrementalLearner
+from dulbe_peft.serving.labelling import FEW, Labelling, jpeg
+from dulbe_peft.training.state import LearnerState
+from dulbe_peft.utils.files import paths_below
+
+MOST_BYTES = 64 * 2**20  # of one upload
+MOST_IMAGES = 200  # of one upload
+SHOWN = 5  # classes of an answer
+REJECT = 0.05  # false alarms accepted for "none of these"
+MOST_UNDOS = 20  # each keeps what the classifiers were
+BROWSERS_SHOW = {"JPEG", "PNG", "WEBP", "GIF", "BMP"}
+
+
+class Change(NamedTuple):
+    """What was done, the state before it, and the labels that it learned."""
+
+    words: str
+    state: LearnerState
+    labels: list[tuple[int, str]]
+
+
+class App:
+    """What the page can ask for, one request at a time; the last changes can be undone.
+
+    A change is saved in the folder `output` before it is answered; without one, `unsaved` says that there is something
+    to lose.
+    """
+
+    def __init__(
+        self, learner: ClassIncrementalLearner, output: Path | None = None, photographs: Path | None = None
+    ) -> None:
+        self.learner, self.output = learner, output
+        self.labelling = None if photographs is None else Labelling(learner, photographs)
+        self.kept = learner.state  # what is on a disk
+        self.before: deque[Change] = deque(maxlen=MOST_UNDOS)
+        self.turn = threading.Lock()
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether the learner is another one than any folder or download holds."""
+        return self.learner.state is not self.kept
+
+    def facts(self) -> dict[str, Any]:
+        """The classes, their images, whether new classes can be added, what an undo takes back, and what is saved."""
+        state = self.learner.state
+        counts = next((c.counts.tolist() for c in state.classifiers.values() if "counts" in c.tensors()), [])
+        return {
+            "classes": list(state.class_names),
+            "counts": dict(zip(state.class_names, map(int, counts), strict=False)),
+            "classifier": state.classifier.name,
+            "teachable": not state.strategy.adapts,
+            "undo": self.undone(),
+            "output": None if self.output is None else str(self.output),
+            "unsaved": self.unsaved,
+            "most_bytes": MOST_BYTES,
+            "labelling": None if self.labelling is None else self.labelling.facts(),
+        }
+
+    def predict(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The best classes of one image with their probabilities, whether it is likely one of them at all, the class
+        as which it was learned, and a JPEG of an image that browsers do not show.
+        """
+        (image,) = pictures(request, 1)
+        names, images = self.learner.class_names, unlabelled_images(image)
+        most = min(SHOWN, len(names))
+        try:
+            (found,) = self.learner.predictions(images, most, reject=REJECT)
+        except ValueError:  # too few images were held back to say what is none of the classes
+            (found,) = self.learner.predictions(images, most)
+        best = [{"class": name, "probability": p} for name, p in zip(found.classes, found.probabilities, strict=True)]
+        (content,) = images.contents()
+        return {
+            "best": best,
+            "known": bool(found.known),
+            "learned": None if content is None else self.learner.state.known.class_of().get(content),
+            "picture": None if open_image(image).format in BROWSERS_SHOW else as_text(image),
+        }
+
+    def teach(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Give images to a class: a known one takes them in, a new one is learned. None is learned twice."""
+        name, files = self.named(request), pictures(request, MOST_IMAGES)
+        self.finish()
+        known = name in self.learner.class_names
+        given = labelled_images([{"image": file, "label": 0} for file in files]).at(slice(None), class_names=[name])
+        rows, why = self.new(given)
+        if not rows:
+            raise ValueError(f"nothing was learned: {why}")
+        learn = self.learner.update_classes if known else self.learner.learn_task
+        self.change(f"{counted(len(rows), 'image')} of {name}", lambda: learn(given.at(rows)))
+        return self.facts() | {"said": f"learned: {name}" + (f"; left out: {why}" if why else "")}
+
+    def named(self, request: dict[str, Any]) -> str:
+        """The class of a request, a known one or one that can be learned."""
+        name = request.get("class")
+        if not isinstance(name, str) or not name.strip():
+            raise ValueError("the class needs a name")
+        (name,) = check_class_names([name.strip()])
+        if name not in self.learner.class_names and self.learner.strategy.adapts:
+            raise ValueError(f"{name!r} is a new class, for which this learner trains: use dulbe-peft learn")
+        return name
+
+    def label(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Say of which class a photograph of the folder is; after each few, the learner has learned them."""
+        work, name = self.photographs(), self.named(request)
+        work.say(request.get("photo"), name)
+        try:
+            if len(work.waiting) >= FEW:
+                self.finish()
+        except BaseException:
+            work.unsay()
+            raise
+        return self.facts() | {"said": f"{name}, {len(work.labels)} labelled"}
+
+    def skip(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Leave a photograph for the end."""
+        self.photographs().skip(request.get("photo"))
+        return self.facts() | {"said": "skipped"}
+
+    def photographs(self) -> Labelling:
+        """The photographs to label."""
+        if self.labelling is None:
+            raise ValueError("there are no photographs to label: start with --photos FOLDER")
+        return self.labelling
+
+    def finish(self) -> None:
+        """Learn the labels that wait for others."""
+        work = self.labelling
+        if work is not None and work.waiting:
+            labels = list(work.waiting)
+            self.change(f"{counted(len(labels), 'label')}", work.learn, labels)
+            work.waiting.clear()
+            work.sort()
+
+    def undone(self) -> str | None:
+        """What an undo takes back: the last label, or the last change."""
+        labels = self.labelling.waiting if self.labelling else []
+        if not labels and self.before:
+            labels = self.before[-1].labels
+        return f"the label {labels[-1][1]}" if labels else self.before[-1].words if self.before else None
+
+    def new(self, images: LabelledImages) -> tuple[list[int], str]:
+        """The rows of images that were not learned before, and which others there are."""
+        known = self.learner.state.known
+        rows, twice = known.new_rows(images)
+        others = {known.class_of()[images.contents()[row] or b""] for row in twice.pop("of another class", [])}
+        said = [f"{counted(len(which), 'photograph')} {reason}" for reason, which in twice.items()]
+        return rows, "; ".join(said + [f"learned as {name} before: undo that first" for name in sorted(others)])
+
+    def undo(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Take the last label back, or else the last change."""
+        work, words = self.labelling, self.undone()
+        if words is None:
+            raise ValueError("there is nothing to undo")
+        if work is None or not work.waiting:
+            last = self.before[-1]
+            self.change("", lambda: setattr(self.learner, "state", last.state))
+            self.before.pop()
+            if work is not None:
+                work.waiting = list(last.labels)
+        if work is not None and work.waiting:
+            work.unsay()
+        return self.facts() | {"said": f"taken back: {words}"}
+
+    def change(self, words: str, make: Callable[[], Any], labels: Sequence[tuple[int, str]] = ()) -> None:
+        """Make a change and save it, or leave the learner as it was; `words` say what an undo takes back."""
+        before = self.learner.state
+        try:
+            make()
+            if self.output is not None:
+                self.learner.save_pretrained(self.output)
+                self.kept = self.learner.state
+        except BaseException:
+            self.learner.state = before
+            raise
+        if words:
+            self.before.append(Change(words, before, list(labels)))
+
+    def download(self) -> bytes:
+        """The learner as it is, as `save_pretrained` writes it, in a zip archive."""
+        packed = io.BytesIO()
+        with tempfile.TemporaryDirectory() as root, zipfile.ZipFile(packed, "w") as archive:
+            folder = Path(root, "learner")
+            self.learner.save_pretrained(folder)
+            for path in paths_below(folder):
+                archive.write(path, path.relative_to(root))
+        return packed.getvalue()
+
+
+def pictures(request: dict[str, Any], most: int) -> list[io.BytesIO]:
+    """The files of the images of a request, which come as base64; a ValueError says which cannot be read, and why."""
+    given = request.get("images")
+    if not isinstance(given, list) or not 1 <= len(given) <= most:
+        raise ValueError(f"from 1 to {most} images can be sent at once")
+    found = []
+    for number, text in enumerate(given, start=1):
+        try:
+            found.append(io.BytesIO(base64.b64decode(text, validate=True)))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"image {number} cannot be read: {error}") from error
+        problem = image_problem(found[-1], in_full=True)
+        if problem is not None:
+            raise ValueError(f"image {number} cannot be read: {problem}")
+    return found
+
+
+def as_text(file: Any) -> str:
+    """Its JPEG as an address that holds the picture itself."""
+    return "data:image/jpeg;base64," + base64.b64encode(jpeg(file)).decode()

@@ -1,0 +1,118 @@
+"""Photographs to label, the most useful first: what is said of them is learned, a few at a time."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dulbe_peft.data.decoding import decode_image
+from dulbe_peft.data.names import check_class_names
+from dulbe_peft.data.unlabelled import unlabelled_images
+from dulbe_peft.learner import ClassIncrementalLearner
+from dulbe_peft.utils.files import write_rows
+
+SIDE = 1024  # pixels of a picture for the page
+FEW = 5  # labels that are learned at once
+SHOWN = 5  # classes that are proposed, each with a key
+
+
+class Labelling:
+    """The photographs of a folder that a learner has not learned, the most useful first."""
+
+    def __init__(self, learner: ClassIncrementalLearner, folder: Path) -> None:
+        self.learner, self.images = learner, unlabelled_images(str(folder))
+        self.features, unreadable = learner.readable_embeds(self.images)
+        learned, contents = learner.state.known.class_of(), self.images.contents()
+        first = {content: place for place, content in reversed(list(enumerate(contents)))}  # of copies, the first
+        new = sorted(place for content, place in first.items() if content is not None and content not in learned)
+        self.left = [place for place in new if place not in unreadable]
+        if not self.left:
+            raise ValueError(f"{folder} has no photograph that can be read and that the learner has not learned")
+        self.waiting: list[tuple[int, str]] = []  # labels that are not learned yet
+        self.labels: dict[int, str] = {}  # of this visit
+        self.sort()
+
+    def sort(self) -> None:
+        """Put the most useful photographs first."""
+        self.left = [self.left[row] for row in most_useful(self.learner, self.features[self.left])]
+
+    def facts(self) -> dict[str, Any]:
+        """The photograph to label now, with the classes that it is likely of, and how many are left and labelled."""
+        counts = {"left": len(self.left), "labelled": len(self.labels), "waiting": len(self.waiting)}
+        if not self.left:
+            return counts | {"photo": None}
+        place, *after = self.left
+        classifier = self.learner.classifier
+        shares = classifier.probabilities(self.features[place][None])[0]
+        best = shares.topk(min(SHOWN, len(shares)))
+        names = [classifier.class_names[label] for label in best.indices.tolist()]
+        proposed = [{"class": n, "probability": p} for n, p in zip(names, best.values.tolist(), strict=True)]
+        return counts | {"photo": place, "after": after[:1], "name": self.images.item_name(place), "best": proposed}
+
+    def say(self, place: int, name: str) -> None:
+        """Note what a photograph is."""
+        self._take(place)
+        self.waiting.append((place, name))
+        self.labels[place] = name
+
+    def skip(self, place: int) -> None:
+        """Put a photograph last."""
+        self._take(place)
+        self.left.append(place)
+
+    def unsay(self) -> None:
+        """Take the last label back that is not learned yet."""
+        place, _ = self.waiting.pop()
+        del self.labels[place]
+        self.left.insert(0, place)
+
+    def _take(self, place: Any) -> None:
+        if place not in self.left:
+            raise ValueError(f"photograph {place!r} is not to be labelled any more: load the page again")
+        self.left.remove(place)
+
+    def learn(self) -> None:
+        """Teach the learner what was said; classes that it does not know are one further task."""
+        known, names = self.learner.class_names, dict.fromkeys(name for _, name in self.waiting)
+        for learn, own in (
+            (self.learner.update_classes, [name for name in names if name in known]),
+            (self.learner.learn_task, [name for name in names if name not in known]),
+        ):
+            rows = [(place, own.index(name)) for place, name in self.waiting if name in own]
+            if rows:
+                at, labels = zip(*rows, strict=True)
+                learn(self.images.at(list(at), torch.tensor(labels).numpy(), check_class_names(own)))
+
+    def picture(self, place: int) -> bytes:
+        """A photograph as a JPEG."""
+        return jpeg(self.images.given(place))
+
+    def table(self) -> bytes:
+        """What was said in this visit as CSV: path, label."""
+        text = io.StringIO(newline="")
+        write_rows(text, ["path", "label"], ([self.images.item_name(at), name] for at, name in self.labels.items()))
+        return text.getvalue().encode("utf-8", "surrogateescape")
+
+
+def jpeg(file: Any) -> bytes:
+    """An image as a JPEG for the page, upright, and at most 1024 pixels wide and high."""
+    image, packed = decode_image(file).copy(), io.BytesIO()
+    image.thumbnail((SIDE, SIDE))
+    image.save(packed, "JPEG", quality=85)
+    return packed.getvalue()
+
+
+@torch.no_grad()
+def most_useful(learner: ClassIncrementalLearner, features: torch.Tensor) -> list[int]:
+    """The rows of unit features, (n, d), in turn one that is typical and unlike those before, and one least sure."""
+    best = learner.classifier.probabilities(features)
+    best = best.topk(min(2, best.shape[1]), dim=1).values
+    unsure = (best[:, 0] - best[:, -1]).argsort(stable=True).tolist()
+    typical, taken = list[int](), features @ features.mean(dim=0)
+    for _ in range(min(FEW, len(features))):
+        typical.append(int(taken.argmax()))
+        taken = taken - (features @ features[typical[-1]]).clamp(min=0)
+        taken[typical] = -torch.inf
+    turns = [row for pair in zip(typical, unsure, strict=False) for row in pair]
+    return list(dict.fromkeys([*turns, *unsure]))
