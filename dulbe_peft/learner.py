@@ -38,7 +38,14 @@ from dulbe_peft.training.preparing import (
 )
 from dulbe_peft.training.state import LearnerState, adapter_state, set_adapter_state
 from dulbe_peft.training.trainer import Log, TaskRecord, TaskTrainer, learned
-from dulbe_peft.training.updating import checked_update, merged_states, with_more_images, without_class
+from dulbe_peft.training.updating import (
+    checked_update,
+    merged_states,
+    with_more_images,
+    with_renamed_class,
+    without_class,
+    without_images,
+)
 from dulbe_peft.utils.checks import check_number
 from dulbe_peft.utils.devices import choose_device, has_bfloat16, own_randomness, settled_precision, usual_torch
 from dulbe_peft.utils.processes import copy_from_main, on_main_process
@@ -225,6 +232,35 @@ class ClassIncrementalLearner(TakesTurns):
         scatter. The only class that is left cannot be forgotten.
         """
         self.state = without_class(self.state, name)
+
+    @in_turn
+    def forget_images(self, images: Any) -> None:
+        """Take single learned images out of every classifier, up to rounding as if they had not been learned.
+
+        Args:
+            images: what `predict` takes; each is known by its content, wherever it lies now.
+
+        Raises:
+            ValueError: an image has not been learned, is the only one of its class, the strategy trains the model, or
+                a classifier keeps no sums. Nothing is changed then.
+
+        Example:
+            >>> learner.forget_images("photos/train/owl/IMG_0417.jpg")  # doctest: +SKIP
+        """
+        self.state = without_images(self.state, self.encoder, unlabelled_images(images))
+
+    @in_turn
+    def rename_class(self, old: str, new: str) -> None:
+        """Give a class a new name; where `new` is known, the two become one class.
+
+        Text embeddings are those of the new name. Classifiers of sums are then those that were taught under it, up to
+        what was chosen on images with the old name, such as `kappa` of `bayes`; what was trained with it stays.
+
+        Raises:
+            ValueError: `old` has not been learned, or a classifier cannot do it. Nothing is changed then.
+        """
+        with self._resting():
+            self.state = with_renamed_class(self.state, self.encoder, old, new)
 
     @in_turn
     def merge(self, other: Self) -> Self:

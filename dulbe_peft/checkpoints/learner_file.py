@@ -20,6 +20,7 @@ class Update(Record):
     after: int
     images: dict[str, int]
     forgotten: int | None
+    renamed: dict[str, str] = {}
 
 
 class LearnerFile(Record):

@@ -13,7 +13,7 @@ Works on any model's image and text features, and needs neither peft nor transfo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -21,9 +21,9 @@ from torch import Tensor
 
 from dulbe_peft.classifiers import calibration
 from dulbe_peft.classifiers.calibration import calibrated, check_share, hold_back, ranking, threshold
-from dulbe_peft.classifiers.checks import check_alike, check_labels, random_features, same_scores, unit_features
+from dulbe_peft.classifiers.checks import check_labels, random_features, same_scores, unit_features
+from dulbe_peft.classifiers.corrections import CorrectedState
 from dulbe_peft.classifiers.novelty import distances, judged
-from dulbe_peft.classifiers.state import GrowingState
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils.devices import one_thread, without_autocast
 
@@ -35,7 +35,7 @@ def linear(z: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.T
     return z @ weight.T + bias
 
 
-class Classifier(GrowingState):
+class Classifier(CorrectedState):
     """A classifier over given features that learns class by class and keeps no image.
 
     A call that raises changes nothing.
@@ -56,7 +56,6 @@ class Classifier(GrowingState):
     """
 
     needs_text: ClassVar[bool] = False
-    needs_each_text: ClassVar[bool] = False
     updates: ClassVar[bool] = False
     summary: ClassVar[str] = ""
     belongs_to: ClassVar[str] = ""
@@ -90,20 +89,6 @@ class Classifier(GrowingState):
         """Scores of unit features, (n, d) in float32 to (n, C) in float32."""
         raise NotImplementedError
 
-    def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
-        """The buffers' new values with what another classifier of the same settings has learned.
-
-        The classes are this one's, then those that only the other one knows; `places`, (C_other,), says where among
-        them the other one's stand. `text_embeds` are merged by the caller.
-        """
-        raise NotImplementedError
-
-    def merged_sums(self, other: Self, places: Tensor, *names: str) -> dict[str, Tensor]:
-        """The rows of some buffers, with those of another classifier added to them; see `merged`."""
-        rows = self.with_new_rows(int((places >= len(self._class_names)).sum()))
-        theirs = {name: other.tensors()[name].to(rows[name]) for name in names}
-        return {name: rows[name].index_add(0, places.to(rows[name].device), theirs[name]) for name in names}
-
     def choose(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Buffers whose values are chosen on held-back images of new classes; called on a copy without these images.
 
@@ -118,11 +103,6 @@ class Classifier(GrowingState):
         change. None: no image can be left out.
         """
         return None
-
-    def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
-        """The buffers' new values without the classes for which `kept`, (C,), is False."""
-        tensors = self.tensors()
-        return {name: tensors[name][kept.to(tensors[name].device)] for name in self._rows}
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """The buffers' new values where a feature z has become z M, by a `matrix` M, (d, d), float64, on the CPU."""
@@ -223,43 +203,6 @@ class Classifier(GrowingState):
                 twin.install(twin.added(images, indices, []))
                 scores = twin.judge(images, indices)
             self._adopt(twin, scores, images, indices)
-
-    @torch.no_grad()
-    def merge(self, other: Classifier) -> Self:
-        """Take in what another classifier has learned, as if this one had seen all images; returns this classifier.
-
-        The two must be of one kind, which keeps what is needed, with equal settings and texts.
-        """
-        if type(self).merged is Classifier.merged:
-            raise ValueError(f"the {self.name!r} classifier cannot be merged: what it keeps does not add up")
-        check_alike(self, other)
-        names = list(dict.fromkeys(self._class_names + other._class_names))
-        place = {name: index for index, name in enumerate(names)}
-        places = torch.tensor([place[name] for name in other._class_names], dtype=torch.int64)
-        changes = self.merged(cast(Self, other), places)
-        if "text_embeds" in self._rows:
-            new = other.text_embeds[places >= len(self._class_names)]
-            changes["text_embeds"] = torch.cat([self.text_embeds, new.to(self.text_embeds)])
-        self.install(changes)
-        self._class_names = names
-        self.calibration += other.calibration
-        return self
-
-    @torch.no_grad()
-    def forget_class(self, name: str) -> None:
-        """Drop a class: its row of every buffer that has one row a class.
-
-        What its images added to a sum over all classes stays there, and so does the temperature. Without its last
-        class a classifier is a new one.
-        """
-        if name not in self._class_names:
-            raise ValueError(f"class {name!r:.100} is not known, so it cannot be forgotten")
-        self.install(self.forgotten(torch.tensor([known != name for known in self._class_names])))
-        self._class_names = [known for known in self._class_names if known != name]
-        if not self._class_names:
-            new = type(self)(embed_dim=self.embed_dim, logit_scale=self.logit_scale, **self.settings())
-            self.install(new.tensors())
-            self.calibration = ()
 
     @torch.no_grad()
     def set_text_embeds(self, text_embeds: Tensor | np.ndarray) -> None:

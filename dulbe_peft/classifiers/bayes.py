@@ -345,6 +345,23 @@ class BayesClassifier(Classifier):
             "judged": self.judged + other.judged,
         } | self._spread(kept, rows, labels, scatter)
 
+    def without_image(self, image: Tensor, label: int) -> dict[str, Tensor]:
+        """Without x the class's share of W is less by v v', v = sqrt(n / (n - 1)) (x - m_c); see `downdated`."""
+        sums, counts = self.sums.clone(), self.counts.clone()
+        images, lifted = int(counts[label]), self.lifted(image[None].to(sums))[0]
+        row = (images / (images - 1)) ** 0.5 * (lifted - sums[label] / images)
+        sums[label] -= lifted
+        counts[label] -= 1
+        check_directions(sums[[label], : self.embed_dim], [self._class_names[label]])
+        changes = {"sums": sums, "counts": counts, "freedom": self.freedom - 1}
+        if not self.exact_forgetting:
+            return changes | {"scatter": self.scatter - torch.outer(row, row)}
+        parts = list(self.factors.split(self.factor_rows.tolist()))
+        parts[label] = downdated(parts[label], row)[: images - 2]
+        sizes = torch.tensor([len(part) for part in parts]).to(self.factor_rows)
+        factors = torch.cat(parts)
+        return changes | {"factors": factors, "factor_rows": sizes, "scatter": factors.T @ factors}
+
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """m_c to M' m_c and W to M' W M; texts stay. What the map leaves over of the drift is not added to W.
 
@@ -480,6 +497,19 @@ class BayesClassifier(Classifier):
         if tensors["weight"].shape[1] > self.embed_dim:
             return random_and_linear, tensors | {"projection": self._layer().to(tensors["weight"])}
         return linear, tensors
+
+
+def downdated(factor: Tensor, row: Tensor) -> Tensor:
+    """G, (n, d), with G'G = F'F - v v' for a `factor` F, (n, d), and a `row` v, (d,), in the span of its rows.
+
+    With v = F'a it is F - b a v', b = (1 - sqrt(1 - a'a)) / a'a. G is that, turned so that its rows become shorter
+    downwards: the last one is 0 where F had no more rows than it needed.
+    """
+    along = torch.linalg.pinv(factor.T) @ row
+    length = min(1.0, float(along @ along))
+    share = (1 - math.sqrt(1 - length)) / length if length else 0.0
+    _, sizes, directions = torch.linalg.svd(factor - share * torch.outer(along, row), full_matrices=False)
+    return sizes[:, None] * directions
 
 
 def random_and_linear(

@@ -85,6 +85,16 @@ class LdaClassifier(Classifier):
             "freedom": self.freedom + other.freedom.to(self.freedom.device) + (old * new > 0).sum(),
         }
 
+    def without_image(self, image: Tensor, label: int) -> dict[str, Tensor]:
+        """mu_c and W as in `left_out`."""
+        means, counts = self.means.clone(), self.counts.clone()
+        images, away = int(counts[label]), image.to(means) - means[label]
+        means[label] -= away / (images - 1)
+        counts[label] -= 1
+        check_directions(means[[label]], [self._class_names[label]])
+        scatter = self.scatter - images / (images - 1) * torch.outer(away, away)
+        return {"means": means, "counts": counts, "scatter": scatter, "freedom": self.freedom - 1}
+
     def judge(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
         images, labels = self.repeated(images, labels)
         return (self.left_out(images, labels), labels) if len(images) and len(self.means) > 1 else None
@@ -157,5 +167,5 @@ class LdaClassifier(Classifier):
 
 def added_scatter(images: Tensor, labels: Tensor, old_means: Tensor, means: Tensor, old_counts: Tensor) -> Tensor:
     """What (n, d) images add to W: their scatter around the new means, and what old images lose as theirs move."""
-    shift, spread = (means - old_means) * old_counts[:, None].sqrt(), images - means[labels]
+    shift, spread = (means - old_means) * old_counts[:, None].to(means).sqrt(), images - means[labels]
     return shift.T @ shift + spread.T @ spread

@@ -37,6 +37,13 @@ class PrototypeClassifier(Classifier):
     def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
         return self.merged_sums(other, places, "sums", "counts")
 
+    def without_image(self, image: Tensor, label: int) -> dict[str, Tensor]:
+        sums, counts = self.sums.clone(), self.counts.clone()
+        sums[label] -= image.to(sums)
+        counts[label] -= 1
+        check_directions(sums[[label]], [self._class_names[label]])
+        return {"sums": sums, "counts": counts}
+
     @property
     def visual_prototypes(self) -> Tensor:
         """v_c, (C, d), float32 unit vectors."""

@@ -54,6 +54,13 @@ class RidgeRegression(Classifier):
         gram, errors = self._gram() + other._gram().to(self.sums), self.errors + other.errors.to(self.errors)
         return self.merged_sums(other, places, "sums", "counts") | {"gram": gram, "errors": errors}
 
+    def without_image(self, image: Tensor, label: int) -> dict[str, Tensor]:
+        gram, sums, counts = self._gram(), self.sums.clone(), self.counts.clone()
+        lifted = self.lifted(image[None].to(gram))
+        sums[label] -= lifted[0]
+        counts[label] -= 1
+        return {"gram": gram - lifted.T @ lifted, "sums": sums, "counts": counts}
+
     def choose(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Add the held-back squared error of every ridge, from one eigendecomposition of G."""
         if self.ridge != "auto":

@@ -26,5 +26,8 @@ class TextClassifier(Classifier):
     def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
         return {}
 
+    def without_image(self, image: Tensor, label: int) -> dict[str, Tensor]:
+        return {}
+
     def logits(self, images: Tensor) -> Tensor:
         return self.logit_scale * images @ self.text_embeds.float().T

@@ -1,35 +1,50 @@
-"""`dulbe-peft forget`: take classes out of a learner."""
+"""`dulbe-peft forget`: take classes or single photographs out of a learner."""
 
 from collections.abc import Callable
 from typing import Any
 
+from dulbe_peft.commands.correcting import drop_classifiers, reasons_of, write_corrected
 from dulbe_peft.commands.options import argument, command, learner_options, option
-from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option, say_next
+from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option
 
 
 @command()
-@learner_options(encodes=False)
-@argument("classes", "names of classes that the learner knows", nargs=-1, required=True, metavar="CLASS...")
+@learner_options()
+@argument("classes", "names of classes that the learner knows", nargs=-1, metavar="[CLASS...]")
+@option("--image", multiple=True, metavar="FILE...", help="photographs that were learned, wherever they lie now")
 @option("--output", required=True, metavar="FOLDER", help="folder for the learner without them")
 @overwrite_option
-def forget(learner: str, load: Callable[[], Any], classes: tuple[str, ...], output: str, overwrite: bool) -> int:
-    """example:
+def forget(
+    learner: str,
+    load: Callable[[], Any],
+    classes: tuple[str, ...],
+    image: tuple[str, ...],
+    output: str,
+    overwrite: bool,
+) -> int:
+    """examples:
       dulbe-peft forget june "great auk" dodo --output june-without
+      dulbe-peft forget june --image photos/train/puffin/17.jpg --output june-without
 
-    No image is called by a forgotten class any more. The model stays as it is. june stays, too.
+    No image is called by a forgotten class any more. A photograph is known by its content, and goes out of
+    the sums as if it had not been learned; classifiers that keep no sums are dropped then, and named. The
+    model stays as it is. june stays, too.
     """
     from dulbe_peft.data.store import store_path
 
+    if not classes and not image:
+        raise ValueError("nothing to forget: name classes, or photographs with --image FILE")
     claim(("--output", output, FOLDER), apart=[learner], overwrite=overwrite)
     loaded = load()
+    if image:
+        drop_classifiers(loaded, reasons_of(loaded, lambda one: one.check_forgets_images()))
+        loaded.forget_images(list(image))
     for name in dict.fromkeys(classes):
         loaded.forget_class(name)
-    loaded.run([], output)  # which keeps where the images came from, so that none counts twice
     print(f"{len(loaded.class_names)} classes are left")
     if store_path().exists():
         print(
             f"features of the forgotten photographs may still stand in {store_path()}; deleting the file removes them"
         )
-    print(f"written: {output}")
-    say_next("export", output, f"{output}-export", "--format", "transformers")
+    write_corrected(loaded, output)
     return 0

@@ -58,7 +58,7 @@ def learn(
     """
     claim(("--output", output, FOLDER), apart=[learner, data], overwrite=overwrite)
     loaded = load()
-    from dulbe_peft.runs.progress import known_tasks
+    from dulbe_peft.runs.progress import known_tasks, renamed_classes
     from dulbe_peft.utils.processes import leave, world
 
     stream = StreamArguments(data=data, output=output, **{n: value for n, value in flags.items() if value is not None})
@@ -75,11 +75,14 @@ def learn(
         raise ValueError(f"{data!r} has nothing to learn: its classes, {list(train.class_names)[:5]} ..., are known")
     if not len(fresh):
         raise ValueError(f"{data!r} has nothing to learn: {learner!r} has learned all of its images")
+    renamed = renamed_classes(loaded.state.updates)
+    for name in set(new) & set(renamed):
+        print_once(f"{name!r} is learned as a new class; {learner!r} called one so that is {renamed[name]!r} by now")
     tasks = _tasks(fresh, test, new, increment) if new else []
     further = fresh.select(known) if known and not no_update else None
     past = known_tasks(loaded)
     before = past[-1].row if past and not new else None
-    tests = reopen_tests(past, loaded.state.known)
+    tests = reopen_tests(past, loaded.state.known, renamed)
     if further is not None and len(further):
         _update(loaded, further)
     elif known and no_update:

@@ -29,7 +29,9 @@ GROUPS = {
     "More of the same": {
         "demo": "learn ten handwritten digits in five tasks, offline, in half a minute",
         "evaluate": "test a saved learner on images",
-        "forget": "take classes out of a learner",
+        "forget": "take classes or single photographs out of a learner",
+        "rename": "give a class another name, or join it with another class",
+        "merge": "make one learner of two",
         "features": "encode images once, and write their features to a file",
         "export": "write a learner in a form that works without this package",
     },

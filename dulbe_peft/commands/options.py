@@ -174,7 +174,8 @@ def learner_options(optional: bool = False, choose: bool = False, encodes: bool 
         def call(learner: str | None, model: str | None, **flags: Any) -> int:
             machine = {name: value for name in own if (value := flags.pop(name)) is not None}
             first = flags.pop("classifier", None)
-            load = partial(load_learner, learner, model, machine, first, not flags.pop("no_store", True))
+            store = not flags.pop("no_store", True)
+            load = partial(load_learner, learner=learner, model=model, machine=machine, first=first, store=store)
             load.keywords["data"] = flags.get("data")
             status: int = function(learner=learner, load=load, **flags)
             return status

@@ -1,6 +1,6 @@
 """Which images a learner has learned and was tested on, by class and content: no image counts twice unsaid."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -30,9 +30,21 @@ class KnownImages:
 
     def without_class(self, name: str) -> Self:
         """Without the images of a class that is forgotten."""
-        parts = ({other: of for other, of in kind.items() if other != name} for kind in (self.learned, self.tested))
-        learned, tested = parts
-        return replace(self, learned=learned, tested=tested)
+        return self._each(lambda kind: {other: of for other, of in kind.items() if other != name})
+
+    def renamed(self, old: str, new: str) -> Self:
+        """With another name of a class, which may have images already."""
+        return self._each(
+            lambda kind: _joined({n: of for n, of in kind.items() if n != old}, {new: kind.get(old, ())})
+        )
+
+    def without_contents(self, gone: Collection[bytes]) -> Self:
+        """Without some images that were learned."""
+        kept = {name: tuple(one for one in of if one not in gone) for name, of in self.learned.items()}
+        return replace(self, learned=kept)
+
+    def _each(self, change: Callable[[Contents], Contents]) -> Self:
+        return replace(self, learned=change(self.learned), tested=change(self.tested))
 
     def merged(self, other: Self) -> Self:
         """With the images of another learner."""

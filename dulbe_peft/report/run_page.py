@@ -85,8 +85,8 @@ def _content(run: RunFolder, key: str) -> dict[str, Any]:
     learned = Counter({name: count for record in run.records for name, count in record.get("images", {}).items()})
     by_class = run.results.get("classes", {})
     forgotten = by_class.get(run.first, {}).get("forgetting", {}) if run.trained and run.tested else {}
-    further = sum((Counter(update.images) for update in run.updates), Counter())
-    learned += further
+    for update in run.updates:
+        learned.update(update.images)
     rows = class_rows(run.predictions, forgotten, learned)
     matrix = confusion_matrix(run.predictions) if run.predictions else None
     content: dict[str, Any] = {

@@ -3,7 +3,7 @@
 A run's first tasks may be those that its learner had learned before. What was never tested stays empty there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -99,11 +99,22 @@ def known_tasks(learner: ClassIncrementalLearner) -> list[FinishedTask]:
     names, found = [list(task) for task in learner.tasks], list[FinishedTask]()
     if learner.folder is not None and learner.folder.is_dir():  # it may be gone by now
         saved = parse_manifest(learner.folder).notes.get("tasks", [])
-        if len(saved) <= len(names) and all(set(now) <= set(task) for now, task in zip(names, saved, strict=False)):
+        renames = renamed_classes(learner.state.updates)
+        before = [{*task, *(renames.get(name, name) for name in task)} for task in saved]
+        if len(saved) <= len(names) and all(set(now) <= task for now, task in zip(names, before, strict=False)):
             found = read_finished(learner.folder, learner.folder.parent, saved)
-            if saved != names[: len(saved)]:  # of a task that lost a class, only where its images came from holds
+            if saved != names[: len(saved)]:  # of a task with other classes, only where its images came from holds
                 found = [FinishedTask(class_names=now, source=task.source) for now, task in zip(names, found)]
     return [*found, *(FinishedTask(class_names=task) for task in names[len(found) :])]
+
+
+def renamed_classes(updates: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What classes were called once -> what they are called now."""
+    found: dict[str, str] = {}
+    for update in updates:
+        for old, new in update.get("renamed", {}).items():
+            found = {name: new if now == old else now for name, now in found.items()} | {old: new}
+    return found
 
 
 def read_finished(folder: Path, run: Path, names: Sequence[Sequence[str]]) -> list[FinishedTask]:

@@ -25,7 +25,7 @@ from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.data.fingerprint import Listing, differences, fingerprint, listing
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.learner import ClassIncrementalLearner
-from dulbe_peft.runs.progress import FinishedTask, known_tasks, read_finished
+from dulbe_peft.runs.progress import FinishedTask, read_finished
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.training.state import LearnerState, adapter_state, set_adapter_state
 from dulbe_peft.utils import folders
@@ -121,13 +121,14 @@ def open_run(
     class_texts: Texts,
     drawn: bool,
     files: Sequence[str],
+    before: list[FinishedTask],
     say: Callable[[str], None],
 ) -> tuple[Identity, list[FinishedTask], bool]:
     """The run in a folder, its finished tasks, and whether it is new; the learner gets its state.
 
-    `drawn`: the tasks have a part of their data's images, which was drawn.
+    `before` is what is known of tasks that were learned before it. `drawn`: the tasks have a part of their data's
+    images, which was drawn.
     """
-    before = on_main_process(partial(known_tasks, learner))
     find = partial(_newest_of_run, output, learner, own, class_texts, drawn, say)
     found = on_main_process(find) if resumes else None
     if found is None:

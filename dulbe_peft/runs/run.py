@@ -46,7 +46,8 @@ class RunOptions:
 
     Attributes:
         resume: go on in a folder that holds tasks.
-        known_tests: test data, or None, of each task that the learner had learned before the run.
+        past: what is known of the tasks that the learner had learned before the run; None: what their run measured.
+        known_tests: test data, or None, of each of these tasks.
         source: where the data of the tasks came from, for `sources.json`.
         keep_features: write all features to `features/task-001.safetensors` and so on, from which
             `metrics.features.learn_from_features` teaches other classifiers without training again.
@@ -57,6 +58,7 @@ class RunOptions:
     """
 
     resume: bool = True
+    past: Sequence[FinishedTask] | None = None
     known_tests: Sequence[Any] | None = None
     source: dict[str, Any] | None = None
     keep_features: bool = False
@@ -97,7 +99,10 @@ def _open(learner: ClassIncrementalLearner, own: list[Task], output: Path, optio
     """The run in a folder where it was left, or a new one; the learner's state is that of its newest task."""
     texts = check_class_texts(options.class_texts or {}, {name for task in own for name in task.class_names})
     drawn = any((options.source or {}).get(name) is not None for name in DRAWN)
-    identity, finished, new = resume.open_run(learner, own, output, options.resume, texts, drawn, FILES, _print_once)
+    past = on_main_process(partial(progress.known_tasks, learner)) if options.past is None else list(options.past)
+    identity, finished, new = resume.open_run(
+        learner, own, output, options.resume, texts, drawn, FILES, past, _print_once
+    )
     learner.state = replace(learner.state, class_texts=learner.state.class_texts | texts)
     count = len(identity.start.tasks)
     tests = [None] * count if options.known_tests is None else list(options.known_tests)

@@ -77,7 +77,7 @@ class StreamArguments:
         from dulbe_peft.classifiers import parse_classifiers
         from dulbe_peft.strategies import make_strategy
 
-        asked = None if self.classifiers is None else parse_classifiers(self.classifiers)
+        asked = None if self.classifiers is None else list(parse_classifiers(self.classifiers).values())
         return make_strategy(self.strategy), asked
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,8 +78,13 @@ def open_images(data: str, split: str | None, class_names: str | None, skip_unre
     return images if class_names is None else rename_classes(images, class_names)
 
 
-def reopen_tests(tasks: Sequence[FinishedTask], known: KnownImages) -> list[LabelledImages | None]:
-    """The test images of each earlier task, found by content; None where they are gone, which is printed."""
+def reopen_tests(
+    tasks: Sequence[FinishedTask], known: KnownImages, renamed: Mapping[str, str]
+) -> list[LabelledImages | None]:
+    """The test images of each earlier task, found by content; None where they are gone, which is printed.
+
+    `renamed` says what their classes, by the names of their folders, are called now.
+    """
     opened: dict[str, list[LabelledImages]] = {}
     tests: list[LabelledImages | None] = []
     for number, task in enumerate(tasks, 1):
@@ -90,7 +95,7 @@ def reopen_tests(tasks: Sequence[FinishedTask], known: KnownImages) -> list[Labe
             key = repr({name: source[name] for name in FIELDS if name in source})
             if key not in opened:
                 opened[key] = _where_tests_are(source)
-            test = _found(opened[key], task.class_names, known, source)
+            test = _found(opened[key], task.class_names, known, source, renamed)
         except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
             print(f"the test images of task {number} are not used again: {error}", file=sys.stderr)
         tests.append(test)
@@ -116,7 +121,11 @@ def _where_tests_are(source: dict[str, Any]) -> list[LabelledImages]:
 
 
 def _found(
-    parts: Sequence[LabelledImages], names: Sequence[str], known: KnownImages, source: dict[str, Any]
+    parts: Sequence[LabelledImages],
+    names: Sequence[str],
+    known: KnownImages,
+    source: dict[str, Any],
+    renamed: Mapping[str, str],
 ) -> LabelledImages | None:
     """The images of some classes that were tested on, all of them; None where there were none."""
     import numpy as np
@@ -130,14 +139,15 @@ def _found(
         return part.select([name for name in names if name in part.class_names])
     for part in parts if wanted else ():
         of = [part.class_names[label] for label in part.labels]
-        left, rows = wanted.copy(), []
-        for row, image in enumerate(zip(of, part.contents(), strict=True)):
-            if left[image] > 0:  # type: ignore[index]
-                left[image] -= 1  # type: ignore[index]
-                rows.append(row)
+        left, rows = wanted.copy(), list[tuple[int, int]]()
+        for row, (name, content) in enumerate(zip(of, part.contents(), strict=True)):
+            for image in dict.fromkeys([(name, content), (renamed.get(name, name), content)]):
+                if left[image] > 0:  # type: ignore[index]
+                    left[image] -= 1  # type: ignore[index]
+                    rows.append((row, names.index(image[0])))
+                    break
         if not +left:
-            labels = np.array([names.index(of[row]) for row in rows])
-            return part.at(rows, labels, names)
+            return part.at([row for row, _ in rows], np.array([label for _, label in rows]), names)
     if not wanted:
         return None
     raise ValueError(f"those in {source['data']} are not those that the task was tested on")

@@ -30,7 +30,8 @@ class LearnerState:
         source: `repo_id` and `commit` on the Hub that the learner was loaded from, or None.
         incomplete: the learner was saved without what its strategy needs to learn a further task.
         updates: what it took in or lost without training: "after", the number of tasks learned by then; "images",
-            class -> number of its further images; "forgotten", the number of the task that lost a class, or None.
+            class -> number of its further images, below 0 of those that went; "forgotten", the number of the task that
+            lost a class, or None; and where a class was renamed "renamed", {old name: new one}.
         class_texts: class -> the texts that stand for it in place of the prompt templates.
         known: which images it has learned and was tested on, by content.
     """

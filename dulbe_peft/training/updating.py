@@ -1,4 +1,4 @@
-"""What changes a learner without training: further photographs of known classes, another learner, a class that goes.
+"""What changes a learner without training: further photographs, another learner, what goes, and what is renamed.
 
 Each returns a new state and leaves the given one as it is, so an error changes nothing.
 """
@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from dulbe_peft.data.images import LabelledImages, named_images
-from dulbe_peft.data.names import normalized
+from dulbe_peft.data.names import check_class_names, normalized
 from dulbe_peft.encoders.encoder import Encoder
+from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.strategies import Memory
 from dulbe_peft.strategies.base import NewTask
@@ -130,11 +131,90 @@ def without_class(state: LearnerState, name: str) -> LearnerState:
         classifier.forget_class(name)
     tasks = [tuple(other for other in task if other != name) for task in state.tasks]
     number = next(number for number, task in enumerate(state.tasks, 1) if name in task)
-    updates = [
-        {**update, "images": {other: count for other, count in update["images"].items() if other != name}}
-        for update in state.updates
-    ]
+    updates = []
+    for update in state.updates:  # a forgotten class leaves no name
+        update = {**update, "images": {other: n for other, n in update["images"].items() if other != name}}
+        if name in update.get("renamed", {}).values():
+            del update["renamed"]
+        updates.append(update)
     updates.append({"after": len(tasks), "images": {}, "forgotten": number})
     texts = {other: texts for other, texts in state.class_texts.items() if other != name}
     known = state.known.without_class(name)
     return replace(state, classifiers=classifiers, tasks=tasks, updates=updates, class_texts=texts, known=known)
+
+
+@torch.no_grad()
+def without_images(state: LearnerState, encoder: Encoder, images: LabelledImages) -> LearnerState:
+    """The state without learned images, which are known by their content; `images` have no labels of their own."""
+    if state.strategy.adapts or state.adapter is not None:
+        raise ValueError(
+            f"the strategy {state.strategy.name!r} trains the model, which nothing takes back: a learner forgets "
+            "single images where nothing is trained"
+        )
+    for classifier in state.classifiers.values():
+        classifier.check_forgets_images()
+    learned: dict[bytes, list[str]] = {}
+    for name, contents in state.known.learned.items():
+        for content in contents:
+            learned.setdefault(content, []).append(name)
+    rows: dict[bytes, int] = {}  # an image that is named twice goes once
+    for row, content in enumerate(images.contents()):
+        if content is None:
+            images[row]  # which says why it cannot be read
+        if content not in learned:
+            unsure = "" if state.known.complete else ", as far as is known: release 0.2.0 noted no images"
+            raise ValueError(f"{images.item_name(row)} has not been learned{unsure}, so it cannot be forgotten")
+        rows.setdefault(content, row)
+    data = encoder.images(images.at(list(rows.values())))
+    features = encoder.mean_of_views(encoder.dataset_embeds(data, "forget"), data, "forget")
+    classifiers = {name: classifier.fork() for name, classifier in state.classifiers.items()}
+    gone = Counter[str]()
+    for feature, content in zip(features, rows, strict=True):
+        for name in learned[content]:  # more than one where somebody counted it again
+            gone[name] -= 1
+            for classifier in classifiers.values():
+                classifier.forget_image(feature, name)
+    updates = [*state.updates, {"after": len(state.tasks), "images": dict(gone), "forgotten": None}]
+    known = state.known.without_contents(rows)
+    return replace(state, classifiers=classifiers, updates=updates, known=known)
+
+
+@torch.no_grad()
+def with_renamed_class(state: LearnerState, encoder: Encoder, old: str, new: str) -> LearnerState:
+    """The state in which a class has another name, whose text is asked again; a name that is known joins the two."""
+    old, (new,) = normalized(old), check_class_names([new])
+    if old not in state.class_names:
+        hint = closest(old, state.class_names)
+        raise ValueError(f"class {old!r:.100} has not been learned, so it cannot be renamed{hint:.300}")
+    if new == old:
+        raise ValueError(f"the class {old!r:.100} has this name already")
+    joins = new in state.class_names
+    texts = {new if name == old else name: texts for name, texts in state.class_texts.items()}
+    if joins:
+        texts = {name: texts for name, texts in state.class_texts.items() if name != old}
+    text = encoder.text_embeds([new], texts)[0] if has_text(state.base) and not joins else None
+    counts = next((c.counts for c in state.classifiers.values() if "counts" in c.tensors()), None)
+    joined = {} if counts is None or not joins else {new: int(counts[state.class_names.index(old)])}
+    classifiers = {name: classifier.fork() for name, classifier in state.classifiers.items()}
+    for classifier in classifiers.values():
+        if joins:
+            classifier.join_classes(old, new)
+        else:
+            classifier.rename_class(old, new, text)
+    updates = [{**update, "images": _renamed(update["images"], old, new)} for update in state.updates]
+    number = next(number for number, task in enumerate(state.tasks, 1) if old in task)
+    change = {"images": joined, "forgotten": number if joins else None, "renamed": {old: new}}
+    updates.append({"after": len(state.tasks), **change})
+    if joins:
+        tasks = [tuple(name for name in task if name != old) for task in state.tasks]
+    else:
+        tasks = [tuple(new if name == old else name for name in task) for task in state.tasks]
+    known = state.known.renamed(old, new)
+    return replace(state, classifiers=classifiers, tasks=tasks, updates=updates, class_texts=texts, known=known)
+
+
+def _renamed(counts: Mapping[str, int], old: str, new: str) -> dict[str, int]:
+    found = Counter[str]()
+    for name, count in counts.items():
+        found[new if name == old else name] += count
+    return dict(found)

@@ -198,3 +198,89 @@ def test_learners_without_notes_of_their_images_say_so(base, images):
     with pytest.warns(UserWarning, match="no notes of its images: those that both have learned count twice"):
         one.merge(other)
     assert not one.state.known.complete and one.state.known.learned.keys() == set(names[:2])
+
+
+CORRECTED = (*SPECS, "bayes:kappa=4,rho=10", "bayes:kappa=4,rho=10,exact_forgetting=false")
+
+
+def assert_same(found, expected):
+    assert found.class_names == expected.class_names
+    for key, value in expected.tensors().items():
+        if key in ("losses", "errors", "judged", "factors", "factor_rows"):  # F is known up to a turn
+            continue
+        rtol, atol = (1e-9, 1e-9) if value.dtype == torch.float64 else (1e-6, 1e-4)
+        torch.testing.assert_close(found.tensors()[key], value, rtol=rtol, atol=atol)
+    torch.testing.assert_close(found(TESTS), expected(TESTS), rtol=1e-4, atol=1e-4)
+
+
+def taught_anew(spec, names, labels, rows=slice(None)):
+    """A classifier of all images under other labels; `names` are those of the classes, and their texts' places."""
+    classifier = make_classifier(spec, DIM, 20.0)
+    texts = TEXTS[[NAMES.index(name) if name in NAMES else -1 for name in names]]
+    classifier.add_classes(names, IMAGES[rows], labels[rows], texts)
+    return classifier
+
+
+@pytest.mark.parametrize("spec", CORRECTED)
+def test_a_renamed_class_is_one_that_was_taught_under_the_new_name(spec):
+    classifier = learned(spec, list(range(CLASSES)))
+    classifier.rename_class(NAMES[2], "owl", TEXTS[-1])
+    names = ["owl" if place == 2 else name for place, name in enumerate(NAMES)]
+    assert_same(classifier, taught_anew(spec, names, LABELS))
+
+
+@pytest.mark.parametrize(("old", "new"), [(1, 4), (5, 0)])
+@pytest.mark.parametrize("spec", CORRECTED)
+def test_joined_classes_are_one_that_was_taught_with_the_images_of_both(spec, old, new):
+    classifier = learned(spec, list(range(CLASSES)))
+    classifier.join_classes(NAMES[old], NAMES[new])
+    names = [name for name in NAMES if name != NAMES[old]]
+    place = [names.index(NAMES[new if c == old else c]) for c in range(CLASSES)]
+    assert_same(classifier, taught_anew(spec, names, torch.tensor(place)[LABELS]))
+    again = learned(spec, list(range(CLASSES)), HALF)
+    again.join_classes(NAMES[old], NAMES[new])
+    again.update_classes(IMAGES[REST], torch.tensor(place)[LABELS[REST]])
+    assert_same(again, taught_anew(spec, names, torch.tensor(place)[LABELS]))
+
+
+@pytest.mark.parametrize("spec", CORRECTED)
+def test_an_image_that_is_forgotten_was_never_learned(spec):
+    gone = [7, 80, 13, 1]
+    kept = torch.tensor([row for row in range(len(LABELS)) if row not in gone])
+    classifier = learned(spec, list(range(CLASSES)))
+    for row in gone:
+        classifier.forget_image(IMAGES[row], NAMES[int(LABELS[row])])
+    expected = taught_anew(spec, NAMES, LABELS, kept)
+    assert_same(classifier, expected)
+    if "factors" in expected.tensors():
+        assert classifier.factor_rows.tolist() == expected.factor_rows.tolist()
+        for found, own in zip(*(each.factors.split(each.factor_rows.tolist()) for each in (classifier, expected))):
+            torch.testing.assert_close(found.T @ found, own.T @ own, rtol=1e-9, atol=1e-9)
+        for each in (classifier, expected):
+            each.forget_class(NAMES[1])
+        assert_same(classifier, expected)
+
+
+def test_of_a_class_with_few_images_all_but_one_can_go():
+    spec = "bayes:kappa=4,rho=10"
+    rows = [*(LABELS == 0).nonzero()[:3, 0].tolist(), *(LABELS == 1).nonzero()[:, 0].tolist()]
+    classifier = learned(spec, [0, 1], rows)
+    for row in rows[:2]:
+        classifier.forget_image(IMAGES[row], NAMES[0])
+    assert_same(classifier, learned(spec, [0, 1], rows[2:]))
+    before = {key: value.clone() for key, value in classifier.state_dict().items()}
+    with pytest.raises(ValueError, match="class 'class 0' has one image alone: forget the class"):
+        classifier.forget_image(IMAGES[rows[2]], NAMES[0])
+    with pytest.raises(ValueError, match="class 'x' is not known, so it cannot be joined"):
+        classifier.join_classes(NAMES[0], "x")
+    assert all(torch.equal(value, before[key]) for key, value in classifier.state_dict().items())
+
+
+@pytest.mark.parametrize("name", CANNOT)
+def test_what_keeps_no_sums_joins_no_classes_and_forgets_no_image(name):
+    classifier = make_classifier(name, DIM)
+    with pytest.raises(ValueError, match=f"the '{name}' classifier cannot be merged: what it keeps does not add up"):
+        classifier.join_classes("a", "b")
+    if name != "bofa":  # whose means are sums, and whose weight is chosen once
+        with pytest.raises(ValueError, match=f"the '{name}' classifier cannot forget a single image"):
+            classifier.forget_image(TESTS[0], "a")

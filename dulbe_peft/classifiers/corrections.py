@@ -1,0 +1,142 @@
+"""What changes a classifier after it has learned: another one merged in, classes that go or become one, new names."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from dulbe_peft.classifiers.checks import check_alike, unit_features
+from dulbe_peft.classifiers.state import GrowingState
+
+
+class CorrectedState(GrowingState):
+    """The part of a classifier that corrects what was learned. A call that raises changes nothing."""
+
+    needs_each_text: ClassVar[bool] = False
+
+    def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
+        """The buffers' new values with what another classifier of the same settings has learned.
+
+        The classes are this one's, then those that only the other one knows; `places`, (C_other,), says where among
+        them the other one's stand. `text_embeds` are merged by the caller.
+        """
+        raise NotImplementedError
+
+    def merged_sums(self, other: Self, places: Tensor, *names: str) -> dict[str, Tensor]:
+        """The rows of some buffers, with those of another classifier added to them; see `merged`."""
+        rows = self.with_new_rows(int((places >= len(self._class_names)).sum()))
+        theirs = {name: other.tensors()[name].to(rows[name]) for name in names}
+        return {name: rows[name].index_add(0, places.to(rows[name].device), theirs[name]) for name in names}
+
+    def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
+        """The buffers' new values without the classes for which `kept`, (C,), is False."""
+        tensors = self.tensors()
+        return {name: tensors[name][kept.to(tensors[name].device)] for name in self._rows}
+
+    def without_image(self, image: Tensor, label: int) -> dict[str, Tensor]:
+        """The buffers' new values without one learned image, a unit feature (d,), of a class that has others."""
+        raise NotImplementedError
+
+    @classmethod
+    def check_merges(cls) -> None:
+        """Raise a ValueError where nothing can be merged into what the classifier keeps."""
+        cls._check_has(CorrectedState.merged, "be merged")
+
+    @classmethod
+    def check_forgets_images(cls) -> None:
+        """Raise a ValueError where a single image cannot be taken out."""
+        cls._check_has(CorrectedState.without_image, "forget a single image")
+
+    @classmethod
+    def _check_has(cls, hook: Callable[..., Any], what: str) -> None:
+        if getattr(cls, hook.__name__) is hook:
+            raise ValueError(f"the {cls.name!r} classifier cannot {what}: what it keeps does not add up")
+
+    @torch.no_grad()
+    def merge(self, other: Self) -> Self:
+        """Take in what another classifier has learned, as if this one had seen all images; returns this classifier.
+
+        The two must be of one kind, which keeps what is needed, with equal settings and texts.
+        """
+        self.check_merges()
+        check_alike(self, other)
+        names = list(dict.fromkeys(self._class_names + other._class_names))
+        place = {name: index for index, name in enumerate(names)}
+        places = torch.tensor([place[name] for name in other._class_names], dtype=torch.int64)
+        changes = self.merged(other, places)
+        if "text_embeds" in self._rows:
+            new = other.text_embeds[places >= len(self._class_names)]
+            changes["text_embeds"] = torch.cat([self.text_embeds, new.to(self.text_embeds)])
+        self.install(changes)
+        self._class_names = names
+        self.calibration += other.calibration
+        return self
+
+    @torch.no_grad()
+    def forget_class(self, name: str) -> None:
+        """Drop a class: its row of every buffer that has one row a class.
+
+        What its images added to a sum over all classes stays there, and so does the temperature. Without its last
+        class a classifier is a new one.
+        """
+        self._place(name, "forgotten")
+        self.install(self.forgotten(torch.tensor([known != name for known in self._class_names])))
+        self._class_names = [known for known in self._class_names if known != name]
+        if not self._class_names:
+            new = type(self)(embed_dim=self.embed_dim, logit_scale=self.logit_scale, **self.settings())
+            self.install(new.tensors())
+            self.calibration = ()
+
+    @torch.no_grad()
+    def forget_image(self, image_embed: Tensor, name: str) -> None:
+        """Take one learned image, a unit feature (d,), out of its class, up to rounding as if it had not been learned.
+
+        The temperature, and what was chosen on images that were left out, stay.
+        """
+        self.check_forgets_images()
+        place, tensors = self._place(name, "forgotten"), self.tensors()
+        if "counts" in tensors and int(tensors["counts"][place]) < 2:
+            raise ValueError(f"class {name!r:.100} has one image alone: forget the class")
+        (image,) = unit_features(image_embed[None], "image_embed", self.embed_dim, 1, self.device)
+        self.install(self.without_image(image, place))
+
+    @torch.no_grad()
+    def rename_class(self, old: str, new: str, text_embed: Tensor | None = None) -> None:
+        """Give a class a new name, and its text's unit embedding, (d,), where the classifier keeps one.
+
+        A rule that is a function of the sums and of the texts of today is then the one taught under the new name. What
+        else was trained or chosen with the old text stays.
+        """
+        place = self._place(old, "renamed")
+        if self.needs_each_text:
+            raise ValueError(f"the {self.name!r} classifier was trained with each text of its classes: learn anew")
+        if "text_embeds" in self._rows:
+            if text_embed is None:
+                raise TypeError(f"the {self.name!r} classifier needs the text embedding of {new!r:.100}")
+            texts = self.text_embeds.clone()
+            texts[place] = unit_features(text_embed[None], "text_embed", self.embed_dim, 1, self.device)[0]
+            self.install({"text_embeds": texts})
+        self._class_names = [new if known == old else known for known in self._class_names]
+
+    @torch.no_grad()
+    def join_classes(self, old: str, new: str) -> None:
+        """Make the images of `old` further images of `new`, as `merge` does with those of another classifier."""
+        self.check_merges()
+        kept = torch.arange(len(self._class_names)) == self._place(old, "joined")
+        text = self._place(new, "joined")
+        one, rest = self.fork(), self.fork()
+        # What is no class's own stays in the rest, and is nothing in the part.
+        own = one.forgotten(kept)
+        one.install({name: torch.zeros_like(t) for name, t in self.tensors().items() if name not in own} | own)
+        rest.install(rest.forgotten(~kept))
+        if "text_embeds" in self._rows:
+            one.install({"text_embeds": self.text_embeds[[text]]})
+        rest._class_names, one._class_names, one.calibration = [n for n in self._class_names if n != old], [new], ()
+        rest.merge(one)
+        self._buffers, self._class_names, self._derived = rest._buffers, rest._class_names, rest._derived
+
+    def _place(self, name: str, what: str) -> int:
+        if name not in self._class_names:
+            raise ValueError(f"class {name!r:.100} is not known, so it cannot be {what}")
+        return self._class_names.index(name)

@@ -1,0 +1,51 @@
+"""What the commands that correct a learner have in common: what cannot follow is dropped, and the rest is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dulbe_peft.commands.outputs import say_next
+
+if TYPE_CHECKING:
+    from dulbe_peft.classifiers import Classifier
+    from dulbe_peft.learner import ClassIncrementalLearner
+    from dulbe_peft.runs.progress import FinishedTask
+
+
+def reasons_of(learner: ClassIncrementalLearner, check: Callable[[Classifier], None]) -> dict[str, str]:
+    """The classifiers of a learner for which a check raises a `ValueError` -> what it says."""
+    reasons = {}
+    for name, classifier in learner.classifiers.items():
+        try:
+            check(classifier)
+        except ValueError as error:
+            reasons[name] = str(error)
+    return reasons
+
+
+def drop_classifiers(learner: ClassIncrementalLearner, reasons: Mapping[str, str]) -> None:
+    """Take classifiers out of a learner, and print why; an error where none is left."""
+    left = {name: one for name, one in learner.classifiers.items() if name not in reasons}
+    if not left:
+        raise ValueError("; ".join(reasons.values()))
+    for name, why in reasons.items():
+        print(f"dropped: {name}: {why}")
+    if next(iter(left)) != learner.classifier.name:
+        print(f"{next(iter(left))} answers in place of {learner.classifier.name}")
+    learner.state = replace(learner.state, classifiers=left)
+
+
+def write_corrected(learner: ClassIncrementalLearner, output: str, past: Sequence[FinishedTask] | None = None) -> None:
+    """Commit a learner that was corrected. What runs have measured holds no more, but for where images came from.
+
+    `past` is what was known of its tasks, where another learner was merged in.
+    """
+    from dulbe_peft.runs.progress import FinishedTask, known_tasks
+
+    past = known_tasks(learner) if past is None else past
+    sources = [FinishedTask(class_names=list(n), source=t.source) for n, t in zip(learner.tasks, past, strict=True)]
+    learner.run([], output, past=sources)
+    print(f"written: {output}")
+    say_next("predict", output, "PHOTOS")

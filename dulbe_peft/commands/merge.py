@@ -1,0 +1,54 @@
+"""`dulbe-peft merge`: make one learner of two."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from dulbe_peft.commands.correcting import drop_classifiers, write_corrected
+from dulbe_peft.commands.options import argument, command, learner_options, option
+from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option
+
+
+@command()
+@learner_options(encodes=False)
+@argument("other", "another learner of the same model")
+@option("--output", required=True, metavar="FOLDER", help="folder for the learner that knows what both know")
+@overwrite_option
+def merge(learner: str, load: Callable[..., Any], other: str, output: str, overwrite: bool) -> int:
+    """example:
+      dulbe-peft merge berlin paris --output both
+
+    Both stay as they are. Photographs of classes that both know count as further ones. Classifiers that
+    only one of them has, or that keep no sums, are dropped, and named. Where both have learned the same
+    photograph, nothing is merged.
+    """
+    from dulbe_peft.runs.progress import known_tasks
+
+    claim(("--output", output, FOLDER), apart=[learner, other], overwrite=overwrite)
+    one, two = load(), load(learner=other)
+    reasons, before = _reasons(one, two, learner, other), set(one.class_names)
+    drop_classifiers(one, reasons)
+    two.state = replace(two.state, classifiers={name: two.classifiers[name] for name in one.classifiers})
+    past = known_tasks(one) + [task for task in known_tasks(two) if set(task.class_names) - before]
+    one.merge(two)
+    print(f"{len(one.class_names)} classes, of which {other} brought {len(one.class_names) - len(before)}")
+    write_corrected(one, output, past)
+    return 0
+
+
+def _reasons(one: Any, two: Any, learner: str, other: str) -> dict[str, str]:
+    """Name of a classifier -> why it is in no merged learner."""
+    from dulbe_peft.classifiers.checks import check_alike
+
+    reasons = {}
+    for name in dict.fromkeys([*one.classifiers, *two.classifiers]):
+        mine, theirs = one.classifiers.get(name), two.classifiers.get(name)
+        if mine is None or theirs is None:
+            reasons[name] = f"{other if mine is None else learner} alone has it"
+            continue
+        try:
+            mine.check_merges()
+            check_alike(mine, theirs)
+        except (ValueError, TypeError) as error:
+            reasons[name] = str(error)
+    return reasons

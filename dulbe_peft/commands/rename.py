@@ -1,0 +1,37 @@
+"""`dulbe-peft rename`: give a class of a learner another name, or join it with another class."""
+
+from collections.abc import Callable
+from typing import Any
+
+from dulbe_peft.commands.correcting import drop_classifiers, reasons_of, write_corrected
+from dulbe_peft.commands.options import argument, command, learner_options, option
+from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option
+
+
+@command()
+@learner_options(encodes=False)
+@argument("old", "a class that the learner knows")
+@argument("new", "its new name; a class that the learner knows, too, becomes one with it")
+@option("--output", required=True, metavar="FOLDER", help="folder for the learner with the new name")
+@overwrite_option
+def rename(learner: str, load: Callable[[], Any], old: str, new: str, output: str, overwrite: bool) -> int:
+    """examples:
+      dulbe-peft rename june gull "herring gull" --output june-2
+      dulbe-peft rename june kitten cat --output june-2
+
+    The text classifier is asked for the new name. Where the new name is known, the photographs of both
+    classes are those of one; classifiers that keep no sums are dropped then, and named. june stays as it
+    is.
+    """
+    from dulbe_peft.data.names import normalized
+
+    claim(("--output", output, FOLDER), apart=[learner], overwrite=overwrite)
+    loaded = load()
+    joins = normalized(new) in loaded.class_names
+    drop_classifiers(loaded, reasons_of(loaded, lambda one: one.check_merges()) if joins else {})
+    loaded.rename_class(old, new)
+    print(
+        f"{old} is {new} by now" + (f", which has the photographs of both; {len(loaded.class_names)} classes" * joins)
+    )
+    write_corrected(loaded, output)
+    return 0

@@ -1,0 +1,178 @@
+"""The commands that correct a learner: two become one, a class gets another name, one photograph goes."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from lives import content
+
+from dulbe_peft import ClassIncrementalLearner, ImageFolder
+from dulbe_peft.commands.main import main
+from dulbe_peft.demo import DIGITS, demo_model_folder
+from dulbe_peft.report import write_report
+
+MACHINE = ["--device", "cpu", "--no-progress"]
+FIXED = "bayes:kappa=4,rho=10,lda,bridge,prototype"  # what is chosen would depend on the old name
+FROZEN = ["--model", str(demo_model_folder()), "--classifiers", FIXED, *MACHINE]
+
+
+def some(photos, folder, names, first=0, last=9, called=None):
+    """A folder with some classes, whose training images are those from `first` to before `last`."""
+    for split in ("train", "test"):
+        for name in names:
+            target = folder / split / (called or {}).get(name, name)
+            target.mkdir(parents=True, exist_ok=True)
+            for file in sorted((photos / split / name).iterdir()):
+                if split == "test" or first <= int(file.stem) < last:
+                    shutil.copy(file, target)
+    return folder
+
+
+def run(data, output):
+    assert main(["run", "--data", str(data), "--output", str(output), *FROZEN]) == 0
+    return output
+
+
+@pytest.fixture(scope="module")
+def photos(digit_folders):
+    return digit_folders(5, 5, 2)
+
+
+@pytest.fixture(scope="module")
+def june(photos, tmp_path_factory):
+    root = tmp_path_factory.mktemp("june")
+    data = some(photos, root / "photos", DIGITS[:4])
+    return run(data, root / "run")
+
+
+def test_settings_of_classifiers_reach_them(june):
+    assert loaded(june).classifiers["bayes"].settings()["kappa"] == 4
+
+
+def loaded(folder):
+    return ClassIncrementalLearner.from_pretrained(folder, machine={"device": "cpu", "progress": False})
+
+
+def assert_alike(found, expected, photos, names=("bayes", "lda", "prototype")):
+    """Two learners give one answer; `found` may have its classes in another order, and fewer classifiers."""
+    assert sorted(found.class_names) == sorted(expected.class_names)
+    order = [found.class_names.index(name) for name in expected.class_names]
+    features = expected.image_embeds(ImageFolder(photos, "test"))
+    for name in names:
+        one, two = found.classifiers[name], expected.classifiers[name]
+        assert one.counts[order].tolist() == two.counts.tolist()
+        torch.testing.assert_close(one(features)[:, order], two(features), rtol=1e-4, atol=1e-3)
+    known = [
+        {n: sorted(of) for n, of in kind.items()} for kind in (found.state.known.learned, found.state.known.tested)
+    ]
+    own = expected.state.known
+    assert known == [{n: sorted(of) for n, of in kind.items()} for kind in (own.learned, own.tested)]
+
+
+def call(*words):
+    return main([*map(str, words), *MACHINE])
+
+
+def test_a_renamed_class_is_one_that_was_taught_under_the_new_name(photos, june, tmp_path, capsys):
+    before = content(june)
+    assert call("rename", june, "two", "swan", "--output", tmp_path / "out") == 0
+    assert "two is swan by now" in capsys.readouterr().out and content(june) == before
+    expected = run(some(photos, tmp_path / "anew", DIGITS[:4], called={"two": "swan"}), tmp_path / "run")
+    assert_alike(loaded(tmp_path / "out"), loaded(expected), photos)
+    page = write_report(tmp_path / "out").read_text(encoding="utf-8")
+    assert "two became swan" in page
+    # The tests of June still lie in a folder of the old name, and are found by what they hold.
+    july = some(photos, tmp_path / "july", ["four", "two"], 0, 3)
+    shutil.rmtree(july / "test" / "two")
+    (july / "train" / "two" / "0.png").write_bytes((photos / "train" / "four" / "4.png").read_bytes())
+    capsys.readouterr()
+    assert call("learn", tmp_path / "out", "--data", july, "--output", tmp_path / "later") == 0
+    said = capsys.readouterr()
+    assert "not used again" not in said.err and "'two' is learned as a new class" in said.out
+    assert "called one so that is 'swan' by now" in said.out
+    results = json.loads((tmp_path / "later" / "results.json").read_text())
+    assert results["class_names"][0] == ["one", "three", "swan", "zero"]
+    assert None not in results["classifiers"]["lda"]["matrix"][-1]
+
+
+def test_joined_classes_are_one_that_was_taught_with_both(photos, june, tmp_path, capsys):
+    assert call("rename", june, "two", "three", "--output", tmp_path / "out") == 0
+    said = capsys.readouterr().out
+    assert "dropped: bridge: the 'bridge' classifier cannot be merged" in said and "3 classes" in said
+    anew = some(photos, tmp_path / "anew", ["zero", "one", "three"])
+    for split in ("train", "test"):
+        for file in (photos / split / "two").iterdir():
+            shutil.copy(file, anew / split / "three" / f"two-{file.name}")
+    found = loaded(tmp_path / "out")
+    assert_alike(found, loaded(run(anew, tmp_path / "run")), photos)
+    assert list(found.classifiers) == ["bayes", "lda", "prototype"]
+    page = write_report(tmp_path / "out").read_text(encoding="utf-8")
+    assert "two became three, which has the photographs of both" in page
+
+
+def test_one_photograph_goes_by_what_its_file_holds(photos, june, tmp_path, capsys):
+    wrong = tmp_path / "elsewhere.jpg"
+    shutil.copy(photos / "train" / "one" / "3.png", wrong)
+    flags = ["--image", wrong, photos / "train" / "two" / "0.png", "--output", tmp_path / "out"]
+    assert call("forget", june, *flags) == 0
+    assert "dropped: bridge" in capsys.readouterr().out
+    anew = some(photos, tmp_path / "anew", DIGITS[:4])
+    (anew / "train" / "one" / "3.png").unlink()
+    (anew / "train" / "two" / "0.png").unlink()
+    assert_alike(loaded(tmp_path / "out"), loaded(run(anew, tmp_path / "run")), photos)
+    page = write_report(tmp_path / "out").read_text(encoding="utf-8")
+    assert "2 images forgotten" in page
+    capsys.readouterr()
+    # It can be learned again, and the others still count once.
+    assert call("learn", tmp_path / "out", "--data", june.parent / "photos", "--output", tmp_path / "back") == 0
+    assert "18 learned before" in capsys.readouterr().out
+    assert_alike(loaded(tmp_path / "back"), loaded(june), photos)
+    for image, why in (
+        (photos / "train" / "four" / "0.png", "has not been learned, so it cannot be forgotten"),
+        (photos / "nothing.png", "cannot be read"),
+    ):
+        assert call("forget", june, "--image", image, "--output", tmp_path / "none") == 2
+        assert why in capsys.readouterr().err and not (tmp_path / "none").exists()
+    assert call("forget", june, "--output", tmp_path / "none") == 2
+    assert "nothing to forget" in capsys.readouterr().err
+
+
+def test_two_learners_become_one(photos, june, tmp_path, capsys):
+    berlin = run(some(photos, tmp_path / "a", DIGITS[:3], 0, 3), tmp_path / "berlin")
+    paris = run(some(photos, tmp_path / "b", DIGITS[2:4], 3), tmp_path / "paris")
+    before = content(berlin), content(paris)
+    assert call("merge", berlin, paris, "--output", tmp_path / "both") == 0
+    said = capsys.readouterr().out
+    assert "dropped: bridge: the 'bridge' classifier cannot be merged" in said
+    assert f"4 classes, of which {paris} brought 1" in said and (content(berlin), content(paris)) == before
+    found = loaded(tmp_path / "both")
+    expected = loaded(berlin)
+    images = ImageFolder(tmp_path / "b", "train")
+    expected.state.classifiers.pop("bridge")
+    expected.update_classes(images.select(["two"]))
+    expected.learn_task(images.select(["three"]))
+    features = expected.image_embeds(ImageFolder(photos, "test"))
+    for name, classifier in expected.classifiers.items():
+        torch.testing.assert_close(found.classifiers[name](features), classifier(features), rtol=1e-4, atol=1e-3)
+    july = some(photos, tmp_path / "july", ["four"])
+    assert call("learn", tmp_path / "both", "--data", july, "--output", tmp_path / "later") == 0
+    assert call("merge", berlin, tmp_path / "both", "--output", tmp_path / "no") == 2
+    assert "of the same images, which would count twice" in capsys.readouterr().err
+    assert call("merge", berlin, berlin, "--output", tmp_path / "no") == 2
+    assert not (tmp_path / "no").exists()
+    only = tmp_path / "only"
+    data = ["--data", str(tmp_path / "b"), "--output", str(only), "--model", str(demo_model_folder())]
+    assert main(["run", *data, "--classifiers", "bridge", *MACHINE]) == 0
+    assert call("merge", berlin, only, "--output", tmp_path / "no") == 2
+    assert "alone has it" in capsys.readouterr().err
+
+
+def test_what_cannot_be_renamed_is_said(june, tmp_path, capsys):
+    for old, new, why in (
+        ("tow", "swan", "class 'tow' has not been learned, so it cannot be renamed; did you mean 'two'"),
+        ("two", "two", "has this name already"),
+        ("two", " ", "must not be blank"),
+    ):
+        assert call("rename", june, old, new, "--output", tmp_path / "out") == 2
+        assert why in capsys.readouterr().err and not (tmp_path / "out").exists()
