@@ -63,11 +63,9 @@ def assert_alike(found, expected, photos, names=("bayes", "lda", "prototype")):
         one, two = found.classifiers[name], expected.classifiers[name]
         assert one.counts[order].tolist() == two.counts.tolist()
         torch.testing.assert_close(one(features)[:, order], two(features), rtol=1e-4, atol=1e-3)
-    known = [
-        {n: sorted(of) for n, of in kind.items()} for kind in (found.state.known.learned, found.state.known.tested)
-    ]
-    own = expected.state.known
-    assert known == [{n: sorted(of) for n, of in kind.items()} for kind in (own.learned, own.tested)]
+    for kind in ("learned", "tested"):
+        notes = [getattr(each.state.known, kind) for each in (found, expected)]
+        assert {n: sorted(of) for n, of in notes[0].items()} == {n: sorted(of) for n, of in notes[1].items()}
 
 
 def call(*words):

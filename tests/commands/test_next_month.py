@@ -29,7 +29,7 @@ def test_commands_and_code_do_what_the_page_says(digit_folders, tmp_path, monkey
                 shutil.copytree(everything / split / name, tmp_path / folder / split / name)
     monkeypatch.chdir(tmp_path)
     commands = [line for block in blocks("bash") for line in block.replace("\\\n", "").splitlines()]
-    assert [shlex.split(line)[1] for line in commands] == ["run", "learn", "forget"]
+    assert [shlex.split(line)[1] for line in commands] == ["run", "learn", *["forget"] * 2, *["rename"] * 2]
     for line in commands:
         assert main([*shlex.split(line)[1:], "--device", "cpu", "--no-progress"]) == 0, line
     (code,) = blocks("python")
@@ -42,4 +42,6 @@ def test_commands_and_code_do_what_the_page_says(digit_folders, tmp_path, monkey
         assert None not in results["classifiers"]["bridge"]["matrix"][-1]
     for folder in ("july-without", "july-too-without"):
         assert "two" not in ClassIncrementalLearner.from_pretrained(tmp_path / folder).class_names
+    assert "digit one" in ClassIncrementalLearner.from_pretrained(tmp_path / "july-3").class_names
+    assert "zero" not in ClassIncrementalLearner.from_pretrained(tmp_path / "july-4").class_names
     assert ClassIncrementalLearner.from_pretrained(tmp_path / "june-too").tasks == [tuple(names) for names in june]
