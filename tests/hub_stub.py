@@ -18,12 +18,17 @@ OWNER = "someone"
 
 
 class Hub:
-    """`repos`: id -> {"branches": name -> commit, "commits": commit -> {path: bytes}}; `asked`: (method, path)s."""
+    """`repos`: id -> {"branches": name -> commit, "commits": commit -> {path: bytes}}; `asked`: (method, path)s.
+
+    Data sets are repositories like models. `web` are plain files, address -> bytes; those in `cut` end in the middle.
+    """
 
     def __init__(self, url):
         self.url = url
         self.repos = {}
         self.asked = []
+        self.web = {}
+        self.cut = set()
         self.lock = Lock()
 
     def files(self, repo_id, revision="main"):
@@ -74,6 +79,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
+        if path in self.hub.cut:
+            content, self.close_connection = content[: len(content) // 2], True
         if self.command != "HEAD":
             self.wfile.write(content)
 
@@ -82,6 +89,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._create(json.loads(body))
         if path == "/api/validate-yaml":
             return b'{"errors": [], "warnings": []}', {}
+        if path in self.hub.web:
+            return self.hub.web[path], {"Content-Type": "application/octet-stream"}
+        path = path.replace("/api/datasets/", "/api/models/").replace("/datasets/", "/", 1)
         if "/resolve/" in path:
             return self._resolve(path)
         parts = path.removeprefix("/api/models/").split("/")
@@ -113,11 +123,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _revision(self, repo_id, revision, body):
         oid, files = self._find(repo_id, revision or "main")
-        siblings = [{"rfilename": name} for name in files]
+        siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
         return json.dumps({"id": repo_id, "modelId": repo_id, "sha": oid, "siblings": siblings}).encode()
 
     def _tree(self, repo_id, revision, body):
+        revision, _, folder = revision.partition("/")
         _, files = self._find(repo_id, revision)
+        if folder and not any(name.startswith(f"{folder}/") for name in files):
+            raise _Error(404, "EntryNotFound", f"{folder} does not exist on {revision}")
         found = [{"type": "file", "path": n, "size": len(files[n]), "oid": _etag(files[n])} for n in sorted(files)]
         return json.dumps(found).encode()
 

@@ -6,6 +6,7 @@ The library's code must give the same numbers; nothing here is imported by it.
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 
@@ -200,3 +201,18 @@ def calibration_error(probabilities: torch.Tensor, labels: torch.Tensor, bins: i
             gap = abs(right[inside].mean().item() - confidence[inside].mean().item())
             total += gap * inside.double().mean().item()
     return total
+
+
+def gda_clip_logits(images, labels, texts, tests, alpha, scale=100.0):
+    """GDA-CLIP as its paper and code state it: the text classifier's logits and alpha times those of the Gaussians.
+
+    The precision is d ((N - 1) S + tr(S) I)^-1, S the covariance of the N rows around their class means.
+    """
+    classes, d = labels.max() + 1, images.shape[1]
+    means = np.stack([images[labels == c].mean(axis=0) for c in range(classes)])
+    away = images - means[labels]
+    spread = np.cov(away.T)
+    precision = d * np.linalg.inv((len(images) - 1) * spread + np.trace(spread) * np.eye(d))
+    weights = means @ precision
+    bias = np.log(1 / classes) - (weights * means).sum(axis=1) / 2
+    return scale * tests @ texts.T + alpha * (tests @ weights.T + bias)

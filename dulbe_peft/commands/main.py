@@ -38,6 +38,7 @@ GROUPS = {
     "Methods and models": {
         "compare": "run methods and classifiers side by side",
         "convert-openclip": "bring an OpenCLIP checkpoint into the layout of transformers",
+        "verify": "measure published numbers, and show them beside ours",
         "env": "print versions and the accelerator, for a bug report",
     },
 }

@@ -38,7 +38,7 @@ def load_hub_images(
     path_or_name: str, split: str | None, image_column: str = "image", label_column: str = "label"
 ) -> LabelledImages:
     """One split of a dataset on the hub, "hf:NAME", or of a folder that `is_dataset_folder` knows."""
-    datasets, path = _import_datasets(path_or_name), Path(path_or_name)
+    datasets, path = import_datasets(path_or_name), Path(path_or_name)
     if path_or_name.startswith(HUB_PREFIX):
         if split is None:
             raise ValueError(f"{path_or_name} needs a split, got None")
@@ -61,7 +61,7 @@ def load_hub_images(
 
 def hub_splits(path_or_name: str) -> list[str]:
     """Names of the splits of what `load_hub_images` reads; none where one split without a name was saved."""
-    datasets = _import_datasets(path_or_name)
+    datasets = import_datasets(path_or_name)
     if path_or_name.startswith(HUB_PREFIX):
         return list(datasets.get_dataset_split_names(path_or_name.removeprefix(HUB_PREFIX)))
     data = _parquet_files(Path(path_or_name)) or datasets.load_from_disk(path_or_name)
@@ -81,7 +81,7 @@ def _parquet_files(path: Path) -> dict[str, list[str]]:
     return found
 
 
-def _import_datasets(name: str) -> Any:
+def import_datasets(name: str) -> Any:
     if name.strip() == HUB_PREFIX:
         raise ValueError(f"{name} names no dataset: expected hf:NAME, such as hf:cifar10")
     try:

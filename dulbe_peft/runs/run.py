@@ -3,7 +3,7 @@
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -51,8 +51,6 @@ class RunOptions:
         source: where the data of the tasks came from, for `sources.json`.
         keep_features: write all features to `features/task-001.safetensors` and so on, from which
             `metrics.features.learn_from_features` teaches other classifiers without training again.
-        check_zero_shot: called before any training with the pristine model's accuracy over all classes, in [0, 1],
-            or None where it has none; it raises to stop the run.
         test_ahead: test also on tasks that are still to come; the results then have "ahead".
         class_texts: texts of any of the classes, as in `learn_task`.
     """
@@ -62,7 +60,6 @@ class RunOptions:
     known_tests: Sequence[Any] | None = None
     source: dict[str, Any] | None = None
     keep_features: bool = False
-    check_zero_shot: Callable[[float | None], None] | None = None
     test_ahead: bool = False
     class_texts: Mapping[str, Sequence[str]] | None = None
 
@@ -174,8 +171,6 @@ class Run:
         """Learn what is not learned yet, and write the results."""
         if len(self.finished) < len(self) or self.new:
             zero_shot = self.zero_shot()
-            if self.options.check_zero_shot is not None:
-                self.options.check_zero_shot(zero_shot[-1])
             for task, value in zip(self.finished, zero_shot, strict=False):
                 task.zero_shot = value
             if not self.own:  # a learner that has nothing to learn is committed as it is, tested again

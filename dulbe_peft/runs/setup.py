@@ -68,17 +68,10 @@ class Setup:
             print_once(f"left out: texts of classes that are not there ({', '.join(others)})")
         return found
 
-    def check_zero_shot(self, found: float | None) -> None:
-        """Raise a `ValueError` where the pristine model's accuracy is not the expected one."""
-        from dulbe_peft.streams.protocols import check_zero_shot
-
-        if self.stream.expected_zero_shot is not None:
-            check_zero_shot(found, self.stream.expected_zero_shot, self.stream.zero_shot_tolerance)
-
     def run(self, learner: ClassIncrementalLearner, output: str | Path, **options: Any) -> dict[str, Any]:
         """Run the stream in a folder as its settings say; `options` are others of the learner's `run`."""
-        own: dict[str, Any] = {"source": source_of(self.stream), "check_zero_shot": self.check_zero_shot}
-        own |= {"test_ahead": self.stream.test_ahead, "class_texts": self.class_texts()}
+        own: dict[str, Any] = {"source": source_of(self.stream), "class_texts": self.class_texts()}
+        own["test_ahead"] = self.stream.test_ahead
         return learner.run(self.tasks, output, **own, **options)
 
 
@@ -112,12 +105,10 @@ def set_up(settings: dict[str, Any]) -> Setup:
 def stream_tasks(stream: StreamArguments, notes: list[str] | None = None) -> list[Task]:
     """The tasks of the stream that the settings describe; `notes` as in `open_source`."""
     from dulbe_peft.runs.resume import finished_tasks
-    from dulbe_peft.streams.protocols import check_counts
     from dulbe_peft.streams.tasks import class_incremental_tasks
     from dulbe_peft.utils.files import read_lines
 
     train, test = open_source(source_of(stream), notes=notes)
-    check_counts(train, test, stream.expected_classes, stream.expected_train, stream.expected_test)
     names = train.class_names
     order: Any = stream.class_order
     if order is not None and order != "icarl":

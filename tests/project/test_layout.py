@@ -26,7 +26,7 @@ WINGS = [
     {"learner"},
     {"deployment"},
     {"runs"},
-    {"report"},
+    {"report", "verification"},
     {"comparison"},
     {"demo", "serving"},
     {"commands"},

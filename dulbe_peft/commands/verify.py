@@ -1,0 +1,69 @@
+"""`dulbe-peft verify`: published numbers beside ours."""
+
+from pathlib import Path
+
+from dulbe_peft.commands.options import command, option
+from dulbe_peft.commands.outputs import claim, overwrite_option
+
+
+@command(kept="the checks that were measured are kept")
+@option("--level", choice=("0", "1", "2"), help="0: one photograph; 1: zero-shot; 2: taught, nothing trained (0)")
+@option("--data", metavar="NAME", help="the checks of one data set, of all levels where none is named")
+@option("--list", "listed", is_flag=True, help="name the checks, and measure nothing")
+@option("--checks", metavar="FILE.yaml", help="your own checks in place of the package's; all levels")
+@option("--splits", metavar="FILE", help="the split file of --data, where no program may fetch it")
+@option("--images", metavar="FOLDER", help="the images of --data, where they are here already")
+@option("--output", metavar="FILE.json", default="verify.json", help="results, versions and hardware (verify.json)")
+@option("--device", metavar="TEXT", default="auto", help="auto, cpu or an accelerator's type (auto)")
+@overwrite_option
+def verify(
+    level: str | None,
+    data: str | None,
+    listed: bool,
+    checks: str | None,
+    splits: str | None,
+    images: str | None,
+    output: str,
+    device: str,
+    overwrite: bool,
+) -> int:
+    """examples:
+      dulbe-peft verify
+      dulbe-peft verify --level 1 --data cifar100
+      dulbe-peft verify --level 2 --data pets --splits split_zhou_OxfordPets.json
+      dulbe-peft verify --checks my.yaml --output mine.json
+
+    The exit status is 1 where a number is outside its tolerance, and 2 where a check could not be run.
+    """
+    from dulbe_peft.verification.checks import OWN_CHECKS, chosen, read_checks
+
+    file = OWN_CHECKS if checks is None else Path(checks)
+    found = read_checks(file)
+    narrow = level is not None or data is not None or checks is not None or listed
+    wanted = chosen(found, int(level) if level is not None else None if narrow else 0, data)
+    if (splits or images) and len({check.data for check in wanted}) > 1:
+        names = ", ".join(dict.fromkeys(check.data for check in wanted))
+        raise ValueError(f"--splits and --images are of one of {names}: name it with --data")
+    for flag, path in (("--splits", splits), ("--images", images)):
+        if path is not None and not Path(path).exists():
+            raise FileNotFoundError(f"{flag} {path!r} does not exist")
+    if listed:
+        for check in wanted:
+            numbers = ", ".join(f"{value:g}" for value in check.expected)
+            about = "" if check.confirmed else ", unconfirmed"
+            print(f"{check.level}  {check.name}  {check.model}  {check.data}: {numbers} +- {check.tolerance:g}{about}")
+            print(f"     {check.source}")
+        return 0
+    from dulbe_peft.utils.files import step_aside
+    from dulbe_peft.verification.images import Places
+    from dulbe_peft.verification.kit import NOT_RUN, OUTSIDE, Kit, table
+
+    claim(("--output", output, ".json"), reads=[checks, splits], overwrite=overwrite)
+    if overwrite and Path(output).is_file():
+        step_aside(Path(output))
+    places = Places(file.parent, Path(images) if images else None, Path(splits) if splits else None)
+    outcomes = Kit(found, places, Path(output), device, print).run(wanted)
+    print("\n" + "\n".join(table(outcomes)))
+    said = [outcome.within for outcome in outcomes]
+    print(f"\n{said.count(OUTSIDE)} of {len(said)} outside, {said.count(NOT_RUN)} not run; written: {output}")
+    return 1 if OUTSIDE in said else 2 if NOT_RUN in said else 0

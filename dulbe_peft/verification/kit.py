@@ -1,0 +1,170 @@
+"""Checks one after the other, what they found in one JSON file, and the table of it."""
+
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.data.store import store_path
+from dulbe_peft.utils.folders import library_versions
+from dulbe_peft.utils.records import Record, read_record, write_record
+from dulbe_peft.verification.checks import Check, Checks, Data
+from dulbe_peft.verification.fetching import HUB, WEB, Fetcher, on_hub
+from dulbe_peft.verification.images import Places
+from dulbe_peft.verification.measuring import measure, templates
+
+WITHIN, OUTSIDE, UNCONFIRMED, NOT_RUN = "yes", "NO", "unconfirmed", "not run"
+
+
+class Outcome(Record):
+    """A check that was measured, or why it was not."""
+
+    row: str  # digest of the check, its data and what measured it
+    check: Check
+    here: tuple[float, ...] = ()
+    beside: dict[str, float] = {}
+    seeds: dict[str, tuple[float, ...]] = {}
+    seconds: float = 0.0
+    problem: str = ""
+
+    @property
+    def within(self) -> str:
+        """Whether every number is as published, within the tolerance; one that nobody has confirmed cannot fail."""
+        if self.problem:
+            return NOT_RUN
+        if not self.check.confirmed:
+            return UNCONFIRMED
+        pairs = zip(self.check.expected, self.here, strict=True)
+        return WITHIN if all(abs(wanted - found) <= self.check.tolerance for wanted, found in pairs) else OUTSIDE
+
+
+class Results(Record):
+    """What the JSON file holds. `known` is what files and repositories were when they were first taken."""
+
+    format: str = "dulbe_peft verify 1"
+    versions: dict[str, str] = {}
+    machine: dict[str, str] = {}
+    known: dict[str, str] = {}
+    outcomes: tuple[Outcome, ...] = ()
+
+
+@dataclass
+class Kit:
+    """Checks, where their data is, and the file of the results; `say` speaks to a person."""
+
+    checks: Checks
+    places: Places
+    output: Path
+    device: str
+    say: Callable[[str], None]
+
+    def run(self, wanted: Sequence[Check]) -> list[Outcome]:
+        """Measure the checks that the file does not hold yet, each written as soon as it is measured."""
+        results = read_record(self.output, Results) if self.output.exists() else Results()
+        fetcher = Fetcher(store_path().parent / "verify", dict(results.known))
+        versions, machine = library_versions(), machine_facts(self.device)
+        same = (results.versions, results.machine) == (versions, machine)
+        kept = {found.check.name: found for found in results.outcomes}
+        rows = {check.name: _digest(check, self.checks.data[check.data], versions, machine) for check in wanted}
+        done = {
+            name for name, row in rows.items() if name in kept and kept[name].row == row and not kept[name].problem
+        }
+        if results.outcomes and not same:
+            self.say(f"{self.output} is of other versions or another machine: its checks are measured again")
+        for name in sorted(done):
+            self.say(f"{name}: measured before")
+        self._say_sizes([check for check in wanted if check.name not in done], fetcher)
+        for check in wanted:
+            if check.name not in done:
+                kept[check.name] = self._measured(check, rows[check.name], fetcher)
+                facts = {"versions": versions, "machine": machine, "known": fetcher.known}
+                write_record(self.output, Results(**facts, outcomes=tuple(kept.values())))
+                while fetcher.taken:
+                    name = fetcher.taken.pop(0)
+                    self.say(f"first seen, and noted: {name} {fetcher.known[name]}")
+        return [kept[check.name] for check in wanted]
+
+    def _measured(self, check: Check, row: str, fetcher: Fetcher) -> Outcome:
+        self.say(f"{check.name} ...")
+        began = time.perf_counter()
+        try:
+            args = LearnerArguments(device=self.device, **templates(check))
+            found = measure(check, self.checks.data[check.data], self.places, fetcher, args)
+        except (OSError, ValueError, TypeError, ImportError) as error:
+            why = " ".join(str(error).split())
+            self.say(f"{check.name}: not run: {why}")
+            return Outcome(row=row, check=check, problem=why)
+        seconds = round(time.perf_counter() - began, 1)
+        return Outcome(row=row, check=check, **vars(found), seconds=seconds)
+
+    def _say_sizes(self, wanted: Sequence[Check], fetcher: Fetcher) -> None:
+        """Say what is downloaded before anything is."""
+        sizes = dict(self._sizes(wanted, fetcher))
+        for name, size in sizes.items():
+            if size != 0:
+                self.say(f"to download: {name}, {'of unknown size' if size is None else f'{size / 1e6:,.1f} MB'}")
+        if any(size != 0 for size in sizes.values()):
+            known = sum(filter(None, sizes.values())) / 1e6
+            self.say(f"to download: {known:,.1f} MB, kept in {fetcher.folder} or in the Hub's cache")
+
+    def _sizes(self, wanted: Sequence[Check], fetcher: Fetcher) -> Iterator[tuple[str, int | None]]:
+        for check in wanted:
+            if on_hub(check.model):
+                pinned = check.revision or fetcher.known.get(check.model)
+                yield check.model, fetcher.hub_size(check.model, "model", (), pinned)
+            data = self.checks.data[check.data]
+            if data.splits is not None and data.splits.url and self.places.splits is None:
+                yield data.splits.url, fetcher.size(data.splits.url)
+            if self.places.images is not None:
+                continue
+            if data.source.startswith(WEB):
+                yield data.source, fetcher.size(data.source)
+            elif data.source.startswith(HUB):
+                splits = [check.split, "train"] if check.measure == "taught" else [check.split]
+                patterns = {data.files[split] for split in splits if split in data.files}
+                pinned = data.revision or fetcher.known.get(data.source)
+                named = f"{data.source} ({', '.join(sorted(patterns))})"
+                yield named, fetcher.hub_size(data.source.removeprefix(HUB), "dataset", patterns, pinned)
+
+
+def _digest(check: Check, data: Data, versions: dict[str, str], machine: dict[str, str]) -> str:
+    facts = [check.model_dump(mode="json"), data.model_dump(mode="json"), versions, machine]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def machine_facts(device: str) -> dict[str, str]:
+    """What computes: the system, the processor, its threads, and the accelerator where one is used."""
+    import torch
+
+    facts = {"platform": platform.platform(), "processor": torch.backends.cpu.get_cpu_capability()}
+    facts |= {"cores": str(os.cpu_count()), "device": device}
+    if device != "cpu" and torch.accelerator.is_available():
+        kind = str(torch.accelerator.current_accelerator())
+        facts["accelerator"] = torch.cuda.get_device_name() if kind.startswith("cuda") else kind
+    return facts
+
+
+def table(outcomes: Sequence[Outcome]) -> list[str]:
+    """The lines of the table: published, here, how far it may be off, and whether it is within."""
+    rows = [("check", "published", "here", "+-", "within")]
+    for found in outcomes:
+        check = found.check
+        digits = 4 if check.level == 0 else 2
+        here: list[float | None] = list(found.here) or [None] * len(check.expected)
+        parts = check.texts if check.texts else [""] * len(here)
+        for number, (wanted, value) in enumerate(zip(check.expected, here, strict=True)):
+            name = f"{check.name} {parts[number] or (number if len(here) > 1 else '')}".strip()
+            shown = "" if value is None else f"{value:.{digits}f}"
+            rows.append((name, f"{wanted:.{digits}f}", shown, f"{check.tolerance:g}", "" if number else found.within))
+        rows += [(f"    {name}", "", f"{value:.{digits}f}", "", "beside it") for name, value in found.beside.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [
+        [cell.ljust(w) if place in (0, 4) else cell.rjust(w) for place, (cell, w) in enumerate(zip(row, widths))]
+        for row in rows
+    ]
+    return ["  ".join(row).rstrip() for row in aligned]
