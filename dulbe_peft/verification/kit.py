@@ -93,7 +93,7 @@ class Kit:
         self.say(f"{check.name} ...")
         began = time.perf_counter()
         try:
-            args = LearnerArguments(device=self.device, **templates(check))
+            args = LearnerArguments(device=self.device, precision="float32", **templates(check))
             found = measure(check, self.checks.data[check.data], self.places, fetcher, args)
         except (OSError, ValueError, TypeError, ImportError) as error:
             why = " ".join(str(error).split())

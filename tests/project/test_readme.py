@@ -19,6 +19,7 @@ from dulbe_peft.comparison.plan import read_plan
 from dulbe_peft.runs.settings import StreamArguments
 from dulbe_peft.strategies import STRATEGIES
 from dulbe_peft.utils.settings import field_types
+from dulbe_peft.verification.checks import read_checks
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
@@ -141,6 +142,9 @@ def test_options_that_pages_name_exist(page, tmp_path):
         if "streams" in yaml.safe_load(block):
             (tmp_path / "plan.yaml").write_text(block, encoding="utf-8")
             read_plan(tmp_path / "plan.yaml")
+        elif "checks" in yaml.safe_load(block):
+            (tmp_path / "checks.yaml").write_text(block, encoding="utf-8")
+            read_checks(tmp_path / "checks.yaml")
         else:
             assert set(yaml.safe_load(block)) <= set(SETTINGS)
     for name, value in re.findall(r'`(\w+)="(\w+)"', text):

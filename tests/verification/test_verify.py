@@ -23,6 +23,7 @@ from dulbe_peft.encoders.loading import load_dual_encoder, pixel_values, unit_im
 from dulbe_peft.encoders.pixels import with_image_resize
 from dulbe_peft.verification import kit
 from dulbe_peft.verification.checks import OWN_CHECKS, read_checks
+from dulbe_peft.verification.fetching import Fetcher
 from dulbe_peft.verification.images import few_shots
 from dulbe_peft.verification.measuring import gda_clip
 
@@ -230,14 +231,33 @@ def test_every_level_gives_what_a_literal_computation_gives(hub, tmp_path, capsy
     assert found["gda"]["seeds"]["gda-clip"] == pytest.approx(seeds)
     assert set(found["gda"]["beside"]) == {"lda", "bayes"}
     said = capsys.readouterr().out
-    assert "0 of 4 outside, 0 not run" in said and said.count("yes") == 4
-    assert "to download: someone/clip, 0." in said and "animals.tgz, 0." in said  # and the README of the data is not
+    assert "0 of 4 outside, 0 not run" in said and sum(line.endswith("  yes") for line in said.splitlines()) == 4
+    assert said.index("to download: hf:someone/animals (data/test-*.parquet), 0.0 MB") < said.index("logits ...")
     content = json.loads((tmp_path / "found.json").read_text())
     assert content["versions"]["torch"] == torch.__version__ and content["machine"]["device"] == "cpu"
     repo = hub.repos["someone/animals"]
     assert content["known"]["hf:someone/animals"] == repo["branches"]["main"]
     assert content["known"][f"{hub.url}/animals.tgz"] == hashlib.sha256(hub.web["/animals.tgz"]).hexdigest()
     assert f"first seen, and noted: hf:someone/animals {repo['branches']['main']}" in said
+
+
+def test_sizes_are_of_what_is_still_to_come(hub, tmp_path, monkeypatch):
+    fetcher = Fetcher(tmp_path / "kept")
+    files = hub.files("someone/clip")
+    wanted = sum(len(content) for name, content in files.items() if name.endswith((".json", ".txt", ".safetensors")))
+    hub.commit("someone/clip", files | {"pytorch_model.bin": b"x" * 5000, "tf_model.h5": b"x" * 5000})
+    assert fetcher.hub_size("someone/clip", "model", (), None) == wanted
+    load_dual_encoder("someone/clip")
+    assert fetcher.hub_size("someone/clip", "model", (), None) < wanted / 10  # but for files that nobody reads
+    data = ("someone/animals", "dataset", ["data/test-*.parquet"], None)
+    assert fetcher.hub_size(*data) == len(hub.files("someone/animals")["data/test-00000-of-00001.parquet"])
+    fetcher.hub_files("someone/animals", "data/test-*.parquet", "main")
+    assert fetcher.hub_size(*data) == 0
+    url = f"{hub.url}/animals.tgz"
+    assert fetcher.size(url) == len(hub.web["/animals.tgz"])
+    fetcher.file(url, None)
+    assert fetcher.size(url) == 0
+    assert fetcher.size(f"{hub.url}/nothing") is None and fetcher.hub_size("someone/nobody", "model", (), None) is None
 
 
 def test_it_goes_on_where_it_was_stopped_and_takes_what_it_took_before(hub, tmp_path, capsys, monkeypatch):
