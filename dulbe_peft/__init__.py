@@ -9,6 +9,7 @@ from importlib import import_module
 from pkgutil import get_data
 from typing import Any
 
+from dulbe_peft.utils.extras import installed
 from dulbe_peft.utils.when_imported import when_imported
 
 __version__ = "0.2.0"
@@ -22,11 +23,17 @@ __all__ = list(_HOMES)
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    with installed("dulbe_peft"):
+        return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
 
 
-when_imported("peft", lambda: import_module(f"{__name__}.adapter.model").register())
+def _register() -> None:
+    with installed("dulbe_peft"):
+        import_module(f"{__name__}.adapter.model").register()
+
+
+when_imported("peft", _register)

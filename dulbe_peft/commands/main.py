@@ -13,6 +13,7 @@ from importlib import import_module
 
 import click
 
+from dulbe_peft.utils.extras import explained
 from dulbe_peft.utils.terminal import printable_lines
 from dulbe_peft.utils.when_imported import when_imported
 
@@ -92,7 +93,7 @@ class Commands(click.Group):
                 return _stopped(ctx, signal.SIGTERM)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO) and error.filename is None:
                 raise  # it is of standard output
-            _complain(f"dulbe-peft: {error}")
+            _complain(f"dulbe-peft: {explained(error) if isinstance(error, ImportError) else error}")
             return 2
 
 

@@ -1,20 +1,39 @@
-"""Packages that the extra `commands` installs, and what is said where one is missing."""
+"""Packages that are missing, or lack a name that is needed: what is said, and what works."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Module -> package.
+# Module -> package of the extra `commands`.
 COMMANDS = {"click": "click", "joblib": "joblib", "matplotlib": "matplotlib", "sklearn": "scikit-learn"}
+# Packages of which names are used that may go, with versions in which they are there.
+TESTED = {"peft": "peft>=0.21,<0.22", "transformers": "transformers>=5.6,<6"}
 
 
 @contextmanager
 def installed(what: str) -> Iterator[None]:
-    """Around imports that `what` needs: an `ImportError` names a missing package and the extra that brings it."""
+    """Around imports that `what` needs: an `ImportError` names what is missing, and what to install."""
     try:
         yield
-    except ModuleNotFoundError as error:
-        package = COMMANDS.get((error.name or "").partition(".")[0])
-        if package is None:
-            raise
-        message = f"{what} needs the package {package}: pip install 'dulbe_peft[commands]'"
-        raise ImportError(message, name=error.name) from error
+    except ImportError as error:
+        said = explained(error, what)
+        raise said from (None if said is error else error)
+
+
+def explained(error: ImportError, what: str = "dulbe_peft") -> ImportError:
+    """The error in plain words, where it is about a package that this file knows; else as it is."""
+    module = error.name or ""
+    package = module.partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and package in COMMANDS:
+        message = f"{what} needs the package {COMMANDS[package]}: pip install 'dulbe_peft[commands]'"
+    elif package in TESTED and module and not (isinstance(error, ModuleNotFoundError) and module == package):
+        from importlib.metadata import version
+
+        name = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
+        needed = f"{name[2]}.{name[1]}" if name else module
+        message = (
+            f"{what} needs {needed}, which {package} {version(package)} does not have: pip install '{TESTED[package]}'"
+        )
+    else:
+        return error
+    return ImportError(message, name=module)

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
-from dulbe_peft.utils.extras import COMMANDS, installed
+from dulbe_peft.utils.extras import COMMANDS, TESTED, installed
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "dulbe_peft"
@@ -44,6 +46,46 @@ def test_a_missing_package_is_a_sentence_that_names_the_extra():
         raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn.base")
     with pytest.raises(ModuleNotFoundError, match="No module named 'other'"), installed("a picture"):
         raise ModuleNotFoundError("No module named 'other'", name="other")
+
+
+MISSING = """
+import sys
+import {module}
+del {module}.{name}
+import dulbe_peft
+dulbe_peft.{public}
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "public"),
+    [
+        ("peft.utils.other", "get_pattern_key", "DualModeLoraConfig"),
+        ("peft.utils.other", "AuxiliaryTrainingWrapper", "ClassIncrementalLearner"),
+        ("transformers.trainer", "Trainer", "DualModeTrainer"),
+    ],
+)
+def test_a_name_that_another_release_lacks_is_one_sentence(module, name, public):
+    code = MISSING.format(module=module, name=name, public=public)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    package = module.partition(".")[0]
+    sentence = done.stderr.splitlines()[-1]
+    assert re.fullmatch(
+        rf"ImportError: dulbe_peft needs {package}[\w.]*\.{name}, which {package} [\d.]+ does not have: .*", sentence
+    )
+    assert sentence.endswith(f": pip install '{TESTED[package]}'")
+
+
+def test_what_is_said_to_work_is_what_setup_allows_and_ci_installs():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    allowed = setup["options"]["install_requires"].split()
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").split()
+    for package, versions in TESTED.items():
+        least = versions.partition(",")[0]
+        assert least in allowed  # and no upper bound: a newer release is refused by what it lacks alone
+        (found,) = (line.partition("==")[2] for line in pinned if line.startswith(f"{package}=="))
+        assert Version(found) in SpecifierSet(versions.removeprefix(package))
 
 
 WITHOUT_CLICK = """

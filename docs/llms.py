@@ -1,0 +1,44 @@
+"""Write `llms.txt`, the list of pages for programs that read, from the documentation: `python docs/llms.py`."""
+
+import re
+from pathlib import Path
+
+import yaml
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+
+
+def llms() -> str:
+    """The title, what the library is, and every page of `mkdocs.yml` with its first sentence."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    what = readme.split("<!-- first-screen -->")[1].strip().split("\n\n")[0].replace("\n", " ")
+    nav = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), yaml.BaseLoader)["nav"]
+    lines = ["# dulbe_peft", "", f"> {what}", ""]
+    lines += [
+        '`pip install -c constraints.txt ".[commands]"` installs it; `dulbe-peft --help` lists the commands.',
+        "",
+    ]
+    for section in nav:
+        ((title, pages),) = section.items()
+        lines += [f"## {title}", ""]
+        for page in pages:
+            ((name, path),) = page.items()
+            lines.append(f"- [{name}](docs/{path}): {first_sentence(DOCS / path)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def first_sentence(path: Path) -> str:
+    """The first sentence of a page's own text; of the start page the title alone."""
+    text = re.sub(r"```.*?```|<!--.*?-->", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for part in text.split("\n\n"):
+        words = " ".join(part.split())
+        if words and words[0].isalpha() and not words.startswith("{{"):
+            words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", words)
+            return re.split(r"(?<=[.:])\s", words)[0]
+    return path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+
+
+if __name__ == "__main__":
+    (ROOT / "llms.txt").write_text(llms(), encoding="utf-8")

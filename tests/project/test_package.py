@@ -1,0 +1,93 @@
+"""What stands beside the package: addresses, workflows, issue templates, the list of pages, the lowest versions."""
+
+import configparser
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+SAMPLE = "https://example.org/OWNER/dulbe_peft"
+
+
+def read(path):
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def setup_arguments(monkeypatch, repository):
+    """What setup.py hands to setuptools where the project lives at an address."""
+    found = {}
+    monkeypatch.setattr("setuptools.setup", found.update)
+    monkeypatch.setenv("DULBE_PEFT_REPOSITORY", repository)
+    runpy.run_path(str(ROOT / "setup.py"))
+    return found
+
+
+def test_every_link_of_an_index_page_is_absolute_and_leads_to_a_file(monkeypatch):
+    found = setup_arguments(monkeypatch, SAMPLE)
+    page = found["long_description"]
+    links = re.findall(r"\]\(([^)]+)\)", page)
+    assert len(links) == len(re.findall(r"\]\(([^)]+)\)", read("README.md"))) and SAMPLE in " ".join(links)
+    for link in [*links, *found["project_urls"].values()]:
+        assert link.startswith("https://")
+        place = re.fullmatch(rf"{SAMPLE}/(raw|blob)/main/([^#]+)(#.*)?", link)
+        assert place is None or (ROOT / place[2]).is_file()
+        assert place is None or (place[1] == "raw") == (
+            f"![{page.split(f']({link})')[0].rpartition('![')[2]}]({link})" in page
+        )
+    assert found["url"] == SAMPLE and f"{SAMPLE}/issues" in found["project_urls"].values()
+
+
+def test_without_an_address_the_page_is_the_readme(monkeypatch):
+    found = setup_arguments(monkeypatch, "")
+    assert found["long_description"] == read("README.md") and not found["url"] and not found["project_urls"]
+
+
+def test_workflows_and_templates_are_whole():
+    tests, publish = (yaml.safe_load(read(f".github/workflows/{name}.yml")) for name in ("tests", "publish"))
+    assert tests["jobs"]["pinned"]["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"]
+    steps = [step.get("run", "") for job in tests["jobs"].values() for step in job["steps"]]
+    assert ".ci/run" in steps and any("constraints-lowest.txt" in step for step in steps)
+    for word in " ".join(steps).split():
+        if word.startswith("tests/"):
+            assert (ROOT / word).exists(), word
+    assert (
+        publish["jobs"]["build"]["if"] == "vars.PUBLISH == 'true'" and publish["jobs"]["publish"]["needs"] == "build"
+    )
+    assert publish["jobs"]["publish"]["permissions"] == {"id-token": "write"}
+    forms = {
+        path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))
+        for path in ROOT.glob(".github/ISSUE_TEMPLATE/*.yml")
+    }
+    asked = {
+        name: " ".join(str(field["attributes"]) for field in form.get("body", [])) for name, form in forms.items()
+    }
+    assert "`dulbe-peft env`" in asked["bug"] and "`verify.json`" in asked["verify"]
+
+
+def test_the_list_of_pages_for_programs_has_every_page():
+    listed = re.findall(r"\]\((docs/[^)]+)\)", read("llms.txt"))
+    made = runpy.run_path(str(ROOT / "docs" / "llms.py"))["llms"]()
+    assert re.findall(r"\]\((docs/[^)]+)\)", made) == listed  # else: python docs/llms.py
+    pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert set(listed) == pages
+
+
+def test_the_lowest_versions_are_those_that_setup_allows():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    asked = setup["options"]["install_requires"].split() + setup["options.extras_require"]["commands"].split()
+    lowest = dict(line.split("==") for line in read("constraints-lowest.txt").splitlines() if not line.startswith("#"))
+    for line in asked:
+        name, least = line.split(">=")
+        pinned = [int(part) for part in lowest[name].split(".")]
+        wanted = [int(part) for part in least.split(".")]
+        assert pinned[: len(wanted)] == wanted, line
+
+
+@pytest.mark.parametrize("path", ["llms.txt", "hub/README.md", "hub/model/README.md", "hub/space/README.md"])
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)#:]+)\)", read(path)):
+        assert (ROOT / path).parent.joinpath(target).is_file(), target
