@@ -87,6 +87,13 @@ def test_the_lowest_versions_are_those_that_setup_allows():
         assert pinned[: len(wanted)] == wanted, line
 
 
+def test_the_table_of_the_release_note_is_that_of_the_results():
+    rows = [line for line in read("docs/release.md").splitlines() if line.startswith(("| nothing", "| DuLBE"))]
+    assert len(rows) == 2
+    for row in rows:
+        assert row.replace("| ", "| 16 images: ", 1) in read("docs/results.md")
+
+
 @pytest.mark.parametrize("path", ["llms.txt", "hub/README.md", "hub/model/README.md", "hub/space/README.md"])
 def test_links_lead_somewhere(path):
     for target in re.findall(r"\]\(([^)#:]+)\)", read(path)):
