@@ -37,7 +37,7 @@ def has_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     say = getattr(torch.cpu, "get_capabilities", dict)  # an older torch does not say, and float32 is right anywhere
-    known = say() if device.type == "cpu" else {}
+    known: dict[str, Any] = say() if device.type == "cpu" else {}
     # ATEN_CPU_CAPABILITY, a variable of torch's own, may keep the process from what the processor has.
     allowed = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return allowed and bool(known.get("avx512_bf16") or known.get("amx_bf16"))

@@ -42,6 +42,7 @@ class Data(Record):
     inside: str = ""  # an archive inside the archive
     folder: str = ""  # where in the archive the images stand, or the paths of the split file begin
     splits: SplitFile | None = None
+    misspelt: dict[str, str] = {}  # names of the data, and what they should be
     names: tuple[str, ...] = ()  # how prompts call the classes; else as the data does
     images: dict[str, Count] = {}  # split -> how many there must be
     classes: Count | None = None

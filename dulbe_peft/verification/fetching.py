@@ -119,7 +119,7 @@ class Fetcher:
         if constants.HF_HUB_OFFLINE or not is_repo_id(repo_id):
             return 0
         try:
-            found = HfApi().repo_info(repo_id, repo_type=kind, revision=revision, files_metadata=True)
+            found: Any = HfApi().repo_info(repo_id, repo_type=kind, revision=revision, files_metadata=True)
         except (OSError, ValueError):
             return None
         sizes = {entry.rfilename: entry.size or 0 for entry in found.siblings or []}

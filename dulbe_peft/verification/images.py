@@ -42,6 +42,12 @@ def open_split(name: str, data: Data, split: str, places: Places, fetcher: Fetch
     expected = data.images.get(split)
     if expected not in (None, len(images)):
         raise ValueError(f"{name} has {len(images)} images in the split {split!r}, expected {expected}")
+    if data.misspelt:
+        spelt = [data.misspelt.get(own, own) for own in images.class_names]
+        absent = set(data.misspelt.values()) - set(spelt)
+        if absent:
+            raise ValueError(f"{name} has no class {min(absent)!r}, under whatever name the check knows")
+        images = images.at(slice(None), class_names=check_class_names(spelt))
     return renamed(name, images, data.names) if data.names else images
 
 

@@ -82,8 +82,10 @@ class Kit:
         for check in wanted:
             if check.name not in done:
                 kept[check.name] = self._measured(check, rows[check.name], fetcher)
-                facts = {"versions": versions, "machine": machine, "known": fetcher.known}
-                write_record(self.output, Results(**facts, outcomes=tuple(kept.values())))
+                outcomes = tuple(kept.values())
+                known = dict(fetcher.known)
+                found = Results(versions=versions, machine=machine, known=known, outcomes=outcomes)
+                write_record(self.output, found)
                 while fetcher.taken:
                     name = fetcher.taken.pop(0)
                     self.say(f"first seen, and noted: {name} {fetcher.known[name]}")

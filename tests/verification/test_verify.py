@@ -27,7 +27,7 @@ from dulbe_peft.verification.fetching import Fetcher
 from dulbe_peft.verification.images import few_shots
 from dulbe_peft.verification.measuring import gda_clip
 
-NAMES = ["red_fox", "owl", "sea"]
+NAMES = ["red_fox", "owl", "see"]  # the last one misspelt
 OF_THE_CHECK = ["Red Fox", "Owl", "Sea"]
 TEMPLATES = ["a photo of a {}.", "the {}."]
 SHOTS, SEEDS, VIEWS = 3, (1, 2), 2
@@ -106,6 +106,7 @@ def checks_of(hub, **changes):
             "files": {"test": "data/test-*.parquet"},
             "image_column": "img",
             "label_column": "fine_label",
+            "misspelt": {"see": "sea"},
             "names": OF_THE_CHECK,
             "classes": 3,
             "images": {"test": len(ROWS)},
@@ -167,6 +168,7 @@ def literal_texts(templates):
     """Of each class the direction of the mean over the unit embeddings of its prompts."""
     model, processor = load_dual_encoder("someone/clip")
     rows = []
+    # The rows of the split file have no other names.
     for name in OF_THE_CHECK if len(templates) > 1 else [name.replace("_", " ") for name in NAMES]:
         texts = processor.tokenizer(
             [text.replace("{}", name) for text in templates], padding=True, return_tensors="pt"
@@ -305,6 +307,9 @@ def changed(hub, name):
     elif name == "an unknown class":
         content, which = checks_of(hub, animals={"names": ["Owl", "Sea", "Cat"]}, **small), "zero"
         words = "animals: the check has no name for the class 'red_fox' (1 such classes)"
+    elif name == "a class that is not there":
+        content, which = checks_of(hub, animals={"misspelt": {"seee": "seaside"}}, **small), "zero"
+        words = "animals has no class 'seaside', under whatever name"
     elif name == "no files":
         content, which = checks_of(hub, animals={"files": {"test": "x/*.parquet"}}, **small), "zero"
         words = "hf:someone/animals holds no file like 'x/*.parquet' at commit"
@@ -334,6 +339,7 @@ FAULTS = (
     "a missing file",
     "another number of images",
     "an unknown class",
+    "a class that is not there",
     "no files",
     "no model",
     "no split file",
