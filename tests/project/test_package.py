@@ -28,15 +28,13 @@ def setup_arguments(monkeypatch, repository):
 def test_every_link_of_an_index_page_is_absolute_and_leads_to_a_file(monkeypatch):
     found = setup_arguments(monkeypatch, SAMPLE)
     page = found["long_description"]
-    links = re.findall(r"\]\(([^)]+)\)", page)
-    assert len(links) == len(re.findall(r"\]\(([^)]+)\)", read("README.md"))) and SAMPLE in " ".join(links)
-    for link in [*links, *found["project_urls"].values()]:
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", page)
+    assert len(links) == len(re.findall(r"\]\(([^)]+)\)", read("README.md"))) and SAMPLE in page
+    for image, link in [*links, *(("", address) for address in found["project_urls"].values())]:
         assert link.startswith("https://")
         place = re.fullmatch(rf"{SAMPLE}/(raw|blob)/main/([^#]+)(#.*)?", link)
         assert place is None or (ROOT / place[2]).is_file()
-        assert place is None or (place[1] == "raw") == (
-            f"![{page.split(f']({link})')[0].rpartition('![')[2]}]({link})" in page
-        )
+        assert place is None or place[1] == ("raw" if image else "blob")
     assert found["url"] == SAMPLE and f"{SAMPLE}/issues" in found["project_urls"].values()
 
 
