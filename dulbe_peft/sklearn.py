@@ -26,7 +26,8 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
 
     Args:
         classifier: its name and settings, such as "lda", "bayes" or "ranpac:features=1000,seed=3".
-        text_embeds: label -> embedding of its text, (d,), for classifiers that need texts.
+        texts: label -> embedding of its text, (d,), of every class, for classifiers that read texts; `bayes` can do
+            without.
         logit_scale: tau of the model that made the features; 100 for CLIP.
 
     Attributes:
@@ -47,11 +48,11 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
         self,
         classifier: str = "lda",
         *,
-        text_embeds: Mapping[Hashable, Any] | None = None,
+        texts: Mapping[Hashable, Any] | None = None,
         logit_scale: float = 100.0,
     ) -> None:
         self.classifier = classifier
-        self.text_embeds = text_embeds
+        self.texts = texts
         self.logit_scale = logit_scale
 
     def fit(self, X: Any, y: Any) -> Self:
@@ -100,7 +101,7 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
         place = {label: index for index, label in enumerate(seen.tolist())}
         if len(new):
             labels = [place[label] - len(known) for label in y[~old].tolist()]
-            texts = self._texts(seen.tolist()) if model.needs_text else None
+            texts = self._texts(seen.tolist()) if model.needs_text or (model.reads_text and self.texts) else None
             model.add_classes([str(label) for label in new.tolist()], X[~old], labels, texts)
         if old.any():
             model.update_classes(X[old], [place[label] for label in y[old].tolist()])
@@ -110,10 +111,10 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
         return self
 
     def _texts(self, labels: list[Any]) -> np.ndarray:
-        missing = [label for label in labels if label not in (self.text_embeds or {})]
-        if self.text_embeds is None or missing:
-            raise ValueError(f"{self.classifier!r} needs texts, and text_embeds has none of class {missing[0]!r}")
-        return np.stack([np.asarray(self.text_embeds[label], dtype=np.float32) for label in labels])
+        missing = [label for label in labels if label not in (self.texts or {})]
+        if self.texts is None or missing:
+            raise ValueError(f"{self.classifier!r} needs texts, and texts has none of class {missing[0]!r}")
+        return np.stack([np.asarray(self.texts[label], dtype=np.float32) for label in labels])
 
     @torch.no_grad()
     def _columns(self, X: Any, answer: str, absent: float) -> np.ndarray:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dulbe_peft.classifiers import calibration
 from dulbe_peft.classifiers.calibration import calibrated, check_share, hold_back, ranking, threshold
@@ -125,6 +125,11 @@ class Classifier(CorrectedState):
             )
         return linear, {"weight": weight, "bias": bias}
 
+    @property
+    def reads_text(self) -> bool:
+        """Whether it takes text embeddings, which it may not need."""
+        return "text_embeds" in self._rows
+
     @classmethod
     def follows_drift(cls) -> bool:
         """Whether `move` changes what is stored."""
@@ -167,6 +172,8 @@ class Classifier(CorrectedState):
             raise TypeError(f"the {self.name!r} classifier needs text_embeds of all seen classes; {others} need none")
         if text_embeds is not None:
             texts["text_embeds"] = self._unit(text_embeds, "text_embeds", len(self._class_names) + len(names))
+        elif self.reads_text:
+            texts["text_embeds"] = nn.functional.pad(self.text_embeds, (0, 0, 0, len(names)))
         if self.needs_each_text:
             own = (texts["text_embeds"][-len(names) :], range(len(names))) if each_text is None else each_text
             texts |= self._with_each_text(names, own)

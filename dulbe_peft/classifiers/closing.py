@@ -71,7 +71,7 @@ def learn_task(
         map_ = linear_map(closing.before, closing.features)
     for classifier in made.values():
         text = None
-        if classifier.needs_text and texts is not None:
+        if classifier.reads_text and texts is not None:
             kept = classifier.tensors().get("text_embeds") if text_embeds == "at_introduction" else None
             text = torch.cat([texts[:old] if kept is None else kept.to(texts), texts[old:]])
         with phase(f"{TEACHING}{classifier.name}"):

@@ -76,6 +76,7 @@ class GrowingState(nn.Module):
     name: ClassVar[str] = ""
     file_stem: ClassVar[str] = ""
     gone: ClassVar[dict[str, Any]] = {}  # settings of files of 0.2.0, see `still_known`
+    may_be_absent: ClassVar[tuple[str, ...]] = ()  # buffers of unit vectors of which rows may be zeros
     came_later: ClassVar[dict[str, str]] = {}  # buffers that files of 0.2.0 lack -> the one that stands in there
 
     embed_dim: Annotated[int, Ge(2)]
@@ -281,7 +282,8 @@ class GrowingState(nn.Module):
             if not buffer.is_floating_point() and ((state[name] < 0) | (state[name] > MOST_IMAGES)).any():
                 found = f"{state[name].tolist()!r:.100}"
                 raise ValueError(f"{name} must be numbers of images, 0 to {MOST_IMAGES}, got {found}")
-            if name in UNIT_ROWS and not ((state[name].float().norm(dim=-1) - 1).abs() < 1e-2).all():
+            lengths = state[name].float().norm(dim=-1) if name in UNIT_ROWS else torch.ones(0)
+            if not (((lengths - 1).abs() < 1e-2) | ((lengths == 0) & (name in self.may_be_absent))).all():
                 raise ValueError(f"{name} must hold unit vectors")
         self.check_shapes({name: tuple(tensor.shape) for name, tensor in state.items()}, len(class_names))
 

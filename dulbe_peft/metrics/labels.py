@@ -14,7 +14,7 @@ def doubtful_labels(
 ) -> list[tuple[int, int, float]]:
     """(image, the class that it is taken for, probability of its label), the least probable label first.
 
-    `features` are (n, d), `texts` (classes, d). `bayes`, or `lda` without texts, judges each fifth of the images after
+    `features` are (n, d), `texts` (classes, d). `bayes` judges each fifth of the images after
     it has learned the others. An image that is alone in its class is not judged: nothing else shows the class.
     """
     from sklearn.model_selection import StratifiedKFold
@@ -26,7 +26,7 @@ def doubtful_labels(
     X, y = features[places], labels[places]
     found: list[tuple[int, int, float]] = []
     given: dict[Hashable, np.ndarray] = {} if texts is None else dict(enumerate(texts))
-    made = FeatureClassifier("bayes" if given else "lda", text_embeds=given, logit_scale=logit_scale)
+    made = FeatureClassifier("bayes", texts=given, logit_scale=logit_scale)
     folds = StratifiedKFold(min(FOLDS, counts.max()), shuffle=True, random_state=0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The least populated class", UserWarning)  # it is in most folds all the same

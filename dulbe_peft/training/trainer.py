@@ -21,6 +21,7 @@ from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.closing import ClosingPass, learn_task
 from dulbe_peft.encoders.encoder import Batch, Encoder, mean_texts
+from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.strategies.base import GRADIENTS, INPUTS, TEACHER, Memory, NewTask, Step
 from dulbe_peft.strategies.losses import cross_modal_loss
@@ -55,7 +56,7 @@ def learned(trainer: TaskTrainer) -> tuple[LearnerState, TaskRecord, ClosingPass
         before = teacher if state.args.augment == "none" else None
         features = encoder.mean_of_views(features, images, trainer.title("close"))
         texts = each = None
-        if any(classifier.needs_text for classifier in state.classifiers.values()):
+        if has_text(encoder.clip) and any(each.reads_text for each in state.classifiers.values()):
             each = encoder.each_text_embeds(names, state.class_texts)
             texts = torch.cat([*_old_texts(state, encoder), mean_texts(len(names), *each)])
         closing = ClosingPass(names, features, labels, before, texts, each)

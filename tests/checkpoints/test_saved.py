@@ -36,6 +36,9 @@ def test_files_of_a_release_load_in_a_fresh_process(version, tmp_path):
         ours, theirs = (
             [score - sum(scores) / len(scores) for score in scores] for scores in (row, expected["scores"][name])
         )
+        if name == "bayes":  # kappa, rho and omega are chosen by another rule since
+            assert sorted(ours) == sorted(ours, key=dict(zip(ours, theirs, strict=True)).get)
+            continue
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-3), name
 
 

@@ -40,7 +40,7 @@ def test_it_answers_what_the_classifier_answers_with_labels_of_any_kind(digits, 
     classifier.add_classes([str(c) for c in range(10)], torch.tensor(X).float(), numbers, text)
     expected = classifier.probabilities(torch.tensor(X).float()).numpy()
     for y in (numbers, words, words.astype(object), numbers.astype(float)):
-        made = clone(FeatureClassifier(spec, text_embeds=texts(X, y), logit_scale=50.0)).fit(X, y)
+        made = clone(FeatureClassifier(spec, texts=texts(X, y), logit_scale=50.0)).fit(X, y)
         order = [made.classes_.tolist().index(label) for label in [y[numbers == c][0] for c in range(10)]]
         # The classes come in another order, which rounds differently.
         np.testing.assert_allclose(made.predict_proba(X)[:, order], expected, rtol=0, atol=1e-4)
@@ -75,12 +75,12 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(digits):
     X, y, _ = digits
     for spec, labels, message in (
         ("lda", ["a", "b"], r"y must hold labels like \[0\], got \['a'\]"),
-        ("gda", [3, 9], "'gda' needs texts, and text_embeds has none of class 9"),
+        ("gda", [3, 9], "'gda' needs texts, and texts has none of class 9"),
         ("rapf:epochs=1", [1, 9], "'rapf' classifier cannot learn more images of a known class"),
         ("lda", [0, 1, 2], "inconsistent numbers of samples"),
     ):
         text = {c: row for c, row in texts(X, y).items() if c != 9 or "rapf" in spec}
-        made = FeatureClassifier(spec, text_embeds=text).fit(X[y < 9], y[y < 9])
+        made = FeatureClassifier(spec, texts=text).fit(X[y < 9], y[y < 9])
         before = made.predict_proba(X)
         with pytest.raises(ValueError, match=message):
             made.partial_fit(X[:2], labels)
