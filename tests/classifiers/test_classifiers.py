@@ -9,7 +9,6 @@ import torch
 from taught import CLASSES, DIM, NAMED, SCALE, SPECS, assert_equal_states, at_once, digits, learned, snapshot, task
 from torch.nn import functional as F
 
-from dulbe_peft import CLASSIFIERS
 from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.classifiers.calibration import hold_back
 from dulbe_peft.classifiers.closing import linear_map
@@ -205,7 +204,7 @@ def test_a_turn_of_all_features_is_followed_exactly(name):
     classifier = learned(name)
     expected = classifier(digits.tests)
     classifier.move(turn)
-    if CLASSIFIERS[classifier.name].needs_text:
+    if classifier.reads_text:
         classifier.set_text_embeds((F.normalize(digits.texts, dim=1).double() @ turn).float())
     found = classifier((digits.tests.double() @ turn).float())
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-3)
