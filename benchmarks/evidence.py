@@ -118,19 +118,25 @@ def exports(results: Path) -> list[list[str]]:
     return [["", *columns], *([what, *(row.get(each, "") for each in columns)] for what, row in found.items())]
 
 
-def rejection(results: Path, classifiers: str) -> list[list[str]]:
-    """One line a data set, number of images and classifier: what was covered and refused, and the size of a set."""
-    found: dict[tuple[str, ...], dict[str, list[float]]] = {}
-    for parts, values in figures_of(results, "rejection", r"(.+), (\d+) images a class, (.+): (.+)"):
-        if parts[0] in classifiers.split(","):
-            found.setdefault((parts[2], parts[1], f"`{parts[0]}`"), {})[parts[3]] = values
-    lines = []
-    for key, row in found.items():
-        covered, refused, sizes = (row[figure] for figure in ("covered", "known refused", "classes in a set"))
-        figures = f"{covered[0]:.0f} ({min(covered[1:]):.0f})", f"{refused[0]:.0f} ({max(refused[1:]):.0f})"
-        lines.append([*key, *figures, f"{sizes[0]:.1f}", f"{row['area under the ROC curve'][0] / 100:.2f}"])
-    head = ["data", "images a class", "classifier", "covered (asked for: 95)", "refused (asked for: 5)"]
-    return [[*head, "classes in a set", "area under the ROC curve"], *lines]
+def beside(results: Path, folder: str, figures: str) -> list[list[str]]:
+    """One line a stream and number of images, one column a figure, as the mean over its draws."""
+    found: dict[tuple[str, ...], dict[str, float]] = {}
+    for parts, values in figures_of(results, folder, r"(.+), (\S+) images a class, (.+): (.+)"):
+        found.setdefault((parts[2], parts[1]), {})[parts[3]] = values[0]
+    columns = figures.split(";")
+    cells = [[f"{row[name]:.1f}" if name in row else "" for name in columns] for row in found.values()]
+    return [["data", "images a class", *columns], *([*key, *row] for key, row in zip(found, cells, strict=True))]
+
+
+def estimates(results: Path) -> list[list[str]]:
+    """One line a stream and number of images, one column a classifier: the test, and the estimate beside it."""
+    found: dict[tuple[str, ...], dict[str, dict[str, float]]] = {}
+    for parts, values in figures_of(results, "estimates", r"(.+), (\S+) images a class, (.+): (.+)"):
+        found.setdefault((parts[2], parts[1]), {}).setdefault(short(parts[0]), {})[parts[3]] = values[0]
+    columns = list(dict.fromkeys(name for row in found.values() for name in row))
+    cells = [[f"{row[name]['test']:.1f} / {row[name]['estimate']:.1f}" for name in columns] for row in found.values()]
+    head = ["data", "images a class", *(f"`{name}`" for name in columns)]
+    return [head, *([*key, *row] for key, row in zip(found, cells, strict=True))]
 
 
 def figures_of(results: Path, folder: str, pattern: str) -> Iterator[tuple[tuple[str, ...], list[float]]]:
@@ -203,5 +209,5 @@ def best_bold(figures: list[float], best: Callable[..., float]) -> list[str]:
 
 
 TABLES: dict[str, Any] = {
-    table.__name__: table for table in (frozen, trained, family, own, ablation, costs, exports, rejection)
+    table.__name__: table for table in (frozen, trained, family, own, ablation, costs, exports, beside, estimates)
 }

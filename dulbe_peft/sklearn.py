@@ -1,13 +1,22 @@
-"""A classifier over features as a scikit-learn estimator, for pipelines, cross-validation and what else takes one."""
+"""Classifiers of features and of images as scikit-learn estimators, for pipelines, cross-validation and the like."""
 
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
+from functools import lru_cache
 from numbers import Number
 from typing import Any, Self
 
 import numpy as np
 import torch
 
+from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.classifiers import Classifier, make_classifier
+from dulbe_peft.data.names import check_class_names
+from dulbe_peft.data.store import open_store
+from dulbe_peft.data.unlabelled import as_image, unlabelled_images
+from dulbe_peft.encoders.encoder import Encoder
+from dulbe_peft.encoders.loading import has_text, load_dual_encoder, logit_scale
+from dulbe_peft.utils.devices import choose_device, settled_precision
 from dulbe_peft.utils.extras import installed
 
 with installed("an estimator"):
@@ -125,3 +134,80 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
         columns = np.full((len(X), len(self.classes_)), absent)
         columns[:, np.searchsorted(self.classes_, self._labels)] = found
         return columns
+
+
+class ImageClassifier(ClassifierMixin, BaseEstimator):
+    """Photographs in, names out: a pretrained model's features, and a classifier over them.
+
+    It clones, pickles, cross-validates and grid-searches. Nothing is trained in the model. An image is encoded once:
+    its features are kept in the feature store. The model is loaded once in each process.
+
+    Args:
+        model: a model as `load_dual_encoder` takes it: a folder, the id of a repository on the Hub, or "demo".
+        classifier: its name and settings, as for [`FeatureClassifier`].
+        prompt_template: what a label stands in for `{}`, where the model has a text tower.
+
+    Attributes:
+        classes_: the labels, sorted.
+        features_: the [`FeatureClassifier`] that has learned.
+
+    Images are a list or an array of paths, PIL images, or (height, width, 3) arrays of bytes.
+
+    >>> from sklearn.datasets import load_digits
+    >>> digits, names = load_digits(), np.array(["zero", "one", "two", "three"])
+    >>> X, y = digits.images[digits.target < 4] * 15.9, names[digits.target[digits.target < 4]]
+    >>> found = ImageClassifier("demo").fit(X[:100].astype(np.uint8), y[:100])
+    >>> bool(found.score(X[100:200].astype(np.uint8), y[100:200]) > 0.9)
+    True
+    """
+
+    classes_: np.ndarray
+    features_: FeatureClassifier
+
+    def __init__(self, model: str, classifier: str = "bayes", *, prompt_template: str = "a photo of a {}.") -> None:
+        self.model = model
+        self.classifier = classifier
+        self.prompt_template = prompt_template
+
+    def fit(self, images: Any, y: Any) -> Self:
+        """Learn all classes anew, as one task, from n images and labels, (n,), whose texts are their names."""
+        encoder = _encoder(str(self.model))
+        texts: dict[Hashable, Any] | None = None
+        if has_text(encoder.clip):
+            labels = np.unique(np.asarray(y)).tolist()
+            names = check_class_names([str(label) for label in labels])
+            prompts = {name: [self.prompt_template.format(name)] for name in names}
+            texts = dict(zip(labels, encoder.text_embeds(names, prompts).cpu().numpy(), strict=True))
+        made = FeatureClassifier(self.classifier, logit_scale=logit_scale(encoder.clip))
+        made.set_params(**{"texts" if hasattr(made, "texts") else "text_embeds": texts})
+        self.features_ = made.fit(self._embeds(images), y)
+        self.classes_ = self.features_.classes_
+        return self
+
+    def predict(self, images: Any) -> np.ndarray:
+        """The most likely label of each image, (n,)."""
+        check_is_fitted(self)
+        return self.features_.predict(self._embeds(images))
+
+    def predict_proba(self, images: Any) -> np.ndarray:
+        """Calibrated probabilities, (n, classes), in the order of `classes_`."""
+        check_is_fitted(self)
+        return self.features_.predict_proba(self._embeds(images))
+
+    def _embeds(self, images: Any) -> np.ndarray:
+        encoder = _encoder(str(self.model))
+        data = unlabelled_images([as_image(number, image) for number, image in enumerate(images)])
+        return encoder.dataset_embeds(encoder.images(data)).cpu().numpy()
+
+
+@lru_cache(maxsize=2)
+def _encoder(model: str) -> Encoder:
+    """The model and its feature store, once in each process."""
+    args = LearnerArguments(progress=False)
+    device = choose_device(args.device)
+    precision: Any = settled_precision(args.precision, None, False, device)
+    args = replace(args, precision=precision)
+    clip, processor = load_dual_encoder(model)
+    encoder = Encoder(clip.to(device).eval(), processor, args, device)
+    encoder.store = open_store(True)
+    return encoder

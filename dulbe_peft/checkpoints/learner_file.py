@@ -8,7 +8,7 @@ from pydantic import Field
 from dulbe_peft.arguments import GONE
 from dulbe_peft.checkpoints import base_models
 from dulbe_peft.checkpoints.layout import LEARNER_FILE
-from dulbe_peft.training.state import LearnerState
+from dulbe_peft.training.state import Estimates, LearnerState
 from dulbe_peft.utils.folders import load_errors
 from dulbe_peft.utils.records import Count, Record, read_record
 from dulbe_peft.utils.settings import still_known
@@ -31,6 +31,7 @@ class LearnerFile(Record):
     base_model: base_models.BaseModel
     class_texts: dict[str, list[str]] = {}
     classifiers: Annotated[list[str], Field(min_length=1)]
+    estimates: Estimates = Estimates()
     memory: bool
     source: dict[str, str] | None
     step: Count
@@ -47,6 +48,7 @@ def describe(state: LearnerState, local: bool) -> LearnerFile:
         base_model=base_models.describe(state.base, *state.base_name, local),
         class_texts={name: list(state.class_texts[name]) for name in state.class_names if name in state.class_texts},
         classifiers=list(state.classifiers),
+        estimates=state.newest_estimates or Estimates(),
         memory=bool(state.memory) or state.incomplete,
         source=state.source,
         step=state.step,

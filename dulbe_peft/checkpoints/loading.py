@@ -133,6 +133,7 @@ def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: se
         updates=[update.model_dump(exclude_defaults=True) for update in saved.updates],
         class_texts={name: tuple(texts) for name, texts in saved.class_texts.items()},
         known=images,
+        estimates=saved.estimates,
     )
 
 

@@ -104,6 +104,13 @@ class Classifier(CorrectedState):
         """
         return None
 
+    def left_out(self, images: Tensor, labels: Tensor) -> Tensor | None:
+        """The scores of learned images, (n, d), each as if it had not been learned, (n, C).
+
+        `labels` index all classes, and each of these has a second image. None: there is no closed form.
+        """
+        return None
+
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """The buffers' new values where a feature z has become z M, by a `matrix` M, (d, d), float64, on the CPU."""
         return {}

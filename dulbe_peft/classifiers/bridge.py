@@ -121,6 +121,15 @@ class BridgeEnsembleHead(Classifier, kw_only=False):
         """tau z . w_c: linear in z, so the sum over the depths is folded into one vector per class."""
         return self.logit_scale * images @ self.ensemble_prototypes.T
 
+    def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
+        """v_c is without the image; the reliabilities stay."""
+        lengths = self.lengths[labels.to(self.lengths.device), None].to(images)
+        visual = F.normalize(self.visual_prototypes[labels].float() * lengths - images, dim=1)
+        bridges = bridge_prototypes(visual, self.text_embeds[labels].float(), self.depths.float())
+        ensemble = (self.reliability[labels].float()[:, :, None] * bridges).sum(dim=1)
+        scores = self.logit_scale * (images * ensemble).sum(dim=1, keepdim=True)
+        return self.logits(images).scatter(1, labels[:, None], scores)
+
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """v_c to the direction of v_c M; texts, reliabilities, numbers of images and lengths stay."""
         return {"visual_prototypes": F.normalize(self.visual_prototypes.double().cpu() @ matrix, dim=1)}

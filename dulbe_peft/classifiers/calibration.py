@@ -69,9 +69,9 @@ def calibrated(
 
     `novel` are the task's novelties and their area.
     """
-    values: dict[str, float] = {"log_temperature": fit_temperature(logits, labels)}
     images, classes = logits.shape
-    made = TaskTemperature(**values, images=images, classes=classes, own=(), largest=())
+    found_temperature = fit_temperature(logits, labels)
+    made = TaskTemperature(log_temperature=found_temperature, images=images, classes=classes, own=(), largest=())
     tasks = (*tasks, made)[-KEPT:]
     found = (logits.double().cpu() / temperature(tasks, classes)).softmax(dim=1)
     own, largest = found.gather(1, labels.cpu()[:, None])[:, 0], found.amax(dim=1)

@@ -50,11 +50,10 @@ class GdaClassifier(LdaClassifier):
 
     def judge(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
         """Add the log-loss of every alpha on images that are left out."""
-        found = super().judge(images, labels)
-        if found is None:
+        images, own = self.repeated(images, labels)
+        if not len(images) or len(self.means) < 2:
             return None
-        (by_image, own), texts = found, self.text_embeds.to(self.means)
-        by_text = self.logit_scale * self.repeated(images, labels)[0] @ texts.T
+        by_text, by_image = self._by_text(images), super().left_out(images, own)
         losses = self.losses.clone()
         for row, alpha in enumerate(ALPHAS):
             scores = _mixed(by_text, by_image, alpha).float()
@@ -63,6 +62,10 @@ class GdaClassifier(LdaClassifier):
         self._buffers |= {"losses": losses}
         return _mixed(by_text, by_image, self.weight()), own
 
+    def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
+        """alpha stays."""
+        return _mixed(self._by_text(images.to(self.means)), super().left_out(images, labels), self.weight())
+
     def weight(self) -> float:
         """alpha."""
         if self.alpha != "auto":
@@ -70,7 +73,10 @@ class GdaClassifier(LdaClassifier):
         return ALPHAS[int(self.losses.amin(dim=1).argmin())] if self.losses.any() else ONE_IMAGE
 
     def logits(self, images: Tensor) -> Tensor:
-        return _mixed(self.logit_scale * images @ self.text_embeds.float().T, super().logits(images), self.weight())
+        return _mixed(self._by_text(images), super().logits(images), self.weight())
+
+    def _by_text(self, images: Tensor) -> Tensor:
+        return self.logit_scale * images @ self.text_embeds.to(images).T
 
 
 def _mixed(by_text: Tensor, by_image: Tensor, alpha: float) -> Tensor:

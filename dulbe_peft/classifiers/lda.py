@@ -107,13 +107,14 @@ class LdaClassifier(Classifier):
         return images[rows], labels[rows]
 
     def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
-        """The scores of (n, d) images, each as if it had not been learned, (n, C), float64.
+        """See `Classifier.left_out`; in float64.
 
         Without an image z of class c, with u = z - mu_c and n = n_c, and with b and the shrinkage as they are,
 
             mu_c is mu_c - u / (n - 1)        Sigma is Sigma - h u u',  h = (1 - s) n / ((n - 1) f)
             P is P + g P u u' P,  g = h / (1 - h u' P u)        P = Sigma^-1        (Sherman and Morrison)
         """
+        images, labels = images.to(self.means), labels.to(self.means.device)
         freedom, n = int(self.freedom), self.counts.to(labels.device)[labels].double()
         share = oas_shrinkage(self.scatter / freedom, freedom) if self.shrinkage == "oas" else float(self.shrinkage)
         inverse = torch.linalg.inv(self.covariance())

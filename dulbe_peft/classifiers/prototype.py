@@ -52,6 +52,12 @@ class PrototypeClassifier(Classifier):
     def logits(self, images: Tensor) -> Tensor:
         return self.logit_scale * images @ self.visual_prototypes.T
 
+    def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
+        scores = self.logits(images)
+        rest = self.sums[labels.to(self.sums.device)] - images.to(self.sums)
+        own = self.logit_scale * (images * F.normalize(rest, dim=1).to(images)).sum(dim=1, keepdim=True)
+        return scores.scatter(1, labels[:, None], own)
+
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """v_c to the direction of v_c M; the length of the sum stays, so that further images weigh as before."""
         directions = F.normalize(self.sums @ matrix.to(self.sums.device), dim=1)

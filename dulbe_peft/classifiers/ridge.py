@@ -85,12 +85,31 @@ class RidgeRegression(Classifier):
     def logits(self, images: Tensor) -> Tensor:
         return self.logit_scale * self.lifted(images) @ self.derived("solution", self._solve)
 
+    def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
+        """With the image's leverage l = h'(G + lambda I)^-1 h, its scores f and classes y are (f - l y) / (1 - l).
+
+        lambda stays, and so does the mean of the counts.
+        """
+        rows, factor, labels = self.lifted(images.to(self.sums)), self._factor(), labels.to(self.sums.device)
+        by = torch.cholesky_solve(rows.T, factor).T
+        scores, leverage = by @ self.sums.T, (by * rows).sum(dim=1, keepdim=True).clamp_max(1 - 1e-9)
+        truth = torch.zeros_like(scores).scatter(1, labels[:, None], 1.0)
+        counts = self.counts.to(scores)[labels, None]
+        more = torch.where(truth > 0, (counts / (counts - 1)) ** POWER, 1.0)
+        weights = self.logit_scale * class_weights(self.counts).to(scores) * more
+        return weights * (scores - leverage * truth) / (1 - leverage)
+
     def _gram(self) -> Tensor:
         """G in float64, where the other sums are."""
         return self.gram.to(self.sums)
 
     def _solve(self) -> Tensor:
         """W, (M, C), with each class's weight."""
+        weights = class_weights(self.counts).to(self.sums)
+        return (weights * torch.cholesky_solve(self.sums.T, self._factor())).float().to(self.device)
+
+    def _factor(self) -> Tensor:
+        """The Cholesky factor of G + lambda I."""
         gram, ridge = self._gram(), self.strength()
         identity = torch.eye(len(gram)).to(gram)
         factor, failed = torch.linalg.cholesky_ex(gram + ridge * identity)
@@ -99,8 +118,7 @@ class RidgeRegression(Classifier):
             if not ridge < 1e3 * float(gram.diagonal().abs().max()):
                 raise ValueError("the Gram matrix is not a sum of h h': it is damaged")
             factor, failed = torch.linalg.cholesky_ex(gram + ridge * identity)
-        weights = class_weights(self.counts).to(gram)
-        return (weights * torch.cholesky_solve(self.sums.T, factor)).float().to(self.device)
+        return factor
 
 
 class RidgeClassifier(RidgeRegression):

@@ -29,5 +29,8 @@ class TextClassifier(Classifier):
     def without_image(self, image: Tensor, label: int) -> dict[str, Tensor]:
         return {}
 
+    def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
+        return self.logits(images)
+
     def logits(self, images: Tensor) -> Tensor:
         return self.logit_scale * images @ self.text_embeds.float().T

@@ -48,7 +48,7 @@ def report(
             raise FileNotFoundError(f"{folder} is no folder; a report is made of a folder that run has written")
     from dulbe_peft.comparison.comparison_page import is_comparison, write_comparison_page
     from dulbe_peft.report import read_run, write_figures, write_report
-    from dulbe_peft.report.verdict import clearly_better
+    from dulbe_peft.report.verdict import estimated, recommended
 
     folders = list({Path(folder).resolve(): folder for folder in runs}.values())
     comparisons = [folder for folder in folders if is_comparison(folder)]
@@ -72,8 +72,9 @@ def report(
     if comparisons or len(folders) > 1:
         say_next("report", *folders, "--latex", f"{folders[0]}.tex", to=to)
     else:
-        better = clearly_better(read_run(folders[0]))
-        which = ["--classifier", better[0]] if better else []
+        run = read_run(folders[0])
+        best, _ = recommended(estimated(run.results), run.first)
+        which = ["--classifier", best] if best != run.first else []
         say_next("export", folders[0], f"{folders[0]}-export", "--format", "transformers", *which, to=to)
     return 0
 

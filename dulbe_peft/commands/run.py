@@ -86,27 +86,18 @@ def _take_noted_model(settings: dict[str, Any]) -> None:
 
 
 def say_results(results: dict[str, Any], output: str, first: str) -> None:
-    """The table of a run, which classifier was best, and the next command; `first` is the classifier that answers."""
-    from dulbe_peft.metrics.accuracy import percent
-    from dulbe_peft.report import format_summary, read_run
-    from dulbe_peft.report.verdict import clearly_better
+    """The table of a run, what training images say that were left out, and the next command; `first` answers."""
+    from dulbe_peft.report import format_summary
+    from dulbe_peft.report.verdict import estimated, recommended
 
     if results.get("classifiers"):
         print(format_summary(results))
     print(f"written: {Path(output) / 'results.json'}")
-    blocks = results.get("classifiers", {}).items()
-    tested = {name: block["last_accuracy"] for name, block in blocks if block["last_accuracy"] is not None}
-    ranked = sorted(tested, key=lambda name: (-tested[name], name != first))
-    if ranked:
-        best, other = ranked[0], first if ranked[0] != first else next(iter(ranked[1:]), None)
-        words = f"best on the test images: {best}, {percent(tested[best], 2)} %"
-        if other is not None:
-            ahead = tested[best] - tested[other]
-            words += f", {percent(ahead, 2)} points more than {other}" if ahead else f", as {other}"
+    if (found := estimated(results)) is not None:
+        print(f"{found.words} {', '.join(f'{name} {share}' for name, share in found.rows)}")
+        best, words = recommended(found, first)
+        if words:
+            print(words)
         if best != first:
-            better = clearly_better(read_run(output))
-            clear = "which is clear" if better and better[0] == best else "which may be chance"
-            words += f", {clear}" + (f"; clearly better is {better[0]}" if better and better[0] != best else "")
-            words += f"\nto let it answer: dulbe-peft predict {shlex.quote(output)} PHOTOS --classifier {best}"
-        print(words)
+            print(f"to let it answer: dulbe-peft predict {shlex.quote(output)} PHOTOS --classifier {best}")
     say_next("report", output)

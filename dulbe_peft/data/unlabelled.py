@@ -78,3 +78,20 @@ def _is_pair(item: Any) -> bool:
         return False
     label = item[1]
     return isinstance(label, (int, np.integer)) or (isinstance(label, torch.Tensor) and label.ndim == 0)
+
+
+def as_image(number: int, image: Any) -> Any:
+    """One image, which may be an array or bytes, as `unlabelled_images` takes it; the number is for errors."""
+    if isinstance(image, np.ndarray):
+        try:
+            return Image.fromarray(image.squeeze(axis=2) if image.shape[2:] == (1,) else image)
+        except (TypeError, ValueError) as error:
+            form = "expected bytes, (height, width, 3) or (height, width)"
+            raise ValueError(f"image {number} is an array of {image.dtype}, {image.shape}: {form}") from error
+    if isinstance(image, (bytes, bytearray, memoryview)):
+        return io.BytesIO(image)
+    if isinstance(image, (str, os.PathLike)) and (not str(image) or os.path.isdir(image)):
+        raise ValueError(f"image {number} is {str(image)!r}, expected the path of an image, and no folder")
+    if isinstance(image, (list, tuple, set)) or getattr(image, "ndim", 3) > 3:
+        raise ValueError(f"image {number} is a {type(image).__name__} of several, expected one image")
+    return image

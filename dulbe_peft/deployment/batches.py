@@ -1,20 +1,18 @@
 """A model or a learner as a function of batches, which every engine of data takes: `datasets`, Dask, Ray, Spark."""
 
 import copy
-import io
-import os
 from collections.abc import MutableMapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
-from PIL import Image
 from transformers import PreTrainedConfig
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checkpoints import layout
 from dulbe_peft.checkpoints.saving import TRANSFORMERS_CONFIG
+from dulbe_peft.data.unlabelled import as_image
 from dulbe_peft.encoders.loading import load_dual_encoder
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.utils.engines import OncePerProcess
@@ -39,6 +37,26 @@ class Featurizer:
         self.machine = {"num_workers": 0, "progress": False} | (machine or {})
         LearnerArguments(**self.machine)
         self._learner = OncePerProcess(partial(_load, self.source, self.machine))
+
+    def fit(self, images: Any = None, y: Any = None) -> Self:
+        """Nothing is learned; so it is a transformer of scikit-learn's pipelines, which clone it as its source."""
+        return self
+
+    def transform(self, images: Any) -> np.ndarray:
+        """Unit features, (n, d), float32, of a sequence of images as in a batch."""
+        return np.asarray(self({"image": images})["embedding"])
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """The arguments that it was made with."""
+        return {"model_or_folder": self.source, "machine": self.machine}
+
+    def set_params(self, **values: Any) -> Self:
+        """Change arguments."""
+        self.__init__(**self.get_params() | values)  # type: ignore[misc]
+        return self
+
+    def __sklearn_clone__(self) -> Self:
+        return copy.copy(self)
 
     def __call__(self, batch: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         """The batch with "embedding", (n, d), float32, unit rows.
@@ -94,20 +112,4 @@ def _images(batch: MutableMapping[str, Any]) -> list[Any]:
     """The images of a batch as `ClassIncrementalLearner.predict` takes them, one entry each."""
     if "image" not in batch:
         raise ValueError(f"the batch has no column 'image'; its columns are {list(batch)}")
-    return [_image(number, image) for number, image in enumerate(batch["image"])]
-
-
-def _image(number: int, image: Any) -> Any:
-    if isinstance(image, np.ndarray):
-        try:
-            return Image.fromarray(image.squeeze(axis=2) if image.shape[2:] == (1,) else image)
-        except (TypeError, ValueError) as error:
-            form = "expected bytes, (height, width, 3) or (height, width)"
-            raise ValueError(f"image {number} is an array of {image.dtype}, {image.shape}: {form}") from error
-    if isinstance(image, (bytes, bytearray, memoryview)):
-        return io.BytesIO(image)
-    if isinstance(image, (str, os.PathLike)) and (not str(image) or os.path.isdir(image)):
-        raise ValueError(f"image {number} is {str(image)!r}, expected the path of an image, and no folder")
-    if isinstance(image, (list, tuple, set)) or getattr(image, "ndim", 3) > 3:
-        raise ValueError(f"image {number} is a {type(image).__name__} of several, expected one image")
-    return image
+    return [as_image(number, image) for number, image in enumerate(batch["image"])]

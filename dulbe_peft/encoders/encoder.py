@@ -168,6 +168,13 @@ class Encoder:
             self._tower = facts["weights"], backends.open_tower(self.clip, shape, facts, self.args, self.device)
         return self._tower[1]
 
+    def stored(self, contents: Sequence[bytes]) -> dict[bytes, np.ndarray]:
+        """Features of images, as they are, that the user's store has, by content; none where the model is adapted."""
+        if self.adapted or self.store is None or self.store.private or not contents:
+            return {}
+        store, key = self.store, self.key
+        return processes.on_main_process(lambda: store.get(key, "", contents))
+
     def _check_features(self, features: FeatureTable) -> None:
         """Raise a `ValueError` unless the features are those that this encoder would give, as far as is known."""
         if self.adapted:

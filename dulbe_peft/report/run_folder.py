@@ -73,6 +73,7 @@ class RunFolder:
     finished: bool = True
     base_model: str | None = None
     updates: list[Update] = field(default_factory=list)
+    order: Sequence[str] = ()  # of the learner's classifiers
     learner: Path | None = None  # the folder of the learner after the newest task
 
     @property
@@ -82,7 +83,7 @@ class RunFolder:
     @property
     def first(self) -> str:
         """The classifier that `predict` uses."""
-        return answering(self.results["classifiers"])
+        return answering(self.results.get("classifiers") or dict.fromkeys(self.order))
 
     @property
     def strategy(self) -> str:
@@ -124,6 +125,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunFolder:
             results = Results.model_validate(found).model_dump(exclude_unset=True)
         except (ValueError, KeyError, CheckpointError) as error:
             raise ValueError(f"{newest} is not as a run writes it: {error}") from error
+    results["estimates"] = learner.estimates.model_dump()
     return replace(
         _run(path, newest, results, {name: identity[name] for name in saved}, learner.classifiers),
         finished=finished,
@@ -150,6 +152,7 @@ def _run(
         learned=learned,
         records=[record or {} for record in (*records, *none)][: len(learned)],
         settings=settings,
+        order=order,
         predictions=read_predictions(kept / PREDICTIONS_FILE) if (kept / PREDICTIONS_FILE).is_file() else [],
         timings=[*timings, *none][: len(learned)],
         pictures=_pictures(path / PICTURES_FOLDER),

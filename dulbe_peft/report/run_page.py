@@ -27,7 +27,7 @@ from dulbe_peft.report.shares import (
 from dulbe_peft.report.side_by_side import RUN_COLUMNS, SUMMARY_COLUMNS, best_rows, run_rows, setting_differences
 from dulbe_peft.report.table import write_table_csv, write_table_latex
 from dulbe_peft.report.training_effects import effects_content
-from dulbe_peft.report.verdict import clearly_better, leaderboard, next_steps
+from dulbe_peft.report.verdict import clearly_better, estimated, leaderboard, next_steps
 from dulbe_peft.utils.settings import flat_settings
 
 WANTED = 0.95  # of the answers right, for which the page says a probability
@@ -100,6 +100,7 @@ def _content(run: RunFolder, key: str) -> dict[str, Any]:
         "settings": sorted(flat_settings(run.settings).items()),
         "loss": inline_svg(loss_figure(losses), f"{key}-loss") if any(losses) else "",
         "steps": next_steps(run, rows, matrix),
+        "estimated": None if run.tested else estimated(run.results),
         "map": None if run.learner is None else class_map(run.learner),
         "map_size": (WIDTH, HEIGHT),
         "class_rows": rows,

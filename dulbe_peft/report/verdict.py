@@ -10,6 +10,7 @@ from dulbe_peft.classifiers.closing import TEACHING
 from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, result_rows
 from dulbe_peft.report.run_folder import RunFolder
 from dulbe_peft.report.shares import ClassRow, ConfusionMatrix, Share
+from dulbe_peft.training.state import Estimate
 
 _LEVEL = 0.05
 _NAMED = 5  # classes that a sentence names
@@ -77,17 +78,50 @@ def clearly_better(run: RunFolder) -> tuple[str, int, int] | None:
     return best if clear else None
 
 
+@dataclass(frozen=True)
+class Estimated:
+    """What `words` say before it: each classifier with its estimate, the best first."""
+
+    words: str
+    rows: list[tuple[str, Estimate]]
+
+
+def estimated(results: Mapping[str, Any]) -> Estimated | None:
+    """What a run estimates without test images; None where it cannot."""
+    found = results.get("estimates", {})
+    rows = [(name, Estimate(*share)) for name, share in found.get("shares", {}).items()]
+    if not rows:
+        return None
+    classes = sum(len(task) for task in results["class_names"])
+    some = f" of {len(found['classes'])} of the {classes} classes" if len(found["classes"]) < classes else ""
+    words = f"estimate from {found['images']:,} training images{some}, each left out, with its 95 % interval:"
+    return Estimated(words, sorted(rows, key=lambda row: -row[1].share))
+
+
+def recommended(found: Estimated | None, first: str) -> tuple[str, str]:
+    """The classifier that should answer, and why; it is the first one where none is clearly better, or none known."""
+    shares = dict(found.rows) if found else {}
+    best = next(iter(shares), first)
+    if best == first or first not in shares:
+        return first, f"recommended by it: {first}, which answers" if first in shares else ""
+    ahead = f"{100 * (shares[best].share - shares[first].share):.1f} points more"
+    if shares[best].low > shares[first].high:
+        return best, f"recommended by it: {best}, with {ahead} than {first}"
+    return first, f"recommended by it: {first}, which answers; {best} has {ahead}, which may be chance"
+
+
 def next_steps(run: RunFolder, rows: Sequence[ClassRow], matrix: ConfusionMatrix | None) -> list[tuple[str, str]]:
     """What to do, each with its command or "", the most useful first."""
     folder, steps = shlex.quote(str(run.folder)), []
     if not run.predictions:
         steps.append(("Test it on images that it did not learn from.", f"dulbe-peft evaluate {folder} --data PHOTOS"))
-    better = clearly_better(run)
-    if better is not None:
-        name, gained, lost = better
+    found = estimated(run.results)
+    name = recommended(found, run.first)[0] if found else run.first
+    if found and name != run.first:
+        shares = dict(found.rows)
         words = (
-            f"Use “{name}”, which is clearly better than “{run.first}”: it alone names {gained:,} of the "
-            f"test images right, and “{run.first}” alone {lost:,}."
+            f"Use “{name}”, which is clearly better than “{run.first}” on training images that were left out: "
+            f"{shares[name]} against {shares[run.first]}."
         )
         steps.append((words, f"dulbe-peft predict {folder} PHOTOS --classifier {name}"))
     whole = Share.of(run.predictions) if run.predictions else None

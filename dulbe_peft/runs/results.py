@@ -8,6 +8,7 @@ from pydantic import ConfigDict
 from dulbe_peft.metrics.accuracy import accuracy_matrix, summarize, transfer_measures
 from dulbe_peft.metrics.evaluation import BASELINES
 from dulbe_peft.runs.progress import FinishedTask, Row, Score
+from dulbe_peft.training.state import Estimates
 from dulbe_peft.utils.records import Fraction, Record
 
 
@@ -65,6 +66,7 @@ class Results(_Part):
     text: Measures | None = None
     class_means: Measures | None = None
     classes: dict[str, ClassMeasures] = {}
+    estimates: Estimates = Estimates()
 
 
 def stream_results(

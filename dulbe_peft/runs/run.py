@@ -174,6 +174,7 @@ class Run:
             for task, value in zip(self.finished, zero_shot, strict=False):
                 task.zero_shot = value
             if not self.own:  # a learner that has nothing to learn is committed as it is, tested again
+                self.learner.estimate()
                 row = self.measure(len(self.finished))
                 if row.classifiers or any(one["after"] == len(self.finished) for one in self.learner.state.updates):
                     self.finished[-1].row = row
@@ -185,6 +186,7 @@ class Run:
         settings = self.identity.model_dump(include={"adapter", "arguments", "strategy"})
         classifiers, versions = list(self.learner.classifiers), folders.library_versions()
         results = stream_results(self.finished, settings, classifiers, versions, len(self.known_tests))
+        results["estimates"] = self.learner.state.estimates.model_dump(mode="json")
         on_main_process(partial(self.write_results, results))
         self.learner.folder = self.newest.resolve()
         return results

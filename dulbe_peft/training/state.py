@@ -15,6 +15,37 @@ from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.classifiers import Classifier, answering
 from dulbe_peft.data.known import KnownImages
 from dulbe_peft.strategies import Memory, Strategy
+from dulbe_peft.utils.records import Fraction, Record
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The share of images that a classifier names right, each class alike, with its 95 % interval.
+
+    It is of training images that were left out, and of `classes`, which may be fewer than the learner knows.
+    """
+
+    share: float
+    low: float
+    high: float
+    classes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{100 * self.share:.1f} % ({100 * self.low:.1f} to {100 * self.high:.1f})"
+
+
+class Estimates(Record):
+    """The estimates of all classifiers, after so many tasks and updates, from so many images of these classes."""
+
+    tasks: int = 0
+    updates: int = 0
+    images: int = 0
+    classes: tuple[str, ...] = ()
+    shares: dict[str, tuple[Fraction, Fraction, Fraction]] = {}
+
+    def each(self) -> dict[str, Estimate]:
+        """Classifier -> estimate."""
+        return {name: Estimate(*found, self.classes) for name, found in self.shares.items()}
 
 
 @dataclass
@@ -34,6 +65,7 @@ class LearnerState:
             lost a class, or None; and where a class was renamed "renamed", {old name: new one}.
         class_texts: class -> the texts that stand for it in place of the prompt templates.
         known: which images it has learned and was tested on, by content.
+        estimates: how many images it names right, see `ClassIncrementalLearner.estimate`.
     """
 
     model: nn.Module
@@ -49,6 +81,13 @@ class LearnerState:
     updates: list[dict[str, Any]] = field(default_factory=list)
     class_texts: dict[str, tuple[str, ...]] = field(default_factory=dict)
     known: KnownImages = field(default_factory=KnownImages)
+    estimates: Estimates = field(default_factory=Estimates)
+
+    @property
+    def newest_estimates(self) -> Estimates | None:
+        """The estimates; None where the learner has changed since."""
+        found = self.estimates
+        return found if (found.tasks, found.updates) == (len(self.tasks), len(self.updates)) else None
 
     @property
     def classifier(self) -> Classifier:

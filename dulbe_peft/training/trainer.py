@@ -28,6 +28,7 @@ from dulbe_peft.strategies.losses import cross_modal_loss
 from dulbe_peft.subspaces.inputs import collect_statistics
 from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
+from dulbe_peft.training.estimating import estimates_of
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.devices import evaluating
 from dulbe_peft.utils.processes import on_main_process, raise_in_all, shard, sum_over_processes
@@ -68,6 +69,9 @@ def learned(trainer: TaskTrainer) -> tuple[LearnerState, TaskRecord, ClosingPass
     tasks = [*state.tasks, names]
     known = state.known.with_learned(images.images)
     after = replace(state, classifiers=classifiers, memory=memory, tasks=tasks, step=trainer.step, known=known)
+    with encoder.profile.phase("estimate"):
+        fresh = {content: row for content, row in zip(images.images.contents(), features, strict=True) if content}
+        after = replace(after, estimates=estimates_of(after, encoder, fresh))
     return after, trainer.record, closing
 
 

@@ -25,7 +25,6 @@ from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.report import read_run
 from dulbe_peft.runs.settings import GROUPS, StreamArguments, given_settings, pick, validated
 from dulbe_peft.runs.setup import stream_tasks
-from dulbe_peft.utils.files import write_csv
 from dulbe_peft.utils.settings import field_types
 from dulbe_peft.utils.when_imported import when_imported
 
@@ -59,8 +58,8 @@ def test_what_is_recommended_is_what_a_run_does(folders, tmp_path, capsys, monke
     assert results["strategy"] == {"name": "frozen"} and results["class_names"] == [["one", "three", "two", "zero"]]
     accuracies = {name: block["last_accuracy"] for name, block in results["classifiers"].items()}
     assert next(iter(accuracies)) == "bayes" == STRATEGIES["frozen"].classifiers[0]
-    (best,) = (line.split(": ")[1].split(",")[0] for line in said if line.startswith("best on the test images"))
-    assert accuracies[best] == max(accuracies.values()) and said[-1] == "next: dulbe-peft report out"
+    assert any(line.startswith("estimate from 20 training images, each left out") for line in said)
+    assert not any("best on the test images" in line for line in said) and said[-1] == "next: dulbe-peft report out"
     assert not any("forgetting" in line for line in said)
     assert main(["report", "out"]) == 0
     assert said_next(capsys.readouterr()) == "export out out-export --format transformers"
@@ -321,28 +320,27 @@ for argv in {answers!r}:
     assert done.returncode == 0, done.stderr
 
 
-def test_run_and_report_name_the_same_classifier_where_one_is_clearly_better(own_run, capsys):
-    """Sixteen images that `lda` alone names right are no chance, one is."""
+def test_run_and_report_name_the_same_classifier_by_the_estimate_and_never_by_the_test_images(own_run, capsys):
     for task in own_run.glob("task-*"):  # whose files are checked
         shutil.rmtree(task)
 
-    def said(right):
-        rows = [["image", "class", "predicted", "probability", "task", "predicted_lda"]]
-        rows += [[f"{n}.png", "a", "b" if n < right else "a", 0.5, 1, "a"] for n in range(16)]
-        write_csv(own_run / "predictions.csv", rows[0], rows[1:])
-        results = {"class_names": [["a", "b"]], "tasks": [{}], "classifiers": {}}
-        for name, share in (("bridge", 1 - right / 16), ("lda", 1.0)):
-            results["classifiers"][name] = {"last_accuracy": share, "average_accuracy": share}
+    def said(share):
+        file = own_run / "results.json"
+        results = json.loads(file.read_text())
+        shares = {"bridge": [0.5, 0.4, 0.6], "lda": [share, share - 0.1, share + 0.1]}
+        classes = [name for task in results["class_names"] for name in task]
+        results["estimates"] = {"images": 40, "classes": classes, "shares": shares}
+        for name, accuracy in (("bridge", 1.0), ("lda", 0.0)):
+            results["classifiers"][name]["last_accuracy"] = accuracy
+        file.write_text(json.dumps(results))
         say_results(results, str(own_run), "bridge")
         main(["report", str(own_run)])
         return capsys.readouterr().out
 
-    clear, chance = said(16), said(1)
-    assert "lda, 100.00 %, 100.00 points more than bridge, which is clear" in clear
-    assert clear.endswith("--format transformers --classifier lda\n")
-    assert "6.25 points more than bridge, which may be chance" in chance and chance.endswith("transformers\n")
-    assert f"predict {own_run} PHOTOS --classifier lda" in clear and "--classifier lda" in chance
-    assert "best on the test images: bridge, 100.00 %, as lda\n" in said(0)
+    clear, chance = said(0.8), said(0.55)
+    assert "estimate from 40 training images, each left out, with its 95 % interval: lda 80.0 % (70.0 to" in clear
+    assert f"predict {own_run} PHOTOS --classifier lda" in clear and clear.endswith("transformers --classifier lda\n")
+    assert "lda has 5.0 points more, which may be chance" in chance and chance.endswith("transformers\n")
 
 
 def test_what_is_no_learner_is_said_and_the_hub_is_not_asked(tmp_path, capsys, monkeypatch):

@@ -253,8 +253,8 @@ def test_a_run_without_tests(tmp_path):
     assert {"predictions.csv", "pictures", "accuracy.png"}.isdisjoint(path.name for path in run.iterdir())
     page = Page(write_report(run, tmp_path / "page.html"))
     self_contained(page)
-    assert "no test images, so nothing says how good it is" in page.words
-    assert page.words.count("from 12 training images") == 3
+    assert "no test images. Estimate from 12 training images of 2 of the 6 classes, each left out" in page.words
+    assert page.words.count("from 12 training images") == 4
     both = Page(write_report([run, run], tmp_path / "page.html", csv=tmp_path / "t.csv"))
     assert "None of the runs has test images" in both.words and rows_of(tmp_path / "t.csv") == []
 

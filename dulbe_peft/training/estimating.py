@@ -1,0 +1,65 @@
+"""How many images a learner names right, without test images: by training images that are left out."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dulbe_peft.classifiers import Classifier
+from dulbe_peft.encoders.encoder import Encoder
+from dulbe_peft.training.state import Estimates, LearnerState
+
+MOST_LEFT_OUT = 1000  # images
+NORMAL = 1.959964  # of a 95 % interval
+
+
+def estimates_of(state: LearnerState, encoder: Encoder, fresh: Mapping[bytes, Tensor]) -> Estimates:
+    """What every classifier of a state names right of learned images, each as if it had not been learned.
+
+    `fresh` are the features of the newest images by content. Those of earlier ones come from the user's feature store,
+    so classes of which it has none are not spoken of. Nor are classes with one image, and images learned twice. Where
+    the model itself was trained on the images, leaving one out of a classifier would say too much: nothing is said.
+    """
+    now = Estimates(tasks=len(state.tasks), updates=len(state.updates))
+    if state.strategy.adapts or state.adapter is not None:
+        return now
+    learned, place = state.known.learned, {name: row for row, name in enumerate(state.class_names)}
+    times = Counter(chain.from_iterable(learned.values()))
+    share, owner = max(1, MOST_LEFT_OUT // max(1, len(learned))), dict[bytes, int]()
+    for name, contents in learned.items():
+        once = sorted(content for content in contents if times[content] == 1)[:share]
+        owner |= dict.fromkeys(once if len(contents) > 1 and name in place else (), place.get(name, -1))
+    features = {content: row for content, row in fresh.items() if content in owner}
+    if state.args.augment == "none":  # else an image was learned as the mean of its views
+        stored = encoder.stored([content for content in owner if content not in features])
+        features |= {content: torch.from_numpy(np.array(row)).to(encoder.device) for content, row in stored.items()}
+    if not features or len(place) < 2:
+        return now
+    rows = torch.stack(list(features.values())).float()
+    labels = torch.tensor([owner[content] for content in features], device=rows.device)
+    shares = {name: left_out_share(classifier, rows, labels) for name, classifier in state.classifiers.items()}
+    classes = tuple(state.class_names[label] for label in labels.unique().tolist())
+    known = {name: share for name, share in shares.items() if share is not None}
+    return now.model_copy(update={"images": len(rows), "classes": classes, "shares": known})
+
+
+@torch.no_grad()
+def left_out_share(classifier: Classifier, images: Tensor, labels: Tensor) -> tuple[float, float, float] | None:
+    """The share right of learned images, (n, d), each left out and each class alike, and its 95 % interval.
+
+    Wilson's interval, for as many images as the unequal classes are worth. None: the classifier cannot leave one out.
+    """
+    scores = classifier.left_out(images, labels)
+    if scores is None:
+        return None
+    right = (scores.argmax(dim=1) == labels.to(scores.device)).double()
+    labels, counts = labels.unique(return_inverse=True, return_counts=True)[1:]
+    shares = torch.zeros(len(counts)).to(right).index_add(0, labels.to(right.device), right) / counts.to(right)
+    p, n = float(shares.mean()), len(counts) ** 2 / float((1 / counts).sum())
+    z = NORMAL**2 / n
+    middle, half = (p + z / 2) / (1 + z), math.sqrt(z * p * (1 - p) + z * z / 4) / (1 + z)
+    return p, max(0.0, middle - half), min(1.0, middle + half)

@@ -1,0 +1,67 @@
+"""Scores of learned images as if they had not been learned, against classifiers that did not learn them."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from dulbe_peft.classifiers import CLASSIFIERS, make_classifier
+from dulbe_peft.training.estimating import left_out_share
+
+DIM, COUNTS = 6, (7, 3, 5, 2)
+
+
+def world():
+    generator = torch.Generator().manual_seed(3)
+    labels = torch.arange(len(COUNTS)).repeat_interleave(torch.tensor(COUNTS))
+    centres = torch.randn(len(COUNTS), DIM, generator=generator)
+    rows = F.normalize(centres[labels] + 0.7 * torch.randn(len(labels), DIM, generator=generator), dim=1)
+    return rows, labels, F.normalize(centres + 0.5 * torch.randn(len(COUNTS), DIM, generator=generator), dim=1)
+
+
+def learned(spec, rows, labels, texts):
+    classifier = make_classifier(spec, DIM, 20.0)
+    classifier.add_classes(list("abcd"), rows, labels, texts)
+    return classifier
+
+
+# What a refit changes beside the image: the mean of the counts of `ridge`, shrinkage and degrees of freedom of `lda`.
+@pytest.mark.parametrize(
+    "spec, near",
+    [
+        ("text", 1e-6),
+        ("prototype", 1e-5),
+        ("ridge:ridge=0.3", 0.06),
+        ("ranpac:features=40,ridge=2", 0.06),
+        ("lda:shrinkage=0.5,prior_images=0", 0.2),
+        ("gda:shrinkage=0.5,prior_images=0,alpha=0.5", 0.2),
+        ("bridge:depths=0.3/0.3", 1e-5),
+    ],
+)
+def test_scores_are_those_of_a_classifier_that_has_not_learned_the_image(spec, near):
+    rows, labels, texts = world()
+    found = learned(spec, rows, labels, texts).left_out(rows, labels)
+    for i in range(len(rows)):
+        kept = torch.arange(len(rows)) != i
+        expected = learned(spec, rows[kept], labels[kept], texts)(rows[[i]])[0].double()
+        assert float((found[i] - expected).abs().max()) <= near * float(expected.abs().max()), (spec, i)
+    assert found.shape == (len(rows), len(COUNTS))
+
+
+def test_a_share_weighs_classes_alike_and_has_wilson_s_interval():
+    rows, labels, texts = world()
+    classifier = learned("text", rows, labels, texts)
+    right = classifier(rows).argmax(dim=1) == labels
+    p = sum(float(right[labels == c].double().mean()) for c in range(4)) / 4
+    n = 4**2 / sum(1 / count for count in COUNTS)  # as many images as the unequal classes are worth
+    share, low, high = left_out_share(classifier, rows, labels)
+    assert share == pytest.approx(p) and 0 < p < 1
+    for end in (low, high):  # the ends are where p is 1.96 standard errors away
+        assert (p - end) ** 2 == pytest.approx(1.959964**2 * end * (1 - end) / n)
+    assert low < p < high
+
+
+def test_what_has_no_closed_form_says_nothing():
+    rows, labels, texts = world()
+    assert left_out_share(learned("visual_agent", rows, labels, texts), rows, labels) is None
+    known = {name for name, cls in CLASSIFIERS.items() if cls.left_out is not CLASSIFIERS["visual_agent"].left_out}
+    assert known >= {"text", "prototype", "bridge", "lda", "gda", "ridge", "ranpac"}

@@ -1,0 +1,93 @@
+"""How many images a learner names right, without test images: of which images it speaks, what is saved and said."""
+
+import pytest
+import torch
+import write_saved
+from small_runs import learner_of
+
+from dulbe_peft import ClassIncrementalLearner, class_incremental_tasks
+from dulbe_peft.commands.main import main
+from dulbe_peft.data.store import open_store
+from dulbe_peft.report.verdict import Estimated, estimated, recommended
+from dulbe_peft.training.estimating import left_out_share
+from dulbe_peft.training.state import Estimate
+
+NAMES = ("lda", "prototype", "visual_agent")
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    return class_incremental_tasks(write_saved.digits(0, 8), write_saved.digits(8, 12), increment=2)[:3]
+
+
+def taught(base, tasks, store=True, classifiers=NAMES, **fields):
+    learner = learner_of(base, strategy="frozen", classifiers=classifiers, **fields)
+    learner.encoder.store = open_store(True) if store else None
+    for task in tasks:
+        learner.learn_task(task.train, task.class_names)
+    return learner
+
+
+def test_all_learned_images_are_left_out_beside_all_classes(base, tasks, tmp_path):
+    learner = taught(base, tasks)
+    found = learner.estimate()
+    assert list(found) == ["lda", "prototype"] and set(found["lda"].classes) == set(learner.class_names)
+    rows, labels = [], []
+    for task in tasks:
+        rows.append(learner.image_embeds(task.train))
+        labels += learner.state.places([task.class_names[label] for label in task.train.labels])
+    images, labels = torch.cat(rows), torch.tensor(labels)
+    for name, one in found.items():
+        assert (one.share, one.low, one.high) == left_out_share(learner.classifiers[name], images, labels)
+    assert learner.state.estimates.images == len(labels)
+    learner.save_pretrained(tmp_path / "saved")
+    assert ClassIncrementalLearner.from_pretrained(tmp_path / "saved").estimate() == found
+
+
+def test_without_earlier_features_it_says_of_which_classes_it_speaks(base, tasks):
+    learner = taught(base, tasks, store=False)
+    assert set(learner.estimate()["lda"].classes) == set(tasks[-1].class_names)
+    augmented = taught(base, tasks[:2], augment="affine", copies=1)
+    assert set(augmented.estimate()["lda"].classes) == set(tasks[1].class_names)
+
+
+def test_a_learner_that_has_changed_estimates_anew(base, tasks):
+    learner = taught(base, tasks[:2], classifiers="lda")
+    before = learner.state.estimates
+    again = tasks[0].train.select(tasks[0].class_names[:1])
+    learner.update_classes(again, tasks[0].class_names[:1])
+    # Images that were learned twice would be found in what is left.
+    assert set(learner.estimate()["lda"].classes) == {*tasks[0].class_names[1:], *tasks[1].class_names}
+    assert learner.state.estimates.images < before.images
+    learner.forget_class(tasks[0].class_names[0])
+    assert set(learner.estimate()["lda"].classes) == set(learner.class_names)
+
+
+def test_what_is_recommended_is_clearly_better_by_the_estimate():
+    def rows(**shares):
+        results = {"class_names": [["a", "b"]], "estimates": {"images": 9, "classes": ["a"], "shares": shares}}
+        return estimated(results)
+
+    found = rows(bayes=(0.5, 0.4, 0.6), lda=(0.8, 0.7, 0.9))
+    assert found.words.startswith("estimate from 9 training images of 1 of the 2 classes")
+    assert recommended(found, "bayes") == ("lda", "recommended by it: lda, with 30.0 points more than bayes")
+    assert recommended(found, "lda") == ("lda", "recommended by it: lda, which answers")
+    close = rows(bayes=(0.5, 0.4, 0.6), lda=(0.6, 0.5, 0.7))
+    assert recommended(close, "bayes")[0] == "bayes" and "may be chance" in recommended(close, "bayes")[1]
+    assert recommended(close, "slca") == ("slca", "") and recommended(None, "slca") == ("slca", "")
+    assert estimated({"class_names": [["a"]]}) is None
+    assert isinstance(found, Estimated) and str(Estimate(0.5, 0.4, 0.625)) == "50.0 % (40.0 to 62.5)"
+
+
+def test_run_and_report_show_it_where_there_are_no_test_images(digit_folders, tmp_path, capsys):
+    data = digit_folders(3, 6, 0)
+    out = str(tmp_path / "out")
+    classifiers = ["--classifiers", "prototype,lda"]
+    assert main(["run", "--model", "demo", "--data", str(data), "--output", out, "--device", "cpu", *classifiers]) == 0
+    said = capsys.readouterr().out
+    assert "\nestimate from 18 training images, each left out, with its 95 % interval: " in said
+    assert "\nrecommended by it: prototype, which answers" in said
+    assert main(["report", out]) == 0
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "The stream has no test images. Estimate from 18 training images, each left out" in page
+    assert "“prototype” <strong>" in page
