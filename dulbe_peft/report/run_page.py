@@ -38,6 +38,7 @@ PHASES = {
     "train": "training",
     "close": "reading the training images",
     "update": "reading further images",
+    "estimate": "leaving images out",
     "test": "testing",
     "save": "saving",
 }
