@@ -104,6 +104,9 @@ def novelty_threshold(tasks: Sequence[TaskTemperature], share: float) -> float:
     return -_order_statistic([-np.asarray(task.novelties) for task in tasks[::-1]], share)
 
 
+HARDLY = 0.6  # an area under the ROC curve below which unknown classes cannot be told
+
+
 def roc_area(tasks: Sequence[TaskTemperature]) -> float | None:
     """The mean of what tasks measured, the newest weighing most; None where none did."""
     found = [(FADING**age * task.images, task.area) for age, task in enumerate(tasks[::-1]) if task.area is not None]

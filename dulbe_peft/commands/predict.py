@@ -25,7 +25,6 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it
 
 NONE = "none of these"
 HEADER = ["path", "class", "probability", "novelty"]
-HARDLY = 0.6  # an area under the ROC curve below which unknown classes cannot be told
 
 
 @command()
@@ -147,6 +146,8 @@ def _tell(found: list[Prediction], quiet: bool) -> Iterator[str]:
 
 def say_whether_told(learner: ClassIncrementalLearner) -> None:
     """Say on standard error where images of unknown classes cannot be told from those of known ones."""
+    from dulbe_peft.classifiers.calibration import HARDLY
+
     area = learner.classifier.roc_area
     if area is not None and area < HARDLY:
         print(

@@ -19,7 +19,7 @@ from dulbe_peft.report.run_folder import PICTURES_FOLDER, PICTURES_INDEX
 from dulbe_peft.utils.files import replacing, write_json
 from dulbe_peft.utils.folders import commit_folder
 
-EXAMPLES = 12  # mistakes, and as many hits
+EXAMPLES = 12  # mistakes
 OF_A_CLASS, OF_ALL_CLASSES = 3, 300
 SIDE = 160  # pixels; a page shows them at half the size and enlarges them on a click
 
@@ -48,14 +48,13 @@ def write_pictures(
 
 
 def choose_examples(rows: Sequence[ImageResult]) -> dict[str, list[ImageResult]]:
-    """The surest mistakes and the least sure hits of the first classifier, in that order, and a few of each class."""
+    """The surest mistakes of the first classifier, in that order, and a few of each class."""
     classes: dict[str, list[ImageResult]] = {}
     for row in rows:
         classes.setdefault(row.true, []).append(row)
     few = max(1, min(OF_A_CLASS, OF_ALL_CLASSES // max(len(classes), 1)))
     return {
         "mistakes": sorted((row for row in rows if not row.right), key=lambda row: -row.probability)[:EXAMPLES],
-        "hits": sorted((row for row in rows if row.right), key=lambda row: row.probability)[:EXAMPLES],
         "classes": [row for own in classes.values() for row in own[:: -(-len(own) // few)]],
     }
 

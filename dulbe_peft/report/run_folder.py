@@ -10,12 +10,15 @@ from pydantic import Field
 
 from dulbe_peft.checkpoints.layout import LEARNER_FILE, RESULTS_FILE, TIMINGS_FILE, newest_task
 from dulbe_peft.checkpoints.learner_file import LearnerFile, Update
+from dulbe_peft.checkpoints.saving import KNOWN_FILE
 from dulbe_peft.classifiers import answering
+from dulbe_peft.data.known import KnownImages
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
 from dulbe_peft.runs.progress import Timings, read_finished
 from dulbe_peft.runs.results import Results, stream_results
 from dulbe_peft.utils.folders import CheckpointError, read_manifest
 from dulbe_peft.utils.records import Fraction, Record, read_record
+from dulbe_peft.utils.tensors import read_tensors
 
 PICTURES_FOLDER = "pictures"
 PICTURES_INDEX = "index.json"
@@ -48,10 +51,10 @@ class Copy(Record):
 
 
 class Pictures(Record):
-    """`pictures/index.json`: the surest mistakes, the least sure hits, some a class, what is left out, copies."""
+    """`pictures/index.json`: the surest mistakes, a few images a class, what is left out, copies."""
 
     mistakes: list[Example] = []
-    hits: list[Example] = []
+    hits: list[Example] = []  # earlier releases showed them
     classes: list[Example] = []
     left_out: list[str] = []
     copies: list[Copy] = []
@@ -93,6 +96,14 @@ class RunFolder:
     def trained(self) -> bool:
         """Whether the model itself was trained in some task."""
         return was_trained(self.records)
+
+
+def read_known(learner: Path | None) -> KnownImages:
+    """Which images a saved learner has learned and was tested on; none where it did not note them."""
+    if learner is None or not (learner / KNOWN_FILE).is_file():
+        return KnownImages()
+    names = [name for task in read_record(learner / LEARNER_FILE, LearnerFile).tasks for name in task]
+    return KnownImages.from_arrays(*read_tensors(learner / KNOWN_FILE), names)
 
 
 def was_trained(records: Sequence[Mapping[str, Any] | None]) -> bool:
@@ -176,5 +187,5 @@ def _pictures(folder: Path) -> Pictures:
         near = example.nearest if example.nearest and there(example.nearest) else None
         return example.model_copy(update={"nearest": near})
 
-    kinds = {kind: filter(there, getattr(found, kind)) for kind in ("mistakes", "hits", "classes")}
+    kinds = {kind: filter(there, getattr(found, kind)) for kind in ("mistakes", "classes")}
     return found.model_copy(update={kind: list(map(whole, examples)) for kind, examples in kinds.items()})

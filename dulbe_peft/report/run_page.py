@@ -13,7 +13,7 @@ from dulbe_peft.metrics.evaluation import ImageResult
 from dulbe_peft.report.class_map import HEIGHT, WIDTH, class_map
 from dulbe_peft.report.html import write_page
 from dulbe_peft.report.plots import accuracy_figure, counts_figure, inline_svg, loss_figure, reliability_figure
-from dulbe_peft.report.run_folder import PICTURES_FOLDER, Photograph, RunFolder, read_run
+from dulbe_peft.report.run_folder import PICTURES_FOLDER, Photograph, RunFolder, read_known, read_run
 from dulbe_peft.report.shares import (
     ClassRow,
     Share,
@@ -146,7 +146,10 @@ def leak(run: RunFolder) -> dict[str, Any] | None:
     for row in run.predictions:
         parts[(row.task, row.position) in copies].append(row)
     if not parts[True]:
-        return None
+        known = read_known(run.learner)  # says how many there are, and not which
+        learned = set(known.class_of())
+        noted = sum(content in learned for contents in known.tested.values() for content in contents)
+        return {"noted": noted} if noted else None
     how = Counter(copies[row.task, row.position] for row in parts[True])
     return {"without": Share.of(parts[False]) if parts[False] else None, "of": Share.of(parts[True]), "how": how}
 
@@ -161,7 +164,7 @@ def _phases(time: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _pictures(run: RunFolder) -> dict[str, Any]:
-    """The pictures of mistakes and hits, and those of each class by its name."""
+    """The pictures of mistakes, and those of each class by its name."""
 
     def picture(shown: Photograph) -> dict[str, Any]:
         data = base64.b64encode((run.folder / PICTURES_FOLDER / shown.file).read_bytes()).decode()
@@ -176,5 +179,4 @@ def _pictures(run: RunFolder) -> dict[str, Any]:
     of_class: dict[str, list[dict[str, Any]]] = {}
     for example in run.pictures.classes:
         of_class.setdefault(example.true, []).append(picture(example))
-    kinds = {kind: [picture(example) for example in getattr(run.pictures, kind)] for kind in ("mistakes", "hits")}
-    return {**kinds, "classes": of_class}
+    return {"mistakes": [picture(example) for example in run.pictures.mistakes], "classes": of_class}

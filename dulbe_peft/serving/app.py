@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dulbe_peft.classifiers.calibration import HARDLY
 from dulbe_peft.data.decoding import image_problem, open_image
 from dulbe_peft.data.images import LabelledImages, labelled_images
 from dulbe_peft.data.inventory import counted
@@ -79,9 +80,10 @@ class App:
         """
         (image,) = pictures(request, 1)
         names, images = self.learner.class_names, unlabelled_images(image)
-        most = min(SHOWN, len(names))
+        most, area = min(SHOWN, len(names)), self.learner.classifier.roc_area
         try:
-            (found,) = self.learner.predictions(images, most, reject=REJECT)
+            reject = None if area is not None and area < HARDLY else REJECT
+            (found,) = self.learner.predictions(images, most, reject=reject)
         except ValueError:  # too few images were held back to say what is none of the classes
             (found,) = self.learner.predictions(images, most)
         best = [{"class": name, "probability": p} for name, p in zip(found.classes, found.probabilities, strict=True)]
