@@ -66,8 +66,8 @@ def run(config: str | None, overwrite: bool, **flags: Any) -> int:
     if world()[0] == 0:
         from dulbe_peft.report.pictures import write_pictures
 
-        tests, trains = ([getattr(task, part) for task in setup.tasks] for part in ("test", "train"))
-        write_pictures(stream.output, tests, results, setup.left_out, learner, trains)
+        tests, learned = [task.test for task in setup.tasks], [task.train for task in setup.tasks]
+        write_pictures(stream.output, tests, results, setup.left_out, learner, learned)
         say_results(results, stream.output, learner.classifier.name)
     leave()
     return 0

@@ -50,13 +50,13 @@ class Labelling:
         proposed = [{"class": n, "probability": p} for n, p in zip(names, best.values.tolist(), strict=True)]
         return counts | {"photo": place, "after": after[:1], "name": self.images.item_name(place), "best": proposed}
 
-    def say(self, place: int, name: str) -> None:
+    def say(self, place: Any, name: str) -> None:
         """Note what a photograph is."""
         self._take(place)
         self.waiting.append((place, name))
         self.labels[place] = name
 
-    def skip(self, place: int) -> None:
+    def skip(self, place: Any) -> None:
         """Put a photograph last."""
         self._take(place)
         self.left.append(place)
