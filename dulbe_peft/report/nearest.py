@@ -10,9 +10,10 @@ from dulbe_peft.data.images import LabelledImages, labelled_images
 from dulbe_peft.data.inventory import ALIKE, NEAR, grey_thumbnail
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.report.run_folder import Copy
+from dulbe_peft.utils.processes import world
 
-_MOST = 200_000  # training images, whose features are in memory at once
-_ALIKE = 0.8  # cosine from which two images are compared by their pixels
+_MOST = 100_000  # training images, whose features are in memory at once
+_ALIKE = 0.9  # cosine from which two images are compared by their pixels
 Place = tuple[int, int]  # a task, counted from 1, and the position of a test image in it
 
 
@@ -53,11 +54,14 @@ def neighbours(learner: ClassIncrementalLearner, trains: Sequence[Any], tests: S
 def _stored_features(
     learner: ClassIncrementalLearner, trains: Sequence[Any]
 ) -> tuple[list[tuple[LabelledImages, int]], torch.Tensor | None]:
-    """The training images one by one, and their features; None where the store cannot have them."""
+    """The training images one by one, and their features; None where the store cannot have them.
+
+    Nor are there any where several processes encode together, for one alone writes pictures.
+    """
     parts = [labelled_images(train) for train in trains]
     train = [(part, index) for part in parts for index in range(len(part))]
     encoder = learner.encoder
-    if encoder.adapted or encoder.store is None or not 0 < len(train) <= _MOST:
+    if encoder.adapted or encoder.store is None or not 0 < len(train) <= _MOST or world()[1] > 1:
         return train, None
     return train, torch.cat([encoder.dataset_embeds(encoder.images(part)) for part in parts])
 
