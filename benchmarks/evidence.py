@@ -139,6 +139,17 @@ def estimates(results: Path) -> list[list[str]]:
     return [head, *([*key, *row] for key, row in zip(found, cells, strict=True))]
 
 
+def suggest(results: Path, labels: str) -> list[list[str]]:
+    """One line a stream and number of labels bought for each class: accuracy by how they were chosen, best bold."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for path in sorted(results.glob("suggest/*.json")):
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            if str(row["labels"]) in labels.split(","):
+                found.setdefault((row["stream"], str(row["labels"])), {})[row["way"]] = row["value"]
+    lines = [[*key, *best_bold(list(row.values()), max)] for key, row in found.items()]
+    return [["stream", "labels a class", *next(iter(found.values()))], *lines]
+
+
 def figures_of(results: Path, folder: str, pattern: str) -> Iterator[tuple[tuple[str, ...], list[float]]]:
     """The parts of each figure's name in a folder, with its mean and the value of every draw."""
     for path in sorted((results / folder).glob("*.json")):
@@ -209,5 +220,6 @@ def best_bold(figures: list[float], best: Callable[..., float]) -> list[str]:
 
 
 TABLES: dict[str, Any] = {
-    table.__name__: table for table in (frozen, trained, family, own, ablation, costs, exports, beside, estimates)
+    table.__name__: table
+    for table in (frozen, trained, family, own, ablation, costs, exports, beside, estimates, suggest)
 }

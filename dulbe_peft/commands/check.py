@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.commands.options import argument, command, field_options, load_learner, option, store_option
-from dulbe_peft.commands.outputs import as_flags, claim, data_name, overwrite_option, say_next, words_of
+from dulbe_peft.commands.outputs import FOLDER, as_flags, claim, data_name, overwrite_option, say_next, words_of
 from dulbe_peft.runs.settings import StreamArguments
 from dulbe_peft.utils.terminal import printable
 
@@ -23,6 +25,8 @@ PAIRS = 100  # duplicates on the page
 DOUBTFUL = 10  # images that look like another class
 DOUBTS = "look like another class; the label may be wrong, or the picture unusual:"
 NO_DOUBTS = "no image looks more like another class than like its own"
+HEADER = ["split", "path", "finding", "detail"]
+LEFT_OUT, MOVED = "left out", "moved.csv"
 SMALL = 64  # pixels; an image with fewer shows a model of 224 pixels little
 
 
@@ -30,6 +34,7 @@ SMALL = 64  # pixels; an image with fewer shows a model of 224 pixels little
 @argument("data", "images, as for run")
 @option("--page", metavar="FILE.html", help="write a page with pictures, too")
 @option("--csv", metavar="FILE", help="write split, path, finding, detail of all that is found; - is standard output")
+@option("--move-to", metavar="FOLDER", help="move the files that the table names, but for what is left out anyway")
 @option("--check-labels", is_flag=True, help="name the images that look like another class; needs --model")
 @option("--model", metavar="MODEL", help="whose eyes --check-labels looks with, as for run")
 @option("--device", metavar="TEXT", help="where that model runs")
@@ -40,6 +45,7 @@ def check(
     data: str,
     page: str | None,
     csv: str | None,
+    move_to: str | None,
     check_labels: bool,
     model: str | None,
     device: str | None,
@@ -53,55 +59,78 @@ def check(
 
     It decodes every image, and compares all of them with each other. The page has a strip of photographs of each
     class, and shows those that are there twice side by side. With --check-labels it names the ten images that look
-    most like another class than that of their folder; the table has all. The exit status is 2 where images cannot be
-    read.
+    most like another class than that of their folder; the table has all. --move-to sorts the suspects of the table by
+    what was found, of two copies the second, so that you look at them elsewhere. The exit status is 2 where images
+    cannot be read, else 0.
     """
+    claim(("--move-to", move_to, FOLDER), apart=[data])
     claim(("--page", page, ".html"), ("--csv", csv, ".csv"), reads=[data], overwrite=overwrite)
     if check_labels != (model is not None):
         raise ValueError("--check-labels and --model MODEL, such as openai/clip-vit-base-patch16, go together")
+    from dulbe_peft.data.folders import ImageFolder
     from dulbe_peft.data.inventory import find_duplicates
     from dulbe_peft.data.splits import open_stream_data
 
     machine = {} if device is None else {"device": device}
     learner = None if model is None else load_learner(None, model, machine, store=not no_store)
     named = {name: split for name, split in splits.items() if split is not None}
-    train, test, found = open_stream_data(data, **named, skip_unreadable=True)  # type: ignore[arg-type]
+    train, test, found = open_stream_data(data, **named, strict=False)  # type: ignore[arg-type]
     if page is not None and train.features is not None:
         raise ValueError(f"{data!r} is a table of features, which has no pictures for --page")
+    if move_to is not None and not isinstance(train, ImageFolder):
+        raise ValueError(f"--move-to moves files of folders, and {data!r} is none")
     parts = dict(zip(found.counts, [train] if test is None else [train, test], strict=True))
     found = replace(found, duplicates=find_duplicates(parts, near=True))
-    sizes, words = _sizes(parts.values()), words_of(page, csv)
+    (sizes, tiny), words = _sizes(parts), words_of(page, csv)
     print("\n".join([found.format(), *sizes]), file=words)
     doubtful = [] if learner is None else _doubtful(parts, learner)
     if learner is not None:
-        doubts = [f"  {name}: looks like {why}" for _, name, why, _ in doubtful[:DOUBTFUL]]
+        doubts = [f"  {printable(name)}: looks like {why}" for _, name, why, _ in doubtful[:DOUBTFUL]]
         print("\n".join(["", DOUBTS if doubtful else NO_DOUBTS, *doubts]), file=words)
     if page is not None:
-        from dulbe_peft.report.html import write_page
-
-        content = {
-            "name": data_name(data),
-            "found": found,
-            "problems": [*found.problems(), *sizes],
-            "strips": [(name, *_strip(train, label)) for label, name in enumerate(train.class_names)],
-            "pairs": [_pair(parts, row) for row in found.duplicates[:PAIRS]],
-            "doubtful": [(name, f"looks like {why}", _picture(*at)) for _, name, why, at in doubtful[:DOUBTFUL]],
-        }
-        write_page(Path(page), "check.html", content)
+        _write_page(Path(page), data, found, sizes, parts, doubtful)
+    rows = [*_findings(found, doubtful), *tiny]
     if csv is not None:
         from dulbe_peft.utils.files import output_file, write_rows
 
         with output_file(csv) as file:
-            write_rows(file, ["split", "path", "finding", "detail"], _findings(found, doubtful))
+            write_rows(file, HEADER, ([*row[:1], printable(row[1]), *row[2:]] for row in rows))
+    if move_to is not None:
+        print(
+            f"moved: {_move(rows, Path(move_to), Path(data))} to {move_to}; moved.csv there says from where",
+            file=words,
+        )
     if page or csv:
         print(f"\nwritten: {' and '.join(filter(None, (page, csv)))}", file=words)
     print(file=words)
     more = as_flags({name: split for name, split in splits.items() if split is not None})
     more += ["--test-fraction", "0.2"] if test is None else []
-    more += ["--skip-unreadable"] if found.unreadable else []
     model = model or "openai/clip-vit-base-patch16"
     say_next("run", "--model", model, "--data", data, *more, "--output", f"out-{data_name(data)}", to=words)
     return 2 if found.unreadable else 0
+
+
+def _write_page(
+    path: Path,
+    data: str,
+    found: Inventory,
+    sizes: list[str],
+    parts: Mapping[str, LabelledImages],
+    doubtful: list[Doubt],
+) -> None:
+    from dulbe_peft.report.html import write_page
+    from dulbe_peft.report.pictures import picture
+
+    train = next(iter(parts.values()))
+    content = {
+        "name": data_name(data),
+        "found": found,
+        "problems": [*found.problems(), *sizes],
+        "strips": [(name, *_strip(train, label)) for label, name in enumerate(train.class_names)],
+        "pairs": [_pair(parts, row) for row in found.duplicates[:PAIRS]],
+        "doubtful": [(printable(n), f"looks like {why}", picture(*at)) for _, n, why, at in doubtful[:DOUBTFUL]],
+    }
+    write_page(path, "check.html", content)
 
 
 def _findings(found: Inventory, doubtful: list[Doubt]) -> Iterator[list[str]]:
@@ -110,12 +139,12 @@ def _findings(found: Inventory, doubtful: list[Doubt]) -> Iterator[list[str]]:
 
     splits = [split for split, places in found.positions.items() for _ in places]
     for split, (name, why) in zip(splits, found.unreadable, strict=True):
-        yield [split, printable(name), "unreadable", printable(why)]
+        yield [split, name, "unreadable", printable(why)]
     for name, why in found.left_out:
-        yield ["", printable(name), "left out", why]
+        yield ["", name, LEFT_OUT, why]
     for row in found.duplicates:
         kind = {ALIKE[0]: "duplicate", ALIKE[1]: "same pixels"}.get(row.how, "near copy")
-        yield [row.splits[1], printable(row.names[1]), kind, printable(f"of {row.splits[0]}: {row.names[0]}")]
+        yield [row.splits[1], row.names[1], kind, printable(f"of {row.splits[0]}: {row.names[0]}")]
     for split, name, why, _ in doubtful:
         yield [split, name, "looks like another class", why]
 
@@ -137,46 +166,63 @@ def _doubtful(parts: Mapping[str, LabelledImages], learner: ClassIncrementalLear
         split, part, index = places[number]
         own, taken = printable(names[labels[number]]), printable(names[other])
         why = f"{taken!r}, not like {own!r} (probability {share:.1%})"
-        rows.append((split, printable(part.item_name(index)), why, (part, index)))
+        rows.append((split, part.item_name(index), why, (part, index)))
     return rows
 
 
-def _sizes(parts: Any) -> list[str]:
-    """The smallest, the middle and the largest size, and how many images are small."""
+def _sizes(parts: Mapping[str, LabelledImages]) -> tuple[list[str], list[list[str]]]:
+    """The smallest, the middle and the largest size, and how many images are small; and these as rows of the table."""
     from dulbe_peft.data.decoding import open_image
 
-    sizes = []
-    for images in parts:
+    sizes, tiny = [], []
+    for split, images in parts.items():
         for index in range(len(images)) if images.stored else ():
             with open_image(images.file(index)) as image:
                 sizes.append(image.size)
+            if min(sizes[-1]) < SMALL:
+                tiny.append([split, images.item_name(index), "tiny", "{} x {}".format(*sizes[-1])])
     if not sizes:
-        return []
+        return [], []
     sizes.sort(key=lambda size: size[0] * size[1])
     least, middle, most = (f"{w} x {h}" for w, h in (sizes[0], sizes[len(sizes) // 2], sizes[-1]))
-    small = sum(min(size) < SMALL for size in sizes)
-    few = f"; {small} of {len(sizes)} images are narrower than {SMALL}" if small else ""
-    return ["", f"sizes in pixels: {least} to {most}, in the middle {middle}{few}"]
+    few = f"; {len(tiny)} of {len(sizes)} images are narrower than {SMALL}" if tiny else ""
+    if 2 * len(tiny) > len(sizes):  # then small is what these images are
+        tiny = []
+    return ["", f"sizes in pixels: {least} to {most}, in the middle {middle}{few}"], tiny
+
+
+def _move(rows: list[list[str]], folder: Path, data: Path) -> int:
+    """Move the files of the table into a folder for each finding; gives how many. Nothing is replaced."""
+    from dulbe_peft.utils.files import write_csv
+
+    wanted = {path: finding for _, path, finding, _ in reversed(rows) if finding != LEFT_OUT}
+    moves = [(Path(path), folder / finding / Path(path).relative_to(data)) for path, finding in wanted.items()]
+    taken = [target for _, target in moves if os.path.lexists(target)] + [folder / MOVED] * (folder / MOVED).exists()
+    if taken:
+        raise FileExistsError(f"{taken[0]} is there from an earlier call: name another folder for --move-to")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_csv(folder / MOVED, ["from", "to"], [[printable(str(path)) for path in move] for move in moves])
+    for path, target in moves:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(path, target)
+    return len(moves)
 
 
 def _strip(images: LabelledImages, label: int) -> tuple[int, list[str]]:
     """How many images a class has, and some of them."""
     import numpy as np
 
+    from dulbe_peft.report.pictures import picture
+
     places = np.flatnonzero(images.labels == label)
     chosen = places[np.linspace(0, len(places) - 1, min(STRIP, len(places)), dtype=int)]
-    return len(places), [_picture(images, int(index)) for index in chosen]
+    return len(places), [picture(images, int(index)) for index in chosen]
 
 
 def _pair(parts: Mapping[str, LabelledImages], row: Duplicate) -> dict[str, Any]:
     """Two equal images with their names."""
+    from dulbe_peft.report.pictures import picture
+
     places = zip(row.names, row.splits, row.places, strict=True)
-    both = [(printable(name), _picture(parts[split], place)) for name, split, place in places]
+    both = [(printable(name), picture(parts[split], place)) for name, split, place in places]
     return {"how": row.how, "across": row.splits[0] != row.splits[1], "images": both}
-
-
-def _picture(images: LabelledImages, index: int) -> str:
-    """An image as a small one that a page holds."""
-    from dulbe_peft.report.pictures import as_address, thumbnail
-
-    return as_address(thumbnail(images.image(index)))

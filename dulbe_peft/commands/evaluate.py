@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @option("--data", required=True, help="images: a folder of classes or of parquet files, or hf:NAME")
 @option("--split", help="split of the data (test, or the classes of a folder without splits)")
 @option("--class-names", metavar="FILE", help="text file with the names of the classes, as for run")
-@option("--skip-unreadable", is_flag=True, help="leave images out that cannot be read; decodes all first")
+@option("--strict", is_flag=True, help="stop where an image cannot be read; else such images are left out")
 @option("--reject", type=float, metavar="SHARE", help='measure "none of these" for these accepted false alarms')
 @option("--zero-shot", is_flag=True, help="measure what is still known of unlearned classes")
 @option(
@@ -37,7 +37,7 @@ def evaluate(
     data: str,
     split: str | None,
     class_names: str | None,
-    skip_unreadable: bool,
+    strict: bool,
     reject: float | None,
     zero_shot: bool,
     scale: Sequence[float],
@@ -59,7 +59,8 @@ def evaluate(
         raise ValueError("--reject is of the learner's classifier, and --zero-shot of the text classifier: give one")
     from dulbe_peft.runs.sources import open_images
 
-    loaded, images = load(), open_images(data, _split(data, split), class_names, skip_unreadable)
+    loaded = load()
+    images = open_images(data, _split(data, split), class_names, strict, loaded.encoder.store)
     known = [name for name in images.class_names if name in set(loaded.class_names)]
     unknown = [name for name in images.class_names if name not in set(known)]
     figures: dict[str, Any] = {}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @option("--data", required=True, help="images: a folder of classes or of parquet files, or hf:NAME")
 @option("--split", help="one split alone; '' for a folder of classes (all that run would learn and test)")
 @option("--class-names", metavar="FILE", help="text file with the names of the classes, as for run")
-@option("--skip-unreadable", is_flag=True, help="leave images out that cannot be read; decodes all first")
+@option("--strict", is_flag=True, help="stop where an image cannot be read; else such images are left out")
 @option("--output", metavar="FILE.parquet", help="write a table: content, path, split, label, embedding")
 @option("--prompt-template", metavar="TEXT", help="of the class names, for a pristine model")
 @option("--engine", choice=("local", "dask", "ray"), help="encode in several processes, or with Dask or Ray")
@@ -38,7 +38,7 @@ def features(
     data: str,
     split: str | None,
     class_names: str | None,
-    skip_unreadable: bool,
+    strict: bool,
     output: str | None,
     prompt_template: str | None,
     engine: str | None,
@@ -64,7 +64,7 @@ def features(
     from dulbe_peft.data.features import EncoderNote, write_features
     from dulbe_peft.data.inventory import counted, unreadable_lines
 
-    parts = _parts(data, split, class_names, skip_unreadable)
+    parts = _parts(data, split, class_names, strict)
     if any(images.features is not None for images in parts.values()):  # whose model is not known to be this one
         raise ValueError(f"{data!r} is a table of features already: give the images")
     loaded = load(**({} if prompt_template is None else {"prompt_template": prompt_template}))
@@ -77,7 +77,7 @@ def features(
         again = partial(load, num_workers=0, progress=False)
         fill_store(store, list(parts.values()), loaded, again, engine, jobs, address)
     unreadable: list[tuple[str, str]] = []
-    rows = _encoded(parts, loaded, unreadable)
+    rows = _encoded(parts, loaded, strict, unreadable)
     if output is None:
         count = sum(len(images) for _, images, _ in rows)
     else:
@@ -91,22 +91,25 @@ def features(
     name = Path(output or data).stem
     frozen = ("run", "--model", loaded.state.base_name[0], "--data", output or data, "--output", f"{name}-run")
     say_next(*(("evaluate", learner, "--data", data) if loaded.encoder.adapted else frozen), to=sys.stderr)
-    return 2 if unreadable else 0
+    return 0
 
 
-def _parts(data: str, split: str | None, class_names: str | None, skip_unreadable: bool) -> Mapping[str, Any]:
-    """The images to encode, by the names of their splits."""
+def _parts(data: str, split: str | None, class_names: str | None, strict: bool) -> Mapping[str, Any]:
+    """The images to encode, by the names of their splits; encoding finds out which cannot be decoded."""
     from dulbe_peft.runs.sources import open_images, open_source
 
     if split is not None:
-        return {split or "train": open_images(data, split or None, class_names, skip_unreadable)}
-    given = {"data": data, "skip_unreadable": skip_unreadable, "class_names": class_names}
-    train, test = open_source({**given, "train_split": "train", "test_split": "test"})
+        return {split or "train": open_images(data, split or None, class_names)}
+    given = {"data": data, "strict": strict, "class_names": class_names, "train_split": "train", "test_split": "test"}
+    train, test = open_source(given, decode=False)
     return {"train": train} | ({} if test is None else {"test": test})
 
 
 def _encoded(
-    parts: Mapping[str, LabelledImages], learner: ClassIncrementalLearner, unreadable: list[tuple[str, str]]
+    parts: Mapping[str, LabelledImages],
+    learner: ClassIncrementalLearner,
+    strict: bool,
+    unreadable: list[tuple[str, str]],
 ) -> Iterator[tuple[str, LabelledImages, np.ndarray]]:
     """Split, images and features, bit by bit; what cannot be read goes into `unreadable`."""
     from dulbe_peft.runs.encoding import SHARD
@@ -115,6 +118,8 @@ def _encoded(
         for start in range(0, len(images), SHARD):
             part = images.at(slice(start, start + SHARD))
             found, problems = learner.readable_embeds(part)
+            if problems and strict:
+                part[next(iter(problems))]  # which says what is wrong
             unreadable += [(part.item_name(index), reason) for index, reason in problems.items()]
             rows = [index for index in range(len(part)) if index not in problems]
             yield split, part.at(rows), found.cpu().numpy()[rows]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.commands.options import command, field_options, learner_options, option
+from dulbe_peft.commands.options import command, field_options, labels_option, learner_options, option
 from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option
 from dulbe_peft.commands.run import say_results
 from dulbe_peft.runs.settings import StreamArguments
 from dulbe_peft.runs.sources import (
     DATA_FIELDS,
+    data_or_labels,
     new_images,
     open_source,
     print_once,
@@ -25,12 +26,13 @@ if TYPE_CHECKING:
     from dulbe_peft.runs.progress import Row
     from dulbe_peft.streams.tasks import Task
 
-_DATA = ("train_split", "test_split", "test_fraction", "skip_unreadable", "class_names")
+_DATA = tuple(name for name in DATA_FIELDS if name != "data")
 
 
 @command(kept="finished tasks are kept")
 @learner_options()
-@option("--data", required=True, help="images, as for run")
+@option("--data", help="images, as for run")
+@labels_option
 @option("--output", required=True, metavar="FOLDER", help="folder of the new run; never that of LEARNER")
 @option("--increment", type=int, help="new classes per task; without it all are one task")
 @option("--no-update", is_flag=True, help="leave out images of classes that are known")
@@ -40,7 +42,8 @@ _DATA = ("train_split", "test_split", "test_fraction", "skip_unreadable", "class
 def learn(
     learner: str,
     load: Callable[..., ClassIncrementalLearner],
-    data: str,
+    data: str | None,
+    labels: str | None,
     output: str,
     increment: int | None,
     no_update: bool,
@@ -56,15 +59,18 @@ def learn(
     Images of classes that it knows are taken in without training. Images that june has learned are
     left out, wherever they lie now. The same command goes on where it was stopped.
     """
+    data = data_or_labels(data, labels)
+    if not data:
+        raise ValueError("--data is required, or --labels")
     claim(("--output", output, FOLDER), apart=[learner, data], overwrite=overwrite)
-    loaded = load()
+    loaded = load(data=data)
     from dulbe_peft.runs.progress import known_tasks, renamed_classes
     from dulbe_peft.utils.processes import leave, world
 
     stream = StreamArguments(data=data, output=output, **{n: value for n, value in flags.items() if value is not None})
     source = {name: value for name, value in source_of(stream).items() if name in DATA_FIELDS}
     notes: list[str] = []
-    train, test = open_source(source, notes=notes)
+    train, test = open_source(source, notes=notes, store=loaded.encoder.store)
     say_leaks(train, test, loaded.state.known)
     fresh = new_images(train, loaded.state.known, again)
     known = [name for name in train.class_names if name in set(loaded.class_names)]

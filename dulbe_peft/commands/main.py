@@ -21,6 +21,7 @@ from dulbe_peft.utils.when_imported import when_imported
 GROUPS = {
     "From photographs to answers": {
         "check": "look through a folder of images: counts, duplicates, files that cannot be read",
+        "suggest": "which photographs to label next",
         "run": "learn a folder of images, or a class-incremental stream of them",
         "report": "write a page about runs or a comparison",
         "learn": "give a finished learner new classes, and more images of known ones",

@@ -155,6 +155,12 @@ def _show_all(ctx: click.Context, _: click.Parameter, value: bool) -> None:
         ctx.exit()
 
 
+def labels_option(function: Any) -> Any:
+    """The flag `--labels`."""
+    table = "in place of --data: a table with path,label[,split], or exiftool's SourceFile,Subject"
+    return option("--labels", metavar="FILE.csv", help=table)(function)
+
+
 def store_option(function: Any) -> Any:
     """The flag `--no-store`."""
     kept = "keep no features of images, and find none that were kept"

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from csv import writer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.utils.tables import GrowingTable
 
 NONE = "none of these"
+ROOT = "dulbe"  # of the keywords that are guesses, which tells them from a person's
 HEADER = ["path", "class", "probability", "novelty"]
 
 
@@ -33,6 +35,7 @@ HEADER = ["path", "class", "probability", "novelty"]
 @option("--top-k", type=int, default=1, help="how many classes for each image (1)")
 @option("--csv", metavar="FILE", help="write path, class, probability, novelty; - is standard output")
 @option("--json", "json_file", metavar="FILE", help="write the same as JSON; - is standard output")
+@option("--exiftool", metavar="FILE.csv", help="write keywords below `dulbe`, as `exiftool -csv+=FILE` takes them")
 @option("--sort-into", metavar="FOLDER", help="copy each image into a folder of its class, and replace nothing")
 @option("--reject", type=float, metavar="SHARE", help='answer "none of these"; accepted false alarms')
 @option("--coverage", type=float, metavar="SHARE", help="give so many classes that the right one is among them")
@@ -44,6 +47,7 @@ def predict(
     top_k: int,
     csv: str | None,
     json_file: str | None,
+    exiftool: str | None,
     sort_into: str | None,
     reject: float | None,
     coverage: float | None,
@@ -67,7 +71,8 @@ def predict(
 
     if coverage is not None and top_k != 1:
         raise ValueError(f"--top-k is {top_k} and --coverage {coverage}: give one of them")
-    claim(("--csv", csv, ".csv"), ("--json", json_file, ".json"), reads=paths, overwrite=overwrite)
+    files = ("--csv", csv, ".csv"), ("--json", json_file, ".json"), ("--exiftool", exiftool, ".csv")
+    claim(*files, reads=paths, overwrite=overwrite)
     claim(("--sort-into", sort_into, FOLDER), apart=paths)
     images = list(_images(paths))
     if not images:
@@ -85,28 +90,44 @@ def predict(
     how = {"top_k": top_k, "reject": reject, "coverage": coverage, "novelty": bool(csv or json_file)}
     if reject is not None:
         say_whether_told(loaded)
-    rows: list[Prediction] = []  # what goes into the JSON file
+    rows: list[Prediction] = []  # what goes into files that are written at the end
     counts = Counter[str]()
-    with _outputs(loaded, paths, how, csv, sort_into, overwrite or piped or bool(json_file)) as (table, copy):
+    with _outputs(loaded, paths, how, csv, sort_into, overwrite or piped or bool(json_file or exiftool)) as (
+        table,
+        copy,
+    ):
         done = set[str]() if table is None else table.done
         for found in _answers(loaded, images, table, how):
-            counts.update(_tell(found, quiet=bool(csv or json_file)))
+            counts.update(_tell(found, quiet=bool(csv or json_file or exiftool)))
             for row in found:
                 if row.error is None and copy is not None:  # before its row, which stands for the copy, too
                     copy(Path(row.image), row.classes[0] if row.known else NONE)
                 if row.error is None and table is not None:
                     table.add(_lines(row))
-            rows += found if json_file else []
+            rows += found if json_file or exiftool else []
     if json_file:
         with output_file(json_file) as file:
             print(json.dumps([_as_json(row) for row in rows], indent=1, ensure_ascii=False), file=file)
-    files = [file for file in (csv, json_file, sort_into) if file not in (None, "-")]
-    if csv or json_file or sort_into or counts["unread"] or reject is not None:
+    if exiftool:
+        _write_keywords(exiftool, rows)
+    files = [file for file in (csv, json_file, exiftool, sort_into) if file not in (None, "-")]
+    if csv or json_file or exiftool or sort_into or counts["unread"] or reject is not None:
         _sum_up(counts, len(done), reject is not None, files)
     if files and sort_into is None and "-" not in paths:
         which = as_flags({"classifier": loaded.classifier.name} | ({} if reject is None else {"reject": reject}))
         say_next("predict", learner, *paths, *which, "--sort-into", "sorted", to=sys.stderr)
     return 0 if counts["known"] or counts["refused"] or done else 2
+
+
+def _write_keywords(path: str, rows: list[Prediction]) -> None:
+    """Write the answers as keywords for exiftool, which takes paths as they are: no apostrophe guards a formula."""
+    from dulbe_peft.data.labels import exiftool_rows
+    from dulbe_peft.utils.files import output_file
+
+    answers = [(row.image, row.classes[0]) for row in rows if row.error is None and row.known]
+    table = exiftool_rows(answers, ROOT)
+    with output_file(path) as file:
+        writer(file).writerows(table)
 
 
 @contextmanager

@@ -9,22 +9,24 @@ import click
 
 from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.commands.given import check_given
-from dulbe_peft.commands.options import command, setting_options
+from dulbe_peft.commands.options import command, labels_option, setting_options
 from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option, say_next
 from dulbe_peft.runs.settings import GROUPS, given_settings, pick, validated
+from dulbe_peft.runs.sources import data_or_labels
 from dulbe_peft.utils.settings import field_types
 
 # What `--help` shows; `--help-all` shows the rest.
 ESSENTIAL = (
     *("model", "data", "output", "strategy", "classifiers", "increment", "test_fraction", "class_order", "dry_run"),
-    *("skip_unreadable", "epochs", "learning_rate", "prompt_template", "seed", "num_workers", "device"),
+    *("strict", "vocabulary", "epochs", "learning_rate", "prompt_template", "seed", "num_workers", "device"),
 )
 
 
 @command(usage="--model MODEL --data DATA --output OUT [OPTIONS]", kept="finished tasks are kept")
 @setting_options(ESSENTIAL)
+@labels_option
 @overwrite_option
-def run(config: str | None, overwrite: bool, **flags: Any) -> int:
+def run(config: str | None, labels: str | None, overwrite: bool, **flags: Any) -> int:
     """example:
       dulbe-peft run --model openai/clip-vit-base-patch16 --data photos --output out
 
@@ -33,6 +35,8 @@ def run(config: str | None, overwrite: bool, **flags: Any) -> int:
     The same command goes on where a run was stopped, and where classes were added.
     """
     settings = given_settings(config, flags)
+    if labels is not None:
+        settings["data"] = data_or_labels(flags["data"], labels)
     _take_noted_model(settings)
     for name in ("model",) if settings.get("dry_run") else ("model", "data", "output"):
         if not settings.get(name):

@@ -24,7 +24,7 @@ from dulbe_peft.utils.specs import closest
 DRIFTS = ("none", "linear")
 CHOICE_FRACTION = 0.2  # of the training images, on which settings are chosen
 # What a stream is: other images in a method's runs could not be compared with those of the others.
-_STREAM_ONLY = {"data", "train_split", "test_split", "test_fraction", "class_names", "skip_unreadable", "max_tasks"}
+_STREAM_ONLY = {"data", "train_split", "test_split", "test_fraction", "class_names", "strict", "max_tasks"}
 _STREAM_ONLY |= {"class_order", "order_seed", "draw_seed", "images_per_class", "increment", "initial_increment"}
 _FIXED = {
     "output": "the command line names one folder for all",

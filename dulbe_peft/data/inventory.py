@@ -11,6 +11,7 @@ from PIL import Image
 
 from dulbe_peft.data.decoding import image_problem, open_image, to_rgb
 from dulbe_peft.data.images import LabelledImages, labelled_images, pixels_content
+from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.utils.terminal import printable
 
 _FIRST, _SLOW, _THREADS = 100, 1e-3, 16
@@ -98,8 +99,8 @@ class Inventory:
         ]
         return "\n".join(lines + self.problems())
 
-    def problems(self) -> list[str]:
-        """What is left out and why, was not looked at, cannot be read, is rare, or is there twice."""
+    def problems(self, most: int = _SHOWN) -> list[str]:
+        """What is left out and why, was not looked at, cannot be read (`most` of them), is rare, or there twice."""
         lines = []
         if self.left_out:
             paths: dict[str, list[str]] = {}
@@ -111,7 +112,7 @@ class Inventory:
         if self.unchecked:
             lines += ["", f"not looked at before training: {counted(self.unchecked, 'image')} without a file"]
         if self.unreadable:
-            lines += ["", f"cannot be read: {len(self.unreadable)}", *unreadable_lines(self.unreadable)]
+            lines += ["", f"cannot be read: {len(self.unreadable)}", *unreadable_lines(self.unreadable, most)]
         for split, counts in list(self.counts.items())[:1]:
             rare = [f"{printable(name)} ({count})" for name, count in counts.items() if count < FEW]
             if rare:
@@ -132,9 +133,9 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun if number == 1 else plural}"
 
 
-def unreadable_lines(unreadable: Sequence[tuple[str, str]]) -> list[str]:
+def unreadable_lines(unreadable: Sequence[tuple[str, str]], most: int = _SHOWN) -> list[str]:
     """The first unreadable images, one a line with its reason, and how many more there are."""
-    return [f"  {line}" for line in _first([f"{printable(name)}: {why}" for name, why in unreadable], _SHOWN)]
+    return [f"  {line}" for line in _first([f"{printable(name)}: {why}" for name, why in unreadable], most)]
 
 
 def _first(texts: list[str], most: int) -> list[str]:
@@ -161,13 +162,22 @@ def inspect_images(dataset: Any, split: str | None = None, in_full: bool = False
 
 
 def inspect_parts(
-    parts: Mapping[str, LabelledImages], in_full: bool, left_out: Sequence[tuple[str, str]] = ()
+    parts: Mapping[str, LabelledImages],
+    in_full: bool,
+    left_out: Sequence[tuple[str, str]] = (),
+    store: FeatureStore | None = None,
 ) -> Inventory:
-    """The inventory of the splits of a data set; `left_out` beside what each of them leaves out."""
+    """The inventory of the splits of a data set; `left_out` beside what each of them leaves out.
+
+    What has features in the `store` was decoded once, and is not decoded again.
+    """
     found = Inventory(count_images(parts))
     found.left_out.extend(dict.fromkeys([*left_out, *(row for images in parts.values() for row in images.left_out)]))
     for split, images in parts.items():
-        problems = dict(enumerate(_problems(images, in_full) if images.stored else ()))
+        known = store.known(images.contents()) if store is not None and in_full and images.stored else set()
+        rows = [row for row, content in enumerate(images.contents()) if content not in known] if known else None
+        looked = images if rows is None else images.at(rows)
+        problems = dict(zip(rows or range(len(images)), _problems(looked, in_full) if images.stored else ()))
         found.positions[split] = [index for index, problem in problems.items() if problem]
         found.unreadable.extend((images.item_name(index), problems[index] or "") for index in found.positions[split])
     unchecked = sum(len(images) for images in parts.values() if not images.stored)
@@ -183,9 +193,9 @@ def count_images(parts: Mapping[str, LabelledImages]) -> dict[str, dict[str, int
     return counts
 
 
-def readable_images(images: LabelledImages) -> tuple[LabelledImages, Inventory]:
+def readable_images(images: LabelledImages, store: FeatureStore | None = None) -> tuple[LabelledImages, Inventory]:
     """The images that can be decoded, and what was found."""
-    found = inspect_images(images, in_full=True)
+    found = inspect_parts({images.split or "images": images}, True, store=store)
     (bad,) = found.positions.values()
     return images.at(np.setdiff1d(np.arange(len(images)), bad)), found
 

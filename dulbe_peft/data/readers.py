@@ -13,6 +13,7 @@ from dulbe_peft.data.features import feature_files, load_features
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.hub import HUB_PREFIX, is_dataset_folder, load_hub_images
 from dulbe_peft.data.images import LabelledImages
+from dulbe_peft.data.labels import ListedImages, is_label_file
 from dulbe_peft.utils.extras import installed
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -26,6 +27,7 @@ def load_data(
     *,
     image_column: str = "image",
     label_column: str = "label",
+    vocabulary: str | None = None,
 ) -> LabelledImages:
     """Open a dataset by what its path is.
 
@@ -33,10 +35,12 @@ def load_data(
         path_or_name: a folder of images; a table of features, which is a parquet file, or a folder of such files,
             with the columns `embedding` and `label`; a folder of the library `datasets`, written by `save_to_disk` or
             with files such as `train.parquet` and `test.parquet` in it or in its folder `data`; "hf:" and the name of
-            a dataset on the Hugging Face hub; or "demo-digits", scikit-learn's handwritten digits.
+            a dataset on the Hugging Face hub; a CSV file with the columns path, label and perhaps split, or with
+            SourceFile and Subject, as exiftool prints them; or "demo-digits", scikit-learn's handwritten digits.
         split: the split to read; None for a folder of classes without splits.
         image_column: column with the images, where the dataset is one of Hugging Face.
         label_column: column with the labels, where the dataset is one of Hugging Face.
+        vocabulary: file with the keywords that are classes, one a line, where exiftool's keywords are the labels.
 
     Returns:
         A data set: `len`, items {"image": upright PIL image in RGB, "label": int}, `labels` and `class_names`.
@@ -53,12 +57,15 @@ def load_data(
         return load_features(path, split)
     if text.startswith(HUB_PREFIX) or is_dataset_folder(path):
         return load_hub_images(text, split, image_column, label_column)
+    if is_label_file(path):
+        return ListedImages(path, split, vocabulary)
     if path.is_dir():
         return ImageFolder(path, split)
     if text == DEMO_DIGITS and not path.exists():
         return load_digit_images(split)
     archive = path.suffix.lower() in ARCHIVES
-    why = why_not_read(path.suffix.lower()) if archive else "expected a folder of images or of parquet files"
+    files = "expected a folder of images or of parquet files, or a .csv of labels"
+    why = why_not_read(path.suffix.lower()) if archive else files
     raise ValueError(f"{path} is a file, {why}")
 
 

@@ -14,7 +14,9 @@ from dulbe_peft.data.folders import SPLIT_NAMES, ImageFolder, folder_content, ho
 from dulbe_peft.data.hub import HUB_PREFIX, hub_splits, is_dataset_folder
 from dulbe_peft.data.images import LabelledImages, labelled_images
 from dulbe_peft.data.inventory import Inventory, count_images, find_duplicates, inspect_parts, unreadable_lines
+from dulbe_peft.data.labels import is_label_file, label_splits
 from dulbe_peft.data.readers import DEMO_DIGITS, load_data
+from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.utils.checks import check_int, check_number
 
 
@@ -94,7 +96,10 @@ def open_stream_data(
     train_split: str = "train",
     test_split: str = "test",
     test_fraction: float | None = None,
-    skip_unreadable: bool = False,
+    strict: bool = True,
+    decode: bool = True,
+    store: FeatureStore | None = None,
+    **reading: Any,
 ) -> tuple[LabelledImages, LabelledImages | None, Inventory]:
     """Open the data of a stream, look at all of it, and decide what is learned and what is tested on.
 
@@ -106,7 +111,10 @@ def open_stream_data(
         train_split: name of the split to learn from.
         test_split: name of the split to test on, where there is one.
         test_fraction: without a test split: about how much of each class is held back, see [`hold_out`].
-        skip_unreadable: leave unreadable images out instead of raising. Every image is decoded to find them.
+        strict: raise where an image cannot be read, as far as headers tell. Else such images are left out.
+        decode: without `strict`, decode every image to find damage in the middle of a file, too.
+        store: features; what some model has encoded is not decoded again for this.
+        reading: other arguments of `load_data`.
 
     Returns:
         The images to learn from; those to test on, or None; and the inventory, which counts these images.
@@ -125,14 +133,14 @@ def open_stream_data(
         raise ValueError(
             f"test_fraction is {test_fraction}, but {path} has the test split {test_split!r}: leave one out"
         )
-    train = load_data(path, train_split if splits else None)
+    train = load_data(path, train_split if splits else None, **reading)
     parts = {train_split: train}
     if test_split in splits:
-        parts[test_split] = _with_classes_of(train, load_data(path, test_split))
-    found = inspect_parts(parts, skip_unreadable, left_out)
-    if found.unreadable and not skip_unreadable:
+        parts[test_split] = _with_classes_of(train, load_data(path, test_split, **reading))
+    found = inspect_parts(parts, decode and not strict, left_out, store)
+    if found.unreadable and strict:
         first = f"{len(found.unreadable)} of the images in {path} cannot be read:"
-        advice = "mend or remove them, or leave them out with --skip-unreadable (in Python skip_unreadable=True)"
+        advice = "mend or remove them, or leave them out: without --strict (in Python strict=False)"
         raise ValueError("\n".join([first, *unreadable_lines(found.unreadable), advice]))
     for split, bad in found.positions.items():
         parts[split] = parts[split].at(np.setdiff1d(np.arange(len(parts[split])), bad))
@@ -142,9 +150,9 @@ def open_stream_data(
     return parts[train_split], parts.get(test_split), found
 
 
-def open_split(path: str | os.PathLike[str], split: str | None) -> LabelledImages:
+def open_split(path: str | os.PathLike[str], split: str | None, **reading: Any) -> LabelledImages:
     """One split as `load_data` opens it, labelled by the classes of the training images, then by its own."""
-    images, folder = load_data(path, split), Path(path)
+    images, folder = load_data(path, split, **reading), Path(path)
     if not isinstance(images, ImageFolder) or split in (None, "train"):
         return images
     if "train" not in subfolders(folder) or not holds_only_folders(folder / "train"):
@@ -168,6 +176,10 @@ def _splits(text: str, train: str, test: str) -> tuple[list[str], list[tuple[str
     folder = Path(text)
     if feature_files(folder):
         splits = feature_splits(folder)
+    elif is_label_file(folder):
+        splits = label_splits(folder)
+        if not splits:
+            return [], []
     elif text.startswith(HUB_PREFIX) or is_dataset_folder(folder):
         splits = hub_splits(text) or [train]  # a data set saved without splits: what it is called is open
     elif folder.is_dir():

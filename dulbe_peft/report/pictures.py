@@ -123,3 +123,8 @@ def thumbnail(image: Image.Image) -> Image.Image:
         return picture.resize((width * factor, height * factor), Image.Resampling.NEAREST)
     picture.thumbnail((SIDE, SIDE))
     return picture
+
+
+def picture(images: LabelledImages, index: int) -> str:
+    """An image as a small one that a page holds."""
+    return as_address(thumbnail(images.image(index)))

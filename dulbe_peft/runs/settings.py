@@ -21,7 +21,7 @@ class StreamArguments:
 
     model: str = setting("", "Dual encoder such as CLIP or SigLIP: a folder, or a Hub id. Required.")
     data: str = setting(
-        "", "Images: a folder with train/class/*.jpg, class/*.jpg or parquet files, or hf:NAME. Required."
+        "", "Images: a folder with train/class/*.jpg, class/*.jpg or parquet files, or hf:NAME. This or --labels."
     )
     output: str = setting("", "Folder for checkpoints and results. Required.")
     strategy: str = setting("frozen", "What is trained: NAME or NAME:KEY=VALUE. frozen: nothing; dulbe: the paper's.")
@@ -40,7 +40,12 @@ class StreamArguments:
         "among the classes; longtail:32 gives 32 images to one class, 16 to the next, 32 / 3 to the third, and so on.",
     )
     draw_seed: int = setting(0, "Seed of the images that are drawn, or held back for --validation-fraction.")
-    skip_unreadable: bool = setting(False, "Decode all images first, and leave out those that cannot be read.")
+    strict: bool = setting(
+        False, "Stop where an image cannot be read. Without it, such images are left out and named."
+    )
+    vocabulary: str | None = setting(None, "Text file with the keywords that are classes, for exiftool's table.")
+    image_column: str = setting("image", "Column with the images, where the data is one of Hugging Face.")
+    label_column: str = setting("label", "Column with the labels, likewise.")
     class_names: str | None = setting(
         None, "Text file, a line for each class: 'old name', a tab, 'new name', or new names in the data's order."
     )
@@ -59,7 +64,7 @@ class StreamArguments:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        for name in ("class_names", "class_texts"):
+        for name in ("class_names", "class_texts", "vocabulary"):
             if getattr(self, name) == "":
                 raise ValueError(f"{name} is '', expected the path of a file")
         count = self.images_per_class

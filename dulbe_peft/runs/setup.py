@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # torch is imported when a run is set up
     from transformers import PreTrainedModel
 
     from dulbe_peft.adapter.config import DualModeLoraConfig
+    from dulbe_peft.data.store import FeatureStore
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.strategies import Strategy
     from dulbe_peft.streams.tasks import Task
@@ -89,26 +90,29 @@ def set_up(settings: dict[str, Any]) -> Setup:
     from dulbe_peft.learner import ClassIncrementalLearner
 
     left_out: list[str] = []
-    tasks = stream_tasks(stream, left_out) if stream.data else []
+    store = open_store(stream.store)
+    tasks = stream_tasks(stream, left_out, store) if stream.data else []
     base, processor = load_dual_encoder(stream.model, stream.revision, stream.attn_implementation)
     torch.manual_seed(args.seed)
     model = adapted(base, DualModeLoraConfig(**vars(adapter)), strategy, stream.revision)
 
     def make_learner(args: LearnerArguments) -> ClassIncrementalLearner:
         learner = ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
-        learner.encoder.store = open_store(stream.store)
+        learner.encoder.store = store
         return learner
 
     return Setup(stream, args, strategy, model, tasks, make_learner, left_out)
 
 
-def stream_tasks(stream: StreamArguments, notes: list[str] | None = None) -> list[Task]:
-    """The tasks of the stream that the settings describe; `notes` as in `open_source`."""
+def stream_tasks(
+    stream: StreamArguments, notes: list[str] | None = None, store: FeatureStore | None = None
+) -> list[Task]:
+    """The tasks of the stream that the settings describe; `notes` and `store` as in `open_source`."""
     from dulbe_peft.runs.resume import finished_tasks
     from dulbe_peft.streams.tasks import class_incremental_tasks
     from dulbe_peft.utils.files import read_lines
 
-    train, test = open_source(source_of(stream), notes=notes)
+    train, test = open_source(source_of(stream), notes=notes, store=store)
     names = train.class_names
     order: Any = stream.class_order
     if order is not None and order != "icarl":

@@ -14,9 +14,11 @@ from dulbe_peft.utils.terminal import printable_lines
 if TYPE_CHECKING:  # numpy and Pillow are imported by the commands that need them
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.data.known import KnownImages
+    from dulbe_peft.data.store import FeatureStore
     from dulbe_peft.runs.progress import FinishedTask
 
-DATA_FIELDS = ("data", "train_split", "test_split", "test_fraction", "skip_unreadable", "class_names")
+_READING = ("vocabulary", "image_column", "label_column")  # arguments of `load_data`
+DATA_FIELDS = ("data", "train_split", "test_split", "test_fraction", "strict", "class_names", *_READING)
 _DRAWS = ("validation_fraction", "images_per_class", "draw_seed")
 FIELDS = (*DATA_FIELDS, *_DRAWS)
 DRAWN = ("test_fraction", "validation_fraction", "images_per_class")  # of which one means a part of the images
@@ -27,26 +29,50 @@ def source_of(settings: Any) -> dict[str, Any]:
     source = {name: getattr(settings, name) for name in FIELDS if hasattr(settings, name)}
     if Path(source["data"]).exists():  # else it is on the Hub, the demo's digits, or an error that shows it as it is
         source["data"] = str(Path(source["data"]).absolute())
-    if source.get("class_names"):
-        source["class_names"] = str(Path(source["class_names"]).absolute())
+    for name in ("class_names", "vocabulary"):
+        if source.get(name):
+            source[name] = str(Path(source[name]).absolute())
     return source
 
 
+def data_or_labels(data: str | None, labels: str | None) -> str | None:
+    """What --data or --labels names, of which one is given at most."""
+    if labels is None:
+        return data
+    if data:
+        raise ValueError(f"--data is {data!r} and --labels {labels!r}: the table names the images, so give it alone")
+    if not labels.lower().endswith(".csv"):
+        raise ValueError(f"--labels is {labels!r}, expected a .csv file with the columns path,label")
+    return labels
+
+
+def _reading(source: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: source[name] for name in _READING if source.get(name)}
+
+
 def open_source(
-    source: dict[str, Any], report: bool = True, notes: list[str] | None = None
+    source: dict[str, Any],
+    report: bool = True,
+    notes: list[str] | None = None,
+    store: FeatureStore | None = None,
+    decode: bool = True,
 ) -> tuple[LabelledImages, LabelledImages | None]:
-    """Images to learn from, and to test on or None, for all commands; `notes` takes what is left out, line by line."""
+    """Images to learn from, and to test on or None, for all commands; `notes` takes what is left out, line by line.
+
+    `store` and `decode` as in `open_stream_data`.
+    """
     from dulbe_peft.data.splits import draw_per_class, hold_out, open_stream_data
     from dulbe_peft.streams.protocols import rename_classes
 
-    fraction, skip = source.get("test_fraction"), bool(source.get("skip_unreadable"))
-    train, test, found = open_stream_data(source["data"], source["train_split"], source["test_split"], fraction, skip)
+    splits, fraction = (source["train_split"], source["test_split"]), source.get("test_fraction")
+    how = {"strict": bool(source.get("strict")), "store": store, "decode": decode} | _reading(source)
+    train, test, found = open_stream_data(source["data"], *splits, fraction, **how)
     if notes is not None:
-        notes += [line.strip() for line in found.problems() if line]
+        notes += [line.strip() for line in found.problems(most=len(found.unreadable)) if line]
     if report:
         print_once("\n".join([found.summary(), *found.problems()]))
         if found.unreadable:
-            print_once("the images that cannot be read are left out, as --skip-unreadable says, and not counted above")
+            print_once("the images that cannot be read are left out, and not counted above; --strict stops there")
         if train.features is not None and train.features.note is None:
             print_once(f"{source['data']} does not say which model made it: its width alone is compared")
         if test is None:
@@ -65,16 +91,23 @@ def open_source(
     return train, test
 
 
-def open_images(data: str, split: str | None, class_names: str | None, skip_unreadable: bool) -> LabelledImages:
+def open_images(
+    data: str,
+    split: str | None,
+    class_names: str | None,
+    strict: bool = True,
+    store: FeatureStore | None = None,
+) -> LabelledImages:
     """The images of one split, None: of a folder of classes; what is left out as unreadable is printed."""
     from dulbe_peft.data.inventory import readable_images
     from dulbe_peft.data.splits import open_split
     from dulbe_peft.streams.protocols import rename_classes
 
     images = open_split(data, split)
-    if skip_unreadable:
-        images, found = readable_images(images)
-        print("\n".join([found.summary(), *found.problems()]), file=sys.stderr)
+    if not strict:  # with it, reading raises
+        images, found = readable_images(images, store)
+        if found.unreadable:
+            print("\n".join([found.summary(), *found.problems()]), file=sys.stderr)
     return images if class_names is None else rename_classes(images, class_names)
 
 
@@ -111,7 +144,7 @@ def _where_tests_are(source: dict[str, Any]) -> list[LabelledImages]:
     errors: list[Exception] = []
     for split in dict.fromkeys((source["test_split"], source["train_split"], None)):
         try:
-            parts.append(open_split(source["data"], split))
+            parts.append(open_split(source["data"], split, **_reading(source)))
         except (OSError, ValueError) as error:
             errors.append(error)
     if not parts:

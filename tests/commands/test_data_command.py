@@ -56,30 +56,31 @@ def test_a_run_without_test_images(photos, tmp_path, capsys):
     assert "classifiers" not in json.loads((tmp_path / "out" / "results.json").read_text())
 
 
-def test_unreadable_images_stop_a_run_before_the_model_is_loaded(photos, tmp_path, capsys):
+def test_unreadable_images_are_left_out_and_said_or_stop_a_run_before_the_model_is_loaded(photos, tmp_path, capsys):
     bad, out = photos / "train" / "two" / "1.png", str(tmp_path / "out")
     bad.write_bytes(bad.read_bytes()[:60])
     (photos / "test" / "two" / "notes.txt").write_text("x")
     assert main(["check", str(photos)]) == 2
-    assert capsys.readouterr().out.endswith(" --skip-unreadable --output out-photos\n")  # else that would fail, too
-    assert main(["run", "--model", "no-such-model", "--data", str(photos), "--output", out]) == 2
+    assert capsys.readouterr().out.endswith(" --output out-photos\n")
+    assert main(["run", "--model", "no-such-model", "--data", str(photos), "--output", out, "--strict"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("dulbe-peft: 1 of the images") and f"{bad}: " in said and "--skip-unreadable" in said
-    assert run(photos, "--skip-unreadable", "--output", out, *FROZEN) == 0
+    assert said.startswith("dulbe-peft: 1 of the images") and f"{bad}: " in said and "--strict" in said
+    assert run(photos, "--output", out, *FROZEN) == 0
     said = capsys.readouterr().out
     assert f"  {bad}: " in said and "files ending in .txt are not read, such as" in said
     assert said.startswith("4 classes; images: 19 in train, 12 in test; left out: 1; cannot be read: 1\n")
     other = photos / "test" / "two" / "x.png"
     other.write_bytes(bad.read_bytes())
     capsys.readouterr()
-    assert main(["evaluate", out, "--data", str(photos), "--device", "cpu"]) == 2
+    assert main(["evaluate", out, "--data", str(photos), "--device", "cpu", "--strict"]) == 2
     assert str(other) in capsys.readouterr().err
-    assert main(["evaluate", out, "--data", str(photos), "--device", "cpu", "--skip-unreadable"]) == 0
-    assert json.loads(capsys.readouterr().out)["num_images"] == 12
+    assert main(["evaluate", out, "--data", str(photos), "--device", "cpu"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["num_images"] == 12 and str(other) in said.err
     encoded = ["features", out, "--data", str(photos), "--device", "cpu", "--output"]
-    assert main([*encoded, str(tmp_path / "none")]) == 2 and not (tmp_path / "none").exists()
+    assert main([*encoded, str(tmp_path / "none"), "--strict"]) == 2 and not (tmp_path / "none").exists()
     for number, split in enumerate(([], ["--split", "train"])):
-        assert main([*encoded, str(tmp_path / f"{number}"), "--skip-unreadable", *split]) == 0
+        assert main([*encoded, str(tmp_path / f"{number}"), *split]) == 0
 
 
 @pytest.mark.parametrize(
@@ -287,3 +288,35 @@ def test_a_model_and_the_flag_go_together(doubted, capsys):
     for words in (["--check-labels"], ["--model", "demo"]):
         assert main(["check", str(doubted), *words]) == 2
         assert "go together" in capsys.readouterr().err
+
+
+def test_suspects_are_moved_and_nothing_else(digit_folders, tmp_path, capsys):
+    photos = shutil.copytree(digit_folders(3, 4, 2), tmp_path / "photos")
+    shutil.copy(photos / "train" / "one" / "0.png", photos / "test" / "one" / "copy.png")
+    (photos / "train" / "two" / "bad.png").write_bytes(b"no image")
+    (photos / "train" / "two" / "notes.txt").write_text("mine")
+    for path in photos.rglob("[0-9c]*.png"):
+        with Image.open(path) as image:
+            image.resize((80, 80)).save(path)
+    Image.new("RGB", (20, 90), "red").save(photos / "train" / "zero" / "tiny.png")
+    before = {path: path.read_bytes() for path in photos.rglob("*") if path.is_file()}
+    suspects = {
+        "unreadable": "train/two/bad.png",
+        "duplicate": "test/one/copy.png",
+        "tiny": "train/zero/tiny.png",
+    }
+    table = tmp_path / "t.csv"
+    assert main(["check", str(photos), "--csv", str(table), "--move-to", str(tmp_path / "odd")]) == 2
+    rows = [row for row in read_csv(table)[1:] if row[2] != "left out"]
+    assert {(row[1], row[2]) for row in rows} >= {(str(photos / p), f) for f, p in suspects.items()}
+    moved = {Path(a): Path(b) for a, b in read_csv(tmp_path / "odd" / "moved.csv")[1:]}
+    assert moved.keys() == {Path(row[1]) for row in rows}
+    assert {photos / p: tmp_path / "odd" / f / p for f, p in suspects.items()}.items() <= moved.items()
+    assert f"moved to {tmp_path / 'odd'}: {len(moved)}; moved.csv there" in capsys.readouterr().out
+    for path, content in before.items():
+        assert moved.get(path, path).read_bytes() == content and (path.exists() or path in moved)
+    (photos / "train" / "two" / "bad.png").write_bytes(b"no image")
+    assert main(["check", str(photos), "--move-to", str(tmp_path / "odd")]) == 2
+    assert "from an earlier call" in capsys.readouterr().err and (photos / "train" / "two" / "bad.png").exists()
+    assert main(["check", str(photos), "--move-to", str(photos / "odd")]) == 2
+    assert "never changed" in capsys.readouterr().err

@@ -186,8 +186,8 @@ def test_unreadable_images_are_one_error_or_left_out(tmp_path):
         path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(ValueError, match="^2 of the images") as error:
         open_stream_data(tmp_path)
-    assert all(word in str(error.value) for word in ("--skip-unreadable", *map(str, bad)))
-    train, test, found = open_stream_data(tmp_path, skip_unreadable=True)
+    assert all(word in str(error.value) for word in ("--strict", *map(str, bad)))
+    train, test, found = open_stream_data(tmp_path, strict=False)
     assert (len(train), len(test), len(found.unreadable)) == (7, 3, 2)
     assert not {path.as_posix() for path in bad} & (names(train) | names(test))
     assert [train[index]["label"] for index in range(7)] == [0, 0, 0, 1, 1, 1, 1]

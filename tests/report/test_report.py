@@ -340,7 +340,7 @@ def test_the_page_says_what_run_and_learn_left_out(digit_folders, tmp_path):
     assert main(["run", "--model", "demo", "--classifiers", "lda", "--max-tasks=1", "--increment=2", *flags]) == 0
     (photos / "train" / "two" / "broken.png").write_bytes(b"no image")
     flags[-1] = str(tmp_path / "july")
-    assert main(["learn", str(tmp_path / "june"), *flags, "--skip-unreadable", "--no-update"]) == 0
+    assert main(["learn", str(tmp_path / "june"), *flags, "--no-update"]) == 0
     for folder, name in (("june", "notes.txt"), ("july", "broken.png")):
         page = Page(write_report(tmp_path / folder))
         assert "What was left out" in page.words and name in page.words

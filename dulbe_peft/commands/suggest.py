@@ -1,0 +1,136 @@
+"""`dulbe-peft suggest`: which photographs to label next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dulbe_peft.commands.options import argument, command, learner_options, option
+from dulbe_peft.commands.outputs import claim, overwrite_option, say_next, words_of
+from dulbe_peft.utils.terminal import printable
+
+if TYPE_CHECKING:
+    from dulbe_peft.data.images import LabelledImages
+    from dulbe_peft.learner import ClassIncrementalLearner
+    from dulbe_peft.metrics.suggesting import Suggestion
+
+HEADER = ["path", "reason", "class", "novelty"]
+ALIKE = 5  # other photographs of a group on the page
+
+
+@command()
+@learner_options(optional=True, choose=True)
+@argument("photos", "image files or folders", nargs=-1, metavar="PHOTOS...")
+@option("--count", type=int, default=50, help="how many photographs (50)")
+@option("--csv", metavar="FILE", help="write path, reason, class, novelty; - is standard output")
+@option("--page", metavar="FILE.html", help="write a page with pictures, too")
+@overwrite_option
+def suggest(
+    learner: str | None,
+    load: Callable[..., ClassIncrementalLearner],
+    photos: tuple[str, ...],
+    count: int,
+    csv: str | None,
+    page: str | None,
+    overwrite: bool,
+) -> int:
+    """examples:
+      dulbe-peft suggest --model openai/clip-vit-base-patch16 heap --count 50 --page label.html
+      dulbe-peft suggest june heap --csv label.csv
+
+    The most useful photographs come first. Half of them are typical of what the learner does not know yet,
+    one for each group of photographs that are alike; of the other half it is least sure. Where many are
+    unlike anything learned, the groups are theirs. Photographs that the learner has learned, and copies,
+    are left out. Without LEARNER all of them are typical of a group.
+    """
+    if learner is not None and not _is_learner(learner):
+        learner, photos = None, (learner, *photos)
+    if not photos:
+        raise ValueError("name the photographs: dulbe-peft suggest [LEARNER] [--model M] PHOTOS...")
+    claim(("--csv", csv, ".csv"), ("--page", page, ".html"), reads=photos, overwrite=overwrite)
+    from dulbe_peft.data.inventory import counted, unreadable_lines
+    from dulbe_peft.data.unlabelled import unlabelled_images
+    from dulbe_peft.metrics.suggesting import suggestions
+    from dulbe_peft.utils.files import output_file, write_rows
+
+    loaded, images, words = load(learner=learner), unlabelled_images(list(photos)), words_of(csv, page)
+    fresh, said = _fresh(images, loaded)
+    features, problems = loaded.readable_embeds(fresh)
+    readable = [row for row in range(len(fresh)) if row not in problems]
+    fresh, features = fresh.at(readable), features[readable]
+    if problems:
+        unread = [(images.item_name(row), why) for row, why in problems.items()]
+        said += ["left out, for they cannot be read:", *unreadable_lines(unread)]
+    if not readable:
+        raise ValueError("\n".join(["no photograph is left to suggest", *said]))
+    found = suggestions(features, count, loaded.classifier if loaded.tasks else None)
+    names = [fresh.item_name(one.row) for one in found]
+    print("\n".join([f"{counted(len(found), 'photograph')} of {len(fresh)}", *said]), file=words)
+    if csv is not None:
+        with output_file(csv) as file:
+            rows = zip(names, found, strict=True)
+            write_rows(
+                file, HEADER, ([printable(n), one.reason, one.proposed, _shown(one.novelty)] for n, one in rows)
+            )
+    if page is not None:
+        _write_page(Path(page), fresh, features, found)
+    if csv is None and page is None:
+        for name, one in zip(names, found, strict=True):
+            print("\t".join([printable(name), printable(one.reason)]))
+    else:
+        print(f"written: {' and '.join(file for file in (csv, page) if file)}", file=words)
+    first = ("learn", learner) if learner else ("run", "--model", loaded.state.base_name[0])
+    say_next(*first, "--labels", "LABELS.csv", "--output", "NEW", to=words)
+    return 0
+
+
+def _shown(novelty: float | None) -> str:
+    return "" if novelty is None else f"{novelty:.6g}"
+
+
+def _is_learner(path: str) -> bool:
+    """Whether what is named first is a learner: a folder that holds one, or something that lies nowhere here."""
+    from dulbe_peft.checkpoints.layout import LEARNER_FILE, task_folders
+    from dulbe_peft.data.decoding import image_suffixes
+
+    folder = Path(path)
+    if not folder.exists():
+        return (
+            not path.startswith((".", "/", "~"))
+            and path.count("/") <= 1
+            and not path.lower().endswith(image_suffixes())
+        )
+    return folder.is_dir() and ((folder / LEARNER_FILE).is_file() or bool(task_folders(folder)))
+
+
+def _fresh(images: LabelledImages, learner: ClassIncrementalLearner) -> tuple[LabelledImages, list[str]]:
+    """The images that were not learned, one of each content, and what is said of the others."""
+    from dulbe_peft.data.inventory import counted
+
+    learned, first, rows = learner.state.known.class_of(), set[bytes](), list[int]()
+    known = copies = 0
+    for row, content in enumerate(images.contents()):
+        if content is not None and content in learned:
+            known += 1
+        elif content is not None and content in first:
+            copies += 1
+        else:
+            rows.append(row)
+        first |= {content} if content is not None else set()
+    said = [f"left out: {counted(known, 'photograph')} learned before"] if known else []
+    said += [f"left out: {counted(copies, 'photograph')} of the same content as another"] if copies else []
+    return images.at(rows), said
+
+
+def _write_page(path: Path, images: LabelledImages, features: Any, found: Sequence[Suggestion]) -> None:
+    """Suggestions in their order, each of a group with those of the photographs that are most like it."""
+    from dulbe_peft.report.html import write_page
+    from dulbe_peft.report.pictures import picture
+
+    rows = []
+    for one in found:
+        alike = (features @ features[one.row]).argsort(descending=True).tolist() if one.group else []
+        others = [picture(images, row) for row in alike[: ALIKE + 1] if row != one.row][:ALIKE]
+        rows.append((printable(images.item_name(one.row)), one, picture(images, one.row), others))
+    write_page(path, "suggest.html", {"rows": rows, "count": len(images)})

@@ -1,0 +1,174 @@
+"""Labels from a table: path, label and split, or the keywords of photographs as exiftool prints them."""
+
+import csv
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from dulbe_peft.data.decoding import image_suffixes
+from dulbe_peft.data.images import LabelledImages
+from dulbe_peft.data.names import check_class_names, normalized
+from dulbe_peft.utils.files import read_lines, read_rows
+
+PATH, LABEL, SPLIT = "path", "label", "split"
+FILE, KEYWORDS = "SourceFile", "Subject"  # exiftool's
+BETWEEN = ", "  # what exiftool puts between keywords
+NO_CLASS = "no keyword is a class"
+
+
+def is_label_file(path: Path) -> bool:
+    """Whether a path is a table of labels."""
+    return path.suffix.lower() == ".csv" and path.is_file()
+
+
+class ListedImages(LabelledImages):
+    """The images that a table of labels names, whose paths begin in the table's folder.
+
+    The table has the columns path, label and, where it says what to test on, split; or SourceFile and Subject, as
+    `exiftool -csv -r -Subject PHOTOS` prints them. Then `vocabulary` is a text file with the keywords that are
+    classes, one a line, and photographs without one of them are left out.
+
+    Raises:
+        ValueError: the table has other columns, a row says too little, or an image has two labels.
+        FileNotFoundError: no row is of the split.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], split: str | None = None, vocabulary: str | None = None) -> None:
+        file = Path(path)
+        rows, left_out = _rows(file, vocabulary)
+        own = [(place, label) for place, label, where in rows if where == split]
+        if not own:
+            raise FileNotFoundError(f"{file} has no row of the split {split!r}; its splits are {label_splits(file)}")
+        names = check_class_names(sorted({label for _, label in own}))
+        labels = np.array([names.index(label) for _, label in own], dtype=np.int64)
+        super().__init__([place for place, _ in own], labels, names, stored=True)
+        self.root, self.split, self.left_out = file.parent, split, left_out
+
+    def _item(self, position: int) -> tuple[Path, int]:
+        return self.root / self.source[position], int(self._own_labels[position])
+
+    def item_name(self, index: int) -> str:
+        """Path of an image."""
+        return str(self.root / self.source[self.indices[index]])
+
+    def short_name(self, index: int) -> str:
+        """Path of an image as the table has it."""
+        return normalized(self.source[self.indices[index]])
+
+
+def label_splits(path: Path) -> list[str]:
+    """The splits that a table names; none where it has no such column."""
+    header, *rows = _table(path)
+    return list(dict.fromkeys(row[header.index(SPLIT)] for row in rows)) if SPLIT in header else []
+
+
+def _rows(path: Path, vocabulary: str | None) -> tuple[list[tuple[str, str, str | None]], list[tuple[str, str]]]:
+    """Path, label and split of each image, and what is left out with the reason."""
+    header, *rows = _table(path)
+    if {FILE, KEYWORDS} <= set(header):
+        return _by_keyword(path, header, rows, vocabulary)
+    if vocabulary is not None:
+        raise ValueError(f"{path} has labels, and a vocabulary is for keywords ({FILE}, {KEYWORDS}): leave it out")
+    found: dict[str, tuple[str, str, str | None]] = {}
+    for number, row in enumerate(rows, start=2):
+        values = dict(zip(header, row, strict=True))
+        image, label, split = values[PATH], normalized(values[LABEL].strip()), values.get(SPLIT)
+        if image in found:
+            other = found[image][1]
+            raise ValueError(f"{path} names {image!r} twice, as {other!r} and, in line {number}, as {label!r}")
+        found[image] = image, label, split
+    return list(found.values()), []
+
+
+def _by_keyword(
+    path: Path, header: list[str], rows: list[list[str]], vocabulary: str | None
+) -> tuple[list[tuple[str, str, str | None]], list[tuple[str, str]]]:
+    if vocabulary is None:
+        raise ValueError(f"{path} has keywords: a vocabulary, a file with a line for each that is a class, is needed")
+    classes = {normalized(line.strip()) for line in read_lines(vocabulary)}
+    for name in (name for name in classes if BETWEEN in name):
+        raise ValueError(f"the class {name!r} of {vocabulary} has {BETWEEN!r} in it, which ends a keyword: rename it")
+    keywords: dict[str, dict[str, None]] = {}
+    for row in rows:
+        values = dict(zip(header, row, strict=True))
+        own = (normalized(word.strip()) for word in values[KEYWORDS].split(BETWEEN))
+        # A photograph and its sidecar are one.
+        keywords.setdefault(_photograph(path.parent, values[FILE]), {}).update(dict.fromkeys(own))
+    found, left_out = list[tuple[str, str, str | None]](), list[tuple[str, str]]()
+    for image, words in keywords.items():
+        named = [word for word in words if word in classes]
+        if len(named) > 1:
+            both = " and ".join(map(repr, named))
+            why = f"and both are classes: a photograph has one. Take one away, there or in {vocabulary}"
+            raise ValueError(f"{image} has the keywords {both}, {why}")
+        if named:
+            found.append((image, named[0], None))
+        else:
+            left_out.append((str(path.parent / image), NO_CLASS))
+    if not found:
+        raise ValueError(
+            f"no photograph of {path} has a keyword of {vocabulary}, such as {min(classes, default='')!r}"
+        )
+    return found, left_out
+
+
+def _photograph(folder: Path, name: str) -> str:
+    """The photograph of a sidecar: IMG.jpg of IMG.jpg.xmp, or of IMG.xmp where it is the only one; else the name."""
+    if not name.lower().endswith(".xmp"):
+        return name
+    stem = name[: -len(".xmp")]
+    if stem.lower().endswith(image_suffixes()):
+        return stem
+    beside = (folder / name).parent
+    same = [
+        one.name for one in beside.glob("*") if one.stem == Path(stem).name and one.suffix.lower() in image_suffixes()
+    ]
+    if len(same) != 1:
+        raise ValueError(f"{name} is the sidecar of no photograph, or of several: {sorted(same)}")
+    return str(Path(name).with_name(same[0]))
+
+
+def _table(path: Path) -> list[list[str]]:
+    """The header and the rows of a table, all of one length."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = [row for row in read_rows(file) if row]
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no table in UTF-8: {error}") from error
+    header = [name.strip() for name in rows[0]] if rows else []
+    if not ({PATH, LABEL} <= set(header) or {FILE, KEYWORDS} <= set(header)):
+        raise ValueError(
+            f"{path} has the columns {header}, expected {PATH},{LABEL} and perhaps {SPLIT}, or {FILE},{KEYWORDS} as "
+            "`exiftool -csv -r -Subject PHOTOS` prints them"
+        )
+    for number, row in enumerate(rows[1:], start=2):
+        if len(row) != len(header):
+            raise ValueError(f"line {number} of {path} has {len(row)} cells, expected {len(header)}")
+        for column, value in zip(header, row, strict=True):
+            if column in (PATH, LABEL, SPLIT) and not value.strip():
+                raise ValueError(f"line {number} of {path} has no {column}")
+    return [header, *rows[1:]]
+
+
+def exiftool_rows(answers: Iterable[tuple[str, str]], root: str) -> list[list[str]]:
+    """A table that `exiftool -csv+=FILE -sep ', '` takes: each photograph's class as a keyword below `root`.
+
+    A sidecar that is there already, IMG.jpg.xmp or IMG.xmp, has a row, too: exiftool passes over rows of other files.
+    """
+    rows, stems = [[FILE, "HierarchicalSubject"]], dict[str, str]()
+    for image, name in answers:
+        if "|" in name or BETWEEN in name:
+            raise ValueError(
+                f"the class {name!r} has '|' or {BETWEEN!r} in it, which divides keywords: rename it first"
+            )
+        for file in (image, f"{image}.xmp", f"{os.path.splitext(image)[0]}.xmp"):
+            if file != image and not os.path.isfile(file):
+                continue
+            if stems.setdefault(file, image) != image:
+                raise ValueError(
+                    f"{file} is the sidecar of {stems[file]} and of {image}: rename one of the photographs"
+                )
+            rows.append([file, f"{root}|{name}"])
+    return rows

@@ -1,0 +1,127 @@
+"""Which photographs to label next: half typical of what is not covered yet, half least sure; each with a reason."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dulbe_peft.classifiers import Classifier
+from dulbe_peft.classifiers.novelty import distances
+from dulbe_peft.utils.checks import check_int
+from dulbe_peft.utils.extras import installed
+
+LOST = 0.05  # share of known images that count as novel
+MANY = 2  # times as many novel ones are not known ones alone
+SAME = 1 - 1e-4  # cosine of two images from which the second one adds nothing
+MOST_CLUSTERED = 20_000  # images; of more, some are clustered
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """An image to label: its row, why, the number of its group, the class it looks like or "", and its novelty."""
+
+    row: int
+    reason: str
+    group: int | None = None
+    proposed: str = ""
+    novelty: float | None = None
+
+
+@torch.no_grad()
+def suggestions(features: Tensor, count: int, classifier: Classifier | None = None, seed: int = 0) -> list[Suggestion]:
+    """At most `count` images to label, the best first, of which no two are copies.
+
+    Without a classifier, or with one that has learned nothing: the middles of `count` clusters, the largest first.
+    Else in turn the middle of a cluster in which no learned class lies, and the image whose two best classes are
+    closest. Where many images are novel, the clusters are theirs.
+
+    Args:
+        features: unit features, (n, d), of images that have not been learned.
+        count: at least 1.
+        classifier: the one that answers.
+        seed: of the clusters.
+
+    Reference:
+        Hacohen et al., "Active Learning on a Budget: Opposite Strategies Suit High and Low Budgets", 2022, for the
+        typical ones; Scheffer et al., "Active Hidden Markov Models for Information Extraction", 2001, for the margin.
+    """
+    count = min(check_int("count", count, 1), len(features))
+    every = np.arange(len(features))
+    if classifier is None or not classifier.class_names:
+        return _apart(features, [Suggestion(*one) for one in _typical(features, every, count, seed=seed)], count)
+    values, places = classifier.probabilities(features).topk(min(2, len(classifier.class_names)), dim=1)
+    novelty, novel = classifier.novelty(features).tolist(), _novel(classifier, features)
+    margin = (values[:, 0] - values[:, -1]).cpu().numpy()
+    many = novel.sum() > MANY * LOST * len(novel)
+    learned = None if many else distances(classifier)
+    names = [[classifier.class_names[place] for place in row] for row in places.tolist()]
+
+    def suggestion(row: int, reason: str, group: int | None = None) -> Suggestion:
+        return Suggestion(row, reason, group, "" if novel[row] else names[row][0], novelty[row])
+
+    means = None if learned is None else F.normalize(learned.means, dim=1)
+    kind = "unlike anything learned" if many else "typical"
+    typical = _typical(features, every[novel] if many else every, -(-count // 2), means, kind, seed)
+    turns: list[Suggestion] = []
+    unsure = margin.argsort(kind="stable").tolist()
+    for number in range(len(unsure)):
+        turns += [suggestion(*one) for one in typical[number : number + 1]]
+        row = unsure[number]
+        shares = [f"{name} {share:.0%}" for name, share in zip(names[row], values[row].tolist(), strict=True)]
+        turns.append(suggestion(row, f"unsure: {' or '.join(shares)}"))
+        if len(turns) > 4 * count:
+            break
+    return _apart(features, turns, count)
+
+
+def _novel(classifier: Classifier, features: Tensor) -> np.ndarray:
+    """Which images are unlike all that was learned, (n,); none where nobody can say."""
+    try:
+        found: np.ndarray = classifier.refused(features, LOST).cpu().numpy()
+    except ValueError:  # too few images were learned to promise the share
+        return np.zeros(len(features), dtype=bool)
+    return found
+
+
+def _typical(
+    features: Tensor,
+    among: np.ndarray,
+    count: int,
+    learned: Tensor | None = None,
+    kind: str = "typical",
+    seed: int = 0,
+) -> list[tuple[int, str, int]]:
+    """Row, reason and number of the middle image of clusters, the largest first, of those with no `learned` mean."""
+    with installed("choosing images to label"):
+        from sklearn.cluster import MiniBatchKMeans
+
+    if not len(among):
+        return []
+    taken = among[:: -(-len(among) // MOST_CLUSTERED)]
+    rows = features[torch.from_numpy(taken).to(features.device)].float().cpu().numpy()
+    means = rows[:0] if learned is None else learned.float().cpu().numpy()
+    clusters = min(count + len(means), len(rows))
+    made = MiniBatchKMeans(clusters, random_state=seed, n_init=1, batch_size=4096).fit(rows)
+    away = np.linalg.norm(rows - made.cluster_centers_[made.labels_], axis=1)
+    sizes = np.bincount(made.labels_, minlength=clusters)
+    covered = np.bincount(made.predict(means), minlength=clusters) if len(means) else np.zeros(clusters, dtype=int)
+    found = []
+    for cluster in sorted(np.flatnonzero(sizes).tolist(), key=lambda one: (covered[one] > 0, -sizes[one])):
+        own = np.flatnonzero(made.labels_ == cluster)
+        alike = f"{kind}, with {sizes[cluster] - 1} more alike" if sizes[cluster] > 1 else f"{kind}, like no other"
+        found.append((int(taken[own[away[own].argmin()]]), alike, len(found) + 1))
+    return found[:count]
+
+
+def _apart(features: Tensor, given: list[Suggestion], count: int) -> list[Suggestion]:
+    """The first suggestions, without those whose features are equal to those of one before."""
+    kept: list[Suggestion] = []
+    for one in given:
+        if len(kept) == count:
+            break
+        before = features[[other.row for other in kept]]
+        if not len(before) or float((before @ features[one.row]).max()) < SAME:
+            kept.append(one)
+    return kept

@@ -1,0 +1,71 @@
+"""`dulbe-peft suggest`: which photographs of a heap to label next."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dulbe_peft.commands.main import main
+from dulbe_peft.demo import DIGITS, demo_model_folder
+from dulbe_peft.utils.files import read_csv
+
+MACHINE = ["--device", "cpu", "--no-progress"]
+
+
+@pytest.fixture
+def heap(digit_folders, tmp_path):
+    """Forty photographs in a folder, of which some were learned, one is there twice and one cannot be read."""
+    source = digit_folders(5, 8, 2)
+    for name in DIGITS[:5]:
+        for file in (source / "train" / name).iterdir():
+            (tmp_path / "heap").mkdir(exist_ok=True)
+            shutil.copy(file, tmp_path / "heap" / f"{name}-{file.name}")
+    for name in DIGITS[:3]:
+        for number in range(3):
+            (tmp_path / "june" / name).mkdir(parents=True, exist_ok=True)
+            shutil.copy(source / "train" / name / f"{number}.png", tmp_path / "june" / name / f"mine-{number}.png")
+    shutil.copy(tmp_path / "heap" / "four-4.png", tmp_path / "heap" / "four-copy.png")
+    (tmp_path / "heap" / "bad.png").write_bytes(b"no image")
+    return tmp_path / "heap"
+
+
+def run(*words):
+    return main([*map(str, words), *MACHINE])
+
+
+def test_before_there_is_a_learner(heap, tmp_path, capsys):
+    table, page = tmp_path / "label.csv", tmp_path / "label.html"
+    words = ["--model", demo_model_folder(), heap, "--count", 5, "--csv", table, "--page", page]
+    assert run("suggest", *words) == 0
+    said = capsys.readouterr().out
+    assert "5 photographs of 40" in said and "1 photograph of the same content" in said and "bad.png" in said
+    header, *rows = read_csv(table)
+    assert header == ["path", "reason", "class", "novelty"] and len(rows) == 5
+    assert all(Path(path).parent == heap and not name and not novelty for path, _, name, novelty in rows)
+    assert len({Path(path).name.split("-")[0] for path, *_ in rows}) >= 4, "groups are digits, more or less"
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<figure>") == 5 and all(Path(path).name in text for path, *_ in rows)
+
+
+def test_with_a_learner_nothing_that_it_knows_is_suggested(heap, tmp_path, capsys):
+    model = ["--model", demo_model_folder(), "--classifiers", "lda"]
+    assert run("run", "--data", tmp_path / "june", *model, "--output", tmp_path / "out") == 0
+    table = tmp_path / "label.csv"
+    capsys.readouterr()
+    assert run("suggest", tmp_path / "out", heap, "--count", 12, "--csv", table) == 0
+    said = capsys.readouterr().out
+    assert "left out: 9 photographs learned before" in said
+    _, *rows = read_csv(table)
+    known = {f"{name}-{number}.png" for name in DIGITS[:3] for number in range(3)}
+    assert len(rows) == 12 and not known & {Path(path).name for path, *_ in rows}
+    assert len({Path(path).read_bytes() for path, *_ in rows}) == 12
+    assert all(
+        float(novelty) == float(novelty) and (name or "unsure" in why or "unlike" in why)
+        for _, why, name, novelty in rows
+    )
+    assert {why.split(",")[0].split(":")[0] for _, why, *_ in rows} >= {"unsure"}
+    assert run("suggest", tmp_path / "out", heap / "one-0.png") == 2
+    assert "no photograph is left to suggest" in capsys.readouterr().err
+    for words, why in ((["--model", demo_model_folder()], "name the photographs"), ([heap], "name a saved learner")):
+        assert run("suggest", *words) == 2
+        assert why in capsys.readouterr().err
