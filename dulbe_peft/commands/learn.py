@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dulbe_peft.runs.progress import Row
     from dulbe_peft.streams.tasks import Task
 
+AT_ONCE = 4096  # features in memory
 _DATA = tuple(name for name in DATA_FIELDS if name != "data")
 
 
@@ -81,6 +82,7 @@ def learn(
         raise ValueError(f"{data!r} has nothing to learn: its classes, {list(train.class_names)[:5]} ..., are known")
     if not len(fresh):
         raise ValueError(f"{data!r} has nothing to learn: {learner!r} has learned all of its images")
+    _say_same_pixels(fresh, loaded)
     renamed = renamed_classes(loaded.state.updates)
     for name in set(new) & set(renamed):
         print_once(f"{name!r} is learned as a new class; {learner!r} called one so that is {renamed[name]!r} by now")
@@ -103,6 +105,28 @@ def learn(
         say_results(results, output, loaded.classifier.name)
     leave()
     return 0
+
+
+def _say_same_pixels(images: LabelledImages, learner: ClassIncrementalLearner) -> None:
+    """Print how many images have the feature of one that was learned, as the same pixels under other bytes have.
+
+    What was learned is compared where its features are still in the store.
+    """
+    from dulbe_peft.data.inventory import counted
+
+    encoder, store = learner.encoder, learner.encoder.store
+    if encoder.adapted or store is None or images.features is not None:
+        return
+    of, features = learner.state.known.class_of(), learner.image_embeds(images).cpu().numpy()
+    fresh = [row for row, content in enumerate(images.contents()) if content not in of]  # all of them but for --again
+    own = {features[row].tobytes(): row for row in fresh}
+    learned, rows = list(of), set[int]()
+    for start in range(0, len(learned), AT_ONCE):
+        found = store.get(encoder.key, "", learned[start : start + AT_ONCE]).values()
+        rows |= {own[feature.tobytes()] for feature in found if feature.tobytes() in own}
+    if rows:
+        what = "with the pixels of a learned one, in another file: learned again"
+        print_once(f"{counted(len(rows), 'image')} {what}, such as {images.item_name(min(rows))}")
 
 
 def _say_gain(before: Row, after: Row) -> None:

@@ -143,6 +143,8 @@ def _table(path: Path) -> list[list[str]]:
             f"{path} has the columns {header}, expected {PATH},{LABEL} and perhaps {SPLIT}, or {FILE},{KEYWORDS} as "
             "`exiftool -csv -r -Subject PHOTOS` prints them"
         )
+    if len(rows) == 1:
+        raise ValueError(f"{path} names no image: it has a header alone")
     for number, row in enumerate(rows[1:], start=2):
         if len(row) != len(header):
             raise ValueError(f"line {number} of {path} has {len(row)} cells, expected {len(header)}")

@@ -6,6 +6,8 @@ import shutil
 import pytest
 import torch
 from lives import content
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from dulbe_peft import ClassIncrementalLearner, ImageFolder
 from dulbe_peft.commands.main import main
@@ -174,3 +176,24 @@ def test_what_cannot_be_renamed_is_said(june, tmp_path, capsys):
     ):
         assert call("rename", june, old, new, "--output", tmp_path / "out") == 2
         assert why in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_the_pixels_of_a_learned_photograph_under_other_bytes_are_said(photos, june, tmp_path, capsys):
+    july = some(photos, tmp_path / "july", ["four"])
+    file = next((photos / "train" / "two").iterdir())
+    (july / "train" / "two").mkdir()
+    with Image.open(file) as image:
+        image.save(july / "train" / "two" / "tagged.png", pnginfo=tagged())
+    assert call("learn", june, "--data", july, "--output", tmp_path / "out") == 0
+    said = capsys.readouterr().out
+    assert "1 image with the pixels of a learned one, in another file" in said and "tagged.png" in said
+    (july / "train" / "two" / "tagged.png").unlink()
+    assert call("learn", june, "--data", july, "--output", tmp_path / "other") == 0
+    assert "the pixels of" not in capsys.readouterr().out
+
+
+def tagged():
+    """What a program writes into a picture without a change of its pixels."""
+    info = PngInfo()
+    info.add_text("comment", "a tag")
+    return info
