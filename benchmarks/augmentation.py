@@ -1,7 +1,7 @@
 """What augmented views bring: A_last of frozen classifiers on held-back training images, for each kind of view.
 
-A classifier learns the mean of an image and its views, or each of them as a row of weight 1 / (1 + copies) in counts
-and sums. kappa and rho of `bayes` are fixed: the rows of an image say too much of one another when one is left out.
+A classifier learns the mean of an image and its views, or, as with `augment`, each of them as a row of weight
+1 / (1 + copies) in its sums. kappa and rho of `bayes` are fixed, so that nothing else differs.
 Each seed draws the order of the classes and which images are learned.
 """
 
@@ -75,13 +75,8 @@ def right(spec: str, features: dict[str, Any], task: Task) -> float:
     _, views, width = task.train.shape
     classifier = make_classifier(spec, width, features["scale"])
     names = [features["names"][label] for label in task.classes]
-    labels = torch.tensor(task.y).repeat_interleave(views)
-    classifier.add_classes(names, task.train.reshape(-1, width), labels, features["text"][task.classes])
-    if views > 1:
-        kept = classifier.tensors()
-        weighted = {name: kept[name] / views for name in ("sums", "scatter") if name in kept}
-        counts = kept["counts"] // views
-        classifier.install(weighted | {"counts": counts, "freedom": counts.sum() - len(counts)})
+    rows = task.train if views > 1 else None
+    classifier.add_classes(names, task.train[:, 0], task.y, features["text"][task.classes], views=rows)
     return float((classifier(task.test[:, 0]).argmax(dim=1) == torch.tensor(task.truth)).double().mean())
 
 

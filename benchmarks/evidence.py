@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,22 @@ def suggest(results: Path, labels: str) -> list[list[str]]:
     return [["stream", "labels a class", *next(iter(found.values()))], *lines]
 
 
+def views(results: Path) -> list[list[str]]:
+    """One line a stream and kind of view: what it adds as a mean and as rows, over all its other figures."""
+    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    plain: dict[tuple[str, ...], float] = {}
+    for parts, values in figures_of(
+        results, "augmentation", r"(.+ images a class), (.+), augment (\w+), (.+): A_last"
+    ):
+        if parts[2] == "none":
+            plain[parts[:2]] = values[0]
+        else:
+            gained = found.setdefault((parts[1], parts[2]), {}).setdefault(parts[3], [])
+            gained.append(values[0] - plain[parts[:2]])
+    cells = [[f"{statistics.fmean(row[form]):+.1f}" for form in ("mean", "rows")] for row in found.values()]
+    return [["data", "view", "mean", "rows"], *([*key, *row] for key, row in zip(found, cells, strict=True))]
+
+
 def figures_of(results: Path, folder: str, pattern: str) -> Iterator[tuple[tuple[str, ...], list[float]]]:
     """The parts of each figure's name in a folder, with its mean and the value of every draw."""
     for path in sorted((results / folder).glob("*.json")):
@@ -221,5 +238,5 @@ def best_bold(figures: list[float], best: Callable[..., float]) -> list[str]:
 
 TABLES: dict[str, Any] = {
     table.__name__: table
-    for table in (frozen, trained, family, own, ablation, costs, exports, beside, estimates, suggest)
+    for table in (frozen, trained, family, own, ablation, costs, exports, beside, estimates, suggest, views)
 }
