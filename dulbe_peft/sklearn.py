@@ -178,8 +178,7 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
             names = check_class_names([str(label) for label in labels])
             prompts = {name: [self.prompt_template.format(name)] for name in names}
             texts = dict(zip(labels, encoder.text_embeds(names, prompts).cpu().numpy(), strict=True))
-        made = FeatureClassifier(self.classifier, logit_scale=logit_scale(encoder.clip))
-        made.set_params(**{"texts" if hasattr(made, "texts") else "text_embeds": texts})
+        made = FeatureClassifier(self.classifier, texts=texts, logit_scale=logit_scale(encoder.clip))
         self.features_ = made.fit(self._embeds(images), y)
         self.classes_ = self.features_.classes_
         return self

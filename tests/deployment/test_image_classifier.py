@@ -9,6 +9,7 @@ from sklearn.base import clone
 from sklearn.datasets import load_digits
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
+from tiny_encoders import save_encoder
 
 from dulbe_peft import Featurizer
 from dulbe_peft.demo import DIGITS
@@ -73,3 +74,9 @@ def test_the_model_is_a_transformer_of_a_pipeline(images):
     found = clone(both).fit(arrays, names)
     assert found[0].transform(arrays[:3]).shape == (3, found[1].n_features_in_)
     assert pickle.loads(pickle.dumps(found)).predict(arrays).tolist() == found.predict(arrays).tolist()
+
+
+def test_a_model_without_names_learns_from_images_alone(images, tmp_path):
+    arrays, names = images
+    found = ImageClassifier(str(save_encoder("dinov2", tmp_path / "model"))).fit(arrays, names)
+    assert found.features_.texts is None and found.score(arrays, names) > 0.5
