@@ -31,11 +31,14 @@ class Labelling:
             raise ValueError(f"{folder} has no photograph that can be read and that the learner has not learned")
         self.waiting: list[tuple[int, str]] = []  # labels that are not learned yet
         self.labels: dict[int, str] = {}  # of this visit
+        self.skipped: list[int] = []  # which come last
         self.sort()
 
     def sort(self) -> None:
         """Put the most useful photographs first."""
-        self.left = [self.left[row] for row in most_useful(self.learner, self.features[self.left])]
+        open_ones = [place for place in self.left if place not in self.skipped]
+        order = most_useful(self.learner, self.features[open_ones])
+        self.left = [open_ones[row] for row in order] + [place for place in self.skipped if place in self.left]
 
     def facts(self) -> dict[str, Any]:
         """The photograph to label now, with the classes that it is likely of, and how many are left and labelled."""
@@ -60,6 +63,7 @@ class Labelling:
         """Put a photograph last."""
         self._take(place)
         self.left.append(place)
+        self.skipped = [*(one for one in self.skipped if one != place), place]
 
     def unsay(self) -> None:
         """Take the last label back that is not learned yet."""
