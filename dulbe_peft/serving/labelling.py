@@ -10,10 +10,12 @@ from dulbe_peft.data.decoding import decode_image
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.learner import ClassIncrementalLearner
+from dulbe_peft.metrics.suggesting import suggestions
 from dulbe_peft.utils.files import write_rows
 
 SIDE = 1024  # pixels of a picture for the page
 FEW = 5  # labels that are learned at once
+NEXT = 10  # photographs that are put into order after that
 SHOWN = 5  # classes that are proposed, each with a key
 
 
@@ -35,10 +37,11 @@ class Labelling:
         self.sort()
 
     def sort(self) -> None:
-        """Put the most useful photographs first."""
-        open_ones = [place for place in self.left if place not in self.skipped]
-        order = most_useful(self.learner, self.features[open_ones])
-        self.left = [open_ones[row] for row in order] + [place for place in self.skipped if place in self.left]
+        """Put the most useful photographs first, and those that were skipped last."""
+        places = [place for place in self.left if place not in self.skipped]
+        found = suggestions(self.features[places], NEXT, self.learner.classifier) if places else []
+        self.reasons = {places[one.row]: one.reason for one in found}
+        self.left = list(dict.fromkeys([*self.reasons, *places, *(one for one in self.skipped if one in self.left)]))
 
     def facts(self) -> dict[str, Any]:
         """The photograph to label now, with the classes that it is likely of, and how many are left and labelled."""
@@ -51,7 +54,8 @@ class Labelling:
         best = shares.topk(min(SHOWN, len(shares)))
         names = [classifier.class_names[label] for label in best.indices.tolist()]
         proposed = [{"class": n, "probability": p} for n, p in zip(names, best.values.tolist(), strict=True)]
-        return counts | {"photo": place, "after": after[:1], "name": self.images.item_name(place), "best": proposed}
+        shown = {"name": self.images.item_name(place), "reason": self.reasons.get(place, ""), "best": proposed}
+        return counts | {"photo": place, "after": after[:1]} | shown
 
     def say(self, place: Any, name: str) -> None:
         """Note what a photograph is."""
@@ -105,18 +109,3 @@ def jpeg(file: Any) -> bytes:
     image.thumbnail((SIDE, SIDE))
     image.save(packed, "JPEG", quality=85)
     return packed.getvalue()
-
-
-@torch.no_grad()
-def most_useful(learner: ClassIncrementalLearner, features: torch.Tensor) -> list[int]:
-    """The rows of unit features, (n, d), in turn one that is typical and unlike those before, and one least sure."""
-    best = learner.classifier.probabilities(features)
-    best = best.topk(min(2, best.shape[1]), dim=1).values
-    unsure = (best[:, 0] - best[:, -1]).argsort(stable=True).tolist()
-    typical, taken = list[int](), features @ features.mean(dim=0)
-    for _ in range(min(FEW, len(features))):
-        typical.append(int(taken.argmax()))
-        taken = taken - (features @ features[typical[-1]]).clamp(min=0)
-        taken[typical] = -torch.inf
-    turns = [row for pair in zip(typical, unsure, strict=False) for row in pair]
-    return list(dict.fromkeys([*turns, *unsure]))

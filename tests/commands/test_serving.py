@@ -24,7 +24,9 @@ from served import photo, running, served, two_colours
 
 from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.commands.main import main
+from dulbe_peft.metrics.suggesting import suggestions
 from dulbe_peft.serving import App, make_server, server
+from dulbe_peft.serving.labelling import NEXT
 
 
 def sent(*images: Image.Image) -> list[str]:
@@ -326,6 +328,25 @@ def test_photographs_are_labelled_a_few_at_a_time(folder, heap, tmp_path):
         assert ask(f"{url}/photo/999")[0] == 404
     with served(output, output=output, photographs=heap) as url:  # what was learned is not asked again
         assert ask(f"{url}/facts")[1]["labelling"]["left"] == 7
+
+
+def test_the_order_is_that_of_suggest_and_new_after_each_few(folder, heap):
+    app = App(ClassIncrementalLearner.from_pretrained(folder), None, heap)
+    work, before = app.labelling, []
+    for count in range(10):
+        now = work.facts()
+        if count in (0, 5):
+            places = sorted(set(work.left) - set(work.skipped))
+            found = suggestions(work.features[places], NEXT, app.learner.classifier)
+            work.left = places + work.skipped
+            work.sort()
+            assert work.left[: len(found)] == [places[one.row] for one in found] and work.left != before
+            assert work.facts()["reason"] == found[0].reason
+            before, now = list(work.left), work.facts()
+        app.skip({"photo": now["photo"]}) if count == 1 else None
+        now = work.facts()
+        app.label({"photo": now["photo"], "class": colour(now)})
+    assert work.left == work.skipped or work.left[-1] == work.skipped[-1], "what was skipped stays last"
 
 
 def test_labels_that_wait_are_learned_before_the_end_and_one_that_fails_is_none(folder, heap, tmp_path, monkeypatch):
