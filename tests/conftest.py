@@ -1,5 +1,6 @@
 """Tiny models built in code; nothing here needs the network or a file outside the repository."""
 
+import atexit
 import os
 import shutil
 import signal
@@ -8,7 +9,9 @@ import uuid
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["ATEN_CPU_CAPABILITY"] = "avx2"  # so that "auto" is float32 on every machine, also in further processes
-os.environ["DULBE_PEFT_STORE"] = os.path.join(tempfile.mkdtemp(prefix="dulbe-peft-store-"), "features.sqlite")
+STORES = tempfile.mkdtemp(prefix="dulbe-peft-store-")
+atexit.register(shutil.rmtree, STORES, ignore_errors=True)
+os.environ["DULBE_PEFT_STORE"] = os.path.join(STORES, "features.sqlite")
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +29,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes what i
 @pytest.fixture(autouse=True)
 def _deterministic(monkeypatch):
     # Each test that encodes images has a feature store of its own.
-    store = os.path.join(os.path.dirname(os.environ["DULBE_PEFT_STORE"]), uuid.uuid4().hex)
-    monkeypatch.setenv("DULBE_PEFT_STORE", store)
+    monkeypatch.setenv("DULBE_PEFT_STORE", os.path.join(STORES, uuid.uuid4().hex))
     torch.set_num_threads(1)
     torch.manual_seed(0)
 
