@@ -16,7 +16,7 @@ from dulbe_peft.data.store import open_store
 from dulbe_peft.data.unlabelled import as_image, unlabelled_images
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.encoders.loading import has_text, load_dual_encoder, logit_scale
-from dulbe_peft.utils.devices import choose_device, settled_precision
+from dulbe_peft.utils.devices import choose_device, has_bfloat16, settled_precision
 from dulbe_peft.utils.extras import installed
 
 with installed("an estimator"):
@@ -204,8 +204,7 @@ def _encoder(model: str) -> Encoder:
     """The model and its feature store, once in each process."""
     args = LearnerArguments(progress=False)
     device = choose_device(args.device)
-    precision: Any = settled_precision(args.precision, None, False, device)
-    args = replace(args, precision=precision)
+    args = replace(args, precision=settled_precision(args.precision, None, False, has_bfloat16(device)))
     clip, processor = load_dual_encoder(model)
     encoder = Encoder(clip.to(device).eval(), processor, args, device)
     encoder.store = open_store(True)
