@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from dulbe_peft.classifiers.calibration import HARDLY
 from dulbe_peft.data.decoding import image_problem, open_image
-from dulbe_peft.data.images import LabelledImages, labelled_images
+from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.inventory import counted
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.unlabelled import unlabelled_images
@@ -96,17 +96,29 @@ class App:
         }
 
     def teach(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Give images to a class: a known one takes them in, a new one is learned. None is learned twice."""
+        """Give images to a class: a known one takes them in, a new one is learned. None is learned twice: one that was
+        learned as another class is taken out of that.
+        """
         name, files = self.named(request), pictures(request, MOST_IMAGES)
         self.finish()
-        known = name in self.learner.class_names
+        known, state = name in self.learner.class_names, self.learner.state
         given = labelled_images([{"image": file, "label": 0} for file in files]).at(slice(None), class_names=[name])
-        rows, why = self.new(given)
-        if not rows:
+        rows, twice = state.known.new_rows(given)
+        contents = given.contents()
+        moved = {contents[row]: row for row in twice.pop("of another class", [])}
+        why = "; ".join(f"{counted(len(which), 'photograph')} {reason}" for reason, which in twice.items())
+        if not rows and not moved:
             raise ValueError(f"nothing was learned: {why}")
-        learn = self.learner.update_classes if known else self.learner.learn_task
-        self.change(f"{counted(len(rows), 'image')} of {name}", lambda: learn(given.at(rows)))
-        return self.facts() | {"said": f"learned: {name}" + (f"; left out: {why}" if why else "")}
+
+        def learn() -> None:
+            if moved:
+                self.learner.forget_images([files[row] for row in moved.values()])
+            (self.learner.update_classes if known else self.learner.learn_task)(given.at([*rows, *moved.values()]))
+
+        self.change(f"{counted(len(rows) + len(moved), 'image')} of {name}", learn)
+        were = {state.known.class_of()[content or b""] for content in moved}
+        parts = [f"learned: {name}"] + [f"no longer: {', '.join(sorted(were))}"] * bool(were)
+        return self.facts() | {"said": "; ".join(parts + [f"left out: {why}"] * bool(why))}
 
     def named(self, request: dict[str, Any]) -> str:
         """The class of a request, a known one or one that can be learned."""
@@ -156,14 +168,6 @@ class App:
         if not labels and self.before:
             labels = self.before[-1].labels
         return f"the label {labels[-1][1]}" if labels else self.before[-1].words if self.before else None
-
-    def new(self, images: LabelledImages) -> tuple[list[int], str]:
-        """The rows of images that were not learned before, and which others there are."""
-        known = self.learner.state.known
-        rows, twice = known.new_rows(images)
-        others = {known.class_of()[images.contents()[row] or b""] for row in twice.pop("of another class", [])}
-        said = [f"{counted(len(which), 'photograph')} {reason}" for reason, which in twice.items()]
-        return rows, "; ".join(said + [f"learned as {name} before: undo that first" for name in sorted(others)])
 
     def undo(self, request: dict[str, Any]) -> dict[str, Any]:
         """Take the last label back, or else the last change."""

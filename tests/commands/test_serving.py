@@ -264,9 +264,14 @@ def test_a_photograph_is_learned_once_and_that_is_said(folder):
     assert found["said"] == "learned: blue; left out: 1 photograph in the data twice" and found["unsaved"]
     assert found["counts"]["blue"] == 2 and app.predict({"images": sent(photo(2))})["learned"] == "blue"
     assert app.predict({"images": sent(photo(0))})["learned"] is None
-    with pytest.raises(ValueError, match="nothing was learned: learned as blue before: undo that first"):
-        app.teach({"class": "red", "images": sent(photo(2))})
-    assert not app.undo({})["unsaved"]
+    before = app.learner.state
+    found = app.teach({"class": "red", "images": sent(photo(2), photo(2))})
+    assert found["said"] == "learned: red; no longer: blue" and found["counts"] == {"red": 5, "green": 4, "blue": 1}
+    assert app.predict({"images": sent(photo(2))})["learned"] == "red"
+    with pytest.raises(ValueError, match="'blue' has one image alone"):
+        app.teach({"class": "red", "images": sent(photo(2, 1))})
+    app.undo({})
+    assert app.learner.state is before and not app.undo({})["unsaved"]
 
 
 def test_a_picture_that_no_browser_shows_comes_as_jpeg(folder):
