@@ -104,14 +104,14 @@ def _typical(
     means = rows[:0] if learned is None else learned.float().cpu().numpy()
     clusters = min(count + len(means), len(rows))
     made = MiniBatchKMeans(clusters, random_state=seed, n_init=1, batch_size=4096).fit(rows)
-    away = np.linalg.norm(rows - made.cluster_centers_[made.labels_], axis=1)
     sizes = np.bincount(made.labels_, minlength=clusters)
     covered = np.bincount(made.predict(means), minlength=clusters) if len(means) else np.zeros(clusters, dtype=int)
     found = []
     for cluster in sorted(np.flatnonzero(sizes).tolist(), key=lambda one: (covered[one] > 0, -sizes[one])):
         own = np.flatnonzero(made.labels_ == cluster)
+        middle = own[np.linalg.norm(rows[own] - rows[own].mean(axis=0), axis=1).argmin()]
         alike = f"{kind}, with {sizes[cluster] - 1} more alike" if sizes[cluster] > 1 else f"{kind}, like no other"
-        found.append((int(taken[own[away[own].argmin()]]), alike, len(found) + 1))
+        found.append((int(taken[middle]), alike, len(found) + 1))
     return found[:count]
 
 
