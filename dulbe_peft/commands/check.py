@@ -96,10 +96,8 @@ def check(
         with output_file(csv) as file:
             write_rows(file, HEADER, ([*row[:1], printable(row[1]), *row[2:]] for row in rows))
     if move_to is not None:
-        print(
-            f"moved: {_move(rows, Path(move_to), Path(data))} to {move_to}; moved.csv there says from where",
-            file=words,
-        )
+        count = _move(rows, Path(move_to), Path(data))
+        print(f"moved to {move_to}: {count}; {MOVED} there says from where", file=words)
     if page or csv:
         print(f"\nwritten: {' and '.join(filter(None, (page, csv)))}", file=words)
     print(file=words)

@@ -62,7 +62,7 @@ def test_unreadable_images_are_left_out_and_said_or_stop_a_run_before_the_model_
     (photos / "test" / "two" / "notes.txt").write_text("x")
     assert main(["check", str(photos)]) == 2
     assert capsys.readouterr().out.endswith(" --output out-photos\n")
-    assert main(["run", "--model", "no-such-model", "--data", str(photos), "--output", out, "--strict"]) == 2
+    assert run(photos, "--output", out, "--strict", *FROZEN) == 2
     said = capsys.readouterr().err
     assert said.startswith("dulbe-peft: 1 of the images") and f"{bad}: " in said and "--strict" in said
     assert run(photos, "--output", out, *FROZEN) == 0
@@ -183,7 +183,7 @@ def test_what_cannot_be_read_is_said_with_what_would_help(photos, tmp_path, caps
     assert main(["check", str(photos)]) == 2
     assert "cannot be read: 1" in capsys.readouterr().out
     archive = shutil.make_archive(str(tmp_path / "photos"), "zip", photos)
-    for command in (["check", archive], ["run", "--model", "m", "--data", archive, "--output", "o"]):
+    for command in (["check", archive], ["run", "--model", "demo", "--data", archive, "--output", "o"]):
         assert main(command) == 2 and "it is an archive: unzip it" in capsys.readouterr().err
     assert "unzip it" in decoding.image_problem(archive)
 
@@ -236,7 +236,7 @@ def test_the_order_is_that_of_cleanlab():
     labels[::9] = (labels[::9] + 1) % 4
     found = doubtful_labels(features, labels, None, 10.0)
     folds = StratifiedKFold(5, shuffle=True, random_state=0)
-    made = FeatureClassifier("lda", logit_scale=10.0)
+    made = FeatureClassifier("bayes", logit_scale=10.0)
     probabilities = cross_val_predict(made, features, labels, cv=folds, method="predict_proba")
     scores = probabilities[np.arange(len(labels)), labels]  # cleanlab's "self_confidence"
     wrong = [
