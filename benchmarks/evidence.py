@@ -44,6 +44,25 @@ def frozen(
     return [[head, *map(short, columns)], *lines, ["mean of the lines", *means(found.values())]]
 
 
+def edges(results: Path, counts: str) -> list[list[str]]:
+    """One line an edge and number of images: the means over the streams, and how far `bayes` is behind the best."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    columns: dict[str, None] = {}
+    for path in sorted(results.glob("edges/*.json")):
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            if row["counts"] in counts.split(","):
+                key = (f"{row['edge']}, {row['counts']}", row["stream"])
+                found.setdefault(key, {})[row["classifier"]] = row["value"]
+                columns[row["classifier"]] = None
+    lines = []
+    for name in dict.fromkeys(key[0] for key in found):
+        rows = [row for key, row in found.items() if key[0] == name]
+        cells = [f"{sum(row[each] for row in rows) / len(rows):.1f}" if each in rows[0] else "" for each in columns]
+        behind = [max(value for each, value in row.items() if each != "bayes") - row["bayes"] for row in rows]
+        lines.append([name, *cells, f"{max(behind):+.1f}".replace("-", "−")])
+    return [["names, images a class", *map(short, columns), "furthest behind the best of a stream"], *lines]
+
+
 def trained(results: Path, file: str, classifiers: str, without: str = "") -> list[list[str]]:
     """One line a stream and method, but those whose name ends so: A_last, and what training adds, see `marked`."""
     rows, columns = compared(results, file), classifiers.split(",")
@@ -238,5 +257,5 @@ def best_bold(figures: list[float], best: Callable[..., float]) -> list[str]:
 
 TABLES: dict[str, Any] = {
     table.__name__: table
-    for table in (frozen, trained, family, own, ablation, costs, exports, beside, estimates, suggest, views)
+    for table in (frozen, edges, trained, family, own, ablation, costs, exports, beside, estimates, suggest, views)
 }

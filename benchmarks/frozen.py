@@ -5,6 +5,7 @@ Every image is encoded once. Each draw has its own order of the classes and its 
     8          8 images of every class
     2/32       2 and 32 images by turns
     40/rank    40 images of the first class of a random order, 20 of the second, 13 of the third, ...: a long tail
+    lone4      4 images of a class, but 1 of every fifth
     4+4        4 images of every class, and from the second task on 4 further ones of every third class known so far
 """
 
@@ -99,6 +100,8 @@ def images_of(counts: str, classes: int, generator: torch.Generator) -> tuple[li
         most = int(first.removesuffix("/rank"))
         ranks = torch.randperm(classes, generator=generator).tolist()
         return [max(1, round(most / (1 + rank))) for rank in ranks], int(further or 0)
+    if first.startswith("lone"):
+        return [1 if place % 5 == 0 else int(first.removeprefix("lone")) for place in range(classes)], 0
     turns = [int(part) for part in first.split("/")]
     return [turns[place % len(turns)] for place in range(classes)], int(further or 0)
 
@@ -143,11 +146,11 @@ def figures(spec: str, features: dict[str, Any], tasks: list[Task]) -> dict[str,
     """A_last, that of classes with few and with many images, A_bar and the calibration error, as fractions."""
     classifier = make_classifier(spec, features["train"].shape[1], features["scale"])
     seen: list[int] = []
-    overall = []
+    overall, texts = [], features["text"]
     for number, task in enumerate(tasks, start=1):
         seen += task.classes
         names = [features["names"][label] for label in task.classes]
-        classifier.add_classes(names, task.train, task.y, features["text"][seen])
+        classifier.add_classes(names, task.train, task.y, texts[seen] if texts is not None else None)
         if task.further_y and spec.partition(":")[0] != "text":
             classifier.update_classes(task.further, task.further_y)
         truth = torch.tensor([place for past in tasks[:number] for place in past.truth])
