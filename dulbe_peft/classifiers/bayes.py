@@ -6,7 +6,7 @@ x is z, or with M random features [z, relu(z R) / sqrt(M)] with the layer R of `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
 import torch
@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from annotated_types import Ge, Le
 from torch import Tensor
 
-from dulbe_peft.classifiers.base import Classifier, linear
+from dulbe_peft.classifiers.base import linear
 from dulbe_peft.classifiers.calibration import places_among, ranking
-from dulbe_peft.classifiers.checks import check_directions
+from dulbe_peft.classifiers.class_sums import ClassSums
 from dulbe_peft.classifiers.ranpac import MOST_FEATURES, random_layer
 from dulbe_peft.classifiers.text_prior import OMEGAS, SCALES, Fit
 from dulbe_peft.utils.settings import Positive
@@ -36,7 +36,7 @@ FEW_RHO = 100.0  # with one image a class, where S also holds how the classes li
 TOLD, LEAST_TOLD, USUAL_KAPPAS = 1.5, 0.02, (4.0, 16.0)
 
 
-class BayesClassifier(Classifier):
+class BayesClassifier(ClassSums):
     """Classes as Gaussians with one covariance, whose means lie where the texts say until their images say otherwise.
 
     The sums are exact and in float64, so for a fixed kappa and rho the solution is the one on all data at once,
@@ -53,13 +53,8 @@ class BayesClassifier(Classifier):
             It takes 8 min(n_c, d) d bytes a class: 2 MiB with d = 512 from 512 images on.
 
     Attributes:
-        sums: n_c m_c, (C, d), float64; d is `embed_dim` + M here and below.
-        counts: n_c, (C,), int64.
         text_embeds: e_c, (C, embed_dim), unit vectors, or zeros without a text.
-        scatter: W, (d, d), float64, sum of (x - m_c)(x - m_c)' over all images.
-        freedom: f, int64, images less classes.
-        factors: F_c for one class after another, (rows, d), float64; F_c'F_c is the class's share of W.
-        factor_rows: rows of each F_c, (C,), int64.
+        sums, counts, scatter, freedom, factors, factor_rows: of x, see `ClassSums`; d is `embed_dim` + M.
         losses: (1 or 2, kappas, rhos, temperatures), float64: errors of images that were left out; the second table is
             with the random features.
         judged: sum of the weights of these images and of the weights' squares, (2,), float64.
@@ -72,26 +67,17 @@ class BayesClassifier(Classifier):
 
     kappa: Positive | Literal["auto"] = "auto"
     rho: Positive | Literal["auto"] = "auto"
-    exact_forgetting: bool = True
     features: Annotated[int, Ge(0), Le(MOST_FEATURES)] = 500
     omega: Annotated[float, Ge(0), Le(1)] | Literal["auto"] = "auto"
 
     name = "bayes"
     summary = "discriminant analysis with the text as its prior: a class is its name until its images say otherwise"
-    updates = True
     may_be_absent = ("text_embeds",)
 
     def register(self) -> None:
         self._random = self.features if "auto" in (self.kappa, self.rho) else 0
-        width = self.embed_dim + self._random
         self.register_rows("text_embeds", self.embed_dim)
-        self.register_rows("sums", width, dtype=torch.float64)
-        self.register_rows("counts", dtype=torch.int64)
-        self.register_buffer("scatter", torch.zeros(width, width, dtype=torch.float64))
-        self.register_buffer("freedom", torch.zeros((), dtype=torch.int64))
-        if self.exact_forgetting:
-            self.register_rows("factor_rows", dtype=torch.int64)
-            self.register_ragged("factors", width, dtype=torch.float64)
+        self.keep_sums(self.embed_dim + self._random)
         self._kappas = KAPPAS if self.kappa == "auto" else (float(self.kappa),)
         self._rhos = RHOS if self.rho == "auto" else (float(self.rho),)
         self._features = (0, self._random) if self._random else (0,)
@@ -105,80 +91,9 @@ class BayesClassifier(Classifier):
         table = torch.zeros(len(OMEGAS), len(SCALES))  # files of 0.2.0 have none
         return {"by_text": table if any(isinstance(one, Tensor) for one in found.values()) else table.shape} | found
 
-    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        images, labels = self.lifted(images.to(self.sums)), labels.to(self.sums.device)
-        counts = labels.bincount(minlength=len(self.counts) + len(new))
-        sums = images.new_zeros(len(counts), images.shape[1]).index_add(0, labels, images)
-        check_directions(sums[len(sums) - len(new) :, : self.embed_dim], new)
-        several = counts[labels] > 1
-        rows = (images - (sums / counts.clamp_min(1)[:, None])[labels])[several]
-        freedom = counts.sum() - (counts > 0).sum()
-        return self._joined(sums, counts, rows.T @ rows, freedom, rows, labels[several])
-
     def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
-        places = places.to(self.sums.device)
-        every = self.with_new_rows(int((places >= len(self._class_names)).sum()))
-        sums, counts = (
-            torch.zeros_like(every[name]).index_copy(0, places, getattr(other, name)) for name in ("sums", "counts")
-        )
-        rows, labels = sums[:0], places[:0]
-        if self.exact_forgetting:
-            rows, labels = other.factors, places.repeat_interleave(other.factor_rows)
         tables = {name: getattr(self, name) + getattr(other, name) for name in ("losses", "judged", "by_text")}
-        return tables | self._joined(sums, counts, other.scatter, other.freedom, rows, labels)
-
-    def _joined(
-        self, sums: Tensor, counts: Tensor, scatter: Tensor, freedom: Tensor, rows: Tensor, labels: Tensor
-    ) -> dict[str, Tensor]:
-        """The buffers with further images: their sums, (C, d), counts, scatter, its freedom, and rows of the factors.
-
-        W also takes in how far apart the old and the new mean of a class are.
-        """
-        kept = self.with_new_rows(len(counts) - len(self._class_names))
-        both = ((kept["counts"] > 0) & (counts > 0)).nonzero()[:, 0]
-        old, new = (each[both, None].to(sums) for each in (kept["counts"], counts))
-        apart = (kept["sums"][both] / old - sums[both] / new) * (old * new / (old + new)).sqrt()
-        changes = {
-            "sums": kept["sums"] + sums,
-            "counts": kept["counts"] + counts,
-            "scatter": self.scatter + scatter + apart.T @ apart,
-            "freedom": self.freedom + freedom + len(both),
-        }
-        if not self.exact_forgetting:
-            return changes
-        owners = torch.arange(len(counts)).to(labels).repeat_interleave(kept["factor_rows"])
-        owners, factors = torch.cat([owners, labels, both]), torch.cat([self.factors, rows, apart])
-        factors, sizes = factors[owners.argsort(stable=True)], owners.bincount(minlength=len(counts))
-        if (sizes > factors.shape[1]).any():
-            parts = factors.split(sizes.tolist())
-            parts = [part if len(part) <= part.shape[1] else torch.linalg.qr(part, mode="r").R for part in parts]
-            factors, sizes = torch.cat(parts), sizes.clamp(max=factors.shape[1])
-        return changes | {"factors": factors, "factor_rows": sizes}
-
-    def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
-        changes = super().forgotten(kept)
-        if self.exact_forgetting:
-            factors = self.factors[kept.repeat_interleave(self.factor_rows.cpu()).to(self.factors.device)]
-            freedom = changes["counts"].sum() - len(changes["counts"])
-            changes |= {"factors": factors, "scatter": factors.T @ factors, "freedom": freedom}
-        return changes
-
-    def without_image(self, image: Tensor, label: int) -> dict[str, Tensor]:
-        """Without x the class's share of W is less by v v', v = sqrt(n / (n - 1)) (x - m_c); see `downdated`."""
-        sums, counts = self.sums.clone(), self.counts.clone()
-        images, lifted = int(counts[label]), self.lifted(image[None].to(sums))[0]
-        row = (images / (images - 1)) ** 0.5 * (lifted - sums[label] / images)
-        sums[label] -= lifted
-        counts[label] -= 1
-        check_directions(sums[[label], : self.embed_dim], [self._class_names[label]])
-        changes = {"sums": sums, "counts": counts, "freedom": self.freedom - 1}
-        if not self.exact_forgetting:
-            return changes | {"scatter": self.scatter - torch.outer(row, row)}
-        parts = list(self.factors.split(self.factor_rows.tolist()))
-        parts[label] = downdated(parts[label], row)[: images - 2]
-        sizes = torch.tensor([len(part) for part in parts]).to(self.factor_rows)
-        factors = torch.cat(parts)
-        return changes | {"factors": factors, "factor_rows": sizes, "scatter": factors.T @ factors}
+        return super().merged(other, places) | tables
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """m_c to M' m_c and W to M' W M; texts stay. What the map leaves over of the drift is not added to W.
@@ -337,19 +252,6 @@ class BayesClassifier(Classifier):
         if tensors["weight"].shape[1] > self.embed_dim:
             return random_and_linear, tensors | {"projection": self._layer().to(tensors["weight"])}
         return linear, tensors
-
-
-def downdated(factor: Tensor, row: Tensor) -> Tensor:
-    """G, (n, d), with G'G = F'F - v v' for a `factor` F, (n, d), and a `row` v, (d,), in the span of its rows.
-
-    With v = F'a it is F - b a v', b = (1 - sqrt(1 - a'a)) / a'a. G is that, turned so that its rows become shorter
-    downwards: the last one is 0 where F had no more rows than it needed.
-    """
-    along = torch.linalg.pinv(factor.T) @ row
-    length = min(1.0, float(along @ along))
-    share = (1 - math.sqrt(1 - length)) / length if length else 0.0
-    _, sizes, directions = torch.linalg.svd(factor - share * torch.outer(along, row), full_matrices=False)
-    return sizes[:, None] * directions
 
 
 def random_and_linear(

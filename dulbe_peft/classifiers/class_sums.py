@@ -1,0 +1,135 @@
+"""Exact sums of a classifier: of each class the number, the sum and the scatter of its images, and W over all of them.
+
+They add up over images, tasks and merged classifiers, and a class or an image can be taken out again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.checks import check_directions
+
+
+class ClassSums(Classifier):
+    """Keeps n_c, n_c m_c and W, in float64, of x, (d,), which `lifted` makes of a feature.
+
+    Attributes:
+        sums: n_c m_c, (C, d), float64.
+        counts: n_c, (C,), int64.
+        scatter: W, (d, d), float64, sum of (x - m_c)(x - m_c)' over all images.
+        freedom: f, int64, images less classes.
+        factors: F_c for one class after another, (rows, d), float64; F_c'F_c is the class's share of W. It has at most
+            min(n_c, d) rows, and they are kept where `exact_forgetting` says so: without, a share stays in W.
+        factor_rows: rows of each F_c, (C,), int64.
+    """
+
+    exact_forgetting: bool = True
+
+    updates = True
+
+    def keep_sums(self, width: int) -> None:
+        """Register the empty sums of x of this width."""
+        self.register_rows("sums", width, dtype=torch.float64)
+        self.register_rows("counts", dtype=torch.int64)
+        self.register_buffer("scatter", torch.zeros(width, width, dtype=torch.float64))
+        self.register_buffer("freedom", torch.zeros((), dtype=torch.int64))
+        if self.exact_forgetting:
+            self.register_rows("factor_rows", dtype=torch.int64)
+            self.register_ragged("factors", width, dtype=torch.float64)
+
+    def lifted(self, images: Tensor) -> Tensor:
+        """x of unit features, (n, embed_dim) to (n, d), in the type of `images`."""
+        return images
+
+    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+        images, labels = self.lifted(images.to(self.sums)), labels.to(self.sums.device)
+        counts = labels.bincount(minlength=len(self.counts) + len(new))
+        sums = images.new_zeros(len(counts), images.shape[1]).index_add(0, labels, images)
+        check_directions(sums[len(sums) - len(new) :, : self.embed_dim], new)
+        several = counts[labels] > 1
+        rows = (images - (sums / counts.clamp_min(1)[:, None])[labels])[several]
+        freedom = counts.sum() - (counts > 0).sum()
+        return self._joined(sums, counts, rows.T @ rows, freedom, rows, labels[several])
+
+    def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
+        places = places.to(self.sums.device)
+        every = self.with_new_rows(int((places >= len(self._class_names)).sum()))
+        sums, counts = (
+            torch.zeros_like(every[name]).index_copy(0, places, getattr(other, name)) for name in ("sums", "counts")
+        )
+        rows, labels = sums[:0], places[:0]
+        if self.exact_forgetting:
+            rows, labels = other.factors, places.repeat_interleave(other.factor_rows)
+        return self._joined(sums, counts, other.scatter, other.freedom, rows, labels)
+
+    def _joined(
+        self, sums: Tensor, counts: Tensor, scatter: Tensor, freedom: Tensor, rows: Tensor, labels: Tensor
+    ) -> dict[str, Tensor]:
+        """The buffers with further images: their sums, (C, d), counts, scatter, its freedom, and rows of the factors.
+
+        W also takes in how far apart the old and the new mean of a class are.
+        """
+        kept = self.with_new_rows(len(counts) - len(self._class_names))
+        both = ((kept["counts"] > 0) & (counts > 0)).nonzero()[:, 0]
+        old, new = (each[both, None].to(sums) for each in (kept["counts"], counts))
+        apart = (kept["sums"][both] / old - sums[both] / new) * (old * new / (old + new)).sqrt()
+        changes = {
+            "sums": kept["sums"] + sums,
+            "counts": kept["counts"] + counts,
+            "scatter": self.scatter + scatter + apart.T @ apart,
+            "freedom": self.freedom + freedom + len(both),
+        }
+        if not self.exact_forgetting:
+            return changes
+        owners = torch.arange(len(counts)).to(labels).repeat_interleave(kept["factor_rows"])
+        owners, factors = torch.cat([owners, labels, both]), torch.cat([self.factors, rows, apart])
+        factors, sizes = factors[owners.argsort(stable=True)], owners.bincount(minlength=len(counts))
+        if (sizes > factors.shape[1]).any():
+            parts = factors.split(sizes.tolist())
+            parts = [part if len(part) <= part.shape[1] else torch.linalg.qr(part, mode="r").R for part in parts]
+            factors, sizes = torch.cat(parts), sizes.clamp(max=factors.shape[1])
+        return changes | {"factors": factors, "factor_rows": sizes}
+
+    def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
+        changes = super().forgotten(kept)
+        if self.exact_forgetting:
+            factors = self.factors[kept.repeat_interleave(self.factor_rows.cpu()).to(self.factors.device)]
+            freedom = changes["counts"].sum() - len(changes["counts"])
+            changes |= {"factors": factors, "scatter": factors.T @ factors, "freedom": freedom}
+        return changes
+
+    def without_image(self, image: Tensor, label: int) -> dict[str, Tensor]:
+        """Without x the class's share of W is less by v v', v = sqrt(n / (n - 1)) (x - m_c); see `downdated`."""
+        sums, counts = self.sums.clone(), self.counts.clone()
+        images, lifted = int(counts[label]), self.lifted(image[None].to(sums))[0]
+        row = (images / (images - 1)) ** 0.5 * (lifted - sums[label] / images)
+        sums[label] -= lifted
+        counts[label] -= 1
+        check_directions(sums[[label], : self.embed_dim], [self._class_names[label]])
+        changes = {"sums": sums, "counts": counts, "freedom": self.freedom - 1}
+        if not self.exact_forgetting:
+            return changes | {"scatter": self.scatter - torch.outer(row, row)}
+        parts = list(self.factors.split(self.factor_rows.tolist()))
+        parts[label] = downdated(parts[label], row)[: images - 2]
+        sizes = torch.tensor([len(part) for part in parts]).to(self.factor_rows)
+        factors = torch.cat(parts)
+        return changes | {"factors": factors, "factor_rows": sizes, "scatter": factors.T @ factors}
+
+
+def downdated(factor: Tensor, row: Tensor) -> Tensor:
+    """G, (n, d), with G'G = F'F - v v' for a `factor` F, (n, d), and a `row` v, (d,), in the span of its rows.
+
+    With v = F'a it is F - b a v', b = (1 - sqrt(1 - a'a)) / a'a. G is that, turned so that its rows become shorter
+    downwards: the last one is 0 where F had no more rows than it needed.
+    """
+    along = torch.linalg.pinv(factor.T) @ row
+    length = min(1.0, float(along @ along))
+    share = (1 - math.sqrt(1 - length)) / length if length else 0.0
+    _, sizes, directions = torch.linalg.svd(factor - share * torch.outer(along, row), full_matrices=False)
+    return sizes[:, None] * directions
