@@ -55,7 +55,7 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
 
     def __init__(
         self,
-        classifier: str = "lda",
+        classifier: str = "bayes",
         *,
         texts: Mapping[Hashable, Any] | None = None,
         logit_scale: float = 100.0,

@@ -13,13 +13,24 @@ import torch
 from reference import randn
 from torch.nn import functional as F
 
-from benchmarks import common, evidence, literal, models, ours, rivals, stock, table
+from benchmarks import common, edges, evidence, literal, models, ours, rivals, stock, table
 
 ROOT = Path(__file__).parents[2]
 TOOLS = {"__init__", "common", "evidence", "literal", "models", "ours"}
 TOOLS |= {"rivals", "stock", "table"}
 BENCHMARKS = sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - TOOLS)
-SLOW = {"accuracy", "augmentation", "deployment", "family", "frozen", "memory", "rejection", "stream", "tasks"}
+SLOW = {
+    "accuracy",
+    "augmentation",
+    "deployment",
+    "edges",
+    "family",
+    "frozen",
+    "memory",
+    "rejection",
+    "stream",
+    "tasks",
+}
 SLOW |= {"loop", "store"}
 # The figures of "memory" are those that Linux has.
 LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
@@ -127,6 +138,27 @@ def test_tables_of_accuracies_are_as_literal_ones(tmp_path):
     assert evidence.gained(row | {"gain_high": "-0.00009"}, interval=False) == "*50.0 (+1.0)*"
     assert evidence.gained(row | {"gain_low": "0.001", "seeds": "2"}) == "50.0 (+0.1 to +2.0) †"
     assert evidence.gained(row | {"method": "frozen"}) == "50.0"
+
+
+def test_names_near_the_means_are_made_of_images_that_nobody_learns():
+    rows, labels = F.normalize(randn(60, 8, seed=0), dim=1), torch.arange(60) % 3
+    found = {
+        "train": rows,
+        "y": labels,
+        "test": rows,
+        "truth": labels,
+        "text": F.normalize(randn(3, 8, seed=1), dim=1),
+    }
+    made = edges.changed(found | {"names": ["a", "b", "c"]}, seed=0, names="means")
+    spare = torch.cdist(rows, made["train"]).amin(dim=1) > 1e-3
+    assert spare.sum() == 3 * edges.SPARE and len(made["train"]) == 30
+    means = torch.stack([rows[spare & (labels == label)].mean(dim=0) for label in range(3)])
+    torch.testing.assert_close(made["text"], F.normalize(means, dim=1))
+    assert edges.changed(found | {"names": ["a", "b", "c"]}, seed=0, names="none")["text"] is None
+    few = edges.changed(found | {"names": ["a", "b", "c"]}, seed=0, classes=2)
+    places = [["a", "b", "c"].index(name) for name in few["names"]]
+    for place, label in enumerate(places):
+        torch.testing.assert_close(few["train"][few["y"] == place], rows[labels == label])
 
 
 def test_no_result_names_a_path_of_the_machine_that_measured_it():
