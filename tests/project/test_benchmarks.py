@@ -31,7 +31,7 @@ SLOW = {
     "stream",
     "tasks",
 }
-SLOW |= {"loop", "store"}
+SLOW |= {"edges", "loop", "store"}
 # The figures of "memory" are those that Linux has.
 LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 MARKS = {name: [pytest.mark.slow] * (name in SLOW) + [LINUX] * (name == "memory") for name in BENCHMARKS}
@@ -149,13 +149,13 @@ def test_names_near_the_means_are_made_of_images_that_nobody_learns():
         "truth": labels,
         "text": F.normalize(randn(3, 8, seed=1), dim=1),
     }
-    made = edges.changed(found | {"names": ["a", "b", "c"]}, seed=0, names="means")
+    made = edges.changed(found, seed=0, names="means")
     spare = torch.cdist(rows, made["train"]).amin(dim=1) > 1e-3
     assert spare.sum() == 3 * edges.SPARE and len(made["train"]) == 30
     means = torch.stack([rows[spare & (labels == label)].mean(dim=0) for label in range(3)])
     torch.testing.assert_close(made["text"], F.normalize(means, dim=1))
-    assert edges.changed(found | {"names": ["a", "b", "c"]}, seed=0, names="none")["text"] is None
-    few = edges.changed(found | {"names": ["a", "b", "c"]}, seed=0, classes=2)
+    assert edges.changed(found, seed=0, names="none")["text"] is None
+    few = edges.changed(found, seed=0, classes=2)
     places = [["a", "b", "c"].index(name) for name in few["names"]]
     for place, label in enumerate(places):
         torch.testing.assert_close(few["train"][few["y"] == place], rows[labels == label])
