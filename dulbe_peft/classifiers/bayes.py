@@ -123,7 +123,7 @@ class BayesClassifier(ClassSums):
             return None
         images, labels, weights = images[several], labels[several], weights[several]
         losses, kappas, omega = self.losses.clone(), torch.tensor(self._kappas), self._omega()
-        lifted, own, each = self.lifted(images), weights.float(), torch.arange(len(labels))
+        lifted, own, each = self.lifted(images), weights.float(), torch.arange(len(labels)).to(labels)
         for table, features in zip(losses, self._features, strict=True):
             for place, rho in enumerate(self._rhos):
                 scores = self._fit(features).left_out(self._seen(lifted, features), labels, kappas, rho, omega)

@@ -124,10 +124,14 @@ class Fit:
 
             n_c is n - 1      m_c is m_c - d / (n - 1)      P is P + g P d d'P      g = h / (1 - h d'P d)
 
-        with h = n / (n - 1) / (f + nu) (Sherman and Morrison). Held as they are: b, a, R, the ridge and a S t_c. So it
-        is close to learning anew without x where classes are many, and too bad for its class where they are few.
+        with h = n / (n - 1) / (f + nu) (Sherman and Morrison). Held as they are: b, a, R, the ridge and a S t_c. With
+        many classes that is close to learning anew without x; with few, it is not.
         """
-        noise, slope, own = self.values + rho * self.base, self.slope(rho), (torch.arange(len(labels)), labels)
+        noise, slope, own = (
+            self.values + rho * self.base,
+            self.slope(rho),
+            (torch.arange(len(labels)).to(labels), labels),
+        )
         square, cross, length, along = (part.float() for part in self._lengths(noise, slope))
         rows, means, texts = ((images - self.centre) @ self.vectors).float(), self.means.float(), self.texts.float()
         noise, counts = noise.float(), self.counts[:, 0].float().expand(len(labels), -1).clone()
