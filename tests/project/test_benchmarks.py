@@ -148,6 +148,7 @@ def test_names_near_the_means_are_made_of_images_that_nobody_learns():
         "test": rows,
         "truth": labels,
         "text": F.normalize(randn(3, 8, seed=1), dim=1),
+        "names": ["a", "b", "c"],
     }
     made = edges.changed(found, seed=0, names="means")
     spare = torch.cdist(rows, made["train"]).amin(dim=1) > 1e-3
