@@ -1,4 +1,5 @@
 """Tiny models built in code; nothing here needs the network or a file outside the repository."""
+# ruff: noqa: E402 - the environment is set before torch is imported
 
 import atexit
 import os
