@@ -39,7 +39,7 @@ from dulbe_peft.classifiers.covariance import oas_shrinkage
 
 OMEGAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 SCALES = (0.0, *(2.0**power for power in range(-4, 4)))  # of the scores by texts alone; with 0 they say nothing
-# Without nu, S is not known with one image a class. One round in place of three ...
+# Without nu, S is not known with one image a class; a and S need each other, so that they are taken in turn.
 USUAL_KAPPA, USUAL_IMAGES, ROUNDS = 4.0, 10, 3
 
 
