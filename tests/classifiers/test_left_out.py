@@ -35,7 +35,6 @@ def learned(spec, rows, labels, texts):
         ("lda:shrinkage=0.5,prior_images=0", 0.2),
         ("gda:shrinkage=0.5,prior_images=0,alpha=0.5", 0.2),
         ("bridge:depths=0.3/0.3", 1e-5),
-        ("bayes:kappa=4,rho=10,features=0", 0.35),
     ],
 )
 def test_scores_are_those_of_a_classifier_that_has_not_learned_the_image(spec, near):
