@@ -138,10 +138,10 @@ class LearnerArguments:
     augment: str = setting(
         "none",
         "Change images at random: crop, flip, affine, or several with + between them. Training sees another view of "
-        "each image in every epoch. Classifiers take the mean feature of each image and its views.",
+        "each image in every epoch. Classifiers that keep sums learn further views of each image.",
     )
     copies: Annotated[int, Ge(0), Le(1000)] = setting(
-        3, "How many augmented views of each image classifiers take the mean over, where augment is set."
+        3, "How many views they learn beside the image, where augment is set; each counts 1 / (1 + copies)."
     )
     text_embeds: Literal["current", "at_introduction"] = setting(
         "current", "Encode all seen classes anew after each task, or keep each as it was when its class arrived."

@@ -24,6 +24,7 @@ from dulbe_peft.classifiers.calibration import calibrated, check_share, hold_bac
 from dulbe_peft.classifiers.checks import check_labels, random_features, same_scores, unit_features
 from dulbe_peft.classifiers.corrections import CorrectedState
 from dulbe_peft.classifiers.novelty import distances, judged
+from dulbe_peft.classifiers.views import sums_of_views
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils.devices import one_thread, without_autocast
 
@@ -157,6 +158,7 @@ class Classifier(CorrectedState):
         labels: Tensor | np.ndarray | Sequence[int],
         text_embeds: Tensor | np.ndarray | None = None,
         each_text: tuple[Tensor | np.ndarray, Tensor | np.ndarray | Sequence[int]] | None = None,
+        views: Tensor | None = None,
     ) -> None:
         """Take in the classes of one task; on any error the classifier is as it was.
 
@@ -167,6 +169,8 @@ class Classifier(CorrectedState):
             text_embeds: (C_seen, d), of all seen classes in the order they came, where `needs_text` is set.
             each_text: (T, d) and (T,), embeddings of texts and the new class of each, where `needs_each_text` is set;
                 None takes a class's row of `text_embeds` as its only text.
+            views: (n, V, d), unit features of each image and its augmented views. A classifier that keeps sums takes in
+                each with the weight 1/V; what it chooses, it chooses by the images as they are, which others learn.
 
         Raises:
             ValueError, TypeError: names, features or labels do not fit, or a class has no image or no text.
@@ -198,15 +202,24 @@ class Classifier(CorrectedState):
             twin._class_names = self._class_names + names
             if not held:
                 scores = twin.judge(images, indices)
+            start = self.fork()
+            start.install({name: rows for name, rows in texts.items() if name in self.tensors()})
+            sums = start._of_views(views, indices, names)
         self._adopt(twin, scores, images, indices)
+        self.install(sums)
 
     @torch.no_grad()
     @one_thread()
-    def update_classes(self, image_embeds: Tensor | np.ndarray, labels: Tensor | np.ndarray | Sequence[int]) -> None:
+    def update_classes(
+        self,
+        image_embeds: Tensor | np.ndarray,
+        labels: Tensor | np.ndarray | Sequence[int],
+        views: Tensor | None = None,
+    ) -> None:
         """Take in further images, (n, d), of known classes, which `labels` index, as if seen with the others.
 
-        The temperature of the probabilities stays as it is, but for rules that leave each image out (`judge`). A
-        classifier that does not keep what is needed raises a `ValueError`.
+        The temperature of the probabilities stays as it is, but for rules that leave each image out (`judge`). `views` are
+        as in `add_classes`. A classifier that does not keep what is needed raises a `ValueError`.
         """
         self.check_update()
         images = self._unit(image_embeds, "image_embeds")
@@ -216,7 +229,9 @@ class Classifier(CorrectedState):
             with without_autocast(images):
                 twin.install(twin.added(images, indices, []))
                 scores = twin.judge(images, indices)
+                sums = self._of_views(views, indices, [])
             self._adopt(twin, scores, images, indices)
+            self.install(sums)
 
     @torch.no_grad()
     def set_text_embeds(self, text_embeds: Tensor | np.ndarray) -> None:
@@ -246,6 +261,13 @@ class Classifier(CorrectedState):
             "each_text": torch.cat([self.each_text.float(), rows[owners.argsort(stable=True)]]),
             "num_texts": torch.cat([self.num_texts, counts]),
         }
+
+    def _of_views(self, views: Tensor | None, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+        """What `added` gives with each view of an image as a row; nothing without views, or where no sums are kept."""
+        if views is None or not self.updates:
+            return {}
+        rows = self._unit(views.flatten(0, 1), "views", len(labels) * views.shape[1])
+        return sums_of_views(self, rows.view(len(labels), -1, self.embed_dim), labels, new)
 
     def _take(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Mapping[str, Tensor]) -> None:
         """Install the texts that this classifier keeps, and then what `added` gives."""

@@ -21,7 +21,8 @@ class ClosingPass:
 
     `before` are the same images' features by the model before the task; None where nobody needed them.
     `texts`, (C_seen, d), are the embeddings of all seen classes, where a classifier needs them, and `each_text` those
-    of every text of the task's classes, (T, d), with the class of each, (T,).
+    of every text of the task's classes, (T, d), with the class of each, (T,). `views`, (n, V, d), are the features of each
+    image and its augmented views, where there are some.
     """
 
     class_names: tuple[str, ...]
@@ -30,6 +31,7 @@ class ClosingPass:
     before: Tensor | None = None
     texts: Tensor | None = None
     each_text: tuple[Tensor, Tensor] | None = None
+    views: Tensor | None = None
 
 
 def linear_map(before: Tensor, after: Tensor, ridge: float = 0.03) -> Tensor:
@@ -78,5 +80,5 @@ def learn_task(
             if map_ is not None:
                 classifier.move(map_)
             new = (list(closing.class_names), closing.features, closing.labels, text)
-            classifier.add_classes(*new, each_text=closing.each_text)
+            classifier.add_classes(*new, each_text=closing.each_text, views=closing.views)
     return made

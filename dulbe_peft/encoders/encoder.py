@@ -107,13 +107,13 @@ class Encoder:
             return images
         return images.view(self.args.augment, self.args.seed, task, number)
 
-    def mean_of_views(self, features: torch.Tensor, images: PixelDataset, title: str) -> torch.Tensor:
-        """Unit means, (n, d), of the images' own features and those of their augmented views; else `features`."""
+    def views(self, features: torch.Tensor, images: PixelDataset, title: str) -> torch.Tensor | None:
+        """The images' own features, (n, d), and those of their augmented views: (n, 1 + copies, d); None: no views."""
         if self.args.augment == "none" or not self.args.copies:
-            return features
-        for number in range(1, self.args.copies + 1):
-            features = features + self.dataset_embeds(self.view(images, 0, number), f"{title} view {number}")
-        return F.normalize(features, dim=1)
+            return None
+        numbers = range(1, self.args.copies + 1)
+        views = [self.dataset_embeds(self.view(images, 0, number), f"{title} view {number}") for number in numbers]
+        return torch.stack([features, *views], dim=1)
 
     @property
     def facts(self) -> dict[str, str]:

@@ -34,6 +34,7 @@ class TaskFeatures:
     def write(self, path: Path) -> None:
         closing = self.closing
         kept = {"features": closing.features, "labels": closing.labels, "before": closing.before, "texts": self.texts}
+        kept |= {"views": closing.views}
         tensors = {name: tensor for name, tensor in kept.items() if tensor is not None}
         tensors |= zip(_EACH_TEXT, closing.each_text or (), strict=False)
         for number, (features, truth) in self.tests.items():
@@ -50,7 +51,7 @@ class TaskFeatures:
             names = tuple(json.loads(metadata["class_names"]))
             each = (tensors[_EACH_TEXT[0]], tensors[_EACH_TEXT[1]]) if _EACH_TEXT[0] in tensors else None
             found = (tensors["features"], tensors["labels"], tensors.get("before"))
-            closing = ClosingPass(names, *found, each_text=each)
+            closing = ClosingPass(names, *found, each_text=each, views=tensors.get("views"))
             numbers = sorted(int(name.removeprefix("test ")) for name in tensors if name.startswith("test "))
             tests = {number: (tensors[f"test {number}"], tensors[f"truth {number}"]) for number in numbers}
         except (KeyError, ValueError, TypeError) as error:

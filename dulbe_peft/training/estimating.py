@@ -22,10 +22,11 @@ def estimates_of(state: LearnerState, encoder: Encoder, fresh: Mapping[bytes, Te
 
     `fresh` are the features of the newest images by content. Those of earlier ones come from the user's feature store,
     so classes of which it has none are not spoken of. Nor are classes with one image, and images learned twice. Where
-    the model itself was trained on the images, leaving one out of a classifier would say too much: nothing is said.
+    the model itself was trained on the images, or learned several views of each, leaving one out would say too much:
+    nothing is said.
     """
     now = Estimates(tasks=len(state.tasks), updates=len(state.updates))
-    if state.strategy.adapts or state.adapter is not None:
+    if state.strategy.adapts or state.adapter is not None or (state.args.augment != "none" and state.args.copies):
         return now
     learned, place = state.known.learned, {name: row for row, name in enumerate(state.class_names)}
     times = Counter(chain.from_iterable(learned.values()))
@@ -34,9 +35,8 @@ def estimates_of(state: LearnerState, encoder: Encoder, fresh: Mapping[bytes, Te
         once = sorted(content for content in contents if times[content] == 1)[:share]
         owner |= dict.fromkeys(once if len(contents) > 1 and name in place else (), place.get(name, -1))
     features = {content: row for content, row in fresh.items() if content in owner}
-    if state.args.augment == "none":  # else an image was learned as the mean of its views
-        stored = encoder.stored([content for content in owner if content not in features])
-        features |= {content: torch.from_numpy(np.array(row)).to(encoder.device) for content, row in stored.items()}
+    stored = encoder.stored([content for content in owner if content not in features])
+    features |= {content: torch.from_numpy(np.array(row)).to(encoder.device) for content, row in stored.items()}
     if not features or len(place) < 2:
         return now
     rows = torch.stack(list(features.values())).float()

@@ -55,12 +55,12 @@ def learned(trainer: TaskTrainer) -> tuple[LearnerState, TaskRecord, ClosingPass
         labels = torch.as_tensor(images.labels, device=features.device)
         # The teacher saw the images as they are.
         before = teacher if state.args.augment == "none" else None
-        features = encoder.mean_of_views(features, images, trainer.title("close"))
+        views = encoder.views(features, images, trainer.title("close"))
         texts = each = None
         if has_text(encoder.clip) and any(each.reads_text for each in state.classifiers.values()):
             each = encoder.each_text_embeds(names, state.class_texts)
             texts = torch.cat([*_old_texts(state, encoder), mean_texts(len(names), *each)])
-        closing = ClosingPass(names, features, labels, before, texts, each)
+        closing = ClosingPass(names, features, labels, before, texts, each, views)
         how = (state.args.drift, state.args.text_embeds, encoder.profile.phase)
         classifiers = learn_task(state.classifiers, closing, texts, *how)
     bridge = classifiers.get("bridge")

@@ -56,11 +56,11 @@ def with_more_images(
     collect = strategy.remembers_more and adapter is not None and not state.incomplete
     features, inputs = features_and_inputs(adapter, encoder, images, "update", collect)
     counts = Counter(state.class_names[label] for label in labels.tolist())
-    features = encoder.mean_of_views(features, images, "update")
+    views = encoder.views(features, images, "update")
     labels = labels.to(features.device)
     classifiers = {name: classifier.fork() for name, classifier in state.classifiers.items()}
     for classifier in classifiers.values():
-        classifier.update_classes(features, labels)
+        classifier.update_classes(features, labels, views)
     memory: Memory | None = state.memory
     if collect and adapter is not None:
         task = NewTask(len(state.tasks), adapter, state.args, state.memory, inputs=inputs)
@@ -151,6 +151,11 @@ def without_images(state: LearnerState, encoder: Encoder, images: LabelledImages
             f"the strategy {state.strategy.name!r} trains the model, which nothing takes back: a learner forgets "
             "single images where nothing is trained"
         )
+    if state.args.augment != "none" and state.args.copies:
+        raise ValueError(
+            f"augment is {state.args.augment!r}: each image was learned as {1 + state.args.copies} views, which cannot be "
+            "taken out again"
+        )
     for classifier in state.classifiers.values():
         classifier.check_forgets_images()
     learned: dict[bytes, list[str]] = {}
@@ -166,7 +171,7 @@ def without_images(state: LearnerState, encoder: Encoder, images: LabelledImages
             raise ValueError(f"{images.item_name(row)} has not been learned{unsure}, so it cannot be forgotten")
         rows.setdefault(content, row)
     data = encoder.images(images.at(list(rows.values())))
-    features = encoder.mean_of_views(encoder.dataset_embeds(data, "forget"), data, "forget")
+    features = encoder.dataset_embeds(data, "forget")
     classifiers = {name: classifier.fork() for name, classifier in state.classifiers.items()}
     gone = Counter[str]()
     for feature, content in zip(features, rows, strict=True):

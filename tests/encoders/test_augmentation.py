@@ -1,8 +1,5 @@
 """Augmented views: what each kind does, what classifiers and training learn of them, and that a run resumes alike."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +8,6 @@ from small_runs import learner_of
 
 from dulbe_peft import class_incremental_tasks
 from dulbe_peft.arguments import AUGMENTATIONS
-from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.data.augmentation import CHANGES, augmented
 from dulbe_peft.data.readers import load_digit_images
 
@@ -71,27 +67,45 @@ def test_an_affine_view_of_a_ramp_is_a_ramp_on_the_colour_of_the_border():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_classifiers_learn_the_mean_of_an_image_and_its_views(base, tasks, workers):
+def test_classifiers_learn_an_image_and_its_views_as_rows_of_one_weight(base, tasks, workers):
     """In float64, by hand: view v of an image has the seed (seed, 0, v, content), whatever its place and task."""
-    learner = made(base, augment="crop+affine", copies=2, num_workers=workers)
-    by_hand = make_classifier("lda", 64, learner.logit_scale)
+    names = ("lda", "bayes:features=0", "ridge", "prototype", "bridge")
+    learner = made(base, classifiers=names, augment="crop+affine", copies=2, num_workers=workers)
 
-    def means(data):
+    def views(data):
         images = [data.image(i) for i in range(len(data))]
         seeds = [int.from_bytes(content, "little") for content in data.contents()]
         views = [[augmented(x, "crop+affine", [0, 0, v, s]) for x, s in zip(images, seeds)] for v in (1, 2)]
-        return sum(learner.image_embeds(view).double() for view in (images, *views)) / 3
+        return torch.stack([learner.image_embeds(view).double() for view in (images, *views)], dim=1)
 
     for task in tasks:
         learner.learn_task(task.train)
-        by_hand.add_classes(task.class_names, means(task.train), task.train.labels)
     learner.update_classes(tasks[0].train.at([0]))
-    by_hand.update_classes(means(tasks[0].train.at([0])), tasks[0].train.labels[:1])
-    for name, tensor in by_hand.tensors().items():
-        torch.testing.assert_close(learner.classifier.tensors()[name], tensor, msg=name, rtol=1e-4, atol=1e-5)
-    plain = made(base)
-    plain.learn_task(tasks[0].train)
-    assert not torch.allclose(plain.classifier.means, learner.classifier.means[:2], atol=1e-3)
+    parts = [*((task.train, 2 * number) for number, task in enumerate(tasks)), (tasks[0].train.at([0]), 0)]
+    rows = torch.cat([views(data) for data, _ in parts])
+    labels = torch.cat([torch.as_tensor(data.labels) + first for data, first in parts])
+    counts = labels.bincount()
+    means = torch.stack([rows[labels == c].mean(dim=(0, 1)) for c in range(4)])
+    away = rows - means[labels][:, None]
+    scatter = sum(torch.outer(row, row) for row in away.flatten(0, 1)) / 3
+    for name, one in learner.classifiers.items():
+        assert torch.equal(one.counts, counts), name
+        found = one.sums / counts[:, None] if hasattr(one, "sums") else getattr(one, "means", None)
+        if found is not None:
+            torch.testing.assert_close(found, means, rtol=1e-4, atol=1e-6, msg=name)
+    for name in ("lda", "bayes"):
+        torch.testing.assert_close(learner.classifiers[name].scatter, scatter, rtol=1e-4, atol=1e-5, msg=name)
+        assert int(learner.classifiers[name].freedom) == len(labels) - 4
+    factors = learner.classifiers["bayes"].factors
+    torch.testing.assert_close(factors.T @ factors, scatter, rtol=1e-4, atol=1e-5)
+    gram = sum(torch.outer(row, row) for row in rows.flatten(0, 1)) / 3
+    torch.testing.assert_close(learner.classifiers["ridge"].gram, gram, rtol=1e-4, atol=1e-5)
+    bridge = learner.classifiers["bridge"]
+    visual = bridge.visual_prototypes.double() * bridge.lengths[:, None] / counts[:, None]
+    torch.testing.assert_close(visual, means, rtol=1e-4, atol=1e-5)
+    assert learner.estimate() == {}, "an image whose views were learned cannot be left out"
+    with pytest.raises(ValueError, match="learned as 3 views"):
+        learner.forget_images(tasks[0].train.at([1]))
 
 
 def test_a_run_that_resumes_equals_one_that_did_not_stop(base, tasks, tmp_path):
@@ -108,17 +122,3 @@ def test_a_run_that_resumes_equals_one_that_did_not_stop(base, tasks, tmp_path):
     assert other != (tmp_path / "whole" / "task-002" / "adapter_model.safetensors").read_bytes()
     with pytest.raises(ValueError, match="augment"):
         made(base, **options | {"augment": "none"}).run(tasks, tmp_path / "whole")
-
-
-def test_the_page_says_what_views_were_measured_to_cost():
-    root, figures = Path(__file__).parents[2], {}
-    page = (root / "docs/results.md").read_text(encoding="utf-8").partition("## Augmented views")[2]
-    for file in (root / "benchmarks/results/augmentation").glob("*.json"):
-        for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
-            line, kind = row["what"].removesuffix(": A_last").split(", augment ")
-            figures.setdefault(kind, {})[line] = row["value"]
-    none = figures.pop("none")
-    assert set(figures) == {"crop", "flip", "affine"}
-    for kind, found in figures.items():
-        costs = [none[line] - value for line, value in found.items()]
-        assert f"`{kind}` costs {min(costs):.1f} to {max(costs):.1f} points" in page

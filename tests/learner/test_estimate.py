@@ -47,8 +47,7 @@ def test_all_learned_images_are_left_out_beside_all_classes(base, tasks, tmp_pat
 def test_without_earlier_features_it_says_of_which_classes_it_speaks(base, tasks):
     learner = taught(base, tasks, store=False)
     assert set(learner.estimate()["lda"].classes) == set(tasks[-1].class_names)
-    augmented = taught(base, tasks[:2], augment="affine", copies=1)
-    assert set(augmented.estimate()["lda"].classes) == set(tasks[1].class_names)
+    assert taught(base, tasks[:2], augment="affine", copies=1).estimate() == {}
 
 
 def test_a_learner_that_has_changed_estimates_anew(base, tasks):
