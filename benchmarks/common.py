@@ -167,4 +167,4 @@ def _cpu_name() -> str:
 
 def model_name(name: str) -> str:
     """How the table calls a model."""
-    return {"vit-b-16": "ViT-B/16"}.get(name, os.path.basename(name))
+    return {"vit-b-16": "ViT-B/16", "vit-b-32": "ViT-B/32"}.get(name, os.path.basename(name))

@@ -153,7 +153,7 @@ class LearnerArguments:
     num_workers: Annotated[int, Ge(0), Le(1000)] = setting(0, "Processes that read images; 0: the main process does.")
     pixel_cache_mb: Annotated[int, Ge(0)] = setting(1024, "Keep a task's preprocessed images up to so many MiB.")
     device: str = setting("auto", "auto, cpu, or an accelerator's type such as cuda.")
-    precision: Literal["auto", "float32", "bfloat16"] = setting(
+    precision: Literal["auto", "float32", "bfloat16", "int8"] = setting(
         "auto",
         "auto: what a learner learned in; a new one bfloat16 where the hardware has it and nothing is trained.",
     )
@@ -187,6 +187,8 @@ class LearnerArguments:
             raise ValueError("augment and drift='linear' exclude each other: drift is seen on images as they are")
         if self.backend == "onnx" and self.precision == "bfloat16":
             raise ValueError("precision is 'bfloat16', and onnxruntime has none on a processor: take another backend")
+        if self.precision == "int8" and self.backend != "openvino":
+            raise ValueError(f"precision 'int8' is of the backend 'openvino', got the backend {self.backend!r}")
         if self.training_template is not None:
             _check_template("training_template", self.training_template)
 

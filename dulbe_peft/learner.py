@@ -161,6 +161,7 @@ class ClassIncrementalLearner(TakesTurns):
 
     def _encoder(self, store: FeatureStore | None) -> Encoder:
         made = Encoder(self.clip, self.processor, self.args, self.device)
+        made.graph = self.state.graph
         made.store, made.scores = store, lambda features: self.classifier.logits(features) if self.tasks else None
         return made
 
@@ -188,11 +189,14 @@ class ClassIncrementalLearner(TakesTurns):
         Raises:
             ValueError: a class, label, text or image is of no use, or a loss, gradient or feature is not finite.
         """
+        if self.args.precision == "int8" and self.strategy.adapts:
+            raise ValueError("precision is 'int8', in which no model is trained: take float32 or bfloat16")
         state, images = checked_task(self.state, self.encoder, dataset, class_names, class_texts or {})
         self.profile.clear()
         with self.transaction(), own_randomness(self.args.seed, len(state.tasks)):
             loop = trainer(state, self.encoder, self.logit_scale, images, self.log)
             self.state, self.record, self.closing = learned(loop)
+            self.state = replace(self.state, graph=self.encoder.graph)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

@@ -32,6 +32,7 @@ class LearnerFile(Record):
     class_texts: dict[str, list[str]] = {}
     classifiers: Annotated[list[str], Field(min_length=1)]
     estimates: Estimates = Estimates()
+    graph: str | None = None
     memory: bool
     source: dict[str, str] | None
     step: Count
@@ -49,6 +50,7 @@ def describe(state: LearnerState, local: bool) -> LearnerFile:
         class_texts={name: list(state.class_texts[name]) for name in state.class_names if name in state.class_texts},
         classifiers=list(state.classifiers),
         estimates=state.newest_estimates or Estimates(),
+        graph=state.graph,
         memory=bool(state.memory) or state.incomplete,
         source=state.source,
         step=state.step,

@@ -21,6 +21,7 @@ from dulbe_peft.checkpoints.learner_file import LearnerFile
 from dulbe_peft.checkpoints.locating import listed
 from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.data.known import KnownImages
+from dulbe_peft.encoders.backends import has_graph
 from dulbe_peft.encoders.loading import IMAGE_PROCESSOR_FILES, check_encoder, embed_dim, has_text, load_processor
 from dulbe_peft.strategies import Memory, make_strategy
 from dulbe_peft.subspaces.occupation import OccupationStatistics
@@ -55,7 +56,7 @@ def loaded_state(
     saved = learner_file.read(folder)
     with load_errors(folder):
         strategy = make_strategy(saved.strategy)
-        own = args or LearnerArguments(**saved.arguments)
+        own = args or LearnerArguments(**saved.arguments | {"precision": "auto"})
         learned = saved.arguments.get("precision", "float32")
         asked = (machine or {}).get("precision", "auto" if args is None else args.precision)
         config = None
@@ -67,7 +68,11 @@ def loaded_state(
             raise ValueError(f"there is no {saving.ADAPTER_CONFIG_FILE}, which the strategy {strategy.name!r} needs")
     settings = replace(own, **{"precision": "auto"} | dict(machine or {}))
     able = settings.backend != "onnx" and has_bfloat16(choose_device(settings.device))
-    settings = replace(settings, precision=settled_precision(asked, learned, strategy.adapts, able))
+    if learned == "int8":
+        able = has_graph(saved.graph)
+    precision = settled_precision(asked, learned, strategy.adapts, able)
+    backend: Any = "openvino" if precision == learned == "int8" else settings.backend
+    settings = replace(settings, precision=precision, backend=backend)
     if base_model is None:
         base_model = base_models.find(folder, saved.base_model, saved.attn_implementation)
     if not isinstance(base_model, nn.Module):
@@ -132,6 +137,7 @@ def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: se
         incomplete=bool(saved.tasks and saved.memory and not memory),
         updates=[update.model_dump(exclude_defaults=True) for update in saved.updates],
         class_texts={name: tuple(texts) for name, texts in saved.class_texts.items()},
+        graph=saved.graph,
         known=images,
         estimates=saved.estimates,
     )

@@ -2,10 +2,17 @@
 
 import copy
 import hashlib
+import io
 import json
+import logging
+import os
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout, suppress
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +39,9 @@ from dulbe_peft.utils.processes import on_main_process, world
 
 PACKAGES = {"onnx": "onnxruntime", "openvino": "openvino"}
 ENOUGH = 32  # images of a comparison with torch that need not be made again
-LEAST_COSINE = {"float32": 0.9999, "bfloat16": 0.999}
-MOST_OTHERS = 0.01  # share of answers that may differ, but for one
+LEAST_COSINE = {"float32": 0.9999, "bfloat16": 0.999, "int8": -1.0}  # of int8 the answers alone count
+MOST_OTHERS = 0.01  # share of answers that may differ, and more than one of a batch
+CALIBRATED, HELD_BACK = 300, 250  # images that int8 is calibrated on at most, and compared on
 Scores = Callable[[Tensor], Tensor]
 
 
@@ -60,7 +68,7 @@ class Tower:
         cosine = float((found * expected).sum(dim=1).min())
         equal, count = equal_answers(found, expected, scores), len(found)
         note = {"cosine": cosine, "equal": equal, "images": count}
-        most = max(1, MOST_OTHERS * count)
+        most = max(self.precision != "int8", MOST_OTHERS * count)
         if not (cosine >= LEAST_COSINE[self.precision] and count - equal <= most) and not force:
             raise ValueError(f"{self._said(note)}; --force uses it, --backend torch does without")
         write_json(self.file.with_suffix(".json"), _noted(self.file) | {self._place: note})
@@ -92,10 +100,17 @@ def equal_answers(found: Tensor, expected: Tensor, scores: Scores | None) -> int
 def open_tower(
     clip: Any, shape: tuple[int, ...], facts: Mapping[str, str], args: LearnerArguments, device: torch.device
 ) -> Tower | None:
-    """The exported tower of a model, with the adapter that it has; None where there can be none, which is said."""
+    """The exported tower of a model, with the adapter that it has; None where there can be none, which is said.
+
+    `facts` are the encoder's; of int8 they name the graph, which was calibrated before.
+    """
     try:
         if device.type != "cpu":
             raise ValueError(f"it works on the processor, and this model is on {device.type!r}")
+        if args.precision == "int8":
+            tower = Tower(kept_graph(facts["graph"]), args.backend, args.precision)
+            tower.say()
+            return tower
         return Tower(exported(clip, shape, facts), args.backend, args.precision)
     except ValueError as error:
         if world()[0] == 0:
@@ -123,6 +138,49 @@ def exported(clip: Any, shape: tuple[int, ...], facts: Mapping[str, str]) -> Pat
 
     on_main_process(export)
     return file
+
+
+def has_graph(sha256: str | None) -> bool:
+    """Whether an int8 graph is on this machine, and OpenVINO, which runs it."""
+    if sha256 is None or find_spec("openvino") is None:
+        return False
+    with suppress(ValueError):
+        return kept_graph(sha256).is_file()
+    return False
+
+
+def kept_graph(sha256: str) -> Path:
+    """The file of an int8 graph; a `ValueError` where it is not on this machine."""
+    file = store_path().with_suffix(".encoders") / f"{sha256[:32]}.onnx"
+    if not file.is_file() or file_sha256(file) != sha256:
+        raise ValueError(f"the int8 graph {sha256[:32]} is not in {file.parent}: copy it, or learn anew")
+    return file
+
+
+def quantised(file: Path, batches: Sequence[Tensor]) -> Tower:
+    """An exported tower in int8 by NNCF, calibrated on batches of pixel values."""
+    try:
+        variable = os.environ.get("NNCF_CI")
+        os.environ["NNCF_CI"] = "1"  # or NNCF reports to its makers that it was called
+        try:
+            import nncf
+        finally:
+            os.environ.pop("NNCF_CI") if variable is None else os.environ.update(NNCF_CI=variable)
+        import onnx
+    except ImportError as error:
+        raise ImportError(f"int8 needs the package {error.name}: pip install 'dulbe_peft[openvino]'") from error
+    print(f"dulbe-peft: int8 is calibrated on {sum(map(len, batches))} images", file=sys.stderr)
+    nncf.set_log_level(logging.ERROR)
+    data = nncf.Dataset([{PIXELS: batch.numpy()} for batch in batches])
+    how = {"model_type": nncf.ModelType.TRANSFORMER, "subset_size": len(batches)}
+    with redirect_stdout(io.StringIO()), warnings.catch_warnings():  # it draws bars
+        warnings.simplefilter("ignore")
+        model = nncf.quantize(onnx.load(file), data, **how)
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        made = Path(folder) / "made.onnx"
+        onnx.save(model, made)
+        kept = made.rename(file.with_name(f"{file_sha256(made)[:32]}.onnx"))
+    return Tower(kept, "openvino", "int8")
 
 
 def _noted(file: Path) -> dict[str, Any]:

@@ -1,13 +1,12 @@
-"""Images and class names on their way through the model: in which batches, process and precision."""
+"""Images on their way through the model: in which batches, process, precision and backend."""
 
 import hashlib
 import json
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
-from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -23,18 +22,16 @@ from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.data import decoding
 from dulbe_peft.data.features import FeatureTable
 from dulbe_peft.data.images import LabelledImages
-from dulbe_peft.data.names import format_prompts
 from dulbe_peft.data.store import EncoderKey, FeatureStore
 from dulbe_peft.encoders import backends, loading
 from dulbe_peft.encoders.patches import unpacked
 from dulbe_peft.encoders.pixels import KnownPixels, PixelDataset
+from dulbe_peft.encoders.text_encoder import TextEncoder
 from dulbe_peft.utils import processes
 from dulbe_peft.utils.profiling import Profile
 from dulbe_peft.utils.tensors import whole_digest
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Texts = Mapping[str, Sequence[str]]
-NO_TEXTS: Texts = MappingProxyType({})
 # A batch without gradients is filled up to a multiple of so many images. In batches of fewer than four images, and in
 # the last one to three rows of a thread's part, products of matrices are rounded in another way.
 WHOLE = 8
@@ -60,33 +57,21 @@ def _alive(batches: Iterable[Any]) -> Iterator[Any]:
         ) from error
 
 
-class Encoder:
+class Encoder(TextEncoder):
     """A dual encoder's two towers over data sets and class names, in the batches and precision of `args`."""
 
     def __init__(self, clip: Any, processor: Any, args: LearnerArguments, device: torch.device) -> None:
-        self.clip = clip
-        self.processor = processor
-        self.args = args
-        self.device = device
+        super().__init__(clip, processor, args, device)
         self.profile = Profile()
         # Where features of images are found again, while nothing trains the model; None: nowhere.
         self.store: FeatureStore | None = None
         self.scores: Callable[[torch.Tensor], torch.Tensor | None] = lambda features: None  # of the known classes
+        self.graph: str | None = None  # SHA-256 of the int8 graph that a learner carries
         self._digest: tuple[Any, str] = ((), "")
         self._tower: tuple[str, backends.Tower | None] = ("", None)  # of the weights with a digest
         self._trains = False  # what moves at every task is not exported
-        self._known: dict[str, tuple[int, ...]] = {}  # tokens of prompts
         tower = loading.unit_image_embeds
         self._trained_tower = torch.compile(tower) if args.torch_compile else tower
-
-    @property
-    def embed_dim(self) -> int:
-        """d, width of the features."""
-        return loading.embed_dim(self.clip)
-
-    def autocast(self) -> torch.autocast:
-        """Half precision where it was asked for; accelerate's own setting is one for the whole Python process."""
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.args.precision == "bfloat16")
 
     def retain_graphs(self) -> AbstractContextManager[None]:
         """Around compiled forward passes and the two backward passes of each, which both read what it kept."""
@@ -133,6 +118,7 @@ class Encoder:
             "layers": made,
             "image_processor": digest,
             "precision": self.args.precision,
+            **({"graph": self.graph or ""} if self.args.precision == "int8" else {}),
         }
 
     @property
@@ -157,11 +143,10 @@ class Encoder:
     @property
     def tower(self) -> backends.Tower | None:
         """The image tower of the backend that was asked for; None: torch's, also while the model is trained."""
-        layers = [module for module in self.clip.modules() if isinstance(module, BaseTunerLayer)]
-        # Of a part of what was learned, or of nothing, no graph is made.
-        part = any(layer.disable_adapters or getattr(layer, "_held", None) is not None for layer in layers)
-        if self.args.backend == "torch" or self._trains or part:
+        if not self._may_export:
             return None
+        if self.args.precision == "int8" and self.graph is None:
+            raise ValueError("int8 is calibrated on images first: encode some, or learn")
         facts = self.facts
         if self._tower[0] != facts["weights"]:
             shape = loading.image_shape(self.clip, self.processor)
@@ -170,10 +155,41 @@ class Encoder:
 
     def stored(self, contents: Sequence[bytes]) -> dict[bytes, np.ndarray]:
         """Features of images, as they are, that the user's store has, by content; none where the model is adapted."""
-        if self.adapted or self.store is None or self.store.private or not contents:
+        unknown = self.args.precision == "int8" and self.graph is None  # which graph it will be
+        if self.adapted or self.store is None or self.store.private or not contents or unknown:
             return {}
         store, key = self.store, self.key
         return processes.on_main_process(lambda: store.get(key, "", contents))
+
+    @property
+    def _may_export(self) -> bool:
+        """Whether the tower as it is can be another backend's: not of a part of what was learned, or of nothing."""
+        layers = [module for module in self.clip.modules() if isinstance(module, BaseTunerLayer)]
+        part = any(layer.disable_adapters or getattr(layer, "_held", None) is not None for layer in layers)
+        return self.args.backend != "torch" and not self._trains and not part
+
+    @torch.no_grad()
+    def calibrate(self, images: PixelDataset) -> None:
+        """Make the int8 graph on some of the images, and compare it with torch on others; does nothing otherwise."""
+        if self.args.precision != "int8" or self.graph is not None or not self._may_export:
+            return
+        if len(images) < 2 * WHOLE or processes.world()[1] > 1:
+            few = f"at least {2 * WHOLE} images to calibrate on, and a single process; here are {len(images)} images"
+            raise ValueError(f"int8 needs {few}: take another precision")
+        order = np.random.default_rng(0).permutation(len(images))
+        held, facts = order[: min(backends.HELD_BACK, len(images) // 2)], self.facts
+        used = order[len(held) :][: backends.CALIBRATED]
+
+        def pixels(rows: np.ndarray) -> Sequence[torch.Tensor]:
+            found = self.batches(KnownPixels(images, True), "calibrate", rows.tolist())
+            return torch.cat([batch[0] for batch in found]).split(WHOLE)
+
+        file = backends.exported(self.clip, loading.image_shape(self.clip, self.processor), facts)
+        tower, parts = backends.quantised(file, pixels(used)), pixels(held)
+        expected = torch.cat([loading.unit_image_embeds(self.clip, part) for part in parts])
+        found = torch.cat([tower(part) for part in parts])
+        tower.check(found, expected, self._scores(images, expected), self.args.force)
+        self.graph, self._tower = tower.sha256, (facts["weights"], tower)
 
     def _check_features(self, features: FeatureTable) -> None:
         """Raise a `ValueError` unless the features are those that this encoder would give, as far as is known."""
@@ -267,7 +283,7 @@ class Encoder:
             return self.image_embeds(pixels) if few else self.whole_embeds(pixels)
         found = torch.cat([tower(part) for part in ([pixels] if few else self._filled(pixels).split(WHOLE))])
         found = found[: len(pixels)]
-        if not tower.is_checked(len(pixels)):
+        if tower.precision != "int8" and not tower.is_checked(len(pixels)):
             expected = loading.unit_image_embeds(self.clip, pixels)
             tower.check(found, expected, self._scores(images, expected), self.args.force)
         return found
@@ -303,6 +319,7 @@ class Encoder:
         """Features of all images, and what cannot be read, which is zero with `skip` and an error without it."""
         if images.images.features is not None:
             return torch.from_numpy(images.images.features.of(images.images)).to(self.device), {}
+        self.calibrate(images)
         features = torch.zeros(len(images), self.embed_dim, device=self.device)
         store = None if few or self.adapted else self.store
         kept = None if store is None else (store, self.key, _view_name(images))
@@ -355,72 +372,7 @@ class Encoder:
             if not images.images.note_content(row, content):
                 raise ValueError(f"{images.images.item_name(row)} changed while it was read: begin again")
 
-    def prompts(self, name: str, texts: Texts = NO_TEXTS, training: bool = False) -> list[str]:
-        """The texts of a class: those of `texts`, or else its name in every template; in training one text alone."""
-        args, templates = self.args, self.args.templates
-        if training and args.training_template is not None:
-            texts, templates = NO_TEXTS, (args.training_template,)
-        found = [*texts.get(name, ())] or format_prompts(name, templates, args.class_name_style)
-        return found[:1] if training else found
-
-    def tokens(self, names: Sequence[str], texts: Texts = NO_TEXTS) -> dict[str, torch.Tensor]:
-        """What the text tower takes of each class in training."""
-        return self._tokenized([self.prompts(name, texts, training=True)[0] for name in names])
-
-    def _tokenized(self, prompts: Sequence[str]) -> dict[str, torch.Tensor]:
-        return send_to_device(loading.tokenize(self.processor, prompts, self.clip), self.device)
-
-    def check_prompts(self, names: Sequence[str], texts: Texts = NO_TEXTS) -> None:
-        """Raise a `ValueError` where a text is of no use to the text tower, or two classes have the same texts."""
-        distinct: dict[str, None] = {}
-        for training in (False, True):
-            owners: dict[frozenset[str], str] = {}
-            for name in names:
-                prompts = self.prompts(name, texts, training)
-                other = owners.setdefault(frozenset(prompts), name)
-                if other != name:
-                    raise ValueError(f"classes {other!r} and {name!r} give the same prompt {prompts[0]!r}: rename one")
-                distinct |= dict.fromkeys(prompts)
-        new = [prompt for prompt in distinct if prompt not in self._known]  # those of old classes are known
-        self._known |= zip(new, loading.prompt_tokens(self.processor, new, self.clip), strict=True)
-        loading.check_distinct(distinct, (self._known[prompt] for prompt in distinct))
-
-    def token_embeds(self, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Unit text embeddings of tokenized prompts, (prompts, d); each process encodes its rows."""
-        total = len(tokens["input_ids"])
-        rows = processes.padded_shard(range(total))
-        if len(rows) < total:
-            tokens = {name: tensor[rows] for name, tensor in tokens.items()}
-        with self.autocast():
-            return processes.gather_rows(loading.unit_text_embeds(self.clip, tokens), total)
-
-    def text_embeds(self, names: Sequence[str], texts: Texts = NO_TEXTS, training: bool = False) -> torch.Tensor:
-        """Unit text embeddings of classes, (classes, d): the mean over the texts of each, or that of training."""
-        return mean_texts(len(names), *self.each_text_embeds(names, texts, training))
-
-    @torch.no_grad()
-    def each_text_embeds(
-        self, names: Sequence[str], texts: Texts = NO_TEXTS, training: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Unit embeddings of all texts of classes, (T, d), class by class, and the class of each, (T,)."""
-        prompts = [self.prompts(name, texts, training) for name in names]
-        place = {prompt: row for row, prompt in enumerate(dict.fromkeys(p for group in prompts for p in group))}
-        each, distinct = [], list(place)
-        for start in range(0, len(distinct), 256):
-            each.append(self.token_embeds(self._tokenized(distinct[start : start + 256])))
-        embeds = torch.cat(each)
-        owners = torch.tensor([row for row, group in enumerate(prompts) for _ in group], device=embeds.device)
-        return embeds[[place[prompt] for group in prompts for prompt in group]], owners
-
 
 def _view_name(images: PixelDataset) -> str:
     """What the store calls a view: nothing, or how its images were changed."""
     return "" if images.augment is None else json.dumps(images.augment)
-
-
-@torch.no_grad()
-def mean_texts(classes: int, rows: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
-    """The direction of the mean over the texts of each class, (classes, d), from what `each_text_embeds` gives."""
-    if len(rows) == classes:
-        return rows
-    return F.normalize(torch.zeros(classes, rows.shape[1]).to(rows).index_add(0, owners, rows), dim=1)

@@ -138,6 +138,7 @@ def open_run(
     if learner.args.precision != identity.arguments["precision"]:
         learner.change_settings(replace(learner.args, precision=identity.arguments["precision"]))
     learner.state = _restored(learner.state, folder)
+    learner.encoder.graph = learner.state.graph
     say(f"resuming after {folder.name}: {len(learner.class_names)} classes learned")
     finished = read_finished(folder, output, learner.tasks)
     # What is written after a commit may be missing; of known tasks the learner may know it.

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 
 from dulbe_peft.checkpoints import layout, saving
 from dulbe_peft.checkpoints.layout import LEARNER_FILE, PROGRESS_FILE, RESULTS_FILE, TIMINGS_FILE
+from dulbe_peft.data.images import named_images
 from dulbe_peft.data.names import check_class_texts
 from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.encoders.loading import has_text
@@ -170,6 +171,9 @@ class Run:
     def finish(self) -> dict[str, Any]:
         """Learn what is not learned yet, and write the results."""
         if len(self.finished) < len(self) or self.new:
+            if self.own:
+                train = named_images(self.own[0].train, self.own[0].class_names)
+                self.learner.encoder.calibrate(self.learner.encoder.images(train))
             zero_shot = self.zero_shot()
             for task, value in zip(self.finished, zero_shot, strict=False):
                 task.zero_shot = value

@@ -64,6 +64,7 @@ class LearnerState:
             class -> number of its further images, below 0 of those that went; "forgotten", the number of the task that
             lost a class, or None; and where a class was renamed "renamed", {old name: new one}.
         class_texts: class -> the texts that stand for it in place of the prompt templates.
+        graph: SHA-256 of the int8 graph that encodes its images, or None.
         known: which images it has learned and was tested on, by content.
         estimates: how many images it names right, see `ClassIncrementalLearner.estimate`.
     """
@@ -80,6 +81,7 @@ class LearnerState:
     incomplete: bool = False
     updates: list[dict[str, Any]] = field(default_factory=list)
     class_texts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    graph: str | None = None
     known: KnownImages = field(default_factory=KnownImages)
     estimates: Estimates = field(default_factory=Estimates)
 

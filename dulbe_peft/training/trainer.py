@@ -20,9 +20,10 @@ from dulbe_peft.adapter.gradients import probe_gradients
 from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.closing import ClosingPass, learn_task
-from dulbe_peft.encoders.encoder import Batch, Encoder, mean_texts
+from dulbe_peft.encoders.encoder import Batch, Encoder
 from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.encoders.pixels import PixelDataset
+from dulbe_peft.encoders.text_encoder import mean_texts
 from dulbe_peft.strategies.base import GRADIENTS, INPUTS, TEACHER, Memory, NewTask, Step
 from dulbe_peft.strategies.losses import cross_modal_loss
 from dulbe_peft.subspaces.inputs import collect_statistics

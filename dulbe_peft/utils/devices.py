@@ -44,7 +44,7 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def settled_precision(asked: str, learned: str | None, trains: bool, able: bool) -> Any:
-    """The precision of a learner: what is asked for, else what it learned in, else bfloat16 where it is `able`.
+    """The precision of a learner: what is asked for, else what it learned in, else bfloat16; where there is the like.
 
     Where it is not the one that the learner `learned` in, this is said.
     """
@@ -53,7 +53,7 @@ def settled_precision(asked: str, learned: str | None, trains: bool, able: bool)
     elif learned is None:
         return "bfloat16" if able and not trains else "float32"
     else:
-        found, why = ("float32" if learned == "bfloat16" and not able else learned), "is what there is here"
+        found, why = (learned if able else "float32"), "is what there is here"
     if learned not in (None, found):
         said = f"this learner learned in {learned}, and {found} {why}: its features are others from here on"
         if world()[0] == 0:

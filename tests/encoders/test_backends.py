@@ -7,7 +7,7 @@ import torch
 from lives import images_of, stream, tiny_base, tiny_learner
 from tiny_encoders import make_model, make_processor
 
-from dulbe_peft import ClassIncrementalLearner, LearnerArguments
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments, Task
 from dulbe_peft.data.store import FeatureStore, store_path
 from dulbe_peft.encoders import backends
 
@@ -141,3 +141,61 @@ def test_the_export_changes_no_model():
     before = {name: tensor.clone() for name, tensor in clip.state_dict().items()}
     assert not hasattr(backends._plain(clip), "text_model") and hasattr(clip, "text_model")
     assert all(torch.equal(tensor, before[name]) for name, tensor in clip.state_dict().items())
+
+
+@pytest.fixture
+def photographs():
+    pytest.importorskip("nncf")
+    return images_of(*[0, 1, 2] * 20)
+
+
+def test_int8_is_calibrated_on_training_images_and_shows_its_price(photographs, tmp_path, capsys):
+    learner = using("openvino", precision="int8", force=True)
+    with pytest.raises(ValueError, match="int8 is calibrated on images first"):
+        _ = learner.encoder.key
+    learner.learn_task(photographs, ["a", "b", "c"])
+    said = capsys.readouterr()
+    assert "int8 is calibrated on 30 images" in said.err and "% of 30 answers equal" in said.err and not said.out
+    key = learner.encoder.key
+    assert (key.precision, key.backend) == ("int8", "openvino") and learner.state.graph == learner.encoder.graph
+    found = learner.image_embeds(PIXELS)
+    assert 0.9 < float((found * tiny_learner("frozen").image_embeds(PIXELS)).sum(dim=1).min()) < 1
+    learner.save_pretrained(tmp_path / "saved")
+
+    def load(**machine):
+        base = tiny_learner("frozen").clip
+        return ClassIncrementalLearner.from_pretrained(tmp_path / "saved", base, machine=machine)
+
+    again = load()
+    assert again.args.precision == "int8" and again.encoder.key == key
+    assert torch.equal(again.image_embeds(PIXELS), found)
+    assert "openvino in int8, compared with torch in float32" in capsys.readouterr().err
+    for graph in store_path().with_suffix(".encoders").glob("*.onnx"):
+        graph.unlink()
+    assert load().args.precision == "float32"
+    assert "learned in int8, and float32 is what there is here" in capsys.readouterr().err
+
+
+def test_int8_below_99_percent_needs_force(photographs, monkeypatch):
+    monkeypatch.setattr(backends, "equal_answers", lambda found, *_: len(found) - 1)
+    with pytest.raises(ValueError, match=r"96.7 % of 30 answers equal; --force uses it"):
+        using("openvino", precision="int8").learn_task(photographs, ["a", "b", "c"])
+    assert using("openvino", precision="int8", force=True).image_embeds(PIXELS.repeat(3, 1, 1, 1)).isfinite().all()
+
+
+def test_what_int8_is_not_for_is_refused(photographs):
+    with pytest.raises(ValueError, match="precision 'int8' is of the backend 'openvino', got the backend 'torch'"):
+        LearnerArguments(precision="int8")
+    with pytest.raises(ValueError, match="int8 needs at least 16 images to calibrate on"):
+        using("openvino", precision="int8").image_embeds(PIXELS)
+    with pytest.raises(ValueError, match="precision is 'int8', in which no model is trained"):
+        using("openvino", "dulbe", precision="int8").learn_task(photographs, ["a", "b", "c"])
+
+
+def test_a_run_in_int8_is_calibrated_on_what_it_learns_and_goes_on_with_its_graph(photographs, tmp_path, capsys):
+    first, second = [Task(photographs, photographs[:6], names) for names in (("a", "b", "c"), ("d", "e", "f"))]
+    using("openvino", precision="int8", force=True).run([first], tmp_path)
+    again = using("openvino", precision="int8", force=True)
+    capsys.readouterr()
+    again.run([first, second], tmp_path)
+    assert "calibrated" not in capsys.readouterr().err and again.state.graph == again.encoder.graph

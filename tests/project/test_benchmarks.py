@@ -31,7 +31,7 @@ SLOW = {
     "stream",
     "tasks",
 }
-SLOW |= {"edges", "loop", "store"}
+SLOW |= {"encode", "loop", "store"}
 # The figures of "memory" are those that Linux has.
 LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 MARKS = {name: [pytest.mark.slow] * (name in SLOW) + [LINUX] * (name == "memory") for name in BENCHMARKS}
