@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from PIL import Image
 
 CALL = (
     "import sys; from dulbe_peft.commands.main import main; print(main(sys.argv[1:]), *sys.modules, file=sys.stderr)"
@@ -51,7 +52,7 @@ def called(*argv):
 def test_what_is_not_there_is_refused_before_torch_is_imported(argv, words, finished_run, tmp_path, monkeypatch):
     data = tmp_path / "photos"
     (data / "train" / "cat").mkdir(parents=True)
-    (data / "train" / "cat" / "1.png").touch()
+    Image.new("RGB", (8, 8)).save(data / "train" / "cat" / "1.png")
     monkeypatch.chdir(tmp_path)
     said, modules = called(*argv.format(saved=finished_run, data=data).split())
     assert words in said and not HEAVY & modules
