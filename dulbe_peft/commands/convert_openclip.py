@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from dulbe_peft.commands.given import check_given
 from dulbe_peft.commands.options import argument, command, option
 
 
@@ -21,6 +22,7 @@ def convert_openclip(checkpoint: str, output: str, tokenizer: str, resize: str, 
     CHECKPOINT is the state dict of an open_clip ViT. Its tensors tell the sizes. They do not tell the activation, nor
     the number of heads: those of the towers are their widths / 64 unless you give others.
     """
+    check_given(checkpoint=checkpoint)
     from dulbe_peft.encoders.openclip import save_open_clip
 
     model: Any = save_open_clip(checkpoint, output, tokenizer, resize, **facts)
