@@ -218,8 +218,8 @@ class Classifier(CorrectedState):
     ) -> None:
         """Take in further images, (n, d), of known classes, which `labels` index, as if seen with the others.
 
-        The temperature of the probabilities stays as it is, but for rules that leave each image out (`judge`). `views` are
-        as in `add_classes`. A classifier that does not keep what is needed raises a `ValueError`.
+        The temperature of the probabilities stays as it is, but for rules that leave each image out (`judge`).
+        `views` are as in `add_classes`. A classifier that does not keep what is needed raises a `ValueError`.
         """
         self.check_update()
         images = self._unit(image_embeds, "image_embeds")

@@ -21,8 +21,8 @@ class ClosingPass:
 
     `before` are the same images' features by the model before the task; None where nobody needed them.
     `texts`, (C_seen, d), are the embeddings of all seen classes, where a classifier needs them, and `each_text` those
-    of every text of the task's classes, (T, d), with the class of each, (T,). `views`, (n, V, d), are the features of each
-    image and its augmented views, where there are some.
+    of every text of the task's classes, (T, d), with the class of each, (T,). `views`, (n, V, d), are the features of
+    each image and its augmented views, where there are some.
     """
 
     class_names: tuple[str, ...]

@@ -14,7 +14,6 @@ import torch
 import torch._functorch.config
 from accelerate.utils import send_to_device
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
