@@ -169,8 +169,8 @@ class Classifier(CorrectedState):
             text_embeds: (C_seen, d), of all seen classes in the order they came, where `needs_text` is set.
             each_text: (T, d) and (T,), embeddings of texts and the new class of each, where `needs_each_text` is set;
                 None takes a class's row of `text_embeds` as its only text.
-            views: (n, V, d), unit features of each image and its augmented views. A classifier that keeps sums takes in
-                each with the weight 1/V; what it chooses, it chooses by the images as they are, which others learn.
+            views: (n, V, d), unit features of each image and its augmented views. A classifier that keeps sums takes
+                in each with the weight 1/V; what it chooses, it chooses by the images as they are, which others learn.
 
         Raises:
             ValueError, TypeError: names, features or labels do not fit, or a class has no image or no text.

@@ -153,8 +153,8 @@ def without_images(state: LearnerState, encoder: Encoder, images: LabelledImages
         )
     if state.args.augment != "none" and state.args.copies:
         raise ValueError(
-            f"augment is {state.args.augment!r}: each image was learned as {1 + state.args.copies} views, which cannot "
-            "be taken out again"
+            f"augment is {state.args.augment!r}: each image was learned as {1 + state.args.copies} views, which "
+            "cannot be taken out again"
         )
     for classifier in state.classifiers.values():
         classifier.check_forgets_images()
