@@ -267,7 +267,7 @@ class Classifier(CorrectedState):
         if views is None or not self.updates:
             return {}
         rows = self._unit(views.flatten(0, 1), "views", len(labels) * views.shape[1])
-        return sums_of_views(self, rows.view(len(labels), -1, self.embed_dim), labels, new)
+        return sums_of_views(type(self).added, self, rows.view(len(labels), -1, self.embed_dim), labels, new)
 
     def _take(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Mapping[str, Tensor]) -> None:
         """Install the texts that this classifier keeps, and then what `added` gives."""

@@ -19,7 +19,7 @@ def sums_of_views(
     each view once, and then everything is divided by V.
     """
     number, start = views.shape[1], before.fork()
-    times = {name: number**power for name, power in SUMS.items()}
+    times = {name: number if power == 1 else number**power for name, power in SUMS.items()}
     start.install({name: tensor * times[name] for name, tensor in before.tensors().items() if name in SUMS})
     changes = added(start, views.flatten(0, 1), labels.repeat_interleave(number), new)
     for name in changes.keys() & SUMS.keys():

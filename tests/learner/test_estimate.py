@@ -89,4 +89,4 @@ def test_run_and_report_show_it_where_there_are_no_test_images(digit_folders, tm
     assert main(["report", out]) == 0
     page = (tmp_path / "out" / "report.html").read_text()
     assert "The stream has no test images. Estimate from 18 training images, each left out" in page
-    assert "“prototype” <strong>" in page
+    assert "“prototype” " in page
