@@ -175,7 +175,9 @@ def _sizes(parts: Mapping[str, LabelledImages]) -> tuple[list[str], list[list[st
     sizes, tiny = [], []
     for split, images in parts.items():
         for index in range(len(images)) if images.stored else ():
-            with open_image(images.file(index)) as image:
+            file = images.file(index)
+            assert file is not None  # of stored images
+            with open_image(file) as image:
                 sizes.append(image.size)
             if min(sizes[-1]) < SMALL:
                 tiny.append([split, images.item_name(index), "tiny", "{} x {}".format(*sizes[-1])])

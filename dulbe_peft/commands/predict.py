@@ -110,10 +110,10 @@ def predict(
             print(json.dumps([_as_json(row) for row in rows], indent=1, ensure_ascii=False), file=file)
     if exiftool:
         _write_keywords(exiftool, rows)
-    files = [file for file in (csv, json_file, exiftool, sort_into) if file not in (None, "-")]
+    written = [file for file in (csv, json_file, exiftool, sort_into) if file not in (None, "-")]
     if csv or json_file or exiftool or sort_into or counts["unread"] or reject is not None:
-        _sum_up(counts, len(done), reject is not None, files)
-    if files and sort_into is None and "-" not in paths:
+        _sum_up(counts, len(done), reject is not None, written)
+    if written and sort_into is None and "-" not in paths:
         which = as_flags({"classifier": loaded.classifier.name} | ({} if reject is None else {"reject": reject}))
         say_next("predict", learner, *paths, *which, "--sort-into", "sorted", to=sys.stderr)
     return 0 if counts["known"] or counts["refused"] or done else 2

@@ -45,7 +45,7 @@ def suggest(
     are left out. Without LEARNER all of them are typical of a group.
     """
     if learner is not None and not _is_learner(learner):
-        learner, photos = None, (learner, *photos)
+        photos, learner = (learner, *photos), None
     if not photos:
         raise ValueError("name the photographs: dulbe-peft suggest [LEARNER] [--model M] PHOTOS...")
     claim(("--csv", csv, ".csv"), ("--page", page, ".html"), reads=photos, overwrite=overwrite)

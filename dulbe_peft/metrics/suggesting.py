@@ -106,7 +106,7 @@ def _typical(
     made = MiniBatchKMeans(clusters, random_state=seed, n_init=1, batch_size=4096).fit(rows)
     sizes = np.bincount(made.labels_, minlength=clusters)
     covered = np.bincount(made.predict(means), minlength=clusters) if len(means) else np.zeros(clusters, dtype=int)
-    found = []
+    found: list[tuple[int, str, int]] = []
     for cluster in sorted(np.flatnonzero(sizes).tolist(), key=lambda one: (covered[one] > 0, -sizes[one])):
         own = np.flatnonzero(made.labels_ == cluster)
         middle = own[np.linalg.norm(rows[own] - rows[own].mean(axis=0), axis=1).argmin()]

@@ -163,13 +163,13 @@ def without_images(state: LearnerState, encoder: Encoder, images: LabelledImages
         for content in contents:
             learned.setdefault(content, []).append(name)
     rows: dict[bytes, int] = {}  # an image that is named twice goes once
-    for row, content in enumerate(images.contents()):
-        if content is None:
+    for row, named in enumerate(images.contents()):
+        if named is None:
             images[row]  # which says why it cannot be read
-        if content not in learned:
+        if named is None or named not in learned:
             unsure = "" if state.known.complete else ", as far as is known: release 0.2.0 noted no images"
             raise ValueError(f"{images.item_name(row)} has not been learned{unsure}, so it cannot be forgotten")
-        rows.setdefault(content, row)
+        rows.setdefault(named, row)
     data = encoder.images(images.at(list(rows.values())))
     features = encoder.dataset_embeds(data, "forget")
     classifiers = {name: classifier.fork() for name, classifier in state.classifiers.items()}
