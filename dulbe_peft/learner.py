@@ -161,9 +161,12 @@ class ClassIncrementalLearner(TakesTurns):
 
     def _encoder(self, store: FeatureStore | None) -> Encoder:
         made = Encoder(self.clip, self.processor, self.args, self.device)
-        made.graph = self.state.graph
-        made.store, made.scores = store, lambda features: self.classifier.logits(features) if self.tasks else None
+        made.graph, made.store, made.scores = self.state.graph, store, self._scores
         return made
+
+    def _scores(self, features: torch.Tensor) -> torch.Tensor | None:
+        """What another backend's features are compared by, beside their cosines."""
+        return self.classifier.logits(features) if self.tasks else None
 
     # ------------------------------------------------------------------ learning
 

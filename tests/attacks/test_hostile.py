@@ -53,9 +53,10 @@ def test_an_output_is_no_file_that_is_read_or_kept(own_run, tmp_path, name, mess
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
-def test_too_little_memory_is_one_line(finished_run, monkeypatch, capsys, error):
+def test_too_little_memory_is_one_line(finished_run, tmp_path, monkeypatch, capsys, error):
+    Image.new("RGB", (9, 9)).save(tmp_path / "x.png")
     monkeypatch.setattr("dulbe_peft.checkpoints.loading.loaded_state", lambda *_: (_ for _ in ()).throw(error))
-    assert main(["predict", str(finished_run), "x.png"]) == 2
+    assert main(["predict", str(finished_run), str(tmp_path / "x.png")]) == 2
     said = capsys.readouterr().err
     assert said.startswith("dulbe-peft: there is too little memory, lower --batch-size") and said.count("\n") == 1
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from dulbe_peft.data.readers import load_data
-from dulbe_peft.encoders.loading import demo_model_folder
+from dulbe_peft.encoders.registry import demo_model_folder
 
 HUB = Path(__file__).parents[2] / "hub"
 
