@@ -164,6 +164,10 @@ class ClassIncrementalLearner(TakesTurns):
         made.graph, made.store, made.scores = self.state.graph, store, self._scores
         return made
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.encoder.scores = self._scores
+
     def _scores(self, features: torch.Tensor) -> torch.Tensor | None:
         """What another backend's features are compared by, beside their cosines."""
         return self.classifier.logits(features) if self.tasks else None

@@ -72,6 +72,10 @@ class Encoder(TextEncoder):
         tower = loading.unit_image_embeds
         self._trained_tower = torch.compile(tower) if args.torch_compile else tower
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what a process keeps open: a copy opens the backend anew, and its learner says how it compares."""
+        return vars(self) | {"_tower": ("", None), "scores": None}
+
     def retain_graphs(self) -> AbstractContextManager[None]:
         """Around compiled forward passes and the two backward passes of each, which both read what it kept."""
         # Else the first backward pass may write over it; torch has no public name for this.

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from dulbe_peft.utils.devices import evaluating, usual_torch
 
 T = TypeVar("T")
-_CHANGING = ("learn_task", "update_classes", "forget_class", "merge")
+_CHANGING = ("learn_task", "update_classes", "forget_class", "forget_images", "rename_class", "merge")
 # Learner -> scale of what it has learned. Each thread and each asyncio task has its own.
 _SCALES: ContextVar[Mapping[Any, float]] = ContextVar("scales", default=MappingProxyType({}))
 
