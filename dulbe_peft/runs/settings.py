@@ -40,10 +40,8 @@ class StreamArguments:
         "among the classes; longtail:32 gives 32 images to one class, 16 to the next, 32 / 3 to the third, and so on.",
     )
     draw_seed: int = setting(0, "Seed of the images that are drawn, or held back for --validation-fraction.")
-    strict: bool = setting(
-        False, "Stop where an image cannot be read. Without it, such images are left out and named."
-    )
-    vocabulary: str | None = setting(None, "Text file with the keywords that are classes, for exiftool's table.")
+    strict: bool = setting(False, "Stop where an image cannot be read; else it is left out.")
+    vocabulary: str | None = setting(None, "Text file: the keywords of exiftool that are classes.")
     image_column: str = setting("image", "Column with the images, where the data is one of Hugging Face.")
     label_column: str = setting("label", "Column with the labels, likewise.")
     class_names: str | None = setting(

@@ -139,7 +139,7 @@ def test_an_unreadable_image_is_left_out_and_named(root, tmp_path, capsys):
     shutil.copytree(root / "train", data)
     whole = (data / "one" / "1.png").read_bytes()
     (data / "one" / "1.png").write_bytes(whole[:50] + b"\0" * 10 + whole[60:])
-    call("features", "--model", "demo", "--data", data, "--output", tmp_path / "f.parquet", expected=2)
+    call("features", "--model", "demo", "--data", data, "--output", tmp_path / "f.parquet")
     assert "one/1.png" in capsys.readouterr().err
     assert len(load_data(tmp_path / "f.parquet")) == 39
 
