@@ -37,7 +37,7 @@ _DATA = tuple(name for name in DATA_FIELDS if name != "data")
 @option("--output", required=True, metavar="FOLDER", help="folder of the new run; never that of LEARNER")
 @option("--increment", type=int, help="new classes per task; without it all are one task")
 @option("--no-update", is_flag=True, help="leave out images of classes that are known")
-@option("--again", is_flag=True, help="count images once more that this learner has learned already")
+@option("--again", is_flag=True, help="count images that were learned already once more")
 @field_options(StreamArguments, _DATA)
 @overwrite_option
 def learn(

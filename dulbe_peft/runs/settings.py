@@ -30,7 +30,7 @@ class StreamArguments:
     initial_increment: Annotated[int, Ge(1)] | None = setting(None, "Classes of the first task, where it differs.")
     train_split: str = setting("train", "Name of the split to learn from.")
     test_split: str = setting("test", "Name of the split to test on, where there is one.")
-    test_fraction: float | None = setting(None, "Without a test split: how much of each class to hold back for tests.")
+    test_fraction: float | None = setting(None, "Without a test split: the share to hold back for tests.")
     validation_fraction: float | None = setting(
         None, "Test on this share of the training images, which is not learned, for choosing settings."
     )
