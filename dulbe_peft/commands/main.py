@@ -29,7 +29,7 @@ GROUPS = {
         "serve": "open a page in the browser to try a learner",
     },
     "More of the same": {
-        "demo": "learn ten handwritten digits in five tasks, offline, in half a minute",
+        "demo": "learn three months of handwritten digits, offline, and report on them",
         "evaluate": "test a saved learner on images",
         "forget": "take classes or single photographs out of a learner",
         "rename": "give a class another name, or join it with another class",
