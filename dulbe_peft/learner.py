@@ -265,8 +265,9 @@ class ClassIncrementalLearner(TakesTurns):
     def rename_class(self, old: str, new: str) -> None:
         """Give a class a new name; where `new` is known, the two become one class.
 
-        Text embeddings are those of the new name. Classifiers of sums are then those that were taught under it, up to
-        what was chosen on images with the old name, such as `kappa` of `bayes`; what was trained with it stays.
+        Text embeddings are those of the new name, or of texts that were given for the class. Classifiers of sums are
+        then those that were taught under it, up to what was chosen on images with the old name, such as `kappa` of
+        `bayes`; what was trained with it stays.
 
         Raises:
             ValueError: `old` has not been learned, or a classifier cannot do it. Nothing is changed then.

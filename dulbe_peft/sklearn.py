@@ -150,6 +150,7 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
     Attributes:
         classes_: the labels, sorted.
         features_: the [`FeatureClassifier`] that has learned.
+        encoder_: what its features were made by; with another model, processor or precision it answers nothing.
 
     Images are a list or an array of paths, PIL images, or (height, width, 3) arrays of bytes.
 
@@ -163,6 +164,7 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
 
     classes_: np.ndarray
     features_: FeatureClassifier
+    encoder_: dict[str, str]
 
     def __init__(self, model: str, classifier: str = "bayes", *, prompt_template: str = "a photo of a {}.") -> None:
         self.model = model
@@ -172,6 +174,7 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
     def fit(self, images: Any, y: Any) -> Self:
         """Learn all classes anew, as one task, from n images and labels, (n,), whose texts are their names."""
         encoder = _encoder(str(self.model))
+        self.encoder_ = encoder.facts | {"precision": encoder.args.precision}
         texts: dict[Hashable, Any] | None = None
         if has_text(encoder.clip):
             labels = np.unique(np.asarray(y)).tolist()
@@ -195,6 +198,11 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
 
     def _embeds(self, images: Any) -> np.ndarray:
         encoder = _encoder(str(self.model))
+        found = encoder.facts | {"precision": encoder.args.precision}
+        if differ := sorted(name for name in found if found[name] != self.encoder_.get(name)):
+            raise ValueError(
+                f"this classifier learned with another encoder than {self.model!r} is now: {differ} differ; fit anew"
+            )
         data = unlabelled_images([as_image(number, image) for number, image in enumerate(images)])
         return encoder.dataset_embeds(encoder.images(data)).cpu().numpy()
 

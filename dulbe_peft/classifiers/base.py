@@ -200,13 +200,12 @@ class Classifier(CorrectedState):
             twin._take(names, images, indices, texts)
             twin.install(choices)
             twin._class_names = self._class_names + names
-            if not held:
-                scores = twin.judge(images, indices)
             start = self.fork()
             start.install({name: rows for name, rows in texts.items() if name in self.tensors()})
-            sums = start._of_views(views, indices, names)
+            twin.install(start._of_views(views, indices, names))  # before it is judged: these sums answer
+            if not held:
+                scores = twin.judge(images, indices)
         self._adopt(twin, scores, images, indices)
-        self.install(sums)
 
     @torch.no_grad()
     @one_thread()
@@ -228,10 +227,9 @@ class Classifier(CorrectedState):
             twin = self.fork()
             with without_autocast(images):
                 twin.install(twin.added(images, indices, []))
+                twin.install(self._of_views(views, indices, []))
                 scores = twin.judge(images, indices)
-                sums = self._of_views(views, indices, [])
             self._adopt(twin, scores, images, indices)
-            self.install(sums)
 
     @torch.no_grad()
     def set_text_embeds(self, text_embeds: Tensor | np.ndarray) -> None:

@@ -123,7 +123,7 @@ def _order_statistic(parts: Sequence[np.ndarray], share: float) -> float:
     if len(values) < needed:
         raise ValueError(
             f"a share of {share:g} takes {needed} images that the scores did not learn, and there are {len(values)}: "
-            "ask for a larger share of errors, or teach more images, of each class two at least"
+            "ask for a larger share of errors, or teach more images, of each class two at least; merging begins anew"
         )
     return float(np.sort(values)[math.floor(round((len(values) + 1) * share, 6)) - 1])
 

@@ -70,7 +70,10 @@ class CorrectedState(GrowingState):
             changes["text_embeds"] = torch.cat([self.text_embeds, new.to(self.text_embeds)])
         self.install(changes)
         self._class_names = names
-        self.calibration += other.calibration
+        # What was measured of each alone promises nothing of both together; temperatures stay.
+        nothing = {"own": (), "largest": (), "novelties": (), "area": None}
+        both = (*self.calibration, *other.calibration)
+        self.calibration = tuple(task.model_copy(update=nothing) for task in both)
         return self
 
     @torch.no_grad()

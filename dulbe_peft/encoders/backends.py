@@ -69,14 +69,19 @@ class Tower:
         equal, count = equal_answers(found, expected, scores), len(found)
         note = {"cosine": cosine, "equal": equal, "images": count}
         most = max(self.precision != "int8", MOST_OTHERS * count)
-        if not (cosine >= LEAST_COSINE[self.precision] and count - equal <= most) and not force:
+        if cosine >= LEAST_COSINE[self.precision] and count - equal <= most:
+            write_json(self.file.with_suffix(".json"), _noted(self.file) | {self._place: note})
+        elif not force:  # nor is it noted: without --force it is compared, and refused, again
             raise ValueError(f"{self._said(note)}; --force uses it, --backend torch does without")
-        write_json(self.file.with_suffix(".json"), _noted(self.file) | {self._place: note})
-        self.say()
+        print(f"dulbe-peft: {self._said(note)}", file=sys.stderr)
 
     def say(self) -> None:
         """Print what the comparison with torch found."""
-        print(f"dulbe-peft: {self._said(_noted(self.file)[self._place])}", file=sys.stderr)
+        note = _noted(self.file).get(self._place)
+        found = (
+            self._said(note) if note else f"{self.backend} in {self.precision} is used by --force, not compared here"
+        )
+        print(f"dulbe-peft: {found}", file=sys.stderr)
 
     def _said(self, note: Mapping[str, Any]) -> str:
         what = f"{self.backend} in {self.precision}, compared with torch in float32"

@@ -186,7 +186,7 @@ def without_images(state: LearnerState, encoder: Encoder, images: LabelledImages
 
 @torch.no_grad()
 def with_renamed_class(state: LearnerState, encoder: Encoder, old: str, new: str) -> LearnerState:
-    """The state in which a class has another name, whose text is asked again; a name that is known joins the two."""
+    """The state in which a class has another name, with its text or the given ones; a known name joins the two."""
     old, (new,) = normalized(old), check_class_names([new])
     if old not in state.class_names:
         hint = closest(old, state.class_names)
@@ -197,6 +197,8 @@ def with_renamed_class(state: LearnerState, encoder: Encoder, old: str, new: str
     texts = {new if name == old else name: texts for name, texts in state.class_texts.items()}
     if joins:
         texts = {name: texts for name, texts in state.class_texts.items() if name != old}
+    if has_text(state.base) and not joins:
+        encoder.check_prompts([new if name == old else name for name in state.class_names], texts)
     text = encoder.text_embeds([new], texts)[0] if has_text(state.base) and not joins else None
     counts = next((c.counts for c in state.classifiers.values() if "counts" in c.tensors()), None)
     joined = {} if counts is None or not joins else {new: int(counts[state.class_names.index(old)])}

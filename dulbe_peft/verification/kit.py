@@ -13,7 +13,7 @@ from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.data.store import store_path
 from dulbe_peft.utils.folders import library_versions
 from dulbe_peft.utils.records import Record, read_record, write_record
-from dulbe_peft.verification.checks import Check, Checks, Data
+from dulbe_peft.verification.checks import Check, Checks
 from dulbe_peft.verification.fetching import HUB, WEB, Fetcher, on_hub
 from dulbe_peft.verification.images import Places
 from dulbe_peft.verification.measuring import measure, templates
@@ -70,7 +70,7 @@ class Kit:
         versions, machine = library_versions(), machine_facts(self.device)
         same = (results.versions, results.machine) == (versions, machine)
         kept = {found.check.name: found for found in results.outcomes}
-        rows = {check.name: _digest(check, self.checks.data[check.data], versions, machine) for check in wanted}
+        rows = {check.name: self._digest(check, versions, machine) for check in wanted}
         done = {
             name for name, row in rows.items() if name in kept and kept[name].row == row and not kept[name].problem
         }
@@ -104,6 +104,13 @@ class Kit:
         seconds = round(time.perf_counter() - began, 1)
         return Outcome(row=row, check=check, **vars(found), seconds=seconds)
 
+    def _digest(self, check: Check, versions: dict[str, str], machine: dict[str, str]) -> str:
+        """What a number was measured of: another check, data, folder, version or machine is measured again."""
+        records = [record.model_dump(mode="json") for record in (check, self.checks.data[check.data])]
+        places = [str(place and place.resolve()) for place in (self.places.images, self.places.splits)]
+        text = json.dumps([*records, places, versions, machine], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
     def _say_sizes(self, wanted: Sequence[Check], fetcher: Fetcher) -> None:
         """Say what is downloaded before anything is."""
         sizes = dict(self._sizes(wanted, fetcher))
@@ -132,11 +139,6 @@ class Kit:
                 pinned = data.revision or fetcher.known.get(data.source)
                 named = f"{data.source} ({', '.join(sorted(patterns))})"
                 yield named, fetcher.hub_size(data.source.removeprefix(HUB), "dataset", patterns, pinned)
-
-
-def _digest(check: Check, data: Data, versions: dict[str, str], machine: dict[str, str]) -> str:
-    facts = [check.model_dump(mode="json"), data.model_dump(mode="json"), versions, machine]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def machine_facts(device: str) -> dict[str, str]:
