@@ -294,7 +294,7 @@ def test_ctrl_c_while_starting_up_is_one_line(tmp_path):
             "import signal, sys\n"
             f"sys.addaudithook(lambda event, arguments: event == 'import' and arguments[0] == {module!r} "
             "and signal.raise_signal(signal.SIGINT))\n"
-            f"sys.argv = ['', 'run', '--model', 'm', '--data', 'demo-digits', '--output', {str(tmp_path / 'o')!r}]\n"
+            f"sys.argv = ['', 'run', '--model', 'demo', '--data', 'demo-digits', '--output', {str(tmp_path / 'o')!r}]\n"
             "from dulbe_peft.__main__ import start\nsys.exit(start())"
         )
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
