@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from dulbe_peft.commands.correcting import drop_classifiers, write_corrected
@@ -22,6 +23,7 @@ def merge(learner: str, load: Callable[..., Any], other: str, output: str, overw
     only one of them has, or that keep no sums, are dropped, and named. Where both have learned the same
     photograph, nothing is merged.
     """
+    from dulbe_peft.data.inventory import counted
     from dulbe_peft.runs.progress import known_tasks
 
     claim(("--output", output, FOLDER), apart=[learner, other], overwrite=overwrite)
@@ -30,10 +32,22 @@ def merge(learner: str, load: Callable[..., Any], other: str, output: str, overw
     drop_classifiers(one, reasons)
     two.state = replace(two.state, classifiers={name: two.classifiers[name] for name in one.classifiers})
     past = known_tasks(one) + [task for task in known_tasks(two) if set(task.class_names) - before]
+    leaks = _leaks(one, two)
     one.merge(two)
+    if leaks:
+        what = "that one of them was tested on were learned by the other: later tests say too much"
+        print(f"{counted(leaks, 'image')} {what}")
     print(f"{len(one.class_names)} classes, of which {other} brought {len(one.class_names) - len(before)}")
     write_corrected(one, output, past)
     return 0
+
+
+def _leaks(one: Any, two: Any) -> int:
+    """How many images one of two learners was tested on that the other has learned."""
+    pairs = ((one.state.known, two.state.known), (two.state.known, one.state.known))
+    return sum(
+        len(set(chain.from_iterable(mine.tested.values())) & theirs.class_of().keys()) for mine, theirs in pairs
+    )
 
 
 def _reasons(one: Any, two: Any, learner: str, other: str) -> dict[str, str]:

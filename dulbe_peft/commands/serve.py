@@ -1,8 +1,8 @@
 """`dulbe-peft serve`: a page in the browser to try a learner, and to teach it."""
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,21 +72,23 @@ def serve(
     return 0
 
 
-def _own(output: str, learner: str, photos: str | None, overwrite: bool) -> AbstractContextManager[None]:
+@contextmanager
+def _own(output: str, learner: str, photos: str | None, overwrite: bool) -> Iterator[None]:
     """Keep a folder for this server alone: it goes on with the learner that lies there, and replaces no other one."""
     from dulbe_peft.utils.folders import LOCK_SUFFIX, CheckpointError, exclusive, parse_manifest
 
     place = Path(output).resolve()
-    if place != Path(learner).resolve():
-        claim(("--output", output, FOLDER), apart=[learner, photos], overwrite=overwrite)
-        if place.is_dir() and any(place.iterdir()):
-            go_on = f"serve {output} --output {output} goes on with what is there, --overwrite begins anew"
-            raise FileExistsError(f"{output} exists: {go_on}")
-    else:
-        try:
-            kind = parse_manifest(place).kind
-        except CheckpointError:
-            kind = "run"
-        if kind != "learner":
-            raise FileExistsError(f"{output} is of the kind {kind!r}, which never changes: name another --output")
-    return exclusive(place.with_name(f".{place.name}.serving{LOCK_SUFFIX}"), output)
+    with exclusive(place.with_name(f".{place.name}.serving{LOCK_SUFFIX}"), output):  # before anything is put aside
+        if place != Path(learner).resolve():
+            claim(("--output", output, FOLDER), apart=[learner, photos], overwrite=overwrite)
+            if place.is_dir() and any(place.iterdir()):
+                go_on = f"serve {output} --output {output} goes on with what is there, --overwrite begins anew"
+                raise FileExistsError(f"{output} exists: {go_on}")
+        else:
+            try:
+                kind = parse_manifest(place).kind
+            except CheckpointError:
+                kind = "run"
+            if kind != "learner":
+                raise FileExistsError(f"{output} is of the kind {kind!r}, which never changes: name another --output")
+        yield

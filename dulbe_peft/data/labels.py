@@ -75,10 +75,11 @@ def _rows(path: Path, vocabulary: str | None) -> tuple[list[tuple[str, str, str 
     for number, row in enumerate(rows, start=2):
         values = dict(zip(header, row, strict=True))
         image, label, split = values[PATH], normalized(values[LABEL].strip()), values.get(SPLIT)
-        if image in found:
-            other = found[image][1]
+        place = _place(path, image)
+        if place in found:
+            other = found[place][1]
             raise ValueError(f"{path} names {image!r} twice, as {other!r} and, in line {number}, as {label!r}")
-        found[image] = image, label, split
+        found[place] = image, label, split
     return list(found.values()), []
 
 
@@ -90,14 +91,15 @@ def _by_keyword(
     classes = {normalized(line.strip()) for line in read_lines(vocabulary)}
     for name in (name for name in classes if BETWEEN in name):
         raise ValueError(f"the class {name!r} of {vocabulary} has {BETWEEN!r} in it, which ends a keyword: rename it")
-    keywords: dict[str, dict[str, None]] = {}
+    keywords: dict[str, tuple[str, dict[str, None]]] = {}
     for row in rows:
         values = dict(zip(header, row, strict=True))
         own = (normalized(word.strip()) for word in values[KEYWORDS].split(BETWEEN))
         # A photograph and its sidecar are one.
-        keywords.setdefault(_photograph(path.parent, values[FILE]), {}).update(dict.fromkeys(own))
+        image = _photograph(path.parent, values[FILE])
+        keywords.setdefault(_place(path, image), (image, {}))[1].update(dict.fromkeys(own))
     found, left_out = list[tuple[str, str, str | None]](), list[tuple[str, str]]()
-    for image, words in keywords.items():
+    for image, words in keywords.values():
         named = [word for word in words if word in classes]
         if len(named) > 1:
             both = " and ".join(map(repr, named))
@@ -112,6 +114,11 @@ def _by_keyword(
             f"no photograph of {path} has a keyword of {vocabulary}, such as {min(classes, default='')!r}"
         )
     return found, left_out
+
+
+def _place(table: Path, name: str) -> str:
+    """One spelling of a path in a table: `./a.png` is `a.png`."""
+    return os.path.normpath(os.path.join(os.path.abspath(table.parent), name))
 
 
 def _photograph(folder: Path, name: str) -> str:

@@ -56,7 +56,7 @@ class App:
     @property
     def unsaved(self) -> bool:
         """Whether the learner is another one than any folder or download holds."""
-        return self.learner.state is not self.kept
+        return self.learner.state is not self.kept or bool(self.labelling and self.labelling.waiting)
 
     def facts(self) -> dict[str, Any]:
         """The classes, their images, whether new classes can be added, what an undo takes back, and what is saved."""

@@ -60,6 +60,10 @@ class Labelling:
     def say(self, place: Any, name: str) -> None:
         """Note what a photograph is."""
         self._take(place)
+        (content,) = self.images.at([place]).contents()
+        learned = self.learner.state.known.class_of().get(content or b"")
+        if learned is not None:
+            raise ValueError(f"this photograph was learned as {learned!r} meanwhile: to move it, teach it above")
         self.waiting.append((place, name))
         self.labels[place] = name
 

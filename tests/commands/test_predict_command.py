@@ -289,12 +289,13 @@ def test_closed_and_full_streams_end_in_a_message_and_a_status(redirection, stat
 @pytest.mark.slow
 def test_ctrl_c_while_starting_up_is_one_line(tmp_path):
     """Whatever is being imported when the signal comes."""
+    output = str(tmp_path / "o")
     for module in ("click", "torch", "transformers", "peft"):
         script = (
             "import signal, sys\n"
             f"sys.addaudithook(lambda event, arguments: event == 'import' and arguments[0] == {module!r} "
             "and signal.raise_signal(signal.SIGINT))\n"
-            f"sys.argv = ['', 'run', '--model', 'demo', '--data', 'demo-digits', '--output', {str(tmp_path / 'o')!r}]\n"
+            f"sys.argv = ['', 'run', '--model', 'demo', '--data', 'demo-digits', '--output', {output!r}]\n"
             "from dulbe_peft.__main__ import start\nsys.exit(start())"
         )
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -163,3 +163,14 @@ def test_the_real_exiftool_reads_labels_and_takes_guesses_twice(heap, learner, t
         assert row["Subject"] == f"{heap[file.removesuffix('.xmp')][0]}, holiday"
         mine, guess = row["HierarchicalSubject"].split(", ")
         assert mine == "people|me" and guess.startswith("dulbe|")
+
+
+def test_another_spelling_of_a_path_is_the_same_photograph(tmp_path):
+    Image.new("RGB", (9, 9)).save(tmp_path / "a.png")
+    (tmp_path / "t.csv").write_text("path,label\na.png,cat\n./a.png,dog\n")
+    with pytest.raises(ValueError, match=r"names '\./a\.png' twice, as 'cat' and, in line 3, as 'dog'"):
+        load_data(tmp_path / "t.csv")
+    (tmp_path / "v.txt").write_text("cat\ndog\n")
+    (tmp_path / "t.csv").write_text("SourceFile,Subject\n./a.png,cat\n./a.xmp,dog\n")
+    with pytest.raises(ValueError, match="has the keywords 'cat' and 'dog'"):
+        load_data(tmp_path / "t.csv", vocabulary=str(tmp_path / "v.txt"))
