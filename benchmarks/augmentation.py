@@ -23,10 +23,7 @@ from dulbe_peft.data.splits import draw_per_class
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = common.parser(__doc__, repeats=3, model=None)
-    options.add_argument("--clip", default="demo", help="as --model of `dulbe-peft run`")
-    options.add_argument("--data", default="demo-digits", help="as for `dulbe-peft run`")
-    options.add_argument("--stream", help="the stream's name in the tables; default: the name of the data")
+    options = common.stream_parser(__doc__, repeats=3)
     options.add_argument("--images", type=int, nargs="+", default=[4, 16], help="images of each class")
     options.add_argument("--held-back", type=int, default=8, help="training images of each class to test on")
     options.add_argument("--classifiers", nargs="+", default=["lda", "bayes:kappa=4,rho=10"])

@@ -14,9 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import torch
 import transformers
+from PIL import Image
 from threadpoolctl import threadpool_limits
 
 import dulbe_peft
@@ -94,6 +96,15 @@ def parser(description: str | None, repeats: int, model: str | None = "vit-b-16"
     return options
 
 
+def stream_parser(description: str | None, repeats: int) -> argparse.ArgumentParser:
+    """The options of a benchmark that teaches a stream."""
+    options = parser(description, repeats, model=None)
+    options.add_argument("--clip", default="demo", help="as --model of `dulbe-peft run`")
+    options.add_argument("--data", default="demo-digits", help="as for `dulbe-peft run`")
+    options.add_argument("--stream", help="the stream's name in the tables; default: the name of the data")
+    return options
+
+
 def parse(options: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """The options' values; sets the number of threads and the seed."""
     values = options.parse_args(argv)
@@ -168,3 +179,14 @@ def _cpu_name() -> str:
 def model_name(name: str) -> str:
     """How the table calls a model."""
     return {"vit-b-16": "ViT-B/16", "vit-b-32": "ViT-B/32"}.get(name, os.path.basename(name))
+
+
+def photographs(folder: Path, count: int, size: tuple[int, int]) -> list[str]:
+    """JPEG files of smooth random colours, of one size."""
+    generator, files = np.random.default_rng(0), []
+    for number in range(count):
+        coarse = Image.fromarray(generator.integers(0, 256, (12, 16, 3), dtype=np.uint8))
+        path = folder / f"{number:05d}.jpg"
+        coarse.resize(size, Image.Resampling.BICUBIC).save(path, quality=90)
+        files.append(str(path))
+    return files

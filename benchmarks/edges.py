@@ -54,10 +54,7 @@ EDGES: dict[str, dict[str, Any]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = common.parser(__doc__, repeats=10, model=None)
-    options.add_argument("--clip", default="demo", help="as --model of `dulbe-peft run`")
-    options.add_argument("--data", default="demo-digits", help="as for `dulbe-peft run`")
-    options.add_argument("--stream", help="the stream's name in the tables; default: the name of the data")
+    options = common.stream_parser(__doc__, repeats=10)
     options.add_argument("--increment", type=int, default=2, help="classes per task")
     options.add_argument("--edges", nargs="+", default=list(EDGES), choices=EDGES)
     options.add_argument("--prompt-template", default="a photo of a {}.")

@@ -20,7 +20,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from PIL import Image
 from transformers import CLIPImageProcessorPil, pipeline
 
 from benchmarks import common, models
@@ -138,7 +137,7 @@ def table(values: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root, "photos", "all")
         folder.mkdir(parents=True)
-        files = photographs(folder, count)
+        files = common.photographs(folder, count, SIZE)
         clip, processor = models.clip(values.model, "sdpa")
         side = clip.config.vision_config.image_size
         processor.image_processor = CLIPImageProcessorPil(
@@ -168,17 +167,6 @@ def table(values: argparse.Namespace) -> list[dict[str, Any]]:
     best = min((name for name in sides if "pipeline" in name), key=lambda name: float(np.median(times[name]["cpu"])))
     where = f"{common.model_name(values.model)}, {count} photographs of {SIZE[0]} x {SIZE[1]}"
     return [common.row(f"disk to table: {name} / {best}, {where}", times, name, best, 1.0) for name in there]
-
-
-def photographs(folder: Path, count: int) -> list[str]:
-    """JPEG files of smooth random colours, as large as a small photograph."""
-    generator, files = np.random.default_rng(0), []
-    for number in range(count):
-        coarse = Image.fromarray(generator.integers(0, 256, (12, 16, 3), dtype=np.uint8))
-        path = folder / f"{number:05d}.jpg"
-        coarse.resize(SIZE, Image.Resampling.BICUBIC).save(path, quality=90)
-        files.append(str(path))
-    return files
 
 
 if __name__ == "__main__":

@@ -18,10 +18,7 @@ from dulbe_peft.training.estimating import MOST_LEFT_OUT, left_out_share
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = common.parser(__doc__, repeats=3, model=None)
-    options.add_argument("--clip", default="demo", help="as --model of `dulbe-peft run`")
-    options.add_argument("--data", default="demo-digits", help="as for `dulbe-peft run`")
-    options.add_argument("--stream", help="the stream's name in the tables; default: the name of the data")
+    options = common.stream_parser(__doc__, repeats=3)
     options.add_argument("--increment", type=int, default=2, help="classes per task")
     options.add_argument("--counts", nargs="+", default=["4", "16"])
     options.add_argument(

@@ -42,10 +42,7 @@ class Task:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = common.parser(__doc__, repeats=3, model=None)
-    options.add_argument("--clip", default="demo", help="as --model of `dulbe-peft run`")
-    options.add_argument("--data", default="demo-digits", help="as for `dulbe-peft run`")
-    options.add_argument("--stream", help="the stream's name in the tables; default: the name of the data")
+    options = common.stream_parser(__doc__, repeats=3)
     options.add_argument("--increment", type=int, default=2, help="classes per task")
     options.add_argument("--counts", nargs="+", default=["1", "2", "4", "8", "16", "100"])
     options.add_argument("--classifiers", nargs="+", default=list(SPECS))

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image
 from transformers import CLIPImageProcessorPil, pipeline
 
@@ -40,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             size={"shortest_edge": side}, crop_size={"height": side, "width": side}
         )
     with tempfile.TemporaryDirectory() as folder:
-        files = photographs(Path(folder), values.photographs)
+        files = common.photographs(Path(folder), values.photographs, SIZE)
         names = [f"thing {number}" for number in range(values.classes)]
         workers = 0 if values.quick else min(8, os.cpu_count() or 1)
         sides = {
@@ -60,17 +59,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     for row in rows:
         del row["ratio"]["cpu"]  # the processes that read files are not counted in it
     common.write("prediction", values, argv, rows)
-
-
-def photographs(folder: Path, count: int) -> list[str]:
-    """JPEG files of smooth random colours, as large as a small photograph."""
-    generator, files = np.random.default_rng(0), []
-    for number in range(count):
-        coarse = Image.fromarray(generator.integers(0, 256, (12, 16, 3), dtype=np.uint8))
-        path = folder / f"{number:05d}.jpg"
-        coarse.resize(SIZE, Image.Resampling.BICUBIC).save(path, quality=90)
-        files.append(str(path))
-    return files
 
 
 def ours(

@@ -22,11 +22,8 @@ SHARE, COVERAGE, KNOWN = 0.05, 0.95, 0.7
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = common.parser(__doc__, repeats=3, model=None)
-    options.add_argument("--clip", default="demo", help="as --model of `dulbe-peft run`")
-    options.add_argument("--data", default="demo-digits", help="as for `dulbe-peft run`")
+    options = common.stream_parser(__doc__, repeats=3)
     options.add_argument("--far", help="data of other things; default: none")
-    options.add_argument("--stream", help="the stream's name in the tables; default: the name of the data")
     options.add_argument("--increment", type=int, default=2, help="classes per task")
     options.add_argument("--images", type=int, nargs="+", default=[2, 4, 8, 50], help="training images of each class")
     options.add_argument("--classifier", default="bayes", help="one that keeps means, counts and scatter")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import common, models
-from benchmarks.prediction import photographs
+from benchmarks.prediction import SIZE
 from dulbe_peft.commands.main import main as dulbe_peft
 from dulbe_peft.data.store import VARIABLE, EncoderKey, FeatureStore
 from dulbe_peft.encoders.pixels import KnownPixels
@@ -47,7 +47,7 @@ def _commands(values: Any, folder: Path) -> list[dict[str, Any]]:
     clip.save_pretrained(folder / "model")
     processor.save_pretrained(folder / "model")
     count, more = values.photographs, values.photographs // 5
-    files = photographs(_made(folder / "files"), count + more)
+    files = common.photographs(_made(folder / "files"), count + more, SIZE)
     for number, file in enumerate(files):
         month, split = (
             ("june", "test" if number // CLASSES % 5 == 4 else "train") if number < count else ("july", "train")

@@ -20,10 +20,7 @@ Way = Callable[[torch.Tensor, int, Classifier | None, int], list[int]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = common.parser(__doc__, repeats=3, model=None)
-    options.add_argument("--clip", default="demo", help="as --model of `dulbe-peft run`")
-    options.add_argument("--data", default="demo-digits", help="as for `dulbe-peft run`")
-    options.add_argument("--stream", help="the stream's name in the tables; default: the name of the data")
+    options = common.stream_parser(__doc__, repeats=3)
     options.add_argument("--only", default="", help="how the names of the classes begin")
     options.add_argument("--most", type=int, default=8, help="labels a class")
     options.add_argument("--classifier", default="bayes")

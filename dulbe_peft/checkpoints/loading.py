@@ -57,8 +57,6 @@ def loaded_state(
     with load_errors(folder):
         strategy = make_strategy(saved.strategy)
         own = args or LearnerArguments(**saved.arguments | {"precision": "auto"})
-        learned = saved.arguments.get("precision", "float32")
-        asked = (machine or {}).get("precision", "auto" if args is None else args.precision)
         config = None
         if saving.ADAPTER_CONFIG_FILE in files:
             config = DualModeLoraConfig.from_pretrained(str(folder))
@@ -66,13 +64,7 @@ def loaded_state(
                 raise ValueError(f"this is an adapter of type {config.peft_type.value!r}, expected {DULBE.value!r}")
         elif strategy.adapts:
             raise ValueError(f"there is no {saving.ADAPTER_CONFIG_FILE}, which the strategy {strategy.name!r} needs")
-    settings = replace(own, **{"precision": "auto"} | dict(machine or {}))
-    able = settings.backend != "onnx" and has_bfloat16(choose_device(settings.device))
-    if learned == "int8":
-        able = has_graph(saved.graph)
-    precision = settled_precision(asked, learned, strategy.adapts, able)
-    backend: Any = "openvino" if precision == learned == "int8" else settings.backend
-    settings = replace(settings, precision=precision, backend=backend)
+    settings = _on_this_machine(own, machine or {}, saved, strategy.adapts)
     if base_model is None:
         base_model = base_models.find(folder, saved.base_model, saved.attn_implementation)
     if not isinstance(base_model, nn.Module):
@@ -94,6 +86,20 @@ def loaded_state(
             if config is not None:
                 model = PeftModel.from_pretrained(base_model, str(folder), is_trainable=True, config=config)
         yield _read_state(LearnerState(model, processor, settings, strategy, {}), folder, saved, files)
+
+
+def _on_this_machine(
+    args: LearnerArguments, machine: Mapping[str, Any], saved: learner_file.LearnerFile, adapts: bool
+) -> LearnerArguments:
+    """The settings with those of the machine, in the precision that was asked for, or else in the learner's own."""
+    settings = replace(args, **machine)
+    learned = saved.arguments.get("precision", "float32")
+    able = settings.backend != "onnx" and has_bfloat16(choose_device(settings.device))
+    if learned == "int8":
+        able = has_graph(saved.graph)
+    precision = settled_precision(settings.precision, learned, adapts, able)
+    backend: Any = "openvino" if precision == learned == "int8" else settings.backend
+    return replace(settings, precision=precision, backend=backend)
 
 
 def restore(state: LearnerState, folder: Path) -> LearnerState:

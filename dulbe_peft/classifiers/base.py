@@ -177,17 +177,7 @@ class Classifier(CorrectedState):
         """
         names = list(check_class_names(class_names, self._class_names))
         images = self._unit(image_embeds, "image_embeds")
-        texts: dict[str, Tensor] = {}
-        if text_embeds is None and self.needs_text:
-            others = ", ".join(name for name, cls in CLASSIFIERS.items() if not cls.needs_text)
-            raise TypeError(f"the {self.name!r} classifier needs text_embeds of all seen classes; {others} need none")
-        if text_embeds is not None:
-            texts["text_embeds"] = self._unit(text_embeds, "text_embeds", len(self._class_names) + len(names))
-        elif self.reads_text:
-            texts["text_embeds"] = nn.functional.pad(self.text_embeds, (0, 0, 0, len(names)))
-        if self.needs_each_text:
-            own = (texts["text_embeds"][-len(names) :], range(len(names))) if each_text is None else each_text
-            texts |= self._with_each_text(names, own)
+        texts = self._texts_of(names, text_embeds, each_text)
         indices = check_labels(labels, len(images), len(names)).to(images.device)
         absent = (torch.bincount(indices, minlength=len(names)) == 0).nonzero()
         if len(absent):
@@ -200,9 +190,7 @@ class Classifier(CorrectedState):
             twin._take(names, images, indices, texts)
             twin.install(choices)
             twin._class_names = self._class_names + names
-            start = self.fork()
-            start.install({name: rows for name, rows in texts.items() if name in self.tensors()})
-            twin.install(start._of_views(views, indices, names))  # before it is judged: these sums answer
+            twin.install(self._of_views(views, indices, names, texts))  # before it is judged: these sums answer
             if not held:
                 scores = twin.judge(images, indices)
         self._adopt(twin, scores, images, indices)
@@ -227,7 +215,7 @@ class Classifier(CorrectedState):
             twin = self.fork()
             with without_autocast(images):
                 twin.install(twin.added(images, indices, []))
-                twin.install(self._of_views(views, indices, []))
+                twin.install(self._of_views(views, indices, [], {}))
                 scores = twin.judge(images, indices)
             self._adopt(twin, scores, images, indices)
 
@@ -260,16 +248,39 @@ class Classifier(CorrectedState):
             "num_texts": torch.cat([self.num_texts, counts]),
         }
 
-    def _of_views(self, views: Tensor | None, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+    def _texts_of(self, names: list[str], text_embeds: Any, each_text: Any) -> dict[str, Tensor]:
+        """The checked texts of all seen classes and of new ones; zeros stand for those that a rule can do without."""
+        texts: dict[str, Tensor] = {}
+        if text_embeds is None and self.needs_text:
+            others = ", ".join(name for name, cls in CLASSIFIERS.items() if not cls.needs_text)
+            raise TypeError(f"the {self.name!r} classifier needs text_embeds of all seen classes; {others} need none")
+        if text_embeds is not None:
+            texts["text_embeds"] = self._unit(text_embeds, "text_embeds", len(self._class_names) + len(names))
+        elif self.reads_text:
+            texts["text_embeds"] = nn.functional.pad(self.text_embeds, (0, 0, 0, len(names)))
+        if self.needs_each_text:
+            own = (texts["text_embeds"][-len(names) :], range(len(names))) if each_text is None else each_text
+            texts |= self._with_each_text(names, own)
+        return texts
+
+    def _of_views(
+        self, views: Tensor | None, labels: Tensor, new: Sequence[str], texts: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """What `added` gives with each view of an image as a row; nothing without views, or where no sums are kept."""
         if views is None or not self.updates:
             return {}
+        start = self.fork()
+        start._keep(texts)
         rows = self._unit(views.flatten(0, 1), "views", len(labels) * views.shape[1])
-        return sums_of_views(type(self).added, self, rows.view(len(labels), -1, self.embed_dim), labels, new)
+        return sums_of_views(type(self).added, start, rows.view(len(labels), -1, self.embed_dim), labels, new)
+
+    def _keep(self, texts: Mapping[str, Tensor]) -> None:
+        """Install the texts that this classifier keeps."""
+        self.install({name: rows for name, rows in texts.items() if name in self.tensors()})
 
     def _take(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Mapping[str, Tensor]) -> None:
         """Install the texts that this classifier keeps, and then what `added` gives."""
-        self.install({name: rows for name, rows in texts.items() if name in self.tensors()})
+        self._keep(texts)
         self.install(self.added(images, labels, names))
 
     def _held_back(

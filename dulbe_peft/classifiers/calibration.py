@@ -95,8 +95,9 @@ def threshold(tasks: Sequence[TaskTemperature], kind: Literal["own", "largest"],
         Vovk et al., "Algorithmic Learning in a Random World", 2005; Sadinle et al., "Least Ambiguous Set-Valued
         Classifiers with Bounded Error Levels", 2019: 1 less the probability of the own class as the score.
     """
-    places = ((getattr(task, kind), np.linspace(0, len(getattr(task, kind)) - 1, task.images)) for task in tasks[::-1])
-    return _order_statistic([np.asarray(kept)[at.astype(int)] for kept, at in places], share)
+    parts = ((np.asarray(getattr(task, kind)), task.images) for task in tasks[::-1])  # none are left after a merge
+    spread = [kept[np.linspace(0, len(kept) - 1, images).astype(int)] for kept, images in parts if len(kept)]
+    return _order_statistic(spread, share)
 
 
 def novelty_threshold(tasks: Sequence[TaskTemperature], share: float) -> float:

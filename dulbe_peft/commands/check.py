@@ -200,6 +200,8 @@ def _move(rows: list[list[str]], folder: Path, data: Path) -> int:
     taken = [target for _, target in moves if os.path.lexists(target)] + [folder / MOVED] * (folder / MOVED).exists()
     if taken:
         raise FileExistsError(f"{taken[0]} is there from an earlier call: name another folder for --move-to")
+    for path in (path for path, _ in moves if path.is_symlink()):
+        raise ValueError(f"{path} is a link, which would lead nowhere from another folder: take it away by hand")
     folder.mkdir(parents=True, exist_ok=True)
     write_csv(folder / MOVED, ["from", "to"], [[printable(str(path)) for path in move] for move in moves])
     for path, target in moves:

@@ -35,8 +35,9 @@ def merge(learner: str, load: Callable[..., Any], other: str, output: str, overw
     leaks = _leaks(one, two)
     one.merge(two)
     if leaks:
-        what = "that one of them was tested on were learned by the other: later tests say too much"
-        print(f"{counted(leaks, 'image')} {what}")
+        were = "was" if leaks == 1 else "were"
+        which = f"that {'tests' if leaks == 1 else 'test'} one of them {were} learned by the other"
+        print(f"{counted(leaks, 'image')} {which}: later tests say too much")
     print(f"{len(one.class_names)} classes, of which {other} brought {len(one.class_names) - len(before)}")
     write_corrected(one, output, past)
     return 0

@@ -108,18 +108,9 @@ def _fresh(images: LabelledImages, learner: ClassIncrementalLearner) -> tuple[La
     """The images that were not learned, one of each content, and what is said of the others."""
     from dulbe_peft.data.inventory import counted
 
-    learned, first, rows = learner.state.known.class_of(), set[bytes](), list[int]()
-    known = copies = 0
-    for row, content in enumerate(images.contents()):
-        if content is not None and content in learned:
-            known += 1
-        elif content is not None and content in first:
-            copies += 1
-        else:
-            rows.append(row)
-        first |= {content} if content is not None else set()
-    said = [f"left out: {counted(known, 'photograph')} learned before"] if known else []
-    said += [f"left out: {counted(copies, 'photograph')} of the same content as another"] if copies else []
+    rows, twice = learner.state.known.new_rows(images)
+    words = {"learned before": "learned before", "in the data twice": "of the same content as another"}
+    said = [f"left out: {counted(len(twice[why]), 'photograph')} {words[why]}" for why in words if why in twice]
     return images.at(rows), said
 
 

@@ -61,7 +61,24 @@ def holds_only_folders(path: Path) -> bool:
     return not images and bool(subfolders(path))
 
 
-class ImageFolder(LabelledImages):
+class FileImages(LabelledImages):
+    """Images in files: `source` has their paths below `root`."""
+
+    root: Path
+
+    def _item(self, position: int) -> tuple[Path, int]:
+        return self.root / self.source[position], int(self._own_labels[position])
+
+    def item_name(self, index: int) -> str:
+        """Path of an image."""
+        return str(self.root / self.source[self.indices[index]])
+
+    def short_name(self, index: int) -> str:
+        """Path of an image below the root, with "/" between its parts."""
+        return normalized(self.source[self.indices[index]])
+
+
+class ImageFolder(FileImages):
     """Images in `root/split/class name/**`, or `root/class name/**` without a split.
 
     A class folder may hold folders of any depth. Files are .jpg, .jpeg, .jfif, .png, .webp, .bmp, .gif (the first
@@ -114,17 +131,6 @@ class ImageFolder(LabelledImages):
             raise ValueError(f"no class folder in {folder} has an image; its folders are {names}")
         super().__init__(files, np.array(labels, dtype=np.int64), check_class_names(kept), stored=True)
         self.root, self.split, self.left_out = folder, split, left_out
-
-    def _item(self, position: int) -> tuple[Path, int]:
-        return self.root / self.source[position], int(self._own_labels[position])
-
-    def item_name(self, index: int) -> str:
-        """Path of an image."""
-        return str(self.root / self.source[self.indices[index]])
-
-    def short_name(self, index: int) -> str:
-        """Path of an image below the folder of the classes, with "/" between its parts."""
-        return normalized(self.source[self.indices[index]])
 
 
 def _folder_of_classes(folder: Path, split: str | None) -> Path:

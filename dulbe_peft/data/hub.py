@@ -82,6 +82,7 @@ def _parquet_files(path: Path) -> dict[str, list[str]]:
 
 
 def import_datasets(name: str) -> Any:
+    """The package datasets, which reads what is called `hf:NAME`."""
     if name.strip() == HUB_PREFIX:
         raise ValueError(f"{name} names no dataset: expected hf:NAME, such as hf:cifar10")
     try:

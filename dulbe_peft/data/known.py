@@ -1,5 +1,6 @@
 """Which images a learner has learned and was tested on, by class and content: no image counts twice unsaid."""
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -14,15 +15,19 @@ Contents = dict[str, tuple[bytes, ...]]
 
 @dataclass(frozen=True)
 class KnownImages:
-    """Contents of images by class, see `LabelledImages.contents`; not `complete` where some were not noted."""
+    """Contents of images by class, see `LabelledImages.contents`; not `complete` where some were not noted.
+
+    `ways` are those in which images were learned, each a precision and a number of views.
+    """
 
     learned: Contents = field(default_factory=dict)
     tested: Contents = field(default_factory=dict)
     complete: bool = True
+    ways: frozenset[tuple[str, int]] = frozenset()
 
-    def with_learned(self, images: LabelledImages) -> Self:
-        """With images that were learned."""
-        return replace(self, learned=_joined(self.learned, _by_class(images)))
+    def with_learned(self, images: LabelledImages, way: tuple[str, int]) -> Self:
+        """With images that were learned in some way."""
+        return replace(self, learned=_joined(self.learned, _by_class(images)), ways=self.ways | {way})
 
     def with_tested(self, images: LabelledImages) -> Self:
         """With images that were tested on."""
@@ -49,7 +54,8 @@ class KnownImages:
     def merged(self, other: Self) -> Self:
         """With the images of another learner."""
         learned, tested = _joined(self.learned, other.learned), _joined(self.tested, other.tested)
-        return replace(self, learned=learned, tested=tested, complete=self.complete and other.complete)
+        complete, ways = self.complete and other.complete, self.ways | other.ways
+        return replace(self, learned=learned, tested=tested, complete=complete, ways=ways)
 
     def class_of(self) -> dict[bytes, str]:
         """Content -> the class as which an image was learned."""
@@ -58,12 +64,12 @@ class KnownImages:
     def new_rows(self, images: LabelledImages) -> tuple[list[int], dict[str, list[int]]]:
         """The rows of images that are new, and for each reason why others would count twice, their rows.
 
-        An image that cannot be read counts as new: who learns it says why.
+        An image that cannot be read counts as new: who learns it says why. Images may have no labels.
         """
         learned, seen, rows, twice = self.class_of(), set[bytes](), list[int](), dict[str, list[int]]()
         for row, (content, label) in enumerate(zip(images.contents(), images.labels.tolist(), strict=True)):
             if content is not None and content in learned:
-                same = learned[content] == images.class_names[label]
+                same = label < 0 or learned[content] == images.class_names[label]
                 twice.setdefault("learned before" if same else "of another class", []).append(row)
             elif content in seen:
                 twice.setdefault("in the data twice", []).append(row)
@@ -80,6 +86,7 @@ class KnownImages:
         """
         place = {name: row for row, name in enumerate(class_names)}
         found = {"complete": np.array([self.complete], dtype=np.uint8)}
+        found["ways"] = np.frombuffer(json.dumps(sorted(self.ways)).encode(), dtype=np.uint8).copy()
         for kind, contents in (("learned", self.learned), ("tested", self.tested)):
             rows = [(content, place[name]) for name, of in contents.items() if name in place for content in of]
             joined = np.frombuffer(b"".join(content for content, _ in rows), dtype=np.uint8)
@@ -99,7 +106,8 @@ class KnownImages:
             for row, label in zip(contents, np.asarray(arrays[f"{kind} class"]).tolist(), strict=True):
                 grouped.setdefault(class_names[label], []).append(row.tobytes())
             both.append({name: tuple(of) for name, of in grouped.items()})
-        return cls(both[0], both[1], bool(arrays["complete"][0]))
+        ways = json.loads(np.asarray(arrays["ways"], dtype=np.uint8).tobytes()) if "ways" in arrays else []
+        return cls(both[0], both[1], bool(arrays["complete"][0]), frozenset((name, views) for name, views in ways))
 
 
 def _by_class(images: LabelledImages) -> Contents:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from dulbe_peft.data.decoding import image_suffixes
-from dulbe_peft.data.images import LabelledImages
+from dulbe_peft.data.folders import FileImages
 from dulbe_peft.data.names import check_class_names, normalized
 from dulbe_peft.utils.files import read_lines, read_rows
 
@@ -23,7 +23,7 @@ def is_label_file(path: Path) -> bool:
     return path.suffix.lower() == ".csv" and path.is_file()
 
 
-class ListedImages(LabelledImages):
+class ListedImages(FileImages):
     """The images that a table of labels names, whose paths begin in the table's folder.
 
     The table has the columns path, label and, where it says what to test on, split; or SourceFile and Subject, as
@@ -45,17 +45,6 @@ class ListedImages(LabelledImages):
         labels = np.array([names.index(label) for _, label in own], dtype=np.int64)
         super().__init__([place for place, _ in own], labels, names, stored=True)
         self.root, self.split, self.left_out = file.parent, split, left_out
-
-    def _item(self, position: int) -> tuple[Path, int]:
-        return self.root / self.source[position], int(self._own_labels[position])
-
-    def item_name(self, index: int) -> str:
-        """Path of an image."""
-        return str(self.root / self.source[self.indices[index]])
-
-    def short_name(self, index: int) -> str:
-        """Path of an image as the table has it."""
-        return normalized(self.source[self.indices[index]])
 
 
 def label_splits(path: Path) -> list[str]:

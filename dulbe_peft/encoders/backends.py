@@ -54,14 +54,15 @@ class Tower:
         self.version = f"{PACKAGES[backend]} {version(PACKAGES[backend])}"
         self._run = session(file) if backend == "onnx" else _compiled(file, precision)
         self._place = f"{self.version}, {precision}, {torch.backends.cpu.get_cpu_capability()}, {self.sha256}"
+        self._forced = False
 
     def __call__(self, pixels: Tensor) -> Tensor:
         return self._run(pixels)
 
     def is_checked(self, images: int) -> bool:
-        """Whether it was compared with torch here, on `ENOUGH` images or as many as there are now."""
-        noted = _noted(self.file)
-        return self._place in noted and noted[self._place]["images"] >= min(images, ENOUGH)
+        """Whether it was compared with torch here, on `ENOUGH` images or as many as there are now; or forced."""
+        noted = _noted(self.file).get(self._place, {"images": 0})
+        return self._forced or noted["images"] >= min(images, ENOUGH)
 
     def check(self, found: Tensor, expected: Tensor, scores: Scores | None, force: bool) -> None:
         """Compare its features, (n, d), with torch's; a `ValueError` where they disagree, unless `force`."""
@@ -71,17 +72,17 @@ class Tower:
         most = max(self.precision != "int8", MOST_OTHERS * count)
         if cosine >= LEAST_COSINE[self.precision] and count - equal <= most:
             write_json(self.file.with_suffix(".json"), _noted(self.file) | {self._place: note})
-        elif not force:  # nor is it noted: without --force it is compared, and refused, again
+        elif force:  # by this process alone: the next one compares again
+            self._forced = True
+        else:
             raise ValueError(f"{self._said(note)}; --force uses it, --backend torch does without")
         print(f"dulbe-peft: {self._said(note)}", file=sys.stderr)
 
     def say(self) -> None:
         """Print what the comparison with torch found."""
         note = _noted(self.file).get(self._place)
-        found = (
-            self._said(note) if note else f"{self.backend} in {self.precision} is used by --force, not compared here"
-        )
-        print(f"dulbe-peft: {found}", file=sys.stderr)
+        unknown = f"{self.backend} in {self.precision} is used, and has not been compared with torch here"
+        print(f"dulbe-peft: {self._said(note) if note else unknown}", file=sys.stderr)
 
     def _said(self, note: Mapping[str, Any]) -> str:
         what = f"{self.backend} in {self.precision}, compared with torch in float32"

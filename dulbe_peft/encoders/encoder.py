@@ -97,11 +97,16 @@ class Encoder(TextEncoder):
 
     def views(self, features: torch.Tensor, images: PixelDataset, title: str) -> torch.Tensor | None:
         """The images' own features, (n, d), and those of their augmented views: (n, 1 + copies, d); None: no views."""
-        if self.args.augment == "none" or not self.args.copies:
+        if self.way[1] == 1:
             return None
-        numbers = range(1, self.args.copies + 1)
+        numbers = range(1, self.way[1])
         views = [self.dataset_embeds(self.view(images, 0, number), f"{title} view {number}") for number in numbers]
         return torch.stack([features, *views], dim=1)
+
+    @property
+    def way(self) -> tuple[str, int]:
+        """How a learned image becomes rows of classifiers: the precision, and how many views of it there are."""
+        return self.args.precision, 1 if self.args.augment == "none" else 1 + self.args.copies
 
     @property
     def facts(self) -> dict[str, str]:
@@ -167,9 +172,10 @@ class Encoder(TextEncoder):
     @property
     def _may_export(self) -> bool:
         """Whether the tower as it is can be another backend's: not of a part of what was learned, or of nothing."""
-        layers = [module for module in self.clip.modules() if isinstance(module, BaseTunerLayer)]
-        part = any(layer.disable_adapters or getattr(layer, "_held", None) is not None for layer in layers)
-        return self.args.backend != "torch" and not self._trains and not part
+        if self.args.backend == "torch" or self._trains:
+            return False
+        layers = (module for module in self.clip.modules() if isinstance(module, BaseTunerLayer))
+        return not any(layer.disable_adapters or getattr(layer, "_held", None) is not None for layer in layers)
 
     @torch.no_grad()
     def calibrate(self, images: PixelDataset) -> None:

@@ -25,9 +25,7 @@ class Labelling:
     def __init__(self, learner: ClassIncrementalLearner, folder: Path) -> None:
         self.learner, self.images = learner, unlabelled_images(str(folder))
         self.features, unreadable = learner.readable_embeds(self.images)
-        learned, contents = learner.state.known.class_of(), self.images.contents()
-        first = {content: place for place, content in reversed(list(enumerate(contents)))}  # of copies, the first
-        new = sorted(place for content, place in first.items() if content is not None and content not in learned)
+        new, _ = learner.state.known.new_rows(self.images)
         self.left = [place for place in new if place not in unreadable]
         if not self.left:
             raise ValueError(f"{folder} has no photograph that can be read and that the learner has not learned")

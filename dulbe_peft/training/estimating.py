@@ -26,7 +26,7 @@ def estimates_of(state: LearnerState, encoder: Encoder, fresh: Mapping[bytes, Te
     nothing is said.
     """
     now = Estimates(tasks=len(state.tasks), updates=len(state.updates))
-    if state.strategy.adapts or state.adapter is not None or (state.args.augment != "none" and state.args.copies):
+    if state.strategy.adapts or state.adapter is not None or any(views > 1 for _, views in state.known.ways):
         return now
     learned, place = state.known.learned, {name: row for row, name in enumerate(state.class_names)}
     times = Counter(chain.from_iterable(learned.values()))

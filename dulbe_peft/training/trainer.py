@@ -68,7 +68,7 @@ def learned(trainer: TaskTrainer) -> tuple[LearnerState, TaskRecord, ClosingPass
     if isinstance(bridge, BridgeEnsembleHead):
         trainer.record.expected_depth = float(bridge.expected_depth()[-len(names) :].mean())
     tasks = [*state.tasks, names]
-    known = state.known.with_learned(images.images)
+    known = state.known.with_learned(images.images, encoder.way)
     after = replace(state, classifiers=classifiers, memory=memory, tasks=tasks, step=trainer.step, known=known)
     with encoder.profile.phase("estimate"):
         fresh = {content: row for content, row in zip(images.images.contents(), features, strict=True) if content}

@@ -67,7 +67,7 @@ def with_more_images(
         memory = strategy.remember(task, inputs)
     updates = [*state.updates, {"after": len(state.tasks), "images": dict(counts), "forgotten": None}]
     named = images.images.at(slice(None), labels.cpu().numpy(), state.class_names)
-    known = state.known.with_learned(named)
+    known = state.known.with_learned(named, encoder.way)
     return replace(state, classifiers=classifiers, memory=memory, updates=updates, known=known)
 
 
@@ -151,11 +151,12 @@ def without_images(state: LearnerState, encoder: Encoder, images: LabelledImages
             f"the strategy {state.strategy.name!r} trains the model, which nothing takes back: a learner forgets "
             "single images where nothing is trained"
         )
-    if state.args.augment != "none" and state.args.copies:
-        raise ValueError(
-            f"augment is {state.args.augment!r}: each image was learned as {1 + state.args.copies} views, which "
-            "cannot be taken out again"
-        )
+    for precision, views in sorted(state.known.ways):
+        if views > 1:
+            raise ValueError(f"images were learned as {views} views of each, which cannot be taken out again")
+        if precision != encoder.args.precision:
+            others = f"{encoder.args.precision} would take out other numbers: load the learner with that precision"
+            raise ValueError(f"images were learned in {precision}, and {others}")
     for classifier in state.classifiers.values():
         classifier.check_forgets_images()
     learned: dict[bytes, list[str]] = {}

@@ -81,6 +81,17 @@ def test_a_merged_classifier_learns_on_and_forgets():
     assert merged.class_names == [NAMES[c] for c in (0, 1, 3, 4, 5)]
 
 
+def test_what_was_measured_of_the_parts_promises_nothing_of_the_whole():
+    one, merged = learned("lda", [0, 1]), learned("lda", [0, 1]).merge(learned("lda", [2, 3]))
+    assert one.roc_area is not None and one.refused(TESTS, 0.2).any() and merged.roc_area is None
+    for ask in (lambda: merged.refused(TESTS, 0.2), lambda: merged.prediction_sets(TESTS, 0.8)):
+        with pytest.raises(ValueError, match="there are 0.*merging begins anew"):
+            ask()
+    rows = torch.isin(LABELS, torch.tensor([4, 5]))
+    merged.add_classes(NAMES[4:], IMAGES[rows], LABELS[rows] - 4)
+    merged.refused(TESTS, 0.2)
+
+
 def test_what_does_not_fit_is_refused_and_changes_nothing():
     assert {spec.split(":")[0] for spec in SPECS} | set(CANNOT) | {"bayes"} == set(CLASSIFIERS)
     other_texts = learned("text", [1, 2])

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -166,6 +167,28 @@ def test_two_learners_become_one(photos, june, tmp_path, capsys):
     assert main(["run", *data, "--classifiers", "bridge", *MACHINE]) == 0
     assert call("merge", berlin, only, "--output", tmp_path / "no") == 2
     assert "alone has it" in capsys.readouterr().err
+
+
+def test_what_was_learned_in_another_precision_is_not_taken_out(photos, june, tmp_path):
+    learner, file = loaded(june), photos / "train" / "one" / "0.png"
+    assert learner.state.known.ways == {("float32", 1)}
+    learner.state.classifiers.pop("bridge")
+    known = replace(learner.state.known, ways=frozenset({("bfloat16", 1)}))
+    learner.state = replace(learner.state, known=known)
+    learner.save_pretrained(tmp_path / "saved")
+    with pytest.raises(ValueError, match="learned in bfloat16, and float32 would take out other numbers"):
+        loaded(tmp_path / "saved").forget_images(file)
+
+
+def test_tests_of_one_learner_that_the_other_has_learned_are_said(photos, tmp_path, capsys):
+    berlin = run(some(photos, tmp_path / "b", ["one", "two"]), tmp_path / "berlin")
+    paris = some(photos, tmp_path / "p", ["three", "four"])
+    file = next((photos / "test" / "one").iterdir())
+    shutil.copy(file, paris / "train" / "three" / "seen.png")
+    capsys.readouterr()
+    assert call("merge", berlin, run(paris, tmp_path / "paris"), "--output", tmp_path / "both") == 0
+    said = capsys.readouterr().out
+    assert "1 image that tests one of them was learned by the other" in said
 
 
 def test_what_cannot_be_renamed_is_said(june, tmp_path, capsys):

@@ -320,3 +320,6 @@ def test_suspects_are_moved_and_nothing_else(digit_folders, tmp_path, capsys):
     assert "from an earlier call" in capsys.readouterr().err and (photos / "train" / "two" / "bad.png").exists()
     assert main(["check", str(photos), "--move-to", str(photos / "odd")]) == 2
     assert "never changed" in capsys.readouterr().err
+    (photos / "test" / "one" / "link.png").symlink_to("../../train/one/0.png")
+    assert main(["check", str(photos), "--move-to", str(tmp_path / "again")]) == 2
+    assert "link.png is a link" in capsys.readouterr().err and not (tmp_path / "again").exists()

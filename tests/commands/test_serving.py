@@ -24,6 +24,7 @@ from served import photo, running, served, two_colours
 
 from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.commands.main import main
+from dulbe_peft.commands.serve import _own
 from dulbe_peft.metrics.suggesting import suggestions
 from dulbe_peft.serving import App, make_server, server
 from dulbe_peft.serving.labelling import NEXT
@@ -333,6 +334,27 @@ def test_photographs_are_labelled_a_few_at_a_time(folder, heap, tmp_path):
         assert ask(f"{url}/photo/999")[0] == 404
     with served(output, output=output, photographs=heap) as url:  # what was learned is not asked again
         assert ask(f"{url}/facts")[1]["labelling"]["left"] == 7
+
+
+def test_a_photograph_that_was_taught_meanwhile_is_not_labelled_too(folder, heap):
+    app = App(ClassIncrementalLearner.from_pretrained(folder), None, heap)
+    place = app.labelling.left[0]
+    image = Image.open(app.labelling.facts()["name"])
+    with image:
+        file = base64.b64encode(Path(image.filename).read_bytes()).decode()
+    app.teach({"class": "red", "images": [file]})
+    with pytest.raises(ValueError, match="was learned as 'red' meanwhile"):
+        app.label({"photo": place, "class": "green"})
+    assert place not in app.labelling.left and not app.labelling.waiting
+
+
+def test_a_folder_that_a_server_holds_is_not_put_aside(folder, tmp_path, capsys):
+    output = tmp_path / "taught"
+    shutil.copytree(folder, output)
+    with _own(str(output), str(output), None, False):
+        assert main(["serve", str(folder), "--output", str(output), "--overwrite", "--port", "0"]) == 2
+    assert "in use by another process" in capsys.readouterr().err
+    assert output.is_dir() and not (tmp_path / "taught.old").exists()
 
 
 def test_the_order_is_that_of_suggest_and_new_after_each_few(folder, heap):

@@ -5,6 +5,7 @@ import pickle
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from sklearn.base import clone
 from sklearn.datasets import load_digits
 from sklearn.model_selection import GridSearchCV, cross_val_score
@@ -13,7 +14,7 @@ from tiny_encoders import save_encoder
 
 from dulbe_peft import Featurizer
 from dulbe_peft.demo import DIGITS
-from dulbe_peft.sklearn import FeatureClassifier, ImageClassifier
+from dulbe_peft.sklearn import FeatureClassifier, ImageClassifier, _encoder
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,19 @@ def test_it_is_cloned_pickled_cross_validated_and_searched(images):
     assert cross_val_score(made, pictures, names, cv=4).mean() > 0.8
     search = GridSearchCV(ImageClassifier("demo"), {"classifier": ["lda", "prototype"]}, cv=2).fit(arrays, names)
     assert search.best_params_["classifier"] in ("lda", "prototype") and search.predict(arrays[:1])[0] in DIGITS
+
+
+def test_another_model_under_the_same_name_is_refused(images, tmp_path):
+    arrays, names = images
+    found = ImageClassifier(str(save_encoder("clip", tmp_path / "m")), "lda").fit(arrays, names)
+    packed = pickle.dumps(found)
+    weights = load_file(tmp_path / "m" / "model.safetensors")
+    weights["visual_projection.weight"] += 0.1
+    save_file(weights, tmp_path / "m" / "model.safetensors", {"format": "pt"})
+    _encoder.cache_clear()  # as in another process
+    with pytest.raises(ValueError, match=r"another encoder than .*m' is now: \['weights'\] differ; fit anew"):
+        pickle.loads(packed).predict(arrays)
+    found.fit(arrays, names).predict(arrays)
 
 
 def test_what_is_no_image_is_named(images):

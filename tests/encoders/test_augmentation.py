@@ -1,5 +1,7 @@
 """Augmented views: what each kind does, what classifiers and training learn of them, and that a run resumes alike."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -104,6 +106,9 @@ def test_classifiers_learn_an_image_and_its_views_as_rows_of_one_weight(base, ta
     visual = bridge.visual_prototypes.double() * bridge.lengths[:, None] / counts[:, None]
     torch.testing.assert_close(visual, means, rtol=1e-4, atol=1e-5)
     assert learner.estimate() == {}, "an image whose views were learned cannot be left out"
+    other = replace(learner.args, augment="none")
+    learner.change_settings(other)  # what was learned stays as it was learned
+    assert learner.estimate() == {}
     with pytest.raises(ValueError, match="learned as 3 views"):
         learner.forget_images(tasks[0].train.at([1]))
 

@@ -79,8 +79,13 @@ def test_what_disagrees_is_refused_with_both_numbers_and_taken_by_force(monkeypa
     with pytest.raises(ValueError, match=r"least cosine -?0\.\d+, \d+\.\d % of 10 answers equal; --force"):
         learner.image_embeds(PIXELS)
     assert learner.encoder.store.facts()[0] == 0  # nothing of it is kept
-    found = using("onnx", force=True).image_embeds(PIXELS)
+    forced, checks, check = using("onnx", force=True, eval_batch_size=4), [], backends.Tower.check
+    monkeypatch.setattr(backends.Tower, "check", lambda *args: (checks.append(1), check(*args)))
+    found = forced.image_embeds(PIXELS)
     torch.testing.assert_close(found, tiny_learner("frozen").image_embeds(PIXELS).roll(1, dims=1), atol=2e-6, rtol=0)
+    assert len(checks) == 1, "what was taken by force is not compared batch by batch"
+    with pytest.raises(ValueError, match="--force"):  # nor is it trusted by the next process, which did not ask for it
+        using("onnx").image_embeds(PIXELS)
 
 
 def test_what_cannot_be_exported_is_encoded_by_torch_and_said(capsys):

@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import random
+import shutil
 import tarfile
 
 import huggingface_hub
@@ -383,6 +384,11 @@ def test_files_that_are_there_already_need_no_network(hub, tmp_path, monkeypatch
     places = ["--splits", str(tmp_path / "split.json"), "--images", str(tmp_path / "here")]
     assert verify(tmp_path, content, "--data", "animals", *places)[0] == 0, capsys.readouterr()
     assert len(hub.asked) == asked
+    shutil.copytree(tmp_path / "here", tmp_path / "there")
+    for there, said in ((places, "measured before"), ([*places[:3], str(tmp_path / "there")], "gda ...")):
+        capsys.readouterr()
+        assert verify(tmp_path, content, "--data", "animals", *there)[0] == 0
+        assert said in capsys.readouterr().out, "another folder is measured again"
     (tmp_path / "split.json").write_text(json.dumps({**PATHS, "test": [["a.png", "0", "red_fox"]]}))
     split["sha256"] = None
     status, found = verify(tmp_path, content, "--data", "animals", *places)
