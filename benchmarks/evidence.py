@@ -159,6 +159,20 @@ def estimates(results: Path) -> list[list[str]]:
     return [head, *([*key, *row] for key, row in zip(found, cells, strict=True))]
 
 
+def order(results: Path) -> list[list[str]]:
+    """One line a classifier and stream: the range, over draws and numbers of images, of answers that change."""
+    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for path in sorted(results.glob("order/*.json")):
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            figures = found.setdefault((f"`{row['classifier']}`", row["stream"]), {})
+            figures.setdefault(row["figure"], []).extend(row["each"])
+    lines = [
+        [*key, *(f"{min(each):.0f} to {max(each):.0f} %" if max(each) else "none" for each in figures.values())]
+        for key, figures in sorted(found.items())
+    ]
+    return [["classifier", "stream", *next(iter(found.values()))], *lines]
+
+
 def suggest(results: Path, labels: str) -> list[list[str]]:
     """One line a stream and number of labels bought for each class: accuracy by how they were chosen, best bold."""
     found: dict[tuple[str, str], dict[str, float]] = {}
@@ -255,7 +269,5 @@ def best_bold(figures: list[float], best: Callable[..., float]) -> list[str]:
     return [f"**{text}**" if float(text) == best(map(float, texts)) else text for text in texts]
 
 
-TABLES: dict[str, Any] = {
-    table.__name__: table
-    for table in (frozen, edges, trained, family, own, ablation, costs, exports, beside, estimates, suggest, views)
-}
+_TABLES = (frozen, edges, trained, family, own, ablation, costs, exports, beside, estimates, order, suggest, views)
+TABLES: dict[str, Any] = {table.__name__: table for table in _TABLES}

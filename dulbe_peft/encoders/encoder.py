@@ -64,7 +64,8 @@ class Encoder(TextEncoder):
         self.profile = Profile()
         # Where features of images are found again, while nothing trains the model; None: nowhere.
         self.store: FeatureStore | None = None
-        self.scores: Callable[[torch.Tensor], torch.Tensor | None] = lambda features: None  # of the known classes
+        # Of the known classes, by what compares another backend with torch; None: their names do, or neighbours.
+        self.scores: Callable[[torch.Tensor], torch.Tensor | None] | None = None
         self.graph: str | None = None  # SHA-256 of the int8 graph that a learner carries
         self._digest: tuple[Any, str] = ((), "")
         self._tower: tuple[str, backends.Tower | None] = ("", None)  # of the weights with a digest
@@ -299,7 +300,7 @@ class Encoder(TextEncoder):
 
     def _scores(self, images: PixelDataset, features: torch.Tensor) -> backends.Scores | None:
         """What answers for some images: the learned classifier, or their classes' names, or None."""
-        if self.scores(features) is not None:
+        if self.scores is not None and self.scores(features) is not None:
             return cast(backends.Scores, self.scores)
         names = images.images.class_names
         if len(names) < 2 or loading.encoder_of(self.clip).image_only:
