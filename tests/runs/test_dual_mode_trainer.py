@@ -297,3 +297,17 @@ def test_two_processes_end_where_one_ends(tmp_path):
     for key, value in alone.items():
         error = (first[key] - value).abs().max() / value.abs().max() if value.any() else first[key].abs().sum()
         assert error < 1e-3, key
+
+
+def test_loss_scaling_changes_no_bit(base, tasks, tmp_path):
+    """What float16 on a GPU does to the loss, with a power of two; the first steps overflow and are left out."""
+    expected = learn(trainer_of(base, tmp_path, num_train_epochs=1), tasks[:2])
+    trainer = trainer_of(base, tmp_path, num_train_epochs=1)
+    trainer.accelerator.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    assert_equal(learn(trainer, tasks[:2]).learner, expected.learner)
+    assert scaler.get_scale() == 2**10
+    trainer = trainer_of(base, tmp_path, num_train_epochs=1)
+    trainer.accelerator.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126)
+    learn(trainer, tasks[:2])
+    assert scaler.get_scale() < 2**126
+    assert all(value.isfinite().all() for value in tensors(trainer.learner).values())
