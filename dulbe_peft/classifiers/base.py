@@ -12,7 +12,7 @@ Works on any model's image and text features, and needs neither peft nor transfo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -182,15 +182,14 @@ class Classifier(CorrectedState):
         absent = (torch.bincount(indices, minlength=len(names)) == 0).nonzero()
         if len(absent):
             raise ValueError(f"class {names[int(absent[0])]!r} has no image")
-        indices, twin = indices + len(self._class_names), self.fork()  # of all seen classes
+        indices, start = indices + len(self._class_names), self.fork()  # of all seen classes
+        start.install({name: rows for name, rows in texts.items() if name in self.tensors()})
         with without_autocast(images):
             # The copy without held-back images goes before the other one comes: two of them may not fit.
             held = type(self).judge is Classifier.judge
-            choices, scores = self._held_back(names, images, indices, texts) if held else ({}, None)
-            twin._take(names, images, indices, texts)
+            choices, scores = start._held_back(images, indices, names) if held else ({}, None)
+            twin = start._with_images(images, indices, names, views)
             twin.install(choices)
-            twin._class_names = self._class_names + names
-            twin.install(self._of_views(views, indices, names, texts))  # before it is judged: these sums answer
             if not held:
                 scores = twin.judge(images, indices)
         self._adopt(twin, scores, images, indices)
@@ -212,10 +211,8 @@ class Classifier(CorrectedState):
         images = self._unit(image_embeds, "image_embeds")
         indices = check_labels(labels, len(images), len(self._class_names)).to(images.device)
         if len(images):
-            twin = self.fork()
             with without_autocast(images):
-                twin.install(twin.added(images, indices, []))
-                twin.install(self._of_views(views, indices, [], {}))
+                twin = self._with_images(images, indices, [], views)
                 scores = twin.judge(images, indices)
             self._adopt(twin, scores, images, indices)
 
@@ -263,41 +260,29 @@ class Classifier(CorrectedState):
             texts |= self._with_each_text(names, own)
         return texts
 
-    def _of_views(
-        self, views: Tensor | None, labels: Tensor, new: Sequence[str], texts: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """What `added` gives with each view of an image as a row; nothing without views, or where no sums are kept."""
-        if views is None or not self.updates:
-            return {}
-        start = self.fork()
-        start._keep(texts)
-        rows = self._unit(views.flatten(0, 1), "views", len(labels) * views.shape[1])
-        return sums_of_views(type(self).added, start, rows.view(len(labels), -1, self.embed_dim), labels, new)
-
-    def _keep(self, texts: Mapping[str, Tensor]) -> None:
-        """Install the texts that this classifier keeps."""
-        self.install({name: rows for name, rows in texts.items() if name in self.tensors()})
-
-    def _take(self, names: Sequence[str], images: Tensor, labels: Tensor, texts: Mapping[str, Tensor]) -> None:
-        """Install the texts that this classifier keeps, and then what `added` gives."""
-        self._keep(texts)
-        self.install(self.added(images, labels, names))
+    def _with_images(self, images: Tensor, labels: Tensor, new: list[str], views: Tensor | None = None) -> Self:
+        """A fork that has learned images, and of sums those of their views; texts of `new` classes are there already."""
+        twin = self.fork()
+        twin.install(self.added(images, labels, new))
+        if views is not None and self.updates:
+            rows = self._unit(views.flatten(0, 1), "views", len(labels) * views.shape[1])
+            twin.install(sums_of_views(self, rows.view(len(labels), -1, self.embed_dim), labels, new))
+        twin._class_names = [*self._class_names, *new]
+        return twin
 
     def _held_back(
-        self, names: list[str], images: Tensor, labels: Tensor, texts: Mapping[str, Tensor]
+        self, images: Tensor, labels: Tensor, new: list[str]
     ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor] | None]:
         """The choices of `choose` on held-back images of the new task, and their scores and labels."""
-        held = hold_back(images, labels)
-        classes, twin = len(self._class_names) + len(names), self.fork()
+        held, classes = hold_back(images, labels), len(self._class_names) + len(new)
         if not held.any() or classes < 2:
             return {}, None
         try:
-            twin._take(names, images[~held], labels[~held], texts)
+            twin = self._with_images(images[~held], labels[~held], new)
             choices = twin.choose(images[held], labels[held])
         except ValueError:  # the images that are left are too few, or cancel out; all of them do not
             return {}, None
-        if choices:
-            twin.install(choices)
+        twin.install(choices)
         rows = held.nonzero()[:, 0]
         if (step := len(rows) * classes // MOST_SCORES + 1) > 1:
             rows = rows[ranking(images[rows]).argsort()][::step]

@@ -10,7 +10,7 @@ T for 10 classes than for 100. The newest tasks weigh most, because their images
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -70,19 +70,14 @@ def calibrated(
     `novel` are the task's novelties and their area.
     """
     images, classes = logits.shape
-    found_temperature = fit_temperature(logits, labels)
-    made = TaskTemperature(log_temperature=found_temperature, images=images, classes=classes, own=(), largest=())
-    tasks = (*tasks, made)[-KEPT:]
-    found = (logits.double().cpu() / temperature(tasks, classes)).softmax(dim=1)
-    own, largest = found.gather(1, labels.cpu()[:, None])[:, 0], found.amax(dim=1)
-    ranks = torch.linspace(0, images - 1, min(images, MOST), dtype=torch.float64).long()
-    kept = {
-        name: each.sort().values[ranks].mul(1e6).floor().div(1e6)
-        for name, each in (("own", own), ("largest", largest))
-    }
     novelties, area = novel or ((), None)
-    more = {"novelties": tuple(novelties), "area": area}
-    return (*tasks[:-1], made.model_copy(update={n: tuple(each.tolist()) for n, each in kept.items()} | more))
+    facts: dict[str, Any] = {"log_temperature": fit_temperature(logits, labels), "images": images, "classes": classes}
+    tasks = (*tasks, TaskTemperature(**facts, own=(), largest=(), novelties=tuple(novelties), area=area))[-KEPT:]
+    found = (logits.double().cpu() / temperature(tasks, classes)).softmax(dim=1)
+    ranks = torch.linspace(0, images - 1, min(images, MOST), dtype=torch.float64).long()
+    each = {"own": found.gather(1, labels.cpu()[:, None])[:, 0], "largest": found.amax(dim=1)}
+    kept = {name: tuple(x.sort().values[ranks].mul(1e6).floor().div(1e6).tolist()) for name, x in each.items()}
+    return (*tasks[:-1], tasks[-1].model_copy(update=kept))
 
 
 def threshold(tasks: Sequence[TaskTemperature], kind: Literal["own", "largest"], share: float) -> float:

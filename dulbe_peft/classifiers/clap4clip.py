@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.class_means import ReplayedMeans, stand_ins
 from dulbe_peft.classifiers.fitting import descend, gradients, minibatches, task_generator
+from dulbe_peft.classifiers.replayed import ReplayedMeans, stand_ins
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
 HIDDEN = 2048  # width inside G
@@ -70,8 +70,8 @@ class Clap4ClipClassifier(ReplayedMeans):
         rows, classes = stand_ins(self.means, self.counts, self.exemplars)
         rows, classes = torch.cat([images, F.normalize(rows, dim=1)]), torch.cat([labels, classes])
         generator = task_generator(self.seed, old)
-        with gradients():
-            given = self.text_embeds.float().clone(), changes["means"].clone(), changes["task"].clone()
+        with gradients(self.text_embeds.float(), changes["means"], changes["task"]) as copies:
+            given = tuple(copies)
             guide = self.guide.float().clone() if old else started_guide(self.embed_dim, generator).to(images)
             adapters = [*(row.float().clone() for row in self.adapters), started_adapter(given[0], generator)]
             self._descend(rows.clone(), classes, given, guide, adapters, generator)

@@ -21,16 +21,8 @@ from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.fitting import (
-    descend,
-    drawn_features,
-    gaussians,
-    gradients,
-    minibatches,
-    moved_gaussians,
-    task_generator,
-)
+from dulbe_peft.classifiers.fitting import descend, drawn_features, gradients, minibatches, task_generator
+from dulbe_peft.classifiers.replayed import KeptGaussians
 from dulbe_peft.utils.checks import check_int
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed, Weight
 
@@ -40,7 +32,7 @@ REPLAYED = 2  # old classes of which a step draws features
 RIDGE = 1e-4  # on the diagonal of a covariance
 
 
-class ClgCbmClassifier(Classifier):
+class ClgCbmClassifier(KeptGaussians):
     """Both layers, 4 (2 d + C) bytes a text, and one Gaussian a class; it draws features, and keeps no image.
 
     The concepts are the texts of the classes: give descriptions as `class_texts`, or else they are the names in the
@@ -75,27 +67,23 @@ class ClgCbmClassifier(Classifier):
     needs_each_text = True
 
     def register(self) -> None:
+        super().register()
         self.register_ragged("bottleneck", self.embed_dim, torch.float32)
         self.register_across("weight", "each_text")
-        self.register_rows("means", self.embed_dim)
-        self.register_rows("factors", self.embed_dim, self.embed_dim)
 
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        labels = labels - len(self._class_names)
-        means, factors = gaussians(images, labels, len(new), RIDGE)
-        means, factors = torch.cat([self.means.float(), means]), torch.cat([self.factors.float(), factors])
-        rows, classes = with_moved(images, labels, means, self.text_embeds.float())
-        return {"means": means, "factors": factors} | self._trained(rows, classes, means, factors)
+        kept = self.with_gaussians(images, labels, len(new), RIDGE)
+        rows, classes = with_moved(images, labels - len(self._class_names), kept["means"], self.text_embeds.float())
+        return kept | self._trained(rows, classes, **kept)
 
     def _trained(self, rows: Tensor, labels: Tensor, means: Tensor, factors: Tensor) -> dict[str, Tensor]:
         """Both layers after training on features, (n, d), and on drawn ones; `labels` index all seen classes."""
         old = len(self._class_names)
         generator = task_generator(self.seed, old)
         started, order = self._started(generator, len(means)), torch.randperm(old, generator=generator)
-        with gradients():
-            given = (rows, labels, means, factors, self.each_text.float())
-            rows, labels, means, factors, concepts = (tensor.clone() for tensor in given)
-            bottleneck, weight = (layer.to(rows).clone().requires_grad_() for layer in started)
+        given = (rows, labels, means, factors, self.each_text.float(), *(layer.to(rows) for layer in started))
+        with gradients(*given) as (rows, labels, means, factors, concepts, bottleneck, weight):
+            bottleneck, weight = bottleneck.requires_grad_(), weight.requires_grad_()
             optimizer = torch.optim.Adam([bottleneck, weight], self.learning_rate)
             schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, list(MILESTONES), gamma=0.1)
             for _ in range(self.epochs):
@@ -136,10 +124,6 @@ class ClgCbmClassifier(Classifier):
         parts = self.weight[own].float() * (self.bottleneck.float() @ self.means[own].float())
         best = parts.topk(min(check_int("k", k, 1), len(texts)))
         return [(*texts[i], value) for i, value in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
-
-    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
-        """mu_c to mu_c M and Sigma_c to M' Sigma_c M; the task that follows trains both layers on moved draws."""
-        return moved_gaussians(self, matrix)
 
     def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
         """A class's concepts leave with it."""

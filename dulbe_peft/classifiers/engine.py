@@ -103,9 +103,7 @@ class EngineClassifier(Classifier):
         old, texts = len(self._class_names), self.text_embeds.float()
         generator, width = task_generator(self.seed, old), (self.embed_dim, self.embed_dim + 1)
         sums = {name: self.tensors()[name].float() for name in ("image_unit", "text_unit")}
-        with gradients():
-            images, labels, texts = images.clone(), labels.clone(), texts.clone()
-            before = [value.clone() for value in sums.values()]
+        with gradients(images, labels, texts, *sums.values()) as (images, labels, texts, *before):
             starts = [(2 * torch.rand(width, generator=generator) - 1) / math.sqrt(self.embed_dim) for _ in before]
             units = [start.to(images.device).requires_grad_() for start in starts]  # as PyTorch's linear layers start
             optimizer = torch.optim.SGD(units, self.learning_rate, momentum=MOMENTUM, weight_decay=DECAY)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +12,10 @@ from dulbe_peft.classifiers.calibration import ranking
 
 
 @contextmanager
-def gradients() -> Iterator[None]:
-    """Gradients on, whatever surrounds it; a tensor made in inference mode must be cloned inside the block."""
+def gradients(*tensors: Tensor) -> Iterator[list[Tensor]]:
+    """Gradients on, whatever surrounds it, and copies of the tensors: one made in inference mode cannot be used."""
     with torch.inference_mode(False), torch.enable_grad():
-        yield
+        yield [tensor.clone() for tensor in tensors]
 
 
 def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
@@ -60,20 +59,8 @@ def drawn_features(means: Tensor, factors: Tensor, classes: Tensor, generator: t
     return drawn
 
 
-def moved_gaussians(classifier: Any, matrix: Tensor) -> dict[str, Tensor]:
-    """mu_c M and the factors of M' Sigma_c M, from a classifier's `means` and `factors`; M is (d, d), float64."""
-    matrix = matrix.cpu()
-    return {"means": classifier.means.double().cpu() @ matrix, "factors": matrix.T @ classifier.factors.double().cpu()}
-
-
 def class_means(images: Tensor, labels: Tensor) -> Tensor:
     """The mean of each class's (n, d) features, (classes, d), float64 on the CPU."""
     counts = labels.cpu().bincount()
     sums = torch.zeros(len(counts), images.shape[1], dtype=torch.float64)
     return sums.index_add(0, labels.cpu(), images.cpu().double()) / counts[:, None]
-
-
-def with_task(task: Tensor, classes: int) -> Tensor:
-    """The tasks of all classes, from 0, with those of the newest task, which has so many."""
-    number = int(task.max()) + 1 if len(task) else 0
-    return torch.cat([task, task.new_full((classes,), number)])

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.class_means import ReplayedMeans, stand_ins
 from dulbe_peft.classifiers.fitting import descend, gradients, minibatches, task_generator
+from dulbe_peft.classifiers.replayed import ReplayedMeans, stand_ins
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
 MOMENTUM, DECAY = 0.9, 0.05  # of SGD, as in the authors' configurations
@@ -145,9 +145,9 @@ class ProofClassifier(ReplayedMeans):
         old = {name: getattr(self, name).float() for name in PROJECTIONS}
         contexts = self.prompts.float().view(-1, self.embed_dim)
         started = self._started(generator, first=not len(contexts))
-        with gradients():
-            rows, labels, texts, means, contexts = (one.clone() for one in (rows, labels, texts, means, contexts))
-            old = {name: tensor.clone() for name, tensor in old.items()}
+        given = (rows, labels, texts, means, contexts, *old.values())
+        with gradients(*given) as (rows, labels, texts, means, contexts, *copies):
+            old = dict(zip(old, copies, strict=True))
             leaves = {name: tensor.to(rows).clone().requires_grad_() for name, tensor in started.items()}
             optimizer = torch.optim.SGD(leaves.values(), self.learning_rate, MOMENTUM, weight_decay=DECAY)
             schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs)

@@ -16,16 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.fitting import (
-    descend,
-    drawn_features,
-    gaussians,
-    gradients,
-    minibatches,
-    moved_gaussians,
-    task_generator,
-)
+from dulbe_peft.classifiers.fitting import descend, drawn_features, gradients, minibatches, task_generator
+from dulbe_peft.classifiers.replayed import KeptGaussians
 from dulbe_peft.classifiers.ridge import class_weights
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
@@ -39,7 +31,7 @@ def mapped_cosine(z: torch.Tensor, map_: torch.Tensor, weight: torch.Tensor) -> 
     return torch.nn.functional.normalize(z @ map_.T, dim=1) @ weight.T
 
 
-class RapfClassifier(Classifier):
+class RapfClassifier(KeptGaussians):
     """The method's map, Gaussians and texts; it draws features of old classes, and keeps no image.
 
     A class's Gaussian takes 4 d (d + 1) bytes: 100 MiB for 100 classes of d = 512, 2.9 GiB for 3,000, and learning
@@ -79,9 +71,8 @@ class RapfClassifier(Classifier):
     needs_text = True
 
     def register(self) -> None:
+        super().register()
         self.register_buffer("map", torch.zeros(self.embed_dim, self.embed_dim))
-        self.register_rows("means", self.embed_dim)
-        self.register_rows("factors", self.embed_dim, self.embed_dim)
 
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         old = len(self._class_names)
@@ -91,12 +82,8 @@ class RapfClassifier(Classifier):
             random = torch.rand(self.embed_dim, self.embed_dim, generator=generator)
             start = ((2 * random - 1) / math.sqrt(self.embed_dim)).to(images)
         trained = self._trained(start, images, labels, generator)
-        means, factors = gaussians(images, labels - old, len(new), self.ridge)
-        return {
-            "map": fused(start, trained, self.fusion_bias) if old else trained,
-            "means": torch.cat([self.means.float(), means]),
-            "factors": torch.cat([self.factors.float(), factors]),
-        }
+        after = fused(start, trained, self.fusion_bias) if old else trained
+        return {"map": after} | self.with_gaussians(images, labels, len(new), self.ridge)
 
     def _trained(self, start: Tensor, images: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
         """A after training on the task's images and on drawn features; `labels` index all seen classes."""
@@ -104,9 +91,9 @@ class RapfClassifier(Classifier):
         pairs = hard_pairs(texts, old, self.pair_distance)
         weights = class_weights(torch.bincount(labels, minlength=len(texts))[old:])
         weights = torch.cat([weights.new_ones(old), weights]).to(texts)
-        with gradients():
-            map_, images, labels, texts = start.clone().requires_grad_(), images.clone(), labels.clone(), texts.clone()
-            optimizer = torch.optim.Adam([map_], lr=self.learning_rate)
+        given = (start, images, labels, texts, weights, pairs, self.means, self.factors)
+        with gradients(*given) as (map_, images, labels, texts, weights, pairs, means, factors):
+            optimizer = torch.optim.Adam([map_.requires_grad_()], lr=self.learning_rate)
             schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, list(MILESTONES), gamma=0.1)
             for _ in range(self.epochs):
                 order = torch.randperm(old, generator=generator)
@@ -115,7 +102,7 @@ class RapfClassifier(Classifier):
                     if old:
                         replayed = order[(self.replayed * step + torch.arange(self.replayed)) % old]
                         replayed = replayed.repeat_interleave(int(10 * self.draws)).to(labels.device)
-                        features = torch.cat([features, drawn_features(self.means, self.factors, replayed, generator)])
+                        features = torch.cat([features, drawn_features(means, factors, replayed, generator)])
                         classes = torch.cat([classes, replayed])
                     loss = F.cross_entropy(self.logit_scale * _mapped(features, map_) @ texts.T, classes, weights)
                     if len(pairs):
@@ -123,7 +110,7 @@ class RapfClassifier(Classifier):
                         if len(pairs) > MOST_PAIRS:
                             hard = pairs[torch.randint(len(pairs), (MOST_PAIRS,), generator=generator)]
                         hard = hard.repeat_interleave(int(20 * self.draws), dim=0)
-                        drawn = drawn_features(self.means, self.factors, hard[:, 0], generator)
+                        drawn = drawn_features(means, factors, hard[:, 0], generator)
                         loss = loss + push_apart(_mapped(drawn, map_), texts, hard)
                     descend(optimizer, loss)
                 schedule.step()
@@ -134,10 +121,6 @@ class RapfClassifier(Classifier):
 
     def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         return mapped_cosine, {"map_": self.map.float(), "weight": self.logit_scale * self.text_embeds.float()}
-
-    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
-        """mu_c to mu_c M and Sigma_c to M' Sigma_c M; A stays, for the task that follows trains it on moved draws."""
-        return moved_gaussians(self, matrix)
 
 
 def hard_pairs(texts: Tensor, old: int, distance: float) -> Tensor:

@@ -16,22 +16,14 @@ from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.fitting import (
-    descend,
-    gaussians,
-    gradients,
-    minibatches,
-    moved_gaussians,
-    task_generator,
-    with_task,
-)
+from dulbe_peft.classifiers.fitting import descend, gradients, minibatches, task_generator
+from dulbe_peft.classifiers.replayed import KeptGaussians, with_task
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
 MOMENTUM, DECAY = 0.9, 5e-4  # of both trainings, as in the authors' configuration
 
 
-class SlcaClassifier(Classifier):
+class SlcaClassifier(KeptGaussians):
     """A linear head and one Gaussian a class, 4 d (d + 3) bytes; it draws features, and keeps no image.
 
     The head is kept twice, aligned for the scores, and as trained for the next alignment.
@@ -70,33 +62,29 @@ class SlcaClassifier(Classifier):
     came_later = {"trained_weight": "weight", "trained_bias": "bias"}
 
     def register(self) -> None:
+        super().register()
         for name in ("weight", "trained_weight"):
             self.register_rows(name, self.embed_dim)
         for name in ("bias", "trained_bias"):
             self.register_rows(name)
-        self.register_rows("means", self.embed_dim)
-        self.register_rows("factors", self.embed_dim, self.embed_dim)
         self.register_rows("task", dtype=torch.int64)
 
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         old, x = len(self._class_names), math.sqrt(self.embed_dim) * images
-        generator, labels = task_generator(self.seed, old), labels - old
-        means, factors = gaussians(x, labels, len(new), self.ridge)
-        kept = {"means": torch.cat([self.means.float(), means]), "factors": torch.cat([self.factors.float(), factors])}
-        kept["task"] = with_task(self.task, len(new))
-        own = self._head(x, labels, len(new), generator)
+        generator = task_generator(self.seed, old)
+        kept = self.with_gaussians(x, labels, len(new), self.ridge) | {"task": with_task(self.task, len(new))}
+        own = self._head(x, labels - old, len(new), generator)
         before = self.trained_weight, self.trained_bias
         trained = [torch.cat([rows.float(), more]) for rows, more in zip(before, own, strict=True)]
         head = [rows.clone() for rows in trained]
         if old:
-            head = self._aligned(trained, kept["means"], kept["factors"], kept["task"], generator)
+            head = self._aligned(trained, **kept, generator=generator)
         kept |= zip(("trained_weight", "trained_bias"), trained, strict=True)
         return kept | {"weight": head[0], "bias": head[1]}
 
     def _head(self, x: Tensor, labels: Tensor, classes: int, generator: torch.Generator) -> list[Tensor]:
         """W, (classes, d), and b, (classes,), from 0, after training on a task's features alone."""
-        with gradients():
-            x, labels = x.clone(), labels.clone()
+        with gradients(x, labels) as (x, labels):
             weight, bias = (x.new_zeros(classes, *rest).requires_grad_() for rest in (x.shape[1:], ()))
             optimizer = self._optimizer([weight, bias])
             for _ in range(self.epochs):
@@ -109,9 +97,9 @@ class SlcaClassifier(Classifier):
     ) -> list[Tensor]:
         """W and b of all classes after training on drawn features."""
         labels = torch.arange(len(means)).repeat_interleave(self.draws)
-        with gradients():
-            means, task, drawn = shrunk(means, task), task.clone(), means.new_empty(len(labels), self.embed_dim)
-            weight, bias = (rows.clone().requires_grad_() for rows in head)
+        with gradients(task, *head) as (task, weight, bias):
+            means, drawn = shrunk(means, task), means.new_empty(len(labels), self.embed_dim)
+            weight, bias = weight.requires_grad_(), bias.requires_grad_()
             optimizer = self._optimizer([weight, bias])
             schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, self.rounds))
             for _ in range(self.rounds):
@@ -130,10 +118,6 @@ class SlcaClassifier(Classifier):
 
     def logits(self, images: Tensor) -> Tensor:
         return F.linear(math.sqrt(self.embed_dim) * images, self.weight.float(), self.bias.float())
-
-    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
-        """mu_c to mu_c M and Sigma_c to M' Sigma_c M; the alignment that follows brings the head along."""
-        return moved_gaussians(self, matrix)
 
 
 def shrunk(means: Tensor, task: Tensor) -> Tensor:

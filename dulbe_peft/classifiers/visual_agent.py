@@ -58,9 +58,8 @@ class VisualAgentClassifier(Classifier):
     def _trained(self, agents: Tensor, images: Tensor, labels: Tensor) -> Tensor:
         """The new classes' agents, (classes, d), after training on the task's features."""
         generator = task_generator(self.seed, len(self._class_names))
-        with gradients():
-            agents, images, labels = agents.clone().requires_grad_(), images.clone(), labels.clone()
-            optimizer = torch.optim.Adam([agents], lr=self.learning_rate)
+        with gradients(agents, images, labels) as (agents, images, labels):
+            optimizer = torch.optim.Adam([agents.requires_grad_()], lr=self.learning_rate)
             steps = self.epochs * -(-len(images) // self.batch_size)
             least = 0.01 * self.learning_rate
             schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps), eta_min=least)
@@ -83,4 +82,4 @@ class VisualAgentClassifier(Classifier):
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """V_c to V_c M; the texts stay."""
-        return {"agents": self.agents.double().cpu() @ matrix.cpu()}
+        return {"agents": self.agents.double().cpu() @ matrix}

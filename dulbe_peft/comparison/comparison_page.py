@@ -47,7 +47,7 @@ def write_comparison_page(
 
 def _content(comparison: Comparison, name: str) -> dict[str, Any]:
     scope, entries = comparison.scope, comparison.entries
-    rows = plots.important_rows(comparison)
+    rows, ranks = plots.important_rows(comparison), ranked(entries)
     several_tested = len({entry.stream for entry in entries}) > 1
     return {
         "name": name,
@@ -61,8 +61,12 @@ def _content(comparison: Comparison, name: str) -> dict[str, Any]:
         "counts": plots.image_counts(scope.streams),
         "shown_rows": [row.title for row in rows],
         "several": plots.best_of_each(comparison) if len(rows) < len(scope.rows) else "",
-        "columns": filled(COLUMNS, entries)[1:],
-        "ranks": ranked(entries),
+        "meanings": filled(COLUMNS, entries)[1:],
+        "ranks": ranks,
+        "ranked_rows": [
+            (row.title, f"{mean:.2f}", None if p is None else f"{p:.3g}")
+            for row, mean, p in (ranks.rows if ranks else ())
+        ],
         "choices": [(method, _listed(values)) for method, values in scope.choices.items()],
         "settings": [
             (key, _listed(flat_settings(values))) for key, values in (*scope.streams.items(), *scope.methods.items())
@@ -109,7 +113,7 @@ def lead(entries: Sequence[Entry], reference: Row) -> str:
     ).strip()
 
 
-def _missing(comparison: Comparison) -> list[dict[str, Any]]:
+def _missing(comparison: Comparison) -> list[tuple[str, ...]]:
     """What is not finished, the rows of a method together where they lack the same seeds."""
     groups: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
     for stream, row, seeds in comparison.missing():
@@ -117,8 +121,7 @@ def _missing(comparison: Comparison) -> list[dict[str, Any]]:
         groups.setdefault((stream, row.method, seeds), []).append(row.classifier + drift)
     rows = Counter(row.method for row in comparison.scope.rows)
     return [
-        {"stream": stream, "method": method, "seeds": seeds}
-        | {"classifiers": "all" if len(names) == rows[method] else ", ".join(names)}
+        (stream, method, "all" if len(names) == rows[method] else ", ".join(names), ", ".join(map(str, seeds)))
         for (stream, method, seeds), names in groups.items()
     ]
 

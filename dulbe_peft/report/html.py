@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dulbe_peft.metrics import accuracy
-from dulbe_peft.report.table import bold_cells, filled, shown
+from dulbe_peft.report.table import bold_cells, filled, shown, tuple_columns
 from dulbe_peft.utils.files import output_file
 
 CONTENTS = "<!-- contents -->"
@@ -18,11 +18,11 @@ def write_page(path: Path, template: str, content: dict[str, Any]) -> None:
     pages = environment()
     pages.filters |= {
         "percent": percent,
-        "mib": lambda size: "" if size is None else f"{size / 2**20:,.{1 if size > 2**18 else 2}f}",
+        "mib": mib,
         "count": "{:,}".format,
         "seconds": lambda value: "" if value is None else f"{value:,.1f}",
     }
-    pages.globals |= {"shown": shown, "filled": filled, "bold_cells": bold_cells}
+    pages.globals |= {"shown": shown, "filled": filled, "bold_cells": bold_cells, "columns": tuple_columns}
     style, script = ((ASSETS / "report" / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     page = with_contents(pages.get_template(template).render(content, style=style, script=script))
     with output_file(path, errors="backslashreplace") as file:  # names of files need not be UTF-8
@@ -45,3 +45,8 @@ def with_contents(page: str) -> str:
 def percent(fraction: float | None, digits: int = 2) -> str:
     """A fraction as people read it, in percent; empty where there is none."""
     return "" if fraction is None else accuracy.percent(fraction, digits)
+
+
+def mib(size: int | None) -> str:
+    """A number of bytes as people read it, in MiB; empty where there is none."""
+    return "" if size is None else f"{size / 2**20:,.{1 if size > 2**18 else 2}f}"

@@ -11,7 +11,7 @@ from dulbe_peft.classifiers.closing import TEACHING
 from dulbe_peft.metrics.accuracy import TITLES, result_rows
 from dulbe_peft.metrics.evaluation import ImageResult
 from dulbe_peft.report.class_map import HEIGHT, WIDTH, class_map
-from dulbe_peft.report.html import write_page
+from dulbe_peft.report.html import mib, percent, write_page
 from dulbe_peft.report.plots import accuracy_figure, counts_figure, inline_svg, loss_figure, reliability_figure
 from dulbe_peft.report.run_folder import PICTURES_FOLDER, Photograph, RunFolder, read_known, read_run
 from dulbe_peft.report.shares import (
@@ -66,7 +66,7 @@ def write_report(
     content = {
         "runs": [_content(run, f"run{number}") for number, run in enumerate(read)],
         "results": rows,
-        "columns": RUN_COLUMNS,
+        "result_columns": RUN_COLUMNS,
         "best": best_rows(rows),
         "same_classes": len({frozenset(name for task in run.learned for name in task) for run in read}) == 1,
         "differences": setting_differences(read),
@@ -82,7 +82,7 @@ def write_report(
 def _content(run: RunFolder, key: str) -> dict[str, Any]:
     """What the template shows of a run; `key` is a word that no other run of the page has."""
     times = [_phases(time) for time in run.timings]
-    losses = [record.get("loss", []) for record in run.records]
+    losses, settings = [record.get("loss", []) for record in run.records], flat_settings(run.settings)
     learned = Counter({name: count for record in run.records for name, count in record.get("images", {}).items()})
     by_class = run.results.get("classes", {})
     forgotten = by_class.get(run.first, {}).get("forgetting", {}) if run.trained and run.tested else {}
@@ -97,8 +97,9 @@ def _content(run: RunFolder, key: str) -> dict[str, Any]:
         "classes": sum(len(task) for task in run.learned),
         "task_rows": list(zip(run.learned, run.records, times, strict=True)),
         "captured": any(record.get("shared_capture") is not None for record in run.records),
-        "phases": list(dict.fromkeys(name for time in times for name in time.get("phases", {}))),
-        "settings": sorted(flat_settings(run.settings).items()),
+        "training": [_training(number, record) for number, record in enumerate(run.records, 1)],
+        "times": _times(times),
+        "settings": [*([("model", run.base_model)] if run.base_model else []), *sorted(settings.items())],
         "loss": inline_svg(loss_figure(losses), f"{key}-loss") if any(losses) else "",
         "steps": next_steps(run, rows, matrix),
         "estimated": None if run.tested else estimated(run.results),
@@ -114,7 +115,8 @@ def _content(run: RunFolder, key: str) -> dict[str, Any]:
 
 def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict[str, Any]:
     """What the template shows of a run with test data."""
-    methods, blocks = leaderboard(run), run.results["classifiers"]
+    methods, blocks, tasks = leaderboard(run), run.results["classifiers"], len(run.learned)
+    unknown = [None] * tasks
     by_class = run.results.get("classes", {})
     content: dict[str, Any] = {
         "methods": methods,
@@ -122,9 +124,15 @@ def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict
         "names_alone": next((row for row in methods if "zero_shot" in row.names), None),
         "summary": SUMMARY_COLUMNS,
         "rows": [(TITLES.get(name, name), block) for name, block in result_rows(run.results)],
-        "titles": TITLES,
+        "after_tasks": [
+            ("right (%) after", *(f"task {number}" for number in range(1, tasks + 1))),
+            *(
+                (row.title, *(percent(value, 1) for value in [*row.block["overall"], *unknown][:tasks]))
+                for row in methods
+            ),
+        ],
         "clearly": (clearly_better(run) or ("",))[0],
-        "chart": inline_svg(accuracy_figure(run.results), f"{key}-accuracy") if len(run.learned) > 1 else "",
+        "chart": inline_svg(accuracy_figure(run.results), f"{key}-accuracy") if tasks > 1 else "",
         "matrices": [(name, block["matrix"]) for name, block in blocks.items()] if run.trained else [],
         "class_accuracies": {n: by_class[n]["accuracy"] for n in blocks if n in by_class} if len(blocks) > 1 else {},
     }
@@ -152,6 +160,25 @@ def leak(run: RunFolder) -> dict[str, Any] | None:
         return {"noted": noted} if noted else None
     how = Counter(copies[row.task, row.position] for row in parts[True])
     return {"without": Share.of(parts[False]) if parts[False] else None, "of": Share.of(parts[True]), "how": how}
+
+
+def _training(number: int, record: dict[str, Any]) -> tuple[Any, ...]:
+    """What training showed of a task."""
+    loss, depth = record.get("loss"), record.get("expected_depth")
+    ends = (f"{loss[0]:.3f}", f"{loss[-1]:.3f}") if loss else (None, None)
+    captures = (percent(record.get(name)) for name in ("shared_capture", "residual_capture"))
+    return (number, *ends, *captures, None if depth is None else f"{depth:.2f}")
+
+
+def _times(times: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """Titles, and the seconds of each task by what was done, all of them, and its memory."""
+    phases = list(dict.fromkeys(name for time in times for name in time["phases"]))
+    rows = []
+    for number, time in enumerate(times, 1):
+        seconds = [*(time["phases"].get(name) for name in phases), time.get("seconds")]
+        shown = [None if value is None else f"{value:.1f}" for value in seconds]
+        rows.append((number, *shown, mib(time.get("peak_memory"))))
+    return [("task", *phases, "all", "peak memory (MiB)"), *rows]
 
 
 def _phases(time: dict[str, Any] | None) -> dict[str, Any]:

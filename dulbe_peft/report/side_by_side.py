@@ -95,8 +95,8 @@ def best_rows(rows: Sequence[RunRow]) -> list[RunRow]:
     return [row for row, last in zip(rows, lasts, strict=True) if last == max(lasts) >= 0]
 
 
-def setting_differences(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]]:
-    """The settings that differ: dotted name, and each run's value; what a run lacks as a whole is one row."""
+def setting_differences(runs: Sequence[RunFolder]) -> list[tuple[str, ...]]:
+    """Titles, and the settings that differ: dotted name, and each run's value; what a run lacks as a whole is one row."""
     settings = [
         flat_settings(run.settings)
         | {"classes": " | ".join(", ".join(task) for task in run.learned), "base_model": run.base_model}
@@ -110,5 +110,6 @@ def setting_differences(runs: Sequence[RunFolder]) -> list[tuple[str, list[str]]
             rows[name] = ["–" if own.get(name) is None else str(own[name]) for own in settings]
         else:  # such as the adapter, where a run has none
             rows[owner] = ["yes" if owner in own else "–" for own in owners]
-    shortened = {name: [f"{v[:_LONGEST]} …" if len(v) > _LONGEST else v for v in row] for name, row in rows.items()}
-    return [(name, shortened[name]) for name, row in rows.items() if len(set(row)) > 1]
+    different = {name: row for name, row in rows.items() if len(set(row)) > 1}
+    shown = [(n, *(f"{v[:_LONGEST]} …" if len(v) > _LONGEST else v for v in row)) for n, row in different.items()]
+    return [("setting", *(run.name for run in runs)), *shown]

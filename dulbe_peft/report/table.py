@@ -35,6 +35,15 @@ class Column(Generic[Row]):
     bold: Callable[[Row], bool] | None = None  # whether a row's cell is bold
 
 
+def tuple_columns(*titles: str, texts: int = 1) -> list[Column[Any]]:
+    """The columns of rows that are tuples, of which the first so many are texts and the others numbers; None: empty."""
+
+    def shows(place: int) -> Callable[[Any], str]:
+        return lambda row: "" if row[place] is None else str(row[place])
+
+    return [Column(title, shows(place), number=place >= texts) for place, title in enumerate(titles)]
+
+
 def filled(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> list[Column[Row]]:
     """The columns that show something in some row."""
     return [column for column in columns if column.show and any(map(column.show, rows))]

@@ -7,7 +7,7 @@ from typing import Any
 
 from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.classifiers.closing import TEACHING
-from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, result_rows
+from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, TITLES, result_rows
 from dulbe_peft.report.run_folder import RunFolder
 from dulbe_peft.report.shares import ClassRow, ConfusionMatrix, Share
 from dulbe_peft.training.state import Estimate
@@ -28,6 +28,11 @@ class Method:
     seconds: float | None
     size: int | None
     meanings: list[str]
+
+    @property
+    def title(self) -> str:
+        """What people call it."""
+        return ", ".join(TITLES.get(n, n) for n in self.names if n != "text" or "zero_shot" not in self.names)
 
 
 def leaderboard(run: RunFolder) -> list[Method]:

@@ -1,4 +1,4 @@
-"""What classifiers share that replay class means in place of images, and keep some numbers a task."""
+"""What classifiers share that replay old classes without their images: drawn from Gaussians, or as their means."""
 
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -8,7 +8,24 @@ from torch import Tensor
 
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import check_directions
-from dulbe_peft.classifiers.fitting import class_means, with_task
+from dulbe_peft.classifiers.fitting import class_means, gaussians
+
+
+class KeptGaussians(Classifier):
+    """Keeps mu_c, (C, d), and the Cholesky factor of Sigma_c, (C, d, d), of each class's features."""
+
+    def register(self) -> None:
+        self.register_rows("means", self.embed_dim)
+        self.register_rows("factors", self.embed_dim, self.embed_dim)
+
+    def with_gaussians(self, images: Tensor, labels: Tensor, classes: int, ridge: float) -> dict[str, Tensor]:
+        """The rows of all classes with those of so many new ones."""
+        means, factors = gaussians(images, labels - len(self._class_names), classes, ridge)
+        return {"means": torch.cat([self.means.float(), means]), "factors": torch.cat([self.factors.float(), factors])}
+
+    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
+        """mu_c to mu_c M and Sigma_c to M' Sigma_c M; what is trained stays: the next task trains it on moved draws."""
+        return {"means": self.means.double().cpu() @ matrix, "factors": matrix.T @ self.factors.double().cpu()}
 
 
 class ReplayedMeans(Classifier):
@@ -37,7 +54,7 @@ class ReplayedMeans(Classifier):
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """v_c to v_c M; what is trained stays, for the task that follows trains it on moved means."""
-        return {"means": self.means.double().cpu() @ matrix.cpu()}
+        return {"means": self.means.double().cpu() @ matrix}
 
     def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
         """The numbers of a task leave with its last class."""
@@ -50,6 +67,12 @@ class ReplayedMeans(Classifier):
         task, rows = state["task"], len(state[self.by_task])
         if task.unique_consecutive().tolist() != list(range(rows)):
             raise ValueError(f"task must count up from 0 to {rows - 1}, got {task.tolist()!r:.100}")
+
+
+def with_task(task: Tensor, classes: int) -> Tensor:
+    """The tasks of all classes, from 0, with those of the newest task, which has so many."""
+    number = int(task.max()) + 1 if len(task) else 0
+    return torch.cat([task, task.new_full((classes,), number)])
 
 
 def stand_ins(means: Tensor, counts: Tensor, most: int) -> tuple[Tensor, Tensor]:
