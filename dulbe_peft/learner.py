@@ -1,44 +1,35 @@
 """A learner of growing classes: a model, a strategy that trains it, and the classifiers that read its features."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
+from peft import PeftModel
 from torch import nn
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checkpoints import loading, locating, saving
 from dulbe_peft.classifiers import Classifier, Recipe
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
-from dulbe_peft.classifiers.closing import ClosingPass
 from dulbe_peft.data.images import named_images
 from dulbe_peft.data.names import check_class_names
-from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.data.unlabelled import unlabelled_images
-from dulbe_peft.encoders.encoder import Encoder
-from dulbe_peft.encoders.loading import has_text, logit_scale
-from dulbe_peft.encoders.pixels import with_image_resize
+from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.metrics.evaluation import Evaluation, evaluate_features
 from dulbe_peft.metrics.prediction import Prediction, predict_images
 from dulbe_peft.metrics.retention import seen_accuracies
-from dulbe_peft.strategies import Memory, Strategy
+from dulbe_peft.strategies import Strategy
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.training.estimating import estimates_of
-from dulbe_peft.training.locking import TakesTurns, in_turn, scaling
-from dulbe_peft.training.preparing import (
-    check_adapter_name,
-    check_model,
-    check_tracker,
-    checked_task,
-    new_state,
-)
-from dulbe_peft.training.state import Estimate, LearnerState, adapter_state, set_adapter_state
-from dulbe_peft.training.trainer import Log, TaskRecord, TaskTrainer, learned
+from dulbe_peft.training.holding import StateHolder
+from dulbe_peft.training.locking import in_turn, scaling
+from dulbe_peft.training.preparing import check_adapter_name, check_model, checked_task, new_state
+from dulbe_peft.training.state import Estimate
+from dulbe_peft.training.trainer import TaskTrainer, learned
 from dulbe_peft.training.updating import (
     checked_update,
     merged_states,
@@ -48,17 +39,11 @@ from dulbe_peft.training.updating import (
     without_images,
 )
 from dulbe_peft.utils.checks import check_number
-from dulbe_peft.utils.devices import choose_device, has_bfloat16, own_randomness, settled_precision, usual_torch
-from dulbe_peft.utils.processes import copy_from_main, on_main_process
-from dulbe_peft.utils.profiling import Profile
+from dulbe_peft.utils.devices import own_randomness, usual_torch
+from dulbe_peft.utils.processes import on_main_process
 
 
-def _of_state(name: str) -> Any:
-    """An attribute that says what the learner's state says."""
-    return property(lambda learner: getattr(learner.state, name))
-
-
-class ClassIncrementalLearner(TakesTurns):
+class ClassIncrementalLearner(StateHolder):
     """Learns tasks of new classes, one after the other, without keeping images.
 
     Under `accelerate launch` every process calls every method with the same data; all end with the same state.
@@ -92,18 +77,6 @@ class ClassIncrementalLearner(TakesTurns):
         Appendix "Complete Procedure", Algorithm 1.
     """
 
-    model: Any = _of_state("model")
-    clip: Any = _of_state("base")  # the model under the adapter
-    processor: Any = _of_state("processor")
-    args: LearnerArguments = _of_state("args")
-    strategy: Strategy = _of_state("strategy")
-    classifiers: dict[str, Classifier] = _of_state("classifiers")
-    classifier: Classifier = _of_state("classifier")  # the one that answers
-    memory: Memory | None = _of_state("memory")
-    tasks: list[tuple[str, ...]] = _of_state("tasks")
-    class_names: tuple[str, ...] = _of_state("class_names")
-    source: dict[str, str] | None = _of_state("source")
-
     def __init__(
         self,
         model: nn.Module,
@@ -116,30 +89,6 @@ class ClassIncrementalLearner(TakesTurns):
             raise TypeError(f"args must be LearnerArguments, got {type(args).__name__}")
         self._adopt(new_state(model, processor, args or LearnerArguments(), strategy, classifiers))
 
-    def _adopt(self, state: LearnerState) -> None:
-        """Become the learner of a state, on the device that its settings name."""
-        args, processor = state.args, state.processor
-        check_tracker(args.log_with)
-        self.device = choose_device(args.device)
-        self.precision_chosen = args.precision == "auto"
-        able = args.backend != "onnx" and has_bfloat16(self.device)
-        args = replace(args, precision=settled_precision(args.precision, None, state.strategy.adapts, able))
-        model = state.model.to(self.device).eval()
-        if isinstance(model, PeftModel):
-            copy_from_main(get_peft_model_state_dict(model, save_embedding_layers=False).values())
-        if args.image_resize != "processor":
-            processor = with_image_resize(processor, state.base, args.image_resize)
-        classifiers = {name: classifier.to(self.device) for name, classifier in state.classifiers.items()}
-        self.state = replace(state, args=args, model=model, processor=processor, classifiers=classifiers)
-        self.encoder = self._encoder(None)
-        self.logit_scale = logit_scale(self.clip)
-        self.record: TaskRecord | None = None
-        self.closing: ClosingPass | None = None
-        self.folder: Path | None = None
-        self.checksum: str | None = None
-        self.log: Log | None = None
-        super().__init__()
-
     @property
     def head(self) -> BridgeEnsembleHead:
         """The bridge ensemble; an `AttributeError` where the learner has none."""
@@ -147,30 +96,6 @@ class ClassIncrementalLearner(TakesTurns):
         if not isinstance(head, BridgeEnsembleHead):
             raise AttributeError(f"the learner has no bridge ensemble; its classifiers are {list(self.classifiers)}")
         return head
-
-    @property
-    def profile(self) -> Profile:
-        """Where the time of the last task went."""
-        return self.encoder.profile
-
-    def change_settings(self, args: LearnerArguments) -> None:
-        """Go on with other settings on the same device; what was learned stays, and with "auto" the precision."""
-        args = replace(args, precision=self.args.precision) if args.precision == "auto" else args
-        self.state = replace(self.state, args=args)
-        self.encoder = self._encoder(self.encoder.store)
-
-    def _encoder(self, store: FeatureStore | None) -> Encoder:
-        made = Encoder(self.clip, self.processor, self.args, self.device)
-        made.graph, made.store, made.scores = self.state.graph, store, self._scores
-        return made
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.encoder.scores = self._scores
-
-    def _scores(self, features: torch.Tensor) -> torch.Tensor | None:
-        """What another backend's features are compared by, beside their cosines."""
-        return self.classifier.logits(features) if self.tasks else None
 
     # ------------------------------------------------------------------ learning
 
@@ -204,20 +129,6 @@ class ClassIncrementalLearner(TakesTurns):
             loop = trainer(state, self.encoder, self.logit_scale, images, self.log)
             self.state, self.record, self.closing = learned(loop)
             self.state = replace(self.state, graph=self.encoder.graph)
-
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """A block that is done whole or not at all: where it raises, the learner becomes what it was before."""
-        before, adapter = (self.state, self.record, self.closing), adapter_state(self.model)
-        try:
-            yield
-        except BaseException:
-            self.state, self.record, self.closing = before
-            if adapter is not None:
-                set_adapter_state(self.model, adapter)
-                self.model.zero_grad(set_to_none=True)
-                self.model.eval()
-            raise
 
     @in_turn
     def update_classes(self, dataset: Any, class_names: Sequence[str] | None = None) -> None:
@@ -433,15 +344,6 @@ class ClassIncrementalLearner(TakesTurns):
         check_number("scale", scale, least=0, most=1)
         with scaling(self, float(scale)):
             yield
-
-    def _resting(self) -> AbstractContextManager[None]:
-        adapter = self.state.adapter
-        return nullcontext() if adapter is None else adapter.without_idle_modes()
-
-    def _check_learned(self) -> None:
-        if not self.tasks:
-            raise ValueError("no task has been learned yet: call learn_task first")
-        check_adapter_name(self.model)
 
     @in_turn
     def zero_shot(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float | None]:

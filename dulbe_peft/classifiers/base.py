@@ -261,7 +261,7 @@ class Classifier(CorrectedState):
         return texts
 
     def _with_images(self, images: Tensor, labels: Tensor, new: list[str], views: Tensor | None = None) -> Self:
-        """A fork that has learned images, and of sums those of their views; texts of `new` classes are there already."""
+        """A fork that has learned images, and of sums those of their views; the texts of `new` classes are there."""
         twin = self.fork()
         twin.install(self.added(images, labels, new))
         if views is not None and self.updates:

@@ -24,7 +24,7 @@ class KeptGaussians(Classifier):
         return {"means": torch.cat([self.means.float(), means]), "factors": torch.cat([self.factors.float(), factors])}
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
-        """mu_c to mu_c M and Sigma_c to M' Sigma_c M; what is trained stays: the next task trains it on moved draws."""
+        """mu_c to mu_c M and Sigma_c to M' Sigma_c M; what is trained stays: the next task trains on moved draws."""
         return {"means": self.means.double().cpu() @ matrix, "factors": matrix.T @ self.factors.double().cpu()}
 
 

@@ -70,7 +70,7 @@ class Scope(Record):
             streams=plan.streams,
             methods=plan.methods,
             choices=plan.choices,
-            rows=tuple(row for method in plan.methods for row in plan.rows(method)),
+            rows=tuple(plan.all_rows),
             seeds=tuple(plan.seeds),
             reference=plan.baseline,
         )

@@ -109,6 +109,11 @@ class Plan:
         return rows
 
     @property
+    def all_rows(self) -> list[Row]:
+        """The rows of all methods."""
+        return [row for method in self.methods for row in self.rows(method)]
+
+    @property
     def pairs_to_choose(self) -> list[tuple[str, str]]:
         """Streams and methods whose settings are chosen."""
         return list(itertools.product(self.streams, self.choices))
@@ -265,8 +270,8 @@ def _path(text: Any) -> str:
 def _reference(plan: Plan, entry: Mapping[Any, str]) -> Row:
     if not {"method", "classifier"} <= set(entry):
         raise ValueError(f"reference must name method and classifier, got {dict(entry)}")
-    row, rows = Row(**entry), [row for method in plan.methods for row in plan.rows(method)]
-    if row not in rows:
-        hint = closest(row.title, [known.title for known in rows])
+    row = Row(**entry)
+    if row not in plan.all_rows:
+        hint = closest(row.title, [known.title for known in plan.all_rows])
         raise ValueError(f"reference is {row.title!r}, which is no row of this comparison{hint}")
     return row

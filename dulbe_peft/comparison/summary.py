@@ -43,8 +43,7 @@ def make_entries(
             if read := _read(output / cell.folder, row, cell):
                 found.setdefault((cell.stream, row), {})[cell.seed] = read
     first, entries = plan.baseline, []
-    rows = [row for method in plan.methods for row in plan.rows(method)]
-    for stream, row in itertools.product(plan.streams, rows):
+    for stream, row in itertools.product(plan.streams, plan.all_rows):
         if (stream, row) not in found:
             continue
         seeds = found[stream, row]
@@ -164,15 +163,19 @@ def _interval(found: Difference | None) -> str:
 
 def _column(
     title: str,
-    show: Callable[[Entry], str] | None,
     meaning: str,
+    show: Callable[[Entry], str] | None = None,
     measure: Measure | None = None,
-    **paths: str,
+    number: bool = True,
+    **values: str | Callable[[Entry], Any],
 ) -> Column[Entry]:
-    """A column, bold by its `measure`; `paths` say where an entry has the values of the CSV file."""
-    values = {name: _value(path) for name, path in paths.items()}
+    """A column, bold by its `measure`; `values` are what an entry has in the CSV file, by a dotted path or a function.
+
+    Without `show` it shows the first of them.
+    """
+    found = {name: _value(value) if isinstance(value, str) else value for name, value in values.items()}
     bold = None if measure is None else partial(_clearly_better, measure)
-    return Column(title, show, meaning=meaning, values=values, bold=bold)
+    return Column(title, show or next(iter(found.values())), number, meaning, values=found, bold=bold)
 
 
 def _clearly_better(measure: Measure, entry: Entry) -> bool:
@@ -180,14 +183,6 @@ def _clearly_better(measure: Measure, entry: Entry) -> bool:
     found = entry.differences.get(measure)
     better = found is not None and (found.high < 0 if measure == "forgetting" else found.low > 0)
     return better and len(entry.seeds) > FEW
-
-
-def _few_seeds(entry: Entry) -> str:
-    return f"{len(entry.seeds)}, few" if len(entry.seeds) <= FEW else ""
-
-
-def _name_column(title: str, path: str, meaning: str) -> Column[Entry]:
-    return Column(title, _value(path), False, meaning, values={title: _value(path)})
 
 
 _FIGURES = {
@@ -200,108 +195,105 @@ _FIGURES = {
     "_high": "differences.{}.high",
 }
 COLUMNS: list[Column[Entry]] = [
-    _name_column("stream", "stream", ""),
-    _name_column("method", "row.method", "What trained the model: settings under a name."),
-    _name_column(
+    _column("stream", "", number=False, stream="stream"),
+    _column("method", "What trained the model: settings under a name.", number=False, method="row.method"),
+    _column(
         "classifier",
-        "row.classifier",
         "What tells the classes apart. It learned from the features of the trained model.",
+        number=False,
+        classifier="row.classifier",
     ),
-    Column(
+    _column(
         "drift",
-        lambda entry: "" if entry.row.drift == "none" else entry.row.drift,
-        False,
         "What moved the classifier's memory of old classes when the features moved. Empty: nothing did.",
-        values={"drift": _value("row.drift")},
+        lambda entry: "" if entry.row.drift == "none" else entry.row.drift,
+        number=False,
+        drift="row.drift",
     ),
-    Column(
+    _column(
         "chosen",
-        lambda entry: as_text(entry.chosen),
-        False,
         "The settings with which the row is best on held-back training images, of those that its method has tried.",
-        values={"chosen": lambda entry: as_text(entry.chosen)},
+        number=False,
+        chosen=lambda entry: as_text(entry.chosen),
     ),
-    Column(
+    _column(
         "seeds",
-        _few_seeds,
-        meaning="Of rows with two seeds or one: they say little of how a further seed would turn out, and nothing in "
-        "such a row is bold.",
-        values={"seeds": lambda entry: len(entry.seeds)},
+        "Of rows with two seeds or one: they say little of how a further seed would turn out, and nothing in such a "
+        "row is bold.",
+        lambda entry: f"{len(entry.seeds)}, few" if len(entry.seeds) <= FEW else "",
+        seeds=lambda entry: len(entry.seeds),
     ),
     _column(
         "A_last",
-        _share("last"),
         "The percent of all test images that are named right after the last task, with its 95 % interval. Bold in "
         "every column: clearly better than the reference, for the interval of the difference leaves out zero.",
+        _share("last"),
         "last",
         **{f"{name}{end}": path.format(name) for name in MEASURES for end, path in _FIGURES.items()},
     ),
     _column(
         "A_bar",
-        _share("average"),
         "After each task, the percent of test images of all classes seen by then that are named right. This is the "
         "mean over the tasks.",
+        _share("average"),
         "average",
     ),
     _column(
         "forgetting",
-        _forgetting,
         "What the earlier tasks have lost since each was known best, in percentage points, as a mean. Zero is best.",
+        _forgetting,
         "forgetting",
     ),
     _column(
         "to the reference (95 %)",
-        lambda entry: _interval(entry.differences["last"]),
         "A_last minus the reference's A_last, in percentage points, over the seeds that both have finished. The "
         "brackets hold the 95 % interval. A difference is clear where the interval leaves out zero.",
+        lambda entry: _interval(entry.differences["last"]),
     ),
     _column(
         "to the same classifier (95 %)",
-        lambda entry: _interval(entry.gain),
         "The same, but to the row of the reference's method with this classifier, and with this drift where it has "
         "one. Where that method trains nothing, it is what training adds.",
-        gain="gain.mean",
-        gain_low="gain.low",
-        gain_high="gain.high",
+        lambda entry: _interval(entry.gain),
+        **{"gain": "gain.mean", "gain_low": "gain.low", "gain_high": "gain.high"},
     ),
     _column(
         "calibration error",
-        lambda entry: percent(entry.calibration_error),
         "How far the probability of an answer is from how often such answers are right, in percentage points. Zero "
         "is best.",
+        lambda entry: percent(entry.calibration_error),
         calibration_error="calibration_error",
     ),
     _column(
         "seconds",
-        lambda entry: f"{entry.seconds:.0f}",
         "To train and test the stream and to teach the classifier by the clock, as a mean over the seeds.",
+        lambda entry: f"{entry.seconds:.0f}",
         seconds="seconds",
     ),
     _column(
         "CPU seconds",
-        lambda entry: f"{entry.cpu_seconds:.0f}",
         "The same, but the seconds that the run's own process computed, which others on the machine do not change.",
+        lambda entry: f"{entry.cpu_seconds:.0f}",
         cpu_seconds="cpu_seconds",
     ),
     _column(
         "trained",
-        lambda entry: f"{entry.trainable_parameters:,}",
         "How many parameters a task trains.",
+        lambda entry: f"{entry.trainable_parameters:,}",
         trainable_parameters="trainable_parameters",
     ),
     _column(
         "kept MiB",
-        lambda entry: f"{entry.kept_bytes / 2**20:.1f}",
         "What method and classifier keep in memory between tasks, without the model and its adapter.",
+        lambda entry: f"{entry.kept_bytes / 2**20:.1f}",
         kept_bytes="kept_bytes",
     ),
     _column(
         "still known",
-        lambda entry: "" if (r := entry.retention) is None else f"{percent(r.before)} → {percent(r.after)}",
         "Images of classes that the model never learned here: the percent that it names right by the class names, "
         "before all tasks → after them.",
-        retention_before="retention.before",
-        retention="retention.after",
+        lambda entry: "" if (r := entry.retention) is None else f"{percent(r.before)} → {percent(r.after)}",
+        **{"retention_before": "retention.before", "retention": "retention.after"},
     ),
 ]
 

@@ -4,6 +4,7 @@ All figures are of the text classifier: the class whose text embedding is neares
 a pair of images and the class names that their labels index.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,27 +20,15 @@ Tests = Sequence[tuple[Any, Sequence[str]]]
 def seen_accuracies(learner: Any, tests: Tests) -> list[float | None]:
     """A_t, t = 1, 2, ...: accuracy on the first t test sets together, among their classes, by the model as it is."""
     text, encoded = _encoded(learner, tests)
-    features, labels = text.new_zeros(0, text.shape[1]), torch.zeros(0, dtype=torch.int64, device=text.device)
-    best, found, rows, seen = features.sum(dim=1), labels, list[float | None](), 0
-    for part, (_, names) in zip(encoded, tests, strict=True):
-        if names:  # earlier images meet the new classes alone
-            scores, places = _nearest(features, text[seen : seen + len(names)])
-            better = scores > best
-            best, found = torch.where(better, scores, best), torch.where(better, places + seen, found)
-            seen += len(names)
-        if part is not None:
-            scores, places = _nearest(part[0], text[:seen])
-            features, labels = torch.cat([features, part[0]]), torch.cat([labels, part[1]])
-            best, found = torch.cat([best, scores]), torch.cat([found, places])
-        rows.append((found == labels).double().mean().item() if len(labels) else None)
-    return rows
+    seen = itertools.accumulate(len(names) for _, names in tests)
+    parts = [[part for part in encoded[:count] if part is not None] for count in range(1, len(tests) + 1)]
+    return [_accuracy(known, text[:classes]) for known, classes in zip(parts, seen, strict=True)]
 
 
 def each_accuracy(learner: Any, tests: Tests) -> list[float | None]:
     """Accuracy on each test set, among the classes of all of them, by the model as it is; None without images."""
     text, encoded = _encoded(learner, tests)
-    found = [None if part is None else _nearest(part[0], text)[1] == part[1] for part in encoded]
-    return [None if right is None else right.double().mean().item() for right in found]
+    return [_accuracy([] if part is None else [part], text) for part in encoded]
 
 
 def zero_shot_retention(
@@ -93,7 +82,12 @@ def _encoded(learner: Any, tests: Tests) -> tuple[torch.Tensor, list[tuple[torch
     return text, encoded
 
 
-def _nearest(features: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest cosine of each feature with a text, (n,), and which text that is, (n,)."""
-    found = [(part @ text.T).max(dim=1) for part in features.split(max(1, MOST_SCORES // len(text)))]
-    return torch.cat([one.values for one in found]), torch.cat([one.indices for one in found])
+def _accuracy(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], text: torch.Tensor) -> float | None:
+    """The share of features, (n, d), whose nearest text is that of their label, (n,); None without any."""
+    found: list[bool] = []
+    for features, labels in parts:
+        for rows, own in zip(
+            *(each.split(max(1, MOST_SCORES // len(text))) for each in (features, labels)), strict=True
+        ):
+            found += ((rows @ text.T).argmax(dim=1) == own).tolist()
+    return sum(found) / len(found) if found else None

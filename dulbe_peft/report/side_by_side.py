@@ -96,7 +96,7 @@ def best_rows(rows: Sequence[RunRow]) -> list[RunRow]:
 
 
 def setting_differences(runs: Sequence[RunFolder]) -> list[tuple[str, ...]]:
-    """Titles, and the settings that differ: dotted name, and each run's value; what a run lacks as a whole is one row."""
+    """Titles, and the settings that differ: dotted name, each run's value; what a run lacks as a whole is one row."""
     settings = [
         flat_settings(run.settings)
         | {"classes": " | ".join(", ".join(task) for task in run.learned), "base_model": run.base_model}

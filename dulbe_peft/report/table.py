@@ -36,7 +36,7 @@ class Column(Generic[Row]):
 
 
 def tuple_columns(*titles: str, texts: int = 1) -> list[Column[Any]]:
-    """The columns of rows that are tuples, of which the first so many are texts and the others numbers; None: empty."""
+    """The columns of rows that are tuples: the first so many are texts, and the others numbers; None is empty."""
 
     def shows(place: int) -> Callable[[Any], str]:
         return lambda row: "" if row[place] is None else str(row[place])

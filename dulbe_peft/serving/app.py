@@ -61,10 +61,9 @@ class App:
     def facts(self) -> dict[str, Any]:
         """The classes, their images, whether new classes can be added, what an undo takes back, and what is saved."""
         state = self.learner.state
-        counts = next((c.counts.tolist() for c in state.classifiers.values() if "counts" in c.tensors()), [])
         return {
             "classes": list(state.class_names),
-            "counts": dict(zip(state.class_names, map(int, counts), strict=False)),
+            "counts": state.image_counts(),
             "classifier": state.classifier.name,
             "teachable": not state.strategy.adapts,
             "undo": self.undone(),

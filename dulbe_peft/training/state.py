@@ -101,6 +101,11 @@ class LearnerState:
         """All seen classes, in the order they came."""
         return tuple(name for task in self.tasks for name in task)
 
+    def image_counts(self) -> dict[str, int]:
+        """Class -> how many of its images were learned, as a classifier counts them; empty where none does."""
+        counts = next((c.counts.tolist() for c in self.classifiers.values() if "counts" in c.tensors()), [])
+        return dict(zip(self.class_names, counts, strict=False))
+
     def places(self, names: Sequence[str]) -> list[int]:
         """Where each of some names stands among the seen classes; a `ValueError` names those that have no place."""
         place = {name: index for index, name in enumerate(self.class_names)}

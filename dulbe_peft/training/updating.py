@@ -5,12 +5,13 @@ Each returns a new state and leaves the given one as it is, so an error changes 
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from dulbe_peft.classifiers import Classifier
 from dulbe_peft.data.images import LabelledImages, named_images
 from dulbe_peft.data.names import check_class_names, normalized
 from dulbe_peft.encoders.encoder import Encoder
@@ -58,14 +59,12 @@ def with_more_images(
     counts = Counter(state.class_names[label] for label in labels.tolist())
     views = encoder.views(features, images, "update")
     labels = labels.to(features.device)
-    classifiers = {name: classifier.fork() for name, classifier in state.classifiers.items()}
-    for classifier in classifiers.values():
-        classifier.update_classes(features, labels, views)
+    classifiers = _changed(state, lambda classifier: classifier.update_classes(features, labels, views))
     memory: Memory | None = state.memory
     if collect and adapter is not None:
         task = NewTask(len(state.tasks), adapter, state.args, state.memory, inputs=inputs)
         memory = strategy.remember(task, inputs)
-    updates = [*state.updates, {"after": len(state.tasks), "images": dict(counts), "forgotten": None}]
+    updates = [*state.updates, _update(state.tasks, counts)]
     named = images.images.at(slice(None), labels.cpu().numpy(), state.class_names)
     known = state.known.with_learned(named, encoder.way)
     return replace(state, classifiers=classifiers, memory=memory, updates=updates, known=known)
@@ -100,14 +99,11 @@ def merged_states(
     wrong = ", ".join(name for name in own if own[name] != theirs[name])
     if wrong:
         raise ValueError(f"the learners encode images with other models or in other ways: {wrong} differ")
-    classifiers = {name: classifier.fork() for name, classifier in state.classifiers.items()}
-    for name, classifier in classifiers.items():
-        classifier.merge(other.classifiers[name])
+    classifiers = _changed(state, lambda classifier: classifier.merge(other.classifiers[classifier.name]))
     tasks = [tuple(name for name in task if name not in seen) for task in other.tasks]
     tasks = [*state.tasks, *(task for task in tasks if task)]
-    counts = next((c.counts.tolist() for c in other.classifiers.values() if "counts" in c.tensors()), [])
-    further = {name: count for name, count in zip(other.class_names, counts, strict=False) if name in seen and count}
-    updates = [*state.updates, {"after": len(tasks), "images": further, "forgotten": None}]
+    further = {name: count for name, count in other.image_counts().items() if name in seen and count}
+    updates = [*state.updates, _update(tasks, further)]
     return replace(
         state,
         classifiers=classifiers,
@@ -120,24 +116,18 @@ def merged_states(
 
 def without_class(state: LearnerState, name: str) -> LearnerState:
     """The state in which nothing knows a class any more; strategies count tasks, so an empty task stays."""
-    name = normalized(name)
-    if name not in state.class_names:
-        hint = closest(name, state.class_names)
-        raise ValueError(f"class {name!r:.100} has not been learned, so it cannot be forgotten{hint:.300}")
+    name = _learned(state, name, "forgotten")
     if len(state.class_names) == 1:
         raise ValueError(f"class {name!r:.100} is the only one that is left: a learner needs at least one class")
-    classifiers = {key: classifier.fork() for key, classifier in state.classifiers.items()}
-    for classifier in classifiers.values():
-        classifier.forget_class(name)
+    classifiers = _changed(state, lambda classifier: classifier.forget_class(name))
     tasks = [tuple(other for other in task if other != name) for task in state.tasks]
-    number = next(number for number, task in enumerate(state.tasks, 1) if name in task)
     updates = []
     for update in state.updates:  # a forgotten class leaves no name
         update = {**update, "images": {other: n for other, n in update["images"].items() if other != name}}
         if name in update.get("renamed", {}).values():
             del update["renamed"]
         updates.append(update)
-    updates.append({"after": len(tasks), "images": {}, "forgotten": number})
+    updates.append(_update(tasks, {}, _task_of(state, name)))
     texts = {other: texts for other, texts in state.class_texts.items() if other != name}
     known = state.known.without_class(name)
     return replace(state, classifiers=classifiers, tasks=tasks, updates=updates, class_texts=texts, known=known)
@@ -173,14 +163,11 @@ def without_images(state: LearnerState, encoder: Encoder, images: LabelledImages
         rows.setdefault(named, row)
     data = encoder.images(images.at(list(rows.values())))
     features = encoder.dataset_embeds(data, "forget")
-    classifiers = {name: classifier.fork() for name, classifier in state.classifiers.items()}
-    gone = Counter[str]()
-    for feature, content in zip(features, rows, strict=True):
-        for name in learned[content]:  # more than one where somebody counted it again
-            gone[name] -= 1
-            for classifier in classifiers.values():
-                classifier.forget_image(feature, name)
-    updates = [*state.updates, {"after": len(state.tasks), "images": dict(gone), "forgotten": None}]
+    # More than one name where somebody counted an image again.
+    pairs = [(feature, name) for feature, content in zip(features, rows, strict=True) for name in learned[content]]
+    classifiers = _changed(state, lambda classifier: [classifier.forget_image(*pair) for pair in pairs])
+    gone = Counter(name for _, name in pairs)
+    updates = [*state.updates, _update(state.tasks, {name: -count for name, count in gone.items()})]
     known = state.known.without_contents(rows)
     return replace(state, classifiers=classifiers, updates=updates, known=known)
 
@@ -188,37 +175,56 @@ def without_images(state: LearnerState, encoder: Encoder, images: LabelledImages
 @torch.no_grad()
 def with_renamed_class(state: LearnerState, encoder: Encoder, old: str, new: str) -> LearnerState:
     """The state in which a class has another name, with its text or the given ones; a known name joins the two."""
-    old, (new,) = normalized(old), check_class_names([new])
-    if old not in state.class_names:
-        hint = closest(old, state.class_names)
-        raise ValueError(f"class {old!r:.100} has not been learned, so it cannot be renamed{hint:.300}")
+    old, (new,) = _learned(state, old, "renamed"), check_class_names([new])
     if new == old:
         raise ValueError(f"the class {old!r:.100} has this name already")
     joins = new in state.class_names
-    texts = {new if name == old else name: texts for name, texts in state.class_texts.items()}
+    updates = [{**update, "images": _renamed(update["images"], old, new)} for update in state.updates]
     if joins:
         texts = {name: texts for name, texts in state.class_texts.items() if name != old}
-    if has_text(state.base) and not joins:
-        encoder.check_prompts([new if name == old else name for name in state.class_names], texts)
-    text = encoder.text_embeds([new], texts)[0] if has_text(state.base) and not joins else None
-    counts = next((c.counts for c in state.classifiers.values() if "counts" in c.tensors()), None)
-    joined = {} if counts is None or not joins else {new: int(counts[state.class_names.index(old)])}
-    classifiers = {name: classifier.fork() for name, classifier in state.classifiers.items()}
-    for classifier in classifiers.values():
-        if joins:
-            classifier.join_classes(old, new)
-        else:
-            classifier.rename_class(old, new, text)
-    updates = [{**update, "images": _renamed(update["images"], old, new)} for update in state.updates]
-    number = next(number for number, task in enumerate(state.tasks, 1) if old in task)
-    change = {"images": joined, "forgotten": number if joins else None, "renamed": {old: new}}
-    updates.append({"after": len(state.tasks), **change})
-    if joins:
+        counts = state.image_counts()
+        joined = {new: counts[old]} if old in counts else {}
+        classifiers = _changed(state, lambda classifier: classifier.join_classes(old, new))
+        updates.append(_update(state.tasks, joined, _task_of(state, old)) | {"renamed": {old: new}})
         tasks = [tuple(name for name in task if name != old) for task in state.tasks]
     else:
+        texts = {new if name == old else name: texts for name, texts in state.class_texts.items()}
         tasks = [tuple(new if name == old else name for name in task) for task in state.tasks]
+        text = None
+        if has_text(state.base):
+            encoder.check_prompts([name for task in tasks for name in task], texts)
+            text = encoder.text_embeds([new], texts)[0]
+        classifiers = _changed(state, lambda classifier: classifier.rename_class(old, new, text))
+        updates.append(_update(state.tasks, {}) | {"renamed": {old: new}})
     known = state.known.renamed(old, new)
     return replace(state, classifiers=classifiers, tasks=tasks, updates=updates, class_texts=texts, known=known)
+
+
+def _changed(state: LearnerState, change: Callable[[Classifier], Any]) -> dict[str, Classifier]:
+    """The classifiers after a change, which leaves those of the state as they are."""
+    made = {name: classifier.fork() for name, classifier in state.classifiers.items()}
+    for classifier in made.values():
+        change(classifier)
+    return made
+
+
+def _update(tasks: Sequence[Any], images: Mapping[str, int], forgotten: int | None = None) -> dict[str, Any]:
+    """An entry of `LearnerState.updates`."""
+    return {"after": len(tasks), "images": dict(images), "forgotten": forgotten}
+
+
+def _learned(state: LearnerState, name: str, what: str) -> str:
+    """The name of a learned class as the learner writes it; another one is a `ValueError`."""
+    name = normalized(name)
+    if name not in state.class_names:
+        hint = closest(name, state.class_names)
+        raise ValueError(f"class {name!r:.100} has not been learned, so it cannot be {what}{hint:.300}")
+    return name
+
+
+def _task_of(state: LearnerState, name: str) -> int:
+    """The number, from 1, of the task that a class came with."""
+    return next(number for number, task in enumerate(state.tasks, 1) if name in task)
 
 
 def _renamed(counts: Mapping[str, int], old: str, new: str) -> dict[str, int]:
