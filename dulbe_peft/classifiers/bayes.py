@@ -65,6 +65,7 @@ class BayesClassifier(ClassSums):
         one weight for all classes; arXiv 2404.00312 has a text classifier as the prior mean of a Gaussian process.
     """
 
+    exact_forgetting: bool = True
     kappa: Positive | Literal["auto"] = "auto"
     rho: Positive | Literal["auto"] = "auto"
     features: Annotated[int, Ge(0), Le(MOST_FEATURES)] = 500
@@ -96,16 +97,10 @@ class BayesClassifier(ClassSums):
         return super().merged(other, places) | tables
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
-        """m_c to M' m_c and W to M' W M; texts stay. What the map leaves over of the drift is not added to W.
-
-        No map follows random features: their sums become 0, and an error that no choice takes.
-        """
-        width = self.embed_dim + self._random
-        matrix = F.pad(matrix, (0, width - len(matrix), 0, width - len(matrix))).to(self.sums.device)
-        changes = {"sums": self.sums @ matrix, "scatter": matrix.T @ self.scatter @ matrix}
+        """Texts stay. No map follows random features: their sums become 0, and an error that no choice takes."""
         losses = self.losses.clone()
         losses[1:] = NEVER
-        return changes | {"losses": losses} | ({"factors": self.factors @ matrix} if self.exact_forgetting else {})
+        return super().moved(F.pad(matrix, (0, self._random, 0, self._random))) | {"losses": losses}
 
     def judge(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
         """Add to the tables what the images say, see `choice`; scores as if each had not been learned."""

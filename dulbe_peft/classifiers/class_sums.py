@@ -29,8 +29,7 @@ class ClassSums(Classifier):
         factor_rows: rows of each F_c, (C,), int64.
     """
 
-    exact_forgetting: bool = True
-
+    exact_forgetting = False  # a subclass may make it a setting
     updates = True
 
     def keep_sums(self, width: int) -> None:
@@ -59,9 +58,10 @@ class ClassSums(Classifier):
 
     def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
         places = places.to(self.sums.device)
-        every = self.with_new_rows(int((places >= len(self._class_names)).sum()))
+        number = len(self._class_names) + int((places >= len(self._class_names)).sum())
         sums, counts = (
-            torch.zeros_like(every[name]).index_copy(0, places, getattr(other, name)) for name in ("sums", "counts")
+            rows.new_zeros(number, *rows.shape[1:]).index_copy(0, places, rows)
+            for rows in (other.sums.to(places.device), other.counts.to(places.device))
         )
         rows, labels = sums[:0], places[:0]
         if self.exact_forgetting:
@@ -76,6 +76,7 @@ class ClassSums(Classifier):
         W also takes in how far apart the old and the new mean of a class are.
         """
         kept = self.with_new_rows(len(counts) - len(self._class_names))
+        kept = {name: rows.to(self.sums.device) for name, rows in kept.items()}
         both = ((kept["counts"] > 0) & (counts > 0)).nonzero()[:, 0]
         old, new = (each[both, None].to(sums) for each in (kept["counts"], counts))
         apart = (kept["sums"][both] / old - sums[both] / new) * (old * new / (old + new)).sqrt()
@@ -106,13 +107,10 @@ class ClassSums(Classifier):
 
     def without_image(self, image: Tensor, label: int) -> dict[str, Tensor]:
         """Without x the class's share of W is less by v v', v = sqrt(n / (n - 1)) (x - m_c); see `downdated`."""
-        sums, counts = self.sums.clone(), self.counts.clone()
-        images, lifted = int(counts[label]), self.lifted(image[None].to(sums))[0]
-        row = (images / (images - 1)) ** 0.5 * (lifted - sums[label] / images)
-        sums[label] -= lifted
-        counts[label] -= 1
-        check_directions(sums[[label], : self.embed_dim], [self._class_names[label]])
-        changes = {"sums": sums, "counts": counts, "freedom": self.freedom - 1}
+        images, lifted = int(self.counts[label]), self.lifted(image[None].to(self.sums))[0]
+        row = (images / (images - 1)) ** 0.5 * (lifted - self.sums[label] / images)
+        changes = self.sums_without(lifted, label) | {"freedom": self.freedom - 1}
+        check_directions(changes["sums"][[label], : self.embed_dim], [self._class_names[label]])
         if not self.exact_forgetting:
             return changes | {"scatter": self.scatter - torch.outer(row, row)}
         parts = list(self.factors.split(self.factor_rows.tolist()))
@@ -120,6 +118,12 @@ class ClassSums(Classifier):
         sizes = torch.tensor([len(part) for part in parts]).to(self.factor_rows)
         factors = torch.cat(parts)
         return changes | {"factors": factors, "factor_rows": sizes, "scatter": factors.T @ factors}
+
+    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
+        """m_c to M' m_c and W to M' W M. What the map leaves over of the drift is not added to W."""
+        matrix = matrix.to(self.sums.device)
+        changes = {"sums": self.sums @ matrix, "scatter": matrix.T @ self.scatter @ matrix}
+        return changes | ({"factors": self.factors @ matrix} if self.exact_forgetting else {})
 
 
 def downdated(factor: Tensor, row: Tensor) -> Tensor:

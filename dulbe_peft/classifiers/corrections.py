@@ -29,6 +29,13 @@ class CorrectedState(GrowingState):
         theirs = {name: other.tensors()[name].to(rows[name]) for name in names}
         return {name: rows[name].index_add(0, places.to(rows[name].device), theirs[name]) for name in names}
 
+    def sums_without(self, row: Tensor, label: int) -> dict[str, Tensor]:
+        """`sums` and `counts` without the row that one image of a class added; see `without_image`."""
+        sums, counts = self.sums.clone(), self.counts.clone()
+        sums[label] -= row.to(sums)
+        counts[label] -= 1
+        return {"sums": sums, "counts": counts}
+
     def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
         """The buffers' new values without the classes for which `kept`, (C,), is False."""
         tensors = self.tensors()

@@ -5,23 +5,21 @@ m_c = b + w_c (mu_c - b)                      b: mean of all mu_c,  w_c = n_c / 
 score = z' Sigma^-1 m_c - m_c' Sigma^-1 m_c / 2
 """
 
-from collections.abc import Sequence
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Gt, Le
 from torch import Tensor
 
-from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.calibration import ranking
-from dulbe_peft.classifiers.checks import check_directions
+from dulbe_peft.classifiers.class_sums import ClassSums
 from dulbe_peft.classifiers.covariance import oas_shrinkage, shrunk_covariance
 from dulbe_peft.utils.settings import Weight
 
 MOST_JUDGED = 1000  # images of a task that are left out
 
 
-class LdaClassifier(Classifier):
+class LdaClassifier(ClassSums):
     """Classes as Gaussians with means of their own and one shared, shrunk covariance; all classes equally likely.
 
     The result is the one on all data at once, whatever the order of images, classes and tasks.
@@ -34,9 +32,7 @@ class LdaClassifier(Classifier):
             class: where all counts are equal, and with 0, m_c = mu_c.
 
     Attributes:
-        means, counts: mu_c, (C, d), float64, and the images of each class, (C,), int64.
-        scatter: W, (d, d), float64, sum of (z - mu)(z - mu)' over all images, with the mean of each image's class.
-        freedom: f, int64: number of images less number of classes, forgotten ones included.
+        sums, counts, scatter, freedom: as for `ClassSums`; what forgotten classes added to the last two stays.
 
     Reference:
         Hayes and Kanan, "Lifelong Machine Learning with Deep Streaming Linear Discriminant Analysis", 2020, with
@@ -51,49 +47,22 @@ class LdaClassifier(Classifier):
         "linear discriminant analysis: class means, measured by how much the images of one class differ "
         "among each other"
     )
-    updates = True
 
     def register(self) -> None:
-        self.register_rows("counts", dtype=torch.int64)
-        self.register_rows("means", self.embed_dim, dtype=torch.float64)
-        self.register_buffer("scatter", torch.zeros(self.embed_dim, self.embed_dim, dtype=torch.float64))
-        self.register_buffer("freedom", torch.zeros((), dtype=torch.int64))
+        self.keep_sums(self.embed_dim)
 
-    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        images, labels = images.to(self.means), labels.to(self.means.device)
-        kept = self.with_new_rows(len(new))
-        old, old_means = kept["counts"].to(labels.device), kept["means"]
-        counts = old + torch.bincount(labels, minlength=len(old))
-        sums = (old_means * old[:, None]).index_add(0, labels, images)
-        check_directions(sums[len(sums) - len(new) :], new)
-        means = sums / counts[:, None]
-        scatter = self.scatter + added_scatter(images, labels, old_means, means, old)
-        return {"means": means, "counts": counts, "scatter": scatter, "freedom": self.freedom + len(images) - len(new)}
+    @classmethod
+    def _completed(cls, found: dict[str, Any]) -> dict[str, Any]:
+        """Files of 0.2.0 have means in place of sums."""
+        if not found.keys() >= {"means", "counts"}:
+            return found
+        means, counts = found.pop("means"), found["counts"]
+        return found | {"sums": means * counts[:, None] if isinstance(means, Tensor) else means}
 
-    def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
-        """Beside the sum, the scatter takes in how far apart the two means of a shared class are."""
-        rows = self.merged_sums(other, places, "counts")
-        kept = self.with_new_rows(len(rows["counts"]) - len(self._class_names))
-        places, device = places.to(self.means.device), self.means.device
-        theirs = torch.zeros_like(kept["means"]).index_copy(0, places, other.means.to(device))
-        old = kept["counts"].to(device).double()
-        new = rows["counts"].to(device) - old
-        apart = (kept["means"] - theirs) * (old * new / (old + new)).sqrt()[:, None]
-        return rows | {
-            "means": (kept["means"] * old[:, None] + theirs * new[:, None]) / (old + new)[:, None],
-            "scatter": self.scatter + other.scatter.to(device) + apart.T @ apart,
-            "freedom": self.freedom + other.freedom.to(self.freedom.device) + (old * new > 0).sum(),
-        }
-
-    def without_image(self, image: Tensor, label: int) -> dict[str, Tensor]:
-        """mu_c and W as in `left_out`."""
-        means, counts = self.means.clone(), self.counts.clone()
-        images, away = int(counts[label]), image.to(means) - means[label]
-        means[label] -= away / (images - 1)
-        counts[label] -= 1
-        check_directions(means[[label]], [self._class_names[label]])
-        scatter = self.scatter - images / (images - 1) * torch.outer(away, away)
-        return {"means": means, "counts": counts, "scatter": scatter, "freedom": self.freedom - 1}
+    @property
+    def means(self) -> Tensor:
+        """mu_c, (C, d), float64."""
+        return self.derived("means", lambda: self.sums / self.counts.to(self.sums)[:, None])
 
     def judge(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
         images, labels = self.repeated(images, labels)
@@ -159,14 +128,3 @@ class LdaClassifier(Classifier):
         weights = torch.cholesky_solve(means.T, factor)
         offsets = (means * weights.T).sum(dim=1) / 2
         return weights.float().to(self.device), offsets.float().to(self.device)
-
-    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
-        """mu_c to M' mu_c and W to M' W M. What the map leaves over of the drift is not added to the scatter."""
-        matrix = matrix.to(self.means.device)
-        return {"means": self.means @ matrix, "scatter": matrix.T @ self.scatter @ matrix}
-
-
-def added_scatter(images: Tensor, labels: Tensor, old_means: Tensor, means: Tensor, old_counts: Tensor) -> Tensor:
-    """What (n, d) images add to W: their scatter around the new means, and what old images lose as theirs move."""
-    shift, spread = (means - old_means) * old_counts[:, None].to(means).sqrt(), images - means[labels]
-    return shift.T @ shift + spread.T @ spread

@@ -24,7 +24,7 @@ from dulbe_peft.classifiers.calibration import MOST, ranking
 from dulbe_peft.classifiers.covariance import oas_shrinkage
 from dulbe_peft.classifiers.state import GrowingState
 
-NEEDED = {"counts", "scatter", "freedom"}  # buffers, beside `means`, or `sums` over the images of a class
+NEEDED = {"sums", "counts", "scatter", "freedom"}  # buffers, as of `ClassSums`
 MOST_JUDGED = 1000  # images of a task that are left out
 AT_ONCE = 2**24  # distances in memory
 
@@ -123,12 +123,12 @@ class Distances:
 def distances(classifier: GrowingState) -> Distances | None:
     """The distances of a classifier that keeps what they need; None: it does not, or has learned nothing."""
     kept, width = classifier.tensors(), classifier.embed_dim
-    if not kept.keys() >= NEEDED or not kept.keys() & {"means", "sums"} or not classifier.class_names:
+    if not kept.keys() >= NEEDED or not classifier.class_names:
         return None
 
     def make() -> Distances:
         counts, scatter = kept["counts"], kept["scatter"][:width, :width].double()
-        means = kept["means"] if "means" in kept else kept["sums"] / counts[:, None].to(kept["sums"])
+        means = kept["sums"] / counts[:, None].to(kept["sums"])
         return Distances.of(means[:, :width].double(), counts, scatter, int(kept["freedom"]))
 
     found: Distances = classifier.derived("distances", make)

@@ -38,11 +38,9 @@ class PrototypeClassifier(Classifier):
         return self.merged_sums(other, places, "sums", "counts")
 
     def without_image(self, image: Tensor, label: int) -> dict[str, Tensor]:
-        sums, counts = self.sums.clone(), self.counts.clone()
-        sums[label] -= image.to(sums)
-        counts[label] -= 1
-        check_directions(sums[[label]], [self._class_names[label]])
-        return {"sums": sums, "counts": counts}
+        changes = self.sums_without(image, label)
+        check_directions(changes["sums"][[label]], [self._class_names[label]])
+        return changes
 
     @property
     def visual_prototypes(self) -> Tensor:

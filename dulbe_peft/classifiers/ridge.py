@@ -55,11 +55,9 @@ class RidgeRegression(Classifier):
         return self.merged_sums(other, places, "sums", "counts") | {"gram": gram, "errors": errors}
 
     def without_image(self, image: Tensor, label: int) -> dict[str, Tensor]:
-        gram, sums, counts = self._gram(), self.sums.clone(), self.counts.clone()
+        gram = self._gram()
         lifted = self.lifted(image[None].to(gram))
-        sums[label] -= lifted[0]
-        counts[label] -= 1
-        return {"gram": gram - lifted.T @ lifted, "sums": sums, "counts": counts}
+        return self.sums_without(lifted[0], label) | {"gram": gram - lifted.T @ lifted}
 
     def choose(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Add the held-back squared error of every ridge, from one eigendecomposition of G."""

@@ -28,7 +28,7 @@ def test_other_bad_calls_are_named_and_change_nothing(tmp_path):
     for call, message in (
         (lambda: classifier.add_classes(["x"], opposite[[0, -1]], [0, 0]), "class 'x' cancel out"),
         (lambda: classifier.move(torch.full((DIM, DIM), math.nan)), "the map"),
-        (lambda: classifier.load_state_dict(state | {"means": state["means"][:4]}), r"means must be .*\(10, 64\)"),
+        (lambda: classifier.load_state_dict(state | {"sums": state["sums"][:4]}), r"sums must be .*\(10, 64\)"),
         (lambda: classifier.load_state_dict(state | {"_extra_state": torch.tensor([9]).byte()}), "are damaged"),
         (lambda: make_classifier("lda", DIM)(images), "no class yet"),
         (lambda: trained.update_classes(images, labels), "'rapf' classifier cannot learn more images"),

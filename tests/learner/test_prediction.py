@@ -223,7 +223,7 @@ class Index:
     ("kind", "state"),
     [
         (PrototypeClassifier, lambda means: {"sums": means}),
-        (LdaClassifier, lambda means: {"means": means, "scatter": torch.eye(WIDTH), "freedom": torch.tensor(WIDTH)}),
+        (LdaClassifier, lambda means: {"sums": means, "scatter": torch.eye(WIDTH), "freedom": torch.tensor(WIDTH)}),
     ],
 )
 def test_the_five_best_of_many_classes(kind, state, monkeypatch):
