@@ -121,7 +121,7 @@ class BayesClassifier(ClassSums):
         lifted, own, each = self.lifted(images), weights.float(), torch.arange(len(labels)).to(labels)
         for table, features in zip(losses, self._features, strict=True):
             for place, rho in enumerate(self._rhos):
-                scores = self._fit(features).left_out(self._seen(lifted, features), labels, kappas, rho, omega)
+                scores = self._fit(features).left_out(lifted, labels, kappas, rho, omega)
                 for column, temperature in enumerate(TEMPERATURES):
                     right = (scores / temperature).softmax(dim=2)[:, each, labels]
                     table[:, place, column] += (1 - right) @ own
@@ -130,12 +130,9 @@ class BayesClassifier(ClassSums):
         return self.left_out(images, labels), labels
 
     def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Scores, (n, C), float32, of learned images as if each had not been, see `Fit.left_out`.
-
-        `images` are unit features, (n, embed_dim), `labels` index all classes, and each of these has a second image.
-        """
+        """See `Fit.left_out`; in float32."""
         kappa, rho, features, omega = self.choice
-        rows, labels = self._seen(self.lifted(images.to(self.sums)), features), labels.to(self.sums.device)
+        rows, labels = self.lifted(images.to(self.sums)), labels.to(self.sums.device)
         return self._fit(features).left_out(rows, labels, torch.tensor([kappa]), rho, omega)[0]
 
     @property
@@ -195,12 +192,14 @@ class BayesClassifier(ClassSums):
 
     def _fit(self, features: int) -> Fit:
         """The fit of the unit features and of so many random ones."""
-        return self.derived(f"fit {features}", lambda: self._fitted(self.embed_dim + features))
+        width = self.embed_dim + features
 
-    def _fitted(self, width: int) -> Fit:
-        texts = F.pad(self.logit_scale * self.text_embeds.to(self.sums), (0, width - self.embed_dim))
-        means, scatter = self.sums[:, :width] / self.counts.to(self.sums)[:, None], self.scatter[:width, :width]
-        return Fit.of(means, self.counts, scatter, int(self.freedom), texts)
+        def make() -> Fit:
+            texts = F.pad(self.logit_scale * self.text_embeds.to(self.sums), (0, features))
+            means = self.sums[:, :width] / self.counts.to(self.sums)[:, None]
+            return Fit.of(means, self.counts, self.scatter[:width, :width], int(self.freedom), texts)
+
+        return self.derived(f"fit {features}", make)
 
     def solution(self) -> tuple[Tensor, Tensor]:
         """The scores of x are x times the first, (C, d), and the second, (C,); float64."""
@@ -237,9 +236,6 @@ class BayesClassifier(ClassSums):
     def _layer(self) -> Tensor:
         """R / sqrt(M)."""
         return random_layer(0, self.embed_dim, self._random) / math.sqrt(self._random)
-
-    def _seen(self, images: Tensor, features: int) -> Tensor:
-        return images[:, : self.embed_dim + features]
 
     def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         solved = self.solved()

@@ -133,7 +133,8 @@ class Fit:
             (torch.arange(len(labels)).to(labels), labels),
         )
         square, cross, length, along = (part.float() for part in self._lengths(noise, slope))
-        rows, means, texts = ((images - self.centre) @ self.vectors).float(), self.means.float(), self.texts.float()
+        rows = ((images[:, : len(self.centre)] - self.centre) @ self.vectors).float()
+        means, texts = self.means.float(), self.texts.float()
         noise, counts = noise.float(), self.counts[:, 0].float().expand(len(labels), -1).clone()
         away, less = rows - means[labels], 1 / (counts[own] - 1)
         near = (rows / noise) @ means.T  # y'P m_c

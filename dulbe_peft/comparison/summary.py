@@ -308,7 +308,7 @@ def named_columns(names: str | None, entries: Sequence[Entry]) -> list[Column[En
     """The columns that a list of titles with commas names; without one, those that show something."""
     if names is None:
         return filled(COLUMNS, entries)
-    known = {column.title: column for column in COLUMNS if column.show}
+    known = {column.title: column for column in COLUMNS}
     titles = [name.strip() for name in names.split(",")]
     for title in titles:
         if title not in known:

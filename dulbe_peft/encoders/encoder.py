@@ -276,11 +276,8 @@ class Encoder(TextEncoder):
         """Unit features of a training batch of `total` images, (total, d), from the pixels of this process's rows."""
         return processes.gather_rows(self.image_embeds(pixels), total)
 
-    def whole_embeds(self, pixels: torch.Tensor) -> torch.Tensor:
-        """As `image_embeds`, in a batch that is filled up: then no feature depends on which others come with it."""
-        return self.image_embeds(self._filled(pixels))[: len(pixels)]
-
     def _filled(self, pixels: torch.Tensor) -> torch.Tensor:
+        """A batch that is filled up: then no feature depends on which others come with it."""
         size = len(pixels)
         full = self.args.eval_batch_size if self.device.type != "cpu" else -(-size // WHOLE) * WHOLE
         return torch.cat([pixels, pixels[:1].expand(full - size, *pixels.shape[1:])]) if full > size else pixels
@@ -290,7 +287,7 @@ class Encoder(TextEncoder):
     ) -> torch.Tensor:
         """Unit features of a batch, by the backend's tower where there is one, which is compared with torch first."""
         if tower is None:
-            return self.image_embeds(pixels) if few else self.whole_embeds(pixels)
+            return self.image_embeds(pixels if few else self._filled(pixels))[: len(pixels)]
         found = torch.cat([tower(part) for part in ([pixels] if few else self._filled(pixels).split(WHOLE))])
         found = found[: len(pixels)]
         if tower.precision != "int8" and not tower.is_checked(len(pixels)):
@@ -332,7 +329,8 @@ class Encoder(TextEncoder):
         self.calibrate(images)
         features = torch.zeros(len(images), self.embed_dim, device=self.device)
         store = None if few or self.adapted else self.store
-        kept = None if store is None else (store, self.key, _view_name(images))
+        view = "" if images.augment is None else json.dumps(images.augment)  # what the store calls it
+        kept = None if store is None else (store, self.key, view)
         rows, copies = self._unknown(kept, images, features)
         tower = self.tower if rows else None
         unreadable: dict[int, str] = {}
@@ -381,8 +379,3 @@ class Encoder(TextEncoder):
         for row, content in zip(rows, contents, strict=True):
             if not images.images.note_content(row, content):
                 raise ValueError(f"{images.images.item_name(row)} changed while it was read: begin again")
-
-
-def _view_name(images: PixelDataset) -> str:
-    """What the store calls a view: nothing, or how its images were changed."""
-    return "" if images.augment is None else json.dumps(images.augment)

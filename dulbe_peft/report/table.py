@@ -27,7 +27,7 @@ class Column(Generic[Row]):
     """A column of a table."""
 
     title: str
-    show: Callable[[Row], str] | None  # None: the column is in CSV files alone
+    show: Callable[[Row], str]
     number: bool = True  # right-aligned
     meaning: str = ""
     short: str = ""  # the title in a terminal
@@ -46,26 +46,24 @@ def tuple_columns(*titles: str, texts: int = 1) -> list[Column[Any]]:
 
 def filled(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> list[Column[Row]]:
     """The columns that show something in some row."""
-    return [column for column in columns if column.show and any(map(column.show, rows))]
+    return [column for column in columns if any(map(column.show, rows))]
 
 
 def bold_cells(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> list[list[bool]]:
     """Which cells that people read are bold."""
-    read = [column.bold for column in columns if column.show]
-    return [[bold is not None and bold(row) for bold in read] for row in rows]
+    return [[column.bold is not None and column.bold(row) for column in columns] for row in rows]
 
 
 def shown(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> list[list[str]]:
     """The cells that people read."""
-    return [[column.show(row) for column in columns if column.show] for row in rows]
+    return [[column.show(row) for column in columns] for row in rows]
 
 
 def format_text(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
     """The table with spaces between aligned columns, for a terminal."""
-    read = [column for column in columns if column.show]
-    lines = [[column.short or column.title for column in read], *shown(columns, rows)]
+    lines = [[column.short or column.title for column in columns], *shown(columns, rows)]
     aligned = []
-    for column, cells in zip(read, zip(*lines, strict=True), strict=True):
+    for column, cells in zip(columns, zip(*lines, strict=True), strict=True):
         side, width = ">" if column.number else "<", max(map(len, cells))
         aligned.append([f"{cell:{side}{width}}" for cell in cells])
     return "\n".join("  ".join(cells).rstrip() for cells in zip(*aligned, strict=True))
@@ -73,8 +71,8 @@ def format_text(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
 
 def format_markdown(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
     """The table in Markdown."""
-    titles = [column.title for column in columns if column.show]
-    marks = ["---:" if column.number else "---" for column in columns if column.show]
+    titles = [column.title for column in columns]
+    marks = ["---:" if column.number else "---" for column in columns]
     lines = [
         [f"**{cell}**" if bold else cell for cell, bold in zip(cells, marked, strict=True)]
         for cells, marked in zip(shown(columns, rows), bold_cells(columns, rows), strict=True)
@@ -91,12 +89,11 @@ def write_table_csv(columns: Sequence[Column[Row]], rows: Sequence[Row], path: P
 
 def write_table_latex(columns: Sequence[Column[Row]], rows: Sequence[Row], path: Path) -> None:
     """Write a LaTeX `tabular` that needs no package."""
-    read = [column for column in columns if column.show]
-    layout = "".join("r" if column.number else "l" for column in read)
-    titles = " & ".join(latex_text(column.title) for column in read)
+    layout = "".join("r" if column.number else "l" for column in columns)
+    titles = " & ".join(latex_text(column.title) for column in columns)
     lines = [rf"\begin{{tabular}}{{{layout}}}", r"\hline", rf"{titles} \\", r"\hline"]
-    for cells, bold in zip(shown(read, rows), bold_cells(read, rows), strict=True):
-        pairs = zip(read, cells, strict=True)
+    for cells, bold in zip(shown(columns, rows), bold_cells(columns, rows), strict=True):
+        pairs = zip(columns, cells, strict=True)
         texts = [cell.translate(_LATEX_NUMBER) if column.number else latex_text(cell) for column, cell in pairs]
         written = [rf"\textbf{{{text}}}" if top else text for text, top in zip(texts, bold, strict=True)]
         lines.append(" & ".join(written) + r" \\")

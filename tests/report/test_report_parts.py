@@ -102,10 +102,14 @@ def test_rows_that_are_equally_good_as_people_read_it_are_all_the_best():
 def test_one_list_of_columns_makes_every_table(tmp_path):
     columns = [
         Column("name", lambda row: row[0], number=False, values={"name": lambda row: row[0]}),
-        Column("hidden", None, values={"full": lambda row: row[1]}),
-        Column("share (%)", lambda row: "" if row[1] is None else f"{row[1]:.1f} ± 2 → -1", short="share"),
+        Column(
+            "share (%)",
+            lambda row: "" if row[1] is None else f"{row[1]:.1f} ± 2 → -1",
+            short="share",
+            values={"full": lambda row: row[1]},
+        ),
     ]
-    good = replace(columns[2], bold=lambda row: row[1] is not None)
+    good = replace(columns[1], bold=lambda row: row[1] is not None)
     rows = [("a_b", 0.123456), ("\\~^<>|#$&", None)]
     lines = format_text(columns, rows).splitlines()
     assert lines == ["name              share", "a_b        0.1 ± 2 → -1", r"\~^<>|#$&"]
