@@ -165,14 +165,16 @@ def unpack(archive: Path, folder: Path) -> Path:
         return folder
     temporary = temporary_folder(folder)
     try:
-        if tarfile.is_tarfile(archive):  # however it is packed
-            shutil.unpack_archive(archive, temporary, "tar", filter="data")
-        elif zipfile.is_zipfile(archive):  # shutil lets nothing leave the folder
-            shutil.unpack_archive(archive, temporary, "zip")
+        if tarfile.is_tarfile(archive):
+            with tarfile.open(archive) as tar:
+                tar.extractall(temporary, filter="data")
+        elif zipfile.is_zipfile(archive):
+            with zipfile.ZipFile(archive) as zipped:  # of which nothing leaves the folder either
+                zipped.extractall(temporary)
         else:
             raise ValueError(f"{archive} is neither a tar nor a zip file")
         shutil.move(temporary, folder)
-    except (tarfile.TarError, zipfile.BadZipFile, shutil.ReadError, EOFError) as error:
+    except (tarfile.TarError, zipfile.BadZipFile, EOFError) as error:
         raise ValueError(f"{archive} cannot be unpacked: {error}") from error
     finally:
         remove_temporary(temporary)
