@@ -21,6 +21,7 @@ from dulbe_peft.classifiers.ranpac import MOST_FEATURES, random_layer
 from dulbe_peft.classifiers.text_prior import OMEGAS, SCALES, Fit
 from dulbe_peft.utils.settings import Positive
 
+# Among these, left-out images choose: with one kappa and one rho, few images and many could not both be right.
 KAPPAS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 RHOS = (0.3, 1.0, 3.0, 10.0, 30.0)
 TEMPERATURES = (1.0, 0.5, 0.25, 0.125)  # of left-out images; with one alone, errors of large scores say nothing
@@ -83,9 +84,8 @@ class BayesClassifier(ClassSums):
         self._rhos = RHOS if self.rho == "auto" else (float(self.rho),)
         self._features = (0, self._random) if self._random else (0,)
         shape = len(self._features), len(self._kappas), len(self._rhos), len(TEMPERATURES)
-        self.register_buffer("losses", torch.zeros(shape, dtype=torch.float64))
-        self.register_buffer("judged", torch.zeros(2, dtype=torch.float64))
-        self.register_buffer("by_text", torch.zeros(len(OMEGAS), len(SCALES), dtype=torch.float64))
+        for name, sizes in (("losses", shape), ("judged", (2,)), ("by_text", (len(OMEGAS), len(SCALES)))):
+            self.register_buffer(name, torch.zeros(sizes, dtype=torch.float64))
 
     @classmethod
     def _completed(cls, found: dict[str, Any]) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class BayesClassifier(ClassSums):
         images, labels = images[rows], labels[rows]
         weights = (weights / labels.bincount(minlength=classes).clamp_min(1))[labels]
         self._buffers |= {"by_text": self.by_text + self._fit(0).by_text(images, labels, weights, FEW_RHO)}
-        several = self.counts[labels] > 1
+        several = self.counts.to(labels.device)[labels] > 1
         if not several.any():
             return None
         images, labels, weights = images[several], labels[several], weights[several]
@@ -238,8 +238,7 @@ class BayesClassifier(ClassSums):
         return random_layer(0, self.embed_dim, self._random) / math.sqrt(self._random)
 
     def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
-        solved = self.solved()
-        tensors = {name: solved[name] for name in ("weight", "bias")}
+        tensors = {name: self.solved()[name] for name in ("weight", "bias")}
         if tensors["weight"].shape[1] > self.embed_dim:
             return random_and_linear, tensors | {"projection": self._layer().to(tensors["weight"])}
         return linear, tensors

@@ -33,7 +33,6 @@ from dulbe_peft.utils.templates import render
 
 ENCODER_FILE, HEAD_FILE, GRAPH_FACTS_FILE = "encoder.onnx", "head.onnx", "model.json"
 PROBABILITIES, LOGITS = "probabilities", "logits"
-# What transformers.js calls each: the end of the file's name, and its `dtype`.
 # By precision: how the name of the file ends, and what transformers.js calls it.
 _NAMES = {"float32": ("", "fp32"), "float16": ("_fp16", "fp16"), "int8": ("_quantized", "q8")}
 TOLERANCE = 1e-4
