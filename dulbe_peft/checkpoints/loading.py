@@ -73,19 +73,24 @@ def loaded_state(
         raise ValueError("base_model already carries adapters: give the pristine model, as unload() leaves it")
     check_encoder(base_model)
     base_models.check(base_model, saved.base_model, folder)
-    kinds: dict[str, tuple[str, ...]] = {"image processor": IMAGE_PROCESSOR_FILES}
-    kinds |= {"tokenizer": TOKENIZER_FILES} if has_text(base_model) else {}
     with load_errors(folder):
-        for kind, names in kinds.items():  # where they are missing, transformers would take others
-            if not any((folder / saving.PROCESSOR_FOLDER / name).is_file() for name in names):
-                raise FileNotFoundError(f"the processor has no {kind}: one of {', '.join(names)} is needed")
-        processor = load_processor(str(folder / saving.PROCESSOR_FOLDER), base_model)
+        processor = _read_processor(folder / saving.PROCESSOR_FOLDER, base_model)
     with _restored_on_error(base_model):
         with load_errors(folder):
             model = base_model
             if config is not None:
                 model = PeftModel.from_pretrained(base_model, str(folder), is_trainable=True, config=config)
         yield _read_state(LearnerState(model, processor, settings, strategy, {}), folder, saved, files)
+
+
+def _read_processor(folder: Path, base_model: nn.Module) -> Any:
+    """The processor in a folder that has its own files: where they are missing, transformers would take others."""
+    kinds: dict[str, tuple[str, ...]] = {"image processor": IMAGE_PROCESSOR_FILES}
+    kinds |= {"tokenizer": TOKENIZER_FILES} if has_text(base_model) else {}
+    for kind, names in kinds.items():
+        if not any((folder / name).is_file() for name in names):
+            raise FileNotFoundError(f"the processor has no {kind}: one of {', '.join(names)} is needed")
+    return load_processor(str(folder), base_model)
 
 
 def _on_this_machine(

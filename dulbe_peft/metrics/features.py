@@ -18,6 +18,7 @@ from dulbe_peft.utils.tensors import read_tensors, write_tensors
 
 FEATURES_FOLDER = "features"
 SUFFIX = ".safetensors"
+_CLOSING = ("features", "labels", "before", "views")  # tensors of a closing pass
 _EACH_TEXT = ("each text", "class of each text")
 _FORMAT = "dulbe_peft task features 1"
 
@@ -33,13 +34,12 @@ class TaskFeatures:
 
     def write(self, path: Path) -> None:
         closing = self.closing
-        kept = {"features": closing.features, "labels": closing.labels, "before": closing.before, "texts": self.texts}
-        kept |= {"views": closing.views}
-        tensors = {name: tensor for name, tensor in kept.items() if tensor is not None}
-        tensors |= zip(_EACH_TEXT, closing.each_text or (), strict=False)
+        kept = {name: getattr(closing, name) for name in _CLOSING} | {"texts": self.texts}
+        kept |= zip(_EACH_TEXT, closing.each_text or (), strict=False)
         for number, (features, truth) in self.tests.items():
-            tensors |= {f"test {number}": features, f"truth {number}": truth}
+            kept |= {f"test {number}": features, f"truth {number}": truth}
         names = json.dumps(closing.class_names, ensure_ascii=False)
+        tensors = {name: tensor for name, tensor in kept.items() if tensor is not None}
         write_tensors(path, tensors, {"format": _FORMAT, "class_names": names})
 
     @classmethod
@@ -50,8 +50,7 @@ class TaskFeatures:
         try:
             names = tuple(json.loads(metadata["class_names"]))
             each = (tensors[_EACH_TEXT[0]], tensors[_EACH_TEXT[1]]) if _EACH_TEXT[0] in tensors else None
-            found = (tensors["features"], tensors["labels"], tensors.get("before"))
-            closing = ClosingPass(names, *found, each_text=each, views=tensors.get("views"))
+            closing = ClosingPass(names, **{n: tensors[n] for n in _CLOSING if n in tensors}, each_text=each)
             numbers = sorted(int(name.removeprefix("test ")) for name in tensors if name.startswith("test "))
             tests = {number: (tensors[f"test {number}"], tensors[f"truth {number}"]) for number in numbers}
         except (KeyError, ValueError, TypeError) as error:

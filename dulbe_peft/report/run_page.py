@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from dulbe_peft.classifiers.closing import TEACHING
-from dulbe_peft.metrics.accuracy import TITLES, result_rows
 from dulbe_peft.metrics.evaluation import ImageResult
 from dulbe_peft.report.class_map import HEIGHT, WIDTH, class_map
 from dulbe_peft.report.html import mib, percent, write_page
@@ -123,7 +122,7 @@ def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict
         "leader": next(row for row in methods if run.first in row.names),
         "names_alone": next((row for row in methods if "zero_shot" in row.names), None),
         "summary": SUMMARY_COLUMNS,
-        "rows": [(TITLES.get(name, name), block) for name, block in result_rows(run.results)],
+        "rows": run_rows([run]),
         "after_tasks": [
             ("right (%) after", *(f"task {number}" for number in range(1, tasks + 1))),
             *(

@@ -1,6 +1,7 @@
 """Runs side by side: a classifier of a run is a row; and what differs in the runs' settings."""
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from dulbe_peft.metrics.accuracy import TITLES, percent, result_rows
@@ -21,30 +22,6 @@ _TRAINED = f"{_MEAN}\nForgetting: old tasks' loss since their best. Backward tra
 _LONGEST = 200  # letters of a setting's value
 
 
-def _measure_column(name: str) -> Column[tuple[str, dict[str, Any]]]:
-    words, short = MEASURES[name]
-    title = f"{words} ({short})" if short else words
-    return Column(title, lambda row: percent(row[1][name], 2) if name in row[1] else "", short=short)
-
-
-# A row is a method's name and its part of `results.json`.
-SUMMARY_COLUMNS = [
-    Column[tuple[str, dict[str, Any]]]("method", lambda row: row[0], number=False),
-    *(_measure_column(name) for name in ("average_accuracy", "last_accuracy", "forgetting", "backward_transfer")),
-]
-
-
-def format_summary(results: dict[str, Any]) -> str:
-    """A small table of the stream's figures in percent, those that say something, and below it what they are."""
-    method, mean, last, *changes = SUMMARY_COLUMNS
-    columns, words = [method, last], _LAST
-    if len(results["class_names"]) > 1:
-        columns, words = [method, mean, last], _MEAN
-        if was_trained(results["tasks"]):
-            columns, words = [*columns, *changes], _TRAINED
-    return f"{format_text(columns, result_rows(results))}\n{words}"
-
-
 class RunRow(NamedTuple):
     """One classifier, or a baseline, of one run; `measures` is its part of `results.json`."""
 
@@ -53,30 +30,41 @@ class RunRow(NamedTuple):
     method: str
     measures: dict[str, Any]
 
+    @property
+    def title(self) -> str:
+        """What people call it."""
+        return TITLES.get(self.method, self.method)
 
-def _text_column(title: str, show: Callable[[RunRow], str]) -> Column[RunRow]:
-    return Column(title, show, number=False, values={title: show})
+
+def _text_column(title: str, show: Callable[[RunRow], str] | None = None) -> Column[RunRow]:
+    value = attrgetter(title)
+    return Column(title, show or value, number=False, values={title: value})
 
 
-def _percent_column(name: str) -> Column[RunRow]:
+def _measure_column(name: str) -> Column[RunRow]:
+    words, short = MEASURES[name]
+
     def show(row: RunRow) -> str:
-        value = row.measures.get(name)
-        return "" if value is None else percent(value, 2)
+        return percent(row.measures[name], 2) if name in row.measures else ""
 
-    return Column(f"{MEASURES[name][0]} (%)", show, values={name: lambda row: row.measures.get(name)})
+    title = f"{words} ({short})" if short else words
+    return Column(title, show, short=short, values={name: lambda row: row.measures.get(name)})
 
 
-RUN_COLUMNS = [
-    _text_column("run", lambda row: row.run),
-    _text_column("strategy", lambda row: row.strategy),
-    Column(
-        "method",
-        lambda row: TITLES.get(row.method, row.method),
-        number=False,
-        values={"method": lambda row: row.method},
-    ),
-    *map(_percent_column, MEASURES),
-]
+_LAST_COLUMN, _MEAN_COLUMN, *_CHANGES = map(_measure_column, MEASURES)
+_TITLE = _text_column("method", attrgetter("title"))
+SUMMARY_COLUMNS = [_TITLE, _MEAN_COLUMN, _LAST_COLUMN, *_CHANGES]
+RUN_COLUMNS = [_text_column("run"), _text_column("strategy"), _TITLE, _LAST_COLUMN, _MEAN_COLUMN, *_CHANGES]
+
+
+def format_summary(results: dict[str, Any]) -> str:
+    """A small table of the stream's figures in percent, those that say something, and below it what they are."""
+    columns, words = [_text_column("method"), _LAST_COLUMN], _LAST
+    if len(results["class_names"]) > 1:
+        columns, words = [columns[0], _MEAN_COLUMN, _LAST_COLUMN], _MEAN
+        if was_trained(results["tasks"]):
+            columns, words = [*columns, *_CHANGES], _TRAINED
+    return f"{format_text(columns, [RunRow('', '', *row) for row in result_rows(results)])}\n{words}"
 
 
 def run_rows(runs: Sequence[RunFolder]) -> list[RunRow]:
