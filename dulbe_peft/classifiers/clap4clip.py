@@ -70,10 +70,10 @@ class Clap4ClipClassifier(ReplayedMeans):
         rows, classes = stand_ins(self.means, self.counts, self.exemplars)
         rows, classes = torch.cat([images, F.normalize(rows, dim=1)]), torch.cat([labels, classes])
         generator = task_generator(self.seed, old)
-        with gradients(self.text_embeds.float(), changes["means"], changes["task"]) as copies:
-            given = tuple(copies)
+        with gradients(self.text_embeds.float(), changes["means"], changes["task"]) as (texts, means, task):
+            given = texts, means, task
             guide = self.guide.float().clone() if old else started_guide(self.embed_dim, generator).to(images)
-            adapters = [*(row.float().clone() for row in self.adapters), started_adapter(given[0], generator)]
+            adapters = [*(row.float().clone() for row in self.adapters), started_adapter(texts, generator)]
             self._descend(rows.clone(), classes, given, guide, adapters, generator)
             if old:
                 rows, classes = stand_ins(changes["means"], changes["counts"], self.exemplars)

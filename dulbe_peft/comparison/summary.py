@@ -2,7 +2,7 @@
 
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -167,13 +167,13 @@ def _column(
     show: Callable[[Entry], str] | None = None,
     measure: Measure | None = None,
     number: bool = True,
-    **values: str | Callable[[Entry], Any],
+    values: Mapping[str, str | Callable[[Entry], Any]] | None = None,
 ) -> Column[Entry]:
     """A column, bold by its `measure`; `values` are what an entry has in the CSV file, by a dotted path or a function.
 
     Without `show` it shows the first of them.
     """
-    found = {name: _value(value) if isinstance(value, str) else value for name, value in values.items()}
+    found = {name: _value(value) if isinstance(value, str) else value for name, value in (values or {}).items()}
     bold = None if measure is None else partial(_clearly_better, measure)
     return Column(title, show or next(iter(found.values())), number, meaning, values=found, bold=bold)
 
@@ -195,33 +195,33 @@ _FIGURES = {
     "_high": "differences.{}.high",
 }
 COLUMNS: list[Column[Entry]] = [
-    _column("stream", "", number=False, stream="stream"),
-    _column("method", "What trained the model: settings under a name.", number=False, method="row.method"),
+    _column("stream", "", number=False, values={"stream": "stream"}),
+    _column("method", "What trained the model: settings under a name.", number=False, values={"method": "row.method"}),
     _column(
         "classifier",
         "What tells the classes apart. It learned from the features of the trained model.",
         number=False,
-        classifier="row.classifier",
+        values={"classifier": "row.classifier"},
     ),
     _column(
         "drift",
         "What moved the classifier's memory of old classes when the features moved. Empty: nothing did.",
         lambda entry: "" if entry.row.drift == "none" else entry.row.drift,
         number=False,
-        drift="row.drift",
+        values={"drift": "row.drift"},
     ),
     _column(
         "chosen",
         "The settings with which the row is best on held-back training images, of those that its method has tried.",
         number=False,
-        chosen=lambda entry: as_text(entry.chosen),
+        values={"chosen": lambda entry: as_text(entry.chosen)},
     ),
     _column(
         "seeds",
         "Of rows with two seeds or one: they say little of how a further seed would turn out, and nothing in such a "
         "row is bold.",
         lambda entry: f"{len(entry.seeds)}, few" if len(entry.seeds) <= FEW else "",
-        seeds=lambda entry: len(entry.seeds),
+        values={"seeds": lambda entry: len(entry.seeds)},
     ),
     _column(
         "A_last",
@@ -229,7 +229,7 @@ COLUMNS: list[Column[Entry]] = [
         "every column: clearly better than the reference, for the interval of the difference leaves out zero.",
         _share("last"),
         "last",
-        **{f"{name}{end}": path.format(name) for name in MEASURES for end, path in _FIGURES.items()},
+        values={f"{name}{end}": path.format(name) for name in MEASURES for end, path in _FIGURES.items()},
     ),
     _column(
         "A_bar",
@@ -255,45 +255,45 @@ COLUMNS: list[Column[Entry]] = [
         "The same, but to the row of the reference's method with this classifier, and with this drift where it has "
         "one. Where that method trains nothing, it is what training adds.",
         lambda entry: _interval(entry.gain),
-        **{"gain": "gain.mean", "gain_low": "gain.low", "gain_high": "gain.high"},
+        values={"gain": "gain.mean", "gain_low": "gain.low", "gain_high": "gain.high"},
     ),
     _column(
         "calibration error",
         "How far the probability of an answer is from how often such answers are right, in percentage points. Zero "
         "is best.",
         lambda entry: percent(entry.calibration_error),
-        calibration_error="calibration_error",
+        values={"calibration_error": "calibration_error"},
     ),
     _column(
         "seconds",
         "To train and test the stream and to teach the classifier by the clock, as a mean over the seeds.",
         lambda entry: f"{entry.seconds:.0f}",
-        seconds="seconds",
+        values={"seconds": "seconds"},
     ),
     _column(
         "CPU seconds",
         "The same, but the seconds that the run's own process computed, which others on the machine do not change.",
         lambda entry: f"{entry.cpu_seconds:.0f}",
-        cpu_seconds="cpu_seconds",
+        values={"cpu_seconds": "cpu_seconds"},
     ),
     _column(
         "trained",
         "How many parameters a task trains.",
         lambda entry: f"{entry.trainable_parameters:,}",
-        trainable_parameters="trainable_parameters",
+        values={"trainable_parameters": "trainable_parameters"},
     ),
     _column(
         "kept MiB",
         "What method and classifier keep in memory between tasks, without the model and its adapter.",
         lambda entry: f"{entry.kept_bytes / 2**20:.1f}",
-        kept_bytes="kept_bytes",
+        values={"kept_bytes": "kept_bytes"},
     ),
     _column(
         "still known",
         "Images of classes that the model never learned here: the percent that it names right by the class names, "
         "before all tasks → after them.",
         lambda entry: "" if (r := entry.retention) is None else f"{percent(r.before)} → {percent(r.after)}",
-        **{"retention_before": "retention.before", "retention": "retention.after"},
+        values={"retention_before": "retention.before", "retention": "retention.after"},
     ),
 ]
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from dulbe_peft.strategies.base import INPUTS, Memory, NewTask
-from dulbe_peft.strategies.occupation_memory import OccupationStrategy, old_statistic, with_inputs
+from dulbe_peft.strategies.occupation_memory import OccupationStrategy, old_statistic
 from dulbe_peft.subspaces.decompositions import fix_signs, orthonormal_complement, to_float64, top_eigenvectors
 from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
@@ -101,4 +101,4 @@ class Loda(OccupationStrategy):
 
     def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
         """S + X'X of the task's images by the model before the task."""
-        return with_inputs(task, task.inputs)
+        return super().remember(task, task.inputs)

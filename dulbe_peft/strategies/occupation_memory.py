@@ -9,13 +9,6 @@ from dulbe_peft.subspaces.decompositions import to_float64
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 
-def with_inputs(task: NewTask, inputs: OccupationStatistics) -> OccupationStatistics:
-    """S of the finished tasks + X'X."""
-    if isinstance(task.memory, OccupationStatistics):
-        inputs.merge(task.memory)  # this way round the old sums stay as they are until the task is committed
-    return inputs
-
-
 def old_statistic(task: NewTask, name: str) -> torch.Tensor | None:
     """S of the finished tasks at one layer, (d_in, d_in) in float64; None before the first."""
     if not isinstance(task.memory, OccupationStatistics) or name not in task.memory:
@@ -31,4 +24,7 @@ class OccupationStrategy(Strategy):
     remembers_more = True
 
     def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
-        return with_inputs(task, inputs)
+        """S of the finished tasks + X'X."""
+        if isinstance(task.memory, OccupationStatistics):
+            inputs.merge(task.memory)  # this way round the old sums stay as they are until the task is committed
+        return inputs
