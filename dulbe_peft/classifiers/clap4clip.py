@@ -96,37 +96,27 @@ class Clap4ClipClassifier(ReplayedMeans):
             tensor.requires_grad_(any(tensor is leaf for leaf in leaves))
         epochs, rate = (TUNED, TUNING * self.learning_rate) if tune else (self.epochs, self.learning_rate)
         plan = rates(epochs * -(-len(rows) // self.batch_size), rate, 0 if tune else WARMUP)
-        optimizer = torch.optim.SGD(leaves, rate)
+        optimizer, (texts, _, task) = torch.optim.SGD(leaves, rate), given
+
+        def loss_of(images: Tensor, labels: Tensor) -> Tensor:
+            seen = guided(guide, *given)
+            mean, deviation = gaussians_of(adapters, seen, task)
+            noise = torch.randn(self.samples, *mean.shape, generator=generator).to(mean)
+            draws = mean + deviation * noise
+            scores = self.logit_scale * images @ (seen + draws).transpose(1, 2)
+            loss = F.cross_entropy(scores.flatten(0, 1), labels.repeat(self.samples))
+            divergence = ((mean**2 + deviation**2 - 1) / 2 - deviation.log()).sum(dim=1)
+            for number in tasks:
+                own = task == number
+                near = texts[own] @ draws.mean(dim=0)[own].T
+                loss = loss + LANGUAGE * F.cross_entropy(near, torch.arange(len(near), device=near.device))
+                loss = loss + PRIOR * divergence[own].mean()
+            return loss
+
         for _ in range(epochs):
             for batch in minibatches(rows.detach(), self.batch_size, generator):
                 optimizer.param_groups[0]["lr"] = next(plan)
-                loss = self._loss(rows[batch], labels[batch], given, guide, adapters, tasks, generator)
-                descend(optimizer, loss)
-
-    def _loss(
-        self,
-        images: Tensor,
-        labels: Tensor,
-        given: tuple[Tensor, Tensor, Tensor],
-        guide: Tensor,
-        adapters: list[Tensor],
-        tasks: Sequence[int],
-        generator: torch.Generator,
-    ) -> Tensor:
-        texts, _, task = given
-        seen = guided(guide, *given)
-        mean, deviation = gaussians_of(adapters, seen, task)
-        noise = torch.randn(self.samples, *mean.shape, generator=generator).to(mean)
-        draws = mean + deviation * noise
-        scores = self.logit_scale * images @ (seen + draws).transpose(1, 2)
-        loss = F.cross_entropy(scores.flatten(0, 1), labels.repeat(self.samples))
-        divergence = ((mean**2 + deviation**2 - 1) / 2 - deviation.log()).sum(dim=1)
-        for number in tasks:
-            own = task == number
-            near = texts[own] @ draws.mean(dim=0)[own].T
-            loss = loss + LANGUAGE * F.cross_entropy(near, torch.arange(len(near), device=near.device))
-            loss = loss + PRIOR * divergence[own].mean()
-        return loss
+                descend(optimizer, loss_of(rows[batch], labels[batch]))
 
     def _weight(self) -> Tensor:
         given = self.text_embeds.float(), self.means.float(), self.task
