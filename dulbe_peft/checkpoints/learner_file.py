@@ -8,19 +8,10 @@ from pydantic import Field
 from dulbe_peft.arguments import GONE
 from dulbe_peft.checkpoints import base_models
 from dulbe_peft.checkpoints.layout import LEARNER_FILE
-from dulbe_peft.training.state import Estimates, LearnerState
+from dulbe_peft.training.state import Estimates, LearnerState, Update
 from dulbe_peft.utils.folders import load_errors
 from dulbe_peft.utils.records import Count, Record, read_record
 from dulbe_peft.utils.settings import still_known
-
-
-class Update(Record):
-    """What a learner took in or lost without training; see `LearnerState.updates`."""
-
-    after: int
-    images: dict[str, int]
-    forgotten: int | None
-    renamed: dict[str, str] = {}
 
 
 class LearnerFile(Record):
@@ -56,7 +47,7 @@ def describe(state: LearnerState, local: bool) -> LearnerFile:
         step=state.step,
         strategy={"name": state.strategy.name, **state.strategy.settings()},
         tasks=[list(task) for task in state.tasks],
-        updates=[Update(**update) for update in state.updates],
+        updates=state.updates,
     )
 
 

@@ -146,7 +146,7 @@ def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: se
         step=saved.step,
         source=saved.source,
         incomplete=bool(saved.tasks and saved.memory and not memory),
-        updates=[update.model_dump(exclude_defaults=True) for update in saved.updates],
+        updates=saved.updates,
         class_texts={name: tuple(texts) for name, texts in saved.class_texts.items()},
         graph=saved.graph,
         known=images,

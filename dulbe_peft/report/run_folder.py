@@ -9,13 +9,14 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from dulbe_peft.checkpoints.layout import LEARNER_FILE, RESULTS_FILE, TIMINGS_FILE, newest_task
-from dulbe_peft.checkpoints.learner_file import LearnerFile, Update
+from dulbe_peft.checkpoints.learner_file import LearnerFile
 from dulbe_peft.checkpoints.saving import KNOWN_FILE
 from dulbe_peft.classifiers import answering
 from dulbe_peft.data.known import KnownImages
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
 from dulbe_peft.runs.progress import Timings, read_finished
 from dulbe_peft.runs.results import Results, stream_results
+from dulbe_peft.training.state import Update
 from dulbe_peft.utils.folders import CheckpointError, read_manifest
 from dulbe_peft.utils.records import Fraction, Record, read_record
 from dulbe_peft.utils.tensors import read_tensors

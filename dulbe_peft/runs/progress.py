@@ -3,7 +3,7 @@
 A run's first tasks may be those that its learner had learned before. What was never tested stays empty there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -16,6 +16,7 @@ from dulbe_peft.classifiers import answering
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import Evaluation
+from dulbe_peft.training.state import Update
 from dulbe_peft.utils.folders import CheckpointError, parse_manifest
 from dulbe_peft.utils.records import Count, Fraction, Record, read_record
 
@@ -108,11 +109,11 @@ def known_tasks(learner: ClassIncrementalLearner) -> list[FinishedTask]:
     return [*found, *(FinishedTask(class_names=task) for task in names[len(found) :])]
 
 
-def renamed_classes(updates: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def renamed_classes(updates: Sequence[Update]) -> dict[str, str]:
     """What classes were called once -> what they are called now."""
     found: dict[str, str] = {}
     for update in updates:
-        for old, new in update.get("renamed", {}).items():
+        for old, new in update.renamed.items():
             found = {name: new if now == old else now for name, now in found.items()} | {old: new}
     return found
 

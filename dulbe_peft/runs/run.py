@@ -180,7 +180,7 @@ class Run:
             if not self.own:  # a learner that has nothing to learn is committed as it is, tested again
                 self.learner.estimate()
                 row = self.measure(len(self.finished))
-                if row.classifiers or any(one["after"] == len(self.finished) for one in self.learner.state.updates):
+                if row.classifiers or any(one.after == len(self.finished) for one in self.learner.state.updates):
                     self.finished[-1].row = row
                 self.commit(None)
             for index in range(len(self.finished), len(self)):

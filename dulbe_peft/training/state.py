@@ -48,6 +48,15 @@ class Estimates(Record):
         return {name: Estimate(*found, self.classes) for name, found in self.shares.items()}
 
 
+class Update(Record):
+    """What a learner took in or lost without training, after so many tasks."""
+
+    after: int
+    images: dict[str, int] = {}  # class -> number of its further images, below 0 of those that went
+    forgotten: int | None = None  # the number of the task that lost a class
+    renamed: dict[str, str] = {}  # old name -> new one
+
+
 @dataclass
 class LearnerState:
     """A learner's state. A finished task replaces it as a whole.
@@ -60,9 +69,7 @@ class LearnerState:
         step: how many training steps were made.
         source: `repo_id` and `commit` on the Hub that the learner was loaded from, or None.
         incomplete: the learner was saved without what its strategy needs to learn a further task.
-        updates: what it took in or lost without training: "after", the number of tasks learned by then; "images",
-            class -> number of its further images, below 0 of those that went; "forgotten", the number of the task that
-            lost a class, or None; and where a class was renamed "renamed", {old name: new one}.
+        updates: what it took in or lost without training.
         class_texts: class -> the texts that stand for it in place of the prompt templates.
         graph: SHA-256 of the int8 graph that encodes its images, or None.
         known: which images it has learned and was tested on, by content.
@@ -79,7 +86,7 @@ class LearnerState:
     step: int = 0
     source: dict[str, str] | None = None
     incomplete: bool = False
-    updates: list[dict[str, Any]] = field(default_factory=list)
+    updates: list[Update] = field(default_factory=list)
     class_texts: dict[str, tuple[str, ...]] = field(default_factory=dict)
     graph: str | None = None
     known: KnownImages = field(default_factory=KnownImages)

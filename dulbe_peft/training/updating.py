@@ -19,7 +19,7 @@ from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.strategies import Memory
 from dulbe_peft.strategies.base import NewTask
-from dulbe_peft.training.state import LearnerState
+from dulbe_peft.training.state import LearnerState, Update
 from dulbe_peft.training.trainer import features_and_inputs
 from dulbe_peft.utils.processes import check_same_in_all, raise_in_all
 from dulbe_peft.utils.specs import closest
@@ -64,7 +64,7 @@ def with_more_images(
     if collect and adapter is not None:
         task = NewTask(len(state.tasks), adapter, state.args, state.memory, inputs=inputs)
         memory = strategy.remember(task, inputs)
-    updates = [*state.updates, _update(state.tasks, counts)]
+    updates = [*state.updates, Update(after=len(state.tasks), images=dict(counts))]
     named = images.images.at(slice(None), labels.cpu().numpy(), state.class_names)
     known = state.known.with_learned(named, encoder.way)
     return replace(state, classifiers=classifiers, memory=memory, updates=updates, known=known)
@@ -103,7 +103,7 @@ def merged_states(
     tasks = [tuple(name for name in task if name not in seen) for task in other.tasks]
     tasks = [*state.tasks, *(task for task in tasks if task)]
     further = {name: count for name, count in other.image_counts().items() if name in seen and count}
-    updates = [*state.updates, _update(tasks, further)]
+    updates = [*state.updates, Update(after=len(tasks), images=further)]
     return replace(
         state,
         classifiers=classifiers,
@@ -123,11 +123,10 @@ def without_class(state: LearnerState, name: str) -> LearnerState:
     tasks = [tuple(other for other in task if other != name) for task in state.tasks]
     updates = []
     for update in state.updates:  # a forgotten class leaves no name
-        update = {**update, "images": {other: n for other, n in update["images"].items() if other != name}}
-        if name in update.get("renamed", {}).values():
-            del update["renamed"]
-        updates.append(update)
-    updates.append(_update(tasks, {}, _task_of(state, name)))
+        left = {other: count for other, count in update.images.items() if other != name}
+        renamed = {} if name in update.renamed.values() else update.renamed
+        updates.append(update.model_copy(update={"images": left, "renamed": renamed}))
+    updates.append(Update(after=len(tasks), forgotten=_task_of(state, name)))
     texts = {other: texts for other, texts in state.class_texts.items() if other != name}
     known = state.known.without_class(name)
     return replace(state, classifiers=classifiers, tasks=tasks, updates=updates, class_texts=texts, known=known)
@@ -167,7 +166,7 @@ def without_images(state: LearnerState, encoder: Encoder, images: LabelledImages
     pairs = [(feature, name) for feature, content in zip(features, rows, strict=True) for name in learned[content]]
     classifiers = _changed(state, lambda classifier: [classifier.forget_image(*pair) for pair in pairs])
     gone = Counter(name for _, name in pairs)
-    updates = [*state.updates, _update(state.tasks, {name: -count for name, count in gone.items()})]
+    updates = [*state.updates, Update(after=len(state.tasks), images={name: -count for name, count in gone.items()})]
     known = state.known.without_contents(rows)
     return replace(state, classifiers=classifiers, updates=updates, known=known)
 
@@ -179,13 +178,14 @@ def with_renamed_class(state: LearnerState, encoder: Encoder, old: str, new: str
     if new == old:
         raise ValueError(f"the class {old!r:.100} has this name already")
     joins = new in state.class_names
-    updates = [{**update, "images": _renamed(update["images"], old, new)} for update in state.updates]
+    updates = [one.model_copy(update={"images": _renamed(one.images, old, new)}) for one in state.updates]
+    update = Update(after=len(state.tasks), renamed={old: new})
     if joins:
         texts = {name: texts for name, texts in state.class_texts.items() if name != old}
         counts = state.image_counts()
         joined = {new: counts[old]} if old in counts else {}
         classifiers = _changed(state, lambda classifier: classifier.join_classes(old, new))
-        updates.append(_update(state.tasks, joined, _task_of(state, old)) | {"renamed": {old: new}})
+        update = update.model_copy(update={"images": joined, "forgotten": _task_of(state, old)})
         tasks = [tuple(name for name in task if name != old) for task in state.tasks]
     else:
         texts = {new if name == old else name: texts for name, texts in state.class_texts.items()}
@@ -195,8 +195,7 @@ def with_renamed_class(state: LearnerState, encoder: Encoder, old: str, new: str
             encoder.check_prompts([name for task in tasks for name in task], texts)
             text = encoder.text_embeds([new], texts)[0]
         classifiers = _changed(state, lambda classifier: classifier.rename_class(old, new, text))
-        updates.append(_update(state.tasks, {}) | {"renamed": {old: new}})
-    known = state.known.renamed(old, new)
+    known, updates = state.known.renamed(old, new), [*updates, update]
     return replace(state, classifiers=classifiers, tasks=tasks, updates=updates, class_texts=texts, known=known)
 
 
@@ -206,11 +205,6 @@ def _changed(state: LearnerState, change: Callable[[Classifier], Any]) -> dict[s
     for classifier in made.values():
         change(classifier)
     return made
-
-
-def _update(tasks: Sequence[Any], images: Mapping[str, int], forgotten: int | None = None) -> dict[str, Any]:
-    """An entry of `LearnerState.updates`."""
-    return {"after": len(tasks), "images": dict(images), "forgotten": forgotten}
 
 
 def _learned(state: LearnerState, name: str, what: str) -> str:

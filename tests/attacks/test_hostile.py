@@ -198,7 +198,7 @@ def test_folders_of_a_copy_from_another_system_are_the_same_classes(tmp_path):
     assert learner.class_names == copy_of_it.class_names == (one, "tea") and other in copy_of_it.item_name(0)
     assert learner.evaluate(copy_of_it) == learner.evaluate(task.test) == learner.evaluate(copy_of_it, [one, "tea"])
     learner.update_classes(labelled_images(copy_of_it).select([other]))
-    assert learner.state.updates[-1]["images"] == {one: 2}
+    assert learner.state.updates[-1].images == {one: 2}
     (tmp_path / "names.txt").write_text(f"{one}\tcoffee\ntea\tgreen tea\n", encoding="utf-8")
     assert rename_classes(copy_of_it, tmp_path / "names.txt").class_names == ("coffee", "green tea")
     learner.forget_class(other)

@@ -156,7 +156,7 @@ def test_two_teams_are_one(base, images, tmp_path):
     before = paris.classifier.state_dict()
     found = berlin.merge(paris)
     assert found is berlin and found.tasks == whole.tasks
-    assert found.state.updates[-1]["images"] == {names[2]: 6}
+    assert found.state.updates[-1].images == {names[2]: 6}
     assert all((before[key] == value).all() for key, value in paris.classifier.state_dict().items())
     expected = scores(whole, test)
     for name, given in scores(found, test).items():

@@ -17,6 +17,7 @@ from dulbe_peft.encoders.loading import unit_image_embeds
 from dulbe_peft.report import write_report
 from dulbe_peft.subspaces.inputs import collect_statistics
 from dulbe_peft.subspaces.occupation import OccupationStatistics
+from dulbe_peft.training.state import Update
 
 FROZEN = ["--strategy", "frozen", "--classifiers", "bridge,prototype", "--device", "cpu", "--no-progress"]
 MACHINE = ["--device", "cpu", "--no-progress"]
@@ -297,17 +298,17 @@ def test_a_learner_notes_what_it_took_in_and_lost(base, digits, tmp_path):
     learner.learn_task(class_incremental_tasks(digits[0], increment=2)[2].train)
     learner.update_classes(labelled_images(digits[1]).select(("one",)))
     expected = [
-        {"after": 2, "images": {"one": 6, "three": 6}, "forgotten": None},
-        {"after": 3, "images": {"one": 6}, "forgotten": None},
+        Update(after=2, images={"one": 6, "three": 6}),
+        Update(after=3, images={"one": 6}),
     ]
     learner.save_pretrained(tmp_path / "saved")
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "saved")
     assert loaded.state.updates == learner.state.updates == expected
     loaded.forget_class("one")
     assert loaded.state.updates == [
-        {"after": 2, "images": {"three": 6}, "forgotten": None},
-        {"after": 3, "images": {}, "forgotten": None},
-        {"after": 3, "images": {}, "forgotten": 1},
+        Update(after=2, images={"three": 6}),
+        Update(after=3),
+        Update(after=3, forgotten=1),
     ]
     loaded.save_pretrained(tmp_path / "less")
     assert '"one"' not in (tmp_path / "less" / "learner.json").read_text(), "a forgotten class leaves no name"
