@@ -5,12 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import re
-import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.comparison.summary import FEW
 
 Row = dict[str, str]
@@ -63,13 +61,13 @@ def edges(results: Path, counts: str) -> list[list[str]]:
     return [["names, images a class", *map(short, columns), "furthest behind the best of a stream"], *lines]
 
 
-def trained(results: Path, file: str, classifiers: str, without: str = "") -> list[list[str]]:
-    """One line a stream and method, but those whose name ends so: A_last, and what training adds, see `marked`."""
+def trained(results: Path, file: str, classifiers: str, streams: str = "", without: str = "") -> list[list[str]]:
+    """One line a stream and method, but those whose name ends so: A_last, and what training adds, see `gained`."""
     rows, columns = compared(results, file), classifiers.split(",")
     lines = [
         [f"{stream}: {named(method)}", *(gained(rows.get((stream, method, name))) for name in columns)]
         for stream, method in dict.fromkeys(key[:2] for key in rows)
-        if not (without and method.endswith(without))
+        if not (without and method.endswith(without)) and (not streams or stream in streams.split(";"))
     ]
     return [["", *map(short, columns)], *lines]
 
@@ -87,26 +85,6 @@ def family(results: Path, file: str, stream: str, classifiers: str) -> list[list
         lines.append([named(method), *(gained(row, interval=False) for row in each), known, trainable])
     shown = [any(line[place] for line in lines) for place in range(len(head))]
     return [[cell for cell, full in zip(line, shown, strict=True) if full] for line in (head, *lines)]
-
-
-def own(results: Path, file: str, stream: str) -> list[list[str]]:
-    """A_last of the classifiers that methods bring along."""
-    rows = compared(results, file)
-    found = {name: percent(row["last"]) for (each, _, name), row in rows.items() if each == stream}
-    names = [name for name in found if name in CLASSIFIERS and CLASSIFIERS[name].belongs_to]
-    return [names, [found[name] for name in names]]
-
-
-def ablation(results: Path, files: str) -> list[list[str]]:
-    """One line a row of the ablations with `bridge`: A_last and the interval of its difference to the reference."""
-    lines = []
-    for file in files.split(","):
-        rows = compared(results, f"ablations/{file}", drift="none")
-        for (_, method, classifier), row in rows.items():
-            if classifier.startswith("bridge"):
-                name = classifier.replace("bridge:", "") if method == "dulbe" else method
-                lines.append([name, written(row, "last_low", "last_high", percent(row["last"]))])
-    return [["setting", "bridge"], *lines]
 
 
 def costs(results: Path, kinds: str) -> list[list[str]]:
@@ -138,22 +116,24 @@ def exports(results: Path) -> list[list[str]]:
     return [["", *columns], *([what, *(row.get(each, "") for each in columns)] for what, row in found.items())]
 
 
-def beside(results: Path, folder: str, figures: str) -> list[list[str]]:
+def beside(results: Path, folder: str, figures: str, counts: str = "") -> list[list[str]]:
     """One line a stream and number of images, one column a figure, as the mean over its draws."""
     found: dict[tuple[str, ...], dict[str, float]] = {}
     for parts, values in figures_of(results, folder, r"(.+), (\S+) images a class, (.+): (.+)"):
-        found.setdefault((parts[2], parts[1]), {})[parts[3]] = values[0]
+        if not counts or parts[1] in counts.split(","):
+            found.setdefault((parts[2], parts[1]), {})[parts[3]] = values[0]
     columns = figures.split(";")
     cells = [[f"{row[name]:.1f}" if name in row else "" for name in columns] for row in found.values()]
     return [["data", "images a class", *columns], *([*key, *row] for key, row in zip(found, cells, strict=True))]
 
 
-def estimates(results: Path) -> list[list[str]]:
+def estimates(results: Path, classifiers: str, counts: str) -> list[list[str]]:
     """One line a stream and number of images, one column a classifier: the test, and the estimate beside it."""
     found: dict[tuple[str, ...], dict[str, dict[str, float]]] = {}
     for parts, values in figures_of(results, "estimates", r"(.+), (\S+) images a class, (.+): (.+)"):
-        found.setdefault((parts[2], parts[1]), {}).setdefault(short(parts[0]), {})[parts[3]] = values[0]
-    columns = list(dict.fromkeys(name for row in found.values() for name in row))
+        if parts[1] in counts.split(","):
+            found.setdefault((parts[2], parts[1]), {}).setdefault(short(parts[0]), {})[parts[3]] = values[0]
+    columns = classifiers.split(",")
     cells = [[f"{row[name]['test']:.1f} / {row[name]['estimate']:.1f}" for name in columns] for row in found.values()]
     head = ["data", "images a class", *(f"`{name}`" for name in columns)]
     return [head, *([*key, *row] for key, row in zip(found, cells, strict=True))]
@@ -184,22 +164,6 @@ def suggest(results: Path, labels: str) -> list[list[str]]:
     return [["stream", "labels a class", *next(iter(found.values()))], *lines]
 
 
-def views(results: Path) -> list[list[str]]:
-    """One line a stream and kind of view: what it adds as a mean and as rows, over all its other figures."""
-    found: dict[tuple[str, str], dict[str, list[float]]] = {}
-    plain: dict[tuple[str, ...], float] = {}
-    for parts, values in figures_of(
-        results, "augmentation", r"(.+ images a class), (.+), augment (\w+), (.+): A_last"
-    ):
-        if parts[2] == "none":
-            plain[parts[:2]] = values[0]
-        else:
-            gained = found.setdefault((parts[1], parts[2]), {}).setdefault(parts[3], [])
-            gained.append(values[0] - plain[parts[:2]])
-    cells = [[f"{statistics.fmean(row[form]):+.1f}" for form in ("mean", "rows")] for row in found.values()]
-    return [["data", "view", "mean", "rows"], *([*key, *row] for key, row in zip(found, cells, strict=True))]
-
-
 def figures_of(results: Path, folder: str, pattern: str) -> Iterator[tuple[tuple[str, ...], list[float]]]:
     """The parts of each figure's name in a folder, with its mean and the value of every draw."""
     for path in sorted((results / folder).glob("*.json")):
@@ -210,11 +174,10 @@ def figures_of(results: Path, folder: str, pattern: str) -> Iterator[tuple[tuple
             yield found.groups(), [row["value"], *row["each"]]
 
 
-def compared(results: Path, file: str, drift: str = "linear") -> dict[tuple[str, str, str], Row]:
-    """(stream, method, classifier) -> the row of a comparison; the one with this drift, where there are two."""
-    path = results / (f"{file}.csv" if "/" in file else f"comparisons/{file}.csv")
-    with path.open(newline="", encoding="utf-8") as lines:
-        rows = sorted(csv.DictReader(lines), key=lambda row: row["drift"] == drift)
+def compared(results: Path, file: str) -> dict[tuple[str, str, str], Row]:
+    """(stream, method, classifier) -> the row of a comparison; the one whose drift is linear, where there are two."""
+    with (results / f"comparisons/{file}.csv").open(newline="", encoding="utf-8") as lines:
+        rows = sorted(csv.DictReader(lines), key=lambda row: row["drift"] == "linear")
     return {(row["stream"], row["method"], short(row["classifier"])): row for row in rows}
 
 
@@ -232,27 +195,17 @@ def short(classifier: str) -> str:
 
 
 def gained(row: Row | None, interval: bool = True) -> str:
+    """A_last, and the interval or mean of what training adds: bold where clearly above zero, in italics where below."""
     if row is None:  # not measured
         return ""
     figure = percent(row["last"])
     if row["method"] == "frozen" or not row["gain"]:
         return figure
-    if interval:
-        return written(row, "gain_low", "gain_high", figure)
-    return marked(f"{figure} ({signed(row['gain'])})", row, "gain_low", "gain_high")
-
-
-def written(row: Row, low: str, high: str, figure: str) -> str:
-    if not row[low]:
-        return figure
-    return marked(f"{figure} ({signed(row[low])} to {signed(row[high])})", row, low, high)
-
-
-def marked(text: str, row: Row, low: str, high: str) -> str:
-    """Bold where the interval is above zero, in italics where it is below; with two seeds or fewer, a sign says so."""
-    if int(row["seeds"]) <= FEW:
+    added = f"{signed(row['gain_low'])} to {signed(row['gain_high'])}" if interval else signed(row["gain"])
+    text = f"{figure} ({added})"
+    if int(row["seeds"]) <= FEW:  # too few for an interval: a sign says so
         return f"{text} †"
-    return f"**{text}**" if float(row[low]) > 0 else f"*{text}*" if float(row[high]) < 0 else text
+    return f"**{text}**" if float(row["gain_low"]) > 0 else f"*{text}*" if float(row["gain_high"]) < 0 else text
 
 
 def percent(share: str) -> str:
@@ -269,5 +222,5 @@ def best_bold(figures: list[float], best: Callable[..., float]) -> list[str]:
     return [f"**{text}**" if float(text) == best(map(float, texts)) else text for text in texts]
 
 
-_TABLES = (frozen, edges, trained, family, own, ablation, costs, exports, beside, estimates, order, suggest, views)
+_TABLES = (frozen, edges, trained, family, costs, exports, beside, estimates, order, suggest)
 TABLES: dict[str, Any] = {table.__name__: table for table in _TABLES}
