@@ -195,7 +195,7 @@ def short(classifier: str) -> str:
 
 
 def gained(row: Row | None, interval: bool = True) -> str:
-    """A_last, and the interval or mean of what training adds: bold where clearly above zero, in italics where below."""
+    """A_last, and interval or mean of what training adds: bold where clearly above zero, in italics where below."""
     if row is None:  # not measured
         return ""
     figure = percent(row["last"])
