@@ -310,7 +310,7 @@ class ClassIncrementalLearner(StateHolder):
         classes it is, and has none with one image. A class of two images is judged by one, which says too little.
 
         Returns:
-            Classifier -> [`Estimate`]: `share`, `low` and `high` in [0, 1], each class alike. A classifier that has no
+            Classifier -> `Estimate`: `share`, `low` and `high` in [0, 1], each class alike. A classifier that has no
             closed form of leaving an image out is not among them, and none is where the model itself is trained: it
             has seen the images.
 
