@@ -99,23 +99,6 @@ def costs(results: Path, kinds: str) -> list[list[str]]:
     return [["", *columns], *([name, *(row.get(kind, "") for kind in columns)] for name, row in found.items())]
 
 
-def exports(results: Path) -> list[list[str]]:
-    """One line a figure of `benchmarks.deployment`, one column a learner."""
-    columns, found = [], dict[str, dict[str, str]]()
-    for path in sorted(results.glob("deployment*.json"), key=lambda path: len(path.name)):
-        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        learner = rows[0]["what"].partition(", ")[2]
-        columns.append(learner)
-        for row in rows:
-            figure = (
-                f"{row['value']:.3g} {row['unit']}".strip()
-                if "value" in row
-                else f"{row['ratio']['cpu']['median']:.2f}"
-            )
-            found.setdefault(row["what"].replace(f", {learner}", ""), {})[learner] = figure
-    return [["", *columns], *([what, *(row.get(each, "") for each in columns)] for what, row in found.items())]
-
-
 def beside(results: Path, folder: str, figures: str, counts: str = "") -> list[list[str]]:
     """One line a stream and number of images, one column a figure, as the mean over its draws."""
     found: dict[tuple[str, ...], dict[str, float]] = {}
@@ -222,5 +205,5 @@ def best_bold(figures: list[float], best: Callable[..., float]) -> list[str]:
     return [f"**{text}**" if float(text) == best(map(float, texts)) else text for text in texts]
 
 
-_TABLES = (frozen, edges, trained, family, costs, exports, beside, estimates, order, suggest)
+_TABLES = (frozen, edges, trained, family, costs, beside, estimates, order, suggest)
 TABLES: dict[str, Any] = {table.__name__: table for table in _TABLES}
