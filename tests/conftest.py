@@ -15,6 +15,7 @@ atexit.register(shutil.rmtree, STORES, ignore_errors=True)
 os.environ["DULBE_PEFT_STORE"] = os.path.join(STORES, "features.sqlite")
 
 from collections.abc import Callable
+from functools import cache, wraps
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,26 @@ import torch
 from PIL import Image
 from transformers import CLIPConfig, CLIPModel
 
+from dulbe_peft.utils import templates
+from dulbe_peft.utils.when_imported import when_imported
+
+
+def _leave_charts_empty():
+    """A chart is an empty picture where no test takes `drawn`: to draw two takes as long as a short run."""
+    from matplotlib.figure import Figure
+
+    draw = Figure.savefig
+
+    @wraps(draw)
+    def savefig(figure, *args, **options):
+        figure.clear()
+        draw(figure, *args, **options)
+
+    Figure.savefig = savefig
+
+
+templates.environment = cache(templates.environment)  # a process that writes many pages compiles each template once
+when_imported("matplotlib", _leave_charts_empty)
 os.fsync = lambda _: None  # nothing here outlives the machine, and the disk takes longer than the tests
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes what it starts in the background ignore it
 
@@ -33,6 +54,16 @@ def _deterministic(monkeypatch):
     monkeypatch.setenv("DULBE_PEFT_STORE", os.path.join(STORES, uuid.uuid4().hex))
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """Charts are drawn, from here to the end of the module."""
+    from matplotlib.figure import Figure
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", Figure.savefig.__wrapped__)
+        yield
 
 
 @pytest.fixture
@@ -58,6 +89,14 @@ def base():
     from dulbe_peft.demo import demo_model_folder
 
     return load_clip(demo_model_folder())
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """The folder of a tiny CLIP with random weights, for commands whose answers need not be right."""
+    from tiny_encoders import save_encoder
+
+    return save_encoder("clip", tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture(scope="session")

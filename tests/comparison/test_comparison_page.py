@@ -125,7 +125,7 @@ def test_nothing_finished_is_a_page_too(tmp_path):
     assert "Nothing is finished yet" in page.text and "<svg" not in page.source
 
 
-def test_a_name_is_only_a_text(tmp_path):
+def test_a_name_is_only_a_text(drawn, tmp_path):
     names = ("<script>alert(1)</script>", '50% $x_{1}$ & "c" 数')
     write_into(made_comparison(names, method="_<b>$\\frac$", classifier="<i>&amp;"), tmp_path)
     page = Page(write_comparison_page(tmp_path, latex=tmp_path / "t.tex"))

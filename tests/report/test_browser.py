@@ -48,7 +48,7 @@ CONTRASTS = """() => {
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory):
+def pages(drawn, tmp_path_factory):
     """The report of a run, that of two runs, and that of a comparison."""
     torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("reports")

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from dulbe_peft.metrics.evaluation import ImageResult
-from dulbe_peft.report import format_summary, plot_matrix, plot_results, read_run
+from dulbe_peft.report import format_summary, plot_matrix, plot_results, read_run, write_figures
 from dulbe_peft.report.class_map import plane
 from dulbe_peft.report.html import percent
 from dulbe_peft.report.pictures import EXAMPLES, OF_A_CLASS, SIDE, choose_examples, thumbnail, write_examples
@@ -215,13 +215,22 @@ def test_the_next_step_is_the_most_useful_one(finished_run):
     assert "Look at crab and lobster: 8 of 8" in found[1][0]
 
 
-def test_pictures_of_a_page_take_its_colours(finished_run):
+def test_pictures_of_a_page_take_its_colours(finished_run, drawn):
     results = json.loads((finished_run / "results.json").read_text())
     svg = inline_svg(accuracy_figure(results), "x")
     assert svg.startswith("<svg") and "var(--series-3)" in svg and "currentColor" in svg
     assert not [colour for colour in SERIES if colour in svg] and "<script" not in svg
     assert svg == inline_svg(accuracy_figure(results), "x"), "the same results give the same picture"
     assert accuracy_figure(results).axes[0].get_ylim() == (0, 100), "no axis is cut"
-    for plot in (plot_results, plot_matrix):
+
+
+def test_pictures_in_files_are_drawn(finished_run, tmp_path, drawn):
+    results = json.loads((finished_run / "results.json").read_text())
+    for number, plot in enumerate((plot_results, plot_matrix)):
+        plot(results, tmp_path / f"{number}.png")
+        with Image.open(tmp_path / f"{number}.png") as picture:
+            assert min(picture.size) > 400 and len(picture.getcolors(10**6)) > 100
         with pytest.raises(ValueError, match="no test data"):
-            plot({"class_names": [["a"]]}, "x.png")
+            plot({"class_names": [["a"]]}, tmp_path / "x.png")
+    files = [path for path in write_figures(finished_run, tmp_path) if path.suffix == ".png"]
+    assert files and all(len(Image.open(path).getcolors(10**6)) > 20 for path in files)
