@@ -1,6 +1,7 @@
 """Quick settings, a learner over the demo model, tasks from folders of digits, and what a command is called with."""
 
 import copy
+import shutil
 
 import torch
 from peft import get_peft_model
@@ -33,6 +34,18 @@ def tasks_of(root, order=None):
     """Tasks of two classes each; `order` holds names or numbers of the classes, None is that of the names."""
     order = None if order is None else list(order)
     return class_incremental_tasks(load_data(root, "train"), load_data(root, "test"), increment=2, class_order=order)
+
+
+def some(photos, folder, names, first=0, last=9, called=None):
+    """A folder with some classes of `photos`, whose training images are those from `first` to before `last`."""
+    for split in ("train", "test"):
+        for name in names:
+            target = folder / split / (called or {}).get(name, name)
+            for file in sorted((photos / split / name).iterdir()):
+                if split == "test" or first <= int(file.stem) < last:
+                    target.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(file, target)
+    return folder
 
 
 def parse(argv):

@@ -183,9 +183,7 @@ def test_every_field_is_a_flag_and_yaml_takes_what_flags_take(tmp_path):
     [
         ("", "dulbe-peft: Missing command.  dulbe-peft --help"),
         ("predcit", "dulbe-peft: No such command 'predcit'. Did you mean 'predict'?"),
-        ("run", "--model is required"),
         ("run --epoch 1", "No such option '--epoch'. (Did you mean one of: '--epochs'"),
-        ("run --epochs 0", "Invalid value for '--epochs': epochs must be at least 1, got '0'"),
         ("run --model m --data d --output o --images-per-class 2,x", "must be like 8, or 2,32, or longtail:32"),
         ("run --model demo --data gone/photos --output y", "gone/photos does not exist; a dataset"),
         ("run --model /no/such/model --dry-run", "'/no/such/model' does not exist"),
@@ -204,7 +202,6 @@ def test_every_field_is_a_flag_and_yaml_takes_what_flags_take(tmp_path):
         ("run --config 'epoch: 3'", "unknown setting 'epoch'; did you mean 'epochs'?"),
         ("run --config '- 1'", "must hold names and values"),
         ("run --config 'a: ['", "is not YAML"),
-        ("evaluate gone --data x", "'gone' is no folder here"),
         ("evaluate x", "dulbe-peft evaluate: Missing option '--data'"),
     ],
 )
@@ -303,21 +300,6 @@ def test_the_rest_of_the_help(capsys):
         assert "--" + name.replace("_", "-") in said[1]
     assert main(["help"]) == 0 and main(["help", "compare"]) == 0
     assert capsys.readouterr().out.count("YAML file that says what to compare") == 1
-
-
-def test_answers_that_need_no_model_import_none():
-    wrong = [["predcit"], ["run"], ["run", "--model"]]
-    answers = [["--help"], ["--version"], *wrong, *([name, "--help"] for name in COMMANDS)]
-    heavy = {"torch", "peft", "transformers", "pydantic", "numpy", "sklearn"}
-    code = f"""
-import sys
-from dulbe_peft.commands.main import main
-for argv in {answers!r}:
-    main(argv)
-    assert not set(sys.modules) & {heavy!r}, argv
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_run_and_report_name_the_same_classifier_by_the_estimate_and_never_by_the_test_images(own_run, capsys):

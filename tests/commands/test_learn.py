@@ -7,13 +7,13 @@ import pytest
 import torch
 import write_saved
 from lives import content, differences, everything, images_of, tiny_learner
-from small_runs import learner_of
+from small_runs import learner_of, some
 
 from dulbe_peft import ClassIncrementalLearner, class_incremental_tasks, load_data
 from dulbe_peft.commands.main import main
 from dulbe_peft.data.images import labelled_images
-from dulbe_peft.demo import DIGITS, demo_model_folder
-from dulbe_peft.encoders.loading import unit_image_embeds
+from dulbe_peft.demo import DIGITS
+from dulbe_peft.encoders.loading import load_dual_encoder, unit_image_embeds
 from dulbe_peft.report import write_report
 from dulbe_peft.subspaces.inputs import collect_statistics
 from dulbe_peft.subspaces.occupation import OccupationStatistics
@@ -29,23 +29,12 @@ def photos(digit_folders):
     return digit_folders(6, 4, 2)
 
 
-def some(photos, folder, classes, first=0, last=9):
-    """A folder with some classes, and of the training images those from `first` to before `last`."""
-    for split in ("train", "test"):
-        for name in classes:
-            for file in sorted((photos / split / name).iterdir()):
-                if split == "test" or first <= int(file.stem) < last:
-                    (folder / split / name).mkdir(parents=True, exist_ok=True)
-                    shutil.copy(file, folder / split / name)
-    return folder
-
-
 @pytest.fixture(scope="module")
-def june(photos, tmp_path_factory):
+def june(photos, tiny_model, tmp_path_factory):
     """A run over zero to three, learned from all but the last image of each, and its data."""
     root = tmp_path_factory.mktemp("june")
     data = some(photos, root / "photos", DIGITS[:4], 0, 3)
-    command = ["run", "--model", str(demo_model_folder()), "--data", str(data), "--output", str(root / "run")]
+    command = ["run", "--model", str(tiny_model), "--data", str(data), "--output", str(root / "run")]
     assert main([*command, "--increment", "2", *FROZEN]) == 0
     return root
 
@@ -177,10 +166,10 @@ def test_names_that_contradict_the_dataset():
         tiny_learner().learn_task(Named(images_of(0, 1)), ["zero", "one"])
 
 
-def test_classes_that_are_added_to_a_run_s_own_data_become_new_tasks(photos, june, tmp_path, capsys):
+def test_classes_that_are_added_to_a_run_s_own_data_become_new_tasks(photos, june, tiny_model, tmp_path, capsys):
     """five comes before one in the order of names, and yet after it in the run."""
     root = shutil.copytree(june, tmp_path / "june")
-    command = ["run", "--model", str(demo_model_folder()), "--data", str(root / "photos"), *FROZEN]
+    command = ["run", "--model", str(tiny_model), "--data", str(root / "photos"), *FROZEN]
     command += ["--output", str(root / "run")]
     some(photos, root / "photos", ["five"])
     for classes in (["five"], ["five", "four"]):
@@ -199,10 +188,10 @@ def test_classes_that_are_added_to_a_run_s_own_data_become_new_tasks(photos, jun
     assert results_of(root / "run")["class_names"] == [*tasks[:2], ["five", "four"]]
 
 
-def test_outputs_that_would_harm_a_learner_or_the_data_are_refused(june, photos, tmp_path, capsys):
+def test_outputs_that_would_harm_a_learner_or_the_data_are_refused(june, photos, tiny_model, tmp_path, capsys):
     before = content(june)
     july = some(photos, tmp_path / "july", ["four"], 0)
-    first, second, model = str(june / "run" / "task-001"), str(june / "run" / "task-002"), str(demo_model_folder())
+    first, second, model = str(june / "run" / "task-001"), str(june / "run" / "task-002"), str(tiny_model)
     for command in (
         ["forget", second, "one", "--output", first],
         ["forget", str(june / "run"), "one", "--output", second],
@@ -221,6 +210,11 @@ def test_outputs_that_would_harm_a_learner_or_the_data_are_refused(june, photos,
 
 
 QUICK = {"batch_size": 8, "prompt_template": "the digit {}."}
+
+
+@pytest.fixture(scope="module")
+def base(tiny_model):
+    return load_dual_encoder(tiny_model)
 
 
 @pytest.fixture(scope="module")

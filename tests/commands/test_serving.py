@@ -144,7 +144,7 @@ def test_no_address_is_not_the_whole_network(folder):
         make_server(ClassIncrementalLearner.from_pretrained(folder), "", 0)
 
 
-LARGE = {"classes": ["x" * 2**20] * 32}  # more than the buffers of a connection take
+LARGE = {"classes": ["x" * 2**20] * 16}  # more than the buffers of a connection take
 
 
 @pytest.mark.parametrize("path", ["/facts", "/learner.zip", "/predict", "/teach", "/undo"])

@@ -36,12 +36,13 @@ def write(path, content):
 
 
 @pytest.fixture(scope="module")
-def content(digit_folders):
-    """Four digits in two tasks, with and without training, two seeds."""
+def content(digit_folders, tiny_model):
+    """Four digits in two tasks, with and without training, two seeds, on a tiny model."""
     quick = {"increment": 2, "epochs": 1, "batch_size": 4, "support_rank": 8, "residual_rank": 2, "device": "cpu"}
     root = str(digit_folders(4, 6, 3))
+    data = {"data": root, "retention": root, "retention_scales": [0.5]}
     return {
-        "streams": {"digits": {"model": "demo", "data": root, "retention": root, "retention_scales": [0.5], **quick}},
+        "streams": {"digits": {"model": str(tiny_model), **data, **quick}},
         "methods": {
             "frozen": {"strategy": "frozen"},
             "LoRA": {"strategy": "lora", "choose": {"learning_rate": ["1e-4", 0.1]}},

@@ -15,7 +15,7 @@ import pytest
 import torch
 from small_runs import QUICK, learner_of, tasks_of
 
-from dulbe_peft import ClassIncrementalLearner, Featurizer, ImageFolder, LearnerArguments, load_data
+from dulbe_peft import ClassIncrementalLearner, ImageFolder, LearnerArguments, load_data
 from dulbe_peft.commands.main import main
 from dulbe_peft.data.store import FeatureStore, store_path
 from dulbe_peft.metrics.features import learn_from_features, read_features
@@ -113,27 +113,6 @@ def test_tables_of_other_programs(root, table, tmp_path, capsys):
     assert found.class_names == ("0", "1", "2", "3", "4") and len(set(found.contents())) == 40
 
 
-def test_many_images_through_batches_and_a_table(root, tmp_path):
-    """What the docs show with Ray Data, with the same function of batches."""
-    images = ImageFolder(root, "train")
-    batches = [range(start, min(start + 16, len(images))) for start in range(0, len(images), 16)]
-    featurize = Featurizer("demo", {"device": "cpu"})
-    (tmp_path / "table").mkdir()
-    for number, rows in enumerate(batches):
-        batch = featurize({"image": [images.item_name(row) for row in rows]})
-        content = {
-            "label": [images.class_names[images.labels[row]] for row in rows],
-            "embedding": list(batch["embedding"]),
-        }
-        parquet.write_table(pyarrow.table(content), tmp_path / "table" / f"{number}.parquet")
-    found = load_data(tmp_path / "table")
-    learner = ClassIncrementalLearner.from_pretrained
-    call("run", *FROZEN, "--data", tmp_path / "table", "--output", tmp_path / "run")
-    call("run", *FROZEN, "--data", root / "train", "--output", tmp_path / "images")
-    one, other = (learner(tmp_path / name, machine={"progress": False}) for name in ("run", "images"))
-    assert len(found) == 40 and one.evaluate(images)["accuracy"] == other.evaluate(images)["accuracy"]
-
-
 def test_an_unreadable_image_is_left_out_and_named(root, tmp_path, capsys):
     data = tmp_path / "photos"
     shutil.copytree(root / "train", data)
@@ -144,91 +123,71 @@ def test_an_unreadable_image_is_left_out_and_named(root, tmp_path, capsys):
     assert len(load_data(tmp_path / "f.parquet")) == 39
 
 
-def test_features_of_others_are_refused(root, table, tmp_path, base, capsys):
-    features, (clip, processor) = load_data(table, "train"), base
-    args = LearnerArguments(**QUICK, image_resize="squash")
-    with pytest.raises(ValueError, match="not by this model as it is: image_processor differ"):
-        ClassIncrementalLearner(clip, processor, args=args, strategy="frozen").learn_task(features)
-    call("run", "--model", "demo", "--strategy", "dulbe", "--data", table, "--output", tmp_path / "run", expected=2)
-    assert "this one has an adapter" in capsys.readouterr().err
-    rows = parquet.read_table(table)
-    bad = {
-        "cut": lambda file: file.write_bytes(table.read_bytes()[:2000]),
-        "width": lambda file: parquet.write_table(
-            pyarrow.table({"label": ["a", "b"], "embedding": [[1.0, 0.0], [0.0, 1.0]]}), file
-        ),
-        "zero": lambda file: parquet.write_table(
-            pyarrow.table({"label": ["a", "b"], "embedding": [[1.0, 0.0], [0.0, 0.0]]}), file
-        ),
-        "label": lambda file: parquet.write_table(
-            pyarrow.table({"label": [0.5, 1.0], "embedding": [[1.0, 0.0], [0.0, 1.0]]}), file
-        ),
-        "ragged": lambda file: parquet.write_table(
-            pyarrow.table({"label": ["a", "b"], "embedding": [[1.0, 0.0], [0.0, 1.0, 0.0]]}), file
-        ),
-    }
-    for name, words in {
-        "cut": "is damaged, or no parquet file",
-        "width": "has embeddings of width 2, the model's have 64",
-        "zero": "the embedding of row 1 of .* is zero, NaN or infinite",
-        "label": "has the label 0.5: labels are texts, or whole numbers",
-        "ragged": "has embeddings of several widths",
-    }.items():
-        bad[name](tmp_path / f"{name}.parquet")
-        with pytest.raises(ValueError, match=words):
-            data = load_data(tmp_path / f"{name}.parquet")
-            ClassIncrementalLearner(clip, processor, args=LearnerArguments(**QUICK), strategy="frozen").learn_task(
-                data
-            )
-    with pytest.raises(FileNotFoundError, match=r"no split 'val'; its splits are \['train', 'test'\]"):
-        load_data(table, "val")
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "features.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"features of release 0.2.0: write a table with"):
-        load_data(tmp_path / "old")
-    assert rows.num_rows == 52
-
-
 def written(file, **columns):
     file.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(pyarrow.table(columns), file)
     return file
 
 
-def test_a_table_that_would_be_read_wrongly_is_refused(table, tmp_path, capsys):
-    unit, labels = [[1.0, 0.0], [0.0, 1.0]], ["a", "b"]
-    bad = {
-        "embeddings of several widths": {"label": labels, "embedding": [[1.0, 2.0, 3.0], [4.0]]},
-        "the content 'caption'": {"label": labels, "embedding": unit, "content": ["caption", None]},
-        "the content '0000'": {"label": labels, "embedding": unit, "content": ["0000", "0001"]},
-        "the content b'": {"label": labels, "embedding": unit, "content": [b"0", b"1"]},
-        "the label None": {"label": ["a", None], "embedding": unit},
-    }
-    for number, (words, columns) in enumerate(bad.items()):
-        with pytest.raises(ValueError, match=words):
-            load_data(written(tmp_path / f"{number}.parquet", **columns))
-    written(tmp_path / "cut" / "a.parquet", label=labels, embedding=unit)
-    (tmp_path / "cut" / "b.parquet").write_bytes(b"")
-    with pytest.raises(ValueError, match="b.parquet is damaged"):
-        load_data(tmp_path / "cut")
-    written(tmp_path / "two" / "a.parquet", label=labels, embedding=unit)
-    written(tmp_path / "two" / "b.parquet", class_=labels, embedding=unit)
-    with pytest.raises(ValueError, match="b.parquet has the columns .* no 'label'"):
-        load_data(tmp_path / "two")
-    for name, names in (("a", ["cat", "dog"]), ("b", ["dog", "cat"])):
-        hints = {"info": {"features": {"label": {"names": names}}}}
-        rows = pyarrow.table({"label": [0, 1], "embedding": unit})
-        (tmp_path / "names").mkdir(exist_ok=True)
-        rows = rows.replace_schema_metadata({"huggingface": json.dumps(hints)})
-        parquet.write_table(rows, tmp_path / "names" / f"{name}.parquet")
-    with pytest.raises(ValueError, match="name the classes of their labels in different ways"):
-        load_data(tmp_path / "names")
+UNIT, LABELS = [[1.0, 0.0], [0.0, 1.0]], ["a", "b"]
+
+
+def test_features_of_others_are_refused(root, table, tmp_path, base, capsys):
+    args = LearnerArguments(**QUICK, image_resize="squash")
+    with pytest.raises(ValueError, match="not by this model as it is: image_processor differ"):
+        ClassIncrementalLearner(*base, args=args, strategy="frozen").learn_task(load_data(table, "train"))
+    with pytest.raises(ValueError, match="has embeddings of width 2, the model's have 64"):
+        learner_of(base, "frozen").learn_task(load_data(written(tmp_path / "2.parquet", label=LABELS, embedding=UNIT)))
+    call("run", "--model", "demo", "--strategy", "dulbe", "--data", table, "--output", tmp_path / "run", expected=2)
+    assert "this one has an adapter" in capsys.readouterr().err
+    with pytest.raises(FileNotFoundError, match=r"no split 'val'; its splits are \['train', 'test'\]"):
+        load_data(table, "val")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "features.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"features of release 0.2.0: write a table with"):
+        load_data(tmp_path / "old")
     words = ["features", "--model", "demo", "--device", "cpu", "--data", table, "--engine", "local", "--jobs", 1]
     call(*words, expected=2)
     assert "is a table of features already" in capsys.readouterr().err
     call("check", table, "--page", tmp_path / "page.html", expected=2)
     assert "has no pictures for --page" in capsys.readouterr().err
     assert FeatureStore(store_path()).facts()[0] == 0, "features of another model would be found in the store"
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"embedding": [[1.0, 0.0], [0.0, 0.0]]}, "the embedding of row 1 of .* is zero, NaN or infinite"),
+        ({"embedding": [[1.0, 2.0, 3.0], [4.0]]}, "has embeddings of several widths"),
+        ({"label": [0.5, 1.0]}, "has the label 0.5: labels are texts, or whole numbers"),
+        ({"label": ["a", None]}, "the label None"),
+        ({"content": ["caption", None]}, "the content 'caption'"),
+        ({"content": ["0000", "0001"]}, "the content '0000'"),
+        ({"content": [b"0", b"1"]}, "the content b'"),
+    ],
+)
+def test_a_table_that_would_be_read_wrongly_is_refused(tmp_path, columns, words):
+    with pytest.raises(ValueError, match=words):
+        load_data(written(tmp_path / "t.parquet", **{"label": LABELS, "embedding": UNIT} | columns))
+
+
+def test_parts_that_do_not_fit_together_are_refused(tmp_path):
+    for name in ("cut", "two"):
+        written(tmp_path / name / "a.parquet", label=LABELS, embedding=UNIT)
+    (tmp_path / "cut" / "b.parquet").write_bytes((tmp_path / "cut" / "a.parquet").read_bytes()[:200])
+    written(tmp_path / "two" / "b.parquet", class_=LABELS, embedding=UNIT)
+    for name, names in (("a", ["cat", "dog"]), ("b", ["dog", "cat"])):
+        hints = {"huggingface": json.dumps({"info": {"features": {"label": {"names": names}}}})}
+        rows = pyarrow.table({"label": [0, 1], "embedding": UNIT}).replace_schema_metadata(hints)
+        (tmp_path / "names").mkdir(exist_ok=True)
+        parquet.write_table(rows, tmp_path / "names" / f"{name}.parquet")
+    for name, words in (
+        ("cut", "b.parquet is damaged, or no parquet file"),
+        ("two", "b.parquet has the columns .* no 'label'"),
+        ("names", "name the classes of their labels in different ways"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            load_data(tmp_path / name)
 
 
 def test_the_content_of_a_row_does_not_depend_on_other_rows(tmp_path):

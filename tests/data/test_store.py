@@ -17,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
+from safetensors.torch import load_file, save_file
 from small_runs import QUICK
 
 from dulbe_peft import ClassIncrementalLearner, ImageFolder, LearnerArguments
@@ -37,6 +38,18 @@ KEY = EncoderKey("encoder", "float32", "torch")
 @pytest.fixture(scope="module")
 def photos(digit_folders):
     return digit_folders(5, 8, 3)
+
+
+@pytest.fixture(scope="module")
+def plain(photos, tmp_path_factory):
+    """A run that was made without a store."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(stores.VARIABLE, str(folder.with_name("store")))
+        call(*RUN, "--data", photos, "--output", folder, "--no-store")
+        assert not store_path().exists(), "--no-store writes none"
+    return folder
 
 
 @pytest.fixture
@@ -176,7 +189,7 @@ def test_features_do_not_depend_on_what_else_is_in_the_batch(base, threads):
     torch.set_num_threads(threads)
     with torch.no_grad():
         whole = learner.encoder.image_embeds(pixels)
-        for size in (1, 2, 3, 5, WHOLE - 1, WHOLE, 13, 31, 63):
+        for size in (1, 3, WHOLE - 1, WHOLE, 13, 31):
             for start in (0, 64 - size):
                 part = learner.encoder.image_embeds(learner.encoder._filled(pixels[start : start + size]))[:size]
                 assert torch.equal(part, whole[start : start + size]), (size, start)
@@ -225,11 +238,10 @@ def spoil(kind, path):
 
 
 @pytest.mark.parametrize("kind", ["text", "foreign", "future", "folder", "cut", "network"])
-def test_a_store_of_no_use_is_one_warning_and_stays_as_it_is(kind, photos, tmp_path, monkeypatch, capsys, encoded):
+def test_a_store_of_no_use_is_one_warning_and_stays_as_it_is(
+    kind, photos, plain, tmp_path, monkeypatch, capsys, encoded
+):
     path = Path(os.environ[stores.VARIABLE])
-    call(*RUN, "--data", photos, "--output", tmp_path / "plain", "--no-store")
-    assert not path.exists(), "--no-store writes none"
-    encoded.clear()
     if kind == "network":
         monkeypatch.setattr(stores, "_mounts", lambda: [["server:/home", "/", "nfs4", "rw,local_lock=all"]])
     spoil(kind, path)
@@ -240,10 +252,10 @@ def test_a_store_of_no_use_is_one_warning_and_stays_as_it_is(kind, photos, tmp_p
     assert len(warnings) == 1 and f"{path} is not used" in warnings[0] and stores.VARIABLE in warnings[0]
     assert (path.read_bytes() if path.is_file() else None) == before
     assert set(encoded.values()) == {1} and len(encoded) == 55
-    assert content_of(tmp_path / "out") == content_of(tmp_path / "plain")
+    assert content_of(tmp_path / "out") == content_of(plain)
 
 
-def test_a_damaged_feature_is_encoded_again(photos, tmp_path, capsys, encoded):
+def test_a_damaged_feature_is_encoded_again(photos, plain, tmp_path, capsys, encoded):
     call(*RUN, "--data", photos, "--output", tmp_path / "one")
     with sqlite3.connect(store_path()) as database:
         (content, embedding) = database.execute("SELECT content, embedding FROM features").fetchone()
@@ -253,17 +265,20 @@ def test_a_damaged_feature_is_encoded_again(photos, tmp_path, capsys, encoded):
     capsys.readouterr()
     call(*RUN, "--data", photos, "--output", tmp_path / "two")
     assert dict(encoded) == {content: 1} and "1 damaged features" in capsys.readouterr().err
-    assert content_of(tmp_path / "one") == content_of(tmp_path / "two")
+    assert content_of(plain) == content_of(tmp_path / "two")
 
 
 FILL = """
-import sys
+import os, sys
 from pathlib import Path
 import numpy as np
 from dulbe_peft.data.store import EncoderKey, FeatureStore
 rng = np.random.default_rng(0)
 contents, features = [rng.bytes(32) for _ in range(200)], rng.normal(size=(200, 16)).astype(np.float32)
-order = np.random.default_rng(int(sys.argv[2])).permutation(200)
+seed = next((seed for seed in range(10) if os.fork() == 0), None)
+if seed is None:
+    sys.exit(any(os.wait()[1] for _ in range(10)))
+order = np.random.default_rng(seed).permutation(200)
 store, key = FeatureStore(Path(sys.argv[1])), EncoderKey("e", "float32", "torch")
 for part in np.array_split(order, 25):
     store.put(key, "", [contents[i] for i in part], features[part])
@@ -272,10 +287,8 @@ for part in np.array_split(order, 25):
 
 def test_ten_processes_fill_one_store(tmp_path):
     path = tmp_path / "f.sqlite"
-    running = [subprocess.Popen([sys.executable, "-c", FILL, path, str(seed)], stderr=-1) for seed in range(10)]
-    for process in running:
-        _, error = process.communicate()
-        assert (process.returncode, error) == (0, b"")
+    done = subprocess.run([sys.executable, "-c", FILL, path], capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
     rng = np.random.default_rng(0)
     contents, features = [rng.bytes(32) for _ in range(200)], rng.normal(size=(200, 16)).astype(np.float32)
     store = FeatureStore(path)
@@ -330,34 +343,25 @@ def test_an_image_is_encoded_once_by_all_commands_together(photos, tmp_path, enc
     assert f"may still stand in {store_path()}" in capsys.readouterr().out
 
 
-def test_a_second_run_equals_the_first_and_no_order_matters(photos, tmp_path, encoded):
-    call(*RUN, "--data", photos, "--output", tmp_path / "one", "--no-store")
+def test_a_second_run_equals_the_first_and_no_order_matters(photos, plain, tmp_path, encoded):
     rows = sorted(path for path in (photos / "test").rglob("*.png"))
-    call(*RUN, "--data", photos, "--output", tmp_path / "learner", "--no-store")
     for start in (11, 0):  # in another order, in parts, with remainders
         words = [*rows[start:], *rows[:start]][:11]
-        call("predict", tmp_path / "learner", *words, "--csv", tmp_path / f"{start}.csv", "--num-workers", 0, *MACHINE)
+        call("predict", plain, *words, "--csv", tmp_path / f"{start}.csv", "--num-workers", 0, *MACHINE)
     encoded.clear()
     call(*RUN, "--data", photos, "--output", tmp_path / "two")
     assert len(encoded) == 40, "the test images were known"
-    assert content_of(tmp_path / "one") == content_of(tmp_path / "two")
+    assert content_of(plain) == content_of(tmp_path / "two")
 
 
-def test_a_few_answers_are_not_stored(photos, tmp_path, encoded):
-    call(*RUN, "--data", photos, "--output", tmp_path / "out", "--no-store")
+def test_a_few_answers_are_not_stored(photos, plain):
     few = sorted((photos / "test" / "one").iterdir())
-    call("predict", tmp_path / "out", *few, "--num-workers", 0, *MACHINE)
+    call("predict", plain, *few, "--num-workers", 0, *MACHINE)
     assert FeatureStore(store_path()).facts() == (0, 0)
 
 
-def test_a_trained_model_is_not_stored(photos, tmp_path):
-    words = ["--strategy", "dulbe", "--epochs", 1, "--residual-rank", 1, "--support-rank", 8]
-    call("run", "--model", "demo", *MACHINE, *words, "--data", photos, "--output", tmp_path / "out")
-    call("evaluate", tmp_path / "out", "--data", photos, *MACHINE)
-    assert FeatureStore(store_path()).facts()[0] == 0
-
-
 def test_another_model_or_resize_is_another_encoder(photos, tmp_path, base, encoded):
+    """Also the same weights in layers of another kind, or but for one value."""
     clip, processor = base
     clip.save_pretrained(tmp_path / "model")
     processor.save_pretrained(tmp_path / "model")
@@ -367,31 +371,21 @@ def test_another_model_or_resize_is_another_encoder(photos, tmp_path, base, enco
     assert set(encoded.values()) == {1}
     call(*run, "demo", "--image-resize", "squash", "--output", tmp_path / "squash")
     assert set(encoded.values()) == {2}
-    from safetensors.torch import load_file, save_file
-
     weights = load_file(tmp_path / "model" / "model.safetensors")
     name = next(name for name in weights if name.endswith("vision_model.encoder.layers.0.mlp.fc1.weight"))
     weights[name].view(-1)[1] += 1e-3  # a single value
     save_file(weights, tmp_path / "model" / "model.safetensors", {"format": "pt"})
     call(*run, tmp_path / "model", "--output", tmp_path / "other")
     assert set(encoded.values()) == {3}
-    call(*run, "demo", "--output", tmp_path / "again")
-    assert set(encoded.values()) == {3}
-
-
-def test_the_same_weights_in_other_layers_are_another_encoder(photos, tmp_path, base, encoded):
-    clip, processor = base
-    clip.save_pretrained(tmp_path / "model")
-    processor.save_pretrained(tmp_path / "model")
-    run = ["run", "--classifiers", "prototype", *MACHINE, "--data", photos, "--model", tmp_path / "model"]
-    call(*run, "--output", tmp_path / "one")
     file = tmp_path / "model" / "config.json"
     config = json.loads(file.read_text())
-    other = {"quick_gelu": "gelu", "gelu": "quick_gelu"}[clip.config.vision_config.hidden_act]
-    config["vision_config"]["hidden_act"] = other
+    vision = config["vision_config"]
+    vision["hidden_act"] = {"quick_gelu": "gelu", "gelu": "quick_gelu"}[vision["hidden_act"]]
     file.write_text(json.dumps(config))
-    call(*run, "--output", tmp_path / "other")
-    assert set(encoded.values()) == {2}
+    call(*run, tmp_path / "model", "--output", tmp_path / "other layers")
+    assert set(encoded.values()) == {4}
+    call(*run, "demo", "--output", tmp_path / "again")
+    assert set(encoded.values()) == {4}
 
 
 def test_views_are_kept_by_their_own_names(photos, tmp_path, encoded):

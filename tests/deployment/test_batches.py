@@ -48,17 +48,26 @@ FORMS = {
 }
 
 
+@pytest.fixture(scope="module")
+def functions(saved):
+    return Featurizer(saved[0]), Predictor(saved[0])
+
+
 @pytest.mark.parametrize("form", FORMS)
-def test_all_forms_of_images_give_the_learners_answers(saved, form):
-    folder, paths, features, _ = saved
-    batch = {"image": FORMS[form](paths), "id": np.arange(len(paths))}
-    for make in (Featurizer, Predictor):
-        found = make(folder)(batch)
+def test_all_forms_of_images_give_the_learners_answers(saved, functions, form):
+    batch = {"image": FORMS[form](saved[1]), "id": np.arange(len(saved[1]))}
+    for function in functions:
+        found = function(batch)
         check(found, saved)
         assert found["id"] is batch["id"] and set(batch) == {"image", "id"}
-    check(Featurizer(demo_model_folder())(batch), saved)
-    embedding = Featurizer("demo")({"image": []})["embedding"]
-    assert embedding.shape == (0, features.shape[1]) and embedding.dtype == np.float32
+
+
+@pytest.mark.parametrize("model", ["demo", demo_model_folder()])
+def test_a_model_alone_gives_the_same_features(saved, model):
+    function = Featurizer(model)
+    check(function({"image": saved[1]}), saved)
+    embedding = function({"image": []})["embedding"]
+    assert embedding.shape == (0, saved[2].shape[1]) and embedding.dtype == np.float32
 
 
 def test_a_copy_loads_nothing_twice_and_a_new_one_sees_what_was_learned_since(saved):
@@ -84,16 +93,16 @@ NO_IMAGES = {
 }
 
 
-@pytest.mark.parametrize("make", [Featurizer, Predictor])
 @pytest.mark.parametrize("kind", NO_IMAGES)
-def test_what_is_no_image_is_refused_by_its_number(saved, tmp_path, make, kind):
+def test_what_is_no_image_is_refused_by_its_number(saved, functions, tmp_path, kind):
     """A folder of three images was answered for each of them, and the columns had other lengths."""
-    folder, paths, _, _ = saved
+    paths = saved[1]
     for name in ("1.png", "2.png", "3.png"):
         shutil.copy(paths[0], tmp_path / name)
     (tmp_path / "note.jpg").write_text("no image")
-    with pytest.raises(ValueError, match="^image 1 "):
-        make(folder)({"image": [paths[0], NO_IMAGES[kind](tmp_path), paths[0]]})
+    for function in functions:
+        with pytest.raises(ValueError, match="^image 1 "):
+            function({"image": [paths[0], NO_IMAGES[kind](tmp_path), paths[0]]})
 
 
 @pytest.mark.parametrize("make", [Featurizer, Predictor])

@@ -101,10 +101,21 @@ def learned(model_type, root):
     return learner
 
 
+class Learners(dict):
+    """A learner of each type of model that a test asks for."""
+
+    def __init__(self, root):
+        super().__init__()
+        self.root = root
+
+    def __missing__(self, model_type):
+        self[model_type] = learned(model_type, self.root)
+        return self[model_type]
+
+
 @pytest.fixture(scope="module")
 def learners(tmp_path_factory):
-    root = tmp_path_factory.mktemp("learners")
-    return {model_type: learned(model_type, root) for model_type in CASES}
+    return Learners(tmp_path_factory.mktemp("learners"))
 
 
 @pytest.fixture(scope="module")
@@ -351,6 +362,7 @@ def test_weights_too_large_for_one_file_stand_beside_the_graph(learners, tmp_pat
         export_learner(learners["vit"], tmp_path / "small", "onnx", "prototype", precision="int8")
 
 
+@pytest.mark.slow
 def test_a_graph_takes_images_that_are_not_square(learners, tmp_path):
     onnxruntime, learner = pytest.importorskip("onnxruntime"), copy.deepcopy(learners["dinov2"])
     image_processor = learner.processor.image_processor

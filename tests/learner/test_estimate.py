@@ -1,5 +1,7 @@
 """How many images a learner names right, without test images: of which images it speaks, what is saved and said."""
 
+import json
+
 import pytest
 import torch
 import write_saved
@@ -79,11 +81,13 @@ def test_what_is_recommended_is_clearly_better_by_the_estimate():
 
 
 def test_run_and_report_show_it_where_there_are_no_test_images(digit_folders, tmp_path, capsys):
-    data = digit_folders(3, 6, 0)
-    out = str(tmp_path / "out")
-    classifiers = ["--classifiers", "prototype,lda"]
-    assert main(["run", "--model", "demo", "--data", str(data), "--output", out, "--device", "cpu", *classifiers]) == 0
+    data, out = str(digit_folders(3, 6, 0)), str(tmp_path / "out")
+    flags = ["--output", out, "--device", "cpu", "--classifiers", "prototype,lda", "--increment", "9"]
+    assert main(["run", "--model", "demo", "--data", data, *flags]) == 0
     said = capsys.readouterr().out
+    assert f"{data} has no test images" in said and "--test-fraction" in said
+    assert "increment is 9, there are 3 classes: they are learned as one task" in said and "task 1/1" in said
+    assert "classifiers" not in json.loads((tmp_path / "out" / "results.json").read_text())
     assert "\nestimate from 18 training images, each left out, with its 95 % interval: " in said
     assert "\nrecommended by it: prototype, which answers" in said
     assert main(["report", out]) == 0

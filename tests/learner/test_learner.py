@@ -10,6 +10,7 @@ import pytest
 import torch
 import write_saved
 from accelerate.utils import LoggerType
+from lives import tiny_base
 from small_runs import learner_of
 
 from benchmarks import literal
@@ -47,19 +48,19 @@ def same(left, right):
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
 
 
-def outcome(base, digits, **options):
+def outcome(digits, **options):
     """What a learner of two tasks says."""
-    learner = make_learner(base, learning_rate=1e-2, **options)
+    learner = make_learner(tiny_base(), learning_rate=1e-2, **options)
     for task in stream(digits, 2):
         learner.learn_task(task.train, task.class_names)
     return logits(learner, digits)
 
 
 @pytest.fixture(scope="module")
-def plain(base, digits):
+def plain(digits):
     """What it says with no option set."""
     torch.set_num_threads(1)  # as every test has it, but this comes before them
-    return outcome(base, digits)
+    return outcome(digits)
 
 
 class Ordered(literal.LiteralLearner):
@@ -131,7 +132,7 @@ def test_a_step_s_gradients_are_those_of_two_literal_calls(base, digits, weight)
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-5)
 
 
-def test_cached_and_online_teacher_agree(base, digits, monkeypatch):
+def test_cached_and_online_teacher_agree(digits, monkeypatch):
     previous, calls = DualModeLoraModel.previous_task, []
 
     def counted(model):
@@ -142,7 +143,7 @@ def test_cached_and_online_teacher_agree(base, digits, monkeypatch):
     monkeypatch.setattr(DualModeLoraModel, "previous_task", counted)
     results = []
     for teacher in ("cached", "online"):
-        learner = make_learner(base, teacher=teacher)
+        learner = make_learner(tiny_base(), teacher=teacher)
         for task in stream(digits, 2):
             learner.learn_task(task.train, task.class_names)
         results.append(logits(learner, digits))
@@ -161,25 +162,26 @@ def test_cached_and_online_teacher_agree(base, digits, monkeypatch):
         {"precision": "bfloat16"},
     ],
 )
-def test_options_change_the_result(base, digits, plain, fields):
-    found = outcome(base, digits, **fields)
+def test_options_change_the_result(digits, plain, fields):
+    found = outcome(digits, **fields)
     assert torch.isfinite(found).all() and not torch.equal(found, plain)
 
 
 @pytest.mark.parametrize("fields", [{"num_workers": 2}, {"pixel_cache_mb": 0}, {"progress": True}])
-def test_how_images_are_read_does_not_matter(base, digits, plain, fields):
-    assert torch.equal(outcome(base, digits, **fields), plain)
+def test_how_images_are_read_does_not_matter(digits, plain, fields):
+    assert torch.equal(outcome(digits, **fields), plain)
 
 
 @pytest.mark.parametrize(("schedule", "last"), [("step", 0.0), ("epoch", 1e-5)])
-def test_the_learning_rate_falls_to_its_floor(base, digits, monkeypatch, schedule, last):
+def test_the_learning_rate_falls_to_its_floor(digits, monkeypatch, schedule, last):
     schedules = []
     real = torch.optim.lr_scheduler.CosineAnnealingLR
     monkeypatch.setattr(
         torch.optim.lr_scheduler, "CosineAnnealingLR", lambda *a, **k: schedules.append(real(*a, **k)) or schedules[-1]
     )
     task = stream(digits, 1)[0]
-    make_learner(base, epochs=2, learning_rate=1e-3, lr_schedule=schedule).learn_task(task.train, task.class_names)
+    learner = make_learner(tiny_base(), epochs=2, learning_rate=1e-3, lr_schedule=schedule)
+    learner.learn_task(task.train, task.class_names)
     assert schedules[0].get_last_lr() == pytest.approx([last], abs=1e-12)
 
 
@@ -191,17 +193,17 @@ def test_zero_shot_is_the_pristine_model_s(base, digits):
     assert learner.zero_shot([(task.test, task.class_names) for task in tasks]) == before
 
 
-def test_trackers_of_accelerate(base, digits, tmp_path):
-    make_learner(base, log_with="tensorboard", epochs=2).run(stream(digits, 1), tmp_path)
+def test_trackers_of_accelerate(digits, tmp_path):
+    make_learner(tiny_base(), log_with="tensorboard", epochs=2).run(stream(digits, 1), tmp_path)
     assert list(tmp_path.rglob("events.out.tfevents.*"))
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_trackers_with_a_client(name, base, digits, tmp_path, monkeypatch):
+def test_trackers_with_a_client(name, digits, tmp_path, monkeypatch):
     client = MagicMock()  # in place of the package, which sends what it gets to a server
     monkeypatch.setitem(sys.modules, name, client)
     monkeypatch.setattr("accelerate.tracking._available_trackers", [LoggerType(name)])
-    make_learner(base, log_with=name, epochs=2).run(stream(digits, 1), tmp_path)
+    make_learner(tiny_base(), log_with=name, epochs=2).run(stream(digits, 1), tmp_path)
     client.init.assert_called_once_with(project="dulbe_peft")
     run = client.init.return_value
     assert run.log.call_count == 2 and all("loss" in str(call.args[0]) for call in run.log.call_args_list)
@@ -222,9 +224,9 @@ def learned_folder(base, tmp_path_factory):
     return folder
 
 
-def test_an_error_at_the_very_end_is_taken_back_too(base, digits, monkeypatch):
+def test_an_error_at_the_very_end_is_taken_back_too(digits, monkeypatch):
     """Also what an interrupted step left in `.grad`: the task learned again equals one learned in peace."""
-    learner, calm = make_learner(base), make_learner(base)
+    learner, calm = make_learner(tiny_base()), make_learner(tiny_base())
     first, second = stream(digits, 2)
     for one in (learner, calm):
         one.learn_task(first.train, first.class_names)
@@ -250,9 +252,9 @@ def test_the_machine_s_settings_do_not_travel(digits, base, tmp_path):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_no_step_reads_a_value_from_the_device(base, digits, monkeypatch, attention):
+def test_no_step_reads_a_value_from_the_device(digits, monkeypatch, attention):
     """Tensors on the meta device have no values: to read one, copy one to the CPU or branch on one raises."""
-    clip, processor = copy.deepcopy(base[0]), base[1]
+    clip, processor = copy.deepcopy(tiny_base()[0]), tiny_base()[1]
     clip.set_attn_implementation(attention)
     learner = make_learner((clip, processor))
     first, second = stream(digits, 2)

@@ -34,10 +34,11 @@ from dulbe_peft.demo import demo_model_folder
 @pytest.fixture(scope="module")
 def world(digit_folders, tmp_path_factory):
     """A learner of six digits that was saved, and the folders that it learned from."""
-    root = digit_folders(6, 20, 8)
+    root = digit_folders(6, 10, 4)
     clip, processor = load_clip(demo_model_folder())
     args = LearnerArguments(prompt_template="a photo of the digit {}.", device="cpu", progress=False)
-    learner = ClassIncrementalLearner(clip, processor, args=args, strategy="frozen", classifiers=("ranpac", "bridge"))
+    classifiers = ("ranpac:features=200", "bridge")
+    learner = ClassIncrementalLearner(clip, processor, args=args, strategy="frozen", classifiers=classifiers)
     train, test = ImageFolder(root, "train"), ImageFolder(root, "test")
     learner.learn_task(train)
     folder = tmp_path_factory.mktemp("saved") / "learner"

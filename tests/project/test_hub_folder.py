@@ -1,6 +1,5 @@
 """What `hub/` has for the Hub: a card whose figures were measured, and a Space, which runs where gradio is."""
 
-import re
 import runpy
 from pathlib import Path
 
@@ -29,13 +28,6 @@ def test_the_card_has_the_figures_of_the_packaged_model():
         row = f"| scikit-learn's handwritten digits, {kind} | {metric['value']} |"
         assert row in text and row in measured
     assert "447,521 parameters" in text and "447,521 parameters" in measured
-
-
-def test_the_space_names_what_it_needs():
-    front, _ = parts_of(HUB / "space" / "README.md")
-    assert front["sdk"] == "gradio" and (HUB / "space" / front["app_file"]).is_file()
-    assert (HUB / "space" / "requirements.txt").read_text(encoding="utf-8").split() == ["dulbe_peft[commands]"]
-    assert re.fullmatch(r"\d+\.\d+\.\d+", front["sdk_version"])
 
 
 def test_the_space_teaches_and_answers(tmp_path):

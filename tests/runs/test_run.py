@@ -11,11 +11,17 @@ from PIL import Image
 from small_runs import learner_of, tasks_of
 
 from dulbe_peft import CheckpointError, ClassIncrementalLearner
+from dulbe_peft.encoders.loading import load_dual_encoder
 from dulbe_peft.runs.progress import Row, known_tasks
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.utils.folders import library_versions
 
 NAMES = ["one", "three", "two", "zero", "five", "four"]
+
+
+@pytest.fixture(scope="module")
+def base(tiny_model):
+    return load_dual_encoder(tiny_model)
 
 
 @pytest.fixture(scope="module")
@@ -173,18 +179,17 @@ def test_a_run_goes_on_when_tasks_are_added_as_if_they_had_been_there(base, phot
         assert (output / "task-003" / name).read_bytes() == (whole / "task-003" / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("mended", ["train/two/1.png", "train/four/0.png"])
-def test_a_bad_file_of_a_later_task_costs_no_finished_task(base, root, tmp_path, capsys, mended):
+def test_a_bad_file_of_a_later_task_costs_no_finished_task(base, root, tmp_path, capsys):
+    mended = "train/two/1.png"
     good = (root / mended).read_bytes()
     (root / mended).write_bytes(b"no image")
-    with pytest.raises(ValueError, match=mended.rpartition("/")[2]):
+    with pytest.raises(ValueError, match="two/1.png"):
         frozen(base).run(stream(root, 3), tmp_path / "run")
-    newest = "task-001" if "two" in mended else "task-002"
-    assert max(path.name for path in (tmp_path / "run").glob("task-*")) == newest
+    assert [path.name for path in (tmp_path / "run").glob("task-*")] == ["task-001"]
     (root / mended).write_bytes(good)
     shutil.copy(root / "train" / "five" / "0.png", root / "train" / "five" / "extra.png")
     found = frozen(base).run(stream(root, 3), tmp_path / "run")
-    assert f"resuming after {newest}" in capsys.readouterr().out
+    assert "resuming after task-001" in capsys.readouterr().out
     assert found == frozen(base).run(stream(root, 3), tmp_path / "again")
 
 

@@ -285,71 +285,56 @@ def test_it_goes_on_where_it_was_stopped_and_takes_what_it_took_before(hub, tmp_
     assert f"/datasets/someone/animals/resolve/{first}/" in " ".join(path for _, path in hub.asked)
 
 
-def changed(hub, name):
-    """Checks with one fault, the faulty one alone, and what is said of it."""
-    small = {"zero": {"tolerance": 100}, "logits": {"tolerance": 1e4}, "gda": {"tolerance": 100, "views": 0}}
-    if name == "a wrong hash":
-        content, which = checks_of(hub, photo={"sha256": "0" * 16}, **small), "logits"
-        words = f"{hub.url}/photo.png has the SHA-256 {hashlib.sha256(hub.web['/photo.png']).hexdigest()[:16]}..., "
-    elif name == "a missing column":
-        content, which = checks_of(hub, animals={"label_column": "label"}, **small), "zero"
-        words = "hf:someone/animals has no column 'label'; its columns are ['img', 'fine_label']"
-    elif name == "a truncated download":
-        hub.cut.add("/animals.tgz")
-        content, which = checks_of(hub, **small), "gda"
-        words = f"{hub.url}/animals.tgz was cut off: "
-    elif name == "a missing file":
-        del hub.web["/split.json"]
-        content, which = checks_of_without_split(hub, small), "gda"
-        words = f"{hub.url}/split.json cannot be downloaded: 404"
-    elif name == "another number of images":
-        content, which = checks_of(hub, animals={"images": {"test": 9}}, **small), "zero"
-        words = "animals has 12 images in the split 'test', expected 9"
-    elif name == "an unknown class":
-        content, which = checks_of(hub, animals={"names": ["Owl", "Sea", "Cat"]}, **small), "zero"
-        words = "animals: the check has no name for the class 'red_fox' (1 such classes)"
-    elif name == "a class that is not there":
-        content, which = checks_of(hub, animals={"misspelt": {"seee": "seaside"}}, **small), "zero"
-        words = "animals has no class 'seaside', under whatever name"
-    elif name == "no files":
-        content, which = checks_of(hub, animals={"files": {"test": "x/*.parquet"}}, **small), "zero"
-        words = "hf:someone/animals holds no file like 'x/*.parquet' at commit"
-    elif name == "no model":
-        content, which = checks_of(hub, zero={"tolerance": 100, "model": "someone/nobody"}), "zero"
-        words = "someone/nobody"
-    else:
-        assert name == "no split file"
-        split = {"name": "split_zhou_Animals.json", "link": "https://example.org/split"}
-        content, which = checks_of(hub, **{"coop-animals": {"splits": split}, **small}), "gda"
-        words = "get split_zhou_Animals.json from https://example.org/split, and name it: --data coop-animals --splits"
-    content["checks"] = [check for check in content["checks"] if check["name"] == which]
-    return content, which, words
-
-
-def checks_of_without_split(hub, small):
-    hub.web["/split.json"] = b"x"
-    content = checks_of(hub, **small)
-    del hub.web["/split.json"]
-    return content
-
-
-FAULTS = (
-    "a wrong hash",
-    "a missing column",
-    "a truncated download",
-    "a missing file",
-    "another number of images",
-    "an unknown class",
-    "a class that is not there",
-    "no files",
-    "no model",
-    "no split file",
-)
+# What is wrong -> the check that fails by it, what is changed in the file of checks, and what is said.
+FAULTS = {
+    "a wrong hash": ("logits", {"photo": {"sha256": "0" * 16}}, "/photo.png has the SHA-256 {photo}..., "),
+    "a missing column": (
+        "zero",
+        {"animals": {"label_column": "label"}},
+        "hf:someone/animals has no column 'label'; its columns are ['img', 'fine_label']",
+    ),
+    "a truncated download": ("gda", {}, "/animals.tgz was cut off: "),
+    "a missing file": ("gda", {}, "/split.json cannot be downloaded: 404"),
+    "another number of images": (
+        "zero",
+        {"animals": {"images": {"test": 9}}},
+        "animals has 12 images in the split 'test', expected 9",
+    ),
+    "an unknown class": (
+        "zero",
+        {"animals": {"names": ["Owl", "Sea", "Cat"]}},
+        "animals: the check has no name for the class 'red_fox' (1 such classes)",
+    ),
+    "a class that is not there": (
+        "zero",
+        {"animals": {"misspelt": {"seee": "seaside"}}},
+        "animals has no class 'seaside', under whatever name",
+    ),
+    "no files": (
+        "zero",
+        {"animals": {"files": {"test": "x/*.parquet"}}},
+        "hf:someone/animals holds no file like 'x/*.parquet' at commit",
+    ),
+    "no model": ("zero", {"zero": {"tolerance": 100, "model": "someone/nobody"}}, "someone/nobody"),
+    "no split file": (
+        "gda",
+        {"coop-animals": {"splits": {"name": "split_zhou_Animals.json", "link": "https://example.org/split"}}},
+        "get split_zhou_Animals.json from https://example.org/split, and name it: --data coop-animals --splits",
+    ),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_is_wrong_is_one_line_and_the_next_try_starts_afresh(hub, tmp_path, capsys, fault):
-    content, which, words = changed(hub, fault)
+    which, changes, words = FAULTS[fault]
+    small = {"zero": {"tolerance": 100}, "logits": {"tolerance": 1e4}, "gda": {"tolerance": 100, "views": 0}}
+    content = checks_of(hub, **small | changes)
+    content["checks"] = [check for check in content["checks"] if check["name"] == which]
+    words = words.format(photo=hashlib.sha256(hub.web["/photo.png"]).hexdigest()[:16])
+    if fault == "a truncated download":
+        hub.cut.add("/animals.tgz")
+    elif fault == "a missing file":
+        del hub.web["/split.json"]
     status, found = verify(tmp_path, content)
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{which}: not run: ")]
     assert status == 2 and len(said) == 1 and words in said[0]
