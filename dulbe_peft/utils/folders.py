@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -285,10 +286,12 @@ def file_sha256(path: Path) -> str:
 
 def library_versions() -> dict[str, str]:
     """Versions of Python and of the packages a result depends on."""
-    versions = {"python": platform.python_version()}
-    for name in _VERSIONED:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
+    return {"python": platform.python_version()} | {name: _version(name) for name in _VERSIONED}
+
+
+@cache  # each reads the whole description of a package, and every saved folder asks
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
