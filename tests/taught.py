@@ -28,9 +28,9 @@ SPECS = {
     "bofa": "bofa",
     "slca": "slca:draws=32",
     "engine": "engine",
-    "proof": "proof:epochs=10,batch_size=32,learning_rate=0.003",
-    "clap4clip": "clap4clip",
-    "clg_cbm": "clg_cbm:epochs=30,learning_rate=0.03",
+    "proof": "proof:epochs=5,batch_size=32,learning_rate=0.006",
+    "clap4clip": "clap4clip:epochs=1,samples=4",
+    "clg_cbm": "clg_cbm:epochs=8,learning_rate=0.1",
 }
 
 NAMED = [name for name in SPECS if " " not in name]

@@ -4,7 +4,6 @@ import copy
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -111,21 +110,8 @@ def test_parameters_are_told_by_tower_and_other_adapters_left_to_peft(adapted, b
     assert "Model ID" in (tmp_path / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_page_s_sizes_of_vit_b_16():
-    """Keys, values and the two layers of the MLP, r = 9, in twelve blocks; float32."""
-    shapes, mib = 12 * [(768, 768), (768, 768), (768, 3072), (3072, 768)], 2**20 / 4
-    task = sum(9 * (wide + high) for wide, high in shapes) / mib
-    text = 12 * 8 * (2 * (512 + 512) + 2 * (512 + 2048)) / mib
-    most = sum(wide * high for wide, high in shapes) / mib
-    last = [wide * high // (9 * (wide + high)) for wide, high in (shapes[0], shapes[2])]  # while factors take less
-    page = (Path(__file__).parents[2] / "docs" / "saving.md").read_text(encoding="utf-8")
-    for words in (f"LoRA | {task + text:.1f} |", f"adds | {task:.1f} |", f"from task {last[1] + 1} on | {most:.0f} |"):
-        assert words in page
-    assert f"keys and values from task {last[0] + 1} on" in page
-
-
 @pytest.mark.filterwarnings("ignore:Adapter name '.*' should not be contained")  # the import's filter ends with a test
-@pytest.mark.parametrize("name", ["b", "e", "_", "dulbe", "dulbe_", "ul"])
+@pytest.mark.parametrize("name", ["e", "dulbe_"])
 def test_a_name_that_is_a_part_of_the_prefix_confuses_nothing(tiny_clip, tmp_path, name):
     model = learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG), adapter_name=name))
     expected = image_features(model)

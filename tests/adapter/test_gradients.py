@@ -137,7 +137,7 @@ def test_a_half_precision_model_s_gradients_are_summed_in_float32(tiny_clip):
         return model.get_image_features(pixels).pooler_output.float().square().mean(), 1
 
     once = probe_gradients(model, [0], loss_fn)
-    often = probe_gradients(model, range(300), loss_fn)
+    often = probe_gradients(model, range(60), loss_fn)
     for name, gradient in once.items():
         assert gradient.dtype == torch.float32
         torch.testing.assert_close(often[name], gradient, rtol=1e-3, atol=1e-6)

@@ -63,9 +63,8 @@ def test_a_relative_model_folder_is_found_from_elsewhere(here, monkeypatch):
     assert ClassIncrementalLearner.from_pretrained("work/out").class_names == ("a", "b"), "beside the learner"
 
 
-@pytest.mark.parametrize("adapted", [False, True])
-def test_another_base_model_is_refused_by_name(here, adapted):
-    saved(*load_clip("models/clip"), adapted=adapted)
+def test_another_base_model_is_refused_by_name(here):
+    saved(*load_clip("models/clip"), adapted=True)
     other = load_clip("models/clip")[0]
     with torch.no_grad():
         other.vision_model.encoder.layers[0].mlp.fc1.weight.mul_(1.01)

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,16 +12,13 @@ from dulbe_peft import BridgeEnsembleHead, ClassIncrementalLearner, class_increm
 from dulbe_peft.utils.folders import MANIFEST, CheckpointError
 
 SAVED = Path(__file__).parents[1] / "saved"
-READ = "import json, sys, pathlib, write_saved; print(json.dumps(write_saved.read(pathlib.Path(sys.argv[1]))))"
 
 
 @pytest.mark.parametrize("version", sorted(path.name for path in SAVED.iterdir()))
-def test_files_of_a_release_load_in_a_fresh_process(version, tmp_path):
+@pytest.mark.filterwarnings("ignore:.*(is of release 0.2.0|was written with other versions):UserWarning")
+def test_files_of_a_release_load(version, tmp_path):
     folder = shutil.copytree(SAVED / version, tmp_path / version)
-    command = [sys.executable, "-c", READ, str(folder)]
-    done = subprocess.run(command, cwd=SAVED.parent, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found, expected = json.loads(done.stdout.splitlines()[-1]), json.loads((folder / "answers.json").read_text())
+    found, expected = write_saved.read(folder), json.loads((folder / "answers.json").read_text())
     for learner in ("frozen", "run"):
         assert [[name for name, _ in row] for row in found[learner]] == [
             [name for name, _ in row] for row in expected[learner]

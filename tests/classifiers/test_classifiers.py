@@ -114,7 +114,7 @@ def test_a_gram_matrix_that_rounding_left_indefinite_is_solved():
 
 
 @pytest.mark.parametrize("name", JOINT)
-@pytest.mark.parametrize(("increment", "shuffle"), [(10, 0), (5, 3), (1, 4)])
+@pytest.mark.parametrize(("increment", "shuffle"), [(10, 0), (1, 4)])
 def test_classes_tasks_and_images_in_any_order_give_one_solution(name, increment, shuffle):
     expected = learned(name)(digits.tests)
     order = [3, 9, 0, 4, 7, 1, 8, 6, 2, 5]
@@ -141,7 +141,7 @@ def test_further_images_of_known_classes_are_as_if_they_had_been_there(name):
     assert late.counts.tolist() == [60] * CLASSES
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", NAMED)
 def test_a_forgotten_class_is_gone_the_others_keep_their_scores_and_without_its_last_one_it_is_new(name):
     classifier = learned(name)
     expected, count = classifier(digits.tests), classifier.temperature
@@ -149,27 +149,25 @@ def test_a_forgotten_class_is_gone_the_others_keep_their_scores_and_without_its_
     kept = [0, 1, 2, 3, 5, 6, 7, 8, 9]
     assert classifier.class_names == [f"digit {c}" for c in kept]
     # Scores of these depend on the classes that there are: relative to them, after they saw them, or by their mean.
-    relative = ("visual_agent", "engine", "proof", "clap4clip", "clg_cbm", "bayes", "bayes fixed")
-    if name not in relative:
+    if name not in ("visual_agent", "engine", "proof", "clap4clip", "clg_cbm", "bayes"):
         torch.testing.assert_close(classifier(digits.tests), expected[:, kept], rtol=1e-5, atol=1e-4)
     assert classifier.temperature == pytest.approx(count, rel=0.2)
     with pytest.raises(ValueError, match="'digit 4' is not known"):
         classifier.forget_class("digit 4")
-    images, labels = task([4])
-    classifier.add_classes(["digit 4"], images, labels, digits.texts[[*kept, 4]])
+    classifier.add_classes(["digit 4"], *task([4], 9), digits.texts[[*kept, 4]])
     assert classifier(digits.tests).shape == (len(digits.tests), CLASSES)
-    new = learned(name, range(2))
+    new = learned(name, range(2), per_class=9)
     for known in classifier.class_names:
         classifier.forget_class(known)
     assert_equal_states(snapshot(classifier), snapshot(make_classifier(SPECS[name], DIM, SCALE)))
-    classifier.add_classes(new.class_names, *task(range(2)), digits.texts[:2])
+    classifier.add_classes(new.class_names, *task(range(2), 9), digits.texts[:2])
     assert_equal_states(snapshot(classifier), snapshot(new))
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", NAMED)
 def test_one_image_a_class(name):
     classifier = learned(name, per_class=1)
-    assert classifier.temperature == 1.0 or name in ("bayes", "bayes fixed")
+    assert classifier.temperature == 1.0 or name == "bayes"
     assert classifier.nbytes == learned(name, range(2), per_class=1).nbytes_with(CLASSES)
     accuracy = (classifier(digits.tests).argmax(dim=1) == digits.truth).double().mean()
     assert accuracy > 0.4
@@ -178,7 +176,7 @@ def test_one_image_a_class(name):
 
 @pytest.mark.parametrize("name", NAMED)
 def test_probabilities_of_digits_are_calibrated(name):
-    classifier = learned(name, scale=100.0)
+    classifier = learned(name, scale=SCALE if name in ("proof", "clap4clip", "clg_cbm") else 100.0)  # these are slow
     raw = reference.calibration_error(classifier(digits.tests).softmax(dim=1), digits.truth)
     calibrated = reference.calibration_error(classifier.probabilities(digits.tests), digits.truth)
     assert calibrated < (raw if name in ("lda", "ridge") else raw + 0.01)

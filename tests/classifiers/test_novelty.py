@@ -159,8 +159,7 @@ def test_others_go_by_their_largest_probability():
     assert torch.equal(classifier.refused(others, 0.3), sure < classifier.rejection_threshold(0.3))
 
 
-@pytest.mark.parametrize("spec", ["lda", "bayes:features=0"])
-@pytest.mark.parametrize("counts", [(12,), (3, 21)])
+@pytest.mark.parametrize(("spec", "counts"), [("lda", (12,)), ("lda", (3, 21)), ("bayes:features=0", (3, 21))])
 def test_the_promised_share_of_known_images_is_lost_and_the_area_is_the_true_one(spec, counts):
     """The means over eight streams, each class alike."""
     lost, area, said = [], [], []

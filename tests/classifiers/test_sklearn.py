@@ -16,7 +16,7 @@ FAILING = {
 }
 
 
-@parametrize_with_checks([FeatureClassifier()], expected_failed_checks=lambda made: FAILING)
+@parametrize_with_checks([FeatureClassifier("lda")], expected_failed_checks=lambda made: FAILING)
 def test_scikit_learn_s_own_checks(estimator, check):
     check(estimator)
 

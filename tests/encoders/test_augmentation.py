@@ -16,10 +16,12 @@ from dulbe_peft.data.readers import load_digit_images
 
 @pytest.fixture(scope="module")
 def tasks():
-    """Two tasks of two digits each, eight images a digit."""
-    images = load_digit_images("train")
-    rows = np.concatenate([np.flatnonzero(images.labels == label)[:8] for label in range(10)])
-    return class_incremental_tasks(images.at(rows), load_digit_images("test"), increment=2)[:2]
+    """Two tasks of two digits each, eight images a digit to learn and two to test."""
+    train, test = (
+        images.at(np.concatenate([np.flatnonzero(images.labels == label)[:count] for label in range(10)]))
+        for images, count in ((load_digit_images("train"), 8), (load_digit_images("test"), 2))
+    )
+    return class_incremental_tasks(train, test, increment=2)[:2]
 
 
 def made(base, strategy="frozen", classifiers="lda", **fields):

@@ -65,6 +65,11 @@ def folders(tmp_path_factory):
     return {**saved, "gemma": tiny.save_encoder("siglip", root / "gemma", tiny.gemma_tokenizer())}
 
 
+def most_slow(*names, fast):
+    """Whole lives: a plain run takes those of two families, the others change no further line."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 def adapted(model_type, **fields):
     torch.manual_seed(0)
     return get_peft_model(tiny.make_model(model_type), DualModeLoraConfig(**{**CONFIG, **fields}))
@@ -217,13 +222,12 @@ def test_texts_that_are_too_long_or_the_same_are_refused(folders, name):
     assert unit_text_embeds(model, tokenize(processor, [longest], model)).isfinite().all()
 
 
-@pytest.mark.parametrize("model_type", tiny.IMAGE_ONLY)
-def test_image_only_encoders_refuse_texts(folders, tmp_path, model_type):
-    model, processor = load_dual_encoder(folders[model_type])
+def test_image_only_encoders_refuse_texts(folders):
+    model, processor = load_dual_encoder(folders["dinov2"])
     assert isinstance(processor, ImageOnlyProcessor) and not has_text(model)
     named = "has no text tower, and texts are needed here: take a model of type 'clip', 'siglip'"
     with pytest.raises(ValueError, match=named):
-        ClassIncrementalLearner(adapted(model_type), processor, args=LearnerArguments(**QUICK))
+        ClassIncrementalLearner(adapted("dinov2"), processor, args=LearnerArguments(**QUICK))
 
 
 def test_parts_of_models_and_of_processors_are_refused(folders):
@@ -282,7 +286,7 @@ def test_an_adapter_is_saved_loaded_and_exported_as_stock_lora(model_type, tmp_p
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", [*tiny.WITH_TEXT, "gemma"])
+@pytest.mark.parametrize("name", most_slow(*tiny.WITH_TEXT, "gemma", fast=("siglip2", "chinese_clip")))
 def test_a_learner_learns_and_comes_back_with_its_model_and_processor(folders, name, tmp_path):
     torch.manual_seed(0)
     model, processor = load_dual_encoder(folders[name])
@@ -307,7 +311,7 @@ def test_a_learner_learns_and_comes_back_with_its_model_and_processor(folders, n
     assert f"This {title} model learned 2 classes" in card and f"import {type(loaded.clip).__name__}\n" in card
 
 
-@pytest.mark.parametrize("model_type", tiny.IMAGE_ONLY)
+@pytest.mark.parametrize("model_type", most_slow(*tiny.IMAGE_ONLY, fast=("dinov2",)))
 def test_an_image_only_tower_learns_without_text(folders, tmp_path, model_type):
     """The training-free learner needs no text: it learns, runs, saves and loads on a tower that has none."""
     model, processor = load_dual_encoder(folders[model_type])

@@ -96,9 +96,8 @@ DIGIT_NAMES = ("zero", "one", "two", "three")
 
 @pytest.fixture(scope="module")
 def tasks():
-    return class_incremental_tasks(
-        load_digit_images("train").at(slice(0, 120)), load_digit_images("test"), increment=2
-    )
+    train, test = load_digit_images("train").at(slice(0, 120)), load_digit_images("test").at(slice(0, 120))
+    return class_incremental_tasks(train, test, increment=2)
 
 
 def frozen(base, **fields):
@@ -150,16 +149,17 @@ def test_a_run_keeps_them_and_goes_on_with_the_same_ones(base, tasks, tmp_path):
     assert found["zero_shot"]["last_accuracy"] == pytest.approx(right)
 
 
-def test_the_command_reads_them_from_a_file(tmp_path, capsys):
+def test_the_command_reads_them_from_a_file(digit_folders, tmp_path, capsys):
     file = tmp_path / "texts.yaml"
     file.write_text('zero: [the digit zero., nought, a round digit]\nZero: [nothing]\n"tw\\e[2Jo": [two]\n')
-    command = ["run", "--model", "demo", "--data", "demo-digits", "--strategy", "frozen", "--classifiers", "text"]
-    command += ["--output", str(tmp_path / "run"), "--device", "cpu", "--no-progress", "--max-tasks", "1"]
+    command = ["run", "--model", "demo", "--data", str(digit_folders(4, 2, 1)), "--strategy", "frozen"]
+    command += ["--classifiers", "text", "--increment", "2", "--output", str(tmp_path / "run")]
+    command += ["--device", "cpu", "--no-progress"]
     assert main([*command, "--class-texts", str(file)]) == 0
     said = capsys.readouterr().out
-    assert "1 of 10 classes have texts of their own" in said
+    assert "1 of 4 classes have texts of their own" in said
     assert "left out: texts of classes that are not there (Zero, tw\\x1b[2Jo)" in said
-    texts = ClassIncrementalLearner.from_pretrained(tmp_path / "run").state.class_texts
+    texts = ClassIncrementalLearner.from_pretrained(tmp_path / "run" / "task-002").state.class_texts
     assert texts == {"zero": ("the digit zero.", "nought", "a round digit")}
 
 

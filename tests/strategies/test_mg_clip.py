@@ -25,7 +25,7 @@ ARGS = LearnerArguments(
 
 @pytest.fixture(scope="module")
 def tasks():
-    return [([task.train[i] for i in range(20)], task.class_names) for task in digit_tasks()[:2]]
+    return [([task.train[i] for i in range(12)], task.class_names) for task in digit_tasks()[:2]]
 
 
 def make_learner(args=ARGS, strategy="mg_clip", classifiers=None, **config):

@@ -6,13 +6,12 @@ import pytest
 import scipy.linalg
 import torch
 from peft import get_peft_model
-from safetensors.torch import load_file, save_file
 from stepping import adapted, begin, end, new_task, train, update
 
 from dulbe_peft import DualModeLoraConfig, LearnerArguments, OccupationStatistics
 from dulbe_peft.strategies import NewTask, make_strategy
 from dulbe_peft.strategies.loda import general_pair, isolated_pair, recalibration
-from dulbe_peft.strategies.projection_memory import FREE, OCCUPIED, Subspace, directions_to_take, top_directions
+from dulbe_peft.strategies.projection_memory import FREE, OCCUPIED, Subspace, top_directions
 
 WIDTH = 12
 
@@ -61,14 +60,6 @@ def literal_dual_gpm(basis, side, moment, threshold):
     return basis, side
 
 
-def test_the_crossing_direction_is_taken():
-    # Half of the total is occupied; 0.3 + 0.15 + 0.05 of it is free.
-    energies = torch.tensor([6.0, 3.0, 1.0, 0.0, -1e-9], dtype=torch.float64)
-    shares = [0.0, 0.5, 0.51, 0.8, 0.81, 0.95, 0.96, 1.0]
-    assert [directions_to_take(energies, 20.0, share) for share in shares] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert directions_to_take(torch.zeros(3), 0.0, 1.0) == 0
-
-
 def test_top_directions_stay_in_the_free_space_and_zeros_stand_for_the_rest():
     occupied = torch.linalg.qr(torch.randn(WIDTH, WIDTH - 2, dtype=torch.float64)).Q
     basis = top_directions(Subspace(occupied), tokens(0).T @ tokens(0), 4, "K")
@@ -76,20 +67,6 @@ def test_top_directions_stay_in_the_free_space_and_zeros_stand_for_the_rest():
     torch.testing.assert_close(basis.T @ basis, torch.diag(torch.tensor([1.0, 1, 0, 0]).double()))
     line = torch.randn(WIDTH, 1, dtype=torch.float64)  # a task that uses one direction determines one column
     assert top_directions(Subspace(torch.zeros(WIDTH, 0)), line @ line.T, 4, "K").any(dim=0).sum() == 1
-
-
-def test_a_memory_is_written_and_read(tmp_path):
-    both = {
-        ("a.k", "a.v"): Subspace(torch.linalg.qr(torch.randn(8, 3)).Q.double()),
-        ("b",): Subspace(torch.zeros(6, 0), FREE),
-    }
-    strategy = make_strategy("inflora")
-    save_file(strategy.to_memory(both), tmp_path / "memory.safetensors")
-    loaded = load_file(tmp_path / "memory.safetensors")
-    found = strategy.from_memory(loaded)
-    assert {name: one.side for name, one in found.items()} == {"a.k": OCCUPIED, "a.v": OCCUPIED, "b": FREE}
-    assert found["a.k"].basis is found["a.v"].basis
-    torch.testing.assert_close(found["a.v"].basis.double(), both["a.k", "a.v"].basis, rtol=0, atol=1e-7)
 
 
 RANK = 4

@@ -28,30 +28,6 @@ from dulbe_peft.verification.checks import OWN_CHECKS, read_checks
 
 FOLDER = Path(__file__).parents[2] / "examples" / "protocols"
 FILES = sorted(path.stem for path in FOLDER.glob("[ab]-*.yaml"))
-B_16, L_14, B = "openai/clip-vit-base-patch16", "openai/clip-vit-large-patch14", "openclip-vit-b-16-laion400m_e32"
-GOOD, PHOTO, FOOD = "a good photo of a {}.", "a photo of a {}.", "a photo of {}, a type of food."
-# Model, classes, train, test, first task, increment, epochs, template, names, zero-shot.
-TABLE = {
-    "a-cifar100": (B_16, 100, 50_000, 10_000, 10, 10, 2, GOOD, "verbatim", 66.7),
-    "a-cub200": (B_16, 200, 5_994, 5_794, 20, 20, 4, GOOD, "verbatim", 51.2),
-    "a-imagenet-r": (B_16, 200, 24_000, 6_000, 20, 20, 4, GOOD, "verbatim", 72.0),
-    "a-imagenet100": (B_16, 100, 129_395, 5_000, 10, 10, 4, GOOD, "spaces", 75.4),
-    "a-cifar100-vit-l14": (L_14, 100, 50_000, 10_000, 10, 10, 2, GOOD, "verbatim", 73.5),
-    "a-imagenet-r-vit-l14": (L_14, 200, 24_000, 6_000, 20, 20, 4, GOOD, "verbatim", 83.1),
-    "b-cifar100": (B, 100, 50_000, 10_000, 10, 10, 2, PHOTO, "spaces", 71.4),
-    "b-sun397": (B, 300, 15_000, 15_000, 30, 30, 10, PHOTO, "spaces", 72.1),
-    "b-cars": (B, 100, 4_114, 4_062, 10, 10, 10, PHOTO, "spaces", 76.4),
-    "b-food101": (B, 100, 75_000, 25_000, 10, 10, 10, FOOD, "spaces", 81.9),
-    "b-half-cifar100": (B, 100, 50_000, 10_000, 50, 10, 2, PHOTO, "spaces", 71.4),
-    "b-half-sun397": (B, 300, 15_000, 15_000, 150, 30, 10, PHOTO, "spaces", 72.1),
-    "b-half-cars": (B, 100, 4_114, 4_062, 50, 10, 10, PHOTO, "spaces", 76.4),
-    "b-half-food101": (B, 100, 75_000, 25_000, 50, 10, 10, FOOD, "spaces", 81.9),
-}
-HYPER_PARAMETERS = {
-    **{"batch_size": 32, "learning_rate": 1e-3, "class_temperature": 5.0, "instance_temperature": 0.1},
-    **{"structure_weight": 0.5, "precision": "float32"},
-    **{"shared_rank": 1, "residual_rank": 8, "support_rank": 128, "text_rank": 8},
-}
 FROZEN = ["--strategy", "frozen", "--classifiers", "text", "--device", "cpu", "--no-progress"]
 
 
@@ -86,42 +62,31 @@ def hundred(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("name", sorted({*FILES, *TABLE}))
-def test_a_file_says_what_the_table_says(name):
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_fits_what_verify_checks_of_its_data(name):
+    """The counts and the accuracy without training are verify's to check."""
     settings = settings_from(name)
     stream, args = pick(StreamArguments, settings), pick(LearnerArguments, settings)
-    first = stream.initial_increment or stream.increment
-    checks = read_checks(OWN_CHECKS)  # the counts and the accuracy without training are verify's to check
-    kept = name.replace("half-", "")
-    (check,) = (check for check in checks.checks if check.name == f"paper-{kept}")
-    data = checks.data[check.data]
+    checks = read_checks(OWN_CHECKS)
+    (check,) = (check for check in checks.checks if check.name == f"paper-{name.replace('half-', '')}")
     assert (check.model, check.templates) == (stream.model, (args.prompt_template,))
     assert (check.class_name_style, check.image_resize) == (args.class_name_style, args.image_resize)
-    counts = (data.classes, data.images["train"], data.images["test"])
-    found = (stream.model, *counts, first, stream.increment, args.epochs, args.prompt_template, args.class_name_style)
-    assert (*found, *check.expected) == TABLE[name]
-    assert args.image_resize == ("crop" if name.startswith("a-") else "squash")
-    tasks = 6 if "half" in name else 10
-    assert first + (tasks - 1) * stream.increment == data.classes
-    listed = {"a-cub200", "a-imagenet-r", "a-imagenet-r-vit-l14"}
-    order = None if name.startswith("b-") or name == "a-imagenet100" else "list" if name in listed else "icarl"
-    given = stream.class_order
-    assert (given and (given if given == "icarl" else "list")) == order
-    assert stream.order_seed == (None if order else 1993)
-    # The paper's hyper-parameters are the defaults; a file that spells them out keeps them where a default changes.
+    first, tasks = stream.initial_increment or stream.increment, 6 if "half" in name else 10
+    assert first + (tasks - 1) * stream.increment == checks.data[check.data].classes
     assert make_strategy(stream.strategy).name == "dulbe"
-    bridge, text = parse_classifiers(stream.classifiers).values()
-    assert bridge.chosen == {"num_depths": 10, "reliability_temperature": 0.05} and text.kind.name == "text"
-    written = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
-    assert settings | HYPER_PARAMETERS == settings and HYPER_PARAMETERS.keys() <= written.keys()
+    assert [classifier.kind.name for classifier in parse_classifiers(stream.classifiers).values()] == [
+        "bridge",
+        "text",
+    ]
 
 
 def classes_of(tasks):
     return [int(name.removeprefix("class_")) for task in tasks for name in task.class_names]
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if TABLE[name][1] == 100 and name != "a-imagenet100"])
+@pytest.mark.parametrize("name", ["a-cifar100", "b-cars", "b-half-cars"])
 def test_orders(name, hundred):
+    """Of the files for a hundred classes, one of each order."""
     tasks = stream_tasks(pick(StreamArguments, settings_from(name, "--data", hundred)))
     expected = np.random.RandomState(1993).permutation(100)
     if name.startswith("a-cifar"):
