@@ -28,7 +28,7 @@ class Noisy(list):
 def learner_of(model, processor, adapted=False, **settings):
     if adapted:
         torch.manual_seed(0)
-        model = get_peft_model(model, DualModeLoraConfig(residual_rank=2, support_rank=8))
+        model = get_peft_model(model, DualModeLoraConfig(residual_rank=2, support_rank=8, target_modules=["fc1"]))
     args = LearnerArguments(device="cpu", progress=False, epochs=1, batch_size=2, **settings)
     strategy = "dulbe" if adapted else "frozen"
     return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=("bridge",))

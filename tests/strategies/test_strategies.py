@@ -172,7 +172,9 @@ def test_first_session_learns_the_first_task_as_lora_does_and_then_trains_nothin
     assert any(not torch.equal(tensor, first[name]) for name, tensor in lora.model.state_dict().items())
 
 
-@pytest.mark.parametrize("name", ["first_session", "sgcl", "slca", "zscl"])
+@pytest.mark.parametrize(
+    "name", ["slca", "zscl", *(pytest.param(one, marks=pytest.mark.slow) for one in ("first_session", "sgcl"))]
+)
 def test_a_run_that_goes_on_ends_as_one_that_nothing_stopped(name, tmp_path):
     make_learner(name).run(stream(2), tmp_path / "whole")
     make_learner(name).run(stream(1), tmp_path / "stopped")

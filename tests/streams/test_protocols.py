@@ -115,21 +115,6 @@ def run_digits(folder, output, *more):
     return main([*command, "--increment", "2", "--prompt-template", "a photo of the digit {}.", *FROZEN, *more])
 
 
-def test_a_learner_keeps_how_images_are_resized(digit_folders, tmp_path, capsys):
-    folder = digit_folders(4, 3, 3)
-    wide = Image.linear_gradient("L").rotate(90).convert("RGB").resize((32, 16))
-    found = {}
-    expected = {"squash": wide.resize((16, 16), Image.Resampling.BICUBIC), "crop": wide.crop((8, 0, 24, 16))}
-    for resize, seen in expected.items():
-        assert run_digits(folder, tmp_path / resize, "--image-resize", resize) == 0
-        processor = ClassIncrementalLearner.from_pretrained(tmp_path / resize / "task-002").processor
-        found[resize] = pixel_values(processor, wide)
-        assert torch.allclose(found[resize], pixel_values(processor, seen), atol=1e-6)
-    assert not torch.allclose(found["squash"], found["crop"], atol=0.1)
-    assert run_digits(folder, tmp_path / "crop", "--image-resize", "squash") == 2
-    assert "image_resize was 'crop' and is now 'squash'" in capsys.readouterr().err
-
-
 def test_names_without_tabs_are_in_the_order_of_the_data(digit_folders, tmp_path):
     data, file = ImageFolder(digit_folders(3, 2, 1), "train"), tmp_path / "names.txt"
     file.write_text("b\na\nc\n", encoding="utf-8")
@@ -146,16 +131,25 @@ def test_names_without_tabs_are_in_the_order_of_the_data(digit_folders, tmp_path
             rename_classes(data, file)
 
 
-def test_a_run_with_other_names_goes_on_and_is_evaluated_with_them(digit_folders, tmp_path, capsys, monkeypatch):
-    folder, out = digit_folders(4, 3, 3), tmp_path / "out"
+def test_a_run_keeps_how_images_are_resized_and_other_names(digit_folders, tmp_path, capsys, monkeypatch):
+    folder = digit_folders(4, 2, 1)
     monkeypatch.chdir(tmp_path)
     Path("names.txt").write_text("".join(f"{name}\tdigit {name}\n" for name in DIGITS), encoding="utf-8")
-    assert run_digits(folder, out, "--class-names", "names.txt") == 0
-    monkeypatch.chdir(folder)  # the run noted where the file is
-    (noted, _) = json.loads((out / "sources.json").read_text(encoding="utf-8"))["tasks"]
+    wide = Image.linear_gradient("L").rotate(90).convert("RGB").resize((32, 16))
+    expected = {"squash": wide.resize((16, 16), Image.Resampling.BICUBIC), "crop": wide.crop((8, 0, 24, 16))}
+    more, found = {"squash": ["--class-names", "names.txt"], "crop": []}, {}
+    for resize, seen in expected.items():
+        assert run_digits(folder, tmp_path / resize, "--image-resize", resize, *more[resize]) == 0
+        processor = ClassIncrementalLearner.from_pretrained(tmp_path / resize / "task-002").processor
+        found[resize] = pixel_values(processor, wide)
+        assert torch.allclose(found[resize], pixel_values(processor, seen), atol=1e-6)
+    assert not torch.allclose(found["squash"], found["crop"], atol=0.1)
+    assert run_digits(folder, tmp_path / "crop", "--image-resize", "squash") == 2
+    assert "image_resize was 'crop' and is now 'squash'" in capsys.readouterr().err
+    monkeypatch.chdir(folder)  # the run noted where the file of names is
+    (noted, _) = json.loads((tmp_path / "squash" / "sources.json").read_text(encoding="utf-8"))["tasks"]
     assert open_source(noted, report=False)[1].class_names == tuple(f"digit {name}" for name in sorted(DIGITS[:4]))
-    names = str(tmp_path / "names.txt")
-    learner = str(out / "task-002")
-    assert main(["evaluate", learner, "--data", str(folder), "--class-names", names]) == 0
+    command = ["evaluate", str(tmp_path / "squash" / "task-002"), "--data", str(folder)]
+    assert main([*command, "--class-names", str(tmp_path / "names.txt")]) == 0
     assert '"num_classes": 4' in capsys.readouterr().out
-    assert main(["evaluate", learner, "--data", str(folder)]) == 2
+    assert main(command) == 2
