@@ -8,21 +8,8 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers import rapf
-from dulbe_peft.classifiers.fitting import gaussians
 from dulbe_peft.classifiers.rapf import RapfClassifier, fused
 from dulbe_peft.classifiers.slca import SlcaClassifier, normed
-
-
-def test_gaussians_are_the_literal_ones():
-    x, y = features(2, 9, 0)
-    means, factors = gaussians(x, y, 2, 1e-3)
-    for c in range(2):
-        own = x[y == c].double()
-        mean = sum(own) / len(own)
-        sigma = sum(torch.outer(row - mean, row - mean) for row in own) / (len(own) - 1)
-        sigma += 1e-3 * torch.eye(DIM)
-        torch.testing.assert_close(means[c].double(), mean, rtol=0, atol=1e-6)
-        torch.testing.assert_close(factors[c].double() @ factors[c].double().T, sigma, rtol=1e-5, atol=1e-6)
 
 
 def test_fusion_is_the_literal_one():

@@ -82,16 +82,6 @@ def test_so_many_scores_are_in_memory_at_a_time_and_no_more(monkeypatch):
     torch.testing.assert_close(found.probability, expected.probability)
 
 
-def test_counts_by_class_add_up():
-    found = predicted("lda", rows=slice(3, 7))  # of classes 3, 4, 0, 1
-    row = measured_row([None, found])
-    assert row.images_by_class == {"cat": 1, "=1+1": 1, "'=quoted": 1, "-": 1}
-    right = row.classifiers["lda"]
-    assert right.right_by_class.keys() == row.images_by_class.keys()
-    assert sum(right.right_by_class.values()) == int((found.classifiers["lda"] == found.truth).sum())
-    assert right.by_task == [None, found.accuracy(found.classifiers["lda"])] and right.accuracy == right.by_task[1]
-
-
 def test_the_file_reads_back_and_no_cell_is_a_formula(tmp_path):
     tasks = {1: predicted("lda", "bridge", rows=slice(0, 9)), 3: predicted("lda", "bridge", rows=slice(9, 20))}
     write_predictions(tmp_path / "p.csv", tasks)
