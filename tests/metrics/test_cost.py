@@ -28,7 +28,7 @@ def test_the_paper_s_overheads():
     assert bridge * 2**20 == 4 * (100 * 512 + 100 * 10) + depths + counts_and_lengths and round(bridge, 2) == 0.20
     assert counted["rapf: kept of 100 classes beside their texts"] == pytest.approx(101.2, rel=1e-3)
     page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text(encoding="utf-8")
-    numbers = [f"{value:,}" if what.startswith("trained") else f"{value:.2f} MiB" for what, value in counted.items()]
+    numbers = [f"{value:,}" if what.startswith("trained") else f"{value:.2f}" for what, value in counted.items()]
     assert all(number in page for number in numbers)
 
 
