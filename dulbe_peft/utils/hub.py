@@ -2,12 +2,23 @@
 
 import glob
 import tempfile
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants
+
+
+@contextmanager
+def reached() -> Iterator[None]:
+    """Around calls of the Hub's client: no connection is a `ConnectionError`, whichever HTTP library it comes from."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) or not type(error).__module__.startswith("httpx"):
+            raise
+        raise ConnectionError(f"the Hub cannot be reached: {error}") from error
 
 
 def fetch(
@@ -83,7 +94,8 @@ def has_file(
 
     if constants.HF_HUB_OFFLINE:
         return isinstance(try_to_load_from_cache(source, file, cache_dir=cache_dir, revision=revision), str)
-    return file_exists(source, file, revision=revision, token=token)
+    with reached():
+        return file_exists(source, file, revision=revision, token=token)
 
 
 def is_repo_id(name: str | None) -> bool:

@@ -13,11 +13,12 @@ import urllib.request
 import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 from dulbe_peft.utils.files import remove_temporary, replacing, temporary_folder
-from dulbe_peft.utils.hub import is_repo_id
+from dulbe_peft.utils.hub import is_repo_id, reached
 
 HUB = "hf:"
 WEB = ("http://", "https://")
@@ -83,7 +84,8 @@ class Fetcher:
         pinned = wanted or self.known.get(name)
         if constants.HF_HUB_OFFLINE:
             return pinned or "main"
-        found = str(HfApi().repo_info(repo_id, repo_type=kind, revision=pinned).sha)
+        with reached():
+            found = str(HfApi().repo_info(repo_id, repo_type=kind, revision=pinned).sha)
         if pinned and len(pinned) >= 7 and set(pinned) <= set("0123456789abcdef") and not found.startswith(pinned):
             raise ValueError(f"{name} is at commit {found[:12]}, expected {pinned[:12]}")
         self._note(name, found)
@@ -94,7 +96,8 @@ class Fetcher:
         from huggingface_hub import snapshot_download
 
         asked: dict[str, Any] = {"repo_type": "dataset", "revision": revision, "allow_patterns": pattern}
-        folder = Path(snapshot_download(repo_id, **asked))
+        with reached():
+            folder = Path(snapshot_download(repo_id, **asked))
         found = sorted(
             path for path in folder.rglob("*") if fnmatch.fnmatch(path.relative_to(folder).as_posix(), pattern)
         )
@@ -119,7 +122,8 @@ class Fetcher:
         if constants.HF_HUB_OFFLINE or not is_repo_id(repo_id):
             return 0
         try:
-            found: Any = HfApi().repo_info(repo_id, repo_type=kind, revision=revision, files_metadata=True)
+            with reached():
+                found: Any = HfApi().repo_info(repo_id, repo_type=kind, revision=revision, files_metadata=True)
         except (OSError, ValueError):
             return None
         sizes = {entry.rfilename: entry.size or 0 for entry in found.siblings or []}
@@ -144,7 +148,7 @@ def _open(url: str, method: str = "GET") -> Any:
 
 
 def _download(url: str, path: Path) -> None:
-    """Write what is at an address into a file; an `OSError` where less came than was said."""
+    """Write what is at an address into a file; a `ConnectionError` where it does not come, or not the whole of it."""
     try:
         with _open(url) as answer, path.open("wb") as file:
             said = answer.headers["Content-Length"]
@@ -152,11 +156,13 @@ def _download(url: str, path: Path) -> None:
             while part := answer.read(_PART):
                 came += file.write(part)
     except urllib.error.HTTPError as error:
-        raise OSError(f"{url} cannot be downloaded: {error.code} {error.reason}") from error
+        raise ConnectionError(f"{url} cannot be downloaded: {error.code} {error.reason}") from error
     except urllib.error.URLError as error:
-        raise OSError(f"{url} cannot be downloaded: {error.reason}") from error
+        raise ConnectionError(f"{url} cannot be downloaded: {error.reason}") from error
+    except (HTTPException, TimeoutError, ConnectionError) as error:
+        raise ConnectionError(f"{url} was cut off: {error}; the same command tries again") from error
     if said is not None and came != int(said):
-        raise OSError(f"{url} was cut off: {came} of {said} bytes came; the same command tries again")
+        raise ConnectionError(f"{url} was cut off: {came} of {said} bytes came; the same command tries again")
 
 
 def unpack(archive: Path, folder: Path) -> Path:

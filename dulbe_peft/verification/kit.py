@@ -117,9 +117,11 @@ class Kit:
         for name, size in sizes.items():
             if size != 0:
                 self.say(f"to download: {name}, {'of unknown size' if size is None else f'{size / 1e6:,.1f} MB'}")
+        unknown = list(sizes.values()).count(None)
         if any(size != 0 for size in sizes.values()):
-            known = sum(filter(None, sizes.values())) / 1e6
-            self.say(f"to download: {known:,.1f} MB, kept in {fetcher.folder} or in the Hub's cache")
+            known = f"{sum(filter(None, sizes.values())) / 1e6:,.1f} MB"
+            more = f", and {unknown} of unknown size" if unknown else ""
+            self.say(f"to download: {known}{more}; kept in {fetcher.folder} or in the Hub's cache")
 
     def _sizes(self, wanted: Sequence[Check], fetcher: Fetcher) -> Iterator[tuple[str, int | None]]:
         for check in wanted:

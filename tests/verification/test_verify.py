@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import tarfile
+from importlib.metadata import version
 
 import huggingface_hub
 import numpy as np
@@ -237,7 +238,7 @@ def test_every_level_gives_what_a_literal_computation_gives(hub, tmp_path, capsy
     assert "0 of 4 outside, 0 not run" in said and sum(line.endswith("  yes") for line in said.splitlines()) == 4
     assert said.index("to download: hf:someone/animals (data/test-*.parquet), 0.0 MB") < said.index("logits ...")
     content = json.loads((tmp_path / "found.json").read_text())
-    assert content["versions"]["torch"] == torch.__version__ and content["machine"]["device"] == "cpu"
+    assert content["versions"]["torch"] == version("torch") and content["machine"]["device"] == "cpu"
     repo = hub.repos["someone/animals"]
     assert content["known"]["hf:someone/animals"] == repo["branches"]["main"]
     assert content["known"][f"{hub.url}/animals.tgz"] == hashlib.sha256(hub.web["/animals.tgz"]).hexdigest()
@@ -342,6 +343,18 @@ def test_what_is_wrong_is_one_line_and_the_next_try_starts_afresh(hub, tmp_path,
     if fault == "a truncated download":
         hub.cut.clear()
         assert verify(tmp_path, content)[0] == 0
+
+
+def test_without_a_network_each_check_says_so_in_a_line(hub, tmp_path, monkeypatch, capsys):
+    nowhere = "http://127.0.0.1:1"
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", nowhere)
+    content = json.loads(json.dumps(checks_of(hub)).replace(hub.url, nowhere))
+    status, found = verify(tmp_path, content)
+    assert status == 2 and len(found) == 4
+    said = [line.partition(": not run: ")[2] for line in capsys.readouterr().out.splitlines() if ": not run: " in line]
+    hub_said = [line for line in said if line.startswith("the Hub cannot be reached: ")]
+    assert len(hub_said) == 1 and hub_said[0] == found["zero"]["problem"]
+    assert sum(line.startswith(f"{nowhere}/") and "cannot be downloaded: " in line for line in said) == 3, said
 
 
 def test_a_number_outside_its_tolerance_fails_and_an_unconfirmed_one_is_shown(hub, tmp_path, capsys):
