@@ -7,7 +7,7 @@ from contextlib import contextmanager
 # Module -> package of the extra `commands`.
 COMMANDS = {"click": "click", "joblib": "joblib", "matplotlib": "matplotlib", "sklearn": "scikit-learn"}
 # Packages of which names are used that may go, with versions in which they are there.
-TESTED = {"peft": "peft>=0.21,<0.22", "transformers": "transformers>=5.6,<6"}
+TESTED = {"peft": "peft>=0.21,<0.22", "transformers": "transformers>=5.18,<6"}
 
 
 @contextmanager
