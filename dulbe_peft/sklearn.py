@@ -174,7 +174,7 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
     def fit(self, images: Any, y: Any) -> Self:
         """Learn all classes anew, as one task, from n images and labels, (n,), whose texts are their names."""
         encoder = _encoder(str(self.model))
-        self.encoder_ = encoder.facts | {"precision": encoder.args.precision}
+        self.encoder_ = encoder.facts
         texts: dict[Hashable, Any] | None = None
         if has_text(encoder.clip):
             labels = np.unique(np.asarray(y)).tolist()
@@ -198,7 +198,7 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
 
     def _embeds(self, images: Any) -> np.ndarray:
         encoder = _encoder(str(self.model))
-        found = encoder.facts | {"precision": encoder.args.precision}
+        found = encoder.facts
         if differ := sorted(name for name in found if found[name] != self.encoder_.get(name)):
             raise ValueError(
                 f"this classifier learned with another encoder than {self.model!r} is now: {differ} differ; fit anew"

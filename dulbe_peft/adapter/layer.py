@@ -119,7 +119,8 @@ class DualModeLinear(DualModeLayer):
             return base
         if base.requires_grad or torch.compiler.is_compiling():
             return _fold(base, self.history(adapter))
-        key = tuple(_identity(tensor) for tensor in (base, *history))
+        # Another one where a tensor is another or was written to; those of inference mode do not count what is written.
+        key = tuple((id(t), t.data_ptr(), -1 if t.is_inference() else t._version) for t in (base, *history))
         if self._folded is None or self._folded[0] != key:
             with torch.inference_mode(False), torch.no_grad():
                 self._folded = key, (base, *history), _fold(base, self.history(adapter))
@@ -259,11 +260,6 @@ class DualModeLinear(DualModeLayer):
                 args[-1].append(
                     f"{prefix}dulbe_history_P.{name} and B do not fit: {tuple(down.shape)}, {tuple(up.shape)}"
                 )
-
-
-def _identity(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Changes where the tensor is another one or is written to; inference tensors do not count what is written."""
-    return id(tensor), tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
 
 
 def _fold(base: torch.Tensor, update: Update) -> torch.Tensor:

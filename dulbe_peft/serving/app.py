@@ -87,11 +87,12 @@ class App:
             (found,) = self.learner.predictions(images, most)
         best = [{"class": name, "probability": p} for name, p in zip(found.classes, found.probabilities, strict=True)]
         (content,) = images.contents()
+        shown = open_image(image).format in BROWSERS_SHOW
         return {
             "best": best,
             "known": bool(found.known),
             "learned": None if content is None else self.learner.state.known.class_of().get(content),
-            "picture": None if open_image(image).format in BROWSERS_SHOW else as_text(image),
+            "picture": None if shown else f"data:image/jpeg;base64,{base64.b64encode(jpeg(image)).decode()}",
         }
 
     def teach(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -223,8 +224,3 @@ def pictures(request: dict[str, Any], most: int) -> list[io.BytesIO]:
         if problem is not None:
             raise ValueError(f"image {number} cannot be read: {problem}")
     return found
-
-
-def as_text(file: Any) -> str:
-    """Its JPEG as an address that holds the picture itself."""
-    return "data:image/jpeg;base64," + base64.b64encode(jpeg(file)).decode()

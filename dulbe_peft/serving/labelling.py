@@ -94,10 +94,6 @@ class Labelling:
                 at, labels = zip(*rows, strict=True)
                 learn(self.images.at(list(at), torch.tensor(labels).numpy(), check_class_names(own)))
 
-    def picture(self, place: int) -> bytes:
-        """A photograph as a JPEG."""
-        return jpeg(self.images.given(place))
-
     def table(self) -> bytes:
         """What was said in this visit as CSV: path, label."""
         text = io.StringIO(newline="")

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.serving.app import MOST_BYTES, App
-from dulbe_peft.serving.labelling import Labelling
+from dulbe_peft.serving.labelling import Labelling, jpeg
 from dulbe_peft.utils.folders import CheckpointError
 from dulbe_peft.utils.templates import ASSETS
 
@@ -97,7 +97,7 @@ class PageHandler(BaseHTTPRequestHandler):
     def _photo(self, work: Labelling, place: int) -> None:
         """A photograph of the folder, small enough for the page."""
         try:
-            self._answer(HTTPStatus.OK, work.picture(place), "image/jpeg")
+            self._answer(HTTPStatus.OK, jpeg(work.images.given(place)), "image/jpeg")
         except (ValueError, IndexError) as error:
             self._json(HTTPStatus.NOT_FOUND, {"error": f"photograph {place} cannot be shown: {error}"})
 

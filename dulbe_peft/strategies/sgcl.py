@@ -25,11 +25,6 @@ from dulbe_peft.utils.settings import Positive, Weight
 START = "start_text"
 
 
-def soft_targets(own: torch.Tensor, text: torch.Tensor, softness: float) -> torch.Tensor:
-    """s, (n, classes): how near each image's class, whose embeddings are `own`, (n, d), is to each of (classes, d)."""
-    return (softness * own @ text.T).softmax(dim=1)
-
-
 def guided(logits: torch.Tensor, own: torch.Tensor, old_text: torch.Tensor) -> torch.Tensor:
     """t, (n, old classes): the teacher's logits, raised at the old class nearest to the image's own, else lowered."""
     near, place = (own @ old_text.T).max(dim=1, keepdim=True)
@@ -52,7 +47,7 @@ class Sgcl(Lora):
         old = step.old_text if step.old_text is not None else step.text.new_zeros(0, step.text.shape[1])
         start = task.notes.setdefault(START, step.text.detach().clone())
         own, scale = start[step.labels], step.logit_scale
-        targets = soft_targets(own, torch.cat([old, start]), self.softness)
+        targets = (self.softness * own @ torch.cat([old, start]).T).softmax(dim=1)
         predicted = (scale * step.features @ torch.cat([old, step.text]).T).log_softmax(dim=1)
         loss = step.task_loss + self.soft_weight * F.kl_div(predicted, targets, reduction="batchmean")
         if len(old):
