@@ -119,7 +119,7 @@ class DualModeLinear(DualModeLayer):
             return base
         if base.requires_grad or torch.compiler.is_compiling():
             return _fold(base, self.history(adapter))
-        # Another one where a tensor is another or was written to; those of inference mode do not count what is written.
+        # Another where a tensor is another or was written to; those of inference mode do not count what is written.
         key = tuple((id(t), t.data_ptr(), -1 if t.is_inference() else t._version) for t in (base, *history))
         if self._folded is None or self._folded[0] != key:
             with torch.inference_mode(False), torch.no_grad():
