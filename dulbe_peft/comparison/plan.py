@@ -9,10 +9,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import quote
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from dulbe_peft.classifiers import parse_classifier
 from dulbe_peft.runs.settings import read_yaml, setting_values, validated
@@ -171,23 +171,38 @@ def _folder_name(text: str) -> str:
     return name if len(name) <= 100 else hashlib.sha256(name.encode()).hexdigest()
 
 
+class _Stream(Record):
+    """Settings of a run, as further fields, and what a stream says beside them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    retention: str | None = None
+    retention_scales: Annotated[list[Fraction], Listed] = []
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.retention_scales and self.retention is None:
+            raise ValueError("retention_scales must stand beside retention")
+        return self
+
+
+class _Method(Record):
+    """Settings of a run, as further fields, and those to choose from."""
+
+    model_config = ConfigDict(extra="allow")
+
+    choose: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
+
+
 class _PlanFile(Record):
     """The YAML file of a comparison."""
 
-    streams: Annotated[dict[Name, dict[str, Any]], Field(min_length=1)]
-    methods: Annotated[dict[Name, dict[str, Any]], Field(min_length=1)]
+    streams: Annotated[dict[Name, _Stream], Field(min_length=1)]
+    methods: Annotated[dict[Name, _Method], Field(min_length=1)]
     classifiers: Annotated[list[str], Listed, Field(min_length=1), Different] = ["bridge"]
     drift: Annotated[list[Literal["none", "linear"]], Listed, Field(min_length=1), Different] = ["none"]
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1), Different] = [0]
     reference: dict[Literal["method", "classifier", "drift"], str] | None = None
-
-
-class _Own(Record):
-    """What a stream or a method says beside settings of a run."""
-
-    choose: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
-    retention: str | None = None
-    retention_scales: Annotated[list[Fraction], Listed] = []
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -205,21 +220,15 @@ def make_plan(content: dict[str, Any]) -> Plan:
     file = _PlanFile.model_validate(content)
     for spec in file.classifiers:
         parse_classifier(spec)
-    streams = {
-        name: _split(f"stream {name!r}", entry, ("retention", "retention_scales"))
-        for name, entry in file.streams.items()
-    }
-    methods = {name: _split(f"method {name!r}", entry, ("choose",)) for name, entry in file.methods.items()}
+    streams, methods = file.streams.items(), file.methods.items()
     plan = Plan(
-        streams={name: settings for name, (settings, _) in streams.items()},
-        methods={name: settings for name, (settings, _) in methods.items()},
+        streams={name: _settings(f"stream {name!r}", one.model_extra, False) for name, one in streams},
+        methods={name: _settings(f"method {name!r}", one.model_extra, True) for name, one in methods},
         classifiers=file.classifiers,
         drifts=list(file.drift),
         seeds=file.seeds,
-        choices={name: _choices(name, own.choose) for name, (_, own) in methods.items() if own.choose},
-        retentions={
-            name: (_path(own.retention), *own.retention_scales) for name, (_, own) in streams.items() if own.retention
-        },
+        choices={name: _choices(name, one.choose) for name, one in methods if one.choose},
+        retentions={name: (_path(one.retention), *one.retention_scales) for name, one in streams if one.retention},
     )
     trials = [cell for pair in plan.pairs_to_choose for _, cell in plan.trials(*pair)]
     for cell in (*(cell for cell, _ in plan.cells()), *trials):
@@ -230,32 +239,21 @@ def make_plan(content: dict[str, Any]) -> Plan:
     return plan if file.reference is None else replace(plan, reference=_reference(plan, file.reference))
 
 
-def _split(owner: str, entry: dict[str, Any], own: tuple[str, ...]) -> tuple[dict[str, Any], _Own]:
-    """The settings of a run in an entry, and what else it says under the keys `own`."""
-    settings = _free_settings(owner, {name: entry[name] for name in entry if name not in own}, own == ("choose",))
-    try:
-        rest = _Own.model_validate({name: entry[name] for name in own if name in entry})
-    except ValidationError as error:
-        raise ValueError(f"{owner}: {first_problem(error)}") from error
-    if rest.retention_scales and rest.retention is None:
-        raise ValueError(f"{owner}: retention_scales must stand beside retention")
-    return {name: _path(value) if name in ("data", "model") else value for name, value in settings.items()}, rest
-
-
-def _free_settings(owner: str, given: dict[str, Any], method: bool) -> dict[str, Any]:
+def _settings(owner: str, given: dict[str, Any] | None, method: bool) -> dict[str, Any]:
     """Settings of a run, converted; a ValueError where a stream or a method sets what it cannot."""
-    for name in given:
+    for name in given or {}:
         why = _FIXED.get(name)
         if method and name in _STREAM_ONLY:
             why = "it belongs to a stream, and is the same for all methods"
         if why:
             raise ValueError(f"{owner} sets {name!r}, which it cannot: {why}")
-    return setting_values(given, owner)
+    found = setting_values(given or {}, owner)
+    return {name: _path(value) if name in ("data", "model") else value for name, value in found.items()}
 
 
 def _choices(method: str, choose: dict[str, list[Any]]) -> dict[str, list[Any]]:
     owner = f"choose of method {method!r}"
-    read = [[_free_settings(owner, {name: value}, True) for value in values] for name, values in choose.items()]
+    read = [[_settings(owner, {name: value}, True) for value in values] for name, values in choose.items()]
     return {name: _different([one[name] for one in given]) for given in read for name in given[0]}
 
 

@@ -25,11 +25,12 @@ from dulbe_peft.utils.processes import check_same_in_all, raise_in_all
 from dulbe_peft.utils.specs import closest
 
 
-def check_update(state: LearnerState, names: Sequence[str]) -> None:
-    """Raise a `ValueError` that names classes which have not been learned, or a classifier that cannot update."""
-    state.places(names)
+def check_update(state: LearnerState, names: Sequence[str]) -> list[int]:
+    """Where the classes stand; a `ValueError` names those that have not been learned, or who cannot update."""
+    places = state.places(names)
     for classifier in state.classifiers.values():
         classifier.check_update()
+    return places
 
 
 def checked_update(
@@ -41,8 +42,7 @@ def checked_update(
             state.adapter.check_unscaled()
         images = named_images(dataset, class_names, default=state.class_names)
         names = [images.class_names[label] for label in images.labels]
-        check_update(state, names)
-        places = state.places(names)
+        places = check_update(state, names)
     check_same_in_all(places, "labels")
     return images, places
 
