@@ -16,7 +16,7 @@ import torch
 from dulbe_peft.classifiers import CLASSIFIERS, answering
 from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, TITLES, result_rows
 from dulbe_peft.metrics.diagnostics import DepthAccuracy, ReliabilityProfile
-from dulbe_peft.report.shares import ClassRow, Share
+from dulbe_peft.report.shares import Share
 from dulbe_peft.utils.extras import installed
 
 INK, GRID = "#1b1f24", "#d0d7de"
@@ -114,27 +114,6 @@ def reliability_figure(bins: Sequence[tuple[float, Share]]) -> Any:
     sure, right = [100 * mean for mean, _ in bins], [100 * share.value for _, share in bins]
     ends = _ends([share for _, share in bins])
     axes.errorbar(sure, right, yerr=ends, fmt="o", color=SERIES[3], capsize=2, clip_on=False)
-    return figure
-
-
-def counts_figure(rows: Sequence[ClassRow]) -> Any:
-    """How many images of each class are right, by the number of its training images."""
-    figure, axes = new_figure(3.6, ylim=(0, 100), xlabel="training images of the class", ylabel="right (%)")
-    counts, right = [row.learned or 0 for row in rows], [100 * row.share.value for row in rows]
-    look: Any = {
-        "fmt": "o",
-        "color": SERIES[3],
-        "ecolor": SERIES[0],
-        "elinewidth": 0.7,
-        "markersize": 4,
-        "clip_on": False,
-    }
-    axes.errorbar(counts, right, yerr=_ends([row.share for row in rows]), **look)
-    if max(counts) > 10 * min(counts):
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:.0f}")
-    else:
-        axes.xaxis.set_major_locator(whole_numbers())
     return figure
 
 

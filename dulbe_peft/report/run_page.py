@@ -11,7 +11,7 @@ from dulbe_peft.classifiers.closing import TEACHING
 from dulbe_peft.metrics.evaluation import ImageResult
 from dulbe_peft.report.class_map import HEIGHT, WIDTH, class_map
 from dulbe_peft.report.html import mib, percent, write_page
-from dulbe_peft.report.plots import accuracy_figure, counts_figure, inline_svg, loss_figure, reliability_figure
+from dulbe_peft.report.plots import accuracy_figure, inline_svg, loss_figure, reliability_figure
 from dulbe_peft.report.run_folder import PICTURES_FOLDER, Photograph, RunFolder, read_known, read_run
 from dulbe_peft.report.shares import (
     ClassRow,
@@ -114,7 +114,6 @@ def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict
     """What the template shows of a run with test data."""
     methods, blocks, tasks = leaderboard(run), run.results["classifiers"], len(run.learned)
     unknown = [None] * tasks
-    by_class = run.results.get("classes", {})
     content: dict[str, Any] = {
         "methods": methods,
         "leader": next(row for row in methods if run.first in row.names),
@@ -131,16 +130,12 @@ def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict
         "clearly": (clearly_better(run) or ("",))[0],
         "chart": inline_svg(accuracy_figure(run.results), f"{key}-accuracy") if tasks > 1 else "",
         "matrices": [(name, block["matrix"]) for name, block in blocks.items()] if run.trained else [],
-        "class_accuracies": {n: by_class[n]["accuracy"] for n in blocks if n in by_class} if len(blocks) > 1 else {},
     }
     if run.predictions:
         figure = reliability_figure(reliability(run.predictions))
         content |= {"sure": sure_answers(run.predictions), "reliability": inline_svg(figure, f"{key}-reliability")}
         content |= {"surest": surest(run.predictions, WANTED), "wanted": WANTED, "more": more_images(classes)}
         content["leak"] = leak(run)
-        counted = [row for row in classes if row.learned]
-        several = len({row.learned for row in counted}) > 1
-        content["counts"] = inline_svg(counts_figure(counted), f"{key}-counts") if several else ""
     return content
 
 
