@@ -22,7 +22,7 @@ def describe(setup: Setup) -> None:
     if not setup.tasks:
         return
     total = sum(len(task.class_names) for task in setup.tasks)
-    for name, classifier in setup.make_learner(setup.args).classifiers.items():
+    for name, classifier in setup.make_learner().classifiers.items():
         print(f"classifier {name}: {_mib(classifier.nbytes_with(total))} with {counted(total, 'class')}")
 
 

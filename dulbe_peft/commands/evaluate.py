@@ -57,10 +57,16 @@ def evaluate(
         raise ValueError("--scale is for --zero-shot: give both")
     if zero_shot and reject is not None:
         raise ValueError("--reject is of the learner's classifier, and --zero-shot of the text classifier: give one")
-    from dulbe_peft.runs.sources import open_images
+    from dulbe_peft.data.inventory import inspect_parts, undecodable
+    from dulbe_peft.runs.sources import look_by, open_images
 
     loaded = load()
-    images = open_images(data, _split(data, split), class_names, strict, loaded.encoder.store)
+    images = open_images(data, split, class_names)
+    if not strict:  # with it, reading raises
+        inventory = inspect_parts({images.split or "images": images}, look_by(loaded) or undecodable)
+        if inventory.unreadable:
+            print("\n".join([inventory.summary(), *inventory.problems()]), file=sys.stderr)
+        images = images.without(*inventory.positions.values())
     known = [name for name in images.class_names if name in set(loaded.class_names)]
     unknown = [name for name in images.class_names if name not in set(known)]
     figures: dict[str, Any] = {}
@@ -83,16 +89,6 @@ def evaluate(
         which = ["--classifier", loaded.classifier.name]
         say_next("export", learner, f"{Path(learner).name}-export", "--format", "transformers", *which, to=sys.stderr)
     return 0
-
-
-def _split(data: str, split: str | None) -> str | None:
-    """The split that is named, else the test split where there is one; None: a folder of classes."""
-    from dulbe_peft.data.hub import is_dataset_folder
-
-    folder = Path(data)
-    if split is None and ((folder / "test").is_dir() or not folder.is_dir() or is_dataset_folder(folder)):
-        return "test"
-    return split or None
 
 
 def _accuracy(found: Evaluation, images: int, known: list[str], unknown: list[str]) -> dict[str, Any]:

@@ -99,9 +99,9 @@ def _parts(data: str, split: str | None, class_names: str | None, strict: bool) 
     from dulbe_peft.runs.sources import open_images, open_source
 
     if split is not None:
-        return {split or "train": open_images(data, split or None, class_names)}
+        return {split or "train": open_images(data, split, class_names)}
     given = {"data": data, "strict": strict, "class_names": class_names, "train_split": "train", "test_split": "test"}
-    train, test = open_source(given, decode=False)
+    train, test = open_source(given, look=lambda _: {})
     return {"train": train} | ({} if test is None else {"test": test})
 
 

@@ -12,6 +12,7 @@ from dulbe_peft.runs.settings import StreamArguments
 from dulbe_peft.runs.sources import (
     DATA_FIELDS,
     data_or_labels,
+    look_by,
     new_images,
     open_source,
     print_once,
@@ -71,7 +72,7 @@ def learn(
     stream = StreamArguments(data=data, output=output, **{n: value for n, value in flags.items() if value is not None})
     source = {name: value for name, value in source_of(stream).items() if name in DATA_FIELDS}
     notes: list[str] = []
-    train, test = open_source(source, notes=notes, store=loaded.encoder.store)
+    train, test = open_source(source, notes=notes, look=look_by(loaded))
     say_leaks(train, test, loaded.state.known)
     fresh = new_images(train, loaded.state.known, again)
     known = [name for name in train.class_names if name in set(loaded.class_names)]

@@ -65,7 +65,7 @@ def run(config: str | None, labels: str | None, overwrite: bool, **flags: Any) -
     if stream.dry_run:
         describe(setup)
         return 0
-    learner = setup.make_learner(setup.args)
+    learner = setup.make_learner()
     results = setup.run(learner, stream.output, resume=stream.resume)
     if world()[0] == 0:
         from dulbe_peft.report.pictures import write_pictures

@@ -142,7 +142,7 @@ def _train(cell: Cell, folder: Path) -> CellRecord:
     setup = set_up(cell.settings | own)
     if any(task.test is None for task in setup.tasks):
         raise ValueError(f"{setup.stream.data} has no test images: the setting test_fraction holds some back")
-    learner = setup.make_learner(setup.args)
+    learner = setup.make_learner()
     setup.run(learner, folder, keep_features=True)
     args, strategy = learner.args, learner.strategy
     # A run that was killed between a task's commit and its timing does not know that one.

@@ -159,46 +159,13 @@ def decode_image(source: Source, content: bytes | None = None) -> Image.Image:
         raise UnreadableImageError(_reason(error, source)) from error
 
 
-def image_problem(source: Source, in_full: bool = False) -> str | None:
-    """Why an image cannot be read, by its header and its end, or `in_full`; one with a strange end is decoded."""
+def image_problem(source: Source) -> str | None:
+    """Why an image cannot be read, found by decoding it; None where it can be."""
     try:
-        with open(source, "rb") if isinstance(source, (str, os.PathLike)) else nullcontext(source) as file:
-            file.seek(0)
-            image = open_image(file)
-            _check_shape(image)
-            if image.mode in ("I", "F"):
-                to_rgb(image)  # raises, unless the file turns out to have another mode
-            if in_full or not _is_whole(image, file):
-                file.seek(0)
-                open_image(file).load()
-    except Exception as error:  # as in decode_image
-        return _reason(error, source)
+        decode_image(source)
+    except UnreadableImageError as error:
+        return str(error)
     return None
-
-
-def _is_whole(image: Any, file: IO[bytes]) -> bool:
-    """Whether the file reaches to where its format says that it ends."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - 64))
-    tail = file.read()
-    file.seek(0)
-    head = file.read(12)
-    match image.format:
-        case "JPEG" | "MPO":
-            return tail.endswith(b"\xff\xd9")
-        case "PNG":
-            return tail.endswith(b"IEND\xaeB`\x82")
-        case "GIF":
-            return tail.endswith(b";")
-        case "WEBP":
-            return int.from_bytes(head[4:8], "little") + 8 <= size
-        case "BMP":
-            return 0 < int.from_bytes(head[2:6], "little") <= size
-        case "TIFF":  # the last strip or tile ends within the file; where there is none, it is decoded
-            tags, kinds = image.tag_v2, ((273, 279), (324, 325))
-            ends = [a + b for k, n in kinds if k in tags and n in tags for a, b in zip(tags[k], tags[n])]
-            return bool(ends) and max(ends) <= size
-    return True
 
 
 def _reason(error: Exception, source: Any) -> str:

@@ -10,12 +10,13 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dulbe_peft.data.images import LabelledImages
+from dulbe_peft.data.images import LabelledImages, Splits
 from dulbe_peft.data.names import check_class_names, normalized
 from dulbe_peft.utils.files import replacing
 
@@ -89,41 +90,38 @@ def encoder_note(path: Path) -> EncoderNote | None:
     return None if found is None else EncoderNote(**found["encoder"])
 
 
-def feature_splits(path: Path) -> list[str]:
-    """The splits that a table of features has; "train" where it has no such column."""
-    found: dict[str, None] = {}
-    for file in feature_files(path):
-        found |= dict.fromkeys(
-            _texts(_table(file, ["split"])["split"]) if "split" in _schema(file).names else ["train"]
-        )
-    return list(found)
+def feature_splits(path: Path) -> Splits:
+    """The splits of a table of features, "train" where it has no such column; none where a path is no such table.
+
+    A feature stands in the place of its image.
+    """
+    files = feature_files(path)
+    names = dict.fromkeys(name for file in files for name in _split_of_rows(file))
+    return {name: partial(_load, path, files, name) for name in names}
 
 
-def load_features(path: Path, split: str | None) -> LabelledImages:
-    """The features of a split as a data set, in which a feature stands in the place of its image."""
-    split, tables = split or "train", []
-    for file in feature_files(path):
+def _split_of_rows(file: str) -> list[str]:
+    rows = _table(file, ["split"] if "split" in _schema(file).names else [])
+    return [str(value) for value in rows["split"].to_pylist()] if rows.num_columns else ["train"] * rows.num_rows
+
+
+def _load(path: Path, files: Sequence[str], split: str) -> LabelledImages:
+    tables = []
+    for file in files:
         schema = _schema(file).names
         if not {"embedding", "label"} <= {*schema}:
             raise ValueError(f"{file} has the columns {schema}, and no 'embedding' or no 'label'")
         table = _table(file, [name for name in COLUMNS if name in schema])
-        if "split" in schema:
-            table = table.filter(np.array(_texts(table["split"])) == split)
-        elif split != "train":
-            table = table.slice(0, 0)
-        tables.append(table)
-    count = sum(table.num_rows for table in tables)
-    if not count:
-        raise FileNotFoundError(f"{path} has no split {split!r}; its splits are {feature_splits(path)}")
-    labels, names = _labels(path, [value for table in tables for value in table["label"].to_pylist()])
-    rows = _unit_rows(path, [table["embedding"] for table in tables], count)
-    paths = [text for table in tables for text in (_texts(table["path"]) if "path" in table.column_names else [])]
-    images = LabelledImages(_Rows(path, paths, rows, labels), labels, names)
+        tables.append(table.filter(np.array(_split_of_rows(file)) == split))
+
+    def column(name: str) -> list[Any]:
+        return [v for t in tables for v in (t[name].to_pylist() if name in t.column_names else [None] * len(t))]
+
+    labels, names = _labels(path, column("label"))
+    rows = _unit_rows(path, [table["embedding"] for table in tables], len(labels))
+    images = LabelledImages(_Rows(path, column("path"), rows, labels), labels, names)
     images.features = FeatureTable(str(path), rows, encoder_note(path))
-    given: list[Any] = []
-    for table in tables:
-        given += table["content"].to_pylist() if "content" in table.column_names else [None] * table.num_rows
-    images.note_contents(_content(path, value, row) for value, row in zip(given, rows, strict=True))
+    images.note_contents(_content(path, value, row) for value, row in zip(column("content"), rows, strict=True))
     return images
 
 
@@ -139,7 +137,7 @@ def _content(path: Path, value: Any, row: Any) -> bytes:
 @dataclass(frozen=True, eq=False)
 class _Rows:
     path: Path
-    paths: Sequence[str]
+    paths: Sequence[str | None]
     embeddings: np.ndarray
     labels: np.ndarray
 
@@ -147,7 +145,7 @@ class _Rows:
         return self.embeddings[position], int(self.labels[position])
 
     def item_name(self, position: int) -> str:
-        return self.paths[position] if len(self.paths) == len(self.labels) else f"{self.path}[{position}]"
+        return str(self.paths[position] or f"{self.path}[{position}]")
 
 
 def write_features(path: Path, parts: Iterable[tuple[str, LabelledImages, np.ndarray]], note: EncoderNote) -> int:
@@ -224,10 +222,6 @@ def _unit_rows(path: Path, columns: Sequence[Any], count: int) -> np.ndarray:
 
 def _note_of(file: str) -> Any:
     return json.loads((_schema(file).metadata or {}).get(_NOTE, b"null"))
-
-
-def _texts(column: Any) -> list[str]:
-    return [str(value) for value in column.to_pylist()]
 
 
 def _schema(file: str | Path) -> Any:

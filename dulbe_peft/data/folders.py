@@ -1,6 +1,7 @@
 """Images in folders, one folder per class."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -64,7 +65,18 @@ def holds_only_folders(path: Path) -> bool:
 class FileImages(LabelledImages):
     """Images in files: `source` has their paths below `root`."""
 
-    root: Path
+    def __init__(
+        self,
+        root: Path,
+        split: str | None,
+        files: Sequence[str],
+        classes: Sequence[str],
+        left_out: Sequence[tuple[str, str]],
+    ) -> None:
+        place = {name: label for label, name in enumerate(sorted(set(classes)))}
+        labels = np.array([place[name] for name in classes], dtype=np.int64)
+        super().__init__(files, labels, check_class_names(place), stored=True)
+        self.root, self.split, self.left_out = root, split, left_out
 
     def _item(self, position: int) -> tuple[Path, int]:
         return self.root / self.source[position], int(self._own_labels[position])
@@ -110,8 +122,7 @@ class ImageFolder(FileImages):
             if entry.name.startswith(".") or not os.path.isdir(entry.path)
         ]
         files: list[str] = []
-        labels: list[int] = []
-        kept: list[str] = []
+        classes: list[str] = []
         for name in names:
             images, others = folder_content(folder / name)
             odd = [image for image in images if image.encode("utf-8", "ignore").decode() != image]
@@ -125,12 +136,10 @@ class ImageFolder(FileImages):
                 left_out.append((str(folder / name), "an empty folder"))
                 continue
             files += [f"{name}/{image}" for image in images]
-            labels += [len(kept)] * len(images)
-            kept.append(name)
-        if not kept:
+            classes += [name] * len(images)
+        if not files:
             raise ValueError(f"no class folder in {folder} has an image; its folders are {names}")
-        super().__init__(files, np.array(labels, dtype=np.int64), check_class_names(kept), stored=True)
-        self.root, self.split, self.left_out = folder, split, left_out
+        super().__init__(folder, split, files, classes, left_out)
 
 
 def _folder_of_classes(folder: Path, split: str | None) -> Path:

@@ -3,11 +3,13 @@
 import importlib
 import os
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dulbe_peft.data.folders import SPLIT_NAMES
-from dulbe_peft.data.images import LabelledImages, labelled_images
+from dulbe_peft.data.images import LabelledImages, Splits, labelled_images
 
 HUB_PREFIX = "hf:"
 SAVED_FILES = ("dataset_dict.json", "state.json")  # what marks a folder that `datasets` has written
@@ -34,40 +36,32 @@ def is_dataset_folder(path: Path) -> bool:
     return any((path / name).is_file() for name in SAVED_FILES) or bool(_parquet_files(path))
 
 
-def load_hub_images(
-    path_or_name: str, split: str | None, image_column: str = "image", label_column: str = "label"
-) -> LabelledImages:
-    """One split of a dataset on the hub, "hf:NAME", or of a folder that `is_dataset_folder` knows."""
-    datasets, path = import_datasets(path_or_name), Path(path_or_name)
-    if path_or_name.startswith(HUB_PREFIX):
-        if split is None:
-            raise ValueError(f"{path_or_name} needs a split, got None")
-        data = datasets.load_dataset(path_or_name.removeprefix(HUB_PREFIX), split=split)
-        return hub_images(data, path_or_name, image_column, label_column)
-    data = _parquet_files(path) or datasets.load_from_disk(str(path))  # the latter may have no splits
-    if isinstance(data, dict):
-        if split not in data:
-            raise FileNotFoundError(f"{path} has no split {split!r}; its splits are {sorted(data)}")
-        data = data[split]
-        if isinstance(data, list):
-            try:
-                data = datasets.Dataset.from_parquet(data)
-            except Exception as error:  # on damaged files the library raises errors of its own
-                raise ValueError(f"{', '.join(data)} cannot be read: {error.__cause__ or error}") from error
-    elif split is not None and data.split is not None and str(data.split) != split:
-        raise FileNotFoundError(f"{path} holds the split {str(data.split)!r} alone, not {split!r}")
-    return hub_images(data, path_or_name, image_column, label_column)
+def hub_splits(text: str, *columns: str) -> Splits:
+    """The splits of a dataset on the hub, "hf:NAME", or of a folder that `is_dataset_folder` knows."""
+    datasets, path = import_datasets(text), Path(text)
+    read: dict[str | None, Callable[[], Any]]
+    if text.startswith(HUB_PREFIX):
+        name = text.removeprefix(HUB_PREFIX)
+        names = datasets.get_dataset_split_names(name)
+        read = {split: partial(datasets.load_dataset, name, split=split) for split in names}
+    elif files := _parquet_files(path):
+        read = {split: partial(_read_parquet, datasets, files[split]) for split in files}
+    else:
+        data = datasets.load_from_disk(text)  # it may have no splits
+        parts = data if isinstance(data, dict) else {data.split and str(data.split): data}
+        read = {split: partial(parts.get, split) for split in parts}
+    return {split: partial(_opened, read[split], text, *columns) for split in read}
 
 
-def hub_splits(path_or_name: str) -> list[str]:
-    """Names of the splits of what `load_hub_images` reads; none where one split without a name was saved."""
-    datasets = import_datasets(path_or_name)
-    if path_or_name.startswith(HUB_PREFIX):
-        return list(datasets.get_dataset_split_names(path_or_name.removeprefix(HUB_PREFIX)))
-    data = _parquet_files(Path(path_or_name)) or datasets.load_from_disk(path_or_name)
-    if isinstance(data, dict):
-        return list(data)
-    return [] if data.split is None else [str(data.split)]
+def _opened(read: Callable[[], Any], *facts: str) -> LabelledImages:
+    return hub_images(read(), *facts)
+
+
+def _read_parquet(datasets: Any, files: list[str]) -> Any:
+    try:
+        return datasets.Dataset.from_parquet(files)
+    except Exception as error:  # on damaged files the library raises errors of its own
+        raise ValueError(f"{', '.join(files)} cannot be read: {error.__cause__ or error}") from error
 
 
 def _parquet_files(path: Path) -> dict[str, list[str]]:

@@ -9,7 +9,7 @@ import copy
 import hashlib
 import io
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Self, cast
 
@@ -146,6 +146,10 @@ class LabelledImages:
         part.class_names = self.class_names if class_names is None else tuple(class_names)
         return part
 
+    def without(self, indices: Sequence[int]) -> Self:
+        """The images but for those at some indices."""
+        return self.at(np.setdiff1d(np.arange(len(self)), indices))
+
     def select(self, class_names: Sequence[str]) -> Self:
         """The images of some classes, in their order, labelled by their class's place in `class_names`."""
         wanted, old = check_class_names(class_names), {name: label for label, name in enumerate(self.class_names)}
@@ -159,6 +163,10 @@ class LabelledImages:
 
     def _item(self, position: int) -> tuple[Any, int]:
         return _image_and_label(self.source, position)
+
+
+# A split's name -> what opens it; None is the name where there are no splits.
+Splits = dict[str | None, Callable[[], LabelledImages]]
 
 
 def labelled_images(dataset: Any) -> LabelledImages:
@@ -212,6 +220,13 @@ def named_images(
                 "class_names out, or give the names in the dataset's order"
             )
     return images.at(slice(None), class_names=names)
+
+
+def relabelled(images: LabelledImages, class_names: Sequence[str]) -> LabelledImages:
+    """The same images with labels that index other names, among which their own are."""
+    place = {name: label for label, name in enumerate(class_names)}
+    labels = np.array([place[name] for name in images.class_names], dtype=np.int64)[images.labels]
+    return images.at(slice(None), labels, class_names)
 
 
 def undecoded(dataset: Any) -> Any:

@@ -1,6 +1,5 @@
 """What a data set holds, found before anything is learned: counts, unreadable files, duplicates."""
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -11,10 +10,8 @@ from PIL import Image
 
 from dulbe_peft.data.decoding import image_problem, open_image, to_rgb
 from dulbe_peft.data.images import LabelledImages, labelled_images, pixels_content
-from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.utils.terminal import printable
 
-_FIRST, _SLOW, _THREADS = 100, 1e-3, 16
 _SHOWN, _PAIRS = 20, 3  # unreadable images, or rare classes, that a message names; pairs of each kind
 FEW = 4  # images of a class, below which its answers are rough
 SIDE = 16  # pixels of the grey thumbnails that are compared
@@ -142,44 +139,48 @@ def _first(texts: list[str], most: int) -> list[str]:
     return texts[:most] + [f"... and {len(texts) - most} more"] * (len(texts) > most)
 
 
-def inspect_images(dataset: Any, split: str | None = None, in_full: bool = False) -> Inventory:
-    """Count a data set's images and read the header of each, which costs about a hundredth of decoding them.
+def undecodable(images: LabelledImages) -> dict[int, str]:
+    """Index -> reason of the stored images that cannot be decoded."""
 
-    A header shows whether a file is an image, of a format that is read, and not too large. A file that does not end
-    as its format demands is decoded to be sure. Damage in the middle of a file stays unseen until it is decoded.
+    def problem(index: int) -> str | None:
+        try:
+            return image_problem(images.file(index))  # type: ignore[arg-type] # of stored images
+        except Exception as error:  # a damaged table, whatever its library raises
+            return str(error)
+
+    with ThreadPoolExecutor() as pool:  # decoders work without Python's lock, and disks are waited for
+        found = enumerate(pool.map(problem, range(len(images))))
+        return {index: why for index, why in found if why is not None}
+
+
+Look = Callable[[LabelledImages], Mapping[int, str]]  # index -> why an image cannot be read
+
+
+def inspect_images(dataset: Any, split: str | None = None) -> Inventory:
+    """Count a data set's images, and decode all of them to find those that cannot be read.
 
     Args:
         dataset: any that can be learned from. Images that have no file, as in a list of tensors, are not looked at.
         split: what the table calls the data set; None: its own `split`, or "images".
-        in_full: decode every image, which finds damage in the middle, too.
 
     Raises:
         TypeError: `dataset` is no data set.
         ValueError: its labels are wrong.
     """
     images = labelled_images(dataset)
-    return inspect_parts({split or images.split or "images": images}, in_full)
+    return inspect_parts({split or images.split or "images": images})
 
 
 def inspect_parts(
-    parts: Mapping[str, LabelledImages],
-    in_full: bool,
-    left_out: Sequence[tuple[str, str]] = (),
-    store: FeatureStore | None = None,
+    parts: Mapping[str, LabelledImages], look: Look = undecodable, left_out: Sequence[tuple[str, str]] = ()
 ) -> Inventory:
-    """The inventory of the splits of a data set; `left_out` beside what each of them leaves out.
-
-    What has features in the `store` was decoded once, and is not decoded again.
-    """
+    """The inventory of the splits of a data set; `left_out` beside what each of them leaves out."""
     found = Inventory(count_images(parts))
     found.left_out.extend(dict.fromkeys([*left_out, *(row for images in parts.values() for row in images.left_out)]))
     for split, images in parts.items():
-        known = store.known(images.contents()) if store is not None and in_full and images.stored else set()
-        rows = [row for row, content in enumerate(images.contents()) if content not in known] if known else None
-        looked = images if rows is None else images.at(rows)
-        problems = dict(zip(rows or range(len(images)), _problems(looked, in_full) if images.stored else ()))
-        found.positions[split] = [index for index, problem in problems.items() if problem]
-        found.unreadable.extend((images.item_name(index), problems[index] or "") for index in found.positions[split])
+        problems = look(images) if images.stored else {}
+        found.positions[split] = sorted(problems)
+        found.unreadable.extend((images.item_name(index), problems[index]) for index in found.positions[split])
     unchecked = sum(len(images) for images in parts.values() if not images.stored)
     return replace(found, unchecked=unchecked)
 
@@ -191,32 +192,6 @@ def count_images(parts: Mapping[str, LabelledImages]) -> dict[str, dict[str, int
         names = images.class_names or tuple(map(str, range(int(images.labels.max(initial=-1)) + 1)))
         counts[split] = dict(zip(names, np.bincount(images.labels, minlength=len(names)).tolist()))
     return counts
-
-
-def readable_images(images: LabelledImages, store: FeatureStore | None = None) -> tuple[LabelledImages, Inventory]:
-    """The images that can be decoded, and what was found."""
-    found = inspect_parts({images.split or "images": images}, True, store=store)
-    (bad,) = found.positions.values()
-    return images.at(np.setdiff1d(np.arange(len(images)), bad)), found
-
-
-def _problems(images: LabelledImages, in_full: bool) -> Iterator[str | None]:
-    """Why each image cannot be read, or None."""
-
-    def problem(index: int) -> str | None:
-        try:
-            file: Any = images.file(index)
-        except Exception as error:  # a damaged table, whatever its library raises
-            return str(error)
-        return image_problem(file, in_full)
-
-    started, first = time.perf_counter(), min(_FIRST, len(images))
-    yield from map(problem, range(first))
-    # On a slow disk or network most of the time is waiting. Where files come at once, threads would only wait for
-    # Python's lock: measured, three times slower.
-    slow = time.perf_counter() - started > _SLOW * first
-    with ThreadPoolExecutor(_THREADS if slow else 1) as pool:
-        yield from pool.map(problem, range(first, len(images)))
 
 
 def find_duplicates(parts: Mapping[str, LabelledImages], near: bool = False) -> list[Duplicate]:

@@ -3,13 +3,13 @@
 import csv
 import os
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from dulbe_peft.data.decoding import image_suffixes
 from dulbe_peft.data.folders import FileImages
-from dulbe_peft.data.names import check_class_names, normalized
+from dulbe_peft.data.images import Splits
+from dulbe_peft.data.names import normalized
 from dulbe_peft.utils.files import read_lines, read_rows
 
 PATH, LABEL, SPLIT = "path", "label", "split"
@@ -23,34 +23,20 @@ def is_label_file(path: Path) -> bool:
     return path.suffix.lower() == ".csv" and path.is_file()
 
 
-class ListedImages(FileImages):
-    """The images that a table of labels names, whose paths begin in the table's folder.
+def label_splits(path: Path, vocabulary: str | None = None) -> Splits:
+    """The images that a table of labels names, whose paths begin in the table's folder, by split.
 
     The table has the columns path, label and, where it says what to test on, split; or SourceFile and Subject, as
     `exiftool -csv -r -Subject PHOTOS` prints them. Then `vocabulary` is a text file with the keywords that are
-    classes, one a line, and photographs without one of them are left out.
-
-    Raises:
-        ValueError: the table has other columns, a row says too little, or an image has two labels.
-        FileNotFoundError: no row is of the split.
+    classes, one a line, and photographs without one of them are left out. A `ValueError` says what is wrong.
     """
-
-    def __init__(self, path: str | os.PathLike[str], split: str | None = None, vocabulary: str | None = None) -> None:
-        file = Path(path)
-        rows, left_out = _rows(file, vocabulary)
-        own = [(place, label) for place, label, where in rows if where == split]
-        if not own:
-            raise FileNotFoundError(f"{file} has no row of the split {split!r}; its splits are {label_splits(file)}")
-        names = check_class_names(sorted({label for _, label in own}))
-        labels = np.array([names.index(label) for _, label in own], dtype=np.int64)
-        super().__init__([place for place, _ in own], labels, names, stored=True)
-        self.root, self.split, self.left_out = file.parent, split, left_out
-
-
-def label_splits(path: Path) -> list[str]:
-    """The splits that a table names; none where it has no such column."""
-    header, *rows = _table(path)
-    return list(dict.fromkeys(row[header.index(SPLIT)] for row in rows)) if SPLIT in header else []
+    rows, left_out = _rows(path, vocabulary)
+    found: dict[str | None, tuple[list[str], list[str]]] = {}
+    for image, label, split in rows:
+        images, labels = found.setdefault(split, ([], []))
+        images.append(image)
+        labels.append(label)
+    return {split: partial(FileImages, path.parent, split, *of, left_out) for split, of in found.items()}
 
 
 def _rows(path: Path, vocabulary: str | None) -> tuple[list[tuple[str, str, str | None]], list[tuple[str, str]]]:

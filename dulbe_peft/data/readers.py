@@ -2,6 +2,7 @@
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,11 @@ import numpy as np
 from PIL import Image
 
 from dulbe_peft.data.decoding import ARCHIVES, why_not_read
-from dulbe_peft.data.features import feature_files, load_features
-from dulbe_peft.data.folders import ImageFolder
-from dulbe_peft.data.hub import HUB_PREFIX, is_dataset_folder, load_hub_images
-from dulbe_peft.data.images import LabelledImages
-from dulbe_peft.data.labels import ListedImages, is_label_file
+from dulbe_peft.data.features import feature_files, feature_splits
+from dulbe_peft.data.folders import ImageFolder, subfolders
+from dulbe_peft.data.hub import HUB_PREFIX, hub_images, hub_splits, import_datasets, is_dataset_folder
+from dulbe_peft.data.images import LabelledImages, Splits
+from dulbe_peft.data.labels import is_label_file, label_splits
 from dulbe_peft.utils.extras import installed
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -50,23 +51,51 @@ def load_data(
         ImportError: the package `datasets` is needed and not installed.
         ValueError: the path is a file, or what is there does not have the layout.
     """
+    columns, text = (image_column, label_column), os.fspath(path_or_name)
+    if text.startswith(HUB_PREFIX) and split is not None:  # without asking the Hub for the splits
+        data = import_datasets(text).load_dataset(text.removeprefix(HUB_PREFIX), split=split)
+        return hub_images(data, text, *columns)
+    if is_image_folder(text):
+        return ImageFolder(text, split)
+    found = splits(text, image_column=image_column, label_column=label_column, vocabulary=vocabulary)
+    if split == "train" and list(found) == [None]:
+        split = None
+    if split not in found:
+        raise FileNotFoundError(f"{text} has no split {split!r}; its splits are {list(found)}")
+    return found[split]()
+
+
+def splits(
+    path_or_name: str | os.PathLike[str],
+    *,
+    image_column: str = "image",
+    label_column: str = "label",
+    vocabulary: str | None = None,
+) -> Splits:
+    """The splits of what `load_data` takes, by their names, each opened by a call."""
     text = os.fspath(path_or_name)
     path = Path(text)
     check_data(text)
-    if feature_files(path):
-        return load_features(path, split)
+    if found := feature_splits(path):
+        return found
     if text.startswith(HUB_PREFIX) or is_dataset_folder(path):
-        return load_hub_images(text, split, image_column, label_column)
+        return hub_splits(text, image_column, label_column)
     if is_label_file(path):
-        return ListedImages(path, split, vocabulary)
+        return label_splits(path, vocabulary)
     if path.is_dir():
-        return ImageFolder(path, split)
-    if text == DEMO_DIGITS and not path.exists():
-        return load_digit_images(split)
+        return {name: partial(ImageFolder, path, name) for name in (*subfolders(path), None)}
+    if text == DEMO_DIGITS:
+        return {name: partial(load_digit_images, name) for name in ("train", "test")}
     archive = path.suffix.lower() in ARCHIVES
     files = "expected a folder of images or of parquet files, or a .csv of labels"
     why = why_not_read(path.suffix.lower()) if archive else files
     raise ValueError(f"{path} is a file, {why}")
+
+
+def is_image_folder(text: str) -> bool:
+    """Whether a folder holds image files, in folders for splits and classes."""
+    path = Path(text)
+    return path.is_dir() and not feature_files(path) and not is_dataset_folder(path)
 
 
 def check_data(text: str) -> None:
@@ -88,14 +117,12 @@ class DigitImages(LabelledImages):
         return Image.fromarray(grey).convert("RGB"), int(self._own_labels[position])
 
 
-def load_digit_images(split: str | None) -> DigitImages:
+def load_digit_images(split: str) -> DigitImages:
     """Three quarters of the digits, the split "train", or the rest, "test"."""
     with installed("the data set of handwritten digits"):
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
 
-    if split not in ("train", "test"):
-        raise FileNotFoundError(f"{DEMO_DIGITS} has the splits 'train' and 'test', got {split!r}")
     digits = load_digits()
     parts = train_test_split(digits.images, digits.target, test_size=0.25, random_state=0, stratify=digits.target)
     first = 0 if split == "train" else 1

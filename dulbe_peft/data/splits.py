@@ -9,14 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from dulbe_peft.data.features import feature_files, feature_splits
 from dulbe_peft.data.folders import SPLIT_NAMES, ImageFolder, folder_content, holds_only_folders, subfolders
-from dulbe_peft.data.hub import HUB_PREFIX, hub_splits, is_dataset_folder
-from dulbe_peft.data.images import LabelledImages, labelled_images
-from dulbe_peft.data.inventory import Inventory, count_images, find_duplicates, inspect_parts, unreadable_lines
-from dulbe_peft.data.labels import is_label_file, label_splits
-from dulbe_peft.data.readers import DEMO_DIGITS, load_data
-from dulbe_peft.data.store import FeatureStore
+from dulbe_peft.data.images import LabelledImages, Splits, labelled_images, relabelled
+from dulbe_peft.data.inventory import (
+    Inventory,
+    Look,
+    count_images,
+    find_duplicates,
+    inspect_parts,
+    undecodable,
+    unreadable_lines,
+)
+from dulbe_peft.data.readers import is_image_folder, load_data, splits
 from dulbe_peft.utils.checks import check_int, check_number
 
 
@@ -97,8 +101,7 @@ def open_stream_data(
     test_split: str = "test",
     test_fraction: float | None = None,
     strict: bool = True,
-    decode: bool = True,
-    store: FeatureStore | None = None,
+    look: Look = undecodable,
     **reading: Any,
 ) -> tuple[LabelledImages, LabelledImages | None, Inventory]:
     """Open the data of a stream, look at all of it, and decide what is learned and what is tested on.
@@ -111,9 +114,8 @@ def open_stream_data(
         train_split: name of the split to learn from.
         test_split: name of the split to test on, where there is one.
         test_fraction: without a test split: about how much of each class is held back, see [`hold_out`].
-        strict: raise where an image cannot be read, as far as headers tell. Else such images are left out.
-        decode: without `strict`, decode every image to find damage in the middle of a file, too.
-        store: features; what some model has encoded is not decoded again for this.
+        strict: raise where an image cannot be read. Else such images are left out.
+        look: what finds the images that cannot be read, with the reasons; by itself, it decodes all.
         reading: other arguments of `load_data`.
 
     Returns:
@@ -128,26 +130,38 @@ def open_stream_data(
             f"train_split and test_split are both {train_split!r}, and a split is never its own test: name another "
             "test_split"
         )
-    splits, left_out = _splits(os.fspath(path), train_split, test_split)
-    if test_fraction is not None and test_split in splits:
+    found, left_out = _chosen(os.fspath(path), train_split, test_split, splits(path, **reading))
+    if test_fraction is not None and test_split in found:
         raise ValueError(
             f"test_fraction is {test_fraction}, but {path} has the test split {test_split!r}: leave one out"
         )
-    train = load_data(path, train_split if splits else None, **reading)
+    train = found[train_split if train_split in found else None]()
     parts = {train_split: train}
-    if test_split in splits:
-        parts[test_split] = _with_classes_of(train, load_data(path, test_split, **reading))
-    found = inspect_parts(parts, decode and not strict, left_out, store)
-    if found.unreadable and strict:
-        first = f"{len(found.unreadable)} of the images in {path} cannot be read:"
+    if test_split in found:
+        test = found[test_split]()
+        unknown = [name for name in test.class_names if name not in set(train.class_names)]
+        if unknown:
+            more = f"({len(unknown)} such classes)"
+            raise ValueError(f"class {unknown[0]!r} has test images and no training image {more}")
+        parts[test_split] = relabelled(test, train.class_names)
+    inventory = inspect_parts(parts, look, left_out)
+    if inventory.unreadable and strict:
+        first = f"{len(inventory.unreadable)} of the images in {path} cannot be read:"
         advice = "mend or remove them, or leave them out: without --strict (in Python strict=False)"
-        raise ValueError("\n".join([first, *unreadable_lines(found.unreadable), advice]))
-    for split, bad in found.positions.items():
-        parts[split] = parts[split].at(np.setdiff1d(np.arange(len(parts[split])), bad))
+        raise ValueError("\n".join([first, *unreadable_lines(inventory.unreadable), advice]))
+    for split, bad in inventory.positions.items():
+        parts[split] = parts[split].without(bad)
+    for label in np.setdiff1d(train.labels, parts[train_split].labels):
+        row = inventory.positions[train_split].index(np.flatnonzero(train.labels == label)[0])
+        example = ": ".join(inventory.unreadable[row])
+        raise ValueError(
+            f"no image of the class {train.class_names[label]!r} can be read, such as {example}; mend them, or take "
+            "the class away"
+        )
     if test_fraction is not None:
         parts[train_split], parts[test_split] = hold_out(parts[train_split], test_fraction)
-    found = replace(found, counts=count_images(parts), duplicates=find_duplicates(parts))
-    return parts[train_split], parts.get(test_split), found
+    inventory = replace(inventory, counts=count_images(parts), duplicates=find_duplicates(parts))
+    return parts[train_split], parts.get(test_split), inventory
 
 
 def open_split(path: str | os.PathLike[str], split: str | None, **reading: Any) -> LabelledImages:
@@ -157,63 +171,40 @@ def open_split(path: str | os.PathLike[str], split: str | None, **reading: Any) 
         return images
     if "train" not in subfolders(folder) or not holds_only_folders(folder / "train"):
         return images
-    names = list(dict.fromkeys([*load_data(path, "train").class_names, *images.class_names]))
-    return images.at(slice(None), np.array([names.index(name) for name in images.class_names])[images.labels], names)
+    return relabelled(images, tuple(dict.fromkeys([*ImageFolder(folder, "train").class_names, *images.class_names])))
 
 
-def _with_classes_of(train: LabelledImages, test: LabelledImages) -> LabelledImages:
-    """The test images with the labels of the training images, where some class has no test image."""
-    labels = {name: label for label, name in enumerate(train.class_names)}
-    unknown = [name for name in test.class_names if name not in labels]
-    if unknown:
-        raise ValueError(f"class {unknown[0]!r} has test images and no training image ({len(unknown)} such classes)")
-    places = np.array([labels[name] for name in test.class_names], dtype=np.int64)
-    return test.at(slice(None), places[test.labels], train.class_names)
-
-
-def _splits(text: str, train: str, test: str) -> tuple[list[str], list[tuple[str, str]]]:
-    """The splits of a data set, none where it holds classes alone, and those that are left out, with the reason."""
-    folder = Path(text)
-    if feature_files(folder):
-        splits = feature_splits(folder)
-    elif is_label_file(folder):
-        splits = label_splits(folder)
-        if not splits:
-            return [], []
-    elif text.startswith(HUB_PREFIX) or is_dataset_folder(folder):
-        splits = hub_splits(text) or [train]  # a data set saved without splits: what it is called is open
-    elif folder.is_dir():
-        return _folder_splits(folder, train, test)
-    elif text == DEMO_DIGITS:
-        splits = ["train", "test"]
-    else:
-        return [train], []  # load_data says what is wrong
-    for name in (train, *([test] if test != "test" else [])):
-        if name not in splits:
-            raise FileNotFoundError(f"{text} has no split {name!r}; its splits are {splits}")
-    return splits, [(f"{text}[{name}]", _unused(name)) for name in splits if name not in (train, test)]
+def _chosen(text: str, train: str, test: str, found: Splits) -> tuple[Splits, list[tuple[str, str]]]:
+    """The splits to learn from and to test on, and those that are left out, with the reason."""
+    if is_image_folder(text):
+        names, left_out = _folder_splits(Path(text), train, test)
+        return {name: found[name] for name in names}, left_out
+    for name in () if list(found) == [None] else (train, *([test] if test != "test" else [])):
+        if name not in found:
+            raise FileNotFoundError(f"{text} has no split {name!r}; its splits are {list(found)}")
+    return found, [(f"{text}[{name}]", _unused(name)) for name in found if name and name not in (train, test)]
 
 
 def _unused(split: str) -> str:
     return f"the split {split!r}, neither learned from nor tested on"
 
 
-def _folder_splits(folder: Path, train: str, test: str) -> tuple[list[str], list[tuple[str, str]]]:
+def _folder_splits(folder: Path, train: str, test: str) -> tuple[list[str | None], list[tuple[str, str]]]:
     names = subfolders(folder)
     others = [name for name in names if name not in (train, test)]
     if train not in names:
         known = [name for name in names if name == test or name.lower() in SPLIT_NAMES]
-        splits = [name for name in known if holds_only_folders(folder / name)]
-        if train != "train" or test != "test" or splits:
-            hint = f"; if {splits[0]!r} is a split, name the one to learn from with --train-split" if splits else ""
+        inner = [name for name in known if holds_only_folders(folder / name)]
+        if train != "train" or test != "test" or inner:
+            hint = f"; if {inner[0]!r} is a split, name the one to learn from with --train-split" if inner else ""
             raise FileNotFoundError(f"{folder} has no split {train!r}; its folders are {names}{hint}")
-        return [], []
+        return [None], []
     if test not in names:
         if test != "test":
             raise FileNotFoundError(f"{folder} has no split {test!r}; its folders are {names}")
         strange = [name for name in others if name.lower() not in SPLIT_NAMES]
         if not holds_only_folders(folder / train) and (strange or not subfolders(folder / train)):
-            return [], []  # a class that is called like a split, trains among other vehicles
+            return [None], []  # a class that is called like a split, trains among other vehicles
         if strange:
             raise ValueError(
                 f"{folder} holds {train!r}, in which there are folders alone, and beside it {strange[0]!r}. If "

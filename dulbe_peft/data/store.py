@@ -89,20 +89,6 @@ class FeatureStore:
 
         return self._used(read, {})
 
-    def known(self, contents: Sequence[bytes | None]) -> set[bytes]:
-        """Those of which some model has features, so that they were decoded once."""
-        wanted = iter(dict.fromkeys(content for content in contents if content is not None))
-
-        def read(database: sqlite3.Connection) -> set[bytes]:
-            found = set[bytes]()
-            while part := list(islice(wanted, _AT_ONCE)):
-                query = f"""SELECT content FROM features WHERE encoder IN (SELECT id FROM encoders) AND view = ''
-                    AND content IN ({", ".join("?" * len(part))})"""
-                found.update(content for (content,) in database.execute(query, part))
-            return found
-
-        return self._used(read, set())
-
     def put(self, key: EncoderKey, view: str, contents: Sequence[bytes | None], features: np.ndarray) -> None:
         """Keep the features, (n, d), of images; None among the contents is left out."""
         rows = [

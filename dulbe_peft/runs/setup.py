@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.data.names import normalized
 from dulbe_peft.runs.settings import StreamArguments, read_yaml, validated
-from dulbe_peft.runs.sources import open_source, print_once, source_of
+from dulbe_peft.runs.sources import look_by, open_source, print_once, source_of
 from dulbe_peft.utils.terminal import printable
 
 if TYPE_CHECKING:  # torch is imported when a run is set up
@@ -18,7 +18,8 @@ if TYPE_CHECKING:  # torch is imported when a run is set up
     from transformers import PreTrainedModel
 
     from dulbe_peft.adapter.config import DualModeLoraConfig
-    from dulbe_peft.data.store import FeatureStore
+    from dulbe_peft.data.images import LabelledImages
+    from dulbe_peft.data.inventory import Look
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.strategies import Strategy
     from dulbe_peft.streams.tasks import Task
@@ -49,11 +50,10 @@ class Setup:
     """A run before it begins: its data, and the model, with its adapter where something is trained."""
 
     stream: StreamArguments
-    args: LearnerArguments
     strategy: Strategy
     model: PreTrainedModel | PeftModel
     tasks: list[Task]  # none where no data is named
-    make_learner: Callable[[LearnerArguments], ClassIncrementalLearner]
+    make_learner: Callable[[], ClassIncrementalLearner]
     left_out: list[str]  # what the data holds beside its images, line by line
 
     def class_texts(self) -> dict[str, Any]:
@@ -85,34 +85,41 @@ def set_up(settings: dict[str, Any]) -> Setup:
     import torch
 
     from dulbe_peft.adapter.config import DualModeLoraConfig
+    from dulbe_peft.data.inventory import undecodable
     from dulbe_peft.data.store import open_store
     from dulbe_peft.encoders.loading import load_dual_encoder
     from dulbe_peft.learner import ClassIncrementalLearner
 
-    left_out: list[str] = []
     store = open_store(stream.store)
-    tasks = stream_tasks(stream, left_out, store) if stream.data else []
-    base, processor = load_dual_encoder(stream.model, stream.revision, stream.attn_implementation)
-    torch.manual_seed(args.seed)
-    model = adapted(base, DualModeLoraConfig(**vars(adapter)), strategy, stream.revision)
 
-    def make_learner(args: LearnerArguments) -> ClassIncrementalLearner:
-        learner = ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
+    @cache
+    def load() -> Any:
+        base, processor = load_dual_encoder(stream.model, stream.revision, stream.attn_implementation)
+        torch.manual_seed(args.seed)
+        return adapted(base, DualModeLoraConfig(**vars(adapter)), strategy, stream.revision), processor
+
+    def make_learner() -> ClassIncrementalLearner:
+        model, processor = load()
+        learner = ClassIncrementalLearner(model, processor, args, strategy, classifiers)
         learner.encoder.store = store
         return learner
 
-    return Setup(stream, args, strategy, model, tasks, make_learner, left_out)
+    def look(images: LabelledImages) -> Mapping[int, str]:
+        return (look_by(make_learner()) or undecodable)(images)
+
+    left_out: list[str] = []
+    some = stream.dry_run or stream.images_per_class is not None or stream.max_tasks is not None
+    tasks = stream_tasks(stream, left_out, None if some or strategy.adapts else look) if stream.data else []
+    return Setup(stream, strategy, load()[0], tasks, make_learner, left_out)
 
 
-def stream_tasks(
-    stream: StreamArguments, notes: list[str] | None = None, store: FeatureStore | None = None
-) -> list[Task]:
-    """The tasks of the stream that the settings describe; `notes` and `store` as in `open_source`."""
+def stream_tasks(stream: StreamArguments, notes: list[str] | None = None, look: Look | None = None) -> list[Task]:
+    """The tasks of the stream that the settings describe; `notes` and `look` as in `open_source`."""
     from dulbe_peft.runs.resume import finished_tasks
     from dulbe_peft.streams.tasks import class_incremental_tasks
     from dulbe_peft.utils.files import read_lines
 
-    train, test = open_source(source_of(stream), notes=notes, store=store)
+    train, test = open_source(source_of(stream), notes=notes, look=look)
     names = train.class_names
     order: Any = stream.class_order
     if order is not None and order != "icarl":

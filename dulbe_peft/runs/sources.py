@@ -13,8 +13,9 @@ from dulbe_peft.utils.terminal import printable_lines
 
 if TYPE_CHECKING:  # numpy and Pillow are imported by the commands that need them
     from dulbe_peft.data.images import LabelledImages
+    from dulbe_peft.data.inventory import Look
     from dulbe_peft.data.known import KnownImages
-    from dulbe_peft.data.store import FeatureStore
+    from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.runs.progress import FinishedTask
 
 _READING = ("vocabulary", "image_column", "label_column")  # arguments of `load_data`
@@ -54,19 +55,25 @@ def open_source(
     source: dict[str, Any],
     report: bool = True,
     notes: list[str] | None = None,
-    store: FeatureStore | None = None,
-    decode: bool = True,
+    look: Look | None = None,
 ) -> tuple[LabelledImages, LabelledImages | None]:
     """Images to learn from, and to test on or None, for all commands; `notes` takes what is left out, line by line.
 
-    `store` and `decode` as in `open_stream_data`.
+    `look` as in `open_stream_data`; None decodes.
     """
+    from dulbe_peft.data.inventory import undecodable
     from dulbe_peft.data.splits import draw_per_class, hold_out, open_stream_data
     from dulbe_peft.streams.protocols import rename_classes
 
-    splits, fraction = (source["train_split"], source["test_split"]), source.get("test_fraction")
-    how = {"strict": bool(source.get("strict")), "store": store, "decode": decode} | _reading(source)
-    train, test, found = open_stream_data(source["data"], *splits, fraction, **how)
+    train, test, found = open_stream_data(
+        source["data"],
+        source["train_split"],
+        source["test_split"],
+        source.get("test_fraction"),
+        strict=bool(source.get("strict")),
+        look=look or undecodable,
+        **_reading(source),
+    )
     if notes is not None:
         notes += [line.strip() for line in found.problems(most=len(found.unreadable)) if line]
     if report:
@@ -91,23 +98,25 @@ def open_source(
     return train, test
 
 
-def open_images(
-    data: str,
-    split: str | None,
-    class_names: str | None,
-    strict: bool = True,
-    store: FeatureStore | None = None,
-) -> LabelledImages:
-    """The images of one split, None: of a folder of classes; what is left out as unreadable is printed."""
-    from dulbe_peft.data.inventory import readable_images
+def look_by(learner: ClassIncrementalLearner) -> Look | None:
+    """The `look` of `open_source` that decodes no image twice: it encodes, where the store keeps what comes out."""
+    encoder = learner.encoder
+    kept = encoder.store is not None and not encoder.store.private and not encoder.adapted
+    if not kept or learner.args.precision == "int8":  # whose graph is made on the images of the first task
+        return None
+    return lambda images: learner.readable_embeds(images)[1]
+
+
+def open_images(data: str, split: str | None, class_names: str | None) -> LabelledImages:
+    """The images of one split; of "", a folder of classes; of None, the split "test" where there may be one."""
+    from dulbe_peft.data.readers import splits
     from dulbe_peft.data.splits import open_split
     from dulbe_peft.streams.protocols import rename_classes
 
-    images = open_split(data, split)
-    if not strict:  # with it, reading raises
-        images, found = readable_images(images, store)
-        if found.unreadable:
-            print("\n".join([found.summary(), *found.problems()]), file=sys.stderr)
+    if split is None:
+        names = list(splits(data))
+        split = "test" if "test" in names or None not in names else None
+    images = open_split(data, split or None)
     return images if class_names is None else rename_classes(images, class_names)
 
 

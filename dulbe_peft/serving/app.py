@@ -220,7 +220,7 @@ def pictures(request: dict[str, Any], most: int) -> list[io.BytesIO]:
             found.append(io.BytesIO(base64.b64decode(text, validate=True)))
         except (TypeError, ValueError) as error:
             raise ValueError(f"image {number} cannot be read: {error}") from error
-        problem = image_problem(found[-1], in_full=True)
+        problem = image_problem(found[-1])
         if problem is not None:
             raise ValueError(f"image {number} cannot be read: {problem}")
     return found

@@ -314,3 +314,14 @@ def test_suspects_are_moved_and_nothing_else(digit_folders, tmp_path, capsys):
     (photos / "test" / "one" / "link.png").symlink_to("../../train/one/0.png")
     assert main(["check", str(photos), "--move-to", str(tmp_path / "again")]) == 2
     assert "link.png is a link" in capsys.readouterr().err and not (tmp_path / "again").exists()
+
+
+def test_a_run_decodes_every_image_once(photos, tmp_path, monkeypatch):
+    """What cannot be read is found while images are encoded, and the features stand in the store then."""
+    (photos / "train" / "two" / "bad.png").write_bytes(b"x")
+    decoded = []
+    read = decoding.to_rgb
+    monkeypatch.setattr("dulbe_peft.report.pictures.write_pictures", lambda *_: None)
+    monkeypatch.setattr(decoding, "to_rgb", lambda image: decoded.append(1) or read(image))
+    assert run(photos, "--output", str(tmp_path / "out"), "--num-workers", "0", *FROZEN) == 0
+    assert len(decoded) == 4 * (5 + 3)

@@ -213,9 +213,10 @@ def test_load_data_asks_the_hub_by_name(datasets, monkeypatch):
         return birds(datasets, [encoded(5), encoded(6)], "img", "fine")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: ["train", "test"])
     data = load_data("hf:user/birds", "test", image_column="img", label_column="fine")
     assert asked == [("user/birds", "test")] and data.item_name(1) == "hf:user/birds[1]"
-    with pytest.raises(ValueError, match="needs a split, got None"):
+    with pytest.raises(FileNotFoundError, match=r"no split None; its splits are \['train', 'test'\]"):
         load_data("hf:user/birds", None)
 
 

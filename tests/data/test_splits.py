@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dulbe_peft.data import inventory
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.inventory import inspect_images
 from dulbe_peft.data.splits import draw_per_class, hold_out, open_stream_data
@@ -31,11 +30,7 @@ def counts_of(dataset) -> list[int]:
     return np.bincount(dataset.labels, minlength=len(dataset.class_names)).tolist()
 
 
-@pytest.mark.parametrize("slow", [-1, 1e9])
-def test_an_inventory_counts_and_names(tmp_path, slow, monkeypatch):
-    """Headers are read one by one, or in threads."""
-    monkeypatch.setattr(inventory, "_FIRST", 3)
-    monkeypatch.setattr(inventory, "_SLOW", slow)
+def test_an_inventory_counts_and_names(tmp_path):
     train = photos(tmp_path / "train", {"cat": 3, "dog": 2})
     for odd in ("cat/notes.txt", "cat/raw.CR2", "cat/.hidden.jpg", "readme.md", "dog/0.jpg"):
         (train / odd).write_text("no image")
@@ -191,3 +186,7 @@ def test_unreadable_images_are_one_error_or_left_out(tmp_path):
     assert (len(train), len(test), len(found.unreadable)) == (7, 3, 2)
     assert not {path.as_posix() for path in bad} & (names(train) | names(test))
     assert [train[index]["label"] for index in range(7)] == [0, 0, 0, 1, 1, 1, 1]
+    for path in (tmp_path / "train" / "dog").iterdir():
+        path.write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"no image of the class 'dog' can be read, such as .*0\.jpg: it is none of"):
+        open_stream_data(tmp_path, strict=False)
