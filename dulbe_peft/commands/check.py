@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dulbe_peft.commands.options import argument, command, field_options, load_learner, option, store_option
 from dulbe_peft.commands.outputs import FOLDER, as_flags, claim, data_name, overwrite_option, say_next, words_of
 from dulbe_peft.runs.settings import StreamArguments
+from dulbe_peft.utils.files import write_csv
 from dulbe_peft.utils.terminal import printable
 
 if TYPE_CHECKING:
@@ -91,10 +92,7 @@ def check(
         _write_page(Path(page), data, found, sizes, parts, doubtful)
     rows = [*_findings(found, doubtful), *tiny]
     if csv is not None:
-        from dulbe_peft.utils.files import output_file, write_rows
-
-        with output_file(csv) as file:
-            write_rows(file, HEADER, ([*row[:1], printable(row[1]), *row[2:]] for row in rows))
+        write_csv(csv, HEADER, ([*row[:1], printable(row[1]), *row[2:]] for row in rows), errors="surrogateescape")
     if move_to is not None:
         count = _move(rows, Path(move_to), Path(data))
         print(f"moved to {move_to}: {count}; {MOVED} there says from where", file=words)
@@ -193,8 +191,6 @@ def _sizes(parts: Mapping[str, LabelledImages]) -> tuple[list[str], list[list[st
 
 def _move(rows: list[list[str]], folder: Path, data: Path) -> int:
     """Move the files of the table into a folder for each finding; gives how many. Nothing is replaced."""
-    from dulbe_peft.utils.files import write_csv
-
     wanted = {path: finding for _, path, finding, _ in reversed(rows) if finding != LEFT_OUT}
     moves = [(Path(path), folder / finding / Path(path).relative_to(data)) for path, finding in wanted.items()]
     taken = [target for _, target in moves if os.path.lexists(target)] + [folder / MOVED] * (folder / MOVED).exists()

@@ -39,7 +39,8 @@ def compare(
         more_words = f", and at least {more} whose settings are chosen" if more else ""
         print(f"{len(missing)} runs are missing{more_words}")
         return 0
-    claim(("--output", output, FOLDER), reads=[file], overwrite=overwrite)
+    data = (*(stream["data"] for stream in plan.streams.values()), *(own[0] for own in plan.retentions.values()))
+    claim(("--output", output, FOLDER), reads=[file], apart=data, overwrite=overwrite)
     entries = compare(plan, folder, jobs, backend, address)
     print(format_summary(entries))
     print(f"written: {folder / 'comparison.json'} and {folder / 'comparison.csv'}")

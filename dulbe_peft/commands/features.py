@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 @option("--class-names", metavar="FILE", help="text file with the names of the classes, as for run")
 @option("--strict", is_flag=True, help="stop where an image cannot be read; else such images are left out")
 @option("--output", metavar="FILE.parquet", help="write a table: content, path, split, label, embedding")
-@option("--prompt-template", metavar="TEXT", help="of the class names, for a pristine model")
 @option("--engine", choice=("local", "dask", "ray"), help="encode in several processes, or with Dask or Ray")
 @option("--jobs", type=click.IntRange(1), help="workers of --engine, at most one a core of this machine (so many)")
 @option("--address", help="of a running cluster of Dask or Ray; else workers start on this machine")
@@ -40,7 +39,6 @@ def features(
     class_names: str | None,
     strict: bool,
     output: str | None,
-    prompt_template: str | None,
     engine: str | None,
     jobs: int | None,
     address: str | None,
@@ -56,8 +54,6 @@ def features(
     embeddings have length 1. A learner that trains has features of its own: they are written and not
     stored.
     """
-    if learner is not None and prompt_template is not None:
-        raise ValueError("--prompt-template is for a pristine model: a learner has its own template")
     if engine is None and (jobs or address):
         raise ValueError("--jobs and --address are of --engine: give all of them, or none")
     claim(("--output", output, ".parquet"), reads=[data, learner], overwrite=overwrite)
@@ -67,7 +63,7 @@ def features(
     parts = _parts(data, split, class_names, strict)
     if any(images.features is not None for images in parts.values()):  # whose model is not known to be this one
         raise ValueError(f"{data!r} is a table of features already: give the images")
-    loaded = load(**({} if prompt_template is None else {"prompt_template": prompt_template}))
+    loaded = load()
     store = loaded.encoder.store
     if loaded.encoder.adapted and (engine or output is None):
         raise ValueError("a learner that trains has features of its own, which are not stored: --output writes them")

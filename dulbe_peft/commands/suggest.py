@@ -52,7 +52,7 @@ def suggest(
     from dulbe_peft.data.inventory import counted, unreadable_lines
     from dulbe_peft.data.unlabelled import unlabelled_images
     from dulbe_peft.metrics.suggesting import suggestions
-    from dulbe_peft.utils.files import output_file, write_rows
+    from dulbe_peft.utils.files import write_csv
 
     loaded, images, words = load(learner=learner), unlabelled_images(list(photos)), words_of(csv, page)
     fresh, said = _fresh(images, loaded)
@@ -68,11 +68,10 @@ def suggest(
     names = [fresh.item_name(one.row) for one in found]
     print("\n".join([f"{counted(len(found), 'photograph')} of {len(fresh)}", *said]), file=words)
     if csv is not None:
-        with output_file(csv) as file:
-            rows = zip(names, found, strict=True)
-            write_rows(
-                file, HEADER, ([printable(n), one.reason, one.proposed, _shown(one.novelty)] for n, one in rows)
-            )
+        rows = (
+            [printable(n), one.reason, one.proposed, _shown(one.novelty)] for n, one in zip(names, found, strict=True)
+        )
+        write_csv(csv, HEADER, rows, errors="surrogateescape")
     if page is not None:
         _write_page(Path(page), fresh, features, found)
     if csv is None and page is None:

@@ -12,7 +12,6 @@ from dulbe_peft.comparison.intervals import image_shares, mean_share
 from dulbe_peft.comparison.plan import Cell, Chosen, Plan, Row, as_text
 from dulbe_peft.comparison.summary import COLUMNS, make_entries
 from dulbe_peft.report.table import write_table_csv
-from dulbe_peft.runs.setup import check_run_folder
 from dulbe_peft.utils.checks import check_int
 from dulbe_peft.utils.engines import BACKENDS, jobs_at_once, on_engine
 from dulbe_peft.utils.folders import check_outside_saved, check_replaceable
@@ -46,9 +45,6 @@ def compare(
     output = Path(output).absolute()
     check_outside_saved(output, "write a comparison")
     check_replaceable([output / COMPARISON_FILE, output / CSV_FILE], Comparison)
-    for data in (*(stream["data"] for stream in plan.streams.values()), *(own[0] for own in plan.retentions.values())):
-        check_run_folder(data, str(output))
-
     finish = partial(_finish, output, jobs_at_once(jobs, address), backend, address, log)
     tried = [(cell, plan.rows(cell.method)) for pair in plan.pairs_to_choose for _, cell in plan.trials(*pair)]
     failed = finish(tried)

@@ -87,7 +87,9 @@ def why_not_read(suffix: str) -> str:
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """An image in RGB and upright, as its EXIF tag says; alpha is dropped, 16-bit grey is scaled to 8 bits."""
-    _check_shape(image)
+    if max(image.size) > MOST_OBLONG * min(image.size):
+        shape = f"{image.width} x {image.height}"
+        raise ValueError(f"it is {shape} pixels large: no side may be more than {MOST_OBLONG} times the other")
     large = image.width * image.height > _LARGE
     with one_at_a_time() if large else nullcontext():
         image.load()  # Pillow turns a TIFF here by itself, and then forgets its tag
@@ -106,12 +108,6 @@ def to_rgb(image: Image.Image) -> Image.Image:
             image = image.transpose(turn)
     image.info.clear()  # the tag, too: a second call must not turn the image again
     return image
-
-
-def _check_shape(image: Image.Image) -> None:
-    if max(image.size) > MOST_OBLONG * min(image.size):
-        shape = f"{image.width} x {image.height}"
-        raise ValueError(f"it is {shape} pixels large: no side may be more than {MOST_OBLONG} times the other")
 
 
 def _converted(image: Image.Image) -> Image.Image:
@@ -157,15 +153,6 @@ def decode_image(source: Source, content: bytes | None = None) -> Image.Image:
             return to_rgb(image)
     except Exception as error:  # Pillow's decoders raise almost anything on damaged files
         raise UnreadableImageError(_reason(error, source)) from error
-
-
-def image_problem(source: Source) -> str | None:
-    """Why an image cannot be read, found by decoding it; None where it can be."""
-    try:
-        decode_image(source)
-    except UnreadableImageError as error:
-        return str(error)
-    return None
 
 
 def _reason(error: Exception, source: Any) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 
 from dulbe_peft.data.images import LabelledImages, Splits
 from dulbe_peft.data.names import check_class_names, normalized
+from dulbe_peft.utils.extras import installed
 from dulbe_peft.utils.files import replacing
 
 COLUMNS = ("content", "path", "split", "label", "embedding")
@@ -243,7 +244,5 @@ def _read(file: str | Path, read: Any) -> Any:
 
 
 def _pyarrow() -> tuple[Any, Any]:
-    try:
+    with installed("a table of features"):
         return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise ImportError('features need the package pyarrow: pip install "dulbe_peft[datasets]"') from error

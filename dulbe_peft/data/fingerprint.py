@@ -1,7 +1,6 @@
 """What tells one data set from another, and which of its images differ: an image is known by its content."""
 
 import hashlib
-from collections.abc import Iterable
 from typing import Any
 
 from dulbe_peft.data.images import LabelledImages, labelled_images
@@ -12,18 +11,17 @@ _SHOWN = 3  # files of a kind that a message names
 
 def fingerprint(dataset: Any, look: bool = True) -> str:
     """SHA-256 of labels, class names and contents, of no name or path; `look`: also at images that are no files."""
+    images = labelled_images(dataset)
     digest = hashlib.sha256(b"dulbe_peft dataset 3")
-    for chunk in _chunks(labelled_images(dataset), look):
+    chunks = [
+        f"{len(images)} images, {len(images.class_names)} classes".encode(),
+        images.labels.astype("<i8").tobytes(),
+    ]
+    chunks += [name.encode() for name in images.class_names]
+    chunks += [content or b"" for content in images.contents()] if look or images.stored else []
+    for chunk in chunks:
         digest.update(len(chunk).to_bytes(8, "little") + chunk)
     return digest.hexdigest()
-
-
-def _chunks(images: LabelledImages, look: bool) -> Iterable[bytes]:
-    yield f"{len(images)} images, {len(images.class_names)} classes".encode()
-    yield images.labels.astype("<i8").tobytes()
-    yield from (name.encode() for name in images.class_names)
-    if look or images.stored:
-        yield from (content or b"" for content in images.contents())
 
 
 def listing(images: LabelledImages | None) -> Listing:

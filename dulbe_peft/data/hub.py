@@ -10,6 +10,7 @@ from typing import Any
 
 from dulbe_peft.data.folders import SPLIT_NAMES
 from dulbe_peft.data.images import LabelledImages, Splits, labelled_images
+from dulbe_peft.utils.extras import installed
 
 HUB_PREFIX = "hf:"
 SAVED_FILES = ("dataset_dict.json", "state.json")  # what marks a folder that `datasets` has written
@@ -79,7 +80,5 @@ def import_datasets(name: str) -> Any:
     """The package datasets, which reads what is called `hf:NAME`."""
     if name.strip() == HUB_PREFIX:
         raise ValueError(f"{name} names no dataset: expected hf:NAME, such as hf:cifar10")
-    try:
+    with installed(f"reading {name}"):
         return importlib.import_module("datasets")
-    except ImportError as error:
-        raise ImportError(f'reading {name} needs the package datasets: pip install "dulbe_peft[datasets]"') from error

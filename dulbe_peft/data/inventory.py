@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dulbe_peft.data.decoding import image_problem, open_image, to_rgb
+from dulbe_peft.data.decoding import open_image, to_rgb
 from dulbe_peft.data.images import LabelledImages, labelled_images, pixels_content
 from dulbe_peft.utils.terminal import printable
 
@@ -144,9 +144,10 @@ def undecodable(images: LabelledImages) -> dict[int, str]:
 
     def problem(index: int) -> str | None:
         try:
-            return image_problem(images.file(index))  # type: ignore[arg-type] # of stored images
-        except Exception as error:  # a damaged table, whatever its library raises
+            images.image(index)
+        except Exception as error:  # also of a damaged table, whatever its library raises
             return str(error)
+        return None
 
     with ThreadPoolExecutor() as pool:  # decoders work without Python's lock, and disks are waited for
         found = enumerate(pool.map(problem, range(len(images))))

@@ -4,7 +4,6 @@ Only what is finished has to be the same. The tasks that follow may be others th
 added, or a damaged file was mended.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +13,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from peft import get_peft_model_state_dict
 from pydantic import ValidationError
 
@@ -34,6 +32,7 @@ from dulbe_peft.utils.folders import CheckpointError, library_versions
 from dulbe_peft.utils.processes import on_main_process
 from dulbe_peft.utils.records import Record, first_problem, read_record
 from dulbe_peft.utils.settings import flat_settings, still_known
+from dulbe_peft.utils.tensors import whole_digest
 
 DATA_FILE = "data.json"
 SPLITS = {"train": "training images", "test": "test images"}
@@ -91,15 +90,10 @@ def beginning(state: LearnerState) -> Beginning:
     """What a run with this learner begins with."""
     if not state.tasks:
         return Beginning(tasks=[], sha256=None)
-    found = hashlib.sha256()
     tensors = {f"{name}.{key}": t for name, c in state.classifiers.items() for key, t in c.tensors().items()}
     if state.adapter is not None:
         tensors |= get_peft_model_state_dict(state.model, save_embedding_layers=False)
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return Beginning(tasks=[list(task) for task in state.tasks], sha256=found.hexdigest())
+    return Beginning(tasks=[list(task) for task in state.tasks], sha256=whole_digest(tensors))
 
 
 def task_fingerprints(task: Task, args: LearnerArguments) -> list[str | None]:

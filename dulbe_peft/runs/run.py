@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from tqdm.auto import tqdm
 
 from dulbe_peft.checkpoints import layout, saving
 from dulbe_peft.checkpoints.layout import LEARNER_FILE, PROGRESS_FILE, RESULTS_FILE, TIMINGS_FILE
@@ -28,11 +27,11 @@ from dulbe_peft.metrics.retention import each_accuracy
 from dulbe_peft.runs import progress, resume
 from dulbe_peft.runs.progress import SOURCES_FILE, FinishedTask, Row
 from dulbe_peft.runs.results import stream_results
-from dulbe_peft.runs.sources import DRAWN
+from dulbe_peft.runs.sources import DRAWN, print_once
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.utils import folders
 from dulbe_peft.utils.files import replacing, write_json
-from dulbe_peft.utils.processes import on_main_process, world
+from dulbe_peft.utils.processes import on_main_process
 from dulbe_peft.utils.profiling import forget_peak_memory, peak_memory
 from dulbe_peft.utils.records import write_record
 
@@ -99,7 +98,7 @@ def _open(learner: ClassIncrementalLearner, own: list[Task], output: Path, optio
     drawn = any((options.source or {}).get(name) is not None for name in DRAWN)
     past = on_main_process(partial(progress.known_tasks, learner)) if options.past is None else list(options.past)
     identity, finished, new = resume.open_run(
-        learner, own, output, options.resume, texts, drawn, FILES, past, _print_once
+        learner, own, output, options.resume, texts, drawn, FILES, past, print_once
     )
     learner.state = replace(learner.state, class_texts=learner.state.class_texts | texts)
     count = len(identity.start.tasks)
@@ -202,7 +201,7 @@ class Run:
             return [None] * len(self)
         found = self.learner.zero_shot(tests)
         if found[-1] is not None:
-            _print_once(f"zero-shot over all classes, before any training: {percent(found[-1], 2)} %")
+            print_once(f"zero-shot over all classes, before any training: {percent(found[-1], 2)} %")
         before = [task.zero_shot for task in self.finished]
         return [new if old is None else old for old, new in zip_longest(before, found)]
 
@@ -239,9 +238,9 @@ class Run:
         )
         self.write_entries()
         line = progress.progress_line(row, index + 1, len(self), len(learner.class_names))
-        _print_once(f"{line}, {seconds:.1f} s")
+        print_once(f"{line}, {seconds:.1f} s")
         if learner.args.profile:
-            _print_once(profile.table())
+            print_once(profile.table())
 
     def measure(self, count: int) -> Row:
         """What is measured after the first `count` tasks, on those of them that have test data."""
@@ -306,8 +305,3 @@ class Run:
         if (self.newest / PREDICTIONS_FILE).is_file():
             with replacing(self.output / PREDICTIONS_FILE) as temporary:
                 shutil.copyfile(self.newest / PREDICTIONS_FILE, temporary)
-
-
-def _print_once(text: str) -> None:
-    if world()[0] == 0:
-        tqdm.write(text)

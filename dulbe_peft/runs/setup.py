@@ -25,13 +25,6 @@ if TYPE_CHECKING:  # torch is imported when a run is set up
     from dulbe_peft.streams.tasks import Task
 
 
-def check_run_folder(data: str, output: str) -> None:
-    """Raise a ValueError where a run would be written among the images that it learns from."""
-    images, run = Path(data).resolve(), Path(output).resolve()
-    if images.is_dir() and (run == images or images in run.parents):
-        raise ValueError(f"--output {output!r} lies in --data {data!r}: its folders would be taken for classes")
-
-
 def adapted(
     model: PreTrainedModel, config: DualModeLoraConfig, strategy: Strategy, revision: str | None = None
 ) -> PreTrainedModel | PeftModel:
@@ -80,8 +73,6 @@ def set_up(settings: dict[str, Any]) -> Setup:
     """Open the data and load the model that the settings name."""
     stream, adapter, args = validated(settings)
     strategy, classifiers = stream.methods
-    if stream.data and stream.output:
-        check_run_folder(stream.data, stream.output)
     import torch
 
     from dulbe_peft.adapter.config import DualModeLoraConfig

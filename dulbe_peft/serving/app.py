@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dulbe_peft.classifiers.calibration import HARDLY
-from dulbe_peft.data.decoding import image_problem, open_image
+from dulbe_peft.data.decoding import decode_image, open_image
 from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.inventory import counted
 from dulbe_peft.data.names import check_class_names
@@ -218,9 +218,7 @@ def pictures(request: dict[str, Any], most: int) -> list[io.BytesIO]:
     for number, text in enumerate(given, start=1):
         try:
             found.append(io.BytesIO(base64.b64decode(text, validate=True)))
+            decode_image(found[-1])
         except (TypeError, ValueError) as error:
             raise ValueError(f"image {number} cannot be read: {error}") from error
-        problem = image_problem(found[-1])
-        if problem is not None:
-            raise ValueError(f"image {number} cannot be read: {problem}")
     return found

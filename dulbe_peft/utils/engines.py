@@ -58,10 +58,8 @@ def _on_ray(
     function: Callable[..., T], calls: Iterable[tuple[Any, ...]], jobs: int, address: str | None
 ) -> Iterator[tuple[int, T]]:
     """As tasks of Ray, which repeats the one of a worker that died; joblib's backend would repeat all."""
-    try:
+    with installed("the engine 'ray'"):
         import ray
-    except ImportError as error:
-        raise _missing("ray") from error
     running: list[Any] = []
     mine = not ray.is_initialized()
     if mine:
@@ -92,17 +90,11 @@ def _engine(backend: str, jobs: int, address: str | None) -> Iterator[None]:
             warnings.filterwarnings("ignore", "A worker stopped while some jobs", UserWarning)  # loky starts another
             yield
         return
-    try:
+    with installed(f"the engine {backend!r}"):
         from distributed import Client
-    except ImportError as error:
-        raise _missing(backend) from error
     where: dict[str, Any] = {"address": address} if address else {"n_workers": jobs, "threads_per_worker": 1}
     with Client(**where), parallel_config("dask", n_jobs=jobs):
         yield
-
-
-def _missing(backend: str) -> ImportError:
-    return ImportError(f"{backend} needs another package: pip install 'dulbe_peft[{backend}]'")
 
 
 def jobs_at_once(asked: int | None, address: str | None) -> int:

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 # Module -> package of the extra `commands`.
 COMMANDS = {"click": "click", "joblib": "joblib", "matplotlib": "matplotlib", "sklearn": "scikit-learn"}
+# Module -> extra of other packages.
+EXTRAS = {"datasets": "datasets", "pyarrow": "datasets", "distributed": "dask", "ray": "ray"}
 # Packages of which names are used that may go, with versions in which they are there.
 TESTED = {"peft": "peft>=0.21,<0.22", "transformers": "transformers>=5.18,<6"}
 
@@ -24,8 +26,9 @@ def explained(error: ImportError, what: str = "dulbe_peft") -> ImportError:
     """The error in plain words, where it is about a package that this file knows; else as it is."""
     module = error.name or ""
     package = module.partition(".")[0]
-    if isinstance(error, ModuleNotFoundError) and package in COMMANDS:
-        message = f"{what} needs the package {COMMANDS[package]}: pip install 'dulbe_peft[commands]'"
+    if isinstance(error, ModuleNotFoundError) and package in COMMANDS | EXTRAS:
+        extra, called = EXTRAS.get(package, "commands"), COMMANDS.get(package, package)
+        message = f"{what} needs the package {called}: pip install 'dulbe_peft[{extra}]'"
     elif package in TESTED and module and not (isinstance(error, ModuleNotFoundError) and module == package):
         from importlib.metadata import version
 

@@ -75,9 +75,9 @@ def damage(path: str | Path, error: Exception) -> str:
     return text if text.startswith(f"{path} ") else f"{path} is damaged: {type(error).__name__}: {text}"
 
 
-def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+def write_csv(path: str | Path, header: Sequence[str], rows: Iterable[Sequence[Any]], errors: str = "strict") -> None:
     """Write a table, whole or not at all; a text that a spreadsheet would take for a formula gets an apostrophe."""
-    with output_file(path, errors="strict") as file:
+    with output_file(path, errors) as file:
         write_rows(file, header, rows)
 
 

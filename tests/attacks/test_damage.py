@@ -30,7 +30,6 @@ from safetensors import torch as safetensors
 
 from dulbe_peft import BridgeEnsembleHead, CheckpointError, ClassIncrementalLearner, ImageFolder, OccupationStatistics
 from dulbe_peft.commands.main import main
-from dulbe_peft.data.decoding import image_problem
 from dulbe_peft.report import write_report
 from dulbe_peft.utils.folders import MANIFEST, read_manifest
 
@@ -159,7 +158,6 @@ def head(folder: Path, _: Path) -> None:
 
 
 def image(folder: Path, file: Path) -> None:
-    image_problem(str(file))
     photos = ImageFolder(folder)
     assert photos[sorted(file.parent.iterdir()).index(file)]["image"].mode == "RGB"
 

@@ -13,7 +13,7 @@ import pytest
 from PIL import EpsImagePlugin, ExifTags, Image, ImageOps
 
 from dulbe_peft.data import decoding
-from dulbe_peft.data.decoding import decode_image, image_problem, image_suffixes, to_rgb
+from dulbe_peft.data.decoding import UnreadableImageError, decode_image, image_suffixes, to_rgb
 from dulbe_peft.data.images import labelled_images
 from dulbe_peft.deployment.pixels import rgb
 from dulbe_peft.encoders.pixels import PixelDataset
@@ -88,7 +88,6 @@ def test_a_postscript_file_never_starts_ghostscript(tmp_path, monkeypatch):
     (tmp_path / "a.jpg").write_bytes(content)
     with pytest.raises(ValueError, match="it is none of the formats JPEG, PNG"):
         decode_image(tmp_path / "a.jpg")
-    assert "none of the formats" in image_problem(tmp_path / "a.jpg")
     assert not started
     with Image.open(tmp_path / "a.jpg") as image:  # what Pillow does without the list
         image.load()
@@ -108,7 +107,6 @@ def test_a_decompression_bomb_is_named_with_its_size(tmp_path):
     for source in (tmp_path / "bomb.png", io.BytesIO(png_of(60000, 60000))):
         with pytest.raises(ValueError, match=r"3600000000 pixels. exceeds limit of 178956970 pixels"):
             decode_image(source)
-        assert "exceeds limit of 178956970 pixels" in image_problem(source)
 
 
 def test_an_oblong_picture_is_refused_before_it_is_resized(tmp_path):
@@ -116,7 +114,6 @@ def test_an_oblong_picture_is_refused_before_it_is_resized(tmp_path):
     picture = Image.new("1", (2_000_000, 1))
     picture.save(tmp_path / "line.png")
     words = "it is 2000000 x 1 pixels large: no side may be more than 100 times the other"
-    assert image_problem(tmp_path / "line.png") == words
     for read, source in ((decode_image, tmp_path / "line.png"), (to_rgb, picture)):
         with pytest.raises(ValueError, match=words):
             read(source)
@@ -184,6 +181,6 @@ def test_every_suffix_is_a_format_that_is_read(tmp_path, suffix):
     several = {"save_all": True, "append_images": frames[1:]} if suffix == ".gif" else {}
     frames[0].save(path, {".jfif": "JPEG"}.get(suffix), **several)
     assert np.abs(np.asarray(decode_image(path))[4, 4] - (255.0, 0, 0)).max() < 99, "of several frames, the first"
-    assert image_problem(path) is None
     path.write_bytes(path.read_bytes()[:60])
-    assert image_problem(path) is not None
+    with pytest.raises(UnreadableImageError):
+        decode_image(path)

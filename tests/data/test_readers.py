@@ -225,7 +225,7 @@ def test_without_the_datasets_package_the_error_says_how_to_get_it(monkeypatch, 
     write(tmp_path / "saved" / "state.json", b"{}")
     write(tmp_path / "parquet" / "train.parquet", b"")
     for place in ("hf:user/birds", tmp_path / "saved", tmp_path / "parquet"):
-        with pytest.raises(ImportError, match=r'pip install "dulbe_peft\[datasets\]"'):
+        with pytest.raises(ImportError, match=r"pip install 'dulbe_peft\[datasets\]'"):
             load_data(place)
 
 
