@@ -57,10 +57,10 @@ def suggest(
     loaded, images, words = load(learner=learner), unlabelled_images(list(photos)), words_of(csv, page)
     fresh, said = _fresh(images, loaded)
     features, problems = loaded.readable_embeds(fresh)
+    unread = [(fresh.item_name(row), why) for row, why in problems.items()]
     readable = [row for row in range(len(fresh)) if row not in problems]
     fresh, features = fresh.at(readable), features[readable]
     if problems:
-        unread = [(images.item_name(row), why) for row, why in problems.items()]
         said += ["left out, for they cannot be read:", *unreadable_lines(unread)]
     if not readable:
         raise ValueError("\n".join(["no photograph is left to suggest", *said]))

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from dulbe_peft.data.decoding import ARCHIVES, why_not_read
-from dulbe_peft.data.features import feature_files, feature_splits
+from dulbe_peft.data.features import feature_splits
 from dulbe_peft.data.folders import ImageFolder, subfolders
 from dulbe_peft.data.hub import HUB_PREFIX, hub_images, hub_splits, import_datasets, is_dataset_folder
 from dulbe_peft.data.images import LabelledImages, Splits
@@ -55,14 +55,14 @@ def load_data(
     if text.startswith(HUB_PREFIX) and split is not None:  # without asking the Hub for the splits
         data = import_datasets(text).load_dataset(text.removeprefix(HUB_PREFIX), split=split)
         return hub_images(data, text, *columns)
-    if is_image_folder(text):
-        return ImageFolder(text, split)
     found = splits(text, image_column=image_column, label_column=label_column, vocabulary=vocabulary)
     if split == "train" and list(found) == [None]:
         split = None
-    if split not in found:
-        raise FileNotFoundError(f"{text} has no split {split!r}; its splits are {list(found)}")
-    return found[split]()
+    if split in found:
+        return found[split]()
+    if None in found:
+        return ImageFolder(text, split)  # which says what its folders are
+    raise FileNotFoundError(f"{text} has no split {split!r}; its splits are {list(found)}")
 
 
 def splits(
@@ -90,12 +90,6 @@ def splits(
     files = "expected a folder of images or of parquet files, or a .csv of labels"
     why = why_not_read(path.suffix.lower()) if archive else files
     raise ValueError(f"{path} is a file, {why}")
-
-
-def is_image_folder(text: str) -> bool:
-    """Whether a folder holds image files, in folders for splits and classes."""
-    path = Path(text)
-    return path.is_dir() and not feature_files(path) and not is_dataset_folder(path)
 
 
 def check_data(text: str) -> None:

@@ -20,7 +20,7 @@ from dulbe_peft.data.inventory import (
     undecodable,
     unreadable_lines,
 )
-from dulbe_peft.data.readers import is_image_folder, load_data, splits
+from dulbe_peft.data.readers import load_data, splits
 from dulbe_peft.utils.checks import check_int, check_number
 
 
@@ -176,7 +176,7 @@ def open_split(path: str | os.PathLike[str], split: str | None, **reading: Any) 
 
 def _chosen(text: str, train: str, test: str, found: Splits) -> tuple[Splits, list[tuple[str, str]]]:
     """The splits to learn from and to test on, and those that are left out, with the reason."""
-    if is_image_folder(text):
+    if {None} < found.keys():  # image files in folders, which may be splits or classes
         names, left_out = _folder_splits(Path(text), train, test)
         return {name: found[name] for name in names}, left_out
     for name in () if list(found) == [None] else (train, *([test] if test != "test" else [])):

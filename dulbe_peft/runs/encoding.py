@@ -3,6 +3,7 @@
 import copy
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ def fill_store(
         size = min(SHARD, max(64, len(rows) // (4 * workers)))
         missing += [_alone(part, part.indices[rows[start : start + size]]) for start in range(0, len(rows), size)]
     shown: dict[str, Any] = {"unit": " images", "delay": UNSHOWN, "disable": None if learner.args.progress else True}
-    encode = _Encode(OncePerProcess(load))
+    encode = partial(_encode, OncePerProcess(load))
     with tqdm(total=sum(map(len, missing)), desc=f"encode, {key.precision}", **shown) as bar:
         left = missing
         for attempt in range(1, ATTEMPTS + 1):
@@ -68,17 +69,12 @@ def fill_store(
             left = [one for place, one in enumerate(left) if place not in done]
 
 
-class _Encode:
+def _encode(load: OncePerProcess[ClassIncrementalLearner], images: LabelledImages) -> Encoded:
     """What a worker does: the contents and features of a shard's images, None for what cannot be read."""
-
-    def __init__(self, load: OncePerProcess[ClassIncrementalLearner]) -> None:
-        self.load = load
-
-    def __call__(self, images: LabelledImages) -> Encoded:
-        learner = self.load()
-        features, unreadable = learner.readable_embeds(images)
-        contents = [None if index in unreadable else c for index, c in enumerate(images.contents())]
-        return learner.encoder.key, contents, features.cpu().numpy()
+    learner = load()
+    features, unreadable = learner.readable_embeds(images)
+    contents = [None if index in unreadable else c for index, c in enumerate(images.contents())]
+    return learner.encoder.key, contents, features.cpu().numpy()
 
 
 def _alone(part: LabelledImages, positions: np.ndarray) -> LabelledImages:

@@ -76,7 +76,6 @@ def set_up(settings: dict[str, Any]) -> Setup:
     import torch
 
     from dulbe_peft.adapter.config import DualModeLoraConfig
-    from dulbe_peft.data.inventory import undecodable
     from dulbe_peft.data.store import open_store
     from dulbe_peft.encoders.loading import load_dual_encoder
     from dulbe_peft.learner import ClassIncrementalLearner
@@ -89,6 +88,7 @@ def set_up(settings: dict[str, Any]) -> Setup:
         torch.manual_seed(args.seed)
         return adapted(base, DualModeLoraConfig(**vars(adapter)), strategy, stream.revision), processor
 
+    @cache
     def make_learner() -> ClassIncrementalLearner:
         model, processor = load()
         learner = ClassIncrementalLearner(model, processor, args, strategy, classifiers)
@@ -96,7 +96,7 @@ def set_up(settings: dict[str, Any]) -> Setup:
         return learner
 
     def look(images: LabelledImages) -> Mapping[int, str]:
-        return (look_by(make_learner()) or undecodable)(images)
+        return look_by(make_learner())(images)
 
     left_out: list[str] = []
     some = stream.dry_run or stream.images_per_class is not None or stream.max_tasks is not None

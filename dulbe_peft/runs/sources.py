@@ -98,12 +98,14 @@ def open_source(
     return train, test
 
 
-def look_by(learner: ClassIncrementalLearner) -> Look | None:
+def look_by(learner: ClassIncrementalLearner) -> Look:
     """The `look` of `open_source` that decodes no image twice: it encodes, where the store keeps what comes out."""
+    from dulbe_peft.data.inventory import undecodable
+
     encoder = learner.encoder
     kept = encoder.store is not None and not encoder.store.private and not encoder.adapted
     if not kept or learner.args.precision == "int8":  # whose graph is made on the images of the first task
-        return None
+        return undecodable
     return lambda images: learner.readable_embeds(images)[1]
 
 

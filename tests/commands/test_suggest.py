@@ -25,7 +25,7 @@ def heap(digit_folders, tmp_path):
             (tmp_path / "june" / name).mkdir(parents=True, exist_ok=True)
             shutil.copy(source / "train" / name / f"{number}.png", tmp_path / "june" / name / f"mine-{number}.png")
     shutil.copy(tmp_path / "heap" / "four-4.png", tmp_path / "heap" / "four-copy.png")
-    (tmp_path / "heap" / "bad.png").write_bytes(b"no image")
+    (tmp_path / "heap" / "z-bad.png").write_bytes(b"no image")
     return tmp_path / "heap"
 
 
@@ -38,7 +38,11 @@ def test_before_there_is_a_learner(heap, tmp_path, capsys):
     words = ["--model", demo_model_folder(), heap, "--count", 5, "--csv", table, "--page", page]
     assert run("suggest", *words) == 0
     said = capsys.readouterr().out
-    assert "5 photographs of 40" in said and "1 photograph of the same content" in said and "bad.png" in said
+    assert (
+        "5 photographs of 40" in said
+        and "1 photograph of the same content" in said
+        and "z-bad.png: it is none" in said
+    )
     header, *rows = read_csv(table)
     assert header == ["path", "reason", "class", "novelty"] and len(rows) == 5
     assert all(Path(path).parent == heap and not name and not novelty for path, _, name, novelty in rows)
@@ -54,7 +58,7 @@ def test_with_a_learner_nothing_that_it_knows_is_suggested(heap, tmp_path, capsy
     capsys.readouterr()
     assert run("suggest", tmp_path / "out", heap, "--count", 12, "--csv", table) == 0
     said = capsys.readouterr().out
-    assert "left out: 9 photographs learned before" in said
+    assert "left out: 9 photographs learned before" in said and "z-bad.png: it is none" in said
     _, *rows = read_csv(table)
     known = {f"{name}-{number}.png" for name in DIGITS[:3] for number in range(3)}
     assert len(rows) == 12 and not known & {Path(path).name for path, *_ in rows}
