@@ -108,8 +108,13 @@ def predict(
     if json_file:
         with output_file(json_file) as file:
             print(json.dumps([_as_json(row) for row in rows], indent=1, ensure_ascii=False), file=file)
-    if exiftool:
-        _write_keywords(exiftool, rows)
+    if exiftool:  # which takes paths as they are: no apostrophe guards a formula
+        from dulbe_peft.data.labels import exiftool_rows
+
+        answers = [(row.image, row.classes[0]) for row in rows if row.error is None and row.known]
+        keywords = exiftool_rows(answers, ROOT)
+        with output_file(exiftool) as file:
+            writer(file).writerows(keywords)
     written = [file for file in (csv, json_file, exiftool, sort_into) if file not in (None, "-")]
     if csv or json_file or exiftool or sort_into or counts["unread"] or reject is not None:
         _sum_up(counts, len(done), reject is not None, written)
@@ -117,17 +122,6 @@ def predict(
         which = as_flags({"classifier": loaded.classifier.name} | ({} if reject is None else {"reject": reject}))
         say_next("predict", learner, *paths, *which, "--sort-into", "sorted", to=sys.stderr)
     return 0 if counts["known"] or counts["refused"] or done else 2
-
-
-def _write_keywords(path: str, rows: list[Prediction]) -> None:
-    """Write the answers as keywords for exiftool, which takes paths as they are: no apostrophe guards a formula."""
-    from dulbe_peft.data.labels import exiftool_rows
-    from dulbe_peft.utils.files import output_file
-
-    answers = [(row.image, row.classes[0]) for row in rows if row.error is None and row.known]
-    table = exiftool_rows(answers, ROOT)
-    with output_file(path) as file:
-        writer(file).writerows(table)
 
 
 @contextmanager

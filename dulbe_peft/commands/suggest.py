@@ -69,7 +69,8 @@ def suggest(
     print("\n".join([f"{counted(len(found), 'photograph')} of {len(fresh)}", *said]), file=words)
     if csv is not None:
         rows = (
-            [printable(n), one.reason, one.proposed, _shown(one.novelty)] for n, one in zip(names, found, strict=True)
+            [printable(n), one.reason, one.proposed, "" if one.novelty is None else f"{one.novelty:.6g}"]
+            for n, one in zip(names, found, strict=True)
         )
         write_csv(csv, HEADER, rows, errors="surrogateescape")
     if page is not None:
@@ -82,10 +83,6 @@ def suggest(
     first = ("learn", learner) if learner else ("run", "--model", loaded.state.base_name[0])
     say_next(*first, "--labels", "LABELS.csv", "--output", "NEW", to=words)
     return 0
-
-
-def _shown(novelty: float | None) -> str:
-    return "" if novelty is None else f"{novelty:.6g}"
 
 
 def _is_learner(path: str) -> bool:

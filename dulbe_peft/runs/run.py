@@ -3,8 +3,8 @@
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
@@ -85,8 +85,17 @@ def run_stream(
     try:
         with ExitStack() as held:
             on_main_process(partial(_lock_folder, output, held))
-            held.enter_context(_tracked(learner, output))
-            held.enter_context(_known_features(learner))
+            if learner.args.log_with:  # a tracker, such as TensorBoard
+                device = {"cpu": learner.device.type == "cpu"}
+                accelerator = Accelerator(**device, log_with=learner.args.log_with, project_dir=str(output))
+                accelerator.init_trackers("dulbe_peft")
+                learner.log = accelerator.log
+                held.callback(setattr, learner, "log", None)
+                held.callback(accelerator.end_training)
+            # A model that is not trained encodes an image once, also without the user's store.
+            store = learner.encoder.store
+            held.callback(lambda: setattr(learner.encoder, "store", store))  # of whichever encoder it has then
+            learner.encoder.store = store or FeatureStore()
             return _open(learner, stream, output, options).finish()
     except ChildProcessError as error:
         raise ChildProcessError(f"{error}; finished tasks are kept in {output}, run again to go on") from error
@@ -115,34 +124,6 @@ def _lock_folder(output: Path, held: ExitStack) -> None:
     """Keep other runs out of the folder, and remove what killed ones left in it."""
     held.enter_context(folders.exclusive(output / LOCK_FILE, f"output_dir {str(output)!r}"))
     folders.clear_leftovers(output, "|".join([layout.TASK_FOLDER, *map(re.escape, FILES)]))
-
-
-@contextmanager
-def _tracked(learner: ClassIncrementalLearner, output: Path) -> Iterator[None]:
-    """While the block runs, what the learner logs goes to the trackers of its settings, such as TensorBoard."""
-    trackers = learner.args.log_with
-    if not trackers:
-        yield
-        return
-    accelerator = Accelerator(cpu=learner.device.type == "cpu", log_with=trackers, project_dir=str(output))
-    accelerator.init_trackers("dulbe_peft")
-    learner.log = accelerator.log
-    try:
-        yield
-    finally:
-        accelerator.end_training()
-        learner.log = None
-
-
-@contextmanager
-def _known_features(learner: ClassIncrementalLearner) -> Iterator[None]:
-    """While the block runs, a model that is not trained encodes an image once, also without the user's store."""
-    before = learner.encoder.store
-    learner.encoder.store = before or FeatureStore()
-    try:
-        yield
-    finally:
-        learner.encoder.store = before
 
 
 @dataclass
