@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def reasons_of(learner: ClassIncrementalLearner, check: Callable[[Classifier], None]) -> dict[str, str]:
-    """The classifiers of a learner for which a check raises a `ValueError` -> what it says."""
+    """The classifiers of a learner for which a check raises an error -> what it says."""
     reasons = {}
     for name, classifier in learner.classifiers.items():
         try:
             check(classifier)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             reasons[name] = str(error)
     return reasons
 

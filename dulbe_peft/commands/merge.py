@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from dulbe_peft.commands.correcting import drop_classifiers, write_corrected
+from dulbe_peft.commands.correcting import drop_classifiers, reasons_of, write_corrected
 from dulbe_peft.commands.options import argument, command, learner_options, option
 from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option
 
@@ -55,15 +55,12 @@ def _reasons(one: Any, two: Any, learner: str, other: str) -> dict[str, str]:
     """Name of a classifier -> why it is in no merged learner."""
     from dulbe_peft.classifiers.checks import check_alike
 
-    reasons = {}
-    for name in dict.fromkeys([*one.classifiers, *two.classifiers]):
-        mine, theirs = one.classifiers.get(name), two.classifiers.get(name)
-        if mine is None or theirs is None:
-            reasons[name] = f"{other if mine is None else learner} alone has it"
-            continue
-        try:
-            mine.check_merges()
-            check_alike(mine, theirs)
-        except (ValueError, TypeError) as error:
-            reasons[name] = str(error)
-    return reasons
+    def check(mine: Any) -> None:
+        theirs = two.classifiers.get(mine.name)
+        if theirs is None:
+            raise ValueError(f"{learner} alone has it")
+        mine.check_merges()
+        check_alike(mine, theirs)
+
+    alone = {name: f"{other} alone has it" for name in two.classifiers if name not in one.classifiers}
+    return reasons_of(one, check) | alone

@@ -41,15 +41,14 @@ def label_splits(path: Path, vocabulary: str | None = None) -> Splits:
 
 def _rows(path: Path, vocabulary: str | None) -> tuple[list[tuple[str, str, str | None]], list[tuple[str, str]]]:
     """Path, label and split of each image, and what is left out with the reason."""
-    header, *rows = _table(path)
-    if {FILE, KEYWORDS} <= set(header):
-        return _by_keyword(path, header, rows, vocabulary)
+    rows = _table(path)
+    if {FILE, KEYWORDS} <= rows[0].keys():
+        return _by_keyword(path, rows, vocabulary)
     if vocabulary is not None:
         raise ValueError(f"{path} has labels, and a vocabulary is for keywords ({FILE}, {KEYWORDS}): leave it out")
     found: dict[str, tuple[str, str, str | None]] = {}
     for number, row in enumerate(rows, start=2):
-        values = dict(zip(header, row, strict=True))
-        image, label, split = values[PATH], normalized(values[LABEL].strip()), values.get(SPLIT)
+        image, label, split = row[PATH], normalized(row[LABEL].strip()), row.get(SPLIT)
         place = _place(path, image)
         if place in found:
             other = found[place][1]
@@ -59,7 +58,7 @@ def _rows(path: Path, vocabulary: str | None) -> tuple[list[tuple[str, str, str 
 
 
 def _by_keyword(
-    path: Path, header: list[str], rows: list[list[str]], vocabulary: str | None
+    path: Path, rows: list[dict[str, str]], vocabulary: str | None
 ) -> tuple[list[tuple[str, str, str | None]], list[tuple[str, str]]]:
     if vocabulary is None:
         raise ValueError(f"{path} has keywords: a vocabulary, a file with a line for each that is a class, is needed")
@@ -68,10 +67,9 @@ def _by_keyword(
         raise ValueError(f"the class {name!r} of {vocabulary} has {BETWEEN!r} in it, which ends a keyword: rename it")
     keywords: dict[str, tuple[str, dict[str, None]]] = {}
     for row in rows:
-        values = dict(zip(header, row, strict=True))
-        own = (normalized(word.strip()) for word in values[KEYWORDS].split(BETWEEN))
+        own = (normalized(word.strip()) for word in row[KEYWORDS].split(BETWEEN))
         # A photograph and its sidecar are one.
-        image = _photograph(path.parent, values[FILE])
+        image = _photograph(path.parent, row[FILE])
         keywords.setdefault(_place(path, image), (image, {}))[1].update(dict.fromkeys(own))
     found, left_out = list[tuple[str, str, str | None]](), list[tuple[str, str]]()
     for image, words in keywords.values():
@@ -112,8 +110,8 @@ def _photograph(folder: Path, name: str) -> str:
     return str(Path(name).with_name(same[0]))
 
 
-def _table(path: Path) -> list[list[str]]:
-    """The header and the rows of a table, all of one length."""
+def _table(path: Path) -> list[dict[str, str]]:
+    """The rows of a table, column -> value, of which there is one at least."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = [row for row in read_rows(file) if row]
@@ -133,7 +131,7 @@ def _table(path: Path) -> list[list[str]]:
         for column, value in zip(header, row, strict=True):
             if column in (PATH, LABEL, SPLIT) and not value.strip():
                 raise ValueError(f"line {number} of {path} has no {column}")
-    return [header, *rows[1:]]
+    return [dict(zip(header, row, strict=True)) for row in rows[1:]]
 
 
 def exiftool_rows(answers: Iterable[tuple[str, str]], root: str) -> list[list[str]]:
