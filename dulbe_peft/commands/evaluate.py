@@ -57,16 +57,10 @@ def evaluate(
         raise ValueError("--scale is for --zero-shot: give both")
     if zero_shot and reject is not None:
         raise ValueError("--reject is of the learner's classifier, and --zero-shot of the text classifier: give one")
-    from dulbe_peft.data.inventory import inspect_parts
     from dulbe_peft.runs.sources import look_by, open_images
 
     loaded = load()
-    images = open_images(data, split, class_names)
-    if not strict:  # with it, reading raises
-        inventory = inspect_parts({images.split or "images": images}, look_by(loaded))
-        if inventory.unreadable:
-            print("\n".join([inventory.summary(), *inventory.problems()]), file=sys.stderr)
-        images = images.without(*inventory.positions.values())
+    images = open_images(data, split, class_names, strict, look_by(loaded))
     known = [name for name in images.class_names if name in set(loaded.class_names)]
     unknown = [name for name in images.class_names if name not in set(known)]
     figures: dict[str, Any] = {}

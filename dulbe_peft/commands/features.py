@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,8 +14,6 @@ from dulbe_peft.commands.options import command, learner_options, option
 from dulbe_peft.commands.outputs import claim, overwrite_option, say_next
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.learner import ClassIncrementalLearner
 
@@ -58,64 +56,38 @@ def features(
         raise ValueError("--jobs and --address are of --engine: give all of them, or none")
     claim(("--output", output, ".parquet"), reads=[data, learner], overwrite=overwrite)
     from dulbe_peft.data.features import EncoderNote, write_features
-    from dulbe_peft.data.inventory import counted, unreadable_lines
+    from dulbe_peft.data.inventory import counted
+    from dulbe_peft.runs.sources import look_by, open_images, open_source
 
-    parts = _parts(data, split, class_names, strict)
-    if any(images.features is not None for images in parts.values()):  # whose model is not known to be this one
-        raise ValueError(f"{data!r} is a table of features already: give the images")
     loaded = load()
     store = loaded.encoder.store
     if loaded.encoder.adapted and (engine or output is None):
         raise ValueError("a learner that trains has features of its own, which are not stored: --output writes them")
-    if engine is not None and store is not None:
-        from dulbe_peft.runs.encoding import fill_store
 
-        again = partial(load, num_workers=0, progress=False)
-        fill_store(store, list(parts.values()), loaded, again, engine, jobs, address)
-    unreadable: list[tuple[str, str]] = []
-    rows = _encoded(parts, loaded, strict, unreadable)
-    if output is None:
-        count = sum(len(images) for _, images, _ in rows)
+    def look(images: LabelledImages) -> Mapping[int, str]:
+        if engine is not None and store is not None:
+            from dulbe_peft.runs.encoding import fill_store
+
+            again = partial(load, num_workers=0, progress=False)
+            fill_store(store, [images], loaded, again, engine, jobs, address)
+        return look_by(loaded)(images)
+
+    if split is None:
+        named = {"train_split": "train", "test_split": "test"}
+        train, test = open_source({"data": data, "strict": strict, "class_names": class_names} | named, look=look)
+        parts = {"train": train} | ({} if test is None else {"test": test})
     else:
+        parts = {split or "train": open_images(data, split, class_names, strict, look)}
+    if any(images.features is not None for images in parts.values()):  # whose model is not known to be this one
+        raise ValueError(f"{data!r} is a table of features already: give the images")
+    count = sum(map(len, parts.values()))
+    if output is not None:
         model, revision = loaded.state.base_name
         note = EncoderNote(model or type(loaded.clip).__name__, revision, loaded.encoder.facts)
-        count = write_features(Path(output).resolve(), rows, note)
+        write_features(Path(output).resolve(), parts, lambda part: loaded.image_embeds(part).cpu().numpy(), note)
     where = "" if store is None or loaded.encoder.adapted else f"; the store is {store.path}"
     print(f"{counted(count, 'image')}, {loaded.encoder.embed_dim} numbers each{where}", file=sys.stderr)
-    if unreadable:
-        print("\n".join(["left out, for they cannot be read:", *unreadable_lines(unreadable)]), file=sys.stderr)
     name = Path(output or data).stem
     frozen = ("run", "--model", loaded.state.base_name[0], "--data", output or data, "--output", f"{name}-run")
     say_next(*(("evaluate", learner, "--data", data) if loaded.encoder.adapted else frozen), to=sys.stderr)
     return 0
-
-
-def _parts(data: str, split: str | None, class_names: str | None, strict: bool) -> Mapping[str, Any]:
-    """The images to encode, by the names of their splits; encoding finds out which cannot be decoded."""
-    from dulbe_peft.runs.sources import open_images, open_source
-
-    if split is not None:
-        return {split or "train": open_images(data, split, class_names)}
-    given = {"data": data, "strict": strict, "class_names": class_names, "train_split": "train", "test_split": "test"}
-    train, test = open_source(given, look=lambda _: {})
-    return {"train": train} | ({} if test is None else {"test": test})
-
-
-def _encoded(
-    parts: Mapping[str, LabelledImages],
-    learner: ClassIncrementalLearner,
-    strict: bool,
-    unreadable: list[tuple[str, str]],
-) -> Iterator[tuple[str, LabelledImages, np.ndarray]]:
-    """Split, images and features, bit by bit; what cannot be read goes into `unreadable`."""
-    from dulbe_peft.runs.encoding import SHARD
-
-    for split, images in parts.items():
-        for start in range(0, len(images), SHARD):
-            part = images.at(slice(start, start + SHARD))
-            found, problems = learner.readable_embeds(part)
-            if problems and strict:
-                part[next(iter(problems))]  # which says what is wrong
-            unreadable += [(part.item_name(index), reason) for index, reason in problems.items()]
-            rows = [index for index in range(len(part)) if index not in problems]
-            yield split, part.at(rows), found.cpu().numpy()[rows]

@@ -8,7 +8,7 @@ import importlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from dulbe_peft.utils.files import replacing
 
 COLUMNS = ("content", "path", "split", "label", "embedding")
 _NOTE = b"dulbe_peft"  # of the schema's metadata: an `EncoderNote` as JSON
+AT_ONCE = 2048  # images whose features are in memory while a table is written
 _UNIT = 1e-3  # how far from 1 the length of an embedding may be
 
 
@@ -149,13 +150,20 @@ class _Rows:
         return str(self.paths[position] or f"{self.path}[{position}]")
 
 
-def write_features(path: Path, parts: Iterable[tuple[str, LabelledImages, np.ndarray]], note: EncoderNote) -> int:
-    """Write a table, whole or not at all, from parts: a split's name, images, features (n, d); returns its rows."""
+def write_features(
+    path: Path,
+    parts: Mapping[str, LabelledImages],
+    encode: Callable[[LabelledImages], np.ndarray],
+    note: EncoderNote,
+) -> None:
+    """Write a table, whole or not at all, of images by the names of their splits; `encode` gives features, (n, d)."""
     pa, parquet = _pyarrow()
     metadata = {_NOTE: json.dumps({"encoder": vars(note)}).encode()}
-    writer, count = None, 0
+    writer = None
     with replacing(path) as temporary:
-        for split, images, features in parts:
+        for split, start in [(name, start) for name in parts for start in range(0, len(parts[name]), AT_ONCE)]:
+            images = parts[split].at(slice(start, start + AT_ONCE))
+            features = encode(images)
             flat = pa.array(np.ascontiguousarray(features, dtype=np.float32).reshape(-1))
             columns = {
                 "content": pa.array([(content or b"").hex() for content in images.contents()]),
@@ -167,10 +175,8 @@ def write_features(path: Path, parts: Iterable[tuple[str, LabelledImages, np.nda
             table = pa.table(columns).replace_schema_metadata(metadata)
             writer = writer or parquet.ParquetWriter(temporary, table.schema)
             writer.write_table(table)
-            count += len(images)
         if writer is not None:
             writer.close()
-    return count
 
 
 def _labels(path: Path, values: list[Any]) -> tuple[np.ndarray, tuple[str, ...]]:

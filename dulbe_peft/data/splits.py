@@ -144,13 +144,7 @@ def open_stream_data(
             more = f"({len(unknown)} such classes)"
             raise ValueError(f"class {unknown[0]!r} has test images and no training image {more}")
         parts[test_split] = relabelled(test, train.class_names)
-    inventory = inspect_parts(parts, look, left_out)
-    if inventory.unreadable and strict:
-        first = f"{len(inventory.unreadable)} of the images in {path} cannot be read:"
-        advice = "mend or remove them, or leave them out: without --strict (in Python strict=False)"
-        raise ValueError("\n".join([first, *unreadable_lines(inventory.unreadable), advice]))
-    for split, bad in inventory.positions.items():
-        parts[split] = parts[split].without(bad)
+    parts, inventory = readable(os.fspath(path), parts, strict, look, left_out)
     for label in np.setdiff1d(train.labels, parts[train_split].labels):
         row = inventory.positions[train_split].index(np.flatnonzero(train.labels == label)[0])
         example = ": ".join(inventory.unreadable[row])
@@ -162,6 +156,22 @@ def open_stream_data(
         parts[train_split], parts[test_split] = hold_out(parts[train_split], test_fraction)
     inventory = replace(inventory, counts=count_images(parts), duplicates=find_duplicates(parts))
     return parts[train_split], parts.get(test_split), inventory
+
+
+def readable(
+    path: str,
+    parts: dict[str, LabelledImages],
+    strict: bool,
+    look: Look,
+    left_out: Sequence[tuple[str, str]] = (),
+) -> tuple[dict[str, LabelledImages], Inventory]:
+    """The splits without images that cannot be read, and what was found; raises if `strict` and there are some."""
+    found = inspect_parts(parts, look, left_out)
+    if found.unreadable and strict:
+        first = f"{len(found.unreadable)} of the images in {path} cannot be read:"
+        advice = "mend or remove them, or leave them out: without --strict (in Python strict=False)"
+        raise ValueError("\n".join([first, *unreadable_lines(found.unreadable), advice]))
+    return {split: images.without(found.positions[split]) for split, images in parts.items()}, found
 
 
 def open_split(path: str | os.PathLike[str], split: str | None, **reading: Any) -> LabelledImages:

@@ -109,16 +109,23 @@ def look_by(learner: ClassIncrementalLearner) -> Look:
     return lambda images: learner.readable_embeds(images)[1]
 
 
-def open_images(data: str, split: str | None, class_names: str | None) -> LabelledImages:
-    """The images of one split; of "", a folder of classes; of None, the split "test" where there may be one."""
+def open_images(data: str, split: str | None, class_names: str | None, strict: bool, look: Look) -> LabelledImages:
+    """The images of one split; of "", a folder of classes; of None, the split "test" where there may be one.
+
+    What cannot be read is left out and printed, or raised where `strict`.
+    """
     from dulbe_peft.data.readers import splits
-    from dulbe_peft.data.splits import open_split
+    from dulbe_peft.data.splits import open_split, readable
     from dulbe_peft.streams.protocols import rename_classes
 
     if split is None:
         names = list(splits(data))
         split = "test" if "test" in names or None not in names else None
     images = open_split(data, split or None)
+    parts, found = readable(data, {images.split or "images": images}, strict, look)
+    if found.unreadable:
+        print("\n".join([found.summary(), *found.problems()]), file=sys.stderr)
+    (images,) = parts.values()
     return images if class_names is None else rename_classes(images, class_names)
 
 

@@ -119,7 +119,7 @@ def test_an_unreadable_image_is_left_out_and_named(root, tmp_path, capsys):
     whole = (data / "one" / "1.png").read_bytes()
     (data / "one" / "1.png").write_bytes(whole[:50] + b"\0" * 10 + whole[60:])
     call("features", "--model", "demo", "--data", data, "--output", tmp_path / "f.parquet")
-    assert "one/1.png" in capsys.readouterr().err
+    assert "one/1.png" in capsys.readouterr().out
     assert len(load_data(tmp_path / "f.parquet")) == 39
 
 
