@@ -5,7 +5,7 @@ added, or a damaged file was mended.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -24,6 +24,7 @@ from dulbe_peft.data.fingerprint import Listing, differences, fingerprint, listi
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.runs.progress import FinishedTask, read_finished
+from dulbe_peft.runs.sources import print_once
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.training.state import LearnerState, adapter_state, set_adapter_state
 from dulbe_peft.utils import folders
@@ -116,14 +117,13 @@ def open_run(
     drawn: bool,
     files: Sequence[str],
     before: list[FinishedTask],
-    say: Callable[[str], None],
 ) -> tuple[Identity, list[FinishedTask], bool]:
     """The run in a folder, its finished tasks, and whether it is new; the learner gets its state.
 
     `before` is what is known of tasks that were learned before it. `drawn`: the tasks have a part of their data's
     images, which was drawn.
     """
-    find = partial(_newest_of_run, output, learner, own, class_texts, drawn, say)
+    find = partial(_newest_of_run, output, learner, own, class_texts, drawn)
     found = on_main_process(find) if resumes else None
     if found is None:
         _check_new(learner, own, output, resumes, files)
@@ -133,7 +133,7 @@ def open_run(
         learner.change_settings(replace(learner.args, precision=identity.arguments["precision"]))
     learner.state = _restored(learner.state, folder)
     learner.encoder.graph = learner.state.graph
-    say(f"resuming after {folder.name}: {len(learner.class_names)} classes learned")
+    print_once(f"resuming after {folder.name}: {len(learner.class_names)} classes learned")
     finished = read_finished(folder, output, learner.tasks)
     # What is written after a commit may be missing; of known tasks the learner may know it.
     for old, new in zip(before, finished, strict=False):
@@ -178,10 +178,9 @@ def _newest_of_run(
     stream: Sequence[Task],
     class_texts: Texts,
     drawn: bool,
-    warn: Callable[[str], None],
 ) -> tuple[Path, Identity] | None:
     """The newest whole task folder and its run's identity, if any; raises where the run is another one."""
-    found = layout.newest_task(output, warn)
+    found = layout.newest_task(output, print_once)
     if found is None:
         return None
     folder, manifest = found
@@ -206,13 +205,13 @@ def _newest_of_run(
                 f"{folder} belongs to a run of release 0.2.0, which drew images by their names and would draw others: "
                 "finish it with that release, or go on with `dulbe-peft learn`"
             )
-        warn(f"{folder.name} is of release 0.2.0: whether the images of finished tasks changed is not known")
+        print_once(f"{folder.name} is of release 0.2.0: whether the images of finished tasks changed is not known")
         digests = [task_fingerprints(task, learner.args) for task in stream[: len(saved.classes)]]
         saved = saved.model_copy(update={"data": digests, "images_by": "content"})
     _check_finished(folder, saved, stream, class_texts, learner.args)
     others = sorted(name for name, now in library_versions().items() if manifest.versions.get(name) != now)
     if others:
-        warn(f"{folder.name} was written with other versions of {', '.join(others)}: the last bits may differ")
+        print_once(f"{folder.name} was written with other versions of {', '.join(others)}: the last bits may differ")
     return folder, saved
 
 

@@ -106,9 +106,7 @@ def _open(learner: ClassIncrementalLearner, own: list[Task], output: Path, optio
     texts = check_class_texts(options.class_texts or {}, {name for task in own for name in task.class_names})
     drawn = any((options.source or {}).get(name) is not None for name in DRAWN)
     past = on_main_process(partial(progress.known_tasks, learner)) if options.past is None else list(options.past)
-    identity, finished, new = resume.open_run(
-        learner, own, output, options.resume, texts, drawn, FILES, past, print_once
-    )
+    identity, finished, new = resume.open_run(learner, own, output, options.resume, texts, drawn, FILES, past)
     learner.state = replace(learner.state, class_texts=learner.state.class_texts | texts)
     count = len(identity.start.tasks)
     tests = [None] * count if options.known_tests is None else list(options.known_tests)

@@ -72,16 +72,10 @@ def commit_folder(
         if lock:
             clear_leftovers(folder.parent, re.escape(folder.name))
         others = [] if overwrite else _files_of_others(folder, kind)
-        temporary = temporary_folder(folder)
-        try:
-            write(temporary)
-            _seal(temporary, kind, notes or {})
+        with _sealed(folder, kind, write, notes or {}) as temporary:
             for name in others:
                 _keep(folder / name, temporary / name)
             _put_in_place(temporary, folder)
-        except BaseException:
-            remove_temporary(temporary)
-            raise
 
 
 def fill_folder(folder: Path, kind: str, write: Callable[[Path], None]) -> None:
@@ -92,10 +86,7 @@ def fill_folder(folder: Path, kind: str, write: Callable[[Path], None]) -> None:
     folder = folder.resolve()
     with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = temporary_folder(folder)
-        try:
-            write(temporary)
-            _seal(temporary, kind, {})
+        with _sealed(folder, kind, write, {}) as temporary:
             (folder / MANIFEST).unlink(missing_ok=True)
             paths = [path for path in paths_below(temporary) if path.is_file() and path.name != MANIFEST]
             for path in (*paths, temporary / MANIFEST):
@@ -103,8 +94,6 @@ def fill_folder(folder: Path, kind: str, write: Callable[[Path], None]) -> None:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(path, target)
             sync(folder)
-        finally:
-            remove_temporary(temporary)
 
 
 def check_outside_saved(folder: Path, what: str) -> None:
@@ -157,23 +146,33 @@ def _keep(source: Path, target: Path) -> None:
         shutil.copy2(source, target, follow_symlinks=False)
 
 
-def _seal(folder: Path, kind: str, notes: dict[str, Any]) -> None:
-    """Add the manifest, give everything the mode the umask gives, and wait until all of it is on the disk."""
-    paths = paths_below(folder)
-    files = {
-        path.relative_to(folder).as_posix(): FileEntry(sha256=file_sha256(path), size=path.stat().st_size)
-        for path in paths
-        if path.is_file() and path.name != MODEL_CARD
-    }
-    card = folder / MODEL_CARD
-    digest = file_sha256(card) if card.is_file() else None
-    manifest = Manifest(kind=kind, versions=library_versions(), files=files, card_sha256=digest, notes=notes)
-    write_record(folder / MANIFEST, manifest.model_copy(update={"sha256": _own_sha256(manifest)}))
-    mask = os.umask(0)
-    os.umask(mask)
-    for path in [*paths, folder / MANIFEST, folder]:
-        os.chmod(path, (0o777 if path.is_dir() else 0o666) & ~mask)
-        sync(path)
+@contextmanager
+def _sealed(place: Path, kind: str, write: Callable[[Path], None], notes: dict[str, Any]) -> Iterator[Path]:
+    """A temporary folder that `write` has filled, while the block runs.
+
+    It has a manifest, everything has the mode the umask gives, and all of it is on the disk.
+    """
+    folder = temporary_folder(place)
+    try:
+        write(folder)
+        paths = paths_below(folder)
+        files = {
+            path.relative_to(folder).as_posix(): FileEntry(sha256=file_sha256(path), size=path.stat().st_size)
+            for path in paths
+            if path.is_file() and path.name != MODEL_CARD
+        }
+        card = folder / MODEL_CARD
+        digest = file_sha256(card) if card.is_file() else None
+        manifest = Manifest(kind=kind, versions=library_versions(), files=files, card_sha256=digest, notes=notes)
+        write_record(folder / MANIFEST, manifest.model_copy(update={"sha256": _own_sha256(manifest)}))
+        mask = os.umask(0)
+        os.umask(mask)
+        for path in [*paths, folder / MANIFEST, folder]:
+            os.chmod(path, (0o777 if path.is_dir() else 0o666) & ~mask)
+            sync(path)
+        yield folder
+    finally:
+        remove_temporary(folder)
 
 
 def _own_sha256(manifest: Manifest) -> str:
