@@ -114,7 +114,7 @@ def _load(path: Path, files: Sequence[str], split: str) -> LabelledImages:
         if not {"embedding", "label"} <= {*schema}:
             raise ValueError(f"{file} has the columns {schema}, and no 'embedding' or no 'label'")
         table = _table(file, [name for name in COLUMNS if name in schema])
-        tables.append(table.filter(np.array(_split_of_rows(file)) == split))
+        tables.append(table.filter(np.array(_split_of_rows(file), dtype=object) == split))
 
     def column(name: str) -> list[Any]:
         return [v for t in tables for v in (t[name].to_pylist() if name in t.column_names else [None] * len(t))]

@@ -60,9 +60,9 @@ def load_data(
         split = None
     if split in found:
         return found[split]()
-    if None in found:
+    if {None} < found.keys():
         return ImageFolder(text, split)  # which says what its folders are
-    raise FileNotFoundError(f"{text} has no split {split!r}; its splits are {list(found)}")
+    raise FileNotFoundError(f"{text} has no split {split!r}; its splits are {list(filter(None, found))}")
 
 
 def splits(

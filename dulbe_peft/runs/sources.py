@@ -119,7 +119,7 @@ def open_images(data: str, split: str | None, class_names: str | None, strict: b
     from dulbe_peft.streams.protocols import rename_classes
 
     if split is None:
-        names = list(splits(data))
+        names = splits(data) if Path(data).exists() else {"test"}
         split = "test" if "test" in names or None not in names else None
     images = open_split(data, split or None)
     parts, found = readable(data, {images.split or "images": images}, strict, look)
