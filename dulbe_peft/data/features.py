@@ -232,19 +232,17 @@ def _note_of(file: str) -> Any:
 
 
 def _schema(file: str | Path) -> Any:
-    _, parquet = _pyarrow()
-    return _read(file, lambda: parquet.read_schema(file))
+    return _read(file, lambda parquet: parquet.read_schema(file))
 
 
 def _table(file: str, columns: Sequence[str]) -> Any:
-    _, parquet = _pyarrow()
-    return _read(file, lambda: parquet.ParquetFile(file).read(columns=list(columns)))
+    return _read(file, lambda parquet: parquet.ParquetFile(file).read(columns=list(columns)))
 
 
-def _read(file: str | Path, read: Any) -> Any:
-    pa, _ = _pyarrow()
+def _read(file: str | Path, read: Callable[[Any], Any]) -> Any:
+    pa, parquet = _pyarrow()
     try:
-        return read()
+        return read(parquet)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{file} is damaged, or no parquet file: {error}") from error
 
