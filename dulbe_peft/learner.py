@@ -22,6 +22,7 @@ from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.metrics.evaluation import Evaluation, evaluate_features
 from dulbe_peft.metrics.prediction import Prediction, predict_images
 from dulbe_peft.metrics.retention import seen_accuracies
+from dulbe_peft.runs.run import RunOptions, run_stream
 from dulbe_peft.strategies import Strategy
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.training.estimating import estimates_of
@@ -376,8 +377,6 @@ class ClassIncrementalLearner(StateHolder):
             ValueError: the folder belongs to a run with other settings, another beginning or other finished tasks,
                 or holds tasks and `resume` is off.
         """
-        from dulbe_peft.runs.run import RunOptions, run_stream
-
         return run_stream(self, tasks, output_dir, RunOptions(resume, **options))
 
     # ------------------------------------------------------------------ saving

@@ -57,7 +57,8 @@ def evaluate(
         raise ValueError("--scale is for --zero-shot: give both")
     if zero_shot and reject is not None:
         raise ValueError("--reject is of the learner's classifier, and --zero-shot of the text classifier: give one")
-    from dulbe_peft.runs.sources import look_by, open_images
+    from dulbe_peft.runs.setup import look_by
+    from dulbe_peft.runs.sources import open_images
 
     loaded = load()
     images = open_images(data, split, class_names, strict, look_by(loaded))

@@ -57,7 +57,8 @@ def features(
     claim(("--output", output, ".parquet"), reads=[data, learner], overwrite=overwrite)
     from dulbe_peft.data.features import EncoderNote, write_features
     from dulbe_peft.data.inventory import counted
-    from dulbe_peft.runs.sources import look_by, open_images, open_source
+    from dulbe_peft.runs.setup import look_by
+    from dulbe_peft.runs.sources import open_images, open_source
 
     loaded = load()
     store = loaded.encoder.store

@@ -9,10 +9,10 @@ from dulbe_peft.commands.options import command, field_options, labels_option, l
 from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option
 from dulbe_peft.commands.run import say_results
 from dulbe_peft.runs.settings import StreamArguments
+from dulbe_peft.runs.setup import look_by
 from dulbe_peft.runs.sources import (
     DATA_FIELDS,
     data_or_labels,
-    look_by,
     new_images,
     open_source,
     print_once,

@@ -22,10 +22,10 @@ from dulbe_peft.checkpoints.base_models import digest
 from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.data.fingerprint import Listing, differences, fingerprint, listing
 from dulbe_peft.data.names import check_class_names
-from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.runs.progress import FinishedTask, read_finished
 from dulbe_peft.runs.sources import print_once
 from dulbe_peft.streams.tasks import Task
+from dulbe_peft.training.holding import StateHolder
 from dulbe_peft.training.state import LearnerState, adapter_state, set_adapter_state
 from dulbe_peft.utils import folders
 from dulbe_peft.utils.devices import has_bfloat16
@@ -109,7 +109,7 @@ def task_listings(task: Task | None) -> Listings:
 
 
 def open_run(
-    learner: ClassIncrementalLearner,
+    learner: StateHolder,
     own: Sequence[Task],
     output: Path,
     resumes: bool,
@@ -156,9 +156,7 @@ def _restored(state: LearnerState, folder: Path) -> LearnerState:
     return restored
 
 
-def _check_new(
-    learner: ClassIncrementalLearner, own: Sequence[Task], output: Path, resumes: bool, files: Sequence[str]
-) -> None:
+def _check_new(learner: StateHolder, own: Sequence[Task], output: Path, resumes: bool, files: Sequence[str]) -> None:
     """Raise unless a run can start in a folder, and its tasks have new classes only."""
     old = layout.task_folders(output)
     if old:
@@ -174,7 +172,7 @@ def _check_new(
 
 def _newest_of_run(
     output: Path,
-    learner: ClassIncrementalLearner,
+    learner: StateHolder,
     stream: Sequence[Task],
     class_texts: Texts,
     drawn: bool,

@@ -19,7 +19,6 @@ from dulbe_peft.data.images import named_images
 from dulbe_peft.data.names import check_class_texts
 from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.encoders.loading import has_text
-from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, Evaluation, write_predictions
 from dulbe_peft.metrics.features import FEATURES_FOLDER, SUFFIX, TaskFeatures
@@ -64,9 +63,7 @@ class RunOptions:
     class_texts: Mapping[str, Sequence[str]] | None = None
 
 
-def run_stream(
-    learner: ClassIncrementalLearner, tasks: Iterable[Task], output_dir: str | Path, options: RunOptions
-) -> dict[str, Any]:
+def run_stream(learner: Any, tasks: Iterable[Task], output_dir: str | Path, options: RunOptions) -> dict[str, Any]:
     """Learn `tasks` one after the other; see `ClassIncrementalLearner.run`."""
     stream, output = list(tasks), Path(output_dir)
     if not stream and not learner.state.tasks:
@@ -101,7 +98,7 @@ def run_stream(
         raise ChildProcessError(f"{error}; finished tasks are kept in {output}, run again to go on") from error
 
 
-def _open(learner: ClassIncrementalLearner, own: list[Task], output: Path, options: RunOptions) -> "Run":
+def _open(learner: Any, own: list[Task], output: Path, options: RunOptions) -> "Run":
     """The run in a folder where it was left, or a new one; the learner's state is that of its newest task."""
     texts = check_class_texts(options.class_texts or {}, {name for task in own for name in task.class_names})
     drawn = any((options.source or {}).get(name) is not None for name in DRAWN)
@@ -128,7 +125,7 @@ def _lock_folder(output: Path, held: ExitStack) -> None:
 class Run:
     """A run on its way: the tasks that its learner had learned before it, and its own."""
 
-    learner: ClassIncrementalLearner
+    learner: Any
     own: list[Task]
     output: Path
     options: RunOptions

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.data.names import normalized
 from dulbe_peft.runs.settings import StreamArguments, read_yaml, validated
-from dulbe_peft.runs.sources import look_by, open_source, print_once, source_of
+from dulbe_peft.runs.sources import open_source, print_once, source_of
 from dulbe_peft.utils.terminal import printable
 
 if TYPE_CHECKING:  # torch is imported when a run is set up
@@ -67,6 +67,17 @@ class Setup:
         own: dict[str, Any] = {"source": source_of(self.stream), "class_texts": self.class_texts()}
         own["test_ahead"] = self.stream.test_ahead
         return learner.run(self.tasks, output, **own, **options)
+
+
+def look_by(learner: ClassIncrementalLearner) -> Look:
+    """The `look` of `open_source` that decodes no image twice: it encodes, where the store keeps what comes out."""
+    from dulbe_peft.data.inventory import undecodable
+
+    encoder = learner.encoder
+    kept = encoder.store is not None and not encoder.store.private and not encoder.adapted
+    if not kept or learner.args.precision == "int8":  # whose graph is made on the images of the first task
+        return undecodable
+    return lambda images: learner.readable_embeds(images)[1]
 
 
 def set_up(settings: dict[str, Any]) -> Setup:

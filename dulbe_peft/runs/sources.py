@@ -15,7 +15,6 @@ if TYPE_CHECKING:  # numpy and Pillow are imported by the commands that need the
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.data.inventory import Look
     from dulbe_peft.data.known import KnownImages
-    from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.runs.progress import FinishedTask
 
 _READING = ("vocabulary", "image_column", "label_column")  # arguments of `load_data`
@@ -96,17 +95,6 @@ def open_source(
         tested = "" if test is None else f", tested on {len(test)}" + (" of the training images" if fraction else "")
         print_once(f"learned from {len(train)} images{tested}")
     return train, test
-
-
-def look_by(learner: ClassIncrementalLearner) -> Look:
-    """The `look` of `open_source` that decodes no image twice: it encodes, where the store keeps what comes out."""
-    from dulbe_peft.data.inventory import undecodable
-
-    encoder = learner.encoder
-    kept = encoder.store is not None and not encoder.store.private and not encoder.adapted
-    if not kept or learner.args.precision == "int8":  # whose graph is made on the images of the first task
-        return undecodable
-    return lambda images: learner.readable_embeds(images)[1]
 
 
 def open_images(data: str, split: str | None, class_names: str | None, strict: bool, look: Look) -> LabelledImages:
