@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
-from dulbe_peft.utils.checks import LEAST, MOST
-from dulbe_peft.utils.settings import check_settings, setting
+from dulbe_peft.utils.settings import LEAST, MOST, check_settings, setting
 
 # Settings of the machine: they do not travel with a saved learner, and a run may be resumed with others.
 MACHINE_SETTINGS = (

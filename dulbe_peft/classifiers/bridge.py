@@ -17,7 +17,7 @@ from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import check_directions
 from dulbe_peft.classifiers.geodesics import bridge_prototypes, reliability
 from dulbe_peft.classifiers.state import LogitScale
-from dulbe_peft.utils.checks import MOST
+from dulbe_peft.utils.settings import MOST
 
 MAX_DEPTHS = 1000
 if TYPE_CHECKING:

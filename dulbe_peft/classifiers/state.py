@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from dulbe_peft.classifiers.calibration import TaskTemperature
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils import hub
-from dulbe_peft.utils.checks import LEAST
 from dulbe_peft.utils.devices import one_thread
 from dulbe_peft.utils.records import Record, first_problem, read_record, write_record
-from dulbe_peft.utils.settings import check_settings, still_known
+from dulbe_peft.utils.settings import LEAST, check_settings, still_known
 from dulbe_peft.utils.tensors import is_finite, read_tensors, tensor_shapes, write_tensors
 
 T = TypeVar("T")

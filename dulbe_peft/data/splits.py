@@ -21,7 +21,7 @@ from dulbe_peft.data.inventory import (
     unreadable_lines,
 )
 from dulbe_peft.data.readers import load_data, splits
-from dulbe_peft.utils.checks import check_int, check_number
+from dulbe_peft.utils.checks import check_int, is_number
 
 
 def hold_out(
@@ -51,9 +51,8 @@ def hold_out(
         >>> len(train), len(test)
         (97, 23)
     """
-    check_number("fraction", fraction, positive=True)
-    if fraction >= 1:
-        raise ValueError(f"fraction must be below 1, got {fraction}: some images must be left to learn from")
+    if not is_number(fraction) or not 0 < fraction < 1:
+        raise ValueError(f"fraction must be above 0 and below 1, got {fraction!r}: some images are left to learn from")
     seed = check_int("seed", seed, 0)
     images = labelled_images(dataset)
     drawn, labels = _draws(images, seed, purpose), images.labels

@@ -12,8 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 from annotated_types import Ge, Le
 
-from dulbe_peft.utils.checks import LEAST, MOST
-
+LEAST, MOST = 2.0**-126, (2 - 2**-23) * 2.0**127  # what float32 holds in full, in which nearly all is computed
 # Types that several settings have. Numbers are such as float32 holds, in which nearly all is computed.
 Positive = Annotated[float, Ge(LEAST), Le(MOST)]
 Weight = Annotated[float, Ge(0), Le(MOST)]

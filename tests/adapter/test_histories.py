@@ -121,7 +121,7 @@ def test_what_has_no_weighted_sum_is_refused(tiny_clip):
     for arguments, words in (
         ((["default", "third"], [1, 1], "sum"), "adapters must be some of"),
         ((["default"], [1, 1], "sum"), "1 adapters and 2 weights"),
-        ((["default"], [float("nan")], "sum"), "weights must be finite"),
+        ((["default"], [float("nan")], "sum"), "weights must be a finite"),
         ((["default"], [1], "second"), "already has the adapter"),
         ((["default"], [1], "sum", "ties"), "'cat' or 'svd', got 'ties'"),
         ((["default", "second"], [1, 1], "sum"), "different layers"),
