@@ -29,7 +29,7 @@ from dulbe_peft.utils.when_imported import when_imported
 
 
 def _leave_charts_empty():
-    """A chart is an empty picture where no test takes `drawn`: to draw two takes as long as a short run."""
+    """A chart is an empty picture but inside `pages.drawn`: to draw two takes as long as a short run."""
     from matplotlib.figure import Figure
 
     draw = Figure.savefig
@@ -54,16 +54,6 @@ def _deterministic(monkeypatch):
     monkeypatch.setenv("DULBE_PEFT_STORE", os.path.join(STORES, uuid.uuid4().hex))
     torch.set_num_threads(1)
     torch.manual_seed(0)
-
-
-@pytest.fixture(scope="module")
-def drawn():
-    """Charts are drawn, from here to the end of the module."""
-    from matplotlib.figure import Figure
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", Figure.savefig.__wrapped__)
-        yield
 
 
 @pytest.fixture

@@ -2,11 +2,14 @@
 
 import itertools
 import re
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
+from matplotlib.figure import Figure
 from peft import get_peft_model
 
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, load_clip
@@ -16,6 +19,14 @@ from dulbe_peft.report.pictures import write_pictures
 from dulbe_peft.streams.tasks import Task
 
 NAMES = ("zero", "<script>alert(1)</script>", "=SUM(A1)", '50% of a_b & "c"', "four", "five")
+
+
+@contextmanager
+def drawn():
+    """Charts are drawn inside the block, which `conftest.py` leaves empty."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", Figure.savefig.__wrapped__)
+        yield
 
 
 def digits(start, stop):

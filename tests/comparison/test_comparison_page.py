@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from compared import CLEAR, REFERENCE, UNCLEAR, WORSE, entry, made_comparison, write_into
-from pages import Page, self_contained
+from pages import Page, drawn, self_contained
 
 from dulbe_peft.commands.main import main
 from dulbe_peft.comparison.comparison_file import Comparison, read_comparison
@@ -125,10 +125,11 @@ def test_nothing_finished_is_a_page_too(tmp_path):
     assert "Nothing is finished yet" in page.text and "<svg" not in page.source
 
 
-def test_a_name_is_only_a_text(drawn, tmp_path):
+def test_a_name_is_only_a_text(tmp_path):
     names = ("<script>alert(1)</script>", '50% $x_{1}$ & "c" 数')
     write_into(made_comparison(names, method="_<b>$\\frac$", classifier="<i>&amp;"), tmp_path)
-    page = Page(write_comparison_page(tmp_path, latex=tmp_path / "t.tex"))
+    with drawn():
+        page = Page(write_comparison_page(tmp_path, latex=tmp_path / "t.tex"))
     self_contained(page)
     assert not {"b", "i"} & {tag for tag, _ in page.tags}
     for name in names:

@@ -18,6 +18,7 @@ from small_runs import QUICK, learner_of, tasks_of
 from dulbe_peft import ClassIncrementalLearner, ImageFolder, LearnerArguments, load_data
 from dulbe_peft.commands.main import main
 from dulbe_peft.data.store import FeatureStore, store_path
+from dulbe_peft.encoders.loading import load_dual_encoder
 from dulbe_peft.metrics.features import learn_from_features, read_features
 from dulbe_peft.runs import encoding
 from dulbe_peft.runs.progress import known_tasks
@@ -266,10 +267,10 @@ CLASSIFIERS = ("bridge", "text", "prototype", "lda", "ridge", "ranpac:features=5
 
 
 @pytest.fixture(scope="module", params=["none", "linear"])
-def run(request, base, digit_folders, tmp_path_factory):
+def run(request, tiny_model, digit_folders, tmp_path_factory):
     """A stream of two tasks that DuLBE has trained with all classifiers and kept the features of."""
     torch.set_num_threads(1)
-    learner = learner_of(base, classifiers=CLASSIFIERS, drift=request.param)
+    learner = learner_of(load_dual_encoder(tiny_model), classifiers=CLASSIFIERS, drift=request.param)
     folder = tmp_path_factory.mktemp("run")
     learner.run(tasks_of(digit_folders(4, 6, 3)), folder, keep_features=True)
     return learner, folder

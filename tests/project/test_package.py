@@ -44,17 +44,14 @@ def test_without_an_address_the_page_is_the_readme(monkeypatch):
 
 
 def test_workflows_and_templates_are_whole():
-    tests, publish = (yaml.safe_load(read(f".github/workflows/{name}.yml")) for name in ("tests", "publish"))
-    assert tests["jobs"]["pinned"]["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"]
+    tests = yaml.safe_load(read(".github/workflows/tests.yml"))
     steps = [step.get("run", "") for job in tests["jobs"].values() for step in job["steps"]]
     assert ".ci/run" in steps and any("constraints-lowest.txt" in step for step in steps)
     for word in " ".join(steps).split():
         if word.startswith("tests/"):
             assert (ROOT / word).exists(), word
-    assert (
-        publish["jobs"]["build"]["if"] == "vars.PUBLISH == 'true'" and publish["jobs"]["publish"]["needs"] == "build"
-    )
-    assert publish["jobs"]["publish"]["permissions"] == {"id-token": "write"}
+    publish = yaml.safe_load(read(".github/workflows/publish.yml"))["jobs"]
+    assert publish["build"]["if"] == "vars.PUBLISH == 'true'" and publish["publish"]["needs"] == "build"
     forms = {
         path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))
         for path in ROOT.glob(".github/ISSUE_TEMPLATE/*.yml")

@@ -13,7 +13,7 @@ import pytest
 import served
 import torch
 from compared import made_comparison, write_into
-from pages import learn
+from pages import drawn, learn
 from PIL import Image
 
 from dulbe_peft import ClassIncrementalLearner
@@ -48,14 +48,15 @@ CONTRASTS = """() => {
 
 
 @pytest.fixture(scope="module")
-def pages(drawn, tmp_path_factory):
+def pages(tmp_path_factory):
     """The report of a run, that of two runs, and that of a comparison."""
     torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("reports")
     runs = [learn(root / f"seed-{seed}", strategy="frozen", seed=seed) for seed in (0, 1)]
     write_into(made_comparison(), root)
-    one, two = write_report(runs[0], root / "one.html"), write_report(runs, root / "two.html")
-    return [one, two, write_comparison_page(root, root / "comparison.html")]
+    with drawn():
+        one, two = write_report(runs[0], root / "one.html"), write_report(runs, root / "two.html")
+        return [one, two, write_comparison_page(root, root / "comparison.html")]
 
 
 @pytest.fixture(scope="module")

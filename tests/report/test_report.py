@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pages import NAMES, Page, digits, learn, self_contained
+from pages import NAMES, Page, digits, drawn, learn, self_contained
 from PIL import Image
 
 from dulbe_peft import ClassIncrementalLearner
@@ -61,8 +61,9 @@ def test_a_run_leaves_what_people_look_at(runs):
 
 
 @pytest.fixture(scope="module")
-def page(drawn, runs, tmp_path_factory):
-    return Page(write_report(runs["one"], tmp_path_factory.mktemp("page") / "page.html"))
+def page(runs, tmp_path_factory):
+    with drawn():
+        return Page(write_report(runs["one"], tmp_path_factory.mktemp("page") / "page.html"))
 
 
 def shown(right, images):
@@ -144,7 +145,14 @@ def test_pictures_have_their_words(page, runs):
     assert sure == sorted(sure, reverse=True)
 
 
+def is_only_text(page):
+    """The page is one file, and a class name in it is no more than a text."""
+    self_contained(page)
+    assert "<script>alert" not in page.source and "&lt;script&gt;alert(1)&lt;/script&gt;" in page.source
+
+
 def test_no_word_of_the_code_and_every_part_is_in_the_contents(page):
+    is_only_text(page)
     for word in ("zero_shot", "class_means", "close (s)", "teach (s)"):
         assert word not in page.words, word
     links = [attributes["href"] for tag, attributes in page.tags if tag == "a"]
@@ -193,15 +201,6 @@ def test_the_headline_is_said_also_without_the_images_that_were_learned(tmp_path
         cosines = learner.image_embeds([example["image"]]) @ learner.image_embeds(train).T
         assert str(train[int(cosines.argmax())]) == near["image"] and Path(near["image"]).parent.name == near["class"]
     assert page.words.count("nearest:") == len(index["mistakes"]) > 0
-
-
-def is_only_text(page):
-    self_contained(page)
-    assert "<script>alert" not in page.source and "&lt;script&gt;alert(1)&lt;/script&gt;" in page.source
-
-
-def test_a_page_is_one_file_and_a_class_name_is_only_a_text(page):
-    is_only_text(page)
 
 
 def test_where_nothing_is_trained_no_measure_of_the_paper_is_shown(runs, tmp_path):

@@ -57,6 +57,7 @@ class ByHand:
         self.model, self.head, self.memory = (namespace[name] for name in ("model", "head", "statistics"))
 
 
+@pytest.mark.slow
 def test_by_hand_trainer_and_learner_are_equal(small, base):
     """Bit for bit, over two tasks of two steps in two epochs; each teacher sees the batches that are trained on."""
     namespace: dict = {}
