@@ -64,8 +64,8 @@ for module, name, public in {lacking!r}:
         transformers._class_to_module.pop(name)
     else:
         delattr(sys.modules[module], name)
-    import dulbe_peft
     try:
+        import dulbe_peft
         getattr(dulbe_peft, public)
     except ImportError as error:
         print(error, flush=True)
