@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from importlib.metadata import version
 from typing import Any, cast
 
@@ -36,6 +37,7 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 WHOLE = 8
 UNSHOWN = 5.0  # seconds of a pass over images that show no progress
 _NO_LAYERS = ("architectures", "dtype", "torch_dtype", "transformers_version")  # of a configuration
+_version = cache(version)  # each reads the whole description of a package, and every pass over images asks
 
 
 def _leave_signals_to_the_main_process(_: int) -> None:
@@ -142,7 +144,7 @@ class Encoder(TextEncoder):
         else:  # the size of a batch chooses the kernel
             name = torch.cuda.get_device_name(self.device) if kind == "cuda" else kind
             facts |= {"processor": name, "batch": str(self.args.eval_batch_size)}
-        facts |= {name: version(name) for name in ("torch", "transformers", "pillow")}
+        facts |= {name: _version(name) for name in ("torch", "transformers", "pillow")}
         backend, tower = "torch", self.tower
         if tower is not None:
             backend = tower.backend
