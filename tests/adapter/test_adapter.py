@@ -154,20 +154,19 @@ def test_what_cannot_be_served_is_refused_by_name(model):
     assert torch.equal(embeds(model)[0], expected)
 
 
-LOAD = "PeftModel.from_pretrained(CLIPModel.from_pretrained(sys.argv[1]), sys.argv[2])"
+IMPORTED_FIRST = """
+import sys
+import dulbe_peft, importlib.util
+importlib.util.find_spec("peft")
+from transformers import CLIPModel
+from peft import PeftModel
+PeftModel.from_pretrained(CLIPModel.from_pretrained(sys.argv[1]), sys.argv[2])
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "code",
-    [
-        f"from peft import PeftModel; import dulbe_peft; from transformers import CLIPModel; {LOAD}",
-        "import dulbe_peft, importlib.util; importlib.util.find_spec('peft'); "
-        f"from transformers import CLIPModel; from peft import PeftModel; {LOAD}",
-    ],
-)
-def test_a_saved_adapter_loads(code, base, tmp_path):
+def test_a_saved_adapter_loads_where_the_package_was_imported_before_peft(base, tmp_path):
     get_peft_model(copy.deepcopy(base[0]), DualModeLoraConfig(support_rank=8)).save_pretrained(tmp_path)
-    command = [sys.executable, "-c", f"import sys; {code}", str(demo_model_folder()), str(tmp_path)]
+    command = [sys.executable, "-c", IMPORTED_FIRST, str(demo_model_folder()), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -69,11 +69,13 @@ def test_parts_equal_all_images_at_once(spec, parts):
 
 
 def test_tables_of_what_was_left_out_or_held_back_add_up():
-    for spec, table in (("gda", "losses"), ("ridge", "errors")):
+    for spec, *tables in (("gda", "losses"), ("ridge", "errors"), ("bayes:features=0", "losses", "judged", "by_text")):
         one, two = learned(spec, [0, 1, 2]), learned(spec, [3, 4, 5])
-        expected = one.tensors()[table] + two.tensors()[table]
-        torch.testing.assert_close(one.merge(two).tensors()[table], expected)
-        assert expected.any()
+        expected = {table: one.tensors()[table] + two.tensors()[table] for table in tables}
+        merged = one.merge(two).tensors()
+        for table, value in expected.items():
+            torch.testing.assert_close(merged[table], value)
+            assert value.any()
 
 
 def test_what_was_measured_of_the_parts_promises_nothing_of_the_whole():
