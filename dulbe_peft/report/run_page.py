@@ -25,6 +25,7 @@ from dulbe_peft.report.shares import (
 )
 from dulbe_peft.report.side_by_side import RUN_COLUMNS, SUMMARY_COLUMNS, best_rows, run_rows, setting_differences
 from dulbe_peft.report.table import write_table_csv, write_table_latex
+from dulbe_peft.report.training_effects import effects_content
 from dulbe_peft.report.verdict import clearly_better, estimated, leaderboard, next_steps
 from dulbe_peft.utils.settings import flat_settings
 
@@ -106,6 +107,7 @@ def _content(run: RunFolder, key: str) -> dict[str, Any]:
         "class_rows": rows,
         "matrix": matrix,
         "pictures": _pictures(run),
+        **effects_content(run, key),
     }
     return content | _test_content(run, key, rows) if run.tested else content
 
