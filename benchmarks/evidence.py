@@ -15,14 +15,20 @@ Row = dict[str, str]
 
 
 def frozen(
-    results: Path, classifiers: str, figure: str = "A_last", streams: str = "", counts: str = "", by: str = "counts"
+    results: Path,
+    classifiers: str,
+    figure: str = "A_last",
+    streams: str = "",
+    counts: str = "",
+    by: str = "counts",
+    folder: str = "frozen",
 ) -> list[list[str]]:
     """One line a stream and number of images, or `by=streams` their means, the best bold; then the mean of lines.
 
     `classifiers` and `counts` have commas between them, `streams` semicolons; none of them are all there are.
     """
     found: dict[tuple[str, str], dict[str, float]] = {}
-    for path in sorted(results.glob("frozen/*.json")):
+    for path in sorted(results.glob(f"{folder}/*.json")):
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
             wanted = not counts or row["counts"] in counts.split(",")
             if row["figure"] == figure and wanted and (not streams or row["stream"] in streams.split(";")):

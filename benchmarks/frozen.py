@@ -14,6 +14,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--held-back", type=int, default=0, help="test on so many training images of each class, to choose settings"
     )
     options.add_argument("--shuffled-texts", action="store_true", help="give every class another one's text")
+    options.add_argument("--coverage", type=float, help="how often the right class is in sets of this promise, too")
     values = common.parse(options, argv)
     features = encoded(values)
     rows = []
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         seeds = range(values.first_seed, values.first_seed + values.repeats)
         draws = [draw(features, counts, values.increment, seed, values.held_back) for seed in seeds]
         for spec in values.classifiers:
-            measured = rivals.figures if spec in rivals.RIVALS else figures
+            measured = rivals.figures if spec in rivals.RIVALS else partial(figures, coverage=values.coverage)
             found = [measured(spec, features, tasks[:2] if values.quick else tasks) for tasks in draws]
             key = {"stream": values.stream or common.model_name(values.data), "counts": counts, "classifier": spec}
             for name in found[0]:
@@ -139,7 +141,9 @@ def draw(features: dict[str, Any], counts: str, increment: int, seed: int, held_
 
 
 @torch.no_grad()
-def figures(spec: str, features: dict[str, Any], tasks: list[Task]) -> dict[str, float]:
+def figures(
+    spec: str, features: dict[str, Any], tasks: list[Task], coverage: float | None = None
+) -> dict[str, float]:
     """A_last, that of classes with few and with many images, A_bar and the calibration error, as fractions."""
     classifier = make_classifier(spec, features["train"].shape[1], features["scale"])
     seen: list[int] = []
@@ -151,10 +155,14 @@ def figures(spec: str, features: dict[str, Any], tasks: list[Task]) -> dict[str,
         if task.further_y and spec.partition(":")[0] != "text":
             classifier.update_classes(task.further, task.further_y)
         truth = torch.tensor([place for past in tasks[:number] for place in past.truth])
-        sure, said = classifier.probabilities(torch.cat([past.test for past in tasks[:number]])).max(dim=1)
+        tests = torch.cat([past.test for past in tasks[:number]])
+        sure, said = classifier.probabilities(tests).max(dim=1)
         right = said == truth
         overall.append(right.double().mean().item())
     found = {"A_last": overall[-1], "A_bar": statistics.fmean(overall), "ECE": calibration_error(sure, right)}
+    if coverage:
+        sets = classifier.prediction_sets(tests, coverage)
+        found["covered"] = sets.gather(1, truth[:, None]).double().mean().item()
     counts = tasks[-1].counts or [FEW] * len(seen)  # without the last task nobody asks
     few = torch.tensor(counts)[truth] < FEW
     if few.any() and not few.all():
