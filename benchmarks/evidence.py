@@ -37,7 +37,7 @@ def frozen(
     found = {key: row for key, row in found.items() if set(columns) <= set(row)}
 
     def means(rows: Collection[dict[str, float]]) -> list[str]:
-        best = min if figure == "ECE" else max
+        best = {"ECE": min, "covered": None}.get(figure, max)
         return best_bold([sum(row[name] for row in rows) / len(rows) for name in columns], best)
 
     groups: dict[str, list[dict[str, float]]] = {}
@@ -206,9 +206,9 @@ def signed(share: str) -> str:
     return "0.0" if float(text) == 0 else text.replace("-", "−")
 
 
-def best_bold(figures: list[float], best: Callable[..., float]) -> list[str]:
+def best_bold(figures: list[float], best: Callable[..., float] | None) -> list[str]:
     texts = [f"{figure:.1f}" for figure in figures]
-    return [f"**{text}**" if float(text) == best(map(float, texts)) else text for text in texts]
+    return [f"**{text}**" if best and float(text) == best(map(float, texts)) else text for text in texts]
 
 
 _TABLES = (frozen, edges, trained, family, costs, beside, estimates, order, suggest)
