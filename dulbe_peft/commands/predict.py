@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it
 
 NONE = "none of these"
 ROOT = "dulbe"  # of the keywords that are guesses, which tells them from a person's
+UNEVEN = 4  # times as many images: sets then cover less than they say, see docs/predicting.md
 HEADER = ["path", "class", "probability", "novelty"]
 
 
@@ -88,8 +89,7 @@ def predict(
     workers = min(8, os.cpu_count() or 1)  # with a small model, reading files takes longer than the model does
     loaded = load(num_workers=workers if many else 0)
     how = {"top_k": top_k, "reject": reject, "coverage": coverage, "novelty": bool(csv or json_file)}
-    if reject is not None:
-        say_whether_told(loaded)
+    _say_what_holds(loaded, reject, coverage)
     rows: list[Prediction] = []  # what goes into files that are written at the end
     counts = Counter[str]()
     with _outputs(loaded, paths, how, csv, sort_into, overwrite or piped or bool(json_file or exiftool)) as (
@@ -159,15 +159,21 @@ def _tell(found: list[Prediction], quiet: bool) -> Iterator[str]:
     sys.stdout.flush()
 
 
-def say_whether_told(learner: ClassIncrementalLearner) -> None:
-    """Say on standard error where images of unknown classes cannot be told from those of known ones."""
+def _say_what_holds(learner: ClassIncrementalLearner, reject: float | None, coverage: float | None) -> None:
+    """Say on standard error where unknown classes cannot be told from known ones, or sets cover less than they say."""
     from dulbe_peft.classifiers.calibration import HARDLY
 
-    area = learner.classifier.roc_area
-    if area is not None and area < HARDLY:
+    area, counts = learner.classifier.roc_area, learner.state.image_counts().values()
+    if reject is not None and area is not None and area < HARDLY:
         print(
             "unknown things cannot be told here: where each class was left out in turn, its images were more novel "
             f"than those of known classes in {100 * area:.0f} of 100 pairs; chance gives 50",
+            file=sys.stderr,
+        )
+    if coverage is not None and max(counts, default=0) > UNEVEN * min(counts, default=0):
+        print(
+            f"classes have {min(counts)} to {max(counts)} images: with numbers so unequal, sets hold the right class "
+            f"less often than in {100 * coverage:g} of 100 images",
             file=sys.stderr,
         )
 
