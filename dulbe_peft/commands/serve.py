@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from dulbe_peft.commands.options import command, learner_options, option
-from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option
+from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option, say_next
 
 
 @command()
@@ -69,6 +69,8 @@ def serve(
                 server.app.finish()
                 if server.app.unsaved:
                     print("what it was taught is not saved, and gone: --output FOLDER keeps it", file=sys.stderr)
+        if output is not None and Path(output).is_dir():
+            say_next("predict", output, "PHOTOS")
     return 0
 
 

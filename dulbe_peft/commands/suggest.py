@@ -80,6 +80,7 @@ def suggest(
             print("\t".join([printable(name), printable(one.reason)]))
     else:
         print(f"written: {' and '.join(file for file in (csv, page) if file)}", file=words)
+    print("LABELS.csv is a table that you write: the columns path and label, a line for each photograph", file=words)
     first = ("learn", learner) if learner else ("run", "--model", loaded.state.base_name[0])
     say_next(*first, "--labels", "LABELS.csv", "--output", "NEW", to=words)
     return 0

@@ -19,7 +19,7 @@ from dulbe_peft.utils.extras import installed
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 DEMO_DIGITS = "demo-digits"  # what commands call scikit-learn's, where others are named by their path
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_NAME = re.compile(r"(?!.*\.(?i:csv)$)[\w.-]+(/[\w.-]+)?")  # no table of labels is one
 
 
 def load_data(

@@ -430,9 +430,11 @@ def test_the_command_prints_the_address_and_what_is_lost(folder, monkeypatch, ca
     said = capsys.readouterr()
     assert "open http://127.0.0.1:" in said.out and "nothing that it learns is saved without --output" in said.out
     assert "what it was taught is not saved, and gone: --output FOLDER keeps it" in said.err
+    assert "next:" not in said.out
     taught = str(tmp_path / "taught")
     assert main(["serve", str(folder), "--port", "0", "--output", taught]) == 0
-    assert "not saved" not in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "not saved" not in said.err and said.out.endswith(f"next: dulbe-peft predict {taught} PHOTOS\n")
     assert main(["serve", str(folder), "--port", "0", "--output", taught]) == 2
     assert f"serve {taught} --output {taught} goes on with what is there" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["taught"]

@@ -42,6 +42,7 @@ def test_before_there_is_a_learner(heap, tmp_path, capsys):
         "5 photographs of 40" in said
         and "1 photograph of the same content" in said
         and "z-bad.png: it is none" in said
+        and "LABELS.csv is a table that you write: the columns path and label" in said
     )
     header, *rows = read_csv(table)
     assert header == ["path", "reason", "class", "novelty"] and len(rows) == 5

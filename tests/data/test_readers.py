@@ -104,6 +104,7 @@ def test_load_data_chooses_by_the_path(folder, tmp_path):
     write(tmp_path / "x.tar", b"")
     for path, words in (
         ("user/birds", 'written "hf:user/birds"'),
+        ("labels.csv", "^labels.csv does not exist$"),
         (tmp_path / "x.tar", "file, it is an archive: unzip"),
     ):
         with pytest.raises((FileNotFoundError, ValueError), match=words):

@@ -243,11 +243,15 @@ def test_a_hundred_photographs_are_labelled_with_the_keyboard_alone(folder, brow
                 page.get_by_text("50 labelled, 50 left").wait_for()
                 page.keyboard.press("Backspace")
                 page.get_by_text("49 labelled, 51 left").wait_for()
+                page.get_by_text("Not all is in").wait_for()
                 page.keyboard.press("Space")
                 page.get_by_text("skipped").wait_for()
                 left, taken_back = 51, True
         page.get_by_text("All are labelled.").wait_for()
+        page.get_by_text("after each change").wait_for()
         assert page.evaluate("document.documentElement.scrollWidth") <= 1300 and not said
+    page.locator("#undo").click()
+    page.get_by_text("The server does not answer.").wait_for()
     page.close()
     learned = ClassIncrementalLearner.from_pretrained(output)
     assert learned.class_names == ("red", "green", SCRIPT)
