@@ -41,7 +41,8 @@ def serve(
     after the other, the most useful first: 1 to 5 for a proposed class, or a name and Enter, Space to
     skip, Backspace to take back. After each five the learner has learned them. Nobody else can reach the
     page unless --host says so, and what is dropped stays on this machine. The page is opened by its
-    address, or by a --name.
+    address, or by a --name. Where there is no learner yet, dulbe-peft suggest --model MODEL heap says
+    what to label for the first one.
     """
     name = f"[{host}]" if ":" in host else host
     with ExitStack() as held:
