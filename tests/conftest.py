@@ -15,7 +15,7 @@ atexit.register(shutil.rmtree, STORES, ignore_errors=True)
 os.environ["DULBE_PEFT_STORE"] = os.path.join(STORES, "features.sqlite")
 
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import wraps
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,6 @@ import torch
 from PIL import Image
 from transformers import CLIPConfig, CLIPModel
 
-from dulbe_peft.utils import templates
 from dulbe_peft.utils.when_imported import when_imported
 
 
@@ -42,7 +41,6 @@ def _leave_charts_empty():
     Figure.savefig = savefig
 
 
-templates.environment = cache(templates.environment)  # a process that writes many pages compiles each template once
 when_imported("matplotlib", _leave_charts_empty)
 os.fsync = lambda _: None  # nothing here outlives the machine, and the disk takes longer than the tests
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes what it starts in the background ignore it

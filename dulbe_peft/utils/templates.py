@@ -1,5 +1,6 @@
 """The templates in `assets`: pages, model cards and texts for a terminal."""
 
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import jinja2
 ASSETS = Path(str(resources.files("dulbe_peft") / "assets"))
 
 
+@cache  # a process that writes many pages compiles each template once
 def environment() -> jinja2.Environment:
     """Where templates are found by name; what an HTML page shows is escaped, because it may be anybody's text."""
     return jinja2.Environment(
