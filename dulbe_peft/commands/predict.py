@@ -259,7 +259,7 @@ def _line(row: Prediction) -> str:
 def _lines(row: Prediction) -> list[list[Any]]:
     """The rows of a table for one image: one for each class, and for an unknown image one without a class."""
     answers = list(zip(row.classes, row.probabilities, strict=True)) if row.known else [("", row.probabilities[0])]
-    return [[row.image, name, f"{probability:.6f}", f"{row.novelty:.6g}"] for name, probability in answers]
+    return [[row.image, name, f"{probability:.6f}", float(f"{row.novelty:.6g}")] for name, probability in answers]
 
 
 def _as_json(row: Prediction) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def suggest(
     print("\n".join([f"{counted(len(found), 'photograph')} of {len(fresh)}", *said]), file=words)
     if csv is not None:
         rows = (
-            [printable(n), one.reason, one.proposed, "" if one.novelty is None else f"{one.novelty:.6g}"]
+            [printable(n), one.reason, one.proposed, "" if one.novelty is None else float(f"{one.novelty:.6g}")]
             for n, one in zip(names, found, strict=True)
         )
         write_csv(csv, HEADER, rows, errors="surrogateescape")

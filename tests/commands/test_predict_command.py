@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,17 @@ def learner(folders, tmp_path_factory):
 
 def table(path):
     return list(csv.reader(Path(path).read_text(encoding="utf-8").splitlines()))
+
+
+def test_a_novelty_below_zero_is_a_number_in_the_table(learner, folders, tmp_path, monkeypatch):
+    predictions = ClassIncrementalLearner.predictions
+
+    def familiar(*arguments, **keywords):
+        return [replace(row, novelty=-7.613412345) for row in predictions(*arguments, **keywords)]
+
+    monkeypatch.setattr(ClassIncrementalLearner, "predictions", familiar)
+    assert main(["predict", str(learner), str(folders), "--csv", str(tmp_path / "t.csv"), *MACHINE]) == 0
+    assert {row[3] for row in table(tmp_path / "t.csv")[1:]} == {"-7.61341"}
 
 
 def test_answers_come_batch_by_batch_and_a_table_goes_on(learner, folders, tmp_path, capsys, monkeypatch):

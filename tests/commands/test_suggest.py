@@ -1,12 +1,15 @@
 """`dulbe-peft suggest`: which photographs of a heap to label next."""
 
+import csv
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dulbe_peft.commands.main import main
 from dulbe_peft.demo import DIGITS, demo_model_folder
+from dulbe_peft.metrics import suggesting
 from dulbe_peft.utils.files import read_csv
 
 MACHINE = ["--device", "cpu", "--no-progress"]
@@ -74,3 +77,13 @@ def test_with_a_learner_nothing_that_it_knows_is_suggested(heap, tmp_path, capsy
     for words, why in ((["--model", demo_model_folder()], "name the photographs"), ([heap], "name a saved learner")):
         assert run("suggest", *words) == 2
         assert why in capsys.readouterr().err
+
+
+def test_a_novelty_below_zero_is_a_number_in_the_table(heap, tmp_path, monkeypatch):
+    suggestions, table = suggesting.suggestions, tmp_path / "label.csv"
+    monkeypatch.setattr(
+        suggesting, "suggestions", lambda *given: [replace(suggestions(*given)[0], novelty=-0.7056421)]
+    )
+    assert run("suggest", "--model", demo_model_folder(), heap, "--csv", table) == 0
+    _, row = csv.reader(table.read_text(encoding="utf-8").splitlines())
+    assert row[3] == "-0.705642"
