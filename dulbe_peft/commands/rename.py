@@ -27,7 +27,8 @@ def rename(learner: str, load: Callable[[], Any], old: str, new: str, output: st
 
     claim(("--output", output, FOLDER), apart=[learner], overwrite=overwrite)
     loaded = load()
-    joins = normalized(new) in loaded.class_names
+    new = new.strip()  # as labels of a table are
+    joins = normalized(new) in {*loaded.class_names} - {normalized(old)}
     drop_classifiers(loaded, reasons_of(loaded, lambda one: one.check_merges()) if joins else {})
     loaded.rename_class(old, new)
     print(

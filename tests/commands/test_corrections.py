@@ -182,7 +182,13 @@ def test_what_cannot_be_renamed_is_said(june, tmp_path, capsys):
         ("two", " ", "must not be blank"),
     ):
         assert call("rename", june, old, new, "--output", tmp_path / "out") == 2
-        assert why in capsys.readouterr().err and not (tmp_path / "out").exists()
+        said = capsys.readouterr()
+        assert why in said.err and not said.out and not (tmp_path / "out").exists()
+
+
+def test_blanks_around_a_new_name_are_not_of_it(june, tmp_path):
+    assert call("rename", june, "two", " swan ", "--output", tmp_path / "out") == 0
+    assert "swan" in ClassIncrementalLearner.from_pretrained(tmp_path / "out").class_names
 
 
 def test_the_pixels_of_a_learned_photograph_under_other_bytes_are_said(photos, run, tmp_path, capsys):
