@@ -164,5 +164,7 @@ def _reason(error: Exception, source: Any) -> str:
         suffix = os.path.splitext(path)[1].lower()
         if suffix in (*ARCHIVES, *_SUFFIXES["HEIF"]) and suffix not in image_suffixes():
             return why_not_read(suffix)
+        if os.path.isfile(path) and not os.path.getsize(path):
+            return "it is an empty file"
         return f"it is none of the formats {', '.join(image_formats())}"
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__

@@ -155,7 +155,9 @@ def _folder_of_classes(folder: Path, split: str | None) -> Path:
     if split is not None:
         folder, names = folder / split, subfolders(folder / split)
     if not names:
-        raise ValueError(f"{folder} has no folder; one folder per class is needed")
+        loose = any(place.suffix.lower() in image_suffixes() for place in folder.iterdir())
+        heap = ". Images without classes are for predict, suggest and serve --photos" if loose else ""
+        raise ValueError(f"{folder} has no folder; one folder per class is needed{heap}")
     splits = [name for name in names if name.lower() in SPLIT_NAMES and holds_only_folders(folder / name)]
     if split is None and (len(splits) > 1 or splits == names):
         raise ValueError(f"{folder / splits[0]} has no image, it holds folders: {splits[0]!r} may be a split, name it")

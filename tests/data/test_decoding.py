@@ -80,6 +80,12 @@ def test_the_lines_read_an_image_as_the_learner_does():
         rgb(Image.new("F", (2, 2)))
 
 
+def test_an_empty_file_is_called_one(tmp_path):
+    (tmp_path / "a.jpg").touch()
+    with pytest.raises(ValueError, match="it is an empty file"):
+        decode_image(tmp_path / "a.jpg")
+
+
 def test_a_postscript_file_never_starts_ghostscript(tmp_path, monkeypatch):
     started = []
     drawn = Image.new("RGB", (9, 9)).im
