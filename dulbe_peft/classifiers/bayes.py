@@ -35,9 +35,10 @@ FEW_RHO = 100.0  # with one image a class, where S also holds how the classes li
 # names are hardly used, with more than the most weak names beside easy images cost twenty. Names that tell next to
 # nothing have KAPPAS[0]: else classes with few images are drawn to the middle.
 TOLD, LEAST_TOLD, USUAL_KAPPAS = 1.5, 0.02, (4.0, 16.0)
-# Nats that names without meaning gain by chance: by_text is fitted with an omega and a scale (Akaike). Without it ten
-# such classes with one image each lose up to 22 points in a draw.
-CHANCE = 2.0
+# Nats that names without meaning gain by chance in 1 of 20 cases: by_text is fitted with an omega and a scale, so that
+# twice the gain is chi-squared with two degrees of freedom. Without it ten such classes with one image each lose up to
+# 22 points in a draw.
+CHANCE = 3.0
 
 
 class BayesClassifier(ClassSums):

@@ -139,7 +139,7 @@ class Twin:
         told = 1 - by_text.min() / by_text[0, 0]
         prior, inverse, m = self.prior(self.noise(100)), np.linalg.inv(self.noise(100)), self.m - self.b
         share = sum(row @ inverse @ row for row in prior) / sum(row @ inverse @ row for row in m)
-        least = max(0.02, min(0.5, 2 / (self.n.sum() * np.log(len(self.n)))))
+        least = max(0.02, min(0.5, 3 / (self.n.sum() * np.log(len(self.n)))))
         return np.clip(1.5 * told / max(share, 1e-9), 4, 16) if told >= least else 1.0
 
     def losses(self, rows, omega):
