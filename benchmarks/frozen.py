@@ -141,9 +141,7 @@ def draw(features: dict[str, Any], counts: str, increment: int, seed: int, held_
 
 
 @torch.no_grad()
-def figures(
-    spec: str, features: dict[str, Any], tasks: list[Task], coverage: float | None = None
-) -> dict[str, float]:
+def figures(spec: str, features: dict[str, Any], tasks: list[Task], coverage: float | None = None) -> dict[str, float]:
     """A_last, that of classes with few and with many images, A_bar and the calibration error, as fractions."""
     classifier = make_classifier(spec, features["train"].shape[1], features["scale"])
     seen: list[int] = []
