@@ -299,8 +299,8 @@ def test_ten_processes_fill_one_store(tmp_path):
 @pytest.mark.slow
 def test_a_killed_run_loses_a_batch_at_most_and_the_next_is_byte_equal(photos, tmp_path):
     command = [sys.executable, "-m", "dulbe_peft", *RUN, "--data", str(photos), "--eval-batch-size", "8", "--output"]
-    call(*RUN, "--data", photos, "--eval-batch-size", 8, "--output", tmp_path / "plain", "--no-store")
     environment = os.environ | {stores.VARIABLE: str(tmp_path / "f.sqlite"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([*command, str(tmp_path / "plain"), "--no-store"], env=environment, check=True, stdout=-3)
     kept = 0
     for number in range(3):
         process = subprocess.Popen(

@@ -1,6 +1,7 @@
 """transformers' loop learns what the learner learns, goes on in the middle of a task, and refuses all else."""
 
 import copy
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -302,7 +303,8 @@ def test_two_processes_end_where_one_ends(tmp_path):
     """Steps of eight images in two batches of four, here or in pairs; the second task is stopped and resumed."""
     for folder, processes in (("one", 1), ("two", 2)):
         launch = [*LAUNCH, str(processes)] if processes > 1 else [sys.executable]
-        done = subprocess.run([*launch, str(SCRIPT), str(tmp_path / folder)], capture_output=True, text=True)
+        path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run([*launch, str(SCRIPT), str(tmp_path / folder)], capture_output=True, text=True, env=path)
         assert done.returncode == 0, done.stderr[-4000:]
     first, second, alone = (load_file(tmp_path / name) for name in ("two/state-0", "two/state-1", "one/state-0"))
     assert first.keys() == second.keys() == alone.keys()
