@@ -11,8 +11,9 @@ Every image is encoded once. Each draw has its own order of the classes and its 
 
 from __future__ import annotations
 
+import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 
 from benchmarks import common, rivals
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_data, load_dual_encoder
-from dulbe_peft.classifiers import make_classifier
+from dulbe_peft.classifiers import Classifier, make_classifier
 from dulbe_peft.metrics.accuracy import calibration_error
 
 SPECS = (*("text", "bridge", "prototype", "lda", "gda", "ridge", "ranpac:features=1000", "bayes"),)
@@ -43,11 +44,7 @@ class Task:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = common.stream_parser(__doc__, repeats=3)
-    options.add_argument("--increment", type=int, default=2, help="classes per task")
-    options.add_argument("--counts", nargs="+", default=["1", "2", "4", "8", "16", "100"])
-    options.add_argument("--classifiers", nargs="+", default=list(SPECS))
-    options.add_argument("--prompt-template", default="a photo of the digit {}.")
+    options = stream_options(__doc__, ["1", "2", "4", "8", "16", "100"], SPECS)
     options.add_argument("--first-seed", type=int, default=0)
     options.add_argument(
         "--held-back", type=int, default=0, help="test on so many training images of each class, to choose settings"
@@ -55,21 +52,49 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--shuffled-texts", action="store_true", help="give every class another one's text")
     options.add_argument("--coverage", type=float, help="how often the right class is in sets of this promise, too")
     values = common.parse(options, argv)
-    features = encoded(values)
-    rows = []
-    for counts in values.counts[:1] if values.quick else values.counts:
-        seeds = range(values.first_seed, values.first_seed + values.repeats)
-        draws = [draw(features, counts, values.increment, seed, values.held_back) for seed in seeds]
-        for spec in values.classifiers:
-            measured = rivals.figures if spec in rivals.RIVALS else partial(figures, coverage=values.coverage)
-            found = [measured(spec, features, tasks[:2] if values.quick else tasks) for tasks in draws]
-            key = {"stream": values.stream or common.model_name(values.data), "counts": counts, "classifier": spec}
-            for name in found[0]:
-                each = [common.rounded(100 * one[name]) for one in found]
-                what = f"{key['stream']}, {counts} images a class, {spec}: {name}"
-                value = common.value_row(what, common.rounded(statistics.fmean(each)), "%")
-                rows.append(value | key | {"figure": name, "each": each})
+
+    def measure(spec: str, features: dict[str, Any], tasks: list[Task]) -> dict[str, float]:
+        own = rivals.figures if spec in rivals.RIVALS else partial(figures, coverage=values.coverage)
+        return own(spec, features, tasks)
+
+    what = "{stream}, {counts} images a class, {classifier}: {figure}"
+    rows = measured(values, measure, what, values.first_seed, values.held_back)
     common.write("frozen", values, argv, rows)
+
+
+def stream_options(
+    description: str | None, counts: Sequence[str], classifiers: Sequence[str]
+) -> argparse.ArgumentParser:
+    """The options of what learns a stream with several classifiers and numbers of images."""
+    options = common.stream_parser(description, repeats=3)
+    options.add_argument("--increment", type=int, default=2, help="classes per task")
+    options.add_argument("--counts", nargs="+", default=list(counts))
+    options.add_argument("--classifiers", nargs="+", default=list(classifiers))
+    options.add_argument("--prompt-template", default="a photo of the digit {}.")
+    return options
+
+
+def measured(
+    values: Any,
+    measure: Callable[[str, dict[str, Any], list[Task]], dict[str, float]],
+    what: str,
+    first_seed: int = 0,
+    held_back: int = 0,
+) -> list[dict[str, Any]]:
+    """A row a number of images, classifier and figure: the mean over the draws, in percent, and each of them."""
+    features, rows = encoded(values), []
+    for counts in values.counts[:1] if values.quick else values.counts:
+        seeds = range(first_seed, first_seed + values.repeats)
+        draws = [draw(features, counts, values.increment, seed, held_back) for seed in seeds]
+        for spec in values.classifiers:
+            found = [measure(spec, features, tasks[:2] if values.quick else tasks) for tasks in draws]
+            key = {"stream": values.stream or common.model_name(values.data), "counts": counts, "classifier": spec}
+            for figure in found[0]:
+                each = [common.rounded(100 * one[figure]) for one in found]
+                said = what.format(**key, figure=figure)
+                value = common.value_row(said, common.rounded(statistics.fmean(each)), "%")
+                rows.append(value | key | {"figure": figure, "each": each})
+    return rows
 
 
 def encoded(values: Any) -> dict[str, Any]:
@@ -138,6 +163,17 @@ def draw(features: dict[str, Any], counts: str, increment: int, seed: int, held_
         )
     tasks[-1].counts = used
     return tasks
+
+
+def learned(spec: str, features: dict[str, Any], tasks: Sequence[Task]) -> Classifier:
+    """A classifier that has learned the tasks one after the other, without further images of known classes."""
+    classifier = make_classifier(spec, features["train"].shape[1], features["scale"])
+    seen: list[int] = []
+    for task in tasks:
+        seen += task.classes
+        names = [features["names"][label] for label in task.classes]
+        classifier.add_classes(names, task.train, task.y, features["text"][seen])
+    return classifier
 
 
 @torch.no_grad()

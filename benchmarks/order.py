@@ -12,30 +12,14 @@ from typing import Any
 import torch
 
 from benchmarks import common
-from benchmarks.frozen import Task, draw, encoded
-from dulbe_peft.classifiers import Classifier, make_classifier
+from benchmarks.frozen import Task, learned, measured, stream_options
+from dulbe_peft.classifiers import Classifier
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = common.stream_parser(__doc__, repeats=3)
-    options.add_argument("--increment", type=int, default=2, help="classes per task")
-    options.add_argument("--counts", nargs="+", default=["1", "4", "16", "2/32"], help="as of benchmarks.frozen")
-    options.add_argument("--classifiers", nargs="+", default=["bayes", "bayes:kappa=4,rho=3"])
-    options.add_argument("--prompt-template", default="a photo of the digit {}.")
-    values = common.parse(options, argv)
-    features, rows = encoded(values), []
-    for counts in values.counts[:1] if values.quick else values.counts:
-        draws = [draw(features, counts, values.increment, seed) for seed in range(values.repeats)]
-        for spec in values.classifiers:
-            found = [changed(spec, features, tasks) for tasks in draws]
-            stream = values.stream or common.model_name(values.data)
-            key = {"stream": stream, "counts": counts, "classifier": spec}
-            for figure in found[0]:
-                each = [common.rounded(100 * one[figure]) for one in found]
-                what = f"{spec}, {counts} images a class, {stream}: answers that {figure} changes"
-                value = common.value_row(what, common.rounded(statistics.fmean(each)), "%")
-                rows.append(value | key | {"figure": figure, "each": each})
-    common.write("order", values, argv, rows)
+    values = common.parse(stream_options(__doc__, ["1", "4", "16", "2/32"], ["bayes", "bayes:kappa=4,rho=3"]), argv)
+    what = "{classifier}, {counts} images a class, {stream}: answers that {figure} changes"
+    common.write("order", values, argv, measured(values, changed, what))
 
 
 @torch.no_grad()
@@ -51,17 +35,6 @@ def changed(spec: str, features: dict[str, Any], tasks: Sequence[Task]) -> dict[
     }
     pairs = {name: zip(answers(other, tests), usual, strict=True) for name, other in others.items()}
     return {name: statistics.fmean(one != two for one, two in both) for name, both in pairs.items()}
-
-
-def learned(spec: str, features: dict[str, Any], tasks: Sequence[Task]) -> Classifier:
-    """A classifier that has learned the tasks one after the other."""
-    classifier = make_classifier(spec, features["train"].shape[1], features["scale"])
-    seen: list[int] = []
-    for task in tasks:
-        seen += task.classes
-        names = [features["names"][label] for label in task.classes]
-        classifier.add_classes(names, task.train, task.y, features["text"][seen])
-    return classifier
 
 
 def whole(tasks: Sequence[Task]) -> Task:

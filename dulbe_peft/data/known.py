@@ -17,7 +17,7 @@ Contents = dict[str, tuple[bytes, ...]]
 class KnownImages:
     """Contents of images by class, see `LabelledImages.contents`; not `complete` where some were not noted.
 
-    `ways` are those in which images were learned, each a precision and a number of views.
+    `ways` are those in which images were learned, as `Encoder.way` has them.
     """
 
     learned: Contents = field(default_factory=dict)

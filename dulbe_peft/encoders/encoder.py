@@ -108,8 +108,9 @@ class Encoder(TextEncoder):
 
     @property
     def way(self) -> tuple[str, int]:
-        """How a learned image becomes rows of classifiers: the precision, and how many views of it there are."""
-        return self.args.precision, 1 if self.args.augment == "none" else 1 + self.args.copies
+        """How a learned image becomes rows of classifiers: precision and backend, and how many views there are."""
+        by = "" if self.args.backend == "torch" else f" by {self.args.backend}"
+        return self.args.precision + by, 1 if self.args.augment == "none" else 1 + self.args.copies
 
     @property
     def facts(self) -> dict[str, str]:

@@ -140,12 +140,12 @@ def without_images(state: LearnerState, encoder: Encoder, images: LabelledImages
             f"the strategy {state.strategy.name!r} trains the model, which nothing takes back: a learner forgets "
             "single images where nothing is trained"
         )
-    for precision, views in sorted(state.known.ways):
+    for how, views in sorted(state.known.ways):
         if views > 1:
             raise ValueError(f"images were learned as {views} views of each, which cannot be taken out again")
-        if precision != encoder.args.precision:
-            others = f"{encoder.args.precision} would take out other numbers: load the learner with that precision"
-            raise ValueError(f"images were learned in {precision}, and {others}")
+        if how != encoder.way[0]:
+            others = f"{encoder.way[0]} would take out other numbers: load the learner as it learned"
+            raise ValueError(f"images were learned in {how}, and {others}")
     for classifier in state.classifiers.values():
         classifier.check_forgets_images()
     learned: dict[bytes, list[str]] = {}

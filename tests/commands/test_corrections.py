@@ -164,14 +164,14 @@ def test_two_learners_become_one(photos, june, run, tmp_path, capsys):
     assert "alone has it" in capsys.readouterr().err
 
 
-def test_what_was_learned_in_another_precision_is_not_taken_out(photos, june, tmp_path):
+@pytest.mark.parametrize("how", ["bfloat16", "float32 by onnx"])
+def test_what_was_learned_in_another_way_is_not_taken_out(photos, june, tmp_path, how):
     learner, file = loaded(june), photos / "train" / "one" / "0.png"
     assert learner.state.known.ways == {("float32", 1)}
     learner.state.classifiers.pop("bridge")
-    known = replace(learner.state.known, ways=frozenset({("bfloat16", 1)}))
-    learner.state = replace(learner.state, known=known)
+    learner.state = replace(learner.state, known=replace(learner.state.known, ways=frozenset({(how, 1)})))
     learner.save_pretrained(tmp_path / "saved")
-    with pytest.raises(ValueError, match="learned in bfloat16, and float32 would take out other numbers"):
+    with pytest.raises(ValueError, match=f"learned in {how}, and float32 would take out other numbers"):
         loaded(tmp_path / "saved").forget_images(file)
 
 
