@@ -25,16 +25,16 @@ def reasons_of(learner: ClassIncrementalLearner, check: Callable[[Classifier], N
     return reasons
 
 
-def drop_classifiers(learner: ClassIncrementalLearner, reasons: Mapping[str, str]) -> None:
-    """Take classifiers out of a learner, and print why; an error where none is left."""
+def drop_classifiers(learner: ClassIncrementalLearner, reasons: Mapping[str, str]) -> list[str]:
+    """Take classifiers out of a learner; gives lines that say why, to be printed once all is done."""
     left = {name: one for name, one in learner.classifiers.items() if name not in reasons}
     if not left:
         raise ValueError("; ".join(reasons.values()))
-    for name, why in reasons.items():
-        print(f"dropped: {name}: {why}")
+    said = [f"dropped: {name}: {why}" for name, why in reasons.items()]
     if next(iter(left)) != learner.classifier.name:
-        print(f"{next(iter(left))} answers in place of {learner.classifier.name}")
+        said.append(f"{next(iter(left))} answers in place of {learner.classifier.name}")
     learner.state = replace(learner.state, classifiers=left)
+    return said
 
 
 def write_corrected(learner: ClassIncrementalLearner, output: str, past: Sequence[FinishedTask] | None = None) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dulbe_peft.commands.correcting import drop_classifiers, reasons_of, write_corrected
+from dulbe_peft.commands.given import check_images, noted_classes
 from dulbe_peft.commands.options import argument, command, learner_options, option
 from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option
 
@@ -30,18 +31,26 @@ def forget(
     the sums as if it had not been learned; classifiers that keep no sums are dropped then, and named. The
     model stays as it is. june stays, too.
     """
-    from dulbe_peft.data.store import store_path
+    from dulbe_peft.data.names import learned_name
 
     if not classes and not image:
         raise ValueError("nothing to forget: name classes, or photographs with --image FILE")
+    known = noted_classes(learner)
+    for name in classes if known else ():
+        learned_name(name, known, "forgotten")
+    for one in image:
+        check_images([one])
     claim(("--output", output, FOLDER), apart=[learner], overwrite=overwrite)
     loaded = load()
+    said = []
     if image:
-        drop_classifiers(loaded, reasons_of(loaded, lambda one: one.check_forgets_images()))
+        said = drop_classifiers(loaded, reasons_of(loaded, lambda one: one.check_forgets_images()))
         loaded.forget_images(list(image))
     for name in dict.fromkeys(classes):
         loaded.forget_class(name)
-    print(f"{len(loaded.class_names)} classes are left")
+    print("\n".join([*said, f"{len(loaded.class_names)} classes are left"]))
+    from dulbe_peft.data.store import store_path
+
     if store_path().exists():
         print(
             f"features of the forgotten photographs may still stand in {store_path()}; deleting the file removes them"

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import click
+
+from dulbe_peft.commands.given import check_given
 from dulbe_peft.commands.options import command, field_options, labels_option, learner_options, option
 from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option
 from dulbe_peft.commands.run import say_results
@@ -12,6 +15,7 @@ from dulbe_peft.runs.settings import StreamArguments
 from dulbe_peft.runs.setup import look_by
 from dulbe_peft.runs.sources import (
     DATA_FIELDS,
+    check_source,
     data_or_labels,
     new_images,
     open_source,
@@ -36,7 +40,7 @@ _DATA = tuple(name for name in DATA_FIELDS if name != "data")
 @option("--data", help="images, as for run")
 @labels_option
 @option("--output", required=True, metavar="FOLDER", help="folder of the new run; never that of LEARNER")
-@option("--increment", type=int, help="new classes per task; without it all are one task")
+@option("--increment", type=click.IntRange(1), metavar="INTEGER", help="new classes per task; none: all at once")
 @option("--no-update", is_flag=True, help="leave out images of classes that are known")
 @option("--again", is_flag=True, help="count images that were learned already once more")
 @field_options(StreamArguments, _DATA)
@@ -64,13 +68,15 @@ def learn(
     data = data_or_labels(data, labels)
     if not data:
         raise ValueError("--data is required, or --labels")
+    stream = StreamArguments(data=data, output=output, **{n: value for n, value in flags.items() if value is not None})
+    source = {name: value for name, value in source_of(stream).items() if name in DATA_FIELDS}
+    check_given(class_names=stream.class_names, vocabulary=stream.vocabulary)
+    check_source(source)
     claim(("--output", output, FOLDER), apart=[learner, data], overwrite=overwrite)
-    loaded = load(data=data)
+    loaded = load()
     from dulbe_peft.runs.progress import known_tasks, renamed_classes
     from dulbe_peft.utils.processes import leave, world
 
-    stream = StreamArguments(data=data, output=output, **{n: value for n, value in flags.items() if value is not None})
-    source = {name: value for name, value in source_of(stream).items() if name in DATA_FIELDS}
     notes: list[str] = []
     train, test = open_source(source, notes=notes, look=look_by(loaded))
     say_leaks(train, test, loaded.state.known)

@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Any
 
 from dulbe_peft.commands.correcting import drop_classifiers, reasons_of, write_corrected
+from dulbe_peft.commands.given import check_given
 from dulbe_peft.commands.options import argument, command, learner_options, option
 from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option
 
@@ -23,13 +24,14 @@ def merge(learner: str, load: Callable[..., Any], other: str, output: str, overw
     only one of them has, or that keep no sums, are dropped, and named. Where both have learned the same
     photograph, nothing is merged.
     """
+    check_given(other)
+    claim(("--output", output, FOLDER), apart=[learner, other], overwrite=overwrite)
+    one, two = load(), load(learner=other)
     from dulbe_peft.data.inventory import counted
     from dulbe_peft.runs.progress import known_tasks
 
-    claim(("--output", output, FOLDER), apart=[learner, other], overwrite=overwrite)
-    one, two = load(), load(learner=other)
     reasons, before = _reasons(one, two, learner, other), set(one.class_names)
-    drop_classifiers(one, reasons)
+    said = drop_classifiers(one, reasons)
     two.state = replace(two.state, classifiers={name: two.classifiers[name] for name in one.classifiers})
     past = known_tasks(one) + [task for task in known_tasks(two) if set(task.class_names) - before]
     leaks = _leaks(one, two)
@@ -37,8 +39,9 @@ def merge(learner: str, load: Callable[..., Any], other: str, output: str, overw
     if leaks:
         were = "was" if leaks == 1 else "were"
         which = f"that {'tests' if leaks == 1 else 'test'} one of them {were} learned by the other"
-        print(f"{counted(leaks, 'image')} {which}: later tests say too much")
-    print(f"{len(one.class_names)} classes, of which {other} brought {len(one.class_names) - len(before)}")
+        said.append(f"{counted(leaks, 'image')} {which}: later tests say too much")
+    said.append(f"{len(one.class_names)} classes, of which {other} brought {len(one.class_names) - len(before)}")
+    print("\n".join(said))
     write_corrected(one, output, past)
     return 0
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 import click
 
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.commands.given import check_given
+from dulbe_peft.commands.given import check_given, noted
 from dulbe_peft.runs.settings import GROUPS, from_text
 from dulbe_peft.utils.settings import field_types
 
@@ -183,6 +183,8 @@ def learner_options(optional: bool = False, choose: bool = False, encodes: bool 
             store = not flags.pop("no_store", True)
             load = partial(load_learner, learner=learner, model=model, machine=machine, first=first, store=store)
             load.keywords["data"] = flags.get("data")
+            if not optional:
+                check_given(learner, model, flags.get("data"))
             status: int = function(learner=learner, load=load, **flags)
             return status
 
@@ -213,14 +215,17 @@ def load_learner(
     What is not there, also `data`, is said before torch is imported.
     """
     check_given(learner, model, data)
+    if learner is None and model is None:
+        raise ValueError("name a saved learner, or a pristine model with --model")
+    if first is not None and learner is not None:
+        _check_first(first, learner, noted(learner).get("classifiers", [first]))
     from dulbe_peft.data.store import open_store
     from dulbe_peft.encoders.loading import load_dual_encoder
     from dulbe_peft.learner import ClassIncrementalLearner
 
     given = defaults | machine
     if learner is None:
-        if model is None:
-            raise ValueError("name a saved learner, or a pristine model with --model")
+        assert model is not None
         clip, processor = load_dual_encoder(model)
         loaded = ClassIncrementalLearner(clip, processor, args=LearnerArguments(**given), strategy="frozen")
     else:
@@ -228,8 +233,12 @@ def load_learner(
         loaded = ClassIncrementalLearner.from_pretrained(learner, base_model=base, machine=given)
     loaded.encoder.store = None if store is None else open_store(store)
     if first is not None:
-        if first not in loaded.classifiers:
-            raise ValueError(f"{learner!r} has no classifier {first!r}; it has {', '.join(loaded.classifiers)}")
+        _check_first(first, learner, loaded.classifiers)
         chosen = {first: loaded.classifiers[first], **loaded.classifiers}
         loaded.state = replace(loaded.state, classifiers=chosen)
     return loaded
+
+
+def _check_first(first: str, learner: str | None, classifiers: Collection[str]) -> None:
+    if first not in classifiers:
+        raise ValueError(f"{learner!r} has no classifier {first!r}; it has {', '.join(classifiers)}")

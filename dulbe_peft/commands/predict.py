@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from dulbe_peft.commands.given import check_images
 from dulbe_peft.commands.options import argument, command, learner_options, option
 from dulbe_peft.commands.outputs import FOLDER, as_flags, claim, overwrite_option, say_next
 from dulbe_peft.utils.terminal import printable
@@ -78,11 +79,9 @@ def predict(
     images = list(_images(paths))
     if not images:
         raise ValueError("standard input is empty: neither an image nor a path is there")
-    if not any(isinstance(image, io.BytesIO) or os.path.lexists(image) for image in images):
-        raise FileNotFoundError(
-            f"{printable(images[0])} does not exist" + (", nor do the others" if images[1:] else "")
-        )
     piped = any(not isinstance(image, str) for image in images)
+    if not piped:
+        check_images(images)
     if piped and sort_into is not None:
         raise ValueError("--sort-into copies files, and the image on standard input is none: give its path")
     many = len(images) > 64 or any(os.path.isdir(path) for path in paths)

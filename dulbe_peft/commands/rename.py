@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dulbe_peft.commands.correcting import drop_classifiers, reasons_of, write_corrected
+from dulbe_peft.commands.given import noted_classes
 from dulbe_peft.commands.options import argument, command, learner_options, option
 from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option
 
@@ -23,16 +24,17 @@ def rename(learner: str, load: Callable[[], Any], old: str, new: str, output: st
     classes are those of one; classifiers that keep no sums are dropped then, and named. june stays as it
     is.
     """
-    from dulbe_peft.data.names import normalized
+    from dulbe_peft.data.names import check_rename, normalized
 
+    new = new.strip()  # as labels of a table are
+    if known := noted_classes(learner):
+        check_rename(old, new, known)
     claim(("--output", output, FOLDER), apart=[learner], overwrite=overwrite)
     loaded = load()
-    new = new.strip()  # as labels of a table are
     joins = normalized(new) in {*loaded.class_names} - {normalized(old)}
-    drop_classifiers(loaded, reasons_of(loaded, lambda one: one.check_merges()) if joins else {})
+    said = drop_classifiers(loaded, reasons_of(loaded, lambda one: one.check_merges()) if joins else {})
     loaded.rename_class(old, new)
-    print(
-        f"{old} is {new} by now" + (f", which has the photographs of both; {len(loaded.class_names)} classes" * joins)
-    )
+    both = f", which has the photographs of both; {len(loaded.class_names)} classes" * joins
+    print("\n".join([*said, f"{old} is {new} by now{both}"]))
     write_corrected(loaded, output)
     return 0

@@ -12,7 +12,7 @@ from dulbe_peft.commands.given import check_given
 from dulbe_peft.commands.options import command, labels_option, setting_options
 from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option, say_next
 from dulbe_peft.runs.settings import GROUPS, given_settings, pick, validated
-from dulbe_peft.runs.sources import data_or_labels
+from dulbe_peft.runs.sources import check_source, data_or_labels, source_of
 from dulbe_peft.utils.settings import field_types
 
 # What `--help` shows; `--help-all` shows the rest.
@@ -44,7 +44,9 @@ def run(config: str | None, labels: str | None, overwrite: bool, **flags: Any) -
     stream, *_ = [pick(kind, settings) for kind in GROUPS.values()]
     order = None if stream.class_order == "icarl" else stream.class_order
     files = {"class_names": stream.class_names, "class_texts": stream.class_texts, "class_order": order}
-    check_given(None, None if stream.revision else stream.model, stream.data, **files)
+    check_given(None, None if stream.revision else stream.model, vocabulary=stream.vocabulary, **files)
+    if stream.data:
+        check_source(source_of(stream))
     output, reads = ("--output", stream.output, FOLDER), [stream.model, config]
     if not stream.dry_run:
         claim(output, reads=reads, apart=[stream.data])

@@ -1,5 +1,7 @@
 """`dulbe-peft serve`: a page in the browser to try a learner, and to teach it."""
 
+import os
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -8,6 +10,7 @@ from typing import Any
 
 import click
 
+from dulbe_peft.commands.given import check_images
 from dulbe_peft.commands.options import command, learner_options, option
 from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option, say_next
 
@@ -45,20 +48,22 @@ def serve(
     what to label for the first one.
     """
     name = f"[{host}]" if ":" in host else host
+    if photos is not None:
+        if not os.path.isdir(photos):
+            raise FileNotFoundError(f"--photos {photos} is no folder")
+        check_images([photos])
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        why = str(error.strerror).partition(" (")[0]
+        raise OSError(f"{name}:{port} cannot be listened on: {why}; take another --port or --host") from error
     with ExitStack() as held:
         if output is not None:
             held.enter_context(_own(output, learner, photos, overwrite))
-        if photos is not None and not Path(photos).is_dir():
-            raise FileNotFoundError(f"--photos {photos} is no folder")
         loaded = load()
         from dulbe_peft.serving import make_server
 
-        try:
-            server = held.enter_context(make_server(loaded, host, port, names, output, photos))
-        except OSError as error:
-            raise OSError(
-                f"{name}:{port} cannot be listened on: {error.strerror}; take another --port or --host"
-            ) from error
+        server = held.enter_context(make_server(loaded, host, port, names, output, photos))
         kept = "nothing that it learns is saved without --output" if output is None else f"saves in {output}"
         print(f"open http://{name}:{server.server_address[1]} (Ctrl-C ends it; {kept})", flush=True)
         try:

@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
+from dulbe_peft.commands.given import check_images
 from dulbe_peft.commands.options import argument, command, learner_options, option
 from dulbe_peft.commands.outputs import claim, overwrite_option, say_next, words_of
 from dulbe_peft.utils.terminal import printable
@@ -22,7 +25,7 @@ ALIKE = 5  # other photographs of a group on the page
 @command()
 @learner_options(optional=True, choose=True)
 @argument("photos", "image files or folders", nargs=-1, metavar="PHOTOS...")
-@option("--count", type=int, default=50, help="how many photographs (50)")
+@option("--count", type=click.IntRange(1), metavar="INTEGER", default=50, help="how many photographs (50)")
 @option("--csv", metavar="FILE", help="write path, reason, class, novelty; - is standard output")
 @option("--page", metavar="FILE.html", help="write a page with pictures, too")
 @overwrite_option
@@ -48,13 +51,15 @@ def suggest(
         photos, learner = (learner, *photos), None
     if not photos:
         raise ValueError("name the photographs: dulbe-peft suggest [LEARNER] [--model M] PHOTOS...")
+    check_images(photos)
     claim(("--csv", csv, ".csv"), ("--page", page, ".html"), reads=photos, overwrite=overwrite)
+    loaded = load(learner=learner)
     from dulbe_peft.data.inventory import counted, unreadable_lines
     from dulbe_peft.data.unlabelled import unlabelled_images
     from dulbe_peft.metrics.suggesting import suggestions
     from dulbe_peft.utils.files import write_csv
 
-    loaded, images, words = load(learner=learner), unlabelled_images(list(photos)), words_of(csv, page)
+    images, words = unlabelled_images(list(photos)), words_of(csv, page)
     fresh, said = _fresh(images, loaded)
     features, problems = loaded.readable_embeds(fresh)
     unread = [(fresh.item_name(row), why) for row, why in problems.items()]

@@ -114,7 +114,7 @@ class ImageFolder(FileImages):
     """
 
     def __init__(self, root: str | os.PathLike[str], split: str | None = None) -> None:
-        folder = _folder_of_classes(Path(root), split)
+        folder = folder_of_classes(Path(root), split)
         names = subfolders(folder)
         left_out = [
             (entry.path, "hidden" if entry.name.startswith(".") else "not in a class folder")
@@ -142,7 +142,7 @@ class ImageFolder(FileImages):
         super().__init__(folder, split, files, classes, left_out)
 
 
-def _folder_of_classes(folder: Path, split: str | None) -> Path:
+def folder_of_classes(folder: Path, split: str | None) -> Path:
     """The folder that holds the classes; raises where what should be classes are splits, or the other way round."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder of images")

@@ -13,6 +13,7 @@ from dulbe_peft.data.names import normalized
 from dulbe_peft.utils.files import read_lines, read_rows
 
 PATH, LABEL, SPLIT = "path", "label", "split"
+GUESS = "class"  # of tables that suggest and predict write
 FILE, KEYWORDS = "SourceFile", "Subject"  # exiftool's
 BETWEEN = ", "  # what exiftool puts between keywords
 NO_CLASS = "no keyword is a class"
@@ -118,6 +119,9 @@ def _table(path: Path) -> list[dict[str, str]]:
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no table in UTF-8: {error}") from error
     header = [name.strip() for name in rows[0]] if rows else []
+    if GUESS in header and PATH in header and LABEL not in header:
+        why = f"has guesses, the column {GUESS!r}, and no labels"
+        raise ValueError(f"{path} {why}: write what is right there, and call the column {LABEL!r}")
     if not ({PATH, LABEL} <= set(header) or {FILE, KEYWORDS} <= set(header)):
         raise ValueError(
             f"{path} has the columns {header}, expected {PATH},{LABEL} and perhaps {SPLIT}, or {FILE},{KEYWORDS} as "

@@ -3,6 +3,8 @@
 import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
+from dulbe_peft.utils.specs import closest
+
 _LONGEST = 1000  # characters; a tokenizer takes seconds for a million, and a text tower takes fewer than this
 
 
@@ -42,6 +44,23 @@ def check_class_names(names: Iterable[str], seen: Collection[str] = ()) -> tuple
     if not positions:
         raise ValueError("class_names is empty; at least one class is needed")
     return tuple(positions)
+
+
+def learned_name(name: str, known: Sequence[str], what: str) -> str:
+    """The name of a learned class as the learner writes it; another one is a `ValueError`."""
+    name = normalized(name)
+    if name not in known:
+        hint = closest(name, known)
+        raise ValueError(f"class {name!r:.100} has not been learned, so it cannot be {what}{hint:.300}")
+    return name
+
+
+def check_rename(old: str, new: str, known: Sequence[str]) -> tuple[str, str]:
+    """Both names as the learner writes them, after a check that the first one is known and the other differs."""
+    old, (new,) = learned_name(old, known, "renamed"), check_class_names([new])
+    if new == old:
+        raise ValueError(f"the class {old!r:.100} has this name already")
+    return old, new
 
 
 def format_prompts(name: str, templates: Iterable[str], style: str = "verbatim") -> list[str]:

@@ -124,16 +124,7 @@ def open_stream_data(
         FileNotFoundError: there is nothing under this path, or it lacks a split.
         ValueError: images cannot be read, there are a test split and a fraction, or the layout is not clear.
     """
-    if train_split == test_split:
-        raise ValueError(
-            f"train_split and test_split are both {train_split!r}, and a split is never its own test: name another "
-            "test_split"
-        )
-    found, left_out = _chosen(os.fspath(path), train_split, test_split, splits(path, **reading))
-    if test_fraction is not None and test_split in found:
-        raise ValueError(
-            f"test_fraction is {test_fraction}, but {path} has the test split {test_split!r}: leave one out"
-        )
+    found, left_out = stream_splits(path, train_split, test_split, test_fraction, **reading)
     train = found[train_split if train_split in found else None]()
     parts = {train_split: train}
     if test_split in found:
@@ -155,6 +146,23 @@ def open_stream_data(
         parts[train_split], parts[test_split] = hold_out(parts[train_split], test_fraction)
     inventory = replace(inventory, counts=count_images(parts), duplicates=find_duplicates(parts))
     return parts[train_split], parts.get(test_split), inventory
+
+
+def stream_splits(
+    path: str | os.PathLike[str], train_split: str, test_split: str, test_fraction: float | None = None, **reading: Any
+) -> tuple[Splits, list[tuple[str, str]]]:
+    """The splits that `open_stream_data` opens, and what is left out; raises what is wrong before one is opened."""
+    if train_split == test_split:
+        raise ValueError(
+            f"train_split and test_split are both {train_split!r}, and a split is never its own test: name another "
+            "test_split"
+        )
+    found, left_out = _chosen(os.fspath(path), train_split, test_split, splits(path, **reading))
+    if test_fraction is not None and test_split in found:
+        raise ValueError(
+            f"test_fraction is {test_fraction}, but {path} has the test split {test_split!r}: leave one out"
+        )
+    return found, left_out
 
 
 def readable(

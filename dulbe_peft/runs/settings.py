@@ -9,10 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt, Lt
 
 from dulbe_peft.arguments import GONE, AdapterSettings, LearnerArguments
 from dulbe_peft.utils.settings import check_settings, check_value, field_types, setting, still_known
+
+Part = Annotated[float, Gt(0), Lt(1)]  # of the images
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class StreamArguments:
     initial_increment: Annotated[int, Ge(1)] | None = setting(None, "Classes of the first task, where it differs.")
     train_split: str = setting("train", "Name of the split to learn from.")
     test_split: str = setting("test", "Name of the split to test on, where there is one.")
-    test_fraction: float | None = setting(None, "Without a test split: the share to hold back for tests.")
-    validation_fraction: float | None = setting(
+    test_fraction: Part | None = setting(None, "Without a test split: the share to hold back for tests.")
+    validation_fraction: Part | None = setting(
         None, "Test on this share of the training images, which is not learned, for choosing settings."
     )
     images_per_class: Annotated[int, Ge(1)] | list[Annotated[int, Ge(1)]] | str | None = setting(

@@ -46,6 +46,20 @@ def data_or_labels(data: str | None, labels: str | None) -> str | None:
     return labels
 
 
+def check_source(source: Mapping[str, Any]) -> None:
+    """Raise what `open_source` raises before it opens an image; the Hub is not asked."""
+    from dulbe_peft.data.folders import ImageFolder, folder_of_classes
+    from dulbe_peft.data.hub import HUB_PREFIX
+    from dulbe_peft.data.splits import stream_splits
+
+    if not source["data"].startswith(HUB_PREFIX):
+        given: list[Any] = [source.get(name) for name in DATA_FIELDS[:4]]
+        found: Mapping[Any, Any] = stream_splits(*given, **_reading(source))[0]
+        for opens in found.values():
+            if getattr(opens, "func", None) is ImageFolder:
+                folder_of_classes(*opens.args)
+
+
 def _reading(source: Mapping[str, Any]) -> dict[str, Any]:
     return {name: source[name] for name in _READING if source.get(name)}
 

@@ -13,7 +13,7 @@ import torch
 
 from dulbe_peft.classifiers import Classifier
 from dulbe_peft.data.images import LabelledImages, named_images
-from dulbe_peft.data.names import check_class_names, normalized
+from dulbe_peft.data.names import check_rename, learned_name
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.encoders.pixels import PixelDataset
@@ -22,7 +22,6 @@ from dulbe_peft.strategies.base import NewTask
 from dulbe_peft.training.state import LearnerState, Update
 from dulbe_peft.training.trainer import features_and_inputs
 from dulbe_peft.utils.processes import check_same_in_all, raise_in_all
-from dulbe_peft.utils.specs import closest
 
 
 def check_update(state: LearnerState, names: Sequence[str]) -> list[int]:
@@ -116,7 +115,7 @@ def merged_states(
 
 def without_class(state: LearnerState, name: str) -> LearnerState:
     """The state in which nothing knows a class any more; strategies count tasks, so an empty task stays."""
-    name = _learned(state, name, "forgotten")
+    name = learned_name(name, state.class_names, "forgotten")
     if len(state.class_names) == 1:
         raise ValueError(f"class {name!r:.100} is the only one that is left: a learner needs at least one class")
     classifiers = _changed(state, lambda classifier: classifier.forget_class(name))
@@ -174,9 +173,7 @@ def without_images(state: LearnerState, encoder: Encoder, images: LabelledImages
 @torch.no_grad()
 def with_renamed_class(state: LearnerState, encoder: Encoder, old: str, new: str) -> LearnerState:
     """The state in which a class has another name, with its text or the given ones; a known name joins the two."""
-    old, (new,) = _learned(state, old, "renamed"), check_class_names([new])
-    if new == old:
-        raise ValueError(f"the class {old!r:.100} has this name already")
+    old, new = check_rename(old, new, state.class_names)
     joins = new in state.class_names
     updates = [one.model_copy(update={"images": _renamed(one.images, old, new)}) for one in state.updates]
     update = Update(after=len(state.tasks), renamed={old: new})
@@ -205,15 +202,6 @@ def _changed(state: LearnerState, change: Callable[[Classifier], Any]) -> dict[s
     for classifier in made.values():
         change(classifier)
     return made
-
-
-def _learned(state: LearnerState, name: str, what: str) -> str:
-    """The name of a learned class as the learner writes it; another one is a `ValueError`."""
-    name = normalized(name)
-    if name not in state.class_names:
-        hint = closest(name, state.class_names)
-        raise ValueError(f"class {name!r:.100} has not been learned, so it cannot be {what}{hint:.300}")
-    return name
 
 
 def _task_of(state: LearnerState, name: str) -> int:

@@ -28,6 +28,7 @@ from dulbe_peft.runs.setup import stream_tasks
 from dulbe_peft.utils.settings import field_types
 from dulbe_peft.utils.when_imported import when_imported
 
+SAVED = Path(__file__).parents[1] / "saved" / "0.2.0" / "frozen"
 MODEL = str(demo_model_folder())
 MACHINE = ["--device", "cpu", "--no-progress"]
 KEYS = ["--target-modules", "k_proj,v_proj"]
@@ -195,8 +196,8 @@ def test_every_field_is_a_flag_and_yaml_takes_what_flags_take(tmp_path):
         ("run --config= --model m --dry-run", "configuration file '.' does not exist"),
         ("features --model demo --data demo-digits --output o --class-names ''", "class names '' is no file"),
         ("features --model demo --data demo-digits --split test --output o --class-names ''", "class names '' is no"),
-        ("predict m photos --sort-into ''", "--sort-into is '', expected the path of a folder"),
-        ("predict m photos --csv ''", "--csv is '', expected the path of a .csv file"),
+        (f"predict {SAVED} photos --sort-into ''", "--sort-into is '', expected the path of a folder"),
+        (f"predict {SAVED} photos --csv ''", "--csv is '', expected the path of a .csv file"),
         ("check demo-digits --page ''", "--page is '', expected the path of a .html file"),
         ("run --config 'epoch: 3'", "unknown setting 'epoch'; did you mean 'epochs'?"),
         ("run --config '- 1'", "must hold names and values"),
@@ -227,7 +228,7 @@ def test_a_stopped_stream_prints_how_to_go_on(argv, added, number, status, capsy
     """Also before the first batch, while the model is loaded; afterwards signals mean what they meant."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "off.yaml").write_text("resume: false")
-    (tmp_path / argv[1]).mkdir()
+    (tmp_path / argv[1] / "cat").mkdir(parents=True)
     argv = ["run", *argv, "--model", "demo", "--output", "o"]
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr("dulbe_peft.runs.setup.set_up", lambda _: signal.raise_signal(number))

@@ -121,7 +121,7 @@ def test_one_photograph_goes_by_what_its_file_holds(photos, june, run, tmp_path,
     assert_alike(loaded(tmp_path / "back"), loaded(june), photos)
     for image, why in (
         (photos / "train" / "four" / "0.png", "has not been learned, so it cannot be forgotten"),
-        (photos / "nothing.png", "cannot be read"),
+        (photos / "nothing.png", "does not exist"),
     ):
         assert call("forget", june, "--image", image, "--output", tmp_path / "none") == 2
         assert why in capsys.readouterr().err and not (tmp_path / "none").exists()

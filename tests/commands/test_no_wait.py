@@ -45,6 +45,31 @@ REFUSED = [
     ("report gone", "gone is no folder"),
     ("report gone --csv t.csv", "gone is no folder"),
     ("check gone", "gone does not exist"),
+    ("suggest {saved} {data} --count 0", "0 is not in the range"),
+    ("suggest {saved} gone gone-too", "gone does not exist, nor do the others"),
+    ("suggest {saved} empty", "empty holds no image"),
+    ("suggest {saved} {data} --classifier nix", "has no classifier 'nix'; it has bridge"),
+    ("suggest {data}", "name a saved learner"),
+    ("serve {saved} --photos gone --output kept --overwrite", "--photos gone is no folder"),
+    ("serve {saved} --photos empty", "empty holds no image"),
+    ("serve {saved} --host 8.8.8.8", "8.8.8.8:7860 cannot be listened on"),
+    ("learn {saved} --labels guesses.csv --output o", "write what is right there, and call the column 'label'"),
+    ("learn {saved} --labels wrong.csv --output o", "wrong.csv has the columns ['file', 'cat'], expected path,label"),
+    ("learn {saved} --labels tags.csv --output o", "a vocabulary, a file with a line for each that is a class, is"),
+    ("learn {saved} --labels tags.csv --vocabulary gone --output o", "--vocabulary 'gone' is no file"),
+    ("learn {saved} --data {data} --class-names gone --output o", "--class-names 'gone' is no file"),
+    ("learn {saved} --data {data} --increment 0 --output o", "0 is not in the range"),
+    ("learn {saved} --data {data} --test-fraction 2 --output o", "test_fraction must be less than 1"),
+    ("learn {saved} --data {data} --train-split gone --output o", "has no split 'gone'"),
+    ("learn {saved} --data {data}/train/cat --output o", "has no folder; one folder per class is needed"),
+    ("learn gone --data {data} --output kept --overwrite", "'gone' is no folder here"),
+    ("run --model demo --labels guesses.csv --output o", "call the column 'label'"),
+    ("merge {saved} gone --output kept --overwrite", "'gone' is no folder here"),
+    ("merge gone {saved} --output o", "'gone' is no folder here"),
+    ("rename {saved} a9 swan --output kept --overwrite", "class 'a9' has not been learned, so it cannot be renamed"),
+    ("rename {saved} a0 a0 --output o", "has this name already"),
+    ("forget {saved} a9 --output kept --overwrite", "class 'a9' has not been learned, so it cannot be forgotten"),
+    ("forget {saved} --image gone.jpg --output o", "gone.jpg does not exist"),
     ("convert-openclip gone o --tokenizer t", "gone"),
 ]
 
@@ -54,6 +79,10 @@ def test_what_is_not_there_is_refused_before_torch_is_imported(finished_run, tmp
     data = tmp_path / "photos"
     (data / "train" / "cat").mkdir(parents=True)
     Image.new("RGB", (8, 8)).save(data / "train" / "cat" / "1.png")
+    for name, header in (("guesses", "path,class"), ("wrong", "file,cat"), ("tags", "SourceFile,Subject")):
+        (tmp_path / f"{name}.csv").write_text(f"{header}\nphotos/train/cat/1.png,cat\n")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "kept").mkdir()
     calls = [*HELP, *(argv.format(saved=finished_run, data=data).split() for argv, _ in REFUSED)]
     command = [sys.executable, "-c", CALL, json.dumps(calls)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
@@ -62,3 +91,5 @@ def test_what_is_not_there_is_refused_before_torch_is_imported(finished_run, tmp
     assert not (HEAVY | {"pydantic", "numpy"}) & {name for *_, modules in found[: len(HELP)] for name in modules}
     for (argv, words), (status, said, modules) in zip(REFUSED, found[len(HELP) :], strict=True):
         assert status == 2 and words in said and not HEAVY & set(modules), (argv, said)
+    left = {"photos", "guesses.csv", "wrong.csv", "tags.csv", "empty", "kept"}
+    assert {path.name for path in tmp_path.iterdir()} == left, "--overwrite puts nothing aside before it is needed"

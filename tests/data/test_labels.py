@@ -58,6 +58,7 @@ def test_a_table_names_images_labels_and_splits(heap, tmp_path, monkeypatch):
     ("rows", "words"),
     [
         ([["file", "class"]], "has the columns .*expected path,label and perhaps split, or SourceFile,Subject"),
+        ([["path", "class"], ["a.jpg", "x"]], "has guesses, the column 'class', .* and call the column 'label'"),
         ([["path", "label"], ["a.jpg", ""]], "line 2 of .* has no label"),
         ([["path", "label", "split"], ["a.jpg", "x", ""]], "line 2 of .* has no split"),
         ([["path", "label"], ["a.jpg", "x"], ["a.jpg", "y"]], "names 'a.jpg' twice, as 'x' and, in line 3, as 'y'"),
