@@ -3,7 +3,7 @@
 Every file is compared with the manifest, and every tensor with what the configuration and the base model make.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -131,9 +131,7 @@ def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: se
         classifiers = {name: CLASSIFIERS[name].from_pretrained(folder).to(state.device) for name in order}
         memory = _read_memory(state, folder, files)
         names = [name for task in saved.tasks for name in task]
-        images = KnownImages(complete=not names)  # release 0.2.0 noted none
-        if saving.KNOWN_FILE in files:
-            images = KnownImages.from_arrays(*read_tensors(folder / saving.KNOWN_FILE), names)
+        images = read_known(folder, names, files)
     width = embed_dim(state.base)
     for name, classifier in classifiers.items():
         if classifier.class_names != names or classifier.embed_dim != width:
@@ -152,6 +150,13 @@ def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: se
         known=images,
         estimates=saved.estimates,
     )
+
+
+def read_known(folder: Path, names: Sequence[str], files: Container[str]) -> KnownImages:
+    """Which images a saved learner of some classes has learned and was tested on."""
+    if saving.KNOWN_FILE not in files:  # release 0.2.0 noted none
+        return KnownImages(complete=not names)
+    return KnownImages.from_arrays(*read_tensors(folder / saving.KNOWN_FILE), names)
 
 
 def _read_memory(state: LearnerState, folder: Path, files: set[str]) -> Memory | None:

@@ -5,22 +5,22 @@ added, or a damaged file was mended.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 
 from peft import get_peft_model_state_dict
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
-from dulbe_peft.arguments import GONE, LearnerArguments
+from dulbe_peft.arguments import GONE
 from dulbe_peft.checkpoints import layout, loading
 from dulbe_peft.checkpoints.base_models import digest
 from dulbe_peft.classifiers import CLASSIFIERS
-from dulbe_peft.data.fingerprint import Listing, differences, fingerprint, listing
+from dulbe_peft.data.known import KnownImages
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.runs.progress import FinishedTask, read_finished
 from dulbe_peft.runs.sources import print_once
@@ -31,15 +31,14 @@ from dulbe_peft.utils import folders
 from dulbe_peft.utils.devices import has_bfloat16
 from dulbe_peft.utils.folders import CheckpointError, library_versions
 from dulbe_peft.utils.processes import on_main_process
-from dulbe_peft.utils.records import Record, first_problem, read_record
+from dulbe_peft.utils.records import Record, first_problem
 from dulbe_peft.utils.settings import flat_settings, still_known
 from dulbe_peft.utils.tensors import whole_digest
 
-DATA_FILE = "data.json"
-SPLITS = {"train": "training images", "test": "test images"}
 SETTINGS = {"adapter", "arguments", "base_model", "classifiers", "strategy"}
 ELSEWHERE = "choose another output folder"
 Texts = Mapping[str, Sequence[str]]
+_SHOWN = 3  # images that a message names
 
 
 class Beginning(Record):
@@ -50,7 +49,7 @@ class Beginning(Record):
 
 
 class Identity(Record):
-    """What must be the same for a run to be the same one; the last three are of its finished tasks."""
+    """What must be the same for a run to be the same one; classes and texts are those of its finished tasks."""
 
     adapter: dict[str, Any]
     arguments: dict[str, Any]
@@ -58,17 +57,9 @@ class Identity(Record):
     classifiers: dict[str, dict[str, Any]]
     strategy: dict[str, Any]
     start: Beginning
-    images_by: Literal["name", "content"] = "name"  # how `data` tells images from others
     classes: list[list[str]] = []
-    data: list[list[str | None]] = []
+    data: Annotated[list[Any], Field(exclude=True)] = []  # of 0.2.0, which told images from others by their names
     class_texts: dict[str, list[str]] = {}
-
-
-class Listings(Record):
-    """`data.json` of a task's folder: name and content of the images of each split, null where they are no files."""
-
-    train: Listing
-    test: Listing
 
 
 def identity_of(state: LearnerState) -> Identity:
@@ -84,7 +75,7 @@ def identity_of(state: LearnerState) -> Identity:
         "classifiers": {n: {"embed_dim": c.embed_dim, "logit_scale": c.logit_scale, **c.settings()} for n, c in rules},
         "strategy": {"name": state.strategy.name, **state.strategy.settings()},
     }
-    return Identity(**json.loads(json.dumps(settings)), start=beginning(state), images_by="content")
+    return Identity(**json.loads(json.dumps(settings)), start=beginning(state))
 
 
 def beginning(state: LearnerState) -> Beginning:
@@ -95,17 +86,6 @@ def beginning(state: LearnerState) -> Beginning:
     if state.adapter is not None:
         tensors |= get_peft_model_state_dict(state.model, save_embedding_layers=False)
     return Beginning(tasks=[list(task) for task in state.tasks], sha256=whole_digest(tensors))
-
-
-def task_fingerprints(task: Task, args: LearnerArguments) -> list[str | None]:
-    """What tells a task's training and test images from others: also pixels, unless images differ each time."""
-    look = args.teacher == "cached"
-    return [None if data is None else fingerprint(data, look=look) for data in (task.train, task.test)]
-
-
-def task_listings(task: Task | None) -> Listings:
-    """What tells each image of a task from others."""
-    return Listings(**{split: None if task is None else listing(getattr(task, split)) for split in SPLITS})
 
 
 def open_run(
@@ -197,16 +177,10 @@ def _newest_of_run(
     if changed:
         raise ValueError(f"{folder} belongs to another run: {changed}; {ELSEWHERE}")
     _check_beginning(folder, saved, current.start)
-    if saved.images_by == "name":
-        if drawn:
-            raise ValueError(
-                f"{folder} belongs to a run of release 0.2.0, which drew images by their names and would draw others: "
-                "finish it with that release, or go on with `dulbe-peft learn`"
-            )
-        print_once(f"{folder.name} is of release 0.2.0: whether the images of finished tasks changed is not known")
-        digests = [task_fingerprints(task, learner.args) for task in stream[: len(saved.classes)]]
-        saved = saved.model_copy(update={"data": digests, "images_by": "content"})
-    _check_finished(folder, saved, stream, class_texts, learner.args)
+    _check_finished(folder, saved, stream, class_texts)
+    with folders.load_errors(folder):
+        known = loading.read_known(folder, [n for task in manifest.notes["tasks"] for n in task], manifest.files)
+    _check_images(folder, saved, stream, known, drawn, learner.args.teacher == "cached")
     others = sorted(name for name, now in library_versions().items() if manifest.versions.get(name) != now)
     if others:
         print_once(f"{folder.name} was written with other versions of {', '.join(others)}: the last bits may differ")
@@ -253,10 +227,8 @@ def _check_beginning(folder: Path, saved: Identity, current: Beginning) -> None:
         )
 
 
-def _check_finished(
-    folder: Path, saved: Identity, stream: Sequence[Task], texts: Texts, args: LearnerArguments
-) -> None:
-    """Raise unless the stream begins with the finished tasks, by class names, texts and data."""
+def _check_finished(folder: Path, saved: Identity, stream: Sequence[Task], texts: Texts) -> None:
+    """Raise unless the stream begins with the finished tasks, by class names and texts."""
     first, other = len(saved.start.tasks) + 1, f"{folder} belongs to another run:"
     given = [list(task.class_names) for task in stream[: len(saved.classes)]]
     for number, (before, now) in enumerate(zip_longest(saved.classes, given), first):
@@ -271,21 +243,41 @@ def _check_finished(
                 f"{other} the texts of the class {name!r}, which is learned, were {saved.class_texts.get(name)}; "
                 f"give the same class texts, or {ELSEWHERE}"
             )
-    for number, (digests, task) in enumerate(zip(saved.data, stream, strict=False), first):
-        for split, old, new in zip(SPLITS, digests, task_fingerprints(task, args), strict=True):
-            if old != new:
-                what = _what_changed(folder.with_name(f"task-{number:03d}"), split, task)
-                more = "; `dulbe-peft learn` takes in further images of known classes" if split == "train" else ""
+
+
+def _check_images(
+    folder: Path, saved: Identity, stream: Sequence[Task], known: KnownImages, drawn: bool, look: bool
+) -> None:
+    """Raise unless each finished task has the images that it had, by class and content; `look`: also at no files."""
+    first = len(saved.start.tasks) + 1
+    for number, task in enumerate(stream[: len(saved.classes)], first):
+        if not any(known.learned.get(name) for name in task.class_names):
+            if drawn:
                 raise ValueError(
-                    f"{other} the {SPLITS[split]} of task {number}, which is finished, differ{what}; put them back as "
-                    f"they were, or {ELSEWHERE}{more}"
+                    f"{folder} belongs to a run of release 0.2.0, which drew images by their names and would draw "
+                    "others: finish it with that release, or go on with `dulbe-peft learn`"
                 )
-
-
-def _what_changed(task_folder: Path, split: str, task: Task) -> str:
-    """Which images differ from those that a task was learned from, as far as its folder tells."""
-    with suppress(OSError, ValueError):
-        saved, now = read_record(task_folder / DATA_FILE, Listings), task_listings(task)
-        found = differences(getattr(saved, split), getattr(now, split))
-        return f": {found}" if found else " in labels, class names or pixels"
-    return ""
+            print_once(f"task {number} is of release 0.2.0: whether its images changed is not known")
+            continue
+        for kind, noted, images in (("training", known.learned, task.train), ("test", known.tested, task.test)):
+            if images is not None and not images.stored and not look:
+                continue
+            left: Counter[tuple[str, bytes | None]] = Counter(
+                (name, content) for name in task.class_names for content in noted.get(name, ())
+            )
+            fresh = []
+            for row, content in enumerate(images.contents() if images is not None else ()):
+                image = images.class_names[images.labels[row]], content
+                if left[image] > 0:
+                    left[image] -= 1
+                else:
+                    fresh.append(images.short_name(row))
+            gone = left.total()
+            if fresh or gone:
+                named = f" ({', '.join(fresh[:_SHOWN])}{', ...' * (len(fresh) > _SHOWN)})" if fresh else ""
+                more = "; `dulbe-peft learn` takes in further images of known classes" if kind == "training" else ""
+                raise ValueError(
+                    f"{folder} belongs to another run: of the {kind} images of task {number}, which is finished, "
+                    f"{gone} are gone or changed, and {len(fresh)} are new{named}; put them back as they were, or "
+                    f"{ELSEWHERE}{more}"
+                )

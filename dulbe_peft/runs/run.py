@@ -185,7 +185,6 @@ class Run:
         """Learn, test and commit the task at a place among all."""
         started, cpu = time.perf_counter(), time.process_time()
         learner, task = self.learner, self.own[index - len(self.known_tests)]
-        fingerprints = on_main_process(partial(resume.task_fingerprints, task, learner.args))
         forget_peak_memory(learner.device)
         learner.learn_task(task.train, task.class_names)
         names, profile = list(task.class_names), learner.profile
@@ -194,7 +193,6 @@ class Run:
         if task.test is not None:
             learner.state = replace(learner.state, known=learner.state.known.with_tested(task.test))
         self.identity.classes.append(names)
-        self.identity.data.append(fingerprints)
         with profile.phase("test"):
             row = self.measure(index + 1)
         details = None if learner.record is None else asdict(learner.record)
@@ -243,7 +241,6 @@ class Run:
             write_record(temporary / PROGRESS_FILE, progress.Progress(tasks=self.finished[since:]))
             if self.evaluations:
                 write_predictions(temporary / PREDICTIONS_FILE, self.evaluations)
-            write_record(temporary / resume.DATA_FILE, resume.task_listings(task))
 
         notes = {"identity": self.identity.model_dump(), "tasks": [list(names) for names in state.tasks]}
         ours = any((self.newest / name).exists() for name in (folders.MANIFEST, LEARNER_FILE))  # it may be damaged

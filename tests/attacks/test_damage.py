@@ -194,7 +194,7 @@ def kinds(saved, tmp_path_factory, digit_folders) -> dict[str, Kind]:
     )
     task, results = "task-001", ["results.json", "timings.json"]
     inside = [f"{task}/{name}" for name in ("progress.json", "learner.json", MANIFEST)]
-    gone_on = [*inside, *results, "sources.json", f"{task}/data.json", f"{task}/head_config.json"]
+    gone_on = [*inside, *results, "sources.json", f"{task}/head_config.json"]
     return {
         "learner": Kind(saved, names, load, 160, sealed="."),
         "manifest": Kind(saved, [MANIFEST], lambda folder, _: read_manifest(folder), 100),
