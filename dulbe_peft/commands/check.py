@@ -133,14 +133,13 @@ def _findings(found: Inventory, doubtful: list[Doubt]) -> Iterator[list[str]]:
     """The rows of the table: split, path, finding, detail."""
     from dulbe_peft.data.inventory import ALIKE
 
-    splits = [split for split, places in found.positions.items() for _ in places]
-    for split, (name, why) in zip(splits, found.unreadable, strict=True):
-        yield [split, name, "unreadable", printable(why)]
+    for image, why in found.unreadable:
+        yield [image.split, image.name, "unreadable", printable(why)]
     for name, why in found.left_out:
         yield ["", name, LEFT_OUT, why]
     for row in found.duplicates:
         kind = {ALIKE[0]: "duplicate", ALIKE[1]: "same pixels"}.get(row.how, "near copy")
-        yield [row.splits[1], row.names[1], kind, printable(f"of {row.splits[0]}: {row.names[0]}")]
+        yield [row.second.split, row.second.name, kind, printable(f"of {row.first.split}: {row.first.name}")]
     for split, name, why, _ in doubtful:
         yield [split, name, "looks like another class", why]
 
@@ -221,6 +220,5 @@ def _pair(parts: Mapping[str, LabelledImages], row: Duplicate) -> dict[str, Any]
     """Two equal images with their names."""
     from dulbe_peft.report.pictures import picture
 
-    places = zip(row.names, row.splits, row.places, strict=True)
-    both = [(printable(name), picture(parts[split], place)) for name, split, place in places]
-    return {"how": row.how, "across": row.splits[0] != row.splits[1], "images": both}
+    both = [(printable(one.name), picture(parts[one.split], one.place)) for one in (row.first, row.second)]
+    return {"how": row.how, "across": row.first.split != row.second.split, "images": both}

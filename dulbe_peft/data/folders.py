@@ -8,7 +8,7 @@ import numpy as np
 
 from dulbe_peft.data.decoding import image_suffixes, why_not_read
 from dulbe_peft.data.images import LabelledImages
-from dulbe_peft.data.names import check_class_names, normalized
+from dulbe_peft.data.names import check_class_names
 
 # Names that people give to the splits of a data set, in lower case.
 SPLIT_NAMES = ("train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval", "evaluation")
@@ -84,10 +84,6 @@ class FileImages(LabelledImages):
     def item_name(self, index: int) -> str:
         """Path of an image."""
         return str(self.root / self.source[self.indices[index]])
-
-    def short_name(self, index: int) -> str:
-        """Path of an image below the root, with "/" between its parts."""
-        return normalized(self.source[self.indices[index]])
 
 
 class ImageFolder(FileImages):

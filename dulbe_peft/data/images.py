@@ -114,8 +114,6 @@ class LabelledImages:
             file = _file_of(image)
             entry = _entry_of(file)
             if self._contents.get(position, (None, ()))[1] != entry:
-                if isinstance(image, Image.Image):
-                    image = to_rgb(image)
                 content = pixels_content(image) if file is None else hashlib.sha256(stored_bytes(file)).digest()
                 self._contents[position] = content, entry
         except Exception:  # whatever a user's data set raises; who reads the image says why
@@ -133,10 +131,6 @@ class LabelledImages:
             return f"{self._name}[{position}]"
         named = getattr(self.source, "item_name", None)
         return f"item {position}" if named is None else str(named(position))
-
-    def short_name(self, index: int) -> str:
-        """Name of an image for messages, without the folder in which the data lies."""
-        return f"#{self.indices[index]}"
 
     def at(self, indices: Any, labels: np.ndarray | None = None, class_names: Sequence[str] | None = None) -> Self:
         """The images at some indices, with the same labels and names or with others."""
@@ -241,8 +235,9 @@ def undecoded(dataset: Any) -> Any:
 
 
 def pixels_content(image: Any) -> bytes | None:
-    """SHA-256 of an RGB image, an array or a tensor: its type, size and values; None of anything else."""
+    """SHA-256 of an image as RGB, an array or a tensor: its type, size and values; None of anything else."""
     if isinstance(image, Image.Image):
+        image = to_rgb(image)
         kind, values = f"{image.mode} {image.size}", image.tobytes()
     elif hasattr(image, "shape") and hasattr(image, "dtype"):
         array = image.detach().cpu() if hasattr(image, "detach") else image

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -22,14 +22,20 @@ NEAR = 0.99
 _ROWS = 1024  # thumbnails that are compared with all others at once
 
 
-@dataclass(frozen=True)
-class Duplicate:
+class Found(NamedTuple):
+    """An image of a data set: the name of its split, its place in it, its own name and its class's."""
+
+    split: str
+    place: int
+    name: str
+    label: str
+
+
+class Duplicate(NamedTuple):
     """Two images, the second of which adds nothing; `how` is one of `ALIKE`."""
 
-    names: tuple[str, str]
-    splits: tuple[str, str]
-    classes: tuple[str, str]
-    places: tuple[int, int]  # in their splits
+    first: Found
+    second: Found
     how: str
 
 
@@ -37,9 +43,9 @@ class Duplicate:
 ALIKE = ("the same file", "the same pixels in another file", "nearly the same picture")
 # Kinds of duplicates, the worst first.
 _KINDS: dict[str, Callable[[Duplicate], bool]] = {
-    "both learned from and tested on, so the accuracy says too much": lambda row: row.splits[0] != row.splits[1],
-    "in two classes": lambda row: row.splits[0] == row.splits[1] and row.classes[0] != row.classes[1],
-    "twice in a class": lambda row: row.splits[0] == row.splits[1] and row.classes[0] == row.classes[1],
+    "both learned from and tested on, so the accuracy says too much": lambda row: row.first.split != row.second.split,
+    "in two classes": lambda row: row.first.split == row.second.split and row.first.label != row.second.label,
+    "twice in a class": lambda row: row.first.split == row.second.split and row.first.label == row.second.label,
 }
 
 
@@ -57,10 +63,8 @@ class Inventory:
     """
 
     counts: dict[str, dict[str, int]]  # split -> class -> images; `inspect_images` includes the unreadable ones
-    unreadable: list[tuple[str, str]] = field(default_factory=list)  # names and reasons
+    unreadable: list[tuple[Found, str]] = field(default_factory=list)  # with the reasons
     left_out: list[tuple[str, str]] = field(default_factory=list)  # files and folders, and reasons
-    unchecked: int = 0  # images that have no file whose header could be read, as in a list of tensors
-    positions: dict[str, list[int]] = field(default_factory=dict)  # split -> where its unreadable images stand
     duplicates: list[Duplicate] = field(default_factory=list)  # where they were looked for
 
     @property
@@ -97,7 +101,7 @@ class Inventory:
         return "\n".join(lines + self.problems())
 
     def problems(self, most: int = _SHOWN) -> list[str]:
-        """What is left out and why, was not looked at, cannot be read (`most` of them), is rare, or there twice."""
+        """What is left out and why, cannot be read (`most` of them), is rare, or there twice."""
         lines = []
         if self.left_out:
             paths: dict[str, list[str]] = {}
@@ -106,10 +110,8 @@ class Inventory:
             reasons = sorted(paths.items(), key=lambda row: -len(row[1]))
             lines += ["", f"left out: {len(self.left_out)}"]
             lines += [f"  {len(rows):>6}  {why}, such as {printable(rows[0])}" for why, rows in reasons]
-        if self.unchecked:
-            lines += ["", f"not looked at before training: {counted(self.unchecked, 'image')} without a file"]
         if self.unreadable:
-            lines += ["", f"cannot be read: {len(self.unreadable)}", *unreadable_lines(self.unreadable, most)]
+            lines += ["", f"cannot be read: {len(self.unreadable)}", *self.unreadable_lines(most)]
         for split, counts in list(self.counts.items())[:1]:
             rare = [f"{printable(name)} ({count})" for name, count in counts.items() if count < FEW]
             if rare:
@@ -117,11 +119,15 @@ class Inventory:
         for what, holds in _KINDS.items():
             for how in ALIKE:
                 found = [row for row in self.duplicates if row.how == how and holds(row)]
-                both = [map(printable, map(": ".join, zip(row.splits, row.names))) for row in found]
+                both = [[printable(f"{one.split}: {one.name}") for one in row[:2]] for row in found]
                 if found:
                     lines += ["", f"{how} {what}: {counted(len(found), 'pair')}"]
                     lines += [f"  {line}" for line in _first(list(map("  =  ".join, both)), _PAIRS)]
         return lines
+
+    def unreadable_lines(self, most: int = _SHOWN) -> list[str]:
+        """The first images that cannot be read, one a line with its reason, and how many more there are."""
+        return unreadable_lines([(image.name, why) for image, why in self.unreadable], most)
 
 
 def counted(number: int, noun: str) -> str:
@@ -176,14 +182,12 @@ def inspect_parts(
     parts: Mapping[str, LabelledImages], look: Look = undecodable, left_out: Sequence[tuple[str, str]] = ()
 ) -> Inventory:
     """The inventory of the splits of a data set; `left_out` beside what each of them leaves out."""
-    found = Inventory(count_images(parts))
-    found.left_out.extend(dict.fromkeys([*left_out, *(row for images in parts.values() for row in images.left_out)]))
+    every = [*left_out, *(row for images in parts.values() for row in images.left_out)]
+    found = Inventory(count_images(parts), left_out=list(dict.fromkeys(every)))
     for split, images in parts.items():
         problems = look(images) if images.stored else {}
-        found.positions[split] = sorted(problems)
-        found.unreadable.extend((images.item_name(index), problems[index]) for index in found.positions[split])
-    unchecked = sum(len(images) for images in parts.values() if not images.stored)
-    return replace(found, unchecked=unchecked)
+        found.unreadable.extend((_found(split, images, index), problems[index]) for index in sorted(problems))
+    return found
 
 
 def count_images(parts: Mapping[str, LabelledImages]) -> dict[str, dict[str, int]]:
@@ -203,27 +207,19 @@ def find_duplicates(parts: Mapping[str, LabelledImages], near: bool = False) -> 
         if content is not None:  # the inventory says why it cannot be read
             groups.setdefault(content, []).append(place)
     pairs = {(group[0], other): ALIKE[0] for group in groups.values() for other in group[1:]}
-    if near:
-        stored = [(place, part, index) for place, (_, part, index) in enumerate(places) if part.stored]
-        for one, other in _alike(stored):
-            pairs.setdefault((one[0], other[0]), ALIKE[1] if _pixels(one) == _pixels(other) else ALIKE[2])
-    found = []
-    for pair, how in sorted(pairs.items()):
-        facts = []
-        for split, part, index in (places[place] for place in pair):
-            name = str(part.labels[index]) if not part.class_names else part.class_names[part.labels[index]]
-            facts.append((part.item_name(index), split, name, index))
-        both: Any = zip(*facts, strict=True)
-        names, splits, classes, rows = both
-        found.append(Duplicate(names, splits, classes, rows, how))
-    return found
+    stored = [place for place, (_, part, _) in enumerate(places) if near and part.stored]
+    if stored:
+        for pair in _alike(stored, np.array([grey_thumbnail(*places[place][1:]) for place in stored])):
+            one, other = (pixels_content(part.image(index)) for _, part, index in (places[place] for place in pair))
+            pairs.setdefault(pair, ALIKE[1] if one == other else ALIKE[2])
+    return [Duplicate(*(_found(*places[place]) for place in pair), how) for pair, how in sorted(pairs.items())]
 
 
-Place = tuple[int, LabelledImages, int]  # a number, and the images and the index among them that it stands for
-
-
-def _pixels(place: Place) -> bytes | None:
-    return pixels_content(place[1].image(place[2]))
+def _found(split: str, images: LabelledImages, index: int) -> Found:
+    label = images.labels[index]
+    return Found(
+        split, index, images.item_name(index), images.class_names[label] if images.class_names else str(label)
+    )
 
 
 def grey_thumbnail(images: LabelledImages, index: int) -> np.ndarray:
@@ -241,14 +237,9 @@ def grey_thumbnail(images: LabelledImages, index: int) -> np.ndarray:
     return centred / length if length > SIDE else blank  # a blank area is like every other one
 
 
-def _alike(places: Sequence[Place]) -> Iterator[tuple[Place, Place]]:
-    """Each image with the first one of which the thumbnail is nearly the same."""
-    count = len(places)
-    thumbnails = np.zeros((count, SIDE * SIDE), dtype=np.float32)
-    for row, (_, images, index) in enumerate(places):
-        thumbnails[row] = grey_thumbnail(images, index)
-    for start in range(0, count, _ROWS):
-        rows = thumbnails[start : start + _ROWS]
-        close = np.triu(rows @ thumbnails[start:].T > NEAR, 1)
+def _alike(places: Sequence[int], thumbnails: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Each place with the first one whose thumbnail, of (n, 256), is nearly the same."""
+    for start in range(0, len(places), _ROWS):
+        close = np.triu(thumbnails[start : start + _ROWS] @ thumbnails[start:].T > NEAR, 1)
         firsts = {int(b): int(a) for a, b in np.argwhere(close)[::-1]}
         yield from ((places[start + a], places[start + b]) for b, a in firsts.items())

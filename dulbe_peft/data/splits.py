@@ -11,15 +11,7 @@ import numpy as np
 
 from dulbe_peft.data.folders import SPLIT_NAMES, ImageFolder, folder_content, holds_only_folders, subfolders
 from dulbe_peft.data.images import LabelledImages, Splits, labelled_images, relabelled
-from dulbe_peft.data.inventory import (
-    Inventory,
-    Look,
-    count_images,
-    find_duplicates,
-    inspect_parts,
-    undecodable,
-    unreadable_lines,
-)
+from dulbe_peft.data.inventory import Inventory, Look, count_images, find_duplicates, inspect_parts, undecodable
 from dulbe_peft.data.readers import load_data, splits
 from dulbe_peft.utils.checks import check_int, is_number
 
@@ -136,11 +128,11 @@ def open_stream_data(
         parts[test_split] = relabelled(test, train.class_names)
     parts, inventory = readable(os.fspath(path), parts, strict, look, left_out)
     for label in np.setdiff1d(train.labels, parts[train_split].labels):
-        row = inventory.positions[train_split].index(np.flatnonzero(train.labels == label)[0])
-        example = ": ".join(inventory.unreadable[row])
+        name = train.class_names[label]
+        example, why = next(row for row in inventory.unreadable if row[0].label == name)
         raise ValueError(
-            f"no image of the class {train.class_names[label]!r} can be read, such as {example}; mend them, or take "
-            "the class away"
+            f"no image of the class {name!r} can be read, such as {example.name}: {why}; mend them, or take the class "
+            "away"
         )
     if test_fraction is not None:
         parts[train_split], parts[test_split] = hold_out(parts[train_split], test_fraction)
@@ -177,8 +169,9 @@ def readable(
     if found.unreadable and strict:
         first = f"{len(found.unreadable)} of the images in {path} cannot be read:"
         advice = "mend or remove them, or leave them out: without --strict (in Python strict=False)"
-        raise ValueError("\n".join([first, *unreadable_lines(found.unreadable), advice]))
-    return {split: images.without(found.positions[split]) for split, images in parts.items()}, found
+        raise ValueError("\n".join([first, *found.unreadable_lines(), advice]))
+    bad = {split: [image.place for image, _ in found.unreadable if image.split == split] for split in parts}
+    return {split: images.without(bad[split]) for split, images in parts.items()}, found
 
 
 def open_split(path: str | os.PathLike[str], split: str | None, **reading: Any) -> LabelledImages:

@@ -271,7 +271,7 @@ def _check_images(
                 if left[image] > 0:
                     left[image] -= 1
                 else:
-                    fresh.append(images.short_name(row))
+                    fresh.append(images.item_name(row))
             gone = left.total()
             if fresh or gone:
                 named = f" ({', '.join(fresh[:_SHOWN])}{', ...' * (len(fresh) > _SHOWN)})" if fresh else ""

@@ -161,7 +161,9 @@ def test_duplicates_are_those_of_a_literal_comparison(tmp_path):
     rows = [np.asarray(images.image(i).convert("L"), dtype=float).ravel() for i in range(len(images))]
     textured = [i for i, row in enumerate(rows) if row.std() > 1]
     expected = {(i, j) for i in textured for j in textured if i < j and np.corrcoef(rows[i], rows[j])[0, 1] > NEAR}
-    assert SIDE == 16 and {row.places for row in find_duplicates({"train": images}, near=True)} == {(0, 4), (0, 5)}
+    assert SIDE == 16 and {
+        (row.first.place, row.second.place) for row in find_duplicates({"train": images}, near=True)
+    } == {(0, 4), (0, 5)}
     assert expected == {(0, 4), (0, 5), (4, 5)} and find_duplicates({"train": images}) == []
 
 

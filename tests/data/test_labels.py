@@ -77,7 +77,7 @@ def test_keywords_of_a_vocabulary_are_labels(tmp_path):
     rows = [["SourceFile", "Subject"], ["a.jpg", "holiday, cat"], ["b.jpg", "dog"], ["c.jpg", "sea"], ["d.jpg", ""]]
     rows += [["e.jpg", "sea"], ["e.jpg.xmp", "dog, sea"]]
     images = load_data(table(tmp_path / "tags.csv", *rows), None, vocabulary=str(tmp_path / "words.txt"))
-    names = [(images.short_name(i), images.class_names[images.labels[i]]) for i in range(len(images))]
+    names = [(os.path.basename(images.item_name(i)), images.class_names[images.labels[i]]) for i in range(len(images))]
     assert names == [("a.jpg", "cat"), ("b.jpg", "dog"), ("e.jpg", "dog")]
     assert [os.path.basename(path) for path, _ in images.left_out] == ["c.jpg", "d.jpg"]
     both = table(tmp_path / "both.csv", *rows, ["f.jpg", "dog, cat"])
@@ -153,7 +153,7 @@ def test_the_real_exiftool_reads_labels_and_takes_guesses_twice(heap, learner, t
     (tmp_path / "tags.csv").write_text(exiftool("-csv", "-r", "-Subject", *kind, "heap"))
     (tmp_path / "words.txt").write_text("\n".join(DIGITS[:3]))
     images = load_data("tags.csv", None, vocabulary="words.txt")
-    found = {images.short_name(i): images.class_names[images.labels[i]] for i in range(len(images))}
+    found = {images.item_name(i): images.class_names[images.labels[i]] for i in range(len(images))}
     assert found == {path: label for path, (label, _) in heap.items()}
     for _ in range(2):
         assert run("predict", learner, "heap", "--exiftool", "guesses.csv") == 0

@@ -67,7 +67,7 @@ def test_image_folder_reads_folders_in_class_folders(folder, tmp_path):
     (zebra / "z.png").symlink_to(tmp_path / "gone.png")
     data = ImageFolder(folder, "train")
     below = ["0.tif", "2025/a.gif", "2025/june/z.JFIF", "a.jpeg", "b.PNG", "more/c.png", "z.png"]
-    assert [data.short_name(index) for index in range(2, 9)] == [f"zebra/{name}" for name in below]
+    assert [data.item_name(index) for index in range(2, 9)] == [str(zebra / name) for name in below]
     assert data.labels.tolist() == [0, 0] + [1] * 7 and data.class_names == ("Ant eater", "zebra")
     assert np.allclose([red(data[index]) for index in range(2, 8)], [70, 60, 50, 10, 20, 80], atol=4)
     with pytest.raises(ValueError, match=r"image 8 \(.*z\.png is a link to .*gone\.png, which does not exist"):
@@ -199,7 +199,7 @@ def test_datasets_are_decoded_with_our_formats_and_turned_upright(datasets, monk
             images[1]
         with pytest.raises(ValueError, match="image 2 .* cannot be read: it has no bytes and no file on this machine"):
             images[2]
-    assert inspect_images(plain).positions == {"images": [1, 2]} and not started
+    assert [image.place for image, _ in inspect_images(plain).unreadable] == [1, 2] and not started
     with pytest.raises(ValueError, match=r"columns \['image', 'fine'\]"):
         labelled_images(plain.rename_column("label", "fine"))
     other = labelled_images(plain.with_transform(lambda batch: {"image": ["x"], "label": [0]}))

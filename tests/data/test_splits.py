@@ -36,9 +36,9 @@ def test_an_inventory_counts_and_names(tmp_path):
         (train / odd).write_text("no image")
     (train / "fox").mkdir()
     found = inspect_images(ImageFolder(tmp_path, "train"))
-    assert found.counts == {"train": {"cat": 3, "dog": 2}} and found.unchecked == 0
+    assert found.counts == {"train": {"cat": 3, "dog": 2}}
     bad = str(train / "dog" / "0.jpg")
-    assert [name for name, _ in found.unreadable] == [bad] and found.positions == {"train": [3]}
+    assert [image[:3] for image, _ in found.unreadable] == [("train", 3, bad)]
     assert {Path(path).name: why for path, why in found.left_out} == {
         "notes.txt": "files ending in .txt are not read",
         "raw.CR2": "files ending in .cr2 are not read",
@@ -56,10 +56,9 @@ def test_an_inventory_of_tasks_and_lists(tmp_path):
     photos(tmp_path, {"finch": 1, "robin": 2})
     (tmp_path / "robin" / "1.jpg").write_bytes(b"damaged")
     tasks = class_incremental_tasks(ImageFolder(tmp_path), increment=1)
-    assert inspect_images(tasks[1].train).positions == {"images": [1]}
+    assert [image.place for image, _ in inspect_images(tasks[1].train).unreadable] == [1]
     plain = inspect_images([(Image.new("RGB", (4, 4)), 1), (Image.new("RGB", (4, 4)), 0)])
-    assert plain.unchecked == 2 and plain.counts == {"images": {"0": 1, "1": 1}}
-    assert "not looked at before training: 2 images" in plain.format()
+    assert not plain.unreadable and plain.counts == {"images": {"0": 1, "1": 1}}
 
 
 def test_hold_out_ignores_order_place_and_other_images(tmp_path):
