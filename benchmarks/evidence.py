@@ -48,16 +48,15 @@ def frozen(
     return [[head, *map(short, columns)], *lines, ["mean of the lines", *means(found.values())]]
 
 
-def edges(results: Path, counts: str) -> list[list[str]]:
+def edges(results: Path, counts: str, classifiers: str) -> list[list[str]]:
     """One line an edge and number of images: the means over the streams, and how far `bayes` is behind the best."""
     found: dict[tuple[str, str], dict[str, float]] = {}
-    columns: dict[str, None] = {}
+    columns = classifiers.split(",")
     for path in sorted(results.glob("edges/*.json")):
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
             if row["counts"] in counts.split(","):
                 key = (f"{row['edge']}, {row['counts']}", row["stream"])
                 found.setdefault(key, {})[row["classifier"]] = row["value"]
-                columns[row["classifier"]] = None
     lines = []
     for name in dict.fromkeys(key[0] for key in found):
         rows = [row for key, row in found.items() if key[0] == name]
@@ -79,16 +78,15 @@ def trained(results: Path, file: str, classifiers: str, streams: str = "", witho
 
 
 def family(results: Path, file: str, stream: str, classifiers: str) -> list[list[str]]:
-    """One line a method: A_last and the difference to no training, what the model still knows, what is trained."""
+    """One line a method: A_last and the difference to no training, and what the model still knows."""
     rows, columns = compared(results, file), classifiers.split(",")
-    lines, head = [], ["method", *map(short, columns), "still known", "trained"]
+    lines, head = [], ["method", *map(short, columns), "still known"]
     for method in methods_of(rows, stream):
         each = [rows[stream, method, name] for name in columns]
         if method != "frozen" and each[0]["trainable_parameters"] == "0":  # its own classifier alone is another
             continue
         known = percent(each[0]["retention"]) if each[0]["retention"] else ""
-        trainable = f"{int(each[0]['trainable_parameters']):,}"
-        lines.append([named(method), *(gained(row, interval=False) for row in each), known, trainable])
+        lines.append([named(method), *(gained(row, interval=False) for row in each), known])
     shown = [any(line[place] for line in lines) for place in range(len(head))]
     return [[cell for cell, full in zip(line, shown, strict=True) if full] for line in (head, *lines)]
 
