@@ -19,13 +19,16 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
+
 def main() -> None:
     for path in PAGES:
         path.write_text(page(path.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
 
+
 def page(text: str, results: Path) -> str:
     """The page with the tables of a folder's files between its markers."""
     return MARKED.sub(lambda found: f"{found[1]}\n{made(found[2], results)}\n\n{found[3]}", text)
+
 
 def made(marker: str, results: Path) -> str:
     """The table that a marker asks for."""
@@ -36,6 +39,7 @@ def made(marker: str, results: Path) -> str:
     head, *lines = evidence.TABLES[name](results, **settings)
     first, *rows = ("| " + " | ".join(line) + " |" for line in [head, *lines])
     return "\n".join([first, "|" + "---|" * len(head), *rows])
+
 
 def figures(results: Path, benchmarks: str) -> str:
     """A row for each figure of these benchmarks that has a goal; then the machines."""
@@ -52,6 +56,7 @@ def figures(results: Path, benchmarks: str) -> str:
         commands.setdefault(where, {})[f"`benchmarks.{report['benchmark']}`"] = None
     return "\n".join([*rows, "", *(f"- {where}: {', '.join(called)}" for where, called in commands.items())])
 
+
 def line(row: dict[str, Any]) -> str:
     """One figure, with its spread: processor time where it was taken."""
     goal = row["goal"] or ""
@@ -62,13 +67,16 @@ def line(row: dict[str, Any]) -> str:
     spread = next(row["ratio"][clock] for clock in ("bytes", "cpu", "wall") if clock in row["ratio"])
     return f"| {row['what']} | {goal} | {cell(spread)} |"
 
+
 def number(value: float) -> str:
     """Two decimals where they show something."""
     return f"{value:.2f}" if abs(value) >= 0.01 or value == 0 else f"{value:.1e}"
 
+
 def cell(spread: dict[str, float]) -> str:
     """Median and quartiles."""
     return f"**{spread['median']:.2f}** ({spread['q1']:.2f} to {spread['q3']:.2f})"
+
 
 if __name__ == "__main__":
     main()
