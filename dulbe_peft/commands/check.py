@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.commands.options import argument, command, field_options, load_learner, option, store_option
-from dulbe_peft.commands.outputs import FOLDER, as_flags, claim, data_name, overwrite_option, say_next, words_of
+from dulbe_peft.commands.options import NO_STORE, OVERWRITE, File, Folder, Page, command, field_options, load_learner
+from dulbe_peft.commands.outputs import FOLDER, as_flags, claim, data_name, say_next, words_of
 from dulbe_peft.runs.settings import StreamArguments
 from dulbe_peft.utils.files import write_csv
+from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import printable
 
 if TYPE_CHECKING:
@@ -32,26 +33,17 @@ SMALL = 64  # pixels; an image with fewer shows a model of 224 pixels little
 
 
 @command()
-@argument("data", "images, as for run")
-@option("--page", metavar="FILE.html", help="write a page with pictures, too")
-@option("--csv", metavar="FILE", help="write split, path, finding, detail of all that is found; - is standard output")
-@option("--move-to", metavar="FOLDER", help="move the files that the table names, but for what is left out anyway")
-@option("--check-labels", is_flag=True, help="name the images that look like another class; needs --model")
-@option("--model", metavar="MODEL", help="whose eyes --check-labels looks with, as for run")
-@option("--device", metavar="TEXT", help="where that model runs")
 @field_options(StreamArguments, ("train_split", "test_split"))
-@store_option
-@overwrite_option
 def check(
-    data: str,
-    page: str | None,
-    csv: str | None,
-    move_to: str | None,
-    check_labels: bool,
-    model: str | None,
-    device: str | None,
-    no_store: bool,
-    overwrite: bool,
+    data: str = setting(..., "images, as for run", place=True),
+    page: Page | None = setting(None, "write a page with pictures, too"),
+    csv: File | None = setting(None, "write split, path, finding, detail of all that is found; - is standard output"),
+    move_to: Folder | None = setting(None, "move the files that the table names, but for what is left out anyway"),
+    check_labels: bool = setting(False, "name the images that look like another class; needs --model"),
+    model: str | None = setting(None, "whose eyes --check-labels looks with, as for run"),
+    device: str | None = setting(None, "where that model runs"),
+    no_store: bool = NO_STORE,
+    overwrite: bool = OVERWRITE,
     **splits: str | None,
 ) -> int:
     """examples:

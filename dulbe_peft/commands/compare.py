@@ -1,21 +1,22 @@
 """`dulbe-peft compare`: methods and classifiers side by side on the same streams."""
 
 from pathlib import Path
+from typing import Literal
 
-from dulbe_peft.commands.options import argument, command, option
-from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option, say_next
+from dulbe_peft.commands.options import OVERWRITE, Folder, command
+from dulbe_peft.commands.outputs import FOLDER, claim, say_next
+from dulbe_peft.utils.settings import AtLeastOne, setting
 
 
 @command(kept="finished runs are kept")
-@argument("file", "YAML file that says what to compare", metavar="FILE.yaml")
-@option("--output", required=True, metavar="FOLDER", help="folder for all runs and the table")
-@option("--jobs", type=int, help="runs at once, at most one a core of this machine (so many)")
-@option("--backend", choice=("local", "dask", "ray"), default="local", help="who runs (local)")
-@option("--address", help="of the scheduler of dask or ray; else one starts on this machine")
-@option("--dry-run", is_flag=True, help="print the runs that are missing, and exit")
-@overwrite_option
 def compare(
-    file: str, output: str, jobs: int | None, backend: str, address: str | None, dry_run: bool, overwrite: bool
+    file: str = setting(..., "YAML file that says what to compare", place=True),
+    output: Folder = setting(..., "folder for all runs and the table"),
+    jobs: AtLeastOne | None = setting(None, "runs at once, at most one a core of this machine (so many)"),
+    backend: Literal["local", "dask", "ray"] = setting("local", "who runs"),
+    address: str | None = setting(None, "of the scheduler of dask or ray; else one starts on this machine"),
+    dry_run: bool = setting(False, "print the runs that are missing, and exit"),
+    overwrite: bool = OVERWRITE,
 ) -> int:
     """example:
       dulbe-peft compare examples/comparisons/digits.yaml --output comparison

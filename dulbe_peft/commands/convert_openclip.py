@@ -1,20 +1,22 @@
 """`dulbe-peft convert-openclip`: an OpenCLIP checkpoint as a folder that `--model` takes."""
 
-from typing import Any
+from typing import Any, Literal
 
 from dulbe_peft.commands.given import check_given
-from dulbe_peft.commands.options import argument, command, option
+from dulbe_peft.commands.options import command
+from dulbe_peft.utils.settings import setting
 
 
 @command()
-@argument("checkpoint", "open_clip's .safetensors file, or .bin or .pt with tensors alone")
-@argument("output", "folder for the model and its processor")
-@option("--tokenizer", required=True, help="folder or Hub id with CLIP's tokenizer: openai/clip-vit-base-patch16")
-@option("--resize", choice=("crop", "squash"), default="crop", help="the centre, or the whole to a square (crop)")
-@option("--activation", choice=("gelu", "quick_gelu"), default="gelu", help="of OpenAI's weights: quick_gelu")
-@option("--vision-heads", type=int, help="attention heads of the vision tower")
-@option("--text-heads", type=int, help="attention heads of the text tower")
-def convert_openclip(checkpoint: str, output: str, tokenizer: str, resize: str, **facts: Any) -> int:
+def convert_openclip(
+    checkpoint: str = setting(..., "open_clip's .safetensors file, or .bin or .pt with tensors alone", place=True),
+    output: str = setting(..., "folder for the model and its processor", place=True),
+    tokenizer: str = setting(..., "folder or Hub id with CLIP's tokenizer: openai/clip-vit-base-patch16"),
+    resize: Literal["crop", "squash"] = setting("crop", "the centre, or the whole to a square"),
+    activation: Literal["gelu", "quick_gelu"] = setting("gelu", "of OpenAI's weights: quick_gelu"),
+    vision_heads: int | None = setting(None, "attention heads of the vision tower"),
+    text_heads: int | None = setting(None, "attention heads of the text tower"),
+) -> int:
     """example:
       dulbe-peft convert-openclip open_clip_model.safetensors openclip-vit-b-16 \\
           --tokenizer openai/clip-vit-base-patch16 --resize squash
@@ -25,6 +27,7 @@ def convert_openclip(checkpoint: str, output: str, tokenizer: str, resize: str, 
     check_given(checkpoint=checkpoint)
     from dulbe_peft.encoders.openclip import save_open_clip
 
+    facts = {"activation": activation, "vision_heads": vision_heads, "text_heads": text_heads}
     model: Any = save_open_clip(checkpoint, output, tokenizer, resize, **facts)
     vision, text = model.config.vision_config, model.config.text_config
     for name, tower in (("images", vision), ("texts", text)):

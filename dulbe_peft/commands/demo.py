@@ -1,15 +1,17 @@
 """`dulbe-peft demo`: three months of digits in seconds, offline."""
 
-from dulbe_peft.commands.options import command, option
-from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option, say_next
+from dulbe_peft.commands.options import OVERWRITE, command
+from dulbe_peft.commands.outputs import FOLDER, claim, say_next
+from dulbe_peft.utils.settings import setting
 
 
 @command(kept="finished tasks are kept")
-@option("--output", default="dulbe-demo", help="folder for learner, results and report (dulbe-demo)")
-@option("--compare", is_flag=True, help="five tasks, with training and without, in one table: half a minute")
-@option("--seed", type=int, default=0, help="seed of the learner (0)")
-@overwrite_option
-def demo(output: str, compare: bool, seed: int, overwrite: bool) -> int:
+def demo(
+    output: str = setting("dulbe-demo", "folder for learner, results and report"),
+    compare: bool = setting(False, "five tasks, with training and without, in one table: half a minute"),
+    seed: int = setting(0, "seed of the learner (0)"),
+    overwrite: bool = OVERWRITE,
+) -> int:
     """example:
       dulbe-peft demo
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.commands.options import command, learner_options, option
+from dulbe_peft.commands.options import CLASS_NAMES, DATA, STRICT, Load, Share, command, learner_options
 from dulbe_peft.commands.outputs import say_next
+from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import printable
 
 if TYPE_CHECKING:
@@ -22,25 +22,16 @@ if TYPE_CHECKING:
 
 @command()
 @learner_options(choose=True)
-@option("--data", required=True, help="images: a folder of classes or of parquet files, or hf:NAME")
-@option("--split", help="split of the data (test, or the classes of a folder without splits)")
-@option("--class-names", metavar="FILE", help="text file with the names of the classes, as for run")
-@option("--strict", is_flag=True, help="stop where an image cannot be read; else such images are left out")
-@option("--reject", type=float, metavar="SHARE", help='measure "none of these" for these accepted false alarms')
-@option("--zero-shot", is_flag=True, help="measure what is still known of unlearned classes")
-@option(
-    "--scale", type=float, multiple=True, metavar="S...", help="for --zero-shot: shares of what was learned, 0 to 1"
-)
 def evaluate(
     learner: str,
-    load: Callable[[], ClassIncrementalLearner],
-    data: str,
-    split: str | None,
-    class_names: str | None,
-    strict: bool,
-    reject: float | None,
-    zero_shot: bool,
-    scale: Sequence[float],
+    load: Load,
+    data: str = DATA,
+    split: str | None = setting(None, "split of the data (test, or the classes of a folder without splits)"),
+    class_names: str | None = CLASS_NAMES,
+    strict: bool = STRICT,
+    reject: Share | None = setting(None, 'measure "none of these" for these accepted false alarms'),
+    zero_shot: bool = setting(False, "measure what is still known of unlearned classes"),
+    scale: tuple[float, ...] = setting((), "for --zero-shot: shares of what was learned, 0 to 1"),
 ) -> int:
     """example:
       dulbe-peft evaluate out --data photos

@@ -1,28 +1,21 @@
 """`dulbe-peft export`: write a saved learner in a form that works without this package."""
 
-from collections.abc import Callable
-from typing import Any
-
-from dulbe_peft.commands.options import argument, command, learner_options, option
-from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option, say_next
+from dulbe_peft.commands.options import OVERWRITE, Load, command, learner_options
+from dulbe_peft.commands.outputs import FOLDER, claim, say_next
 from dulbe_peft.deployment import FORMATS, PRECISIONS
+from dulbe_peft.utils.settings import setting
 
 
 @command()
 @learner_options(choose=True, encodes=False)
-@argument("output", "folder for the export; only an earlier export is replaced")
-@option("--format", "kind", choice=FORMATS, default="lora", help="what to write (lora)")
-@option("--compress-to", type=int, metavar="RANK", help="lora: best approximation of this rank; prints its error")
-@option("--precision", choice=PRECISIONS, default="float32", help="of the encoder's weights in a graph (float32)")
-@overwrite_option
 def export(
     learner: str,
-    load: Callable[[], Any],
-    output: str,
-    kind: str,
-    compress_to: int | None,
-    precision: str,
-    overwrite: bool,
+    load: Load,
+    output: str = setting(..., "folder for the export; only an earlier export is replaced", place=True),
+    kind: str = setting("lora", "what to write", flag="--format", choice=FORMATS),
+    compress_to: int | None = setting(None, "lora: best approximation of this rank; prints its error"),
+    precision: str = setting("float32", "of the encoder's weights in a graph", choice=PRECISIONS),
+    overwrite: bool = OVERWRITE,
 ) -> int:
     """example:
       dulbe-peft export out exported --format onnx

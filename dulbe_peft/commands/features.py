@@ -3,44 +3,33 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-import click
-
-from dulbe_peft.commands.options import command, learner_options, option
-from dulbe_peft.commands.outputs import claim, overwrite_option, say_next
+from dulbe_peft.commands.options import CLASS_NAMES, DATA, OVERWRITE, STRICT, File, Load, command, learner_options
+from dulbe_peft.commands.outputs import claim, say_next
+from dulbe_peft.utils.settings import AtLeastOne, setting
 
 if TYPE_CHECKING:
     from dulbe_peft.data.images import LabelledImages
-    from dulbe_peft.learner import ClassIncrementalLearner
 
 
 @command(kept="what is encoded is kept in the feature store")
 @learner_options(optional=True)
-@option("--data", required=True, help="images: a folder of classes or of parquet files, or hf:NAME")
-@option("--split", help="one split alone; '' for a folder of classes (all that run would learn and test)")
-@option("--class-names", metavar="FILE", help="text file with the names of the classes, as for run")
-@option("--strict", is_flag=True, help="stop where an image cannot be read; else such images are left out")
-@option("--output", metavar="FILE.parquet", help="write a table: content, path, split, label, embedding")
-@option("--engine", choice=("local", "dask", "ray"), help="encode in several processes, or with Dask or Ray")
-@option("--jobs", type=click.IntRange(1), help="workers of --engine, at most one a core of this machine (so many)")
-@option("--address", help="of a running cluster of Dask or Ray; else workers start on this machine")
-@overwrite_option
 def features(
     learner: str | None,
-    load: Callable[..., ClassIncrementalLearner],
-    data: str,
-    split: str | None,
-    class_names: str | None,
-    strict: bool,
-    output: str | None,
-    engine: str | None,
-    jobs: int | None,
-    address: str | None,
-    overwrite: bool,
+    load: Load,
+    data: str = DATA,
+    split: str | None = setting(None, "one split alone; '' for a folder of classes (all that run would use)"),
+    class_names: str | None = CLASS_NAMES,
+    strict: bool = STRICT,
+    output: File | None = setting(None, "write a table: content, path, split, label, embedding"),
+    engine: Literal["local", "dask", "ray"] | None = setting(None, "encode in several processes, or with Dask or Ray"),
+    jobs: AtLeastOne | None = setting(None, "workers of --engine, at most one a core of this machine (so many)"),
+    address: str | None = setting(None, "of a running cluster of Dask or Ray; else workers start on this machine"),
+    overwrite: bool = OVERWRITE,
 ) -> int:
     """examples:
       dulbe-peft features --model openai/clip-vit-base-patch16 --data photos --engine local --jobs 8

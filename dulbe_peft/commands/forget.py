@@ -1,27 +1,21 @@
 """`dulbe-peft forget`: take classes or single photographs out of a learner."""
 
-from collections.abc import Callable
-from typing import Any
-
 from dulbe_peft.commands.correcting import drop_classifiers, reasons_of, write_corrected
 from dulbe_peft.commands.given import check_images, noted_classes
-from dulbe_peft.commands.options import argument, command, learner_options, option
-from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option
+from dulbe_peft.commands.options import OVERWRITE, File, Folder, Load, command, learner_options
+from dulbe_peft.commands.outputs import FOLDER, claim
+from dulbe_peft.utils.settings import setting
 
 
 @command()
 @learner_options()
-@argument("classes", "names of classes that the learner knows", nargs=-1, metavar="[CLASS...]")
-@option("--image", multiple=True, metavar="FILE...", help="photographs that were learned, wherever they lie now")
-@option("--output", required=True, metavar="FOLDER", help="folder for the learner without them")
-@overwrite_option
 def forget(
     learner: str,
-    load: Callable[[], Any],
-    classes: tuple[str, ...],
-    image: tuple[str, ...],
-    output: str,
-    overwrite: bool,
+    load: Load,
+    classes: tuple[str, ...] = setting((), "names of classes that the learner knows", place=True),
+    image: tuple[File, ...] = setting((), "photographs that were learned, wherever they lie now"),
+    output: Folder = setting(..., "folder for the learner without them"),
+    overwrite: bool = OVERWRITE,
 ) -> int:
     """examples:
       dulbe-peft forget june "great auk" dodo --output june-without

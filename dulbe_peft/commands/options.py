@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import Field, fields, replace
 from functools import partial, wraps
-from inspect import cleandoc
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from inspect import cleandoc, signature
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args, get_origin, get_type_hints
 
 import click
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.commands.given import check_given, noted
 from dulbe_peft.runs.settings import GROUPS, from_text
-from dulbe_peft.utils.settings import field_types
+from dulbe_peft.utils.settings import field_types, setting
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.learner import ClassIncrementalLearner
@@ -21,6 +21,27 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it
 _MACHINE = ("device", "num_workers", "eval_batch_size", "progress")
 _ENCODING = ("precision", "backend", "force")  # of commands that encode images
 Decorator = Callable[[Any], Any]
+
+# Texts and numbers with the words that the help has for them.
+File = Annotated[str, "FILE"]
+Page = Annotated[str, "FILE.html"]
+Folder = Annotated[str, "FOLDER"]
+Share = Annotated[float, "SHARE"]
+# What several commands have.
+DATA = setting(..., "images: a folder of classes or of parquet files, or hf:NAME")
+CLASS_NAMES = setting(None, "text file with the names of the classes, as for run", metavar="FILE")
+STRICT = setting(False, "stop where an image cannot be read; else such images are left out")
+LABELS = setting(
+    None, "in place of --data: a table with path,label[,split], or exiftool's SourceFile,Subject", metavar="FILE.csv"
+)
+NO_STORE = setting(False, "keep no features of images, and find none that were kept")
+OVERWRITE = setting(False, "begin anew where something else stands, which becomes NAME.old")
+
+
+class Load(Protocol):
+    """What makes the learner that a command was given; keywords change how."""
+
+    def __call__(self, **changes: Any) -> ClassIncrementalLearner: ...
 
 
 class Option(click.Option):
@@ -71,68 +92,71 @@ class Command(click.Command):
 
 
 def command(usage: str = "[OPTIONS]", kept: str = "") -> Decorator:
-    """Make a function a command; the decorators below it declare its parameters, its docstring ends the help."""
+    """Make a function a command, whose docstring ends the help.
+
+    A parameter whose default is a `setting` is a flag, or an argument where the setting has `place=True`; it is
+    required where the setting's default is `...`. Decorators below this one add parameters, which come first.
+    """
 
     def make(function: Callable[..., int]) -> Command:
         made: Command = click.command(cls=Command, help="", epilog=cleandoc(function.__doc__ or ""))(function)
         made.kept, made.options_metavar = kept, usage
+        given = {name: one.default for name, one in signature(function).parameters.items()}
+        own = {name: one for name, one in given.items() if isinstance(one, Field)}
+        hints = get_type_hints(function, include_extras=True) if own else {}
+        declared = [_parameter(name, one, hints[name], own=True) for name, one in own.items()]
+        made.params = [*getattr(function, "first", []), *made.params, *declared]
         return made
 
     return make
 
 
-def argument(name: str, help: str, **settings: Any) -> Decorator:
-    """An argument by its place, with a help text."""
-    return click.argument(name, help=help, **settings)
+def _with(function: Any, parameters: Sequence[click.Parameter]) -> Any:
+    """A function that `command` gives these parameters, too."""
+    function.first = [*parameters, *getattr(function, "first", [])]
+    return function
 
 
-def option(*names: str, choice: Sequence[str] = (), **settings: Any) -> Decorator:
-    """A flag; `choice` names the values that it takes."""
-    kind = {"type": click.Choice(choice)} if choice else {}
-    return click.option(*names, cls=Option, **kind, **settings)
+def setting_options(shown: Collection[str]) -> Decorator:
+    """The settings of a run. `--help` shows those in `shown`."""
+    facts: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _show_all}
+    found = [Option(["--help-all"], help="Show all settings and exit.", **facts)]
+    for title, kind in GROUPS.items():
+        names = {field.name for field in fields(kind)}
+        found += _fields(kind, names, title, rare=names - set(shown))
+    return partial(_with, parameters=found)
 
 
-def setting_options(shown: Collection[str], hidden: Collection[str] = ()) -> Decorator:
-    """The settings of a run and `--config`. `--help` shows those in `shown`; the command lacks those in `hidden`."""
-
-    def add(function: Any) -> Any:
-        eager: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _show_all}
-        function = option("--help-all", help="Show all settings and exit.", **eager)(function)
-        for title, kind in reversed(GROUPS.items()):
-            names = [field.name for field in fields(kind) if field.name not in hidden]
-            function = field_options(kind, names, title, rare=set(names) - set(shown))(function)
-        return option("--config", metavar="FILE", help="YAML file with settings of run, by their names")(function)
-
-    return add
-
-
-def field_options(kind: Any, names: Collection[str], group: str = "options", rare: Collection[str] = ()) -> Decorator:
+def field_options(kind: Any, names: Collection[str]) -> Decorator:
     """The named fields of a dataclass as options. One that is not given is None."""
-
-    def add(function: Any) -> Any:
-        for field in reversed([field for field in fields(kind) if field.name in names]):
-            facts = _option_facts(field, field_types(kind)[field.name])
-            flag = facts.pop("flag", "--" + field.name.replace("_", "-"))
-            function = option(flag, field.name, group=group, rare=field.name in rare, **facts)(function)
-        return function
-
-    return add
+    return partial(_with, parameters=_fields(kind, names))
 
 
-def _option_facts(field: Field[Any], hint: Any) -> dict[str, Any]:
-    default = "" if field.default in (None, "", False) else f" (default: {field.default})"
-    facts: dict[str, Any] = {"help": field.metadata["help"] + default, "default": None}
+def _fields(kind: Any, names: Collection[str], group: str = "options", rare: Collection[str] = ()) -> list[Any]:
+    hints = field_types(kind)
+    of = [field for field in fields(kind) if field.name in names]
+    return [_parameter(one.name, one, hints[one.name], group=group, rare=one.name in rare) for one in of]
+
+
+def _parameter(name: str, field: Field[Any], hint: Any, own: bool = False, **shown: Any) -> click.Parameter:
+    """A setting as a parameter of a command; unless it is the command's `own`, it is None where it is not given."""
+    told, required = dict(field.metadata), field.default is ...
+    flag, several = told.pop("flag", "--" + name.replace("_", "-")), told.pop("repeated", get_origin(hint) is tuple)
+    facts: dict[str, Any] = {"required": required} if required else {"default": field.default if own else None}
+    if told.pop("place", False):
+        return click.Argument([name], nargs=-1 if several else 1, **facts | told)
+    if field.default not in (None, "", False, (), ...):
+        told["help"] += f" (default: {field.default})"
     if hint is bool:
-        flag = field.name.replace("_", "-")
-        return facts | {"flag": f"--{flag}/--no-{flag}"}
+        return Option([flag if own else f"{flag}/--no-{flag[2:]}", name], is_flag=own or None, **facts | told | shown)
     kind = hint if get_origin(hint) in (Annotated, Literal) else (get_args(hint) or [hint])[0]  # of list[int] | None
-    if get_origin(kind) is Literal:
-        return facts | {"type": click.Choice(get_args(kind))}
-    if field.metadata.get("repeated"):
-        return facts | {"multiple": True, "metavar": "TEXT"}
-    kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
-    shown = {int: "INTEGER", float: "FLOAT", str: "TEXT"}.get(kind, "A,B,...")
-    return facts | {"type": _Setting(field.name, hint), "metavar": shown}
+    if get_origin(kind) is Literal or "choice" in told:
+        return Option([flag, name], type=click.Choice(told.pop("choice", get_args(kind))), **facts | told | shown)
+    plain, *limits = get_args(kind) if get_origin(kind) is Annotated else [kind]
+    words = [word for word in limits if isinstance(word, str)]
+    facts["metavar"] = words[0] if words else {int: "INTEGER", float: "FLOAT", str: "TEXT"}.get(plain, "A,B,...")
+    facts |= {"type": plain, "multiple": True} if several else {"type": _Setting(name, hint)}
+    return Option([flag, name], **facts | told | shown)
 
 
 class _Setting(click.ParamType):
@@ -155,16 +179,20 @@ def _show_all(ctx: click.Context, _: click.Parameter, value: bool) -> None:
         ctx.exit()
 
 
+def argument(name: str, help: str, **settings: Any) -> Decorator:
+    """An argument by its place, with a help text."""
+    return click.argument(name, help=help, **settings)
+
+
+def option(*names: str, choice: Sequence[str] = (), **settings: Any) -> Decorator:
+    """A flag; `choice` names the values that it takes."""
+    kind = {"type": click.Choice(choice)} if choice else {}
+    return click.option(*names, cls=Option, **kind, **settings)
+
+
 def labels_option(function: Any) -> Any:
     """The flag `--labels`."""
-    table = "in place of --data: a table with path,label[,split], or exiftool's SourceFile,Subject"
-    return option("--labels", metavar="FILE.csv", help=table)(function)
-
-
-def store_option(function: Any) -> Any:
-    """The flag `--no-store`."""
-    kept = "keep no features of images, and find none that were kept"
-    return option("--no-store", is_flag=True, group="machine", help=kept)(function)
+    return _with(function, [_parameter("labels", LABELS, str, own=True)])
 
 
 def learner_options(optional: bool = False, choose: bool = False, encodes: bool = True) -> Decorator:
@@ -188,15 +216,17 @@ def learner_options(optional: bool = False, choose: bool = False, encodes: bool 
             status: int = function(learner=learner, load=load, **flags)
             return status
 
-        made = store_option(call) if encodes else call
-        made = field_options(LearnerArguments, own, "machine")(made)
+        what = "a saved learner: a run's folder, one of its tasks, or a Hub id"
+        place = setting(None if optional else ..., what, place=True)
+        model = setting(None, f"the base model, where it is not where it was{alone}", metavar="MODEL")
+        made = [_parameter("learner", place, str, own=True), _parameter("model", model, str, own=True)]
         if choose:
             what = "which of the learner's classifiers answers; none: its first"
-            made = option("--classifier", metavar="NAME", help=what)(made)
-        what = f"the base model, where it is not where it was{alone}"
-        made = option("--model", metavar="MODEL", help=what)(made)
-        what = "a saved learner: a run's folder, one of its tasks, or a Hub id"
-        return argument("learner", what, required=not optional)(made)
+            made.append(_parameter("classifier", setting(None, what, metavar="NAME"), str, own=True))
+        made += _fields(LearnerArguments, own, "machine")
+        if encodes:
+            made.append(_parameter("no_store", NO_STORE, bool, own=True, group="machine"))
+        return _with(call, made)
 
     return add
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dulbe_peft.commands.given import check_images
-from dulbe_peft.commands.options import argument, command, learner_options, option
-from dulbe_peft.commands.outputs import FOLDER, as_flags, claim, overwrite_option, say_next
+from dulbe_peft.commands.options import OVERWRITE, File, Folder, Load, Share, command, learner_options
+from dulbe_peft.commands.outputs import FOLDER, as_flags, claim, say_next
+from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import printable
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it
@@ -33,27 +34,18 @@ HEADER = ["path", "class", "probability", "novelty"]
 
 @command()
 @learner_options(choose=True)
-@argument("paths", "image files or folders; -: an image or paths on standard input", nargs=-1, required=True)
-@option("--top-k", type=int, default=1, help="how many classes for each image (1)")
-@option("--csv", metavar="FILE", help="write path, class, probability, novelty; - is standard output")
-@option("--json", "json_file", metavar="FILE", help="write the same as JSON; - is standard output")
-@option("--exiftool", metavar="FILE.csv", help="write keywords below `dulbe`, as `exiftool -csv+=FILE` takes them")
-@option("--sort-into", metavar="FOLDER", help="copy each image into a folder of its class, and replace nothing")
-@option("--reject", type=float, metavar="SHARE", help='answer "none of these"; accepted false alarms')
-@option("--coverage", type=float, metavar="SHARE", help="give so many classes that the right one is among them")
-@overwrite_option
 def predict(
     learner: str,
-    load: Callable[..., ClassIncrementalLearner],
-    paths: tuple[str, ...],
-    top_k: int,
-    csv: str | None,
-    json_file: str | None,
-    exiftool: str | None,
-    sort_into: str | None,
-    reject: float | None,
-    coverage: float | None,
-    overwrite: bool,
+    load: Load,
+    paths: tuple[str, ...] = setting(..., "images or folders; -: an image or paths on standard input", place=True),
+    top_k: int = setting(1, "how many classes for each image"),
+    csv: File | None = setting(None, "write path, class, probability, novelty; - is standard output"),
+    json_file: File | None = setting(None, "write the same as JSON; - is standard output", flag="--json"),
+    exiftool: File | None = setting(None, "write keywords below `dulbe`, as `exiftool -csv+=FILE` takes them"),
+    sort_into: Folder | None = setting(None, "copy each image into a folder of its class, and replace nothing"),
+    reject: Share | None = setting(None, 'answer "none of these"; accepted false alarms'),
+    coverage: Share | None = setting(None, "give so many classes that the right one is among them"),
+    overwrite: bool = OVERWRITE,
 ) -> int:
     """examples:
       dulbe-peft predict out photo.jpg

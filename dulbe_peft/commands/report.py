@@ -2,32 +2,20 @@
 
 from pathlib import Path
 
-from dulbe_peft.commands.options import argument, command, option
-from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option, say_next, words_of
+from dulbe_peft.commands.options import OVERWRITE, File, Folder, Page, command
+from dulbe_peft.commands.outputs import FOLDER, claim, say_next, words_of
+from dulbe_peft.utils.settings import setting
 
 
 @command()
-@argument(
-    "runs",
-    "folders that run or compare has written, or a table of predict --csv",
-    nargs=-1,
-    required=True,
-    metavar="RUN...",
-)
-@option("--output", metavar="FILE.html", help="the page (report.html in the folder, or here for several runs)")
-@option("--csv", metavar="FILE", help="write the table of results, too, with full figures")
-@option("--latex", metavar="FILE", help="write the table of results, too, for LaTeX")
-@option("--columns", metavar="A,B,...", help="the columns of a comparison's LaTeX table, by their titles")
-@option("--figures", metavar="FOLDER", help="write what training changed, too, as pictures and numbers; of one run")
-@overwrite_option
 def report(
-    runs: tuple[str, ...],
-    output: str | None,
-    csv: str | None,
-    latex: str | None,
-    columns: str | None,
-    figures: str | None,
-    overwrite: bool,
+    runs: tuple[str, ...] = setting(..., "folders that run or compare wrote, or a table of predict --csv", place=True),
+    output: Page | None = setting(None, "the page (report.html in the folder, or here for several runs)"),
+    csv: File | None = setting(None, "write the table of results, too, with full figures"),
+    latex: File | None = setting(None, "write the table of results, too, for LaTeX"),
+    columns: str | None = setting(None, "the columns of a comparison's LaTeX table, by their titles"),
+    figures: Folder | None = setting(None, "write what training changed, too, as pictures and numbers; of one run"),
+    overwrite: bool = OVERWRITE,
 ) -> int:
     """example:
       dulbe-peft report out

@@ -9,11 +9,11 @@ import click
 
 from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.commands.given import check_given
-from dulbe_peft.commands.options import command, labels_option, setting_options
-from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option, say_next
+from dulbe_peft.commands.options import LABELS, OVERWRITE, File, command, setting_options
+from dulbe_peft.commands.outputs import FOLDER, claim, say_next
 from dulbe_peft.runs.settings import GROUPS, given_settings, pick, validated
 from dulbe_peft.runs.sources import check_source, data_or_labels, source_of
-from dulbe_peft.utils.settings import field_types
+from dulbe_peft.utils.settings import field_types, setting
 
 # What `--help` shows; `--help-all` shows the rest.
 ESSENTIAL = (
@@ -24,9 +24,12 @@ ESSENTIAL = (
 
 @command(usage="--model MODEL --data DATA --output OUT [OPTIONS]", kept="finished tasks are kept")
 @setting_options(ESSENTIAL)
-@labels_option
-@overwrite_option
-def run(config: str | None, labels: str | None, overwrite: bool, **flags: Any) -> int:
+def run(
+    config: File | None = setting(None, "YAML file with settings of run, by their names"),
+    labels: str | None = LABELS,
+    overwrite: bool = OVERWRITE,
+    **flags: Any,
+) -> int:
     """example:
       dulbe-peft run --model openai/clip-vit-base-patch16 --data photos --output out
 

@@ -3,35 +3,30 @@
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-import click
+from annotated_types import Ge, Le
 
 from dulbe_peft.commands.given import check_images
-from dulbe_peft.commands.options import command, learner_options, option
-from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option, say_next
+from dulbe_peft.commands.options import OVERWRITE, Folder, Load, command, learner_options
+from dulbe_peft.commands.outputs import FOLDER, claim, say_next
+from dulbe_peft.utils.settings import setting
 
 
 @command()
 @learner_options()
-@option("--output", metavar="FOLDER", help="save the learner here after each change; without it, nothing is kept")
-@option("--photos", metavar="FOLDER", help="photographs to label, the most useful ones first")
-@option("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: the whole network (127.0.0.1)")
-@option("--name", "names", multiple=True, metavar="NAME", help="by which the page is opened, too, as behind a proxy")
-@option("--port", type=click.IntRange(0, 65535), default=7860, help="0: any free one (7860)")
-@overwrite_option
 def serve(
     learner: str,
-    load: Callable[..., Any],
-    output: str | None,
-    photos: str | None,
-    host: str,
-    names: tuple[str, ...],
-    port: int,
-    overwrite: bool,
+    load: Load,
+    output: Folder | None = setting(None, "save the learner here after each change; without it, nothing is kept"),
+    photos: Folder | None = setting(None, "photographs to label, the most useful ones first"),
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0: the whole network"),
+    names: tuple[str, ...] = setting((), "by which the page is opened, too, as behind a proxy", flag="--name"),
+    port: Annotated[int, Ge(0), Le(65535)] = setting(7860, "0: any free one"),
+    overwrite: bool = OVERWRITE,
 ) -> int:
     """examples:
       dulbe-peft serve out --output taught

@@ -1,31 +1,24 @@
 """`dulbe-peft verify`: published numbers beside ours."""
 
 from pathlib import Path
+from typing import Literal
 
-from dulbe_peft.commands.options import command, option
-from dulbe_peft.commands.outputs import claim, overwrite_option
+from dulbe_peft.commands.options import OVERWRITE, File, Folder, command
+from dulbe_peft.commands.outputs import claim
+from dulbe_peft.utils.settings import setting
 
 
 @command(kept="the checks that were measured are kept")
-@option("--level", choice=("0", "1", "2"), help="0: one photograph; 1: zero-shot; 2: taught, nothing trained (0)")
-@option("--data", metavar="NAME", help="the checks of one data set, of all levels where none is named")
-@option("--list", "listed", is_flag=True, help="name the checks, and measure nothing")
-@option("--checks", metavar="FILE.yaml", help="your own checks in place of the package's; all levels")
-@option("--splits", metavar="FILE", help="the split file of --data, where no program may fetch it")
-@option("--images", metavar="FOLDER", help="the images of --data, where they are here already")
-@option("--output", metavar="FILE.json", default="verify.json", help="results, versions and hardware (verify.json)")
-@option("--device", metavar="TEXT", default="auto", help="auto, cpu or an accelerator's type (auto)")
-@overwrite_option
 def verify(
-    level: str | None,
-    data: str | None,
-    listed: bool,
-    checks: str | None,
-    splits: str | None,
-    images: str | None,
-    output: str,
-    device: str,
-    overwrite: bool,
+    level: Literal["0", "1", "2"] | None = setting(None, "0: one photograph; 1: zero-shot; 2: taught, untrained (0)"),
+    data: str | None = setting(None, "the checks of one data set, of all levels where none is named"),
+    listed: bool = setting(False, "name the checks, and measure nothing", flag="--list"),
+    checks: File | None = setting(None, "your own checks in place of the package's; all levels"),
+    splits: File | None = setting(None, "the split file of --data, where no program may fetch it"),
+    images: Folder | None = setting(None, "the images of --data, where they are here already"),
+    output: File = setting("verify.json", "results, versions and hardware"),
+    device: str = setting("auto", "auto, cpu or an accelerator's type"),
+    overwrite: bool = OVERWRITE,
 ) -> int:
     """examples:
       dulbe-peft verify
