@@ -123,12 +123,7 @@ def _converted(image: Image.Image) -> Image.Image:
 def open_image(source: Source) -> Image.Image:
     """Open a path or binary file with the decoders of `image_formats` alone; decodes no pixel."""
     try:
-        try:
-            return Image.open(source, formats=image_formats())
-        except Warning:  # where a program makes errors of warnings, it must read the same images
-            with one_at_a_time(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                return Image.open(source, formats=image_formats())
+        return Image.open(source, formats=image_formats())
     except Image.DecompressionBombError as error:  # which is no ValueError
         raise ValueError(str(error)) from error
 

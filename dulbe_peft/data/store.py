@@ -1,8 +1,8 @@
 """The feature store: what a frozen encoder gave for an image, kept in one SQLite file and found again by content.
 
 It holds features and no photograph. A feature is known by the image's content, the encoder's fingerprint, precision
-and backend, and the view. A store that cannot be used is one warning: the work then goes on with a private one, which
-ends with the process.
+and backend, and the view; a checksum covers all of it. A store that cannot be used is one warning: the work then goes
+on with a private one, which ends with the process.
 """
 
 import os
@@ -33,9 +33,6 @@ CREATE TABLE features (
     encoder INTEGER, view TEXT, content BLOB, embedding BLOB, checksum INTEGER, UNIQUE (encoder, view, content)
 );
 """
-# File systems on which SQLite's locks reach no other machine; by an option of the mount, or always.
-_NO_LOCKS = {"nfs": ("nolock", "local_lock=all", "local_lock=posix"), "cifs": ("nobrl",), "smb3": ("nobrl",)}
-_NEVER_LOCKS = ("fuse.sshfs", "fuse.rclone", "fuse.s3fs", "fuse.gcsfuse", "fuse.davfs", "davfs")
 
 
 class EncoderKey(NamedTuple):
@@ -79,7 +76,7 @@ class FeatureStore:
                 query = f"""SELECT content, embedding, checksum FROM features
                     WHERE encoder = ? AND view = ? AND content IN ({", ".join("?" * len(part))})"""
                 for content, embedding, checksum in database.execute(query, [encoder, view, *part]):
-                    if checksum == zlib.crc32(content + embedding):
+                    if checksum == _checksum(key, view, content, embedding):
                         found[content] = np.frombuffer(embedding, dtype="<f4")
                     else:
                         damaged += 1
@@ -92,7 +89,7 @@ class FeatureStore:
     def put(self, key: EncoderKey, view: str, contents: Sequence[bytes | None], features: np.ndarray) -> None:
         """Keep the features, (n, d), of images; None among the contents is left out."""
         rows = [
-            (view, content, embedding, zlib.crc32(content + embedding))
+            (view, content, embedding, _checksum(key, view, content, embedding))
             for content, embedding in zip(contents, map(bytes, features.astype("<f4")), strict=True)
             if content is not None
         ]
@@ -139,7 +136,6 @@ class FeatureStore:
             weakref.finalize(self, shutil.rmtree, self.path.parent, ignore_errors=True)
         elif not self.private:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _check_locks(self.path.parent)
         with closing(sqlite3.connect(self.path, timeout=WAIT, isolation_level=None)) as database:
             if (
                 _number(database, "application_id") == 0
@@ -171,28 +167,15 @@ def _number(database: sqlite3.Connection, name: str) -> int:
     return int(database.execute(f"PRAGMA {name}").fetchone()[0])
 
 
+def _checksum(key: EncoderKey, view: str, content: bytes, embedding: bytes) -> int:
+    """Of all that a row means: on a network disk without locks, another program may damage any part of the file."""
+    return zlib.crc32(repr((*key, view)).encode() + content + embedding)
+
+
 def _encoder(database: sqlite3.Connection, key: EncoderKey) -> Any:
     """The number under which an encoder's features stand; None where there are none."""
     query = "SELECT id FROM encoders WHERE fingerprint = ? AND precision = ? AND backend = ?"
     return next(iter(database.execute(query, key).fetchone() or ()), None)
-
-
-def _mounts() -> list[list[str]]:
-    """Device, place, kind and options of each mount; none where the system does not say."""
-    try:
-        return [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
-    except OSError:
-        return []
-
-
-def _check_locks(folder: Path) -> None:
-    """Raise a `ValueError` on a network disk whose locks reach no other machine, as far as the system tells."""
-    here = os.path.join(os.path.realpath(folder), "")
-    own = [row for row in _mounts() if here.startswith(os.path.join(row[1].replace("\\040", " "), ""))]
-    kind, options = max(own, key=lambda row: len(row[1]))[2:4] if own else ("", "")
-    weak = set(options.split(",")) & set(_NO_LOCKS.get("nfs" if kind.startswith("nfs") else kind, ()))
-    if weak or kind in _NEVER_LOCKS:
-        raise ValueError(f"it lies on a network disk ({kind}) without locks between machines")
 
 
 def _warn(text: str) -> None:
