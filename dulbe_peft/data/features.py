@@ -75,6 +75,9 @@ def feature_files(path: Path) -> list[str]:
         return []
     if len(whole) < len(files):
         raise ValueError(f"{next(file for file in files if file not in whole)} is damaged, or no parquet file")
+    for file in files:
+        if {*_schema(file).names} != {*names}:
+            raise ValueError(f"{file} has the columns {_schema(file).names}, and {files[0]} has {names}")
     return list(map(os.fspath, files))
 
 
@@ -98,29 +101,22 @@ def feature_splits(path: Path) -> Splits:
     A feature stands in the place of its image.
     """
     files = feature_files(path)
-    names = dict.fromkeys(name for file in files for name in _split_of_rows(file))
-    return {name: partial(_load, path, files, name) for name in names}
+    if not files or "split" not in _schema(files[0]).names:
+        return {"train": partial(_load, path, files)} if files else {}
+    names = _table(files, ["split"])["split"].unique().to_pylist()
+    if None in names:
+        raise ValueError(f"{path} has rows without a split")
+    return {str(name): partial(_load, path, files, [("split", "==", name)]) for name in names}
 
 
-def _split_of_rows(file: str) -> list[str]:
-    rows = _table(file, ["split"] if "split" in _schema(file).names else [])
-    return [str(value) for value in rows["split"].to_pylist()] if rows.num_columns else ["train"] * rows.num_rows
-
-
-def _load(path: Path, files: Sequence[str], split: str) -> LabelledImages:
-    tables = []
-    for file in files:
-        schema = _schema(file).names
-        if not {"embedding", "label"} <= {*schema}:
-            raise ValueError(f"{file} has the columns {schema}, and no 'embedding' or no 'label'")
-        table = _table(file, [name for name in COLUMNS if name in schema])
-        tables.append(table.filter(np.array(_split_of_rows(file), dtype=object) == split))
+def _load(path: Path, files: Sequence[str], rows_of: Any = None) -> LabelledImages:
+    table = _table(files, [name for name in COLUMNS if name in _schema(files[0]).names], rows_of)
 
     def column(name: str) -> list[Any]:
-        return [v for t in tables for v in (t[name].to_pylist() if name in t.column_names else [None] * len(t))]
+        return list(table[name].to_pylist()) if name in table.column_names else [None] * len(table)
 
-    labels, names = _labels(path, column("label"))
-    rows = _unit_rows(path, [table["embedding"] for table in tables], len(labels))
+    labels, names = _labels(path, files, column("label"))
+    rows = _unit_rows(path, table["embedding"])
     images = LabelledImages(_Rows(path, column("path"), rows, labels), labels, names)
     images.features = FeatureTable(str(path), rows, encoder_note(path))
     images.note_contents(_content(path, value, row) for value, row in zip(column("content"), rows, strict=True))
@@ -179,7 +175,7 @@ def write_features(
             writer.close()
 
 
-def _labels(path: Path, values: list[Any]) -> tuple[np.ndarray, tuple[str, ...]]:
+def _labels(path: Path, files: Sequence[str], values: list[Any]) -> tuple[np.ndarray, tuple[str, ...]]:
     """Labels, (n,), and the names of the classes: texts, sorted, or whole numbers with the names that the file has."""
     if all(isinstance(value, str) for value in values):
         names = check_class_names(sorted(set(map(normalized, values))))
@@ -190,7 +186,7 @@ def _labels(path: Path, values: list[Any]) -> tuple[np.ndarray, tuple[str, ...]]
         kind = str if isinstance(values[0], str) else int
         wrong = next(value for value in values if type(value) is not kind or (type(value) is int and value < 0))
         raise ValueError(f"{path} has the label {wrong!r}: labels are texts, or whole numbers from 0 on")
-    hints = [json.loads((_schema(file).metadata or {}).get(b"huggingface", b"{}")) for file in feature_files(path)]
+    hints = [json.loads((_schema(file).metadata or {}).get(b"huggingface", b"{}")) for file in files]
     named, *others = (hint.get("info", {}).get("features", {}).get("label", {}).get("names") for hint in hints)
     if any(other != named for other in others):
         raise ValueError(f"{path} has files that name the classes of their labels in different ways")
@@ -200,29 +196,23 @@ def _labels(path: Path, values: list[Any]) -> tuple[np.ndarray, tuple[str, ...]]
     return np.array(values, dtype=np.int64), names
 
 
-def _unit_rows(path: Path, columns: Sequence[Any], count: int) -> np.ndarray:
+def _unit_rows(path: Path, column: Any) -> np.ndarray:
     """The embeddings as unit rows, (n, d), float32; a `ValueError` names a row that is none."""
     rows: np.ndarray | None = None
     done = 0
-    for column in columns:
-        for chunk in column.chunks:
-            array = getattr(chunk, "storage", chunk)  # Ray's tensors
-            if not len(array):
-                continue
-            values = np.asarray(array.flatten(), dtype=np.float32)
-            widths = importlib.import_module("pyarrow.compute").list_value_length(array)
-            if array.null_count or len(widths.unique()) > 1:
-                raise ValueError(f"{path} has embeddings of several widths, or rows without one")
-            part = values.reshape(len(array), -1)
-            rows = np.empty((count, part.shape[1]), dtype=np.float32) if rows is None else rows
-            if part.shape[1] != rows.shape[1]:
-                raise ValueError(f"{path} has embeddings of the widths {rows.shape[1]} and {part.shape[1]}")
-            lengths = np.linalg.norm(part, axis=1, keepdims=True)
-            bad = ~np.isfinite(lengths[:, 0]) | (lengths[:, 0] == 0)
-            if bad.any():
-                raise ValueError(f"the embedding of row {done + int(bad.argmax())} of {path} is zero, NaN or infinite")
-            rows[done : done + len(part)] = np.where(abs(lengths - 1) <= _UNIT, part, part / lengths)
-            done += len(part)
+    for chunk in filter(len, column.chunks):
+        array = getattr(chunk, "storage", chunk)  # Ray's tensors
+        widths = importlib.import_module("pyarrow.compute").list_value_length(array).unique().to_pylist()
+        rows = np.empty((len(column), widths[0] or 0), dtype=np.float32) if rows is None else rows
+        if widths != [rows.shape[1]]:
+            raise ValueError(f"{path} has embeddings of several widths, or rows without one")
+        part = np.asarray(array.flatten(), dtype=np.float32).reshape(len(array), -1)
+        lengths = np.linalg.norm(part, axis=1, keepdims=True)
+        bad = ~np.isfinite(lengths[:, 0]) | (lengths[:, 0] == 0)
+        if bad.any():
+            raise ValueError(f"the embedding of row {done + int(bad.argmax())} of {path} is zero, NaN or infinite")
+        rows[done : done + len(part)] = np.where(abs(lengths - 1) <= _UNIT, part, part / lengths)
+        done += len(part)
     assert rows is not None
     return rows
 
@@ -235,11 +225,11 @@ def _schema(file: str | Path) -> Any:
     return _read(file, lambda parquet: parquet.read_schema(file))
 
 
-def _table(file: str, columns: Sequence[str]) -> Any:
-    return _read(file, lambda parquet: parquet.ParquetFile(file).read(columns=list(columns)))
+def _table(files: Sequence[str], columns: Sequence[str], rows: Any = None) -> Any:
+    return _read(files, lambda parquet: parquet.read_table(files, columns=columns, filters=rows, partitioning=None))
 
 
-def _read(file: str | Path, read: Callable[[Any], Any]) -> Any:
+def _read(file: Any, read: Callable[[Any], Any]) -> Any:
     pa, parquet = _pyarrow()
     try:
         return read(parquet)
