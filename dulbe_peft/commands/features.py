@@ -59,7 +59,7 @@ def features(
             from dulbe_peft.runs.encoding import fill_store
 
             again = partial(load, num_workers=0, progress=False)
-            fill_store(store, [images], loaded, again, engine, jobs, address)
+            fill_store(store, images, loaded, again, engine, jobs, address)
         return look_by(loaded)(images)
 
     if split is None:

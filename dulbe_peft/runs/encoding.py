@@ -1,8 +1,7 @@
 """Images encoded on an engine: workers encode what the feature store lacks, and this process writes it."""
 
 import copy
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,13 +15,12 @@ from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.utils.engines import OncePerProcess, jobs_at_once, on_engine
 
 SHARD = 2048  # images of a call at most
-ATTEMPTS = 3  # at the shards that are missing, where a worker dies
 Encoded = tuple[EncoderKey, list[bytes | None], np.ndarray]
 
 
 def fill_store(
     store: FeatureStore,
-    parts: Sequence[LabelledImages],
+    images: LabelledImages,
     learner: ClassIncrementalLearner,
     load: Callable[[], ClassIncrementalLearner],
     engine: str,
@@ -31,42 +29,24 @@ def fill_store(
 ) -> None:
     """Encode the images that a store lacks; `load` makes the learner in each worker.
 
-    Images and model must have the same paths there. A worker that dies loses the shard that it was at, which is done
-    again. What cannot be read is left out.
+    Images and model must have the same paths there. What is done is kept, and the same call does the rest. What cannot
+    be read is left out.
     """
-    key, workers = learner.encoder.key, jobs_at_once(jobs, address)
-    seen: set[bytes] = set()
-    missing: list[LabelledImages] = []
-    for part in parts:
-        contents = part.contents()
-        seen.update(store.get(key, "", contents))
-        rows = []
-        for row, content in enumerate(contents):
-            if content is not None and content not in seen:
-                rows.append(row)
-                seen.add(content)
-        size = min(SHARD, max(64, len(rows) // (4 * workers)))
-        missing += [_alone(part, part.indices[rows[start : start + size]]) for start in range(0, len(rows), size)]
+    key, workers, contents = learner.encoder.key, jobs_at_once(jobs, address), images.contents()
+    known = store.get(key, "", contents)
+    lacking = {content: row for row, content in enumerate(contents) if content is not None and content not in known}
+    rows = sorted(lacking.values())
+    size = min(SHARD, max(64, len(rows) // (4 * workers)))
+    shards = [_alone(images, images.indices[rows[start : start + size]]) for start in range(0, len(rows), size)]
     shown: dict[str, Any] = {"unit": " images", "delay": UNSHOWN, "disable": None if learner.args.progress else True}
     encode = partial(_encode, OncePerProcess(load))
-    with tqdm(total=sum(map(len, missing)), desc=f"encode, {key.precision}", **shown) as bar:
-        left = missing
-        for attempt in range(1, ATTEMPTS + 1):
-            done = set[int]()
-            try:
-                calls = [(one,) for one in left]
-                for place, (made_by, contents, features) in on_engine(encode, calls, workers, engine, address):
-                    if made_by != key:
-                        raise ImportError("a worker has another processor, or other versions of torch or Pillow")
-                    store.put(key, "", contents, features)
-                    done.add(place)
-                    bar.update(len(left[place]))
-                return
-            except Exception as error:  # each engine has its own for a worker that is gone
-                if attempt == ATTEMPTS or isinstance(error, ImportError):
-                    raise
-                print(f"the engine stopped ({type(error).__name__}: {error}): missing shards again", file=sys.stderr)
-            left = [one for place, one in enumerate(left) if place not in done]
+    with tqdm(total=len(rows), desc=f"encode, {key.precision}", **shown) as bar:
+        for place, found in on_engine(encode, [(shard,) for shard in shards], workers, engine, address):
+            made_by, contents, features = found
+            if made_by != key:
+                raise ImportError("a worker has another processor, or other versions of torch or Pillow")
+            store.put(key, "", contents, features)
+            bar.update(len(shards[place]))
 
 
 def _encode(load: OncePerProcess[ClassIncrementalLearner], images: LabelledImages) -> Encoded:
