@@ -212,7 +212,7 @@ def find_duplicates(parts: Mapping[str, LabelledImages], near: bool = False) -> 
         for pair in _alike(stored, np.array([grey_thumbnail(*places[place][1:]) for place in stored])):
             one, other = (pixels_content(part.image(index)) for _, part, index in (places[place] for place in pair))
             pairs.setdefault(pair, ALIKE[1] if one == other else ALIKE[2])
-    return [Duplicate(*(_found(*places[place]) for place in pair), how) for pair, how in sorted(pairs.items())]
+    return [Duplicate(_found(*places[a]), _found(*places[b]), how) for (a, b), how in sorted(pairs.items())]
 
 
 def _found(split: str, images: LabelledImages, index: int) -> Found:

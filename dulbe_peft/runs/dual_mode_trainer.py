@@ -165,7 +165,7 @@ class DualModeTrainer(Trainer):
                     f"{wanted['class_names']!r:.200}"
                 )
             return Path(asked)
-        folders = [path.parent for path in self._folder().glob(f"checkpoint-*/{TASK_FILE}")]
+        folders = [path.parent for path in Path(self.args.output_dir or ".").glob(f"checkpoint-*/{TASK_FILE}")]
         own = [folder for folder in folders if unfinished.read(folder)[1] == wanted]
         if not own:
             raise ValueError(f"{self.args.output_dir} has no checkpoint of this task: call train() without resuming")
@@ -285,12 +285,7 @@ class DualModeTrainer(Trainer):
         While a task is trained, it is a checkpoint, with which `train(resume_from_checkpoint=...)` goes on.
         """
         if self.args.should_save:
-            saving.write_into(self.learner.state, self._folder(output_dir), self._write_task)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _folder(self, asked: str | None = None) -> Path:
-        return Path(asked or self.args.output_dir or ".")
+            saving.write_into(self.learner.state, Path(output_dir or self.args.output_dir or "."), self._write_task)
 
     def _write_task(self, folder: Path) -> None:
         if self._task is None:
@@ -301,28 +296,9 @@ class DualModeTrainer(Trainer):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: `save_model` writes a card of its own."""
 
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Upload the learner to `args.hub_model_id`, as its own `push_to_hub` does, and wait for it."""
-        args = self.args
-        return self.learner.push_to_hub(
-            args.hub_model_id or self._folder().absolute().name,
-            commit_message=commit_message,
-            token=token or args.hub_token,
-            revision=revision or args.hub_revision,
-            private=args.hub_private_repo if private is None else private,
-            **kwargs,
-        )
-
-    def _push_from_checkpoint(self, *_: Any) -> None:
-        """Nothing: an unfinished task is not published."""
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: transformers would upload the folder with whatever else lies in it."""
+        raise ValueError("a DualModeTrainer publishes nothing: call trainer.learner.push_to_hub(repo_id)")
 
 
 class _LoopTask(TaskTrainer):

@@ -6,7 +6,7 @@ A run's first tasks may be those that its learner had learned before. What was n
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Generic, Self, TypeVar
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -23,6 +23,7 @@ from dulbe_peft.utils.records import Count, Fraction, Record, read_record
 SOURCES_FILE = "sources.json"
 LINE = 8  # tasks whose accuracy stands in the line of a task
 Details = dict[str, Any]
+T = TypeVar("T")
 
 
 class Score(Record):
@@ -83,16 +84,13 @@ class Progress(Record):
     tasks: Annotated[list[FinishedTask], Field(min_length=1)]
 
 
-class Timings(Record):
-    """`timings.json`: an entry for each task, null where it is unknown."""
+class Entries(Record, Generic[T]):
+    """A file with an entry for each task, null where it is unknown."""
 
-    tasks: list[Timing | None]
+    tasks: list[T | None]
 
 
-class Sources(Record):
-    """`sources.json`: likewise, where the task's images came from."""
-
-    tasks: list[Details | None]
+Timings, Sources = Entries[Timing], Entries[Details]  # of `timings.json` and `sources.json`
 
 
 def known_tasks(learner: StateHolder) -> list[FinishedTask]:
@@ -136,12 +134,10 @@ def read_finished(folder: Path, run: Path, names: Sequence[Sequence[str]]) -> li
             return [FinishedTask(class_names=list(task)) for task in names]
         tasks[start:left] = found
         left, here = start, folder.with_name(f"task-{start:03d}")
-    with suppress(OSError, ValueError):
-        for task, timing in zip(tasks, read_record(run / TIMINGS_FILE, Timings).tasks, strict=False):
-            task.timing = timing
-    with suppress(OSError, ValueError):
-        for task, source in zip(tasks, read_record(run / SOURCES_FILE, Sources).tasks, strict=False):
-            task.source = source
+    for name, file, kind in (("timing", TIMINGS_FILE, Timings), ("source", SOURCES_FILE, Sources)):
+        with suppress(OSError, ValueError):
+            for task, entry in zip(tasks, read_record(run / file, kind).tasks, strict=False):
+                setattr(task, name, entry)
     return tasks
 
 

@@ -5,6 +5,7 @@ added, or a damaged file was mended.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -168,8 +169,8 @@ def _newest_of_run(
         raise CheckpointError(f"{folder / folders.MANIFEST} is damaged or foreign: {first_problem(error)}") from error
     with folders.load_errors(folder):
         rules = {n: still_known(own, CLASSIFIERS[n].gone) for n, own in saved.classifiers.items() if n in CLASSIFIERS}
-        known = {"arguments": still_known(saved.arguments, GONE), "classifiers": saved.classifiers | rules}
-        saved = saved.model_copy(update=known)
+        now = {"arguments": still_known(saved.arguments, GONE), "classifiers": saved.classifiers | rules}
+        saved = saved.model_copy(update=now)
     current, began = identity_of(learner.state), saved.arguments.get("precision")
     if learner.precision_chosen and (began == "float32" or (began == "bfloat16" and has_bfloat16(learner.device))):
         current.arguments["precision"] = began
@@ -194,22 +195,17 @@ def finished_tasks(output: Path) -> list[tuple[str, ...]]:
 
 
 def _changes(saved: dict[str, Any], current: dict[str, Any]) -> str:
-    """What somebody changed between two runs, in words, and not what follows from it; empty where nothing differs."""
-    lines = []
+    """What differs between two runs, in words; what may follow from it is not said. Empty where nothing differs."""
     for group in ("base_model", "strategy", "classifiers", "arguments", "adapter"):
-        old, new = saved[group], current[group]
-        if group == "base_model":
-            old, new = old[:8], new[:8]
-        elif group == "classifiers" and set(old) != set(new):
-            old, new = ", ".join(sorted(old)), ", ".join(sorted(new))
-        old, new = (flat_settings({"": settings}) for settings in (old, new))
-        for path in sorted(path for path in {*old, *new} if old.get(path) != new.get(path)):
-            own = path.removeprefix(".")
-            name = group if own in ("", "name") else f"{group}.{own}" if group == "classifiers" else own
-            lines.append(f"{name} was {old.get(path)!r:.60} and is now {new.get(path)!r:.60}")
-        if lines and group in ("base_model", "strategy"):  # from which others follow
-            break
-    return ", ".join(lines)
+        old, new = (flat_settings({group: settings[group]}) for settings in (saved, current))
+        lines = [
+            f"{re.sub('^(arguments|adapter).', '', name)} was {old.get(name)!r:.60} and is now {new.get(name)!r:.60}"
+            for name in sorted({*old, *new})
+            if old.get(name) != new.get(name)
+        ]
+        if lines:
+            return ", ".join(lines)
+    return ""
 
 
 def _check_beginning(folder: Path, saved: Identity, current: Beginning) -> None:

@@ -33,6 +33,7 @@ _REFUSED = (
     "fsdp",
     "label_smoothing_factor",
     "neftune_noise_alpha",
+    "push_to_hub",
     "torch_compile",
     "use_liger_kernel",
 )

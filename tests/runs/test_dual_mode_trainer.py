@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import write_saved
-from hub_stub import on_this_process
 from lives import differences, everything, images_of, tiny_base, tiny_learner
 from peft import get_peft_model
 from safetensors.torch import load_file
@@ -251,7 +250,12 @@ def test_two_datasets_to_test_on_and_unknown_classes(base, tasks, tmp_path):
 
 
 def test_what_it_does_not_do_is_refused(base, tmp_path):
-    for name, value in {"label_smoothing_factor": 0.1, "torch_compile": True, "dataloader_drop_last": True}.items():
+    for name, value in {
+        "label_smoothing_factor": 0.1,
+        "torch_compile": True,
+        "dataloader_drop_last": True,
+        "push_to_hub": True,
+    }.items():
         with pytest.raises(ValueError, match=f"{name}={value}: DualModeTrainer does not do this, leave it out"):
             trainer_of(base, tmp_path, **{name: value})
     with pytest.raises(ValueError, match="train_sampling_strategy=.*random order"):
@@ -279,20 +283,6 @@ def test_an_adapter_that_has_learned_needs_what_it_learned(tmp_path):
     assert learner.class_names == ("a", "b", "c", "d"), "the learner that was given is the one that learns"
     with pytest.raises(ValueError, match="given optimizers are of an earlier task"):
         trainer.train()
-
-
-def test_it_publishes_a_learner(tmp_path, monkeypatch):
-    learner = tiny_learner(classifiers=("bridge",))
-    with on_this_process(monkeypatch, tmp_path) as hub:
-        args = arguments(tmp_path / "out", push_to_hub=True, hub_model_id="someone/birds", save_strategy="epoch")
-        trainer = DualModeTrainer(learner, args, images_of(0, 1, 0, 1), class_names=["a", "b"])
-        trainer.train()
-        assert set(hub.files("someone/birds")) <= {".gitattributes"}, "no unfinished task"
-        trainer.save_model()
-        clip = copy.deepcopy(tiny_base()[0])
-        found = ClassIncrementalLearner.from_pretrained("someone/birds", base_model=clip)
-    assert_equal(found, learner)
-    assert "class-incremental-learning" in hub.files("someone/birds")["README.md"].decode()
 
 
 SCRIPT = Path(__file__).with_name("distributed_trainer.py")

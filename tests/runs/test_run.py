@@ -103,7 +103,10 @@ def test_another_run_is_refused_by_the_names_of_what_differs(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("bytes", r"training images of task 2, .* finished, 1 are gone or changed, and 1 are new \(.*two/0\.png\); put"),
+        (
+            "bytes",
+            r"training images of task 2, .* finished, 1 are gone or changed, and 1 are new \(.*two/0\.png\); put",
+        ),
         ("gone", r"training images of task 2, which is finished, 1 are gone or changed, and 0 are new; put"),
         ("test", r"test images of task 2, .* 1 are gone or changed, and 1 are new \(.*two/4\.png\); put"),
     ],
