@@ -36,6 +36,9 @@ def forget(
         check_images([one])
     claim(("--output", output, FOLDER), apart=[learner], overwrite=overwrite)
     loaded = load()
+    from dulbe_peft.runs.progress import known_tasks
+
+    past = known_tasks(loaded)
     said = []
     if image:
         said = drop_classifiers(loaded, reasons_of(loaded, lambda one: one.check_forgets_images()))
@@ -49,5 +52,5 @@ def forget(
         print(
             f"features of the forgotten photographs may still stand in {store_path()}; deleting the file removes them"
         )
-    write_corrected(loaded, output)
+    write_corrected(loaded, output, past)
     return 0

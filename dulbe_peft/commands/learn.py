@@ -78,7 +78,7 @@ def learn(
     from dulbe_peft.utils.processes import leave, world
 
     notes: list[str] = []
-    train, test = open_source(source, notes=notes, look=look_by(loaded))
+    train, test = open_source(source, notes=notes, look=look_by(loaded), known=loaded.class_names)
     say_leaks(train, test, loaded.state.known)
     fresh = new_images(train, loaded.state.known, again)
     known = [name for name in train.class_names if name in set(loaded.class_names)]

@@ -71,7 +71,7 @@ def serve(
                 if server.app.unsaved:
                     print("what it was taught is not saved, and gone: --output FOLDER keeps it", file=sys.stderr)
         if output is not None and Path(output).is_dir():
-            say_next("predict", output, "PHOTOS")
+            say_next("predict", output, photos or "PHOTOS")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,10 +55,11 @@ def suggest(
     check_images(photos)
     claim(("--csv", csv, ".csv"), ("--page", page, ".html"), reads=photos, overwrite=overwrite)
     loaded = load(learner=learner)
-    from dulbe_peft.data.inventory import counted, unreadable_lines
+    from dulbe_peft.data.folders import folder_content
+    from dulbe_peft.data.inventory import Inventory, counted, unreadable_lines
     from dulbe_peft.data.unlabelled import unlabelled_images
     from dulbe_peft.metrics.suggesting import suggestions
-    from dulbe_peft.utils.files import write_csv
+    from dulbe_peft.utils.files import is_stream, write_csv
 
     images, words = unlabelled_images(list(photos)), words_of(csv, page)
     fresh, said = _fresh(images, loaded)
@@ -67,10 +69,15 @@ def suggest(
     fresh, features = fresh.at(readable), features[readable]
     if problems:
         said += ["left out, for they cannot be read:", *unreadable_lines(unread)]
+    folders = [Path(path) for path in photos if os.path.isdir(path)]
+    said += Inventory({}, left_out=[row for folder in folders for row in folder_content(folder)[1]]).problems()
     if not readable:
         raise ValueError("\n".join(["no photograph is left to suggest", *said]))
     found = suggestions(features, count, loaded.classifier if loaded.tasks else None)
     names = [fresh.item_name(one.row) for one in found]
+    table = None if csv is None or is_stream(csv) else csv
+    if table is not None and Path(table).resolve().parent != Path.cwd():  # in which its paths begin
+        names = [os.path.abspath(name) for name in names]
     print("\n".join([f"{counted(len(found), 'photograph')} of {len(fresh)}", *said]), file=words)
     if csv is not None:
         rows = (
@@ -85,9 +92,11 @@ def suggest(
             print("\t".join([printable(name), printable(one.reason)]))
     else:
         print(f"written: {' and '.join(file for file in (csv, page) if file)}", file=words)
-    print("LABELS.csv is a table that you write: the columns path and label, a line for each photograph", file=words)
+    what = "LABELS.csv is a table that you write: the columns path and label, a line for each photograph"
+    print(f"correct the column class of {table}, and call it label; then" if table else what, file=words)
     first = ("learn", learner) if learner else ("run", "--model", loaded.state.base_name[0])
-    say_next(*first, "--labels", "LABELS.csv", "--output", "NEW", to=words)
+    new = f"{Path(learner).name}-labelled" if learner else "labelled"
+    say_next(*first, "--labels", table or "LABELS.csv", "--output", new, to=words)
     return 0
 
 

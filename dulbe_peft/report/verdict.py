@@ -15,6 +15,7 @@ from dulbe_peft.training.state import Estimate
 _LEVEL = 0.05
 _NAMED = 5  # classes that a sentence names
 _WIDE = 0.1  # an interval that leaves much open
+_FEW = 8  # images, by which no classifier is recommended
 _OFTEN = 3  # images of one class that are taken for one other
 
 
@@ -89,6 +90,7 @@ class Estimated:
 
     words: str
     rows: list[tuple[str, Estimate]]
+    few: bool = False  # images, so that no classifier can be recommended by them
 
 
 def estimated(results: Mapping[str, Any]) -> Estimated | None:
@@ -99,14 +101,18 @@ def estimated(results: Mapping[str, Any]) -> Estimated | None:
         return None
     classes = sum(len(task) for task in results["class_names"])
     some = f" of {len(found['classes'])} of the {classes} classes" if len(found["classes"]) < classes else ""
+    few = found["images"] < _FEW
+    some += ", too few to tell" * few
     words = f"estimate from {found['images']:,} training images{some}, each left out, with its 95 % interval:"
-    return Estimated(words, sorted(rows, key=lambda row: -row[1].share))
+    return Estimated(words, sorted(rows, key=lambda row: -row[1].share), few)
 
 
 def recommended(found: Estimated | None, first: str) -> tuple[str, str]:
     """The classifier that should answer, and why; it is the first one where none is clearly better, or none known."""
     shares = dict(found.rows) if found else {}
     best = next(iter(shares), first)
+    if found and found.few:
+        return first, f"so few images cannot tell which classifier is best: {first} answers"
     if best == first or first not in shares:
         return first, f"recommended by it: {first}, which answers" if first in shares else ""
     ahead = f"{100 * (shares[best].share - shares[first].share):.1f} points more"

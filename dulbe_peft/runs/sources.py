@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,10 +70,11 @@ def open_source(
     report: bool = True,
     notes: list[str] | None = None,
     look: Look | None = None,
+    known: Collection[str] = (),
 ) -> tuple[LabelledImages, LabelledImages | None]:
     """Images to learn from, and to test on or None, for all commands; `notes` takes what is left out, line by line.
 
-    `look` as in `open_stream_data`; None decodes.
+    `look` as in `open_stream_data`; None decodes. Few images, or no tests, of `known` classes are not spoken of.
     """
     from dulbe_peft.data.inventory import undecodable
     from dulbe_peft.data.splits import draw_per_class, hold_out, open_stream_data
@@ -87,15 +89,17 @@ def open_source(
         look=look or undecodable,
         **_reading(source),
     )
+    counts = {split: {name: of[name] for name in of if name not in known} for split, of in found.counts.items()}
+    summary, found = found.summary(), replace(found, counts=counts)
     if notes is not None:
         notes += [line.strip() for line in found.problems(most=len(found.unreadable)) if line]
     if report:
-        print_once("\n".join([found.summary(), *found.problems()]))
+        print_once("\n".join([summary, *found.problems()]))
         if found.unreadable:
             print_once("the images that cannot be read are left out, and not counted above; --strict stops there")
         if train.features is not None and train.features.note is None:
             print_once(f"{source['data']} does not say which model made it: its width alone is compared")
-        if test is None:
+        if test is None and found.class_names:
             print_once(f"{source['data']} has no test images; --test-fraction 0.2 holds a fifth of the images back")
     names = source.get("class_names")
     if names is not None:

@@ -68,11 +68,13 @@ def test_a_renamed_class_is_one_that_was_taught_under_the_new_name(photos, june,
     before = content(june)
     assert loaded(june).classifiers["bayes"].settings()["kappa"] == 4, "the settings that were given"
     assert call("rename", june, "two", "swan", "--output", tmp_path / "out") == 0
-    assert "two is swan by now" in capsys.readouterr().out and content(june) == before
+    said = capsys.readouterr().out
+    assert "two is swan by now" in said and content(june) == before
+    assert "what was measured before holds no more" in said
     expected = run(some(photos, tmp_path / "anew", DIGITS[:4], called={"two": "swan"}), tmp_path / "run")
     assert_alike(loaded(tmp_path / "out"), loaded(expected), photos)
     page = write_report(tmp_path / "out").read_text(encoding="utf-8")
-    assert "two became swan" in page
+    assert "two became swan" in page and "It was not tested since it was changed" in page
     # The tests of June still lie in a folder of the old name, and are found by what they hold.
     july = some(photos, tmp_path / "july", ["four", "two"], 0, 3)
     shutil.rmtree(july / "test" / "two")
@@ -152,8 +154,10 @@ def test_two_learners_become_one(photos, june, run, tmp_path, capsys):
         torch.testing.assert_close(found.classifiers[name](features), classifier(features), rtol=1e-4, atol=1e-3)
     july = some(photos, tmp_path / "july", ["four"])
     assert call("learn", tmp_path / "both", "--data", july, "--output", tmp_path / "later") == 0
+    capsys.readouterr()
     assert call("merge", berlin, tmp_path / "both", "--output", tmp_path / "no") == 2
-    assert "of the same images, which would count twice" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "of the same images, which would count twice" in said.err and not said.out, "what is refused drops nothing"
     assert call("merge", berlin, berlin, "--output", tmp_path / "no") == 2
     assert not (tmp_path / "no").exists()
     only = loaded(paris)

@@ -54,6 +54,7 @@ def test_a_month_of_new_and_known_classes(photos, june, tmp_path, capsys):
     assert learn(june / "run", data, tmp_path / "run") == 0
     said = capsys.readouterr().out
     assert "known classes get 1 further image, without training: one (1)" in said
+    assert "fewer than" not in said, "july has one image of a class of which june has more"
     assert "task 3/3: 6 classes" in said and "written: " in said
     assert content(june) == before, "the learner stays as it was"
     found, old = results_of(tmp_path / "run"), results_of(june / "run")

@@ -1,6 +1,7 @@
 """`dulbe-peft suggest`: which photographs of a heap to label next."""
 
 import csv
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ def heap(digit_folders, tmp_path):
             shutil.copy(source / "train" / name / f"{number}.png", tmp_path / "june" / name / f"mine-{number}.png")
     shutil.copy(tmp_path / "heap" / "four-4.png", tmp_path / "heap" / "four-copy.png")
     (tmp_path / "heap" / "z-bad.png").write_bytes(b"no image")
+    os.mkfifo(tmp_path / "heap" / "pipe.png")
     return tmp_path / "heap"
 
 
@@ -45,7 +47,9 @@ def test_before_there_is_a_learner(heap, tmp_path, capsys):
         "5 photographs of 40" in said
         and "1 photograph of the same content" in said
         and "z-bad.png: it is none" in said
-        and "LABELS.csv is a table that you write: the columns path and label" in said
+        and "neither a file nor a folder, such as" in said
+        and f"correct the column class of {table}, and call it label; then" in said
+        and f"--labels {table} --output labelled" in said
     )
     header, *rows = read_csv(table)
     assert header == ["path", "reason", "class", "novelty"] and len(rows) == 5
@@ -77,6 +81,28 @@ def test_with_a_learner_nothing_that_it_knows_is_suggested(heap, tmp_path, capsy
     for words, why in ((["--model", demo_model_folder()], "name the photographs"), ([heap], "name a saved learner")):
         assert run("suggest", *words) == 2
         assert why in capsys.readouterr().err
+
+
+def test_a_table_of_suggestions_is_learned_once_its_guesses_are_called_labels(heap, tmp_path, capsys, monkeypatch):
+    """The table lies in another folder than its paths begin in."""
+    (tmp_path / "tables").mkdir()
+    monkeypatch.chdir(tmp_path)
+    table = Path("tables/label.csv")
+    model = ["--model", demo_model_folder(), "--classifiers", "lda"]
+    assert run("run", "--data", tmp_path / "june", *model, "--output", tmp_path / "out") == 0
+    assert run("suggest", "out", "heap", "--count", 9, "--csv", table) == 0
+    command = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("next: dulbe-peft learn "))
+    words = command.removeprefix("next: dulbe-peft ").split()
+    assert run(*words) == 2 and "call the column 'label'" in capsys.readouterr().err
+    header, *rows = read_csv(table)
+    right = [[path, why, Path(path).name.split("-")[0], novelty] for path, why, _, novelty in rows]
+    with table.open("w", newline="") as file:
+        csv.writer(file).writerows([["label" if name == "class" else name for name in header], *right])
+    assert run(*words) == 0
+    said = capsys.readouterr().out
+    assert "cannot be read" not in said and "known classes get" in said
+    _, *learned = read_csv(tmp_path / "tables" / "label.csv")
+    assert all(Path(path).is_absolute() for path, *_ in learned)
 
 
 def test_a_novelty_below_zero_is_a_number_in_the_table(heap, tmp_path, monkeypatch):

@@ -65,14 +65,17 @@ def test_a_learner_that_has_changed_estimates_anew(base, tasks):
 
 
 def test_what_is_recommended_is_clearly_better_by_the_estimate():
-    def rows(**shares):
-        results = {"class_names": [["a", "b"]], "estimates": {"images": 9, "classes": ["a"], "shares": shares}}
+    def rows(images=9, **shares):
+        results = {"class_names": [["a", "b"]], "estimates": {"images": images, "classes": ["a"], "shares": shares}}
         return estimated(results)
 
     found = rows(bayes=(0.5, 0.4, 0.6), lda=(0.8, 0.7, 0.9))
     assert found.words.startswith("estimate from 9 training images of 1 of the 2 classes")
     assert recommended(found, "bayes") == ("lda", "recommended by it: lda, with 30.0 points more than bayes")
     assert recommended(found, "lda") == ("lda", "recommended by it: lda, which answers")
+    few = rows(2, bayes=(0.0, 0.0, 0.6), lda=(1.0, 0.7, 1.0))
+    assert "estimate from 2 training images of 1 of the 2 classes, too few to tell" in few.words
+    assert recommended(few, "bayes") == ("bayes", "so few images cannot tell which classifier is best: bayes answers")
     close = rows(bayes=(0.5, 0.4, 0.6), lda=(0.6, 0.5, 0.7))
     assert recommended(close, "bayes")[0] == "bayes" and "may be chance" in recommended(close, "bayes")[1]
     assert recommended(close, "slca") == ("slca", "") and recommended(None, "slca") == ("slca", "")
