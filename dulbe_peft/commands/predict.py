@@ -7,9 +7,11 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, suppress
 from csv import writer
+from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,7 @@ from dulbe_peft.utils.terminal import printable
 if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.metrics.prediction import Prediction
-    from dulbe_peft.utils.tables import GrowingTable
+    from dulbe_peft.utils.tables import Kept
 
 NONE = "none of these"
 ROOT = "dulbe"  # of the keywords that are guesses, which tells them from a person's
@@ -54,15 +56,13 @@ def predict(
       find . -name '*.jpg' | dulbe-peft predict out -
 
     Folders are read at any depth. A file that cannot be read is reported on standard error and
-    stepped over. Answers are printed and written as they come: the same command goes on with a
-    table that was interrupted. Novelty says how unlike all that was learned an image is. With
+    stepped over. Answers are printed as they come, and the same command goes on with a table that
+    was interrupted. Novelty says how unlike all that was learned an image is. With
     --reject 0.05, an image is "none of these" where its novelty is above that of all but 5 % of the
     training images, each left out. `dulbe-peft evaluate --reject` measures how many images of known
     classes that refuses. With --coverage 0.95, each image gets all classes that it may be of; the
     right one is among them for 95 of 100 images of known classes.
     """
-    from dulbe_peft.utils.files import output_file
-
     if coverage is not None and top_k != 1:
         raise ValueError(f"--top-k is {top_k} and --coverage {coverage}: give one of them")
     files = ("--csv", csv, ".csv"), ("--json", json_file, ".json"), ("--exiftool", exiftool, ".csv")
@@ -79,33 +79,30 @@ def predict(
     many = len(images) > 64 or any(os.path.isdir(path) for path in paths)
     workers = min(8, os.cpu_count() or 1)  # with a small model, reading files takes longer than the model does
     loaded = load(num_workers=workers if many else 0)
+    from dulbe_peft.metrics.prediction import Prediction
+    from dulbe_peft.utils.files import is_stream
+    from dulbe_peft.utils.tables import kept, sorted_folder
+
     how = {"top_k": top_k, "reject": reject, "coverage": coverage, "novelty": bool(csv or json_file)}
     _say_what_holds(loaded, reject, coverage)
-    rows: list[Prediction] = []  # what goes into files that are written at the end
     counts = Counter[str]()
-    with _outputs(loaded, paths, how, csv, sort_into, overwrite or piped or bool(json_file or exiftool)) as (
-        table,
-        copy,
-    ):
-        done = set[str]() if table is None else table.done
-        for found in _answers(loaded, images, table, how):
+    with ExitStack() as opened:
+        copy = opened.enter_context(sorted_folder(sort_into)) if sort_into else None
+        began = _facts(loaded, paths, sort_into) | how
+        table = opened.enter_context(kept(csv, began, overwrite or piped)) if csv and not is_stream(csv) else None
+        if table is not None:
+            click.get_current_context().meta["kept"] = f"the answers so far are kept in {table.path}"
+        done = {} if table is None else {name: Prediction(**row) for name, row in table.done.items()}
+        answers = dict(done)
+        for found in _answers(loaded, images, table, how, named=csv is not None):
             counts.update(_tell(found, quiet=bool(csv or json_file or exiftool)))
             for row in found:
-                if row.error is None and copy is not None:  # before its row, which stands for the copy, too
+                answers[row.image] = row
+                if row.error is None and copy is not None:  # before its line, which stands for the copy, too
                     copy(Path(row.image), row.classes[0] if row.known else NONE)
                 if row.error is None and table is not None:
-                    table.add(_lines(row))
-            rows += found if json_file or exiftool else []
-    if json_file:
-        with output_file(json_file) as file:
-            print(json.dumps([_as_json(row) for row in rows], indent=1, ensure_ascii=False), file=file)
-    if exiftool:  # which takes paths as they are: no apostrophe guards a formula
-        from dulbe_peft.data.labels import exiftool_rows
-
-        answers = [(row.image, row.classes[0]) for row in rows if row.error is None and row.known]
-        keywords = exiftool_rows(answers, ROOT)
-        with output_file(exiftool) as file:
-            writer(file).writerows(keywords)
+                    table.add(row.image, asdict(row))
+        _write(list(answers.values()), csv, json_file, exiftool)
     written = [file for file in (csv, json_file, exiftool, sort_into) if file not in (None, "-")]
     if csv or json_file or exiftool or sort_into or counts["unread"] or reject is not None:
         _sum_up(counts, len(done), reject is not None, written)
@@ -115,28 +112,32 @@ def predict(
     return 0 if counts["known"] or counts["refused"] or done else 2
 
 
-@contextmanager
-def _outputs(
-    learner: ClassIncrementalLearner,
-    paths: tuple[str, ...],
-    how: dict[str, Any],
-    csv: str | None,
-    sort_into: str | None,
-    anew: bool,
-) -> Iterator[tuple[GrowingTable | None, Callable[[Path, str], None] | None]]:
-    """The table, and the function that copies an image, where they are asked for."""
+def _facts(learner: ClassIncrementalLearner, paths: tuple[str, ...], sort_into: str | None) -> dict[str, Any]:
+    """What must be the same where a command goes on."""
     from dulbe_peft.utils.folders import json_sha256
-    from dulbe_peft.utils.tables import growing_table, sorted_folder
 
-    settings = {"learner": learner.checksum, "classifier": learner.classifier.name, **how}
-    settings["images"] = json_sha256([(path, os.path.abspath(path)) for path in paths])
-    settings["sort into"] = sort_into and os.path.realpath(sort_into)
-    with ExitStack() as opened:
-        copy = opened.enter_context(sorted_folder(sort_into)) if sort_into else None
-        table = opened.enter_context(growing_table(csv, HEADER, settings, anew)) if csv else None
-        if table is not None and table.grows:
-            click.get_current_context().meta["kept"] = f"the answers so far are kept in {table.path}"
-        yield table, copy
+    found = {"learner": learner.checksum, "classifier": learner.classifier.name}
+    found["images"] = json_sha256([(path, os.path.abspath(path)) for path in paths])
+    return found | {"sort into": sort_into and os.path.realpath(sort_into)}
+
+
+def _write(rows: list[Prediction], csv: str | None, json_file: str | None, exiftool: str | None) -> None:
+    """Write all answers into the files that are asked for."""
+    from dulbe_peft.utils.files import output_file, write_csv
+
+    if csv:
+        write_csv(csv, HEADER, chain.from_iterable(map(_lines, rows)), errors="surrogateescape")
+    if json_file:
+        with output_file(json_file) as file:
+            print(json.dumps([_as_json(row) for row in rows], indent=1, ensure_ascii=False), file=file)
+    if exiftool:  # which takes paths as they are: no apostrophe guards a formula
+        from dulbe_peft.data.labels import exiftool_rows
+
+        keywords = exiftool_rows(
+            [(row.image, row.classes[0]) for row in rows if row.error is None and row.known], ROOT
+        )
+        with output_file(exiftool) as file:
+            writer(file).writerows(keywords)
 
 
 def _tell(found: list[Prediction], quiet: bool) -> Iterator[str]:
@@ -203,12 +204,12 @@ def _images(paths: Iterable[str]) -> Iterator[Any]:
 
 
 def _answers(
-    learner: ClassIncrementalLearner, images: list[Any], table: GrowingTable | None, how: dict[str, Any]
+    learner: ClassIncrementalLearner, images: list[Any], table: Kept | None, how: dict[str, Any], named: bool
 ) -> Iterator[list[Prediction]]:
     """The answers, a batch of images for each reading process at once; an image that is named twice has one.
 
     Which images are answered together may change the last bits of a probability. So a call that goes on answers again
-    for all of a batch that was begun, and gives those of its answers that are missing.
+    for all of a batch that was begun, and gives those of its answers that are missing. A table has them by `named`.
     """
     from dulbe_peft.data.unlabelled import unlabelled_images
 
@@ -217,7 +218,7 @@ def _answers(
     for index in range(len(every)):
         places.setdefault(every.item_name(index), index)
     shown = Counter(map(printable, places))
-    if table is not None and len(shown) < len(places):
+    if named and len(shown) < len(places):
         name = max(shown, key=shown.__getitem__)
         raise ValueError(f"--csv would call two images {name!r}, for it writes some characters as others: rename one")
     done = set() if table is None else {name for name in places if _is_done(name, table)}
@@ -229,9 +230,9 @@ def _answers(
             yield [row for row in rows if row.image not in done]
 
 
-def _is_done(image: str, table: GrowingTable) -> bool:
+def _is_done(image: str, table: Kept) -> bool:
     """Whether an earlier call answered for an image; raises where it is another one by now."""
-    if printable(image) not in table.done:
+    if image not in table.done:
         return False
     with suppress(FileNotFoundError):
         facts = os.stat(image)
@@ -249,8 +250,11 @@ def _line(row: Prediction) -> str:
 
 def _lines(row: Prediction) -> list[list[Any]]:
     """The rows of a table for one image: one for each class, and for an unknown image one without a class."""
+    if row.error is not None:
+        return []
     answers = list(zip(row.classes, row.probabilities, strict=True)) if row.known else [("", row.probabilities[0])]
-    return [[row.image, name, f"{probability:.6f}", float(f"{row.novelty:.6g}")] for name, probability in answers]
+    end = float(f"{row.novelty:.6g}")
+    return [[printable(row.image), printable(name), f"{probability:.6f}", end] for name, probability in answers]
 
 
 def _as_json(row: Prediction) -> dict[str, Any]:

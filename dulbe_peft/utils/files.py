@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from itertools import chain, count
 from pathlib import Path
 from typing import IO, Any
@@ -136,14 +136,9 @@ def output_file(path: str | Path, errors: str = "surrogateescape") -> Iterator[I
     if is_standard_output(path):
         yield sys.stdout
         return
-    with replacing(path if is_stream(path) else Path(path).resolve()) as place, open_text(place, errors) as file:
+    named = path if is_stream(path) else Path(path).resolve()
+    with replacing(named) as place, open(place, "w", newline="", encoding="utf-8", errors=errors) as file:
         yield file
-
-
-def open_text(path: str | Path, errors: str = "surrogateescape") -> AbstractContextManager[IO[str]]:
-    """A text file, or standard output, opened to write; names of files need not be UTF-8."""
-    stdout = is_standard_output(path)
-    return nullcontext(sys.stdout) if stdout else open(path, "w", newline="", encoding="utf-8", errors=errors)
 
 
 def step_aside(path: Path) -> None:

@@ -1,14 +1,12 @@
-"""What a command writes while it works: a table that grows row by row, and copies of files in folders."""
+"""What a command writes while it works: what it has got done, and copies of files in folders."""
 
-import csv
 import filecmp
-import io
 import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,101 +15,70 @@ from typing import IO, Any
 
 from dulbe_peft.utils import files
 from dulbe_peft.utils.folders import LOCK_SUFFIX, clear_leftovers, exclusive
-from dulbe_peft.utils.terminal import printable
 
 _UNFIT = re.compile(r'[/\\:*?"<>|%\x00-\x1f]|^\.|[. ]$')  # what some system does not take in the name of a folder
 
 
 @dataclass(frozen=True)
-class GrowingTable:
-    """A table that gets the rows of one image after the other; the first cell of a row names the image."""
+class Kept:
+    """What a command has got done, kept while it works: a line of JSON for each thing."""
 
     path: Path
-    file: IO[str]
-    grows: bool  # False: a pipe or a device
-    done: frozenset[str] = frozenset()  # images whose rows an earlier call wrote
-    since: float = 0  # when it wrote the last of them, in seconds
+    file: IO[bytes]
+    done: dict[str, Any]  # what earlier calls got done, by name
+    since: float  # when they wrote the last of it, in seconds
 
-    def add(self, rows: Sequence[Sequence[Any]]) -> None:
-        """Write all rows of an image; a kill in the middle of it loses no others."""
+    def add(self, name: str, content: Any) -> None:
+        """Keep what was found for a thing; a kill in the middle of it loses no other."""
         with files.write_errors(self.path):
-            if self.grows:
-                self.file.truncate()  # an earlier call's rows of one image, which may not be all
-            self.file.write(_text(rows))
+            self.file.truncate()  # a line that a kill cut off
+            self.file.write(_line([name, content]))
             self.file.flush()
 
 
 @contextmanager
-def growing_table(
-    path: str, header: Sequence[str], settings: Mapping[str, Any], anew: bool = False
-) -> Iterator[GrowingTable]:
-    """A table at PATH.partial until it is whole, when it takes the place of PATH; a pipe or a device is written to.
+def kept(path: str, settings: Mapping[str, Any], anew: bool = False) -> Iterator[Kept]:
+    """A file PATH.partial while the block runs, and longer where it does not end well.
 
-    The next call with equal settings goes on, and nothing that stands there is lost. The rows of the last image alone
-    may not be all: they stay until the next rows take their place. With `anew`, what stands there steps aside.
+    The next call with equal settings finds in it what was got done. With `anew`, what stands there steps aside.
     """
-    if files.is_stream(path):
-        with files.open_text(path) as stream:
-            table = GrowingTable(Path(path), stream, grows=False)
-            table.add([header])
-            yield table
-        return
     place = Path(path).resolve()
-    grown = place.with_name(f"{place.name}.partial")
-    with exclusive(grown.with_name(f".{grown.name}{LOCK_SUFFIX}"), str(path)):
-        if anew and os.path.lexists(grown):
-            files.step_aside(grown)
-        grown.open("ab").close()
-        with grown.open("r+", newline="", encoding="utf-8", errors="surrogateescape") as file:
+    partial = place.with_name(f"{place.name}.partial")
+    with exclusive(partial.with_name(f".{partial.name}{LOCK_SUFFIX}"), path):
+        if anew and os.path.lexists(partial):
+            files.step_aside(partial)
+        partial.open("ab").close()
+        with partial.open("rb+") as file:
             since, content = os.fstat(file.fileno()).st_mtime, file.read()
-            facts = {"columns": list(header), **settings}
-            first = [["settings", json.dumps(facts)], header]
-            begin, done = _begun(grown, content, _text(first), facts)
-            file.seek(begin)
-            table = GrowingTable(grown, file, True, done, since)
-            if not begin:
-                table.add(first)
-            yield table
-            file.truncate()
-            file.seek(0)
-            file.readline()
-            with files.output_file(place) as whole:
-                shutil.copyfileobj(file, whole)
-        grown.unlink()
+            done = _done(partial, content, settings)
+            file.seek(content.rfind(b"\n") + 1)
+            if b"\n" not in content:
+                file.write(_line(settings))
+            yield Kept(partial, file, done, since)
+        partial.unlink()
 
 
-def _text(rows: Sequence[Sequence[Any]]) -> str:
-    """Rows as they stand in a file, each on a line of its own."""
-    text = io.StringIO(newline="")
-    for row in rows:
-        files.write_rows(text, [printable(cell) if isinstance(cell, str) else cell for cell in row], [])
-    return text.getvalue()
+def _line(content: Any) -> bytes:
+    return json.dumps(content).encode() + b"\n"
 
 
-def _begun(grown: Path, content: str, begin: str, facts: Mapping[str, Any]) -> tuple[int, frozenset[str]]:
-    """After how many bytes the next rows come, and the images before; raises where another table was begun."""
-    if begin.startswith(content):  # not even the first two lines are whole
-        return 0, frozenset()
-    if not content.startswith(begin):
-        _refuse(grown, content, facts)
-    lines = [f"{line}\n" for line in content[len(begin) :].split("\n")[:-1]]  # what follows the last one is cut off
-    images = [next(files.read_rows([line]), [""])[0] for line in lines]
-    sure = next((count for count in range(len(images), 0, -1) if images[count - 1] != images[-1]), 0)
-    text = begin + "".join(lines[:sure])
-    return len(text.encode("utf-8", errors="surrogateescape")), frozenset(images[:sure])
-
-
-def _refuse(grown: Path, content: str, facts: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` that says what differs from what was begun."""
+def _done(partial: Path, content: bytes, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands in a file that an earlier call began; raises where it is of another kind or other settings."""
+    if _line(settings).startswith(content):  # not even the first line is whole
+        return {}
     try:
-        before = json.loads(next(files.read_rows([content.partition("\n")[0]]))[1])
-        pairs = {name: (before.get(name), fact) for name, fact in facts.items()}
-    except (ValueError, LookupError, AttributeError, csv.Error) as error:
-        raise FileExistsError(f"{grown} is not of an earlier call: move it away, or choose another name") from error
+        before, *rows = map(json.loads, content.split(b"\n")[:-1])  # what follows the last one was cut off
+        pairs = {name: (before.get(name), fact) for name, fact in json.loads(_line(settings)).items()}
+        done = dict(rows)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise FileExistsError(f"{partial} is not of an earlier call: move it away, or choose another name") from error
     differ = "; ".join(f"{name} {old!r:.40}, now {new!r:.40}" for name, (old, new) in pairs.items() if old != new)
-    raise ValueError(
-        f"{grown} was begun with other settings ({differ}): give those, move it away, or begin anew with --overwrite"
-    )
+    if differ:
+        raise ValueError(
+            f"{partial} was begun with other settings ({differ}): give those, move it away, or begin anew with "
+            "--overwrite"
+        )
+    return done
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Tables that grow and go on, copies that are whole, and outputs that are pipes."""
+"""What was got done is kept, and gone on with; copies are whole."""
 
 import os
 
@@ -7,12 +7,10 @@ import pytest
 from dulbe_peft.utils import tables
 from dulbe_peft.utils.files import TEMPORARY_MARK
 from dulbe_peft.utils.folders import CheckpointError
-from dulbe_peft.utils.tables import growing_table, sorted_folder
-from dulbe_peft.utils.terminal import printable
+from dulbe_peft.utils.tables import kept, sorted_folder
 
-HEADER, SETTINGS = ["path", "class"], {"learner": "a1", "top_k": 2}
-NAMES = ("é.png", "\udcff.png", "=1+1\n.png", "猫")
-IMAGES = {name: [[name, "Käfer"], [name, 'a "b", c']] for name in NAMES}
+SETTINGS = {"learner": "a1", "top_k": 2, "sort into": None}
+IMAGES = {"é.png": ["Käfer"], "\udcff.png": [0.1], "=1+1\n.png": [], "猫": [None]}
 
 
 class Killed(BaseException):
@@ -21,60 +19,48 @@ class Killed(BaseException):
 
 def write(path, stop=None, settings=SETTINGS, **options):
     """Answer for all images that are not done, or for those before `stop`; gives what was done before."""
-    with growing_table(path, HEADER, settings, **options) as table:
-        for name, rows in IMAGES.items():
+    with kept(str(path), settings, **options) as table:
+        for name, answer in IMAGES.items():
             if name == stop:
                 raise Killed
-            if printable(name) not in table.done:
-                table.add(rows)
+            if name not in table.done:
+                table.add(name, answer)
     return table.done
 
 
 def test_a_table_goes_on_from_every_byte_at_which_it_may_be_cut(tmp_path):
-    """Also in the middle of a letter, of the settings, and between the two rows of an image."""
+    """Also in the middle of the settings; nothing is lost but the line that was cut."""
     path, partial = tmp_path / "t.csv", tmp_path / "t.csv.partial"
-    with pytest.raises(Killed), growing_table(path, HEADER, SETTINGS) as table:
-        for rows in IMAGES.values():
-            table.add(rows)
+    with pytest.raises(Killed), kept(str(path), SETTINGS) as table:
+        for name, answer in IMAGES.items():
+            table.add(name, answer)
         raise Killed
     content = partial.read_bytes()
-    write(path)
-    whole = path.read_bytes()
-    lines = [b"path,class\n", "é.png,Käfer\n".encode(), 'é.png,"a ""b"", c"\n'.encode(), b"\xff.png,K\xc3\xa4fer\n"]
-    assert whole.startswith(b"".join(lines)) and b"\n'=1+1\\n.png,K" in whole and whole.count(b"\n") == 9
-    head = content.index(b"path,class\n") + len(b"path,class\n")
+    head = content.index(b"\n") + 1
     for cut in range(len(content) + 1):
         partial.write_bytes(content[:cut])
         with pytest.raises(Killed):
-            write(path, stop=NAMES[0])  # which is killed before its first row
-        kept = partial.read_bytes()
-        assert kept[: max(cut, head)] == content[: max(cut, head)], "going on loses nothing"
-        rows, done = content[head:cut].count(b"\n"), write(path)
-        assert path.read_bytes() == whole and not partial.exists()
-        assert len(done) == (max(rows, 1) - 1) // 2, "the last image alone may lack a row"
-
-
-def test_the_rows_of_an_image_that_is_gone_give_way_to_the_next_ones(tmp_path):
-    with pytest.raises(Killed):
-        write(tmp_path / "t.csv", stop=NAMES[2])
-    with pytest.raises(Killed), growing_table(tmp_path / "t.csv", HEADER, SETTINGS) as table:
-        table.add([["x", "y"]])
-        raise Killed
-    rows = (tmp_path / "t.csv.partial").read_bytes().splitlines()
-    assert len(rows) == 5 and rows[-1] == b"x,y"
-    with growing_table(tmp_path / "t.csv", HEADER, SETTINGS) as table:
-        pass  # nor is x there any more
-    assert (tmp_path / "t.csv").read_bytes().splitlines() == rows[1:4] and table.done == {NAMES[0]}
+            write(path, stop="é.png")  # which is killed before its first line
+        assert partial.read_bytes()[: max(cut, head)] == content[: max(cut, head)], "going on loses nothing"
+        with pytest.raises(Killed), kept(str(path), SETTINGS) as table:
+            assert list(table.done.items()) == list(IMAGES.items())[: max(0, content[:cut].count(b"\n") - 1)]
+            for name in IMAGES.keys() - table.done.keys():
+                table.add(name, IMAGES[name])
+            raise Killed
+        assert write(path) == IMAGES and not partial.exists()
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [({"learner": "b2", "top_k": 2}, "(learner 'a1', now 'b2')"), ({"learner": "a1", "top_k": 3}, "(top_k 2, now 3)")],
+    [
+        ({"learner": "b2", "top_k": 2, "sort into": None}, "(learner 'a1', now 'b2')"),
+        ({"learner": "a1", "top_k": 3, "sort into": None}, "(top_k 2, now 3)"),
+    ],
 )
 def test_other_settings_are_refused_by_name_and_what_is_there_stays(tmp_path, capsys, settings, words):
     path, partial = tmp_path / "t.csv", tmp_path / "t.csv.partial"
     with pytest.raises(Killed):
-        write(path, stop=NAMES[2])
+        write(path, stop="=1+1\n.png")
     content = partial.read_bytes()
     with pytest.raises(ValueError) as error:
         write(path, settings=settings)
@@ -84,7 +70,7 @@ def test_other_settings_are_refused_by_name_and_what_is_there_stays(tmp_path, ca
     assert old.read_bytes() == content and f"is now in {old}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", ["precious", "precious\n", '["settings"]\n', "settings,[]\n", "settings,x\n"])
+@pytest.mark.parametrize("content", ["precious", "precious\n", "[1]\n", "{}\n[]\n", "{}\n1\n"])
 def test_a_file_of_somebody_else_in_the_place_of_the_beginning_is_refused(tmp_path, content):
     partial = tmp_path / "t.csv.partial"
     partial.write_text(content)
@@ -95,19 +81,13 @@ def test_a_file_of_somebody_else_in_the_place_of_the_beginning_is_refused(tmp_pa
 
 def test_of_two_on_one_table_or_in_one_folder_the_second_is_refused(tmp_path):
     (tmp_path / "link.csv").symlink_to("t.csv")
-    with growing_table(tmp_path / "t.csv", HEADER, SETTINGS) as table:
-        table.add(IMAGES[NAMES[0]])
-        with pytest.raises(CheckpointError, match=r"link\.csv is in use by another process"):
-            write(tmp_path / "link.csv")
+    words = r"link\.csv is in use by another process"
+    with kept(str(tmp_path / "t.csv"), SETTINGS), pytest.raises(CheckpointError, match=words):
+        write(tmp_path / "link.csv")
     folder = str(tmp_path / "sorted")
     with sorted_folder(folder), pytest.raises(CheckpointError, match="sorted is in use"), sorted_folder(folder):
         pass
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.csv", "t.csv"]
-
-
-def test_an_error_while_a_table_grows_keeps_its_own_name(tmp_path):
-    with pytest.raises(OSError, match="'gone.png'"), growing_table(tmp_path / "t.csv", HEADER, SETTINGS):
-        raise FileNotFoundError(2, "No such file or directory", "gone.png")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.csv"]
 
 
 def test_copies_are_whole_and_replace_nothing(tmp_path, monkeypatch):
