@@ -48,8 +48,8 @@ def frozen(
     return [[head, *map(short, columns)], *lines, ["mean of the lines", *means(found.values())]]
 
 
-def edges(results: Path, counts: str, classifiers: str) -> list[list[str]]:
-    """One line an edge and number of images: the means over the streams, and how far `bayes` is behind the best."""
+def edges(results: Path, counts: str, classifiers: str, behind: str) -> list[list[str]]:
+    """One line an edge and number of images where `bayes` is so far behind the best of a stream: means over streams."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     columns = classifiers.split(",")
     for path in sorted(results.glob("edges/*.json")):
@@ -61,8 +61,9 @@ def edges(results: Path, counts: str, classifiers: str) -> list[list[str]]:
     for name in dict.fromkeys(key[0] for key in found):
         rows = [row for key, row in found.items() if key[0] == name]
         cells = [f"{sum(row[each] for row in rows) / len(rows):.1f}" if each in rows[0] else "" for each in columns]
-        behind = [max(value for each, value in row.items() if each != "bayes") - row["bayes"] for row in rows]
-        lines.append([name, *cells, f"{max(behind):+.1f}".replace("-", "−")])
+        far = max(max(value for each, value in row.items() if each != "bayes") - row["bayes"] for row in rows)
+        if far > float(behind):
+            lines.append([name, *cells, f"{far:+.1f}".replace("-", "−")])
     return [["names, images a class", *map(short, columns), "furthest behind the best of a stream"], *lines]
 
 
