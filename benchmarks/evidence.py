@@ -49,7 +49,7 @@ def frozen(
 
 
 def edges(results: Path, counts: str, classifiers: str, behind: str) -> list[list[str]]:
-    """One line an edge and number of images where `bayes` is so far behind the best of a stream: means over streams."""
+    """One line an edge and number of images where `bayes` is so far behind the best of a stream: their means."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     columns = classifiers.split(",")
     for path in sorted(results.glob("edges/*.json")):
