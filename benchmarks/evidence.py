@@ -127,26 +127,26 @@ def estimates(results: Path, classifiers: str, counts: str) -> list[list[str]]:
     return [head, *([*key, *row] for key, row in zip(found, cells, strict=True))]
 
 
-def order(results: Path) -> list[list[str]]:
-    """One line a classifier and stream: the range, over draws and numbers of images, of answers that change."""
-    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+def order(results: Path, classifier: str) -> list[list[str]]:
+    """One line a stream: the range, over draws and numbers of images, of answers of a classifier that change."""
+    found: dict[str, dict[str, list[float]]] = {}
     for path in sorted(results.glob("order/*.json")):
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-            figures = found.setdefault((f"`{row['classifier']}`", row["stream"]), {})
-            figures.setdefault(row["figure"], []).extend(row["each"])
+            if row["classifier"] == classifier:
+                found.setdefault(row["stream"], {}).setdefault(row["figure"], []).extend(row["each"])
     lines = [
-        [*key, *(f"{min(each):.0f} to {max(each):.0f} %" if max(each) else "none" for each in figures.values())]
-        for key, figures in sorted(found.items())
+        [stream, *(f"{min(each):.0f} to {max(each):.0f} %" for each in figures.values())]
+        for stream, figures in sorted(found.items())
     ]
-    return [["classifier", "stream", *next(iter(found.values()))], *lines]
+    return [["stream", *next(iter(found.values()))], *lines]
 
 
-def suggest(results: Path, labels: str) -> list[list[str]]:
+def suggest(results: Path, labels: str, ways: str) -> list[list[str]]:
     """One line a stream and number of labels bought for each class: accuracy by how they were chosen, best bold."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     for path in sorted(results.glob("suggest/*.json")):
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-            if str(row["labels"]) in labels.split(","):
+            if str(row["labels"]) in labels.split(",") and row["way"] in ways.split(","):
                 found.setdefault((row["stream"], str(row["labels"])), {})[row["way"]] = row["value"]
     lines = [[*key, *best_bold(list(row.values()), max)] for key, row in found.items()]
     return [["stream", "labels a class", *next(iter(found.values()))], *lines]
