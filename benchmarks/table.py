@@ -41,14 +41,14 @@ def made(marker: str, results: Path) -> str:
     return "\n".join([first, "|" + "---|" * len(head), *rows])
 
 
-def figures(results: Path, benchmarks: str) -> str:
-    """A row for each figure of these benchmarks that has a goal; then the machines."""
+def figures(results: Path, benchmarks: str, without: str) -> str:
+    """A row for each figure of these benchmarks that has a goal, but those of a name; then the machines."""
     rows, commands = ["| what | goal | measured |", "|---|---|---|"], dict[str, dict[str, None]]()
     for path in sorted(results.glob("*.json")):
         report = json.loads(path.read_text(encoding="utf-8"))
         if report.get("benchmark") not in benchmarks.split(","):
             continue
-        rows += [line(row) for row in report["rows"] if row.get("goal") is not None]
+        rows += [line(row) for row in report["rows"] if row.get("goal") is not None and without not in row["what"]]
         machine, versions = report["machine"], report["machine"]["versions"]
         programs = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "dulbe_peft")
         accelerator = f", {machine['accelerator']}" if machine.get("accelerator") else ""
