@@ -23,10 +23,9 @@ import torch
 from transformers import CLIPImageProcessorPil, pipeline
 
 from benchmarks import common, models
-from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_dual_encoder
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_data, load_dual_encoder
 from dulbe_peft.commands.main import main as command
 from dulbe_peft.data.images import LabelledImages
-from dulbe_peft.data.splits import open_split
 from dulbe_peft.data.store import VARIABLE
 from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.encoders import backends
@@ -115,12 +114,12 @@ def answers(model: str, data: str, count: int) -> list[dict[str, Any]]:
     """The share of images whose class by its name is that of torch in float32."""
     clip, processor = load_dual_encoder(model)
     learner = ClassIncrementalLearner(clip, processor, args=LearnerArguments(progress=False), strategy="frozen")
-    images = open_split(data, "test" if (Path(data) / "test").is_dir() else None)
+    images = load_data(data, "test")
     chosen = np.random.default_rng(0).permutation(len(images))[:count]
     pixels = learner.encoder.images(images.at(chosen))
     texts = learner.encoder.text_embeds(images.class_names)
     batches = torch.stack([pixels[index][0] for index in range(len(chosen))]).split(8)
-    sides = ways(clip, processor, open_split(data, "train"))
+    sides = ways(clip, processor, load_data(data, "train"))
     found = {name: torch.cat([encode(batch) for batch in batches]) for name, encode in sides.items()}
     expected, rows = found.pop("torch float32"), []
     for name, features in found.items():

@@ -291,7 +291,7 @@ class Classifier(CorrectedState):
     def _adopt(self, twin: Self, scores: tuple[Tensor, Tensor] | None, images: Tensor, labels: Tensor) -> None:
         """Become what a fork has become, which has learned images; `scores` are of some as if it had not."""
         if scores is not None:
-            self.calibration = calibrated(self.calibration, *scores, judged(twin, images, labels))
+            self.calibration = calibrated(self.calibration, *scores, labels, judged(twin, images, labels))
         self._buffers, self._class_names, self._derived = twin._buffers, twin._class_names, twin._derived
 
     def forward(self, image_embeds: Tensor | np.ndarray) -> Tensor:

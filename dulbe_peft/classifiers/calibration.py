@@ -32,12 +32,14 @@ LIMIT = math.log(1000.0)  # of the logarithm of a temperature, either way
 class TaskTemperature(Record):
     """log T of one task's images, and their probabilities of that time, the least first and rounded down.
 
-    `own` are of their own classes, `largest` of the classes that they were taken for. `novelties`, the least first,
-    and `area` are what `novelty.judged` says of them.
+    `own` are of their own classes, `largest` of the classes that they were taken for; each class weighs alike, so that
+    they are `worth` fewer images than there are. `novelties`, the least first, and `area` are what `novelty.judged`
+    says of them.
     """
 
     log_temperature: float = Field(ge=-LIMIT, le=LIMIT)
     images: int = Field(ge=1)
+    worth: int | None = Field(ge=1, default=None)  # files of 0.2.0, where each image weighed alike, have none
     classes: int = Field(ge=2)
     own: tuple[Fraction, ...] = Field(max_length=MOST)
     largest: tuple[Fraction, ...] = Field(max_length=MOST)
@@ -63,21 +65,55 @@ def calibrated(
     tasks: Sequence[TaskTemperature],
     logits: Tensor,
     labels: Tensor,
+    learned: Tensor,
     novel: tuple[Sequence[float], float] | None = None,
 ) -> tuple[TaskTemperature, ...]:
     """With the temperature of one more task, from (n, C) scores of images that they have not learned.
 
-    `novel` are the task's novelties and their area.
+    `labels` are theirs, `learned` those of all images of the task. `novel` are its novelties and their area.
     """
     images, classes = logits.shape
+    logits, labels = logits.double().cpu(), labels.cpu()
+    weights = class_shares(labels, learned.cpu())
     novelties, area = novel or ((), None)
-    facts: dict[str, Any] = {"log_temperature": fit_temperature(logits, labels), "images": images, "classes": classes}
+    facts: dict[str, Any] = {
+        "log_temperature": fit_temperature(logits, labels),
+        "images": images,
+        "classes": classes,
+    }
     tasks = (*tasks, TaskTemperature(**facts, own=(), largest=(), novelties=tuple(novelties), area=area))[-KEPT:]
-    found = (logits.double().cpu() / temperature(tasks, classes)).softmax(dim=1)
-    ranks = torch.linspace(0, images - 1, min(images, MOST), dtype=torch.float64).long()
-    each = {"own": found.gather(1, labels.cpu()[:, None])[:, 0], "largest": found.amax(dim=1)}
-    kept = {name: tuple(x.sort().values[ranks].mul(1e6).floor().div(1e6).tolist()) for name, x in each.items()}
+    found = (logits / temperature(tasks, classes)).softmax(dim=1)
+    each = {"own": found.gather(1, labels[:, None])[:, 0], "largest": found.amax(dim=1)}
+    kept: dict[str, Any] = {"worth": worth(weights)}
+    number = min(kept["worth"], MOST)
+    kept |= {name: tuple(evenly(x, weights, number).mul(1e6).floor().div(1e6).tolist()) for name, x in each.items()}
     return (*tasks[:-1], tasks[-1].model_copy(update=kept))
+
+
+def class_shares(labels: Tensor, learned: Tensor) -> Tensor:
+    """The weights of left-out images with which each learned class weighs alike, (n,), float64.
+
+    A class of which no image was left out, because it has one, is stood for by those with the fewest images.
+    """
+    counts = learned.bincount()
+    own = labels.bincount(minlength=len(counts))
+    there = own > 0
+    fewest = there & (counts == counts[there].min())
+    shares = 1 + fewest.double() * int(((counts > 0) & ~there).sum()) / int(fewest.sum())
+    return (shares / own)[labels]
+
+
+def worth(weights: Tensor) -> int:
+    """How many values of equal weight weighted ones are worth."""
+    return int(weights.sum() ** 2 / weights.square().sum() + 1e-9)
+
+
+def evenly(values: Tensor, weights: Tensor, number: int) -> Tensor:
+    """So many quantiles of weighted values, the least first."""
+    order = values.argsort()
+    ends = weights[order].cumsum(dim=0) / weights.sum()
+    at = (torch.arange(number).to(ends) + 0.5) / number
+    return values[order][torch.searchsorted(ends, at).clamp_max(len(values) - 1)]
 
 
 def threshold(tasks: Sequence[TaskTemperature], kind: Literal["own", "largest"], share: float) -> float:
@@ -90,7 +126,8 @@ def threshold(tasks: Sequence[TaskTemperature], kind: Literal["own", "largest"],
         Vovk et al., "Algorithmic Learning in a Random World", 2005; Sadinle et al., "Least Ambiguous Set-Valued
         Classifiers with Bounded Error Levels", 2019: 1 less the probability of the own class as the score.
     """
-    parts = ((np.asarray(getattr(task, kind)), task.images) for task in tasks[::-1])  # none are left after a merge
+    parts = ((np.asarray(getattr(task, kind)), task.worth or task.images) for task in tasks[::-1])
+    # None are left after a merge.
     spread = [kept[np.linspace(0, len(kept) - 1, images).astype(int)] for kept, images in parts if len(kept)]
     return _order_statistic(spread, share)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dulbe_peft.classifiers.calibration import MOST, ranking
+from dulbe_peft.classifiers.calibration import MOST, class_shares, evenly, ranking, worth
 from dulbe_peft.classifiers.covariance import oas_shrinkage
 from dulbe_peft.classifiers.state import GrowingState
 
@@ -149,16 +149,8 @@ def judged(classifier: GrowingState, images: Tensor, labels: Tensor) -> tuple[li
         return None
     rows = several[ranking(images[several]).argsort()][:: -(-len(several) // MOST_JUDGED)]
     own, other = found.left_out(images[rows], labels[rows])
-    weights = 1 / labels.bincount()[labels[rows]].to(own)
-    known, unknown = _evenly(own, weights), _evenly(other, weights)
+    weights = class_shares(labels[rows], labels).to(own)
+    number = min(MOST, worth(weights))
+    known, unknown = evenly(own, weights, number), evenly(other, weights, number)
     area = (unknown[:, None] > known).double().mean() + (unknown[:, None] == known).double().mean() / 2
     return known.tolist(), float(area)
-
-
-def _evenly(values: Tensor, weights: Tensor) -> Tensor:
-    """Quantiles of weighted values, the least first: as many as they are worth with equal weights, at most MOST."""
-    number = min(MOST, int(weights.sum() ** 2 / weights.square().sum() + 1e-9))
-    order = values.argsort()
-    ends = weights[order].cumsum(dim=0) / weights.sum()
-    at = (torch.arange(number).to(ends) + 0.5) / number
-    return values[order][torch.searchsorted(ends, at).clamp_max(len(values) - 1)]

@@ -34,6 +34,10 @@ CREATE TABLE features (
 );
 """
 
+# File systems on which SQLite's locks reach no other machine; by an option of the mount, or always.
+_NO_LOCKS = {"nfs": ("nolock", "local_lock=all", "local_lock=posix"), "cifs": ("nobrl",), "smb3": ("nobrl",)}
+_NEVER_LOCKS = ("fuse.sshfs", "fuse.rclone", "fuse.s3fs", "fuse.gcsfuse", "fuse.davfs", "davfs")
+
 
 class EncoderKey(NamedTuple):
     """What makes two features of an image the same; `fingerprint` covers weights, preprocessing and versions."""
@@ -136,6 +140,7 @@ class FeatureStore:
             weakref.finalize(self, shutil.rmtree, self.path.parent, ignore_errors=True)
         elif not self.private:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            _check_locks(self.path.parent)
         with closing(sqlite3.connect(self.path, timeout=WAIT, isolation_level=None)) as database:
             if (
                 _number(database, "application_id") == 0
@@ -176,6 +181,24 @@ def _encoder(database: sqlite3.Connection, key: EncoderKey) -> Any:
     """The number under which an encoder's features stand; None where there are none."""
     query = "SELECT id FROM encoders WHERE fingerprint = ? AND precision = ? AND backend = ?"
     return next(iter(database.execute(query, key).fetchone() or ()), None)
+
+
+def _mounts() -> list[list[str]]:
+    """Device, place, kind and options of each mount; none where the system does not say."""
+    try:
+        return [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return []
+
+
+def _check_locks(folder: Path) -> None:
+    """Raise a `ValueError` on a network disk whose locks reach no other machine, as far as the system tells."""
+    here = os.path.join(os.path.realpath(folder), "")
+    own = [row for row in _mounts() if here.startswith(os.path.join(row[1].replace("\\040", " "), ""))]
+    kind, options = max(own, key=lambda row: len(row[1]))[2:4] if own else ("", "")
+    weak = set(options.split(",")) & set(_NO_LOCKS.get("nfs" if kind.startswith("nfs") else kind, ()))
+    if weak or kind in _NEVER_LOCKS:
+        raise ValueError(f"it lies on a network disk ({kind}) without locks between machines")
 
 
 def _warn(text: str) -> None:

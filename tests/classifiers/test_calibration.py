@@ -19,7 +19,7 @@ def world(classes=20, each=10, tests=50, seed=0):
     centres = torch.randn(classes, DIM, generator=generator)
 
     def images(count):
-        labels = torch.arange(classes).repeat_interleave(count)
+        labels = torch.arange(classes).repeat_interleave(torch.tensor(count).repeat(classes)[:classes])
         return centres[labels] + 1.1 * torch.randn(len(labels), DIM, generator=generator), labels
 
     return *images(each), centres + 0.8 * torch.randn(classes, DIM, generator=generator), *images(tests)
@@ -84,8 +84,27 @@ def test_scores_of_a_copy_that_has_not_learned_the_images_are_kept_as_probabilit
     own = found.gather(1, labels[held][:, None])[:, 0]
     for kept, each in ((task.own, own), (task.largest, found.amax(dim=1))):
         torch.testing.assert_close(torch.tensor(kept).double(), each.sort().values, rtol=0, atol=1e-4)
-    many = calibration.calibrated((), torch.randn(1000, 3), torch.randint(3, (1000,)))[0]
-    assert many.images == 1000 and len(many.own) == len(many.largest) == MOST
+    labels = torch.arange(3).repeat_interleave(torch.tensor([333, 333, 334]))
+    many = calibration.calibrated((), torch.randn(1000, 3), labels, labels)[0]
+    assert many.images == 1000 and many.worth == 999 and len(many.own) == len(many.largest) == MOST
+
+
+def test_each_class_weighs_alike_in_what_is_promised():
+    """Of four classes one has seven images that are left out, two have two, and one has one, which cannot be."""
+    learned = torch.tensor([0] * 7 + [1] * 2 + [2] * 2 + [3])
+    labels = learned[:-1]
+    weights = calibration.class_shares(labels, learned)
+    torch.testing.assert_close(weights, torch.tensor([1 / 7] * 7 + [1.5 / 2] * 4).double())
+    logits = 4 * torch.randn(11, 4, dtype=torch.float64)
+    (task,) = calibration.calibrated((), logits, labels, learned)
+    assert task.images == 11 and task.worth == int(16 / (7 / 49 + 4 * 0.75**2)) == 6
+    found = (logits / temperature([task], 4)).softmax(dim=1)
+    for kept, values in ((task.own, found.gather(1, labels[:, None])[:, 0]), (task.largest, found.amax(dim=1))):
+        order, expected = values.argsort().tolist(), []
+        for place in range(6):  # the first value up to which the weights are (place + 1/2) / 6 of all
+            reached = np.cumsum([float(weights[row]) for row in order]) / 4
+            expected.append(float(values[order[int((reached < (place + 0.5) / 6).sum())]]))
+        assert kept == pytest.approx(expected, abs=2e-6)
 
 
 @pytest.mark.parametrize("share, place", [(0.05, 2), (0.1, 4), (0.33, 13), (0.03, 1)])
@@ -115,12 +134,13 @@ def test_too_few_images_promise_nothing_and_say_how_many_it_takes():
             call()
 
 
+@pytest.mark.parametrize("each", [10, [3, 30]], ids=["equal", "unequal"])
 @pytest.mark.parametrize("spec", ["bayes:features=0", "lda", "bridge"])
-def test_sets_and_thresholds_hold_over_all_seen_classes(spec):
+def test_sets_and_thresholds_hold_over_all_seen_classes(spec, each):
     """The means over eight streams of 20 classes, five a task; their standard error is about one point."""
     covered, refused, sizes = [], [], []
     for seed in range(8):
-        images, labels, texts, tests, truth = world(seed=seed)
+        images, labels, texts, tests, truth = world(each=each, seed=seed)
         classifier = learned(spec, images, labels, texts)
         sets = classifier.prediction_sets(tests, 0.9)
         covered.append(sets[torch.arange(len(truth)), truth].double().mean().item())

@@ -240,11 +240,13 @@ def spoil(kind, path):
         path.write_bytes(path.read_bytes()[:20000])
 
 
-@pytest.mark.parametrize("kind", ["text", "foreign", "future", "folder", "cut"])
+@pytest.mark.parametrize("kind", ["text", "foreign", "future", "folder", "cut", "network"])
 def test_a_store_of_no_use_is_one_warning_and_stays_as_it_is(
     kind, photos, plain, tmp_path, monkeypatch, capsys, encoded
 ):
     path = Path(os.environ[stores.VARIABLE])
+    if kind == "network":
+        monkeypatch.setattr(stores, "_mounts", lambda: [["server:/home", "/", "nfs4", "rw,local_lock=all"]])
     spoil(kind, path)
     before = path.read_bytes() if path.is_file() else None
     capsys.readouterr()
