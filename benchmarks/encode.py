@@ -2,7 +2,8 @@
 
 The towers are of random weights. Whether answers are equal is asked of real models, given as --answers MODEL DATA;
 their answer is the class whose name is nearest. The table of features is written beside transformers' feature
-pipeline, in its best batch. On a GPU the same command takes torch alone: --device cuda --batch 256 --compile.
+pipeline, in its best batch. `--run` takes the CPU time of a whole `dulbe-peft run`, without that of its imports,
+beside that of its encoder alone. On a GPU the same command takes torch alone: --device cuda --batch 256 --compile.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import argparse
 import copy
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -44,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--answers", nargs=2, action="append", default=[], metavar=("MODEL", "DATA"))
     options.add_argument("--images", type=int, default=250, help="of each data, whose answers are compared")
     options.add_argument("--photographs", type=int, default=0)
+    options.add_argument("--run", type=int, default=0, help="photographs of a whole run")
     values = common.parse(options, argv)
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, {VARIABLE: str(Path(folder, "f.sqlite"))}):
         rows = speed(values)
@@ -51,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows += answers(model, data, values.images)
         if values.photographs or values.quick:
             rows += table(values)
+        if values.run or values.quick:
+            rows += [whole(values)]
     values.answers = [[Path(name).name for name in pair] for pair in values.answers]
     common.write("encode", values, argv, rows)
 
@@ -137,13 +143,7 @@ def table(values: argparse.Namespace) -> list[dict[str, Any]]:
         folder = Path(root, "photos", "all")
         folder.mkdir(parents=True)
         files = common.photographs(folder, count, SIZE)
-        clip, processor = models.clip(values.model, "sdpa")
-        side = clip.config.vision_config.image_size
-        processor.image_processor = CLIPImageProcessorPil(
-            size={"shortest_edge": side}, crop_size={"height": side, "width": side}
-        )
-        clip.save_pretrained(Path(root, "model"))
-        processor.save_pretrained(Path(root, "model"))
+        _, processor = saved_model(values.model, Path(root, "model"))
 
         def ours(backend: str) -> None:
             argv = ["features", "--model", str(Path(root, "model")), "--data", str(folder.parent), "--split", ""]
@@ -166,6 +166,53 @@ def table(values: argparse.Namespace) -> list[dict[str, Any]]:
     best = min((name for name in sides if "pipeline" in name), key=lambda name: float(np.median(times[name]["cpu"])))
     where = f"{common.model_name(values.model)}, {count} photographs of {SIZE[0]} x {SIZE[1]}"
     return [common.row(f"disk to table: {name} / {best}, {where}", times, name, best, 1.0) for name in there]
+
+
+def saved_model(name: str, folder: Path) -> tuple[Any, Any]:
+    """A model of random weights whose images have its size, which was saved in a folder."""
+    clip, processor = models.clip(name, "sdpa")
+    side = clip.config.vision_config.image_size
+    processor.image_processor = CLIPImageProcessorPil(
+        size={"shortest_edge": side}, crop_size={"height": side, "width": side}
+    )
+    clip.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return clip, processor
+
+
+@torch.no_grad()
+def whole(values: argparse.Namespace) -> dict[str, Any]:
+    """CPU seconds of `run` on photographs of four classes, a fifth of them to test, by those of its encoder."""
+    count = 20 if values.quick else values.run
+    imports = "import dulbe_peft.commands.run, dulbe_peft.learner, transformers; transformers.CLIPModel"
+    with tempfile.TemporaryDirectory() as root:
+        clip, _ = saved_model(values.model, Path(root, "model"))
+        for number, file in enumerate(common.photographs(Path(root), count, SIZE)):
+            folder = Path(root, "photos", "train" if number % 5 else "test", "abcd"[number % 4])
+            folder.mkdir(parents=True, exist_ok=True)
+            Path(file).rename(folder / f"{number}.jpg")
+        pixels = models.pixels(8, clip.config.vision_config.image_size)
+
+        def child(*argv: str) -> float:
+            before = os.times()
+            subprocess.run([sys.executable, *argv], check=True, stdout=subprocess.DEVNULL)
+            after = os.times()
+            return after.children_user + after.children_system - before.children_user - before.children_system
+
+        def run(number: int) -> float:
+            argv = ["--model", str(Path(root, "model")), "--data", str(Path(root, "photos")), "--no-progress"]
+            return child("-m", "dulbe_peft", "run", *argv, "--no-store", "--output", str(Path(root, f"run{number}")))
+
+        def encode() -> None:
+            for _ in range(0, count, len(pixels)):
+                unit_image_embeds(clip, pixels)
+
+        shares = []
+        for number in range(values.repeats):
+            alone = common.compare({"": encode}, 1)[""]["cpu"][0]
+            shares.append((run(number) - child("-c", imports)) / alone)
+    what = f"run without imports / its encoder, {common.model_name(values.model)}, {count} photographs: CPU time"
+    return {"what": what, "goal": 1.15, "ratio": {"cpu": common.spread(shares)}}
 
 
 if __name__ == "__main__":
