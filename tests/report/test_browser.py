@@ -247,7 +247,13 @@ def test_a_hundred_photographs_are_labelled_with_the_keyboard_alone(folder, brow
                 page.keyboard.press("Space")
                 page.get_by_text("skipped").wait_for()
                 left, taken_back = 51, True
+                width = page.viewport_size
+                page.set_viewport_size({"width": 390, "height": 844})
+                box = page.locator("#undo").bounding_box()
+                assert page.evaluate("scrollY") == 0 and 500 < box["y"] <= 844 - box["height"], "a thumb finds it"
+                page.set_viewport_size(width)
         page.get_by_text("All are labelled.").wait_for()
+        assert page.locator("#undo").is_visible() and not page.locator("#named").is_visible()
         page.get_by_text("after each change").wait_for()
         assert page.evaluate("document.documentElement.scrollWidth") <= 1300 and not said
     page.locator("#undo").click()
