@@ -25,8 +25,6 @@ from dulbe_peft.data.splits import open_stream_data as open_stream_data
 from dulbe_peft.deployment.batches import Featurizer as Featurizer
 from dulbe_peft.deployment.batches import Predictor as Predictor
 from dulbe_peft.deployment.export import export_learner as export_learner
-from dulbe_peft.deployment.export import export_onnx as export_onnx
-from dulbe_peft.deployment.export import export_transformers as export_transformers
 from dulbe_peft.encoders.loading import load_clip as load_clip
 from dulbe_peft.encoders.loading import load_dual_encoder as load_dual_encoder
 from dulbe_peft.learner import ClassIncrementalLearner as ClassIncrementalLearner

@@ -12,11 +12,11 @@ from peft.config import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, TaskType
 from peft.utils.other import get_pattern_key
 from torch.serialization import get_unsafe_globals_in_checkpoint
+from transformers.utils.hub import has_file
 
 from dulbe_peft.adapter.registration import DULBE
 from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.utils.checks import check_int
-from dulbe_peft.utils.hub import has_file
 from dulbe_peft.utils.tensors import tensor_shapes
 
 DENSE = -1  # the rank of a history that is one matrix

@@ -7,6 +7,9 @@ from dulbe_peft.commands.options import command
 
 @command()
 def env() -> int:
+    """example:
+    dulbe-peft env
+    """
     import torch
 
     from dulbe_peft.data.store import FeatureStore, store_path

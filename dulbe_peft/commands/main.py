@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from importlib import import_module
 
 import click
+from click.shell_completion import shell_complete
 
 from dulbe_peft.utils.extras import explained
 from dulbe_peft.utils.terminal import printable_lines
@@ -66,37 +67,6 @@ class Commands(click.Group):
             with formatter.section(title):
                 formatter.write_dl(list(group.items()))
 
-    def invoke(self, ctx: click.Context) -> int:
-        """Call the command; an error of the user's is one line and status 2, a signal is 128 and its number."""
-        terminated: list[int] = []
-        try:
-            with _terminable(terminated):
-                status = super().invoke(ctx)
-                sys.stdout.flush()  # here, where a reader that has gone away can be noticed
-                return int(status)
-        except (click.ClickException, click.exceptions.Exit):  # a usage error, or the end of --help
-            raise
-        except (KeyboardInterrupt, SystemExit) as stop:
-            return _stopped(ctx, signal.SIGTERM if isinstance(stop, SystemExit) else signal.SIGINT)
-        except BrokenPipeError:  # the reader has seen enough, as `head` does
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is still to be written goes nowhere
-            return 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
-        except Exception as error:
-            # torch's own errors of this kind are RuntimeErrors.
-            if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error)):
-                error = MemoryError(f"there is too little memory, lower --batch-size or --pixel-cache-mb: {error}")
-            elif not isinstance(error, (ValueError, TypeError, OSError, ImportError)):
-                from dulbe_peft.utils.folders import CheckpointError
-
-                if not isinstance(error, CheckpointError):
-                    raise
-            if terminated:  # the signal ended a process that reads images, too, and its end is this error
-                return _stopped(ctx, signal.SIGTERM)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO) and error.filename is None:
-                raise  # it is of standard output
-            _complain(f"dulbe-peft: {explained(error) if isinstance(error, ImportError) else error}")
-            return 2
-
 
 @click.group(
     cls=Commands,
@@ -115,10 +85,8 @@ commands.commands = dict(COMMANDS)  # type: ignore[arg-type] # what click compar
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status, 2 for an error of the user's, 130, 141 or 143 after a signal."""
+    """Run the command line; returns the exit status, 2 for an error of the user's, 128 and its number for a signal."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["help"]:
-        argv = [*argv[1:], "--help"]
     if sys.stderr is None:  # somebody closed it; the next file that is opened must not take its place
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if sys.stdout is None:
@@ -128,19 +96,48 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="surrogateescape")  # file names need not be UTF-8
     # A bar for each model that is loaded says nothing to a person.
     when_imported("transformers", lambda: import_module("transformers.utils.logging").disable_progress_bar())
+    if asked := os.environ.get("_DULBE_PEFT_COMPLETE"):
+        return shell_complete(commands, {}, "dulbe-peft", "_DULBE_PEFT_COMPLETE", asked)
+    terminated: list[int] = []
+    ctx = None
     try:
-        return int(commands.main(argv, prog_name="dulbe-peft", standalone_mode=False, obj=argv))
-    except click.UsageError as error:
-        path = error.ctx.command_path if error.ctx else "dulbe-peft"
-        _complain(f"{path}: {error.format_message()}  {path} --help lists what there is.")
-        return 2
-    except click.Abort:  # Ctrl-C before the command was called
-        _complain("dulbe-peft: stopped by SIGINT")
-        return 128 + signal.SIGINT
-    except OSError as error:
+        with _terminable(terminated), commands.make_context("dulbe-peft", list(argv), obj=argv) as ctx:
+            status = int(commands.invoke(ctx))
+            sys.stdout.flush()  # here, where a reader that has gone away can be noticed
+            return status
+    except click.exceptions.Exit as end:  # of --help
+        return end.exit_code
+    except (KeyboardInterrupt, SystemExit) as stop:
+        return _stopped(ctx, signal.SIGTERM if isinstance(stop, SystemExit) else signal.SIGINT)
+    except BrokenPipeError:  # the reader has seen enough, as `head` does
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is still to be written goes nowhere
-        _complain(f"dulbe-peft: standard output cannot be written to: {error.strerror}")
+        return 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
+    except Exception as error:
+        if terminated:  # the signal ended a process that reads images, too, and its end is this error
+            return _stopped(ctx, signal.SIGTERM)
+        said = _said_of(error)
+        if said is None:
+            raise
+        _complain(said)
         return 2
+
+
+def _said_of(error: Exception) -> str | None:
+    """One line about an error of the user's; None for another one."""
+    from dulbe_peft.utils.folders import CheckpointError
+
+    if isinstance(error, click.UsageError):
+        path = error.ctx.command_path if error.ctx else "dulbe-peft"
+        return f"{path}: {error.format_message()}  {path} --help lists what there is."
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO) and error.filename is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is still to be written goes nowhere
+        return f"dulbe-peft: standard output cannot be written to: {error.strerror}"
+    # torch's own errors of this kind are RuntimeErrors.
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error)):
+        return f"dulbe-peft: there is too little memory, lower --batch-size or --pixel-cache-mb: {error}"
+    if isinstance(error, (ValueError, TypeError, OSError, ImportError, CheckpointError)):
+        return f"dulbe-peft: {explained(error) if isinstance(error, ImportError) else error}"
+    return None
 
 
 def _complain(text: str) -> None:
@@ -168,12 +165,11 @@ def _terminable(received: list[int]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
-def _stopped(ctx: click.Context, number: signal.Signals) -> int:
+def _stopped(ctx: click.Context | None, number: signal.Signals) -> int:
     """Say how to go on with a command that was stopped; returns the exit status."""
     _complain(f"dulbe-peft: stopped by {number.name}")
-    name = ctx.invoked_subcommand
-    kept = ctx.meta.get("kept") or (name and getattr(commands.get_command(ctx, name), "kept", ""))
-    if kept:
+    name = ctx and ctx.invoked_subcommand
+    if ctx and name and (kept := ctx.meta.get("kept") or getattr(commands.get_command(ctx, name), "kept", "")):
         given = [word for word in ctx.obj if word != "--overwrite"]  # which would put aside what is kept
         command = [sys.executable, "-m", "dulbe_peft", *given, *ctx.meta.get("to go on", [])]
         _complain(f"{kept}; to go on:\n{shlex.join(command)}")

@@ -13,7 +13,6 @@ def report(
     output: Page | None = setting(None, "the page (report.html in the folder, or here for several runs)"),
     csv: File | None = setting(None, "write the table of results, too, with full figures"),
     latex: File | None = setting(None, "write the table of results, too, for LaTeX"),
-    columns: str | None = setting(None, "the columns of a comparison's LaTeX table, by their titles"),
     figures: Folder | None = setting(None, "write what training changed, too, as pictures and numbers; of one run"),
     overwrite: bool = OVERWRITE,
 ) -> int:
@@ -30,7 +29,7 @@ def report(
     named = (("--output", output, ".html"), ("--csv", csv, ".csv"), ("--latex", latex, ".tex"))
     claim(*named, ("--figures", figures, FOLDER), reads=runs, overwrite=overwrite)
     if any(Path(run).suffix.lower() == ".csv" and Path(run).is_file() for run in runs):
-        return _contact_sheet(runs, output, csv, latex, columns, figures)
+        return _contact_sheet(runs, output, csv, latex, figures)
     for folder in runs:
         if not Path(folder).is_dir():
             raise FileNotFoundError(f"{folder} is no folder; a report is made of a folder that run has written")
@@ -48,10 +47,8 @@ def report(
     if figures is not None and (comparisons or len(folders) > 1):
         got = "a comparison" if comparisons else f"{len(folders)} runs"
         raise ValueError(f"--figures is about one run, got {got}")
-    if columns is not None and not (comparisons and latex):
-        raise ValueError("--columns is about the --latex table of a comparison: name both, or leave --columns out")
     files = (output, csv, latex)
-    page = write_comparison_page(folders[0], *files, columns=columns) if comparisons else write_report(folders, *files)
+    page = write_comparison_page(folders[0], *files) if comparisons else write_report(folders, *files)
     pictures = [] if figures is None else write_figures(folders[0], figures)
     to = words_of(*files)
     for path in (output or page, csv, latex, *pictures):

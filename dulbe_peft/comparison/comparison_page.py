@@ -10,7 +10,7 @@ from dulbe_peft.comparison import comparison_plots as plots
 from dulbe_peft.comparison.comparison_file import COMPARISON_FILE, Comparison, Entry, read_comparison
 from dulbe_peft.comparison.plan import Row
 from dulbe_peft.comparison.ranks import ranked
-from dulbe_peft.comparison.summary import COLUMNS, FEW, count_seeds, named_columns, ordered
+from dulbe_peft.comparison.summary import COLUMNS, FEW, count_seeds, ordered
 from dulbe_peft.metrics.accuracy import percent, signed
 from dulbe_peft.report.html import write_page
 from dulbe_peft.report.plots import inline_svg
@@ -29,19 +29,16 @@ def write_comparison_page(
     output: str | os.PathLike[str] | None = None,
     csv: str | os.PathLike[str] | None = None,
     latex: str | os.PathLike[str] | None = None,
-    *,
-    columns: str | None = None,
 ) -> Path:
-    """Write a page about a comparison, finished or not, and its table; `columns` are titles of the LaTeX table's."""
+    """Write a page about a comparison, finished or not, and its table."""
     folder = Path(folder)
     output = folder / "report.html" if output is None else Path(output)
     comparison = read_comparison(folder)
-    chosen = named_columns(columns, comparison.entries)
     write_page(output, "comparison.html", _content(comparison, folder.resolve().name))
     if csv is not None:
         write_table_csv(COLUMNS, comparison.entries, Path(csv))
     if latex is not None:
-        write_table_latex(chosen, ordered(comparison.entries), Path(latex))
+        write_table_latex(filled(COLUMNS, comparison.entries), ordered(comparison.entries), Path(latex))
     return output
 
 

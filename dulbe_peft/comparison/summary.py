@@ -16,7 +16,6 @@ from dulbe_peft.comparison.intervals import Difference, Measure, image_shares, m
 from dulbe_peft.comparison.plan import Cell, Chosen, Plan, Row, as_text
 from dulbe_peft.metrics.accuracy import calibration_error, percent, signed
 from dulbe_peft.report.table import Column, filled, format_markdown
-from dulbe_peft.utils.specs import closest
 
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 FEW = 2  # seeds that are too few to tell how much a further one would differ
@@ -302,18 +301,6 @@ def ordered(entries: Sequence[Entry]) -> list[Entry]:
     """The rows, the best of each stream first; the streams as they are."""
     place = {stream: number for number, stream in enumerate(dict.fromkeys(entry.stream for entry in entries))}
     return sorted(entries, key=lambda entry: (place[entry.stream], -entry.means["last"]))
-
-
-def named_columns(names: str | None, entries: Sequence[Entry]) -> list[Column[Entry]]:
-    """The columns that a list of titles with commas names; without one, those that show something."""
-    if names is None:
-        return filled(COLUMNS, entries)
-    known = {column.title: column for column in COLUMNS}
-    titles = [name.strip() for name in names.split(",")]
-    for title in titles:
-        if title not in known:
-            raise ValueError(f"there is no column {title!r}{closest(title, known)}")
-    return [known[title] for title in titles]
 
 
 def format_summary(entries: Sequence[Entry]) -> str:

@@ -76,16 +76,6 @@ def export_learner(
     return Path(folder)
 
 
-def export_transformers(learner: Any, folder: str | Path, classifier: str | None = None) -> Path:
-    """Write a learner as an image classifier for transformers' pipelines; see [`export_learner`]."""
-    return export_learner(learner, folder, "transformers", classifier)
-
-
-def export_onnx(learner: Any, folder: str | Path, classifier: str | None = None) -> Path:
-    """Write a learner as an ONNX graph from pixel values to probabilities; see [`export_learner`]."""
-    return export_learner(learner, folder, "onnx", classifier)
-
-
 def _export(
     state: LearnerState, classifier: Classifier, folder: Path, format: str, compress_to: int | None, precision: str
 ) -> None:

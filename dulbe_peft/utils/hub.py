@@ -84,20 +84,6 @@ def push(
         )
 
 
-def has_file(
-    source: str, file: str, revision: str | None = None, token: Any = None, cache_dir: str | Path | None = None
-) -> bool:
-    """Whether a folder, or a repository on the Hub (offline: its cached part), holds a file."""
-    if Path(source).is_dir():
-        return (Path(source) / file).exists()
-    from huggingface_hub import file_exists, try_to_load_from_cache
-
-    if constants.HF_HUB_OFFLINE:
-        return isinstance(try_to_load_from_cache(source, file, cache_dir=cache_dir, revision=revision), str)
-    with reached():
-        return file_exists(source, file, revision=revision, token=token)
-
-
 def is_repo_id(name: str | None) -> bool:
     """Whether `name` can be a repository on the Hub, and is no folder here."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id

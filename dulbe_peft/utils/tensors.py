@@ -1,7 +1,7 @@
 """Files of tensors: safetensors only, whole or not there, and finite."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,23 +45,20 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 def weights_digest(weights: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 of the weights' names, shapes, types and 256 values of each."""
-    found = hashlib.sha256()
-    for name, tensor in sorted(weights.items()):
-        # A quantised tensor of torchao's kind has no views.
-        flat = (tensor if type(tensor) is torch.Tensor else tensor.dequantize()).flatten()
-        values = flat[:: max(1, len(flat) // SAMPLES)].double().cpu().numpy()
-        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + values.tobytes())
-    return found.hexdigest()
+    return _digest(weights, lambda flat: flat[:: max(1, len(flat) // SAMPLES)].double())
 
 
 def whole_digest(weights: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 of the weights' names, shapes, types and all values."""
+    return _digest(weights, lambda flat: flat.contiguous().view(torch.uint8))
+
+
+def _digest(weights: Mapping[str, torch.Tensor], values: Callable[[torch.Tensor], torch.Tensor]) -> str:
     found = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
-        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        # A quantised tensor of torchao's kind has no bytes of its own.
-        plain = tensor if type(tensor) is torch.Tensor else tensor.dequantize()
-        found.update(plain.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        # A quantised tensor of torchao's kind has no views.
+        flat = (tensor if type(tensor) is torch.Tensor else tensor.dequantize()).detach().flatten()
+        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + values(flat).cpu().numpy().tobytes())
     return found.hexdigest()
 
 

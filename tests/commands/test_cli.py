@@ -298,8 +298,6 @@ def test_the_rest_of_the_help(capsys):
     assert "example:" in said[0] and "--help-all" in said[0] and "--structure-weight" not in said[0] == said[2]
     for name in (name for kind in GROUPS.values() for name in field_types(kind)):
         assert "--" + name.replace("_", "-") in said[1]
-    assert main(["help"]) == 0 and main(["help", "compare"]) == 0
-    assert capsys.readouterr().out.count("YAML file that says what to compare") == 1
 
 
 def test_run_and_report_name_the_same_classifier_by_the_estimate_and_never_by_the_test_images(own_run, capsys):

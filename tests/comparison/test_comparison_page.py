@@ -183,11 +183,6 @@ def test_the_command(folder, tmp_path, capsys, monkeypatch):
     assert lines[4].startswith(start)
     assert lines[4].endswith(r"& 28,800 & 3.0 & 90.0 $\to$ 85.0 \\")
     assert all(line.count("&") == 16 for line in lines if line.endswith(r"\\"))
-    columns = ["--latex", "c.tex", "--columns", "method, A_last"]
-    assert main(["report", str(folder), *columns, "--output", "c.html"]) == 0
-    assert r"DuLBE & \textbf{85.0 (84.0 to 86.0)} \\" in (tmp_path / "c.tex").read_text()
-    assert main(["report", str(folder), *columns[:3], "A_lats", "--output", "d.html"]) == 2
-    assert "there is no column 'A_lats'; did you mean 'A_last'?" in capsys.readouterr().err
     assert main(["report", str(folder), "--output", "b.html"]) == 0 and (tmp_path / "b.html").is_file()
 
 

@@ -25,8 +25,6 @@ from dulbe_peft import (
     LearnerArguments,
     PrototypeClassifier,
     export_learner,
-    export_onnx,
-    export_transformers,
     load_dual_encoder,
 )
 from dulbe_peft.classifiers.checks import random_features
@@ -181,7 +179,7 @@ def test_what_stands_beside_the_model(clip, learners, tmp_path):
     card = (tmp_path / "lora/README.md").read_text(encoding="utf-8")
     assert "library_name: peft" in card and "pipeline_tag: zero-shot-image-classification" in card
     assert "pip install torch transformers peft" in card and json.dumps(clip.class_names[1]) in card
-    export_transformers(learners["vit"], tmp_path / "plain")
+    export_learner(learners["vit"], tmp_path / "plain", "transformers")
     card = (tmp_path / "plain/README.md").read_text(encoding="utf-8")
     assert "pipeline_tag: image-classification" in card and "zero-shot" not in card
     assert "prompts" not in facts(tmp_path)
@@ -285,7 +283,7 @@ def test_graphs_give_torch_s_probabilities_for_every_batch_size(clip, tmp_path, 
     import onnxruntime
 
     learner = with_classifier(clip, Squares)
-    export_onnx(learner, tmp_path / "plain", Squares.name)
+    export_learner(learner, tmp_path / "plain", "onnx", Squares.name)
     assert not recwarn.list and capfd.readouterr().err == ""
     found = facts(tmp_path, file="model.json")
     sessions = []
@@ -310,10 +308,10 @@ def test_graphs_give_torch_s_probabilities_for_every_batch_size(clip, tmp_path, 
 @pytest.mark.slow
 def test_a_further_class_needs_no_new_encoder(learners, tmp_path):
     learner = copy.deepcopy(learners["vit"])
-    before = export_onnx(learner, tmp_path / "before", "prototype")
+    before = export_learner(learner, tmp_path / "before", "onnx", "prototype")
     images = [{"image": photo, "label": 0} for photo in photos()]
     learner.learn_task(images, ["hen"])
-    after = export_onnx(learner, tmp_path / "after", "prototype")
+    after = export_learner(learner, tmp_path / "after", "onnx", "prototype")
     assert (before / "encoder.onnx").read_bytes() == (after / "encoder.onnx").read_bytes()
     assert (before / "head.onnx").read_bytes() != (after / "head.onnx").read_bytes()
 
@@ -321,7 +319,7 @@ def test_a_further_class_needs_no_new_encoder(learners, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "size", "error"), [("float16", 0.9, 0.02), ("int8", 0.9, 0.2)])
 def test_smaller_graphs_say_nearly_the_same(clip, tmp_path, precision, size, error):
-    whole = export_onnx(clip, tmp_path / "whole", "bridge")
+    whole = export_learner(clip, tmp_path / "whole", "onnx", "bridge")
     folder = export_learner(clip, tmp_path / "small", "onnx", "bridge", precision=precision)
     assert (folder / "encoder.onnx").stat().st_size < size * (whole / "encoder.onnx").stat().st_size
     found = facts(tmp_path, "small", "model.json")
@@ -355,7 +353,7 @@ def test_javascript_loads_the_layout_of_transformers_js(clip, tmp_path):
 @pytest.mark.slow
 def test_weights_too_large_for_one_file_stand_beside_the_graph(learners, tmp_path, monkeypatch):
     monkeypatch.setattr(onnx_graphs, "LARGEST_FILE", 0)
-    folder = export_onnx(learners["vit"], tmp_path / "plain", "prototype")
+    folder = export_learner(learners["vit"], tmp_path / "plain", "onnx", "prototype")
     assert (folder / "encoder.onnx.data").stat().st_size > (folder / "encoder.onnx").stat().st_size / 10
     assert "encoder.onnx.data" in facts(tmp_path, file="manifest.json")["files"]
     with pytest.raises(ValueError, match="int8 is served for graphs below"):
@@ -367,7 +365,7 @@ def test_a_graph_takes_images_that_are_not_square(learners, tmp_path):
     onnxruntime, learner = pytest.importorskip("onnxruntime"), copy.deepcopy(learners["dinov2"])
     image_processor = learner.processor.image_processor
     image_processor.crop_size, image_processor.size = {"height": 16, "width": 24}, {"shortest_edge": 24}
-    folder = export_onnx(learner, tmp_path / "plain", "lda")
+    folder = export_learner(learner, tmp_path / "plain", "onnx", "lda")
     encoder = onnxruntime.InferenceSession(folder / "encoder.onnx")
     pixels = image_processor(images=photos(), return_tensors="pt")["pixel_values"]
     assert facts(tmp_path, file="model.json")["image_size"] == [16, 24] and pixels.shape[1:] == (3, 16, 24)
@@ -379,14 +377,14 @@ def test_a_graph_takes_images_that_are_not_square(learners, tmp_path):
 def test_a_graph_that_differs_is_refused(clip, tmp_path, monkeypatch):
     monkeypatch.setattr(graph, "TOLERANCE", -1.0)
     with pytest.raises(ValueError, match="differ by .* from PyTorch's"):
-        export_onnx(clip, tmp_path / "onnx")
+        export_learner(clip, tmp_path / "onnx", "onnx")
     assert not (tmp_path / "onnx").exists()
 
 
 def test_a_missing_package_is_named(clip, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(ImportError, match=r"onnxscript: pip install 'dulbe_peft\[onnx\]'"):
-        export_onnx(clip, tmp_path / "onnx")
+        export_learner(clip, tmp_path / "onnx", "onnx")
     assert not (tmp_path / "onnx").exists()
 
 
