@@ -30,7 +30,6 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it
 
 NONE = "none of these"
 ROOT = "dulbe"  # of the keywords that are guesses, which tells them from a person's
-UNEVEN = 4  # times as many images: sets then cover less than they say, see docs/predicting.md
 HEADER = ["path", "class", "probability", "novelty"]
 
 
@@ -84,7 +83,7 @@ def predict(
     from dulbe_peft.utils.tables import kept, sorted_folder
 
     how = {"top_k": top_k, "reject": reject, "coverage": coverage, "novelty": bool(csv or json_file)}
-    _say_what_holds(loaded, reject, coverage)
+    _say_what_holds(loaded, reject)
     counts = Counter[str]()
     with ExitStack() as opened:
         copy = opened.enter_context(sorted_folder(sort_into)) if sort_into else None
@@ -151,21 +150,15 @@ def _tell(found: list[Prediction], quiet: bool) -> Iterator[str]:
     sys.stdout.flush()
 
 
-def _say_what_holds(learner: ClassIncrementalLearner, reject: float | None, coverage: float | None) -> None:
-    """Say on standard error where unknown classes cannot be told from known ones, or sets cover less than they say."""
+def _say_what_holds(learner: ClassIncrementalLearner, reject: float | None) -> None:
+    """Say on standard error where unknown classes cannot be told from known ones."""
     from dulbe_peft.classifiers.calibration import HARDLY
 
-    area, counts = learner.classifier.roc_area, learner.state.image_counts().values()
+    area = learner.classifier.roc_area
     if reject is not None and area is not None and area < HARDLY:
         print(
             "unknown things cannot be told here: where each class was left out in turn, its images were more novel "
             f"than those of known classes in {100 * area:.0f} of 100 pairs; chance gives 50",
-            file=sys.stderr,
-        )
-    if coverage is not None and max(counts, default=0) > UNEVEN * min(counts, default=0):
-        print(
-            f"classes have {min(counts)} to {max(counts)} images: with numbers so unequal, sets hold the right class "
-            f"less often than in {100 * coverage:g} of 100 images",
             file=sys.stderr,
         )
 
