@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dulbe_peft.commands.options import NO_STORE, OVERWRITE, File, Folder, Page, command, field_options, load_learner
 from dulbe_peft.commands.outputs import FOLDER, as_flags, claim, data_name, say_next, words_of
@@ -18,10 +18,11 @@ from dulbe_peft.utils.terminal import printable
 
 if TYPE_CHECKING:
     from dulbe_peft.data.images import LabelledImages
-    from dulbe_peft.data.inventory import Duplicate, Inventory
+    from dulbe_peft.data.inventory import Found, Inventory
     from dulbe_peft.learner import ClassIncrementalLearner
 
-Doubt = tuple[str, str, str, tuple[Any, int]]  # the split, the name, what it looks like, where the image is
+    Doubt = tuple[Found, str]  # an image, and what it looks like
+
 STRIP = 8  # thumbnails of a class
 PAIRS = 100  # duplicates on the page
 DOUBTFUL = 10  # images that look like another class
@@ -61,7 +62,7 @@ def check(
     if check_labels != (model is not None):
         raise ValueError("--check-labels and --model MODEL, such as openai/clip-vit-base-patch16, go together")
     from dulbe_peft.data.folders import ImageFolder
-    from dulbe_peft.data.inventory import find_duplicates
+    from dulbe_peft.data.inventory import counted, find_duplicates
     from dulbe_peft.data.splits import open_stream_data
 
     machine = {} if device is None else {"device": device}
@@ -74,14 +75,15 @@ def check(
         raise ValueError(f"--move-to moves files of folders, and {data!r} is none")
     parts = dict(zip(found.counts, [train] if test is None else [train, test], strict=True))
     found = replace(found, duplicates=find_duplicates(parts, near=True))
-    (sizes, tiny), words = _sizes(parts), words_of(page, csv)
-    print("\n".join([found.format(), *sizes]), file=words)
+    tiny, words = _tiny(parts), words_of(page, csv)
+    small = ["", f"narrower than {SMALL} pixels: {counted(len(tiny), 'image')}"] if tiny else []
+    print("\n".join([found.format(), *small]), file=words)
     doubtful = [] if learner is None else _doubtful(parts, learner)
     if learner is not None:
-        doubts = [f"  {printable(name)}: looks like {why}" for _, name, why, _ in doubtful[:DOUBTFUL]]
+        doubts = [f"  {printable(one.name)}: looks like {why}" for one, why in doubtful[:DOUBTFUL]]
         print("\n".join(["", DOUBTS if doubtful else NO_DOUBTS, *doubts]), file=words)
     if page is not None:
-        _write_page(Path(page), data, found, sizes, parts, doubtful)
+        _write_page(Path(page), data, found, small, parts, doubtful)
     rows = [*_findings(found, doubtful), *tiny]
     if csv is not None:
         write_csv(csv, HEADER, ([*row[:1], printable(row[1]), *row[2:]] for row in rows), errors="surrogateescape")
@@ -102,23 +104,29 @@ def _write_page(
     path: Path,
     data: str,
     found: Inventory,
-    sizes: list[str],
+    tiny: list[str],
     parts: Mapping[str, LabelledImages],
     doubtful: list[Doubt],
 ) -> None:
+    import numpy as np
+
     from dulbe_peft.report.html import write_page
     from dulbe_peft.report.pictures import picture
 
-    train = next(iter(parts.values()))
-    content = {
-        "name": data_name(data),
-        "found": found,
-        "problems": [*found.problems(), *sizes],
-        "strips": [(name, *_strip(train, label)) for label, name in enumerate(train.class_names)],
-        "pairs": [_pair(parts, row) for row in found.duplicates[:PAIRS]],
-        "doubtful": [(printable(n), f"looks like {why}", picture(*at)) for _, n, why, at in doubtful[:DOUBTFUL]],
-    }
-    write_page(path, "check.html", content)
+    def shown(one: Found) -> tuple[str, str]:
+        return printable(one.name), picture(parts[one.split], one.place)
+
+    train, strips, pairs = next(iter(parts.values())), [], []
+    for label, name in enumerate(train.class_names):
+        places = np.flatnonzero(train.labels == label)
+        some = places[np.linspace(0, len(places) - 1, min(STRIP, len(places)), dtype=int)]
+        strips.append((name, len(places), [picture(train, int(index)) for index in some]))
+    for row in found.duplicates[:PAIRS]:
+        across = row.first.split != row.second.split
+        pairs.append({"how": row.how, "across": across, "images": [shown(row.first), shown(row.second)]})
+    doubts = [(*shown(one), f"looks like {why}") for one, why in doubtful[:DOUBTFUL]]
+    content = {"name": data_name(data), "found": found, "problems": [*found.problems(), *tiny]}
+    write_page(path, "check.html", content | {"strips": strips, "pairs": pairs, "doubtful": doubts})
 
 
 def _findings(found: Inventory, doubtful: list[Doubt]) -> Iterator[list[str]]:
@@ -132,14 +140,15 @@ def _findings(found: Inventory, doubtful: list[Doubt]) -> Iterator[list[str]]:
     for row in found.duplicates:
         kind = {ALIKE[0]: "duplicate", ALIKE[1]: "same pixels"}.get(row.how, "near copy")
         yield [row.second.split, row.second.name, kind, printable(f"of {row.first.split}: {row.first.name}")]
-    for split, name, why, _ in doubtful:
-        yield [split, name, "looks like another class", why]
+    for one, why in doubtful:
+        yield [one.split, one.name, "looks like another class", why]
 
 
 def _doubtful(parts: Mapping[str, LabelledImages], learner: ClassIncrementalLearner) -> list[Doubt]:
     """The images that look like another class, the least likely label first."""
     import numpy as np
 
+    from dulbe_peft.data.inventory import Found
     from dulbe_peft.encoders.loading import has_text
     from dulbe_peft.metrics.labels import doubtful_labels
 
@@ -151,33 +160,27 @@ def _doubtful(parts: Mapping[str, LabelledImages], learner: ClassIncrementalLear
     rows = []
     for number, other, share in doubtful_labels(features, labels, texts, learner.logit_scale):
         split, part, index = places[number]
-        own, taken = printable(names[labels[number]]), printable(names[other])
-        why = f"{taken!r}, not like {own!r} (probability {share:.1%})"
-        rows.append((split, part.item_name(index), why, (part, index)))
+        one = Found(split, index, part.item_name(index), names[labels[number]])
+        why = f"{printable(names[other])!r}, not like {printable(one.label)!r} (probability {share:.1%})"
+        rows.append((one, why))
     return rows
 
 
-def _sizes(parts: Mapping[str, LabelledImages]) -> tuple[list[str], list[list[str]]]:
-    """The smallest, the middle and the largest size, and how many images are small; and these as rows of the table."""
+def _tiny(parts: Mapping[str, LabelledImages]) -> list[list[str]]:
+    """The rows of the table about small images; none where most are small, for then small is what they are."""
     from dulbe_peft.data.decoding import open_image
 
-    sizes, tiny = [], []
+    tiny, count = [], 0
     for split, images in parts.items():
         for index in range(len(images)) if images.stored else ():
             file = images.file(index)
             assert file is not None  # of stored images
             with open_image(file) as image:
-                sizes.append(image.size)
-            if min(sizes[-1]) < SMALL:
-                tiny.append([split, images.item_name(index), "tiny", "{} x {}".format(*sizes[-1])])
-    if not sizes:
-        return [], []
-    sizes.sort(key=lambda size: size[0] * size[1])
-    least, middle, most = (f"{w} x {h}" for w, h in (sizes[0], sizes[len(sizes) // 2], sizes[-1]))
-    few = f"; {len(tiny)} of {len(sizes)} images are narrower than {SMALL}" if tiny else ""
-    if 2 * len(tiny) > len(sizes):  # then small is what these images are
-        tiny = []
-    return ["", f"sizes in pixels: {least} to {most}, in the middle {middle}{few}"], tiny
+                width, height = image.size
+            count += 1
+            if min(width, height) < SMALL:
+                tiny.append([split, images.item_name(index), "tiny", f"{width} x {height}"])
+    return tiny if 2 * len(tiny) <= count else []
 
 
 def _move(rows: list[list[str]], folder: Path, data: Path) -> int:
@@ -195,22 +198,3 @@ def _move(rows: list[list[str]], folder: Path, data: Path) -> int:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(path, target)
     return len(moves)
-
-
-def _strip(images: LabelledImages, label: int) -> tuple[int, list[str]]:
-    """How many images a class has, and some of them."""
-    import numpy as np
-
-    from dulbe_peft.report.pictures import picture
-
-    places = np.flatnonzero(images.labels == label)
-    chosen = places[np.linspace(0, len(places) - 1, min(STRIP, len(places)), dtype=int)]
-    return len(places), [picture(images, int(index)) for index in chosen]
-
-
-def _pair(parts: Mapping[str, LabelledImages], row: Duplicate) -> dict[str, Any]:
-    """Two equal images with their names."""
-    from dulbe_peft.report.pictures import picture
-
-    both = [(printable(one.name), picture(parts[one.split], one.place)) for one in (row.first, row.second)]
-    return {"how": row.how, "across": row.first.split != row.second.split, "images": both}

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from dulbe_peft.commands.given import check_given
-from dulbe_peft.commands.options import command, field_options, labels_option, learner_options, option
-from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option
+from dulbe_peft.commands.options import LABELS, OVERWRITE, Folder, Load, command, field_options, learner_options
+from dulbe_peft.commands.outputs import FOLDER, claim
 from dulbe_peft.commands.run import say_results
 from dulbe_peft.runs.settings import StreamArguments
 from dulbe_peft.runs.setup import look_by
@@ -24,6 +21,7 @@ from dulbe_peft.runs.sources import (
     say_leaks,
     source_of,
 )
+from dulbe_peft.utils.settings import AtLeastOne, setting
 
 if TYPE_CHECKING:
     from dulbe_peft.data.images import LabelledImages
@@ -37,24 +35,17 @@ _DATA = tuple(name for name in DATA_FIELDS if name != "data")
 
 @command(kept="finished tasks are kept")
 @learner_options()
-@option("--data", help="images, as for run")
-@labels_option
-@option("--output", required=True, metavar="FOLDER", help="folder of the new run; never that of LEARNER")
-@option("--increment", type=click.IntRange(1), metavar="INTEGER", help="new classes per task; none: all at once")
-@option("--no-update", is_flag=True, help="leave out images of classes that are known")
-@option("--again", is_flag=True, help="count images that were learned already once more")
 @field_options(StreamArguments, _DATA)
-@overwrite_option
 def learn(
     learner: str,
-    load: Callable[..., ClassIncrementalLearner],
-    data: str | None,
-    labels: str | None,
-    output: str,
-    increment: int | None,
-    no_update: bool,
-    again: bool,
-    overwrite: bool,
+    load: Load,
+    data: str | None = setting(None, "images, as for run"),
+    labels: str | None = LABELS,
+    output: Folder = setting(..., "folder of the new run; never that of LEARNER"),
+    increment: AtLeastOne | None = setting(None, "new classes per task; none: all at once"),
+    no_update: bool = setting(False, "leave out images of classes that are known"),
+    again: bool = setting(False, "count images that were learned already once more"),
+    overwrite: bool = OVERWRITE,
     **flags: Any,
 ) -> int:
     """example:

@@ -1,22 +1,25 @@
 """`dulbe-peft merge`: make one learner of two."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 from dulbe_peft.commands.correcting import drop_classifiers, reasons_of, write_corrected
 from dulbe_peft.commands.given import check_given
-from dulbe_peft.commands.options import argument, command, learner_options, option
-from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option
+from dulbe_peft.commands.options import OVERWRITE, Folder, Load, command, learner_options
+from dulbe_peft.commands.outputs import FOLDER, claim
+from dulbe_peft.utils.settings import setting
 
 
 @command()
 @learner_options(encodes=False)
-@argument("other", "another learner of the same model")
-@option("--output", required=True, metavar="FOLDER", help="folder for the learner that knows what both know")
-@overwrite_option
-def merge(learner: str, load: Callable[..., Any], other: str, output: str, overwrite: bool) -> int:
+def merge(
+    learner: str,
+    load: Load,
+    other: str = setting(..., "another learner of the same model", place=True),
+    output: Folder = setting(..., "folder for the learner that knows what both know"),
+    overwrite: bool = OVERWRITE,
+) -> int:
     """example:
       dulbe-peft merge berlin paris --output both
 

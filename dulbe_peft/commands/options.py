@@ -105,7 +105,7 @@ def command(usage: str = "[OPTIONS]", kept: str = "") -> Decorator:
         own = {name: one for name, one in given.items() if isinstance(one, Field)}
         hints = get_type_hints(function, include_extras=True) if own else {}
         declared = [_parameter(name, one, hints[name], own=True) for name, one in own.items()]
-        made.params = [*getattr(function, "first", []), *made.params, *declared]
+        made.params = [*getattr(function, "first", []), *declared]
         return made
 
     return make
@@ -179,22 +179,6 @@ def _show_all(ctx: click.Context, _: click.Parameter, value: bool) -> None:
         ctx.exit()
 
 
-def argument(name: str, help: str, **settings: Any) -> Decorator:
-    """An argument by its place, with a help text."""
-    return click.argument(name, help=help, **settings)
-
-
-def option(*names: str, choice: Sequence[str] = (), **settings: Any) -> Decorator:
-    """A flag; `choice` names the values that it takes."""
-    kind = {"type": click.Choice(choice)} if choice else {}
-    return click.option(*names, cls=Option, **kind, **settings)
-
-
-def labels_option(function: Any) -> Any:
-    """The flag `--labels`."""
-    return _with(function, [_parameter("labels", LABELS, str, own=True)])
-
-
 def learner_options(optional: bool = False, choose: bool = False, encodes: bool = True) -> Decorator:
     """The learner, its machine and `load`, which makes it; `optional`: or a pristine model; `choose`: --classifier.
 
@@ -217,12 +201,11 @@ def learner_options(optional: bool = False, choose: bool = False, encodes: bool 
             return status
 
         what = "a saved learner: a run's folder, one of its tasks, or a Hub id"
-        place = setting(None if optional else ..., what, place=True)
-        model = setting(None, f"the base model, where it is not where it was{alone}", metavar="MODEL")
-        made = [_parameter("learner", place, str, own=True), _parameter("model", model, str, own=True)]
+        given = {"learner": setting(None if optional else ..., what, place=True)}
+        given["model"] = setting(None, f"the base model, where it is not where it was{alone}")
         if choose:
-            what = "which of the learner's classifiers answers; none: its first"
-            made.append(_parameter("classifier", setting(None, what, metavar="NAME"), str, own=True))
+            given["classifier"] = setting(None, "which of the learner's classifiers answers; none: its first")
+        made = [_parameter(name, one, str, own=True) for name, one in given.items()]
         made += _fields(LearnerArguments, own, "machine")
         if encodes:
             made.append(_parameter("no_store", NO_STORE, bool, own=True, group="machine"))

@@ -8,11 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from dulbe_peft.commands.options import option
-
-overwrite_option = option(
-    "--overwrite", is_flag=True, help="begin anew where something else stands, which becomes NAME.old"
-)
 FOLDER = "folder"  # the kind of an output that is no file
 
 

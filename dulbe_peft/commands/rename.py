@@ -1,21 +1,22 @@
 """`dulbe-peft rename`: give a class of a learner another name, or join it with another class."""
 
-from collections.abc import Callable
-from typing import Any
-
 from dulbe_peft.commands.correcting import drop_classifiers, reasons_of, write_corrected
 from dulbe_peft.commands.given import noted_classes
-from dulbe_peft.commands.options import argument, command, learner_options, option
-from dulbe_peft.commands.outputs import FOLDER, claim, overwrite_option
+from dulbe_peft.commands.options import OVERWRITE, Folder, Load, command, learner_options
+from dulbe_peft.commands.outputs import FOLDER, claim
+from dulbe_peft.utils.settings import setting
 
 
 @command()
 @learner_options(encodes=False)
-@argument("old", "a class that the learner knows")
-@argument("new", "its new name; a class that the learner knows, too, becomes one with it")
-@option("--output", required=True, metavar="FOLDER", help="folder for the learner with the new name")
-@overwrite_option
-def rename(learner: str, load: Callable[[], Any], old: str, new: str, output: str, overwrite: bool) -> int:
+def rename(
+    learner: str,
+    load: Load,
+    old: str = setting(..., "a class that the learner knows", place=True),
+    new: str = setting(..., "its new name; a class that the learner knows, too, becomes one with it", place=True),
+    output: Folder = setting(..., "folder for the learner with the new name"),
+    overwrite: bool = OVERWRITE,
+) -> int:
     """examples:
       dulbe-peft rename june gull "herring gull" --output june-2
       dulbe-peft rename june kitten cat --output june-2

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from dulbe_peft.commands.given import check_images
-from dulbe_peft.commands.options import argument, command, learner_options, option
-from dulbe_peft.commands.outputs import claim, overwrite_option, say_next, words_of
+from dulbe_peft.commands.options import OVERWRITE, File, Load, Page, command, learner_options
+from dulbe_peft.commands.outputs import claim, say_next, words_of
+from dulbe_peft.utils.settings import AtLeastOne, setting
 from dulbe_peft.utils.terminal import printable
 
 if TYPE_CHECKING:
@@ -25,19 +24,14 @@ ALIKE = 5  # other photographs of a group on the page
 
 @command()
 @learner_options(optional=True, choose=True)
-@argument("photos", "image files or folders", nargs=-1, metavar="PHOTOS...")
-@option("--count", type=click.IntRange(1), metavar="INTEGER", default=50, help="how many photographs (50)")
-@option("--csv", metavar="FILE", help="write path, reason, class, novelty; - is standard output")
-@option("--page", metavar="FILE.html", help="write a page with pictures, too")
-@overwrite_option
 def suggest(
     learner: str | None,
-    load: Callable[..., ClassIncrementalLearner],
-    photos: tuple[str, ...],
-    count: int,
-    csv: str | None,
-    page: str | None,
-    overwrite: bool,
+    load: Load,
+    photos: tuple[str, ...] = setting((), "image files or folders", place=True, metavar="PHOTOS..."),
+    count: AtLeastOne = setting(50, "how many photographs"),
+    csv: File | None = setting(None, "write path, reason, class, novelty; - is standard output"),
+    page: Page | None = setting(None, "write a page with pictures, too"),
+    overwrite: bool = OVERWRITE,
 ) -> int:
     """examples:
       dulbe-peft suggest --model openai/clip-vit-base-patch16 heap --count 50 --page label.html
