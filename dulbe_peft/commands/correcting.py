@@ -37,16 +37,17 @@ def drop_classifiers(learner: ClassIncrementalLearner, reasons: Mapping[str, str
     return said
 
 
-def write_corrected(learner: ClassIncrementalLearner, output: str, past: Sequence[FinishedTask]) -> None:
+def write_corrected(learner: ClassIncrementalLearner, output: str, past: Sequence[FinishedTask] | None = None) -> None:
     """Commit a learner that was corrected. What runs have measured holds no more, but for where images came from.
 
-    `past` is what was known of its tasks.
+    `past` is what was known of its tasks, where another learner was merged in.
     """
-    from dulbe_peft.runs.progress import FinishedTask
+    from dulbe_peft.runs.progress import FinishedTask, known_tasks
 
+    past = known_tasks(learner) if past is None else past
     sources = [FinishedTask(class_names=list(n), source=t.source) for n, t in zip(learner.tasks, past, strict=True)]
     learner.run([], output, past=sources)
     print(f"written: {output}")
-    if any(task.row.classifiers for task in past):
+    if any(learner.state.known.tested.values()):
         print("what was measured before holds no more: dulbe-peft evaluate tests it anew")
     say_next("predict", output, "PHOTOS")

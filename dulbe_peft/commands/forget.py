@@ -36,9 +36,6 @@ def forget(
         check_images([one])
     claim(("--output", output, FOLDER), apart=[learner], overwrite=overwrite)
     loaded = load()
-    from dulbe_peft.runs.progress import known_tasks
-
-    past = known_tasks(loaded)
     said = []
     if image:
         said = drop_classifiers(loaded, reasons_of(loaded, lambda one: one.check_forgets_images()))
@@ -52,5 +49,5 @@ def forget(
         print(
             f"features of the forgotten photographs may still stand in {store_path()}; deleting the file removes them"
         )
-    write_corrected(loaded, output, past)
+    write_corrected(loaded, output)
     return 0

@@ -194,9 +194,7 @@ def learner_options(optional: bool = False, choose: bool = False, encodes: bool 
             first = flags.pop("classifier", None)
             store = not flags.pop("no_store", True)
             load = partial(load_learner, learner=learner, model=model, machine=machine, first=first, store=store)
-            load.keywords["data"] = flags.get("data")
-            if not optional:
-                check_given(learner, model, flags.get("data"))
+            check_given(None if optional else learner, model, flags.get("data"))
             status: int = function(learner=learner, load=load, **flags)
             return status
 
@@ -220,14 +218,10 @@ def load_learner(
     machine: dict[str, Any],
     first: str | None = None,
     store: bool | None = None,
-    data: str | None = None,
     **defaults: Any,
 ) -> ClassIncrementalLearner:
-    """A saved learner, or a pristine model that has learned nothing; `store` as in `open_store`, None: none.
-
-    What is not there, also `data`, is said before torch is imported.
-    """
-    check_given(learner, model, data)
+    """A saved learner, or a pristine model that has learned nothing; `store` as in `open_store`, None: none."""
+    check_given(learner, model)
     if learner is None and model is None:
         raise ValueError("name a saved learner, or a pristine model with --model")
     if first is not None and learner is not None:

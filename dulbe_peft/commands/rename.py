@@ -32,13 +32,10 @@ def rename(
         check_rename(old, new, known)
     claim(("--output", output, FOLDER), apart=[learner], overwrite=overwrite)
     loaded = load()
-    from dulbe_peft.runs.progress import known_tasks
-
-    past = known_tasks(loaded)
     joins = normalized(new) in {*loaded.class_names} - {normalized(old)}
     said = drop_classifiers(loaded, reasons_of(loaded, lambda one: one.check_merges()) if joins else {})
     loaded.rename_class(old, new)
     both = f", which has the photographs of both; {len(loaded.class_names)} classes" * joins
     print("\n".join([*said, f"{old} is {new} by now{both}"]))
-    write_corrected(loaded, output, past)
+    write_corrected(loaded, output)
     return 0

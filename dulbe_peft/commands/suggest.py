@@ -50,7 +50,7 @@ def suggest(
     claim(("--csv", csv, ".csv"), ("--page", page, ".html"), reads=photos, overwrite=overwrite)
     loaded = load(learner=learner)
     from dulbe_peft.data.folders import folder_content
-    from dulbe_peft.data.inventory import Inventory, counted, unreadable_lines
+    from dulbe_peft.data.inventory import Found, Inventory, counted
     from dulbe_peft.data.unlabelled import unlabelled_images
     from dulbe_peft.metrics.suggesting import suggestions
     from dulbe_peft.utils.files import is_stream, write_csv
@@ -58,13 +58,11 @@ def suggest(
     images, words = unlabelled_images(list(photos)), words_of(csv, page)
     fresh, said = _fresh(images, loaded)
     features, problems = loaded.readable_embeds(fresh)
-    unread = [(fresh.item_name(row), why) for row, why in problems.items()]
+    unread = [(Found("", row, fresh.item_name(row), ""), why) for row, why in problems.items()]
     readable = [row for row in range(len(fresh)) if row not in problems]
     fresh, features = fresh.at(readable), features[readable]
-    if problems:
-        said += ["left out, for they cannot be read:", *unreadable_lines(unread)]
-    folders = [Path(path) for path in photos if os.path.isdir(path)]
-    said += Inventory({}, left_out=[row for folder in folders for row in folder_content(folder)[1]]).problems()
+    others = [row for path in photos if os.path.isdir(path) for row in folder_content(Path(path))[1]]
+    said += Inventory({}, unread, others).problems()
     if not readable:
         raise ValueError("\n".join(["no photograph is left to suggest", *said]))
     found = suggestions(features, count, loaded.classifier if loaded.tasks else None)

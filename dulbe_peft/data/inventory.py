@@ -127,18 +127,14 @@ class Inventory:
 
     def unreadable_lines(self, most: int = _SHOWN) -> list[str]:
         """The first images that cannot be read, one a line with its reason, and how many more there are."""
-        return unreadable_lines([(image.name, why) for image, why in self.unreadable], most)
+        lines = [f"{printable(image.name)}: {why}" for image, why in self.unreadable]
+        return [f"  {line}" for line in _first(lines, most)]
 
 
 def counted(number: int, noun: str) -> str:
     """A number with its noun, in the plural where there is not one."""
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{number} {noun if number == 1 else plural}"
-
-
-def unreadable_lines(unreadable: Sequence[tuple[str, str]], most: int = _SHOWN) -> list[str]:
-    """The first unreadable images, one a line with its reason, and how many more there are."""
-    return [f"  {line}" for line in _first([f"{printable(name)}: {why}" for name, why in unreadable], most)]
 
 
 def _first(texts: list[str], most: int) -> list[str]:
