@@ -5,6 +5,7 @@ and backend, and the view; a checksum covers all of it. A store that cannot be u
 on with a private one, which ends with the process.
 """
 
+import hashlib
 import os
 import shutil
 import sqlite3
@@ -16,24 +17,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 T = TypeVar("T")
 VARIABLE = "DULBE_PEFT_STORE"  # of the environment: another file than the usual one
-APPLICATION, VERSION = 0x44754C42, 1  # what SQLite's header says of our files
+APPLICATION, VERSION = 0x44754C42, 2  # what SQLite's header says of our files
 WAIT = 60.0  # seconds for other processes that write
 _AT_ONCE = 500  # images of a query
-_TABLES = """
-CREATE TABLE encoders (
-    id INTEGER PRIMARY KEY, fingerprint TEXT, precision TEXT, backend TEXT, UNIQUE (fingerprint, precision, backend)
-);
-CREATE TABLE features (
-    encoder INTEGER, view TEXT, content BLOB, embedding BLOB, checksum INTEGER, UNIQUE (encoder, view, content)
-);
-"""
-
+_TABLE = """CREATE TABLE features
+    (way BLOB, content BLOB, embedding BLOB, checksum INTEGER, UNIQUE (way, content))"""
 # File systems on which SQLite's locks reach no other machine; by an option of the mount, or always.
 _NO_LOCKS = {"nfs": ("nolock", "local_lock=all", "local_lock=posix"), "cifs": ("nobrl",), "smb3": ("nobrl",)}
 _NEVER_LOCKS = ("fuse.sshfs", "fuse.rclone", "fuse.s3fs", "fuse.gcsfuse", "fuse.davfs", "davfs")
@@ -72,15 +66,15 @@ class FeatureStore:
     def get(self, key: EncoderKey, view: str, contents: Sequence[bytes | None]) -> dict[bytes, np.ndarray]:
         """Content -> feature, (d,), float32, of those images that are known."""
         wanted = iter(dict.fromkeys(content for content in contents if content is not None))
+        way = _way(key, view)
 
         def read(database: sqlite3.Connection) -> dict[bytes, np.ndarray]:
             found, damaged = {}, 0
-            encoder = _encoder(database, key)
-            while part := list(islice(wanted, _AT_ONCE)) if encoder else []:
+            while part := list(islice(wanted, _AT_ONCE)):
                 query = f"""SELECT content, embedding, checksum FROM features
-                    WHERE encoder = ? AND view = ? AND content IN ({", ".join("?" * len(part))})"""
-                for content, embedding, checksum in database.execute(query, [encoder, view, *part]):
-                    if checksum == _checksum(key, view, content, embedding):
+                    WHERE way = ? AND content IN ({", ".join("?" * len(part))})"""
+                for content, embedding, checksum in database.execute(query, [way, *part]):
+                    if checksum == zlib.crc32(way + content + embedding):
                         found[content] = np.frombuffer(embedding, dtype="<f4")
                     else:
                         damaged += 1
@@ -92,21 +86,16 @@ class FeatureStore:
 
     def put(self, key: EncoderKey, view: str, contents: Sequence[bytes | None], features: np.ndarray) -> None:
         """Keep the features, (n, d), of images; None among the contents is left out."""
+        way = _way(key, view)
         rows = [
-            (view, content, embedding, _checksum(key, view, content, embedding))
+            (way, content, embedding, zlib.crc32(way + content + embedding))
             for content, embedding in zip(contents, map(bytes, features.astype("<f4")), strict=True)
             if content is not None
         ]
 
         def write(database: sqlite3.Connection) -> None:
             database.execute("BEGIN IMMEDIATE")
-            names = "INSERT OR IGNORE INTO encoders (fingerprint, precision, backend) VALUES (?, ?, ?)"
-            database.execute(names, key)
-            encoder = _encoder(database, key)
-            database.executemany(
-                f"INSERT OR REPLACE INTO features VALUES ({encoder}, ?, ?, ?, ?)",
-                rows,
-            )
+            database.executemany("INSERT OR REPLACE INTO features VALUES (?, ?, ?, ?)", rows)
             database.execute("COMMIT")
 
         self._used(write, None)
@@ -142,10 +131,7 @@ class FeatureStore:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _check_locks(self.path.parent)
         with closing(sqlite3.connect(self.path, timeout=WAIT, isolation_level=None)) as database:
-            if (
-                _number(database, "application_id") == 0
-                and not database.execute("PRAGMA schema_version").fetchone()[0]
-            ):
+            if _number(database, "application_id") == _number(database, "schema_version") == 0:
                 _make(database)
             if _number(database, "application_id") != APPLICATION:
                 raise ValueError("it is another program's file")
@@ -161,26 +147,19 @@ def _make(database: sqlite3.Connection) -> None:
     database.execute("PRAGMA page_size = 16384")  # several features fit into a page
     database.execute("BEGIN EXCLUSIVE")
     if _number(database, "application_id") == 0:
-        for statement in _TABLES.split(";"):
-            database.execute(statement)
+        database.execute(_TABLE)
         database.execute(f"PRAGMA application_id = {APPLICATION}")
         database.execute(f"PRAGMA user_version = {VERSION}")
     database.execute("COMMIT")
 
 
+def _way(key: EncoderKey, view: str) -> bytes:
+    """What names the way in which images were encoded; each row's checksum covers it."""
+    return hashlib.sha256(repr((*key, view)).encode()).digest()[:16]
+
+
 def _number(database: sqlite3.Connection, name: str) -> int:
     return int(database.execute(f"PRAGMA {name}").fetchone()[0])
-
-
-def _checksum(key: EncoderKey, view: str, content: bytes, embedding: bytes) -> int:
-    """Of all that a row means: on a network disk without locks, another program may damage any part of the file."""
-    return zlib.crc32(repr((*key, view)).encode() + content + embedding)
-
-
-def _encoder(database: sqlite3.Connection, key: EncoderKey) -> Any:
-    """The number under which an encoder's features stand; None where there are none."""
-    query = "SELECT id FROM encoders WHERE fingerprint = ? AND precision = ? AND backend = ?"
-    return next(iter(database.execute(query, key).fetchone() or ()), None)
 
 
 def _mounts() -> list[list[str]]:

@@ -209,8 +209,8 @@ def test_features_come_back_bit_by_bit_by_all_of_their_key(tmp_path, capsys):
     others = (KEY._replace(fingerprint="other"), ""), (KEY._replace(precision="bfloat16"), ""), (KEY, "view")
     assert not any(store.get(key, view, contents) for key, view in others)
     with sqlite3.connect(store.path) as database:  # as two machines do that do not see each other's locks
-        database.execute("UPDATE encoders SET fingerprint = 'other'")
-    assert not store.get(others[0][0], "", contents) and "40 damaged features" in capsys.readouterr().err
+        database.execute("UPDATE features SET way = ?", (stores._way(*others[0]),))
+    assert not store.get(*others[0], contents) and "40 damaged features" in capsys.readouterr().err
 
 
 def test_a_private_store_goes_with_its_owner():
