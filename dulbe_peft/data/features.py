@@ -38,11 +38,19 @@ class EncoderNote:
 
 @dataclass(frozen=True, eq=False)
 class FeatureTable:
-    """Unit features of a source, `rows`, (n, d), float32, by position; `note` says who made them, if that is known."""
+    """Unit features, `rows`, (n, d), float32, in the place of images; `note` says who made them, if that is known."""
 
     name: str
     rows: np.ndarray
+    labels: np.ndarray
+    paths: Sequence[str | None]
     note: EncoderNote | None
+
+    def __getitem__(self, position: int) -> tuple[np.ndarray, int]:
+        return self.rows[position], int(self.labels[position])
+
+    def item_name(self, position: int) -> str:
+        return str(self.paths[position] or f"{self.name}[{position}]")
 
     def of(self, images: LabelledImages) -> np.ndarray:
         """The features of some of the source's images, (n, d)."""
@@ -88,10 +96,10 @@ def _begins_as_parquet(file: Path) -> bool:
 
 def encoder_note(path: Path) -> EncoderNote | None:
     """What a table of features notes of its encoder."""
-    notes = {json.dumps(_note_of(file)) for file in feature_files(path)}
+    notes = {(_schema(file).metadata or {}).get(_NOTE, b"null") for file in feature_files(path)}
     if len(notes) > 1:
         raise ValueError(f"{path} has files of several encoders: keep those of each in a folder of their own")
-    found = json.loads(next(iter(notes), "null"))
+    found = json.loads(next(iter(notes), b"null"))
     return None if found is None else EncoderNote(**found["encoder"])
 
 
@@ -117,8 +125,9 @@ def _load(path: Path, files: Sequence[str], rows_of: Any = None) -> LabelledImag
 
     labels, names = _labels(path, files, column("label"))
     rows = _unit_rows(path, table["embedding"])
-    images = LabelledImages(_Rows(path, column("path"), rows, labels), labels, names)
-    images.features = FeatureTable(str(path), rows, encoder_note(path))
+    source = FeatureTable(str(path), rows, labels, column("path"), encoder_note(path))
+    images = LabelledImages(source, labels, names)
+    images.features = source
     images.note_contents(_content(path, value, row) for value, row in zip(column("content"), rows, strict=True))
     return images
 
@@ -130,20 +139,6 @@ def _content(path: Path, value: Any, row: Any) -> bytes:
     if not isinstance(value, str) or not re.fullmatch("[0-9a-fA-F]{64}", value):
         raise ValueError(f"{path} has the content {value!r:.80}: it must be a SHA-256 in 64 hexadecimal digits")
     return bytes.fromhex(value)
-
-
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    path: Path
-    paths: Sequence[str | None]
-    embeddings: np.ndarray
-    labels: np.ndarray
-
-    def __getitem__(self, position: int) -> tuple[np.ndarray, int]:
-        return self.embeddings[position], int(self.labels[position])
-
-    def item_name(self, position: int) -> str:
-        return str(self.paths[position] or f"{self.path}[{position}]")
 
 
 def write_features(
@@ -215,10 +210,6 @@ def _unit_rows(path: Path, column: Any) -> np.ndarray:
         done += len(part)
     assert rows is not None
     return rows
-
-
-def _note_of(file: str) -> Any:
-    return json.loads((_schema(file).metadata or {}).get(_NOTE, b"null"))
 
 
 def _schema(file: str | Path) -> Any:

@@ -111,30 +111,20 @@ class ImageFolder(FileImages):
 
     def __init__(self, root: str | os.PathLike[str], split: str | None = None) -> None:
         folder = folder_of_classes(Path(root), split)
-        names = subfolders(folder)
-        left_out = [
-            (entry.path, "hidden" if entry.name.startswith(".") else "not in a class folder")
-            for entry in _entries(folder)
-            if entry.name.startswith(".") or not os.path.isdir(entry.path)
-        ]
-        files: list[str] = []
-        classes: list[str] = []
-        for name in names:
-            images, others = folder_content(folder / name)
-            odd = [image for image in images if image.encode("utf-8", "ignore").decode() != image]
-            others += [(image, "the name is not UTF-8") for image in odd]  # no table of a run could name them
-            images = [image for image in images if image not in odd]
-            why = next((why for _, why in others if why != "hidden"), "")
-            if why and not images:
+        found, left_out = folder_content(folder)
+        left_out += [(str(folder / image), "not in a class folder") for image in found if "/" not in image]
+        found = sorted((image for image in found if "/" in image), key=lambda image: image.partition("/"))
+        files = [image for image in found if image.encode("utf-8", "ignore").decode() == image]
+        # No table of a run could name the others.
+        left_out += [(str(folder / image), "the name is not UTF-8") for image in sorted(set(found) - set(files))]
+        classes = [image.partition("/")[0] for image in files]
+        for name in sorted(set(subfolders(folder)) - set(classes)):
+            inside = os.path.join(folder, name, "")
+            why = next((why for path, why in left_out if path.startswith(inside) and why != "hidden"), "")
+            if why:
                 raise ValueError(f"class folder {folder / name} has no {', '.join(image_suffixes())} file ({why})")
-            left_out += others
-            if not images:
-                left_out.append((str(folder / name), "an empty folder"))
-                continue
-            files += [f"{name}/{image}" for image in images]
-            classes += [name] * len(images)
         if not files:
-            raise ValueError(f"no class folder in {folder} has an image; its folders are {names}")
+            raise ValueError(f"no class folder in {folder} has an image; its folders are {subfolders(folder)}")
         super().__init__(folder, split, files, classes, left_out)
 
 

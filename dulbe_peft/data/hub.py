@@ -51,11 +51,11 @@ def hub_splits(text: str, *columns: str) -> Splits:
         data = datasets.load_from_disk(text)  # it may have no splits
         parts = data if isinstance(data, dict) else {data.split and str(data.split): data}
         read = {split: partial(parts.get, split) for split in parts}
-    return {split: partial(_opened, read[split], text, *columns) for split in read}
 
+    def opened(split: str | None) -> LabelledImages:
+        return hub_images(read[split](), text, *columns)
 
-def _opened(read: Callable[[], Any], *facts: str) -> LabelledImages:
-    return hub_images(read(), *facts)
+    return {split: partial(opened, split) for split in read}
 
 
 def _read_parquet(datasets: Any, files: list[str]) -> Any:

@@ -1,6 +1,7 @@
 """Which images a learner has learned and was tested on, by class and content: no image counts twice unsaid."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -108,6 +109,28 @@ class KnownImages:
             both.append({name: tuple(of) for name, of in grouped.items()})
         ways = json.loads(np.asarray(arrays["ways"], dtype=np.uint8).tobytes()) if "ways" in arrays else []
         return cls(both[0], both[1], bool(arrays["complete"][0]), frozenset((name, views) for name, views in ways))
+
+
+def compared(
+    images: LabelledImages | None, noted: Contents, names: Sequence[str], renamed: Mapping[str, str] | None = None
+) -> tuple[dict[int, str], list[int], int]:
+    """The rows of images that are noted as of some classes, with these; the other rows; how many noted ones lack.
+
+    `renamed` says what the classes of the images, by their own names, may be called now.
+    """
+    left = Counter((name, content) for name in names for content in noted.get(name, ()))
+    found, others = dict[int, str](), list[int]()
+    if images is None:
+        return found, others, left.total()
+    for row, content in enumerate(images.contents()):
+        own, image = images.class_names[images.labels[row]], content or b""
+        name = next((name for name in (own, (renamed or {}).get(own, own)) if left[name, image] > 0), None)
+        if name is None:
+            others.append(row)
+        else:
+            left[name, image] -= 1
+            found[row] = name
+    return found, others, left.total()
 
 
 def _by_class(images: LabelledImages) -> Contents:

@@ -1,6 +1,5 @@
 """Labels from a table: path, label and split, or the keywords of photographs as exiftool prints them."""
 
-import csv
 import os
 from collections.abc import Iterable
 from functools import partial
@@ -10,18 +9,13 @@ from dulbe_peft.data.decoding import image_suffixes
 from dulbe_peft.data.folders import FileImages
 from dulbe_peft.data.images import Splits
 from dulbe_peft.data.names import normalized
-from dulbe_peft.utils.files import read_lines, read_rows
+from dulbe_peft.utils.files import read_csv, read_lines
 
 PATH, LABEL, SPLIT = "path", "label", "split"
 GUESS = "class"  # of tables that suggest and predict write
 FILE, KEYWORDS = "SourceFile", "Subject"  # exiftool's
 BETWEEN = ", "  # what exiftool puts between keywords
 NO_CLASS = "no keyword is a class"
-
-
-def is_label_file(path: Path) -> bool:
-    """Whether a path is a table of labels."""
-    return path.suffix.lower() == ".csv" and path.is_file()
 
 
 def label_splits(path: Path, vocabulary: str | None = None) -> Splits:
@@ -113,11 +107,7 @@ def _photograph(folder: Path, name: str) -> str:
 
 def _table(path: Path) -> list[dict[str, str]]:
     """The rows of a table, column -> value, of which there is one at least."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = [row for row in read_rows(file) if row]
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no table in UTF-8: {error}") from error
+    rows = list(filter(None, read_csv(path)))
     header = [name.strip() for name in rows[0]] if rows else []
     if GUESS in header and PATH in header and LABEL not in header:
         why = f"has guesses, the column {GUESS!r}, and no labels"

@@ -14,7 +14,7 @@ from dulbe_peft.data.features import feature_splits
 from dulbe_peft.data.folders import ImageFolder, subfolders
 from dulbe_peft.data.hub import HUB_PREFIX, hub_images, hub_splits, import_datasets, is_dataset_folder
 from dulbe_peft.data.images import LabelledImages, Splits
-from dulbe_peft.data.labels import is_label_file, label_splits
+from dulbe_peft.data.labels import label_splits
 from dulbe_peft.utils.extras import installed
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -80,7 +80,7 @@ def splits(
         return found
     if text.startswith(HUB_PREFIX) or is_dataset_folder(path):
         return hub_splits(text, image_column, label_column)
-    if is_label_file(path):
+    if path.suffix.lower() == ".csv" and path.is_file():
         return label_splits(path, vocabulary)
     if path.is_dir():
         return {name: partial(ImageFolder, path, name) for name in (*subfolders(path), None)}

@@ -36,8 +36,6 @@ class _Entries:
         if isinstance(source, Path) and os.path.isdir(source):
             folder_content(source)  # raises what keeps the folder from being read
             raise ValueError(f"the folder holds no image ({', '.join(image_suffixes())})")
-        if isinstance(source, io.IOBase):
-            source.seek(0)
         if isinstance(source, LabelledImages) and position is not None:
             return source.given(position), -1
         item = source if position is None else source[position]

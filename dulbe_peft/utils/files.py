@@ -99,8 +99,8 @@ class _Lines:
 
 
 def read_csv(path: Path) -> list[list[str]]:
-    """The rows of a table that `write_csv` wrote, the header first, without the apostrophes that it added."""
-    with path.open(encoding="utf-8", newline="") as file:
+    """The rows of a table such as `write_csv` writes, the header first, without the apostrophes that it added."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
         try:
             return list(read_rows(file))
         except (csv.Error, UnicodeDecodeError) as error:

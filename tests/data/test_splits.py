@@ -43,7 +43,7 @@ def test_an_inventory_counts_and_names(tmp_path):
         "notes.txt": "files ending in .txt are not read",
         "raw.CR2": "files ending in .cr2 are not read",
         ".hidden.jpg": "hidden",
-        "readme.md": "not in a class folder",
+        "readme.md": "files ending in .md are not read",
         "fox": "an empty folder",
     }
     assert found.summary() == "2 classes; images: 5 in train; left out: 5; cannot be read: 1"
