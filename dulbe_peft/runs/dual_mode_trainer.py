@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -24,7 +24,7 @@ from dulbe_peft.runs.trainer_arguments import check_arguments, learner_of
 from dulbe_peft.strategies.base import NewTask
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.batches import EpochLoader, EvaluationImages, Order, WholeBatches
-from dulbe_peft.training.state import set_adapter_state
+from dulbe_peft.training.state import LearnerState, set_adapter_state
 from dulbe_peft.training.trainer import TaskTrainer
 from dulbe_peft.utils.processes import raise_in_all, sum_over_processes, world
 from dulbe_peft.utils.tensors import read_tensors
@@ -156,19 +156,18 @@ class DualModeTrainer(Trainer):
         if not asked:
             return None
         wanted = unfinished.record_of(named_images(self.train_dataset, self.class_names), self._looks)
-        if asked is not True:
-            found = unfinished.read(Path(asked))[1]
-            if found != wanted:
-                raise ValueError(
-                    f"{asked} is a checkpoint of another task, with {found['images']} images of the classes "
-                    f"{found['class_names']!r:.200}; train_dataset has {wanted['images']} other ones of "
-                    f"{wanted['class_names']!r:.200}"
-                )
-            return Path(asked)
-        folders = [path.parent for path in Path(self.args.output_dir or ".").glob(f"checkpoint-*/{TASK_FILE}")]
+        output = Path(self.args.output_dir or ".")
+        folders = (
+            [path.parent for path in output.glob(f"checkpoint-*/{TASK_FILE}")] if asked is True else [Path(asked)]
+        )
         own = [folder for folder in folders if unfinished.read(folder)[1] == wanted]
         if not own:
-            raise ValueError(f"{self.args.output_dir} has no checkpoint of this task: call train() without resuming")
+            raise ValueError(
+                f"{output if asked is True else asked} has no checkpoint of this task, with {wanted['images']} images "
+                f"of the classes {wanted['class_names']!r:.200}: call train() without resuming"
+            )
+        if asked is not True:
+            return own[0]
         return max(own, key=lambda folder: int(folder.name.rpartition("-")[2]))
 
     @property
@@ -240,7 +239,7 @@ class DualModeTrainer(Trainer):
         """As transformers': by the first classifier; while a task is trained, by the texts of old and new classes."""
         self._eval_head = self.learner.classifier
         if self._task is not None:
-            text = self.learner.encoder.text_embeds(self._seen, self._task.state.class_texts)
+            text = self.learner.encoder.text_embeds(self._seen.class_names, self._task.state.class_texts)
             self._eval_head = partial(torch.matmul, other=self.learner.logit_scale * text.T)
         resting = nullcontext() if self._task is not None else self._adapter.without_idle_modes()
         with resting:
@@ -262,19 +261,17 @@ class DualModeTrainer(Trainer):
         return adapter
 
     @property
-    def _seen(self) -> tuple[str, ...]:
-        return self.learner.class_names + (() if self._task is None else self._task.names)
+    def _seen(self) -> LearnerState:
+        """What the learner has learned, with the classes of the task that is being trained."""
+        state = self.learner.state
+        return state if self._task is None else replace(state, tasks=[*state.tasks, self._task.names])
 
     def _tests(self, dataset: Any) -> EvaluationImages:
-        if not self._seen:
+        seen = self._seen
+        if not seen.tasks:
             raise ValueError("no task has been learned yet: call train first")
-        images = named_images(dataset, None, default=self._seen)
-        place = {name: index for index, name in enumerate(self._seen)}
-        unknown = [images.class_names[label] for label in np.unique(images.labels).tolist()]
-        unknown = [name for name in unknown if name not in place]
-        if unknown:
-            raise ValueError(f"classes have not been learned, the first are {unknown[:5]}")
-        labels = [place[images.class_names[label]] for label in images.labels.tolist()]
+        images = named_images(dataset, None, default=seen.class_names)
+        labels = seen.places([images.class_names[label] for label in images.labels])
         return EvaluationImages(self.learner.encoder.images(images), labels)
 
     # ------------------------------------------------------------------ saving

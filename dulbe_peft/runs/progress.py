@@ -136,7 +136,8 @@ def read_finished(folder: Path, run: Path, names: Sequence[Sequence[str]]) -> li
         left, here = start, folder.with_name(f"task-{start:03d}")
     for name, file, kind in (("timing", TIMINGS_FILE, Timings), ("source", SOURCES_FILE, Sources)):
         with suppress(OSError, ValueError):
-            for task, entry in zip(tasks, read_record(run / file, kind).tasks, strict=False):
+            found: Any = read_record(run / file, kind)
+            for task, entry in zip(tasks, found.tasks, strict=False):
                 setattr(task, name, entry)
     return tasks
 
@@ -176,11 +177,8 @@ def progress_line(row: Row, number: int, total: int, classes: int) -> str:
     by_task = row.classifiers[answering(row.classifiers)].by_task
     tested = [str(task) for task, value in enumerate(by_task, 1) if value is not None]
     if len(tested) < len(by_task):
-        listed = ", ".join(tested) if len(tested) <= LINE else f"{tested[0]} to {tested[-1]}"
-        text += f", tested on the images of task{'s' * (len(tested) > 1)} {listed} only"
+        text += f", tested on the images of task{'s' * (len(tested) > 1)} {', '.join(tested)} only"
     shown = {name: score for name, score in row.baselines.items() if name == "text"} | row.classifiers
     text += "".join(f", {name} {percent(score.accuracy, 2)} %" for name, score in shown.items())
-    values = [percent(value, 2) for value in by_task]
-    if len(values) > LINE:
-        values = [*values[:2], "...", *values[2 - LINE :]]
-    return f"{text}, by task [{' '.join(values)}]"
+    more = "... " * (len(by_task) > LINE)
+    return f"{text}, by task [{more}{' '.join(percent(value, 2) for value in by_task[-LINE:])}]"

@@ -6,22 +6,22 @@ added, or a damaged file was mended.
 
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from peft import get_peft_model_state_dict
-from pydantic import Field, ValidationError
+from pydantic import ConfigDict, ValidationError
 
 from dulbe_peft.arguments import GONE
-from dulbe_peft.checkpoints import layout, loading
+from dulbe_peft.checkpoints import layout, learner_file, loading
 from dulbe_peft.checkpoints.base_models import digest
+from dulbe_peft.checkpoints.learner_file import LearnerFile
 from dulbe_peft.classifiers import CLASSIFIERS
-from dulbe_peft.data.known import KnownImages
+from dulbe_peft.data.known import KnownImages, compared
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.runs.progress import FinishedTask, read_finished
 from dulbe_peft.runs.sources import print_once
@@ -50,7 +50,9 @@ class Beginning(Record):
 
 
 class Identity(Record):
-    """What must be the same for a run to be the same one; classes and texts are those of its finished tasks."""
+    """What must be the same for a run to be the same one, beside its finished tasks."""
+
+    model_config = ConfigDict(extra="ignore")  # release 0.2.0 noted also the finished tasks
 
     adapter: dict[str, Any]
     arguments: dict[str, Any]
@@ -58,9 +60,6 @@ class Identity(Record):
     classifiers: dict[str, dict[str, Any]]
     strategy: dict[str, Any]
     start: Beginning
-    classes: list[list[str]] = []
-    data: Annotated[list[Any], Field(exclude=True)] = []  # of 0.2.0, which told images from others by their names
-    class_texts: dict[str, list[str]] = {}
 
 
 def identity_of(state: LearnerState) -> Identity:
@@ -177,11 +176,14 @@ def _newest_of_run(
     changed = _changes(*(identity.model_dump(include=SETTINGS) for identity in (saved, current)))
     if changed:
         raise ValueError(f"{folder} belongs to another run: {changed}; {ELSEWHERE}")
-    _check_beginning(folder, saved, current.start)
-    _check_finished(folder, saved, stream, class_texts)
     with folders.load_errors(folder):
-        known = loading.read_known(folder, [n for task in manifest.notes["tasks"] for n in task], manifest.files)
-    _check_images(folder, saved, stream, known, drawn, learner.args.teacher == "cached")
+        learned = learner_file.read(folder)
+        known = loading.read_known(folder, [n for task in learned.tasks for n in task], manifest.files)
+    _check_beginning(folder, saved.start, learned.tasks, current.start)
+    first = len(saved.start.tasks)
+    _check_finished(folder, first, learned, stream, class_texts)
+    finished = list(enumerate(stream[: len(learned.tasks) - first], first + 1))
+    _check_images(folder, finished, known, drawn, learner.args.teacher == "cached")
     others = sorted(name for name, now in library_versions().items() if manifest.versions.get(name) != now)
     if others:
         print_once(f"{folder.name} was written with other versions of {', '.join(others)}: the last bits may differ")
@@ -208,33 +210,33 @@ def _changes(saved: dict[str, Any], current: dict[str, Any]) -> str:
     return ""
 
 
-def _check_beginning(folder: Path, saved: Identity, current: Beginning) -> None:
-    """Raise unless the saved run can be the one that a learner goes on with."""
-    tasks, own = [*saved.start.tasks, *saved.classes], current.tasks
+def _check_beginning(folder: Path, start: Beginning, tasks: list[list[str]], current: Beginning) -> None:
+    """Raise unless the run that has learned these tasks can be the one that a learner goes on with."""
+    own = current.tasks
     if own != tasks[: len(own)]:
         raise ValueError(
             f"{folder} belongs to another run: it holds the tasks {tasks!r:.200}, this learner has learned "
             f"{own!r:.200}; {ELSEWHERE}"
         )
-    if own and len(own) == len(saved.start.tasks) and current != saved.start:
+    if own and len(own) == len(start.tasks) and current != start:
         raise ValueError(
             f"{folder} belongs to a run that began with another learner of the same classes; give the one that the "
             f"run began with, or {ELSEWHERE}"
         )
 
 
-def _check_finished(folder: Path, saved: Identity, stream: Sequence[Task], texts: Texts) -> None:
-    """Raise unless the stream begins with the finished tasks, by class names and texts."""
-    first, other = len(saved.start.tasks) + 1, f"{folder} belongs to another run:"
-    given = [list(task.class_names) for task in stream[: len(saved.classes)]]
-    for number, (before, now) in enumerate(zip_longest(saved.classes, given), first):
+def _check_finished(folder: Path, first: int, saved: LearnerFile, stream: Sequence[Task], texts: Texts) -> None:
+    """Raise unless the stream begins with the finished tasks, those after the `first` ones, by names and texts."""
+    other, finished = f"{folder} belongs to another run:", saved.tasks[first:]
+    given = [list(task.class_names) for task in stream[: len(finished)]]
+    for number, (before, now) in enumerate(zip_longest(finished, given), first + 1):
         if before != now:
             raise ValueError(
                 f"{other} task {number} has the classes {before!r:.200} there, and {now!r:.200} in the stream now "
                 f"given. The stream must begin with the finished tasks; {ELSEWHERE}"
             )
-    for name in (name for task in saved.classes for name in task):
-        if saved.class_texts.get(name, []) != list(texts.get(name, [])):
+    for name in (name for task in finished for name in task):
+        if list(saved.class_texts.get(name, [])) != list(texts.get(name, [])):
             raise ValueError(
                 f"{other} the texts of the class {name!r}, which is learned, were {saved.class_texts.get(name)}; "
                 f"give the same class texts, or {ELSEWHERE}"
@@ -242,11 +244,10 @@ def _check_finished(folder: Path, saved: Identity, stream: Sequence[Task], texts
 
 
 def _check_images(
-    folder: Path, saved: Identity, stream: Sequence[Task], known: KnownImages, drawn: bool, look: bool
+    folder: Path, finished: Sequence[tuple[int, Task]], known: KnownImages, drawn: bool, look: bool
 ) -> None:
     """Raise unless each finished task has the images that it had, by class and content; `look`: also at no files."""
-    first = len(saved.start.tasks) + 1
-    for number, task in enumerate(stream[: len(saved.classes)], first):
+    for number, task in finished:
         if not any(known.learned.get(name) for name in task.class_names):
             if drawn:
                 raise ValueError(
@@ -258,22 +259,12 @@ def _check_images(
         for kind, noted, images in (("training", known.learned, task.train), ("test", known.tested, task.test)):
             if images is not None and not images.stored and not look:
                 continue
-            left: Counter[tuple[str, bytes | None]] = Counter(
-                (name, content) for name in task.class_names for content in noted.get(name, ())
-            )
-            fresh = []
-            for row, content in enumerate(images.contents() if images is not None else ()):
-                image = images.class_names[images.labels[row]], content
-                if left[image] > 0:
-                    left[image] -= 1
-                else:
-                    fresh.append(images.item_name(row))
-            gone = left.total()
+            _, fresh, gone = compared(images, noted, task.class_names)
             if fresh or gone:
-                named = f" ({', '.join(fresh[:_SHOWN])}{', ...' * (len(fresh) > _SHOWN)})" if fresh else ""
+                named = ", ".join(images.item_name(row) for row in fresh[:_SHOWN]) + ", ..." * (len(fresh) > _SHOWN)
                 more = "; `dulbe-peft learn` takes in further images of known classes" if kind == "training" else ""
                 raise ValueError(
                     f"{folder} belongs to another run: of the {kind} images of task {number}, which is finished, "
-                    f"{gone} are gone or changed, and {len(fresh)} are new{named}; put them back as they were, or "
-                    f"{ELSEWHERE}{more}"
+                    f"{gone} are gone or changed, and {len(fresh)} are new{f' ({named})' if fresh else ''}; put them "
+                    f"back as they were, or {ELSEWHERE}{more}"
                 )

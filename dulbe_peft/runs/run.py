@@ -15,7 +15,6 @@ from accelerate import Accelerator
 
 from dulbe_peft.checkpoints import layout, saving
 from dulbe_peft.checkpoints.layout import LEARNER_FILE, PROGRESS_FILE, RESULTS_FILE, TIMINGS_FILE
-from dulbe_peft.data.images import named_images
 from dulbe_peft.data.names import check_class_texts
 from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.encoders.loading import has_text
@@ -147,8 +146,7 @@ class Run:
         """Learn what is not learned yet, and write the results."""
         if len(self.finished) < len(self) or self.new:
             if self.own:
-                train = named_images(self.own[0].train, self.own[0].class_names)
-                self.learner.encoder.calibrate(self.learner.encoder.images(train))
+                self.learner.encoder.calibrate(self.learner.encoder.images(self.own[0].train))
             zero_shot = self.zero_shot()
             for task, value in zip(self.finished, zero_shot, strict=False):
                 task.zero_shot = value
@@ -188,11 +186,8 @@ class Run:
         forget_peak_memory(learner.device)
         learner.learn_task(task.train, task.class_names)
         names, profile = list(task.class_names), learner.profile
-        texts = learner.state.class_texts
-        self.identity.class_texts.update({name: list(texts[name]) for name in names if name in texts})
         if task.test is not None:
             learner.state = replace(learner.state, known=learner.state.known.with_tested(task.test))
-        self.identity.classes.append(names)
         with profile.phase("test"):
             row = self.measure(index + 1)
         details = None if learner.record is None else asdict(learner.record)

@@ -17,25 +17,11 @@ if TYPE_CHECKING:  # torch is imported when a run is set up
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-    from dulbe_peft.adapter.config import DualModeLoraConfig
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.data.inventory import Look
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.strategies import Strategy
     from dulbe_peft.streams.tasks import Task
-
-
-def adapted(
-    model: PreTrainedModel, config: DualModeLoraConfig, strategy: Strategy, revision: str | None = None
-) -> PreTrainedModel | PeftModel:
-    """The model with the adapter that a strategy trains; one that is not trained stays as it is."""
-    if not strategy.adapts:
-        return model
-    from peft import get_peft_model
-
-    if config.target_modules is None and strategy.target_modules is not None:
-        config.target_modules = sorted(strategy.target_modules)
-    return get_peft_model(model, config, revision=revision)
 
 
 @dataclass(frozen=True)
@@ -85,6 +71,7 @@ def set_up(settings: dict[str, Any]) -> Setup:
     stream, adapter, args = validated(settings)
     strategy, classifiers = stream.methods
     import torch
+    from peft import get_peft_model
 
     from dulbe_peft.adapter.config import DualModeLoraConfig
     from dulbe_peft.data.store import open_store
@@ -97,7 +84,12 @@ def set_up(settings: dict[str, Any]) -> Setup:
     def load() -> Any:
         base, processor = load_dual_encoder(stream.model, stream.revision, stream.attn_implementation)
         torch.manual_seed(args.seed)
-        return adapted(base, DualModeLoraConfig(**vars(adapter)), strategy, stream.revision), processor
+        if not strategy.adapts:
+            return base, processor
+        config = DualModeLoraConfig(**vars(adapter))
+        if config.target_modules is None and strategy.target_modules is not None:
+            config.target_modules = sorted(strategy.target_modules)
+        return get_peft_model(base, config, revision=stream.revision), processor
 
     @cache
     def make_learner() -> ClassIncrementalLearner:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -187,25 +186,20 @@ def _found(
     """The images of some classes that were tested on, all of them; None where there were none."""
     import numpy as np
 
-    wanted = Counter((name, content) for name in names for content in known.tested.get(name, ()))
-    if not known.complete and not wanted:  # release 0.2.0 did not note them
+    from dulbe_peft.data.known import compared
+
+    noted = any(known.tested.get(name) for name in names)
+    if not known.complete and not noted:  # by release 0.2.0
         if source.get("test") is None or any(source.get(name) for name in ("test_fraction", "validation_fraction")):
             raise ValueError("release 0.2.0 held them back, and did not note which these were")
         part = parts[0]
         print_once(f"release 0.2.0 noted the test images in {source['data']}: whether they changed is not known")
         return part.select([name for name in names if name in part.class_names])
-    for part in parts if wanted else ():
-        of = [part.class_names[label] for label in part.labels]
-        left, rows = wanted.copy(), list[tuple[int, int]]()
-        for row, (name, content) in enumerate(zip(of, part.contents(), strict=True)):
-            for image in dict.fromkeys([(name, content), (renamed.get(name, name), content)]):
-                if left[image] > 0:  # type: ignore[index]
-                    left[image] -= 1  # type: ignore[index]
-                    rows.append((row, names.index(image[0])))
-                    break
-        if not +left:
-            return part.at([row for row, _ in rows], np.array([label for _, label in rows]), names)
-    if not wanted:
+    for part in parts if noted else ():
+        found, _, gone = compared(part, known.tested, names, renamed)
+        if not gone:
+            return part.at(list(found), np.array([names.index(name) for name in found.values()]), names)
+    if not noted:
         return None
     raise ValueError(f"those in {source['data']} are not those that the task was tested on")
 
