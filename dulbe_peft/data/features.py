@@ -72,8 +72,6 @@ def feature_files(path: Path) -> list[str]:
     """The parquet files of a table of features, none where a path is no such table."""
     files = [path] if path.is_file() else []
     if path.is_dir():
-        if (path / "features.json").is_file():
-            raise ValueError(f"{path} has features of release 0.2.0: write a table with `dulbe-peft features`")
         with os.scandir(path) as entries:
             names = sorted(entry.name for entry in entries if entry.is_file())
         files = [path / name for name in names if name.endswith(".parquet") and name[0] not in "._"]

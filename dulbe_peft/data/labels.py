@@ -16,6 +16,7 @@ GUESS = "class"  # of tables that suggest and predict write
 FILE, KEYWORDS = "SourceFile", "Subject"  # exiftool's
 BETWEEN = ", "  # what exiftool puts between keywords
 NO_CLASS = "no keyword is a class"
+Row = tuple[str, str | None, str | None]  # an image's path, its label, without which it is left out, and its split
 
 
 def label_splits(path: Path, vocabulary: str | None = None) -> Splits:
@@ -25,36 +26,34 @@ def label_splits(path: Path, vocabulary: str | None = None) -> Splits:
     `exiftool -csv -r -Subject PHOTOS` prints them. Then `vocabulary` is a text file with the keywords that are
     classes, one a line, and photographs without one of them are left out. A `ValueError` says what is wrong.
     """
-    rows, left_out = _rows(path, vocabulary)
+    rows = _table(path)
+    if {FILE, KEYWORDS} <= rows[0].keys():
+        images = _by_keyword(path, rows, vocabulary)
+    elif vocabulary is not None:
+        raise ValueError(f"{path} has labels, and a vocabulary is for keywords ({FILE}, {KEYWORDS}): leave it out")
+    else:
+        images = _by_path(path, rows)
+    left_out = [(str(path.parent / image), NO_CLASS) for image, label, _ in images if label is None]
     found: dict[str | None, tuple[list[str], list[str]]] = {}
-    for image, label, split in rows:
-        images, labels = found.setdefault(split, ([], []))
-        images.append(image)
-        labels.append(label)
+    for image, label, split in images:
+        if label is not None:
+            files, labels = found.setdefault(split, ([], []))
+            files.append(image)
+            labels.append(label)
     return {split: partial(FileImages, path.parent, split, *of, left_out) for split, of in found.items()}
 
 
-def _rows(path: Path, vocabulary: str | None) -> tuple[list[tuple[str, str, str | None]], list[tuple[str, str]]]:
-    """Path, label and split of each image, and what is left out with the reason."""
-    rows = _table(path)
-    if {FILE, KEYWORDS} <= rows[0].keys():
-        return _by_keyword(path, rows, vocabulary)
-    if vocabulary is not None:
-        raise ValueError(f"{path} has labels, and a vocabulary is for keywords ({FILE}, {KEYWORDS}): leave it out")
-    found: dict[str, tuple[str, str, str | None]] = {}
+def _by_path(path: Path, rows: list[dict[str, str]]) -> list[Row]:
+    found: dict[str, Row] = {}
     for number, row in enumerate(rows, start=2):
-        image, label, split = row[PATH], normalized(row[LABEL].strip()), row.get(SPLIT)
-        place = _place(path, image)
-        if place in found:
-            other = found[place][1]
+        image, label = row[PATH], normalized(row[LABEL].strip())
+        other = found.setdefault(_place(path, image), (image, label, row.get(SPLIT)))[1]
+        if len(found) < number - 1:
             raise ValueError(f"{path} names {image!r} twice, as {other!r} and, in line {number}, as {label!r}")
-        found[place] = image, label, split
-    return list(found.values()), []
+    return list(found.values())
 
 
-def _by_keyword(
-    path: Path, rows: list[dict[str, str]], vocabulary: str | None
-) -> tuple[list[tuple[str, str, str | None]], list[tuple[str, str]]]:
+def _by_keyword(path: Path, rows: list[dict[str, str]], vocabulary: str | None) -> list[Row]:
     if vocabulary is None:
         raise ValueError(f"{path} has keywords: a vocabulary, a file with a line for each that is a class, is needed")
     classes = {normalized(line.strip()) for line in read_lines(vocabulary)}
@@ -66,22 +65,19 @@ def _by_keyword(
         # A photograph and its sidecar are one.
         image = _photograph(path.parent, row[FILE])
         keywords.setdefault(_place(path, image), (image, {}))[1].update(dict.fromkeys(own))
-    found, left_out = list[tuple[str, str, str | None]](), list[tuple[str, str]]()
+    found = list[Row]()
     for image, words in keywords.values():
         named = [word for word in words if word in classes]
         if len(named) > 1:
             both = " and ".join(map(repr, named))
             why = f"and both are classes: a photograph has one. Take one away, there or in {vocabulary}"
             raise ValueError(f"{image} has the keywords {both}, {why}")
-        if named:
-            found.append((image, named[0], None))
-        else:
-            left_out.append((str(path.parent / image), NO_CLASS))
-    if not found:
+        found.append((image, named[0] if named else None, None))
+    if not any(label for _, label, _ in found):
         raise ValueError(
             f"no photograph of {path} has a keyword of {vocabulary}, such as {min(classes, default='')!r}"
         )
-    return found, left_out
+    return found
 
 
 def _place(table: Path, name: str) -> str:

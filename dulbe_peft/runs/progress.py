@@ -136,8 +136,8 @@ def read_finished(folder: Path, run: Path, names: Sequence[Sequence[str]]) -> li
         left, here = start, folder.with_name(f"task-{start:03d}")
     for name, file, kind in (("timing", TIMINGS_FILE, Timings), ("source", SOURCES_FILE, Sources)):
         with suppress(OSError, ValueError):
-            found: Any = read_record(run / file, kind)
-            for task, entry in zip(tasks, found.tasks, strict=False):
+            entries: Any = read_record(run / file, kind)
+            for task, entry in zip(tasks, entries.tasks, strict=False):
                 setattr(task, name, entry)
     return tasks
 

@@ -19,11 +19,13 @@ from pydantic import ConfigDict, ValidationError
 from dulbe_peft.arguments import GONE
 from dulbe_peft.checkpoints import layout, learner_file, loading
 from dulbe_peft.checkpoints.base_models import digest
+from dulbe_peft.checkpoints.layout import RESULTS_FILE, TIMINGS_FILE
 from dulbe_peft.checkpoints.learner_file import LearnerFile
 from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.data.known import KnownImages, compared
 from dulbe_peft.data.names import check_class_names
-from dulbe_peft.runs.progress import FinishedTask, read_finished
+from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE
+from dulbe_peft.runs.progress import SOURCES_FILE, FinishedTask, read_finished
 from dulbe_peft.runs.sources import print_once
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.training.holding import StateHolder
@@ -37,6 +39,8 @@ from dulbe_peft.utils.settings import flat_settings, still_known
 from dulbe_peft.utils.tensors import whole_digest
 
 SETTINGS = {"adapter", "arguments", "base_model", "classifiers", "strategy"}
+# What a run writes beside the task folders, and what its caller may draw from it.
+FILES = (RESULTS_FILE, TIMINGS_FILE, SOURCES_FILE, PREDICTIONS_FILE, "accuracy.png", "tasks.png", "pictures")
 ELSEWHERE = "choose another output folder"
 Texts = Mapping[str, Sequence[str]]
 _SHOWN = 3  # images that a message names
@@ -95,7 +99,6 @@ def open_run(
     resumes: bool,
     class_texts: Texts,
     drawn: bool,
-    files: Sequence[str],
     before: list[FinishedTask],
 ) -> tuple[Identity, list[FinishedTask], bool]:
     """The run in a folder, its finished tasks, and whether it is new; the learner gets its state.
@@ -106,7 +109,7 @@ def open_run(
     find = partial(_newest_of_run, output, learner, own, class_texts, drawn)
     found = on_main_process(find) if resumes else None
     if found is None:
-        _check_new(learner, own, output, resumes, files)
+        _check_new(learner, own, output, resumes)
         return identity_of(learner.state), before, True
     folder, identity = found
     if learner.args.precision != identity.arguments["precision"]:
@@ -136,13 +139,13 @@ def _restored(state: LearnerState, folder: Path) -> LearnerState:
     return restored
 
 
-def _check_new(learner: StateHolder, own: Sequence[Task], output: Path, resumes: bool, files: Sequence[str]) -> None:
+def _check_new(learner: StateHolder, own: Sequence[Task], output: Path, resumes: bool) -> None:
     """Raise unless a run can start in a folder, and its tasks have new classes only."""
     old = layout.task_folders(output)
     if old:
         why = "none of them is valid" if resumes else "resume is off"
         raise ValueError(f"{str(output)!r} already holds {old[-1].name} and {why}: take another folder or remove them")
-    taken = [name for name in files if (output / name).exists()]
+    taken = [name for name in FILES if (output / name).exists()]
     if taken:
         raise FileExistsError(f"{output / taken[0]} is there, and no task of a run: choose another folder or move it")
     seen = list(learner.class_names)

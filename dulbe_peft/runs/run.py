@@ -34,8 +34,6 @@ from dulbe_peft.utils.profiling import forget_peak_memory, peak_memory
 from dulbe_peft.utils.records import write_record
 
 LOCK_FILE = ".dulbe_peft.lock"
-# What a run writes beside the task folders, and what its caller may draw from it.
-FILES = (RESULTS_FILE, TIMINGS_FILE, SOURCES_FILE, PREDICTIONS_FILE, "accuracy.png", "tasks.png", "pictures")
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ def _open(learner: Any, own: list[Task], output: Path, options: RunOptions) -> "
     texts = check_class_texts(options.class_texts or {}, {name for task in own for name in task.class_names})
     drawn = any((options.source or {}).get(name) is not None for name in DRAWN)
     past = on_main_process(partial(progress.known_tasks, learner)) if options.past is None else list(options.past)
-    identity, finished, new = resume.open_run(learner, own, output, options.resume, texts, drawn, FILES, past)
+    identity, finished, new = resume.open_run(learner, own, output, options.resume, texts, drawn, past)
     learner.state = replace(learner.state, class_texts=learner.state.class_texts | texts)
     count = len(identity.start.tasks)
     tests = [None] * count if options.known_tests is None else list(options.known_tests)
@@ -117,7 +115,7 @@ def _open(learner: Any, own: list[Task], output: Path, options: RunOptions) -> "
 def _lock_folder(output: Path, held: ExitStack) -> None:
     """Keep other runs out of the folder, and remove what killed ones left in it."""
     held.enter_context(folders.exclusive(output / LOCK_FILE, f"output_dir {str(output)!r}"))
-    folders.clear_leftovers(output, "|".join([layout.TASK_FOLDER, *map(re.escape, FILES)]))
+    folders.clear_leftovers(output, "|".join([layout.TASK_FOLDER, *map(re.escape, resume.FILES)]))
 
 
 @dataclass

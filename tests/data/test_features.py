@@ -143,10 +143,6 @@ def test_features_of_others_are_refused(root, table, tmp_path, base, capsys):
     assert "this one has an adapter" in capsys.readouterr().err
     with pytest.raises(FileNotFoundError, match=r"no split 'val'; its splits are \['train', 'test'\]"):
         load_data(table, "val")
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "features.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"features of release 0.2.0: write a table with"):
-        load_data(tmp_path / "old")
     words = ["features", "--model", "demo", "--device", "cpu", "--data", table, "--engine", "local", "--jobs", 1]
     call(*words, expected=2)
     assert "is a table of features already" in capsys.readouterr().err
