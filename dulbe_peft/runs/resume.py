@@ -202,7 +202,10 @@ def finished_tasks(output: Path) -> list[tuple[str, ...]]:
 def _changes(saved: dict[str, Any], current: dict[str, Any]) -> str:
     """What differs between two runs, in words; what may follow from it is not said. Empty where nothing differs."""
     for group in ("base_model", "strategy", "classifiers", "arguments", "adapter"):
-        old, new = (flat_settings({group: settings[group]}) for settings in (saved, current))
+        of = [settings[group] for settings in (saved, current)]
+        if group == "classifiers" and set(of[0]) != set(of[1]):
+            of = [", ".join(sorted(names)) for names in of]
+        old, new = (flat_settings({group: settings}) for settings in of)
         lines = [
             f"{re.sub('^(arguments|adapter).', '', name)} was {old.get(name)!r:.60} and is now {new.get(name)!r:.60}"
             for name in sorted({*old, *new})
