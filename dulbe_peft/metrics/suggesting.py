@@ -1,4 +1,8 @@
-"""Which photographs to label next: half typical of what is not covered yet, half least sure; each with a reason."""
+"""Which photographs to label next: half typical of what is not covered yet, half least sure; each with a reason.
+
+Where a classifier expects to be wrong more often than right, the right class is seldom one of its two best: what it is
+least sure of is odd rather than useful. Then the second half is drawn at random.
+"""
 
 from dataclasses import dataclass
 
@@ -13,6 +17,7 @@ from dulbe_peft.utils.checks import check_int
 from dulbe_peft.utils.extras import installed
 
 LOST = 0.05  # share of known images that count as novel
+KNOWS = 0.5  # mean probability of the best class, which is the share that a calibrated classifier names right
 MANY = 2  # times as many novel ones are not known ones alone
 SAME = 1 - 1e-4  # cosine of two images from which the second one adds nothing
 MOST_CLUSTERED = 20_000  # images; of more, some are clustered
@@ -35,7 +40,8 @@ def suggestions(features: Tensor, count: int, classifier: Classifier | None = No
 
     Without a classifier, or with one that has learned nothing: the middles of `count` clusters, the largest first.
     Else in turn the middle of a cluster in which no learned class lies, and the image whose two best classes are
-    closest. Where many images are novel, the clusters are theirs.
+    closest, or any image where the classifier expects to be wrong more often than right. Where many images are novel,
+    the clusters are theirs.
 
     Args:
         features: unit features, (n, d), of images that have not been learned.
@@ -65,12 +71,12 @@ def suggestions(features: Tensor, count: int, classifier: Classifier | None = No
     kind = "unlike anything learned" if many else "typical"
     typical = _typical(features, every[novel] if many else every, -(-count // 2), means, kind, seed)
     turns: list[Suggestion] = []
-    unsure = margin.argsort(kind="stable").tolist()
-    for number in range(len(unsure)):
+    knows = float(values[:, 0].mean()) >= KNOWS if len(values) else True
+    order = margin.argsort(kind="stable") if knows else np.random.default_rng(seed).permutation(every)
+    for number, row in enumerate(order.tolist()):
         turns += [suggestion(*one) for one in typical[number : number + 1]]
-        row = unsure[number]
         shares = [f"{name} {share:.0%}" for name, share in zip(names[row], values[row].tolist(), strict=True)]
-        turns.append(suggestion(row, f"unsure: {' or '.join(shares)}"))
+        turns.append(suggestion(row, f"{'unsure' if knows else 'at random'}: {' or '.join(shares)}"))
         if len(turns) > 4 * count:
             break
     return _apart(features, turns, count)

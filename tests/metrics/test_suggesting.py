@@ -62,6 +62,24 @@ def test_what_a_classifier_is_least_sure_of_comes_with_its_two_best_classes():
     assert unsure.reason.startswith("unsure: class ") and " or class " in unsure.reason
 
 
+def test_who_expects_to_be_wrong_is_not_asked_what_he_is_unsure_of():
+    """A margin says little where the right class is seldom among the two best: chance is better."""
+    features, labels = groups(*[8] * 6)
+    weak = taught(features, labels[torch.randperm(48, generator=torch.Generator().manual_seed(0))])
+    strong = taught(features, labels)
+    fresh = groups(*[20] * 6, seed=1, spread=0.5)[0]
+    assert float(weak.probabilities(fresh).amax(1).mean()) < 0.5 < float(strong.probabilities(fresh).amax(1).mean())
+    rows = {}
+    for name, one in (("weak", weak), ("strong", strong)):
+        drawn = [found for found in suggestions(fresh, 20, one) if found.group is None]
+        assert {found.reason.split(":")[0] for found in drawn} == {"at random" if one is weak else "unsure"}
+        rows[name] = [found.row for found in drawn]
+    margins = weak.probabilities(fresh).topk(2, dim=1).values
+    least = (margins[:, 0] - margins[:, 1]).argsort()[: len(rows["weak"])]
+    assert len(set(rows["weak"]) & set(least.tolist())) < len(least) / 2
+    assert suggestions(fresh, 20, weak) == suggestions(fresh, 20, weak), "the same call gives the same"
+
+
 def test_no_two_are_copies_and_all_are_there_at_most_once():
     features, labels = groups(5, 5)
     classifier = taught(features, labels)
