@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
@@ -38,7 +37,7 @@ HEADER = ["path", "class", "probability", "novelty"]
 def predict(
     learner: str,
     load: Load,
-    paths: tuple[str, ...] = setting(..., "images or folders; -: an image or paths on standard input", place=True),
+    paths: tuple[str, ...] = setting(..., "images or folders; -: paths on standard input", place=True),
     top_k: int = setting(1, "how many classes for each image"),
     csv: File | None = setting(None, "write path, class, probability, novelty; - is standard output"),
     json_file: File | None = setting(None, "write the same as JSON; - is standard output", flag="--json"),
@@ -69,12 +68,8 @@ def predict(
     claim(("--sort-into", sort_into, FOLDER), apart=paths)
     images = list(_images(paths))
     if not images:
-        raise ValueError("standard input is empty: neither an image nor a path is there")
-    piped = any(not isinstance(image, str) for image in images)
-    if not piped:
-        check_images(images)
-    if piped and sort_into is not None:
-        raise ValueError("--sort-into copies files, and the image on standard input is none: give its path")
+        raise ValueError("standard input is empty: no path is there")
+    check_images(images)
     many = len(images) > 64 or any(os.path.isdir(path) for path in paths)
     workers = min(8, os.cpu_count() or 1)  # with a small model, reading files takes longer than the model does
     loaded = load(num_workers=workers if many else 0)
@@ -87,8 +82,8 @@ def predict(
     counts = Counter[str]()
     with ExitStack() as opened:
         copy = opened.enter_context(sorted_folder(sort_into)) if sort_into else None
-        began = _facts(loaded, paths, sort_into) | how
-        table = opened.enter_context(kept(csv, began, overwrite or piped)) if csv and not is_stream(csv) else None
+        began = _facts(loaded, images, sort_into) | how
+        table = opened.enter_context(kept(csv, began, overwrite)) if csv and not is_stream(csv) else None
         if table is not None:
             click.get_current_context().meta["kept"] = f"the answers so far are kept in {table.path}"
         done = {} if table is None else {name: Prediction(**row) for name, row in table.done.items()}
@@ -111,12 +106,12 @@ def predict(
     return 0 if counts["known"] or counts["refused"] or done else 2
 
 
-def _facts(learner: ClassIncrementalLearner, paths: tuple[str, ...], sort_into: str | None) -> dict[str, Any]:
+def _facts(learner: ClassIncrementalLearner, images: list[str], sort_into: str | None) -> dict[str, Any]:
     """What must be the same where a command goes on."""
     from dulbe_peft.utils.folders import json_sha256
 
     found = {"learner": learner.checksum, "classifier": learner.classifier.name}
-    found["images"] = json_sha256([(path, os.path.abspath(path)) for path in paths])
+    found["images"] = json_sha256([(image, os.path.abspath(image)) for image in images])
     return found | {"sort into": sort_into and os.path.realpath(sort_into)}
 
 
@@ -173,31 +168,22 @@ def _sum_up(counts: Counter[str], done: int, rejects: bool, files: list[Any]) ->
     print(", ".join(parts) + (f"; written: {' and '.join(map(str, files))}" if files else ""), file=sys.stderr)
 
 
-def _images(paths: Iterable[str]) -> Iterator[Any]:
-    """The paths, with the image or the paths that standard input holds in place of "-"."""
-    from PIL import UnidentifiedImageError
-
-    from dulbe_peft.data.decoding import open_image
-
+def _images(paths: Iterable[str]) -> Iterator[str]:
+    """The paths, with those that standard input holds, one a line, in place of "-"."""
     for path in paths:
         if path != "-":
             yield path
             continue
         if sys.stdin is None:
-            raise ValueError("standard input is closed: neither an image nor a path is there")
-        data = sys.stdin.buffer.read()
-        file: Any = io.BytesIO(data)
-        file.name = "standard input"
-        try:
-            open_image(file)
-            yield file
-        except UnidentifiedImageError:
-            lines = [line.rstrip(b"\r") for line in data.split(b"\n") if line.strip()]
-            yield from [file] if b"\0" in data else map(os.fsdecode, lines)  # no path has such a byte
+            raise ValueError("standard input is closed: no path is there")
+        lines = sys.stdin.buffer.read().split(b"\n")
+        if any(b"\0" in line for line in lines):
+            raise ValueError("standard input has a zero byte, which no path has: give one path a line")
+        yield from (os.fsdecode(line.rstrip(b"\r")) for line in lines if line.strip())
 
 
 def _answers(
-    learner: ClassIncrementalLearner, images: list[Any], table: Kept | None, how: dict[str, Any], named: bool
+    learner: ClassIncrementalLearner, images: list[str], table: Kept | None, how: dict[str, Any], named: bool
 ) -> Iterator[list[Prediction]]:
     """The answers, a batch of images for each reading process at once; an image that is named twice has one.
 

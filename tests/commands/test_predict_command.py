@@ -1,7 +1,6 @@
 """`predict` and `evaluate` on the command line: answers that come one by one, tables that go on, images sorted."""
 
 import csv
-import io
 import json
 import os
 import shutil
@@ -184,15 +183,6 @@ def test_copies_are_no_further_images(learner, folders, tmp_path, capsys, place)
     images = shutil.copytree(folders / "test" / "one", tmp_path / "images")
     command = ["predict", str(learner), str(images), "--sort-into", str(tmp_path / place), *MACHINE]
     assert main(command) == 2 and "which is never changed: name another folder" in capsys.readouterr().err
-
-
-def test_an_image_on_standard_input_is_no_file_to_copy(learner, folders, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("standard input").write_text("another file")
-    with (folders / "test" / "one" / "8.png").open("rb") as file:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(file))
-        assert main(["predict", str(learner), "-", "--sort-into", "sorted", *MACHINE]) == 2
-    assert "the image on standard input is none" in capsys.readouterr().err and not Path("sorted").exists()
 
 
 OUTPUTS = {
