@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,23 +14,17 @@ if TYPE_CHECKING:
     from dulbe_peft.runs.progress import FinishedTask
 
 
-def reasons_of(learner: ClassIncrementalLearner, check: Callable[[Classifier], None]) -> dict[str, str]:
-    """The classifiers of a learner for which a check raises an error -> what it says."""
-    reasons = {}
+def drop_classifiers(learner: ClassIncrementalLearner, check: Callable[[Classifier], None]) -> list[str]:
+    """Take out of a learner the classifiers for which a check raises an error; gives lines that say why."""
+    left, said = {}, []
     for name, classifier in learner.classifiers.items():
         try:
             check(classifier)
+            left[name] = classifier
         except (ValueError, TypeError) as error:
-            reasons[name] = str(error)
-    return reasons
-
-
-def drop_classifiers(learner: ClassIncrementalLearner, reasons: Mapping[str, str]) -> list[str]:
-    """Take classifiers out of a learner; gives lines that say why, to be printed once all is done."""
-    left = {name: one for name, one in learner.classifiers.items() if name not in reasons}
+            said.append(f"dropped: {name}: {error}")
     if not left:
-        raise ValueError("; ".join(reasons.values()))
-    said = [f"dropped: {name}: {why}" for name, why in reasons.items()]
+        raise ValueError("; ".join(line.removeprefix("dropped: ") for line in said))
     if next(iter(left)) != learner.classifier.name:
         said.append(f"{next(iter(left))} answers in place of {learner.classifier.name}")
     learner.state = replace(learner.state, classifiers=left)

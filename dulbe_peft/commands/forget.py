@@ -1,6 +1,6 @@
 """`dulbe-peft forget`: take classes or single photographs out of a learner."""
 
-from dulbe_peft.commands.correcting import drop_classifiers, reasons_of, write_corrected
+from dulbe_peft.commands.correcting import drop_classifiers, write_corrected
 from dulbe_peft.commands.given import check_images, noted_classes
 from dulbe_peft.commands.options import OVERWRITE, File, Folder, Load, command, learner_options
 from dulbe_peft.commands.outputs import FOLDER, claim
@@ -38,7 +38,7 @@ def forget(
     loaded = load()
     said = []
     if image:
-        said = drop_classifiers(loaded, reasons_of(loaded, lambda one: one.check_forgets_images()))
+        said = drop_classifiers(loaded, lambda one: one.check_forgets_images())
         loaded.forget_images(list(image))
     for name in dict.fromkeys(classes):
         loaded.forget_class(name)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from dulbe_peft.commands.correcting import drop_classifiers, reasons_of, write_corrected
+from dulbe_peft.commands.correcting import drop_classifiers, write_corrected
 from dulbe_peft.commands.given import check_given
 from dulbe_peft.commands.options import OVERWRITE, Folder, Load, command, learner_options
 from dulbe_peft.commands.outputs import FOLDER, claim
@@ -30,11 +30,18 @@ def merge(
     check_given(other)
     claim(("--output", output, FOLDER), apart=[learner, other], overwrite=overwrite)
     one, two = load(), load(learner=other)
+    from dulbe_peft.classifiers.checks import check_alike
     from dulbe_peft.data.inventory import counted
     from dulbe_peft.runs.progress import known_tasks
 
-    reasons, before = _reasons(one, two, learner, other), set(one.class_names)
-    said = drop_classifiers(one, reasons)
+    def check(mine: Any) -> None:
+        if mine.name not in two.classifiers:
+            raise ValueError(f"{learner} alone has it")
+        mine.check_merges()
+        check_alike(mine, two.classifiers[mine.name])
+
+    alone, before = two.classifiers.keys() - one.classifiers.keys(), set(one.class_names)
+    said = drop_classifiers(one, check) + [f"dropped: {name}: {other} alone has it" for name in sorted(alone)]
     two.state = replace(two.state, classifiers={name: two.classifiers[name] for name in one.classifiers})
     past = known_tasks(one) + [task for task in known_tasks(two) if set(task.class_names) - before]
     leaks = _leaks(one, two)
@@ -55,18 +62,3 @@ def _leaks(one: Any, two: Any) -> int:
     return sum(
         len(set(chain.from_iterable(mine.tested.values())) & theirs.class_of().keys()) for mine, theirs in pairs
     )
-
-
-def _reasons(one: Any, two: Any, learner: str, other: str) -> dict[str, str]:
-    """Name of a classifier -> why it is in no merged learner."""
-    from dulbe_peft.classifiers.checks import check_alike
-
-    def check(mine: Any) -> None:
-        theirs = two.classifiers.get(mine.name)
-        if theirs is None:
-            raise ValueError(f"{learner} alone has it")
-        mine.check_merges()
-        check_alike(mine, theirs)
-
-    alone = {name: f"{other} alone has it" for name in two.classifiers if name not in one.classifiers}
-    return reasons_of(one, check) | alone

@@ -1,6 +1,6 @@
 """`dulbe-peft rename`: give a class of a learner another name, or join it with another class."""
 
-from dulbe_peft.commands.correcting import drop_classifiers, reasons_of, write_corrected
+from dulbe_peft.commands.correcting import drop_classifiers, write_corrected
 from dulbe_peft.commands.given import noted_classes
 from dulbe_peft.commands.options import OVERWRITE, Folder, Load, command, learner_options
 from dulbe_peft.commands.outputs import FOLDER, claim
@@ -33,7 +33,7 @@ def rename(
     claim(("--output", output, FOLDER), apart=[learner], overwrite=overwrite)
     loaded = load()
     joins = normalized(new) in {*loaded.class_names} - {normalized(old)}
-    said = drop_classifiers(loaded, reasons_of(loaded, lambda one: one.check_merges()) if joins else {})
+    said = drop_classifiers(loaded, lambda one: one.check_merges()) if joins else []
     loaded.rename_class(old, new)
     both = f", which has the photographs of both; {len(loaded.class_names)} classes" * joins
     print("\n".join([*said, f"{old} is {new} by now{both}"]))
