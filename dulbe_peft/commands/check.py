@@ -93,8 +93,7 @@ def check(
     if page or csv:
         print(f"\nwritten: {' and '.join(filter(None, (page, csv)))}", file=words)
     print(file=words)
-    more = as_flags({name: split for name, split in splits.items() if split is not None})
-    more += ["--test-fraction", "0.2"] if test is None else []
+    more = as_flags(named) + (["--test-fraction", "0.2"] if test is None else [])
     model = model or "openai/clip-vit-base-patch16"
     say_next("run", "--model", model, "--data", data, *more, "--output", f"out-{data_name(data)}", to=words)
     return 2 if found.unreadable else 0

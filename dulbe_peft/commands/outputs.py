@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from dulbe_peft.utils.files import is_standard_output, is_stream, step_aside
+
 FOLDER = "folder"  # the kind of an output that is no file
 
 
@@ -22,8 +24,6 @@ def claim(
     An output is its flag, its path or None, and its kind: a file's suffix, or `FOLDER`. None may be a file that the
     command `reads`, or lie in what it reads and shall stay `apart`. With `overwrite` what is in the way steps aside.
     """
-    from dulbe_peft.utils.files import is_stream
-
     read, flags = {Path(path).resolve() for path in (*reads, *apart) if path}, dict[Path, str]()
     for flag, path, kind in outputs:
         if path is None:
@@ -80,8 +80,6 @@ def _check_file(flag: str, path: str, place: Path, read: set[Path]) -> None:
 
 def _step_aside(path: str, read: set[Path]) -> None:
     """Give what stands at a path the name NAME.old, so that nothing is lost."""
-    from dulbe_peft.utils.files import step_aside
-
     place = Path(path)
     if not os.path.lexists(place):
         return
@@ -100,8 +98,6 @@ def data_name(data: str) -> str:
 
 def words_of(*outputs: str | None) -> IO[str]:
     """Where a command speaks to people: standard error where standard output is one of its outputs."""
-    from dulbe_peft.utils.files import is_standard_output
-
     return sys.stderr if any(path and is_standard_output(path) for path in outputs) else sys.stdout
 
 

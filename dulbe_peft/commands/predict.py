@@ -19,6 +19,7 @@ import click
 from dulbe_peft.commands.given import check_images
 from dulbe_peft.commands.options import OVERWRITE, File, Folder, Load, Share, command, learner_options
 from dulbe_peft.commands.outputs import FOLDER, as_flags, claim, say_next
+from dulbe_peft.utils.files import is_stream, output_file, write_csv
 from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import printable
 
@@ -74,7 +75,6 @@ def predict(
     workers = min(8, os.cpu_count() or 1)  # with a small model, reading files takes longer than the model does
     loaded = load(num_workers=workers if many else 0)
     from dulbe_peft.metrics.prediction import Prediction
-    from dulbe_peft.utils.files import is_stream
     from dulbe_peft.utils.tables import kept, sorted_folder
 
     how = {"top_k": top_k, "reject": reject, "coverage": coverage, "novelty": bool(csv or json_file)}
@@ -117,8 +117,6 @@ def _facts(learner: ClassIncrementalLearner, images: list[str], sort_into: str |
 
 def _write(rows: list[Prediction], csv: str | None, json_file: str | None, exiftool: str | None) -> None:
     """Write all answers into the files that are asked for."""
-    from dulbe_peft.utils.files import output_file, write_csv
-
     if csv:
         write_csv(csv, HEADER, chain.from_iterable(map(_lines, rows)), errors="surrogateescape")
     if json_file:

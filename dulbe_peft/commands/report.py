@@ -40,10 +40,8 @@ def report(
     folders = list({Path(folder).resolve(): folder for folder in runs}.values())
     comparisons = [folder for folder in folders if is_comparison(folder)]
     if comparisons and len(folders) > 1:
-        others = [folder for folder in folders if folder not in comparisons]
-        mixed = f"{comparisons[0]} is a comparison and {others[0]} is none" if others else ""
-        found = mixed or f"got {len(folders)} comparisons"
-        raise ValueError(f"a page is about runs or about one comparison, {found}: report on each alone")
+        what = f"{comparisons[0]} is a comparison"
+        raise ValueError(f"a page is about runs or about one comparison, and {what}: report on it alone")
     if figures is not None and (comparisons or len(folders) > 1):
         got = "a comparison" if comparisons else f"{len(folders)} runs"
         raise ValueError(f"--figures is about one run, got {got}")
