@@ -1,4 +1,13 @@
-"""`dulbe-peft check`: what a folder of images holds, before anything is learned from it."""
+"""examples:
+  dulbe-peft check photos --page photos.html --csv photos.csv
+  dulbe-peft check photos --check-labels --model openai/clip-vit-base-patch16 --page photos.html
+
+It decodes every image, and compares all of them with each other. The page has a strip of photographs of each
+class, and shows those that are there twice side by side. With --check-labels it names the ten images that look
+most like another class than that of their folder; the table has all. --move-to sorts the suspects of the table by
+what was found, of two copies the second, so that you look at them elsewhere. The exit status is 2 where images
+cannot be read, else 0.
+"""
 
 from __future__ import annotations
 
@@ -47,16 +56,6 @@ def check(
     overwrite: bool = OVERWRITE,
     **splits: str | None,
 ) -> int:
-    """examples:
-      dulbe-peft check photos --page photos.html --csv photos.csv
-      dulbe-peft check photos --check-labels --model openai/clip-vit-base-patch16 --page photos.html
-
-    It decodes every image, and compares all of them with each other. The page has a strip of photographs of each
-    class, and shows those that are there twice side by side. With --check-labels it names the ten images that look
-    most like another class than that of their folder; the table has all. --move-to sorts the suspects of the table by
-    what was found, of two copies the second, so that you look at them elsewhere. The exit status is 2 where images
-    cannot be read, else 0.
-    """
     claim(("--move-to", move_to, FOLDER), apart=[data])
     claim(("--page", page, ".html"), ("--csv", csv, ".csv"), reads=[data], overwrite=overwrite)
     if check_labels != (model is not None):

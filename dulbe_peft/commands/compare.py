@@ -1,4 +1,10 @@
-"""`dulbe-peft compare`: methods and classifiers side by side on the same streams."""
+"""example:
+  dulbe-peft compare examples/comparisons/digits.yaml --output comparison
+  dulbe-peft report comparison
+
+The file names streams, methods, classifiers and seeds. What is finished stays; the same command
+goes on.
+"""
 
 from pathlib import Path
 from typing import Literal
@@ -18,13 +24,6 @@ def compare(
     dry_run: bool = setting(False, "print the runs that are missing, and exit"),
     overwrite: bool = OVERWRITE,
 ) -> int:
-    """example:
-      dulbe-peft compare examples/comparisons/digits.yaml --output comparison
-      dulbe-peft report comparison
-
-    The file names streams, methods, classifiers and seeds. What is finished stays; the same command
-    goes on.
-    """
     from dulbe_peft.comparison.cells import is_done
     from dulbe_peft.comparison.compare import compare
     from dulbe_peft.comparison.plan import read_plan

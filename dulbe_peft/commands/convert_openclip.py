@@ -1,4 +1,10 @@
-"""`dulbe-peft convert-openclip`: an OpenCLIP checkpoint as a folder that `--model` takes."""
+"""example:
+  dulbe-peft convert-openclip open_clip_model.safetensors openclip-vit-b-16 \\
+      --tokenizer openai/clip-vit-base-patch16 --resize squash
+
+CHECKPOINT is the state dict of an open_clip ViT. Its tensors tell the sizes. They do not tell the activation, nor
+the number of heads: those of the towers are their widths / 64 unless you give others.
+"""
 
 from typing import Any, Literal
 
@@ -17,13 +23,6 @@ def convert_openclip(
     vision_heads: int | None = setting(None, "attention heads of the vision tower"),
     text_heads: int | None = setting(None, "attention heads of the text tower"),
 ) -> int:
-    """example:
-      dulbe-peft convert-openclip open_clip_model.safetensors openclip-vit-b-16 \\
-          --tokenizer openai/clip-vit-base-patch16 --resize squash
-
-    CHECKPOINT is the state dict of an open_clip ViT. Its tensors tell the sizes. They do not tell the activation, nor
-    the number of heads: those of the towers are their widths / 64 unless you give others.
-    """
     check_given(checkpoint=checkpoint)
     from dulbe_peft.encoders.openclip import save_open_clip
 

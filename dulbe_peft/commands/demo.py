@@ -1,4 +1,9 @@
-"""`dulbe-peft demo`: three months of digits in seconds, offline."""
+"""example:
+  dulbe-peft demo
+
+Each month brings digits that are new, and no month is looked at again. Look at the report that it
+writes: it is what your own photographs get.
+"""
 
 from dulbe_peft.commands.options import OVERWRITE, command
 from dulbe_peft.commands.outputs import FOLDER, claim, say_next
@@ -12,12 +17,6 @@ def demo(
     seed: int = setting(0, "seed of the learner (0)"),
     overwrite: bool = OVERWRITE,
 ) -> int:
-    """example:
-      dulbe-peft demo
-
-    Each month brings digits that are new, and no month is looked at again. Look at the report that it
-    writes: it is what your own photographs get.
-    """
     claim(("--output", output, FOLDER), overwrite=overwrite)
     from dulbe_peft.demo import compare_demo, run_demo
 

@@ -1,4 +1,8 @@
-"""`dulbe-peft env`: versions and the accelerator."""
+"""example:
+  dulbe-peft env
+
+A bug report needs all of it. It says, too, where the feature store lies and how large it is.
+"""
 
 import platform
 
@@ -7,9 +11,6 @@ from dulbe_peft.commands.options import command
 
 @command()
 def env() -> int:
-    """example:
-    dulbe-peft env
-    """
     import torch
 
     from dulbe_peft.data.store import FeatureStore, store_path

@@ -1,4 +1,14 @@
-"""`dulbe-peft evaluate`: test a saved learner on images."""
+"""example:
+  dulbe-peft evaluate out --data photos
+  dulbe-peft evaluate out --data photos --reject 0.05
+  dulbe-peft evaluate out --data other-photos --zero-shot --scale 0.25 0.5 0.75
+
+--zero-shot asks the model's own text classifier about the classes of the data that the learner has
+not learned, before and after it learned, and with a share of what it learned for each --scale.
+
+The lines for people go to standard error. Where standard output is a file or a pipe, all figures
+go there as JSON: dulbe-peft evaluate out --data photos > figures.json
+"""
 
 from __future__ import annotations
 
@@ -33,17 +43,6 @@ def evaluate(
     zero_shot: bool = setting(False, "measure what is still known of unlearned classes"),
     scale: tuple[float, ...] = setting((), "for --zero-shot: shares of what was learned, 0 to 1"),
 ) -> int:
-    """example:
-      dulbe-peft evaluate out --data photos
-      dulbe-peft evaluate out --data photos --reject 0.05
-      dulbe-peft evaluate out --data other-photos --zero-shot --scale 0.25 0.5 0.75
-
-    --zero-shot asks the model's own text classifier about the classes of the data that the learner has
-    not learned, before and after it learned, and with a share of what it learned for each --scale.
-
-    The lines for people go to standard error. Where standard output is a file or a pipe, all figures
-    go there as JSON: dulbe-peft evaluate out --data photos > figures.json
-    """
     if scale and not zero_shot:
         raise ValueError("--scale is for --zero-shot: give both")
     if zero_shot and reject is not None:

@@ -1,4 +1,13 @@
-"""`dulbe-peft export`: write a saved learner in a form that works without this package."""
+"""example:
+  dulbe-peft export out exported --format onnx
+
+lora:             stock LoRA, for a base model that is served anyway
+transformers:     an image classifier that pipeline("image-classification", FOLDER, trust_remote_code=True) reads
+onnx:             graphs of the encoder and of the classifier; first: pip install 'dulbe_peft[onnx]'
+transformers.js:  one graph that JavaScript loads; needs the same
+
+Each format holds the learner's classifier, and a README.md with the lines of code that use it.
+"""
 
 from dulbe_peft.commands.options import OVERWRITE, Load, command, learner_options
 from dulbe_peft.commands.outputs import FOLDER, claim, say_next
@@ -17,16 +26,6 @@ def export(
     precision: str = setting("float32", "of the encoder's weights in a graph", choice=PRECISIONS),
     overwrite: bool = OVERWRITE,
 ) -> int:
-    """example:
-      dulbe-peft export out exported --format onnx
-
-    lora:             stock LoRA, for a base model that is served anyway
-    transformers:     an image classifier that pipeline("image-classification", FOLDER, trust_remote_code=True) reads
-    onnx:             graphs of the encoder and of the classifier; first: pip install 'dulbe_peft[onnx]'
-    transformers.js:  one graph that JavaScript loads; needs the same
-
-    Each format holds the learner's classifier, and a README.md with the lines of code that use it.
-    """
     claim(("OUTPUT", output, FOLDER), reads=[learner], overwrite=overwrite)
     loaded = load()
     from dulbe_peft.adapter.export import COMPRESSION_FILE

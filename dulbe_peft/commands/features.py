@@ -1,4 +1,13 @@
-"""`dulbe-peft features`: what a model sees of labelled images, kept in the feature store or written as a table."""
+"""examples:
+  dulbe-peft features --model openai/clip-vit-base-patch16 --data photos --engine local --jobs 8
+  dulbe-peft features --model openai/clip-vit-base-patch16 --data photos --output photos.parquet
+  dulbe-peft run --model openai/clip-vit-base-patch16 --data photos.parquet --output out
+
+A model that stays as it is encodes an image once: run, learn, evaluate and others find the features
+in the store by the image's content. The table is for other programs, and a data set by itself. Its
+embeddings have length 1. A learner that trains has features of its own: they are written and not
+stored.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +40,6 @@ def features(
     address: str | None = setting(None, "of a running cluster of Dask or Ray; else workers start on this machine"),
     overwrite: bool = OVERWRITE,
 ) -> int:
-    """examples:
-      dulbe-peft features --model openai/clip-vit-base-patch16 --data photos --engine local --jobs 8
-      dulbe-peft features --model openai/clip-vit-base-patch16 --data photos --output photos.parquet
-      dulbe-peft run --model openai/clip-vit-base-patch16 --data photos.parquet --output out
-
-    A model that stays as it is encodes an image once: run, learn, evaluate and others find the features
-    in the store by the image's content. The table is for other programs, and a data set by itself. Its
-    embeddings have length 1. A learner that trains has features of its own: they are written and not
-    stored.
-    """
     if engine is None and (jobs or address):
         raise ValueError("--jobs and --address are of --engine: give all of them, or none")
     claim(("--output", output, ".parquet"), reads=[data, learner], overwrite=overwrite)

@@ -1,4 +1,11 @@
-"""`dulbe-peft forget`: take classes or single photographs out of a learner."""
+"""examples:
+  dulbe-peft forget june "great auk" dodo --output june-without
+  dulbe-peft forget june --image photos/train/puffin/17.jpg --output june-without
+
+No image is called by a forgotten class any more. A photograph is known by its content, and goes out of
+the sums as if it had not been learned; classifiers that keep no sums are dropped then, and named. The
+model stays as it is. june stays, too.
+"""
 
 from dulbe_peft.commands.correcting import drop_classifiers, write_corrected
 from dulbe_peft.commands.given import check_images, noted_classes
@@ -17,14 +24,6 @@ def forget(
     output: Folder = setting(..., "folder for the learner without them"),
     overwrite: bool = OVERWRITE,
 ) -> int:
-    """examples:
-      dulbe-peft forget june "great auk" dodo --output june-without
-      dulbe-peft forget june --image photos/train/puffin/17.jpg --output june-without
-
-    No image is called by a forgotten class any more. A photograph is known by its content, and goes out of
-    the sums as if it had not been learned; classifiers that keep no sums are dropped then, and named. The
-    model stays as it is. june stays, too.
-    """
     from dulbe_peft.data.names import learned_name
 
     if not classes and not image:

@@ -1,4 +1,11 @@
-"""`dulbe-peft learn`: give a finished learner new classes, and further images of the classes it knows."""
+"""example:
+  dulbe-peft learn june --data july-photos --output july
+
+june is a saved learner or a run's folder, and stays as it is. july becomes a run's folder: it has
+the results of june's tasks too. Classes of july-photos that june does not know become a new task.
+Images of classes that it knows are taken in without training. Images that june has learned are
+left out, wherever they lie now. The same command goes on where it was stopped.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +55,6 @@ def learn(
     overwrite: bool = OVERWRITE,
     **flags: Any,
 ) -> int:
-    """example:
-      dulbe-peft learn june --data july-photos --output july
-
-    june is a saved learner or a run's folder, and stays as it is. july becomes a run's folder: it has
-    the results of june's tasks too. Classes of july-photos that june does not know become a new task.
-    Images of classes that it knows are taken in without training. Images that june has learned are
-    left out, wherever they lie now. The same command goes on where it was stopped.
-    """
     data = data_or_labels(data, labels)
     if not data:
         raise ValueError("--data is required, or --labels")

@@ -1,4 +1,10 @@
-"""`dulbe-peft merge`: make one learner of two."""
+"""example:
+  dulbe-peft merge berlin paris --output both
+
+Both stay as they are. Photographs of classes that both know count as further ones. Classifiers that
+only one of them has, or that keep no sums, are dropped, and named. Where both have learned the same
+photograph, nothing is merged.
+"""
 
 from dataclasses import replace
 from itertools import chain
@@ -20,13 +26,6 @@ def merge(
     output: Folder = setting(..., "folder for the learner that knows what both know"),
     overwrite: bool = OVERWRITE,
 ) -> int:
-    """example:
-      dulbe-peft merge berlin paris --output both
-
-    Both stay as they are. Photographs of classes that both know count as further ones. Classifiers that
-    only one of them has, or that keep no sums, are dropped, and named. Where both have learned the same
-    photograph, nothing is merged.
-    """
     check_given(other)
     claim(("--output", output, FOLDER), apart=[learner, other], overwrite=overwrite)
     one, two = load(), load(learner=other)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import Field, fields, replace
 from functools import partial, wraps
-from inspect import cleandoc, signature
+from inspect import signature
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args, get_origin, get_type_hints
 
 import click
@@ -92,14 +93,15 @@ class Command(click.Command):
 
 
 def command(usage: str = "[OPTIONS]", kept: str = "") -> Decorator:
-    """Make a function a command, whose docstring ends the help.
+    """Make a function a command; the docstring of its file ends the help.
 
     A parameter whose default is a `setting` is a flag, or an argument where the setting has `place=True`; it is
     required where the setting's default is `...`. Decorators below this one add parameters, which come first.
     """
 
     def make(function: Callable[..., int]) -> Command:
-        made: Command = click.command(cls=Command, help="", epilog=cleandoc(function.__doc__ or ""))(function)
+        text = sys.modules[function.__module__].__doc__ or ""
+        made: Command = click.command(cls=Command, help="", epilog=text.strip())(function)
         made.kept, made.options_metavar = kept, usage
         given = {name: one.default for name, one in signature(function).parameters.items()}
         own = {name: one for name, one in given.items() if isinstance(one, Field)}

@@ -1,4 +1,17 @@
-"""`dulbe-peft predict`: the best classes of images that nobody has labelled."""
+"""examples:
+  dulbe-peft predict out photo.jpg
+  dulbe-peft predict out holidays --top-k 3 --csv holidays.csv
+  dulbe-peft predict out holidays --sort-into sorted
+  find . -name '*.jpg' | dulbe-peft predict out -
+
+Folders are read at any depth. A file that cannot be read is reported on standard error and
+stepped over. Answers are printed as they come, and the same command goes on with a table that
+was interrupted. Novelty says how unlike all that was learned an image is. With
+--reject 0.05, an image is "none of these" where its novelty is above that of all but 5 % of the
+training images, each left out. `dulbe-peft evaluate --reject` measures how many images of known
+classes that refuses. With --coverage 0.95, each image gets all classes that it may be of; the
+right one is among them for 95 of 100 images of known classes.
+"""
 
 from __future__ import annotations
 
@@ -48,20 +61,6 @@ def predict(
     coverage: Share | None = setting(None, "give so many classes that the right one is among them"),
     overwrite: bool = OVERWRITE,
 ) -> int:
-    """examples:
-      dulbe-peft predict out photo.jpg
-      dulbe-peft predict out holidays --top-k 3 --csv holidays.csv
-      dulbe-peft predict out holidays --sort-into sorted
-      find . -name '*.jpg' | dulbe-peft predict out -
-
-    Folders are read at any depth. A file that cannot be read is reported on standard error and
-    stepped over. Answers are printed as they come, and the same command goes on with a table that
-    was interrupted. Novelty says how unlike all that was learned an image is. With
-    --reject 0.05, an image is "none of these" where its novelty is above that of all but 5 % of the
-    training images, each left out. `dulbe-peft evaluate --reject` measures how many images of known
-    classes that refuses. With --coverage 0.95, each image gets all classes that it may be of; the
-    right one is among them for 95 of 100 images of known classes.
-    """
     if coverage is not None and top_k != 1:
         raise ValueError(f"--top-k is {top_k} and --coverage {coverage}: give one of them")
     files = ("--csv", csv, ".csv"), ("--json", json_file, ".json"), ("--exiftool", exiftool, ".csv")

@@ -1,4 +1,11 @@
-"""`dulbe-peft rename`: give a class of a learner another name, or join it with another class."""
+"""examples:
+  dulbe-peft rename june gull "herring gull" --output june-2
+  dulbe-peft rename june kitten cat --output june-2
+
+The text classifier is asked for the new name. Where the new name is known, the photographs of both
+classes are those of one; classifiers that keep no sums are dropped then, and named. june stays as it
+is.
+"""
 
 from dulbe_peft.commands.correcting import drop_classifiers, write_corrected
 from dulbe_peft.commands.given import noted_classes
@@ -17,14 +24,6 @@ def rename(
     output: Folder = setting(..., "folder for the learner with the new name"),
     overwrite: bool = OVERWRITE,
 ) -> int:
-    """examples:
-      dulbe-peft rename june gull "herring gull" --output june-2
-      dulbe-peft rename june kitten cat --output june-2
-
-    The text classifier is asked for the new name. Where the new name is known, the photographs of both
-    classes are those of one; classifiers that keep no sums are dropped then, and named. june stays as it
-    is.
-    """
     from dulbe_peft.data.names import check_rename, normalized
 
     new = new.strip()  # as labels of a table are

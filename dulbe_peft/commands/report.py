@@ -1,4 +1,13 @@
-"""`dulbe-peft report`: one page about a run, about several side by side, or about a comparison."""
+"""example:
+  dulbe-peft report out
+  dulbe-peft report out out-frozen --output all.html --csv all.csv
+  dulbe-peft report comparison
+  dulbe-peft report out --figures pictures
+  dulbe-peft report holidays.csv
+
+The page is one file that any browser opens, also without a network. Of a table that predict --csv
+has written, it shows the photographs by the class that each was given.
+"""
 
 from pathlib import Path
 
@@ -16,16 +25,6 @@ def report(
     figures: Folder | None = setting(None, "write what training changed, too, as pictures and numbers; of one run"),
     overwrite: bool = OVERWRITE,
 ) -> int:
-    """example:
-      dulbe-peft report out
-      dulbe-peft report out out-frozen --output all.html --csv all.csv
-      dulbe-peft report comparison
-      dulbe-peft report out --figures pictures
-      dulbe-peft report holidays.csv
-
-    The page is one file that any browser opens, also without a network. Of a table that predict --csv
-    has written, it shows the photographs by the class that each was given.
-    """
     named = (("--output", output, ".html"), ("--csv", csv, ".csv"), ("--latex", latex, ".tex"))
     claim(*named, ("--figures", figures, FOLDER), reads=runs, overwrite=overwrite)
     if any(Path(run).suffix.lower() == ".csv" and Path(run).is_file() for run in runs):

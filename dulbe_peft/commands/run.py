@@ -1,4 +1,10 @@
-"""`dulbe-peft run`: learn a folder of images, or a class-incremental stream of them."""
+"""example:
+  dulbe-peft run --model openai/clip-vit-base-patch16 --data photos --output out
+
+photos holds train/CLASS/*.jpg and test/CLASS/*.jpg, or CLASS/*.jpg and --test-fraction 0.2.
+Nothing is trained, and all classes are one task, unless --strategy and --increment say otherwise.
+The same command goes on where a run was stopped, and where classes were added.
+"""
 
 import shlex
 import sys
@@ -30,13 +36,6 @@ def run(
     overwrite: bool = OVERWRITE,
     **flags: Any,
 ) -> int:
-    """example:
-      dulbe-peft run --model openai/clip-vit-base-patch16 --data photos --output out
-
-    photos holds train/CLASS/*.jpg and test/CLASS/*.jpg, or CLASS/*.jpg and --test-fraction 0.2.
-    Nothing is trained, and all classes are one task, unless --strategy and --increment say otherwise.
-    The same command goes on where a run was stopped, and where classes were added.
-    """
     settings = given_settings(config, flags)
     if labels is not None:
         settings["data"] = data_or_labels(flags["data"], labels)

@@ -1,4 +1,17 @@
-"""`dulbe-peft serve`: a page in the browser to try a learner, and to teach it."""
+"""examples:
+  dulbe-peft serve out --output taught
+  dulbe-peft serve taught --output taught
+  dulbe-peft serve taught --output taught --photos heap
+
+Open the address that it prints. Drop photographs, say what is right, add a class from a few
+photographs, take a change back. What is taught is saved in --output, which the second command
+goes on with; without it the page can only be tried. With --photos the page asks what these are, one
+after the other, the most useful first: 1 to 5 for a proposed class, or a name and Enter, Space to
+skip, Backspace to take back. After each five the learner has learned them. Nobody else can reach the
+page unless --host says so, and what is dropped stays on this machine. The page is opened by its
+address, or by a --name. Where there is no learner yet, dulbe-peft suggest --model MODEL heap says
+what to label for the first one.
+"""
 
 import os
 import socket
@@ -28,20 +41,6 @@ def serve(
     port: Annotated[int, Ge(0), Le(65535)] = setting(7860, "0: any free one"),
     overwrite: bool = OVERWRITE,
 ) -> int:
-    """examples:
-      dulbe-peft serve out --output taught
-      dulbe-peft serve taught --output taught
-      dulbe-peft serve taught --output taught --photos heap
-
-    Open the address that it prints. Drop photographs, say what is right, add a class from a few
-    photographs, take a change back. What is taught is saved in --output, which the second command
-    goes on with; without it the page can only be tried. With --photos the page asks what these are, one
-    after the other, the most useful first: 1 to 5 for a proposed class, or a name and Enter, Space to
-    skip, Backspace to take back. After each five the learner has learned them. Nobody else can reach the
-    page unless --host says so, and what is dropped stays on this machine. The page is opened by its
-    address, or by a --name. Where there is no learner yet, dulbe-peft suggest --model MODEL heap says
-    what to label for the first one.
-    """
     name = f"[{host}]" if ":" in host else host
     if photos is not None:
         if not os.path.isdir(photos):

@@ -1,4 +1,13 @@
-"""`dulbe-peft suggest`: which photographs to label next."""
+"""examples:
+  dulbe-peft suggest --model openai/clip-vit-base-patch16 heap --count 50 --page label.html
+  dulbe-peft suggest june heap --csv label.csv
+
+The most useful photographs come first. Half of them are typical of what the learner does not know yet,
+one for each group of photographs that are alike; of the other half it is least sure, or they are drawn
+at random where it expects to be wrong more often than right. Where many are
+unlike anything learned, the groups are theirs. Photographs that the learner has learned, and copies,
+are left out. Without LEARNER all of them are typical of a group.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +42,6 @@ def suggest(
     page: Page | None = setting(None, "write a page with pictures, too"),
     overwrite: bool = OVERWRITE,
 ) -> int:
-    """examples:
-      dulbe-peft suggest --model openai/clip-vit-base-patch16 heap --count 50 --page label.html
-      dulbe-peft suggest june heap --csv label.csv
-
-    The most useful photographs come first. Half of them are typical of what the learner does not know yet,
-    one for each group of photographs that are alike; of the other half it is least sure, or they are drawn
-    at random where it expects to be wrong more often than right. Where many are
-    unlike anything learned, the groups are theirs. Photographs that the learner has learned, and copies,
-    are left out. Without LEARNER all of them are typical of a group.
-    """
     if learner is not None and not _is_learner(learner):
         photos, learner = (learner, *photos), None
     if not photos:

@@ -1,4 +1,11 @@
-"""`dulbe-peft verify`: published numbers beside ours."""
+"""examples:
+  dulbe-peft verify
+  dulbe-peft verify --level 1 --data cifar100
+  dulbe-peft verify --level 2 --data pets --splits split_zhou_OxfordPets.json
+  dulbe-peft verify --checks my.yaml --output mine.json
+
+The exit status is 1 where a number is outside its tolerance, and 2 where a check could not be run.
+"""
 
 from pathlib import Path
 from typing import Literal
@@ -20,14 +27,6 @@ def verify(
     device: str = setting("auto", "auto, cpu or an accelerator's type"),
     overwrite: bool = OVERWRITE,
 ) -> int:
-    """examples:
-      dulbe-peft verify
-      dulbe-peft verify --level 1 --data cifar100
-      dulbe-peft verify --level 2 --data pets --splits split_zhou_OxfordPets.json
-      dulbe-peft verify --checks my.yaml --output mine.json
-
-    The exit status is 1 where a number is outside its tolerance, and 2 where a check could not be run.
-    """
     from dulbe_peft.verification.checks import OWN_CHECKS, chosen, read_checks
 
     file = OWN_CHECKS if checks is None else Path(checks)

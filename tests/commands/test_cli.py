@@ -133,7 +133,7 @@ def test_strategies_and_classifiers_are_flags(folders, tmp_path, capsys, monkeyp
 
     for command, words in (
         (["export", "out", "lora"], "has no adapter to export"),
-        ([*again, "lda"], "classifiers.ranpac.seed was 1 and is now None"),
+        ([*again, "lda"], "classifiers was 'lda, ranpac' and is now 'lda'"),
     ):
         assert main(command) == 2 and words in capsys.readouterr().err
     with monkeypatch.context() as context:  # refused before anything is opened, loaded or moved
