@@ -1,6 +1,8 @@
 """How many images a learner names right, without test images: of which images it speaks, what is saved and said."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,5 +97,11 @@ def test_run_and_report_show_it_where_there_are_no_test_images(digit_folders, tm
     assert "\nrecommended by it: prototype, which answers" in said
     assert main(["report", out]) == 0
     page = (tmp_path / "out" / "report.html").read_text()
+    single = digit_folders(3, 1, 0)
+    shutil.copy(Path(data) / "train" / "two" / "5.png", single / "train" / "two" / "more.png")
+    flags[1] = str(tmp_path / "single")
+    assert main(["run", "--model", "demo", "--data", str(single), *flags]) == 0 and main(["report", flags[1]]) == 0
+    assert "so few images cannot tell which classifier is best: prototype answers" in capsys.readouterr().out
+    assert "nothing says how good it is" in (tmp_path / "single" / "report.html").read_text()
     assert "The stream has no test images. Estimate from 18 training images, each left out" in page
     assert "“prototype” " in page
