@@ -10,6 +10,7 @@ T for 10 classes than for 100. The newest tasks weigh most, because their images
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +18,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from dulbe_peft.utils.checks import is_number
 from dulbe_peft.utils.records import Fraction, Record
 
 FOLDS = 5
@@ -163,7 +163,7 @@ def _order_statistic(parts: Sequence[np.ndarray], share: float) -> float:
 
 def check_share(name: str, value: float, example: float) -> float:
     """A number between 0 and 1, both left out."""
-    if not is_number(value) or not 0 < value < 1:
+    if not isinstance(value, Real) or not 0 < value < 1:
         raise ValueError(f"{name} must be a share between 0 and 1, such as {example}, got {value!r}")
     return float(value)
 

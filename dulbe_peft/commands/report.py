@@ -51,9 +51,7 @@ def report(
     for path in (output or page, csv, latex, *pictures):
         if path is not None:
             print(f"written: {path}", file=to)
-    if comparisons or len(folders) > 1:
-        say_next("report", *folders, "--latex", f"{folders[0]}.tex", to=to)
-    else:
+    if not comparisons and len(folders) == 1:
         run = read_run(folders[0])
         best, _ = recommended(estimated(run.results), run.first)
         which = ["--classifier", best] if best != run.first else []

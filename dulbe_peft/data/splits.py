@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from dulbe_peft.data.folders import SPLIT_NAMES, ImageFolder, folder_content, ho
 from dulbe_peft.data.images import LabelledImages, Splits, labelled_images, relabelled
 from dulbe_peft.data.inventory import Inventory, Look, count_images, find_duplicates, inspect_parts, undecodable
 from dulbe_peft.data.readers import load_data, splits
-from dulbe_peft.utils.checks import check_int, is_number
+from dulbe_peft.utils.checks import check_int
 
 
 def hold_out(
@@ -43,7 +44,7 @@ def hold_out(
         >>> len(train), len(test)
         (97, 23)
     """
-    if not is_number(fraction) or not 0 < fraction < 1:
+    if not isinstance(fraction, Real) or not 0 < fraction < 1:
         raise ValueError(f"fraction must be above 0 and below 1, got {fraction!r}: some images are left to learn from")
     seed = check_int("seed", seed, 0)
     images = labelled_images(dataset)

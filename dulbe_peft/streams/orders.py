@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from dulbe_peft.data.names import normalized
-from dulbe_peft.utils.checks import check_int, is_int
+from dulbe_peft.utils.checks import check_int
 
 # The order iCaRL drew for CIFAR-100, which later work on it keeps.
 # fmt: off
@@ -49,9 +49,7 @@ def resolve_order(class_order: Any, seed: int | None, class_names: tuple[str, ..
     entries = list(class_order)
     if entries and all(isinstance(entry, str) for entry in entries):
         entries = resolve_labels(entries, class_names, "class_order").tolist()
-    for position, entry in enumerate(entries):
-        if not is_int(entry):
-            raise TypeError(f"class_order[{position}] is {entry!r}; the entries must be all ints or all class names")
+    entries = [check_int(f"class_order[{position}]", entry, 0) for position, entry in enumerate(entries)]
     if sorted(entries) != list(range(num_classes)):
         absent = sorted(set(range(num_classes)) - set(entries))
         detail = f"{absent[0]} is absent" if absent else f"it has {len(entries)} entries"

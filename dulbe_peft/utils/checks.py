@@ -1,21 +1,10 @@
 """Checks of numbers. A message names the argument, its value, and what would be right."""
 
-from numbers import Integral, Real
 from typing import Annotated, Any
 
 from annotated_types import Interval
 
 from dulbe_peft.utils.settings import MOST, check_value
-
-
-def is_int(value: Any) -> bool:
-    """Whether `value` is an int, of Python or of numpy, and no bool."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def is_number(value: Any) -> bool:
-    """Whether `value` is an int or a float, of Python or of numpy, and no bool."""
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_int(name: str, value: Any, least: int, most: int | None = None) -> int:
