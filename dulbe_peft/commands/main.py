@@ -51,9 +51,6 @@ COMMANDS = {name: line for group in GROUPS.values() for name, line in group.item
 class Commands(click.Group):
     """All commands; one's file is imported when it is called."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
@@ -124,8 +121,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def _said_of(error: Exception) -> str | None:
     """One line about an error of the user's; None for another one."""
-    from dulbe_peft.utils.folders import CheckpointError
-
     if isinstance(error, click.UsageError):
         path = error.ctx.command_path if error.ctx else "dulbe-peft"
         return f"{path}: {error.format_message()}  {path} --help lists what there is."
@@ -135,6 +130,8 @@ def _said_of(error: Exception) -> str | None:
     # torch's own errors of this kind are RuntimeErrors.
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error)):
         return f"dulbe-peft: there is too little memory, lower --batch-size or --pixel-cache-mb: {error}"
+    from dulbe_peft.utils.folders import CheckpointError
+
     if isinstance(error, (ValueError, TypeError, OSError, ImportError, CheckpointError)):
         return f"dulbe-peft: {explained(error) if isinstance(error, ImportError) else error}"
     return None

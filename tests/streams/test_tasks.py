@@ -128,7 +128,11 @@ def test_orders():
             "class_order must be a sequence of ints or class names, got 5",
         ),
         ({"increment": 1, "class_order": [0, 1]}, ValueError, "2 is absent"),
-        ({"increment": 1, "class_order": [0, True, 2]}, TypeError, r"class_order\[1\] must be a valid integer, got True"),
+        (
+            {"increment": 1, "class_order": [0, True, 2]},
+            TypeError,
+            r"class_order\[1\] must be a valid integer, got True",
+        ),
         ({"increment": 1, "class_order": "imagenet"}, ValueError, "'imagenet'"),
         ({"increment": 1, "class_order": ["a", "b", "x"]}, ValueError, "names 'x'"),
         ({"increment": 1, "class_order": "icarl"}, ValueError, "100 classes of CIFAR-100, got 3"),
