@@ -51,6 +51,8 @@ def check_arguments(args: TrainingArguments, settings: dict[str, Any]) -> None:
         raise ValueError(f"train_sampling_strategy={args.train_sampling_strategy!r}: images come in random order here")
     if args.n_gpu > 1:  # one process on several GPUs would be wrapped in DataParallel: one of them works
         args._n_gpu = 1
+    if args.device.type == "cpu":  # torch would warn that there is no other memory
+        args.dataloader_pin_memory = False
 
 
 def learner_of(
