@@ -85,7 +85,8 @@ def predict(
         table = opened.enter_context(kept(csv, began, overwrite)) if csv and not is_stream(csv) else None
         if table is not None:
             click.get_current_context().meta["kept"] = f"the answers so far are kept in {table.path}"
-        done = {} if table is None else {name: Prediction(**row) for name, row in table.done.items()}
+        kept_rows = {} if table is None else table.done
+        done = {name: Prediction(**row) for name, row in kept_rows.items() if os.path.lexists(name)}
         answers = dict(done)
         for found in _answers(loaded, images, table, how, named=csv is not None):
             counts.update(_tell(found, quiet=bool(csv or json_file or exiftool)))

@@ -84,6 +84,10 @@ def feature_files(path: Path) -> list[str]:
     for file in files:
         if {*_schema(file).names} != {*names}:
             raise ValueError(f"{file} has the columns {_schema(file).names}, and {files[0]} has {names}")
+        for name in ("label", "embedding"):
+            first, own = _schema(files[0]).field(name).type, _schema(file).field(name).type
+            if first != own:
+                raise ValueError(f"{file} has a {name} of the type {own}, and {files[0]} of {first}: write one type")
     return list(map(os.fspath, files))
 
 

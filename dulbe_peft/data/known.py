@@ -112,17 +112,22 @@ class KnownImages:
 
 
 def compared(
-    images: LabelledImages | None, noted: Contents, names: Sequence[str], renamed: Mapping[str, str] | None = None
+    images: LabelledImages | None,
+    noted: Contents,
+    names: Sequence[str],
+    renamed: Mapping[str, str] | None = None,
+    look: bool = True,
 ) -> tuple[dict[int, str], list[int], int]:
     """The rows of images that are noted as of some classes, with these; the other rows; how many noted ones lack.
 
-    `renamed` says what the classes of the images, by their own names, may be called now.
+    `renamed` says what the classes of the images, by their own names, may be called now. Without `look` images are
+    told by their classes alone, for they change each time.
     """
-    left = Counter((name, content) for name in names for content in noted.get(name, ()))
+    left = Counter((name, content if look else b"") for name in names for content in noted.get(name, ()))
     found, others = dict[int, str](), list[int]()
     if images is None:
         return found, others, left.total()
-    for row, content in enumerate(images.contents()):
+    for row, content in enumerate(images.contents() if look else [None] * len(images)):
         own, image = images.class_names[images.labels[row]], content or b""
         name = next((name for name in (own, (renamed or {}).get(own, own)) if left[name, image] > 0), None)
         if name is None:

@@ -252,7 +252,10 @@ def _check_finished(folder: Path, first: int, saved: LearnerFile, stream: Sequen
 def _check_images(
     folder: Path, finished: Sequence[tuple[int, Task]], known: KnownImages, drawn: bool, look: bool
 ) -> None:
-    """Raise unless each finished task has the images that it had, by class and content; `look`: also at no files."""
+    """Raise unless each finished task has the images that it had, by class and content.
+
+    Without `look` what is no file is told by its class alone: such images change each time.
+    """
     for number, task in finished:
         if not any(known.learned.get(name) for name in task.class_names):
             if drawn:
@@ -263,9 +266,8 @@ def _check_images(
             print_once(f"task {number} is of release 0.2.0: whether its images changed is not known")
             continue
         for kind, noted, images in (("training", known.learned, task.train), ("test", known.tested, task.test)):
-            if images is not None and not images.stored and not look:
-                continue
-            _, fresh, gone = compared(images, noted, task.class_names)
+            told = look or images is None or images.stored
+            _, fresh, gone = compared(images, noted, task.class_names, look=told)
             if fresh or gone:
                 named = ", ".join(images.item_name(row) for row in fresh[:_SHOWN]) + ", ..." * (len(fresh) > _SHOWN)
                 more = "; `dulbe-peft learn` takes in further images of known classes" if kind == "training" else ""

@@ -109,6 +109,16 @@ def begun(learner, folders, tmp_path, monkeypatch, capsys):
     return command
 
 
+def test_an_answer_of_a_photograph_that_is_gone_is_in_no_table(begun, tmp_path, capsys):
+    first = min((tmp_path / "images").rglob("*.png"))
+    first.unlink()
+    assert main([*begun, "--json", str(tmp_path / "t.json")]) == 0
+    assert "7 images, 4 were answered before" in capsys.readouterr().err
+    for file in ("t.csv", "t.json"):
+        text = (tmp_path / file).read_text()
+        assert text.count(".png") == 11 and str(first) not in text
+
+
 def test_a_row_comes_after_its_copy_and_what_goes_on_ends_alike(begun, tmp_path, capsys):
     partial, sort = tmp_path / "t.csv.partial", tmp_path / "sorted"
     assert len(partial.read_bytes().splitlines()) == 1 + 5 and len(list(sort.rglob("*.png"))) == 5

@@ -178,8 +178,11 @@ def test_parts_that_do_not_fit_together_are_refused(tmp_path):
         rows = pyarrow.table({"label": [0, 1], "embedding": UNIT}).replace_schema_metadata(hints)
         (tmp_path / "names").mkdir(exist_ok=True)
         parquet.write_table(rows, tmp_path / "names" / f"{name}.parquet")
+    for name, label in (("a", LABELS), ("b", [0] * len(LABELS))):
+        written(tmp_path / "types" / f"{name}.parquet", label=label, embedding=UNIT)
     for name, words in (
         ("cut", "b.parquet is damaged, or no parquet file"),
+        ("types", "b.parquet has a label of the type int64, and .*a.parquet of string: write one type"),
         ("two", "b.parquet has the columns .*class_.*a.parquet has"),
         ("names", "name the classes of their labels in different ways"),
     ):

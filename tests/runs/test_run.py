@@ -122,6 +122,22 @@ def test_other_data_of_a_finished_task_are_refused_by_the_files(base, root, fini
     assert content(output) == content(finished)
 
 
+@pytest.mark.parametrize("teacher", ["online", "cached"])
+def test_images_that_are_no_files_are_told_at_least_by_their_classes(base, photos, tmp_path, teacher):
+    def tasks(less):
+        for task in stream(photos):
+            rows = [(task.train[row]["image"], task.train[row]["label"]) for row in range(len(task.train))]
+            yield Task(rows[less:], None, task.class_names)
+
+    make_learner(base, teacher=teacher).run(list(tasks(0))[:1], tmp_path / "run")
+    with pytest.raises(
+        ValueError, match="the training images of task 1, which is finished, 1 are gone or changed, and 0"
+    ):
+        make_learner(base, teacher=teacher).run(list(tasks(1)), tmp_path / "run")
+    make_learner(base, teacher=teacher).run(list(tasks(0)), tmp_path / "run")
+    assert (tmp_path / "run" / "task-002").is_dir()
+
+
 def test_data_elsewhere_and_another_machine_are_the_same_run(base, root, finished, output, capsys, monkeypatch):
     (root / "train" / "one" / "0.png").rename(root / "train" / "one" / "9.png")
     shutil.rmtree(output / "task-002")
