@@ -289,10 +289,12 @@ class Encoder(TextEncoder):
         self, pixels: torch.Tensor, images: PixelDataset, tower: backends.Tower | None, few: bool
     ) -> torch.Tensor:
         """Unit features of a batch, by the backend's tower where there is one, which is compared with torch first."""
+        whole = pixels if few else self._filled(pixels)
+        # On a processor, what a large batch computes does not fit its caches.
+        parts = whole.split(WHOLE) if self.device.type == "cpu" else [whole]
+        found = torch.cat([(tower or self.image_embeds)(part) for part in parts])[: len(pixels)]
         if tower is None:
-            return self.image_embeds(pixels if few else self._filled(pixels))[: len(pixels)]
-        found = torch.cat([tower(part) for part in ([pixels] if few else self._filled(pixels).split(WHOLE))])
-        found = found[: len(pixels)]
+            return found
         if tower.precision != "int8" and not tower.is_checked(len(pixels)):
             expected = loading.unit_image_embeds(self.clip, pixels)
             tower.check(found, expected, self._scores(images, expected), self.args.force)

@@ -20,7 +20,7 @@ from PIL.PngImagePlugin import PngInfo
 from safetensors.torch import load_file, save_file
 from small_runs import QUICK
 
-from dulbe_peft import ClassIncrementalLearner, ImageFolder, LearnerArguments
+from dulbe_peft import ClassIncrementalLearner, ImageFolder, LearnerArguments, load_data
 from dulbe_peft.commands.main import main
 from dulbe_peft.data import store as stores
 from dulbe_peft.data.images import LabelledImages, labelled_images
@@ -193,6 +193,15 @@ def test_features_do_not_depend_on_what_else_is_in_the_batch(base, threads):
             for start in (0, 64 - size):
                 part = learner.encoder.image_embeds(learner.encoder._filled(pixels[start : start + size]))[:size]
                 assert torch.equal(part, whole[start : start + size]), (size, start)
+
+
+def test_a_processor_encodes_so_many_images_at_a_time_as_suit_its_caches(base, photos, monkeypatch):
+    learner, sizes = ClassIncrementalLearner(*base, args=LearnerArguments(**QUICK), strategy="frozen"), list[int]()
+    encode = learner.encoder.image_embeds
+    monkeypatch.setattr(learner.encoder, "image_embeds", lambda pixels: sizes.append(len(pixels)) or encode(pixels))
+    images = load_data(photos, "train")
+    assert learner.image_embeds(images).shape[0] == len(images) > WHOLE
+    assert set(sizes) == {WHOLE} and len(sizes) == -(-len(images) // WHOLE)
 
 
 # ---------------------------------------------------------------------- the file
