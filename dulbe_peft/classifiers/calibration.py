@@ -76,17 +76,12 @@ def calibrated(
     logits, labels = logits.double().cpu(), labels.cpu()
     weights = class_shares(labels, learned.cpu())
     novelties, area = novel or ((), None)
-    facts: dict[str, Any] = {
-        "log_temperature": fit_temperature(logits, labels),
-        "images": images,
-        "classes": classes,
-    }
+    facts: dict[str, Any] = {"log_temperature": fit_temperature(logits, labels), "images": images, "classes": classes}
+    facts["worth"] = worth(weights)
     tasks = (*tasks, TaskTemperature(**facts, own=(), largest=(), novelties=tuple(novelties), area=area))[-KEPT:]
     found = (logits / temperature(tasks, classes)).softmax(dim=1)
     each = {"own": found.gather(1, labels[:, None])[:, 0], "largest": found.amax(dim=1)}
-    kept: dict[str, Any] = {"worth": worth(weights)}
-    number = min(kept["worth"], MOST)
-    kept |= {name: tuple(evenly(x, weights, number).mul(1e6).floor().div(1e6).tolist()) for name, x in each.items()}
+    kept = {name: tuple(evenly(x, weights).mul(1e6).floor().div(1e6).tolist()) for name, x in each.items()}
     return (*tasks[:-1], tasks[-1].model_copy(update=kept))
 
 
@@ -108,9 +103,9 @@ def worth(weights: Tensor) -> int:
     return int(weights.sum() ** 2 / weights.square().sum() + 1e-9)
 
 
-def evenly(values: Tensor, weights: Tensor, number: int) -> Tensor:
-    """So many quantiles of weighted values, the least first."""
-    order = values.argsort()
+def evenly(values: Tensor, weights: Tensor) -> Tensor:
+    """Quantiles of weighted values, the least first: as many as they are worth, at most `MOST`."""
+    order, number = values.argsort(), min(MOST, worth(weights))
     ends = weights[order].cumsum(dim=0) / weights.sum()
     at = (torch.arange(number).to(ends) + 0.5) / number
     return values[order][torch.searchsorted(ends, at).clamp_max(len(values) - 1)]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dulbe_peft.classifiers.calibration import MOST, class_shares, evenly, ranking, worth
+from dulbe_peft.classifiers.calibration import class_shares, evenly, ranking
 from dulbe_peft.classifiers.covariance import oas_shrinkage
 from dulbe_peft.classifiers.state import GrowingState
 
@@ -150,7 +150,6 @@ def judged(classifier: GrowingState, images: Tensor, labels: Tensor) -> tuple[li
     rows = several[ranking(images[several]).argsort()][:: -(-len(several) // MOST_JUDGED)]
     own, other = found.left_out(images[rows], labels[rows])
     weights = class_shares(labels[rows], labels).to(own)
-    number = min(MOST, worth(weights))
-    known, unknown = evenly(own, weights, number), evenly(other, weights, number)
+    known, unknown = evenly(own, weights), evenly(other, weights)
     area = (unknown[:, None] > known).double().mean() + (unknown[:, None] == known).double().mean() / 2
     return known.tolist(), float(area)

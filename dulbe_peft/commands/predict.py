@@ -85,8 +85,8 @@ def predict(
         table = opened.enter_context(kept(csv, began, overwrite)) if csv and not is_stream(csv) else None
         if table is not None:
             click.get_current_context().meta["kept"] = f"the answers so far are kept in {table.path}"
-        kept_rows = {} if table is None else table.done
-        done = {name: Prediction(**row) for name, row in kept_rows.items() if os.path.lexists(name)}
+        before = table.done.items() if table else ()
+        done = {name: Prediction(**row) for name, row in before if os.path.lexists(name)}  # else it is gone since then
         answers = dict(done)
         for found in _answers(loaded, images, table, how, named=csv is not None):
             counts.update(_tell(found, quiet=bool(csv or json_file or exiftool)))

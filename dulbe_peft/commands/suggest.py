@@ -4,9 +4,9 @@
 
 The most useful photographs come first. Half of them are typical of what the learner does not know yet,
 one for each group of photographs that are alike; of the other half it is least sure, or they are drawn
-at random where it expects to be wrong more often than right. Where many are
-unlike anything learned, the groups are theirs. Photographs that the learner has learned, and copies,
-are left out. Without LEARNER all of them are typical of a group.
+at random where it expects to be wrong more often than right. Where many are unlike anything learned,
+the groups are theirs. Photographs that the learner has learned, and copies, are left out. Without
+LEARNER all of them are typical of a group.
 """
 
 from __future__ import annotations

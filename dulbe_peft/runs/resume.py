@@ -266,8 +266,7 @@ def _check_images(
             print_once(f"task {number} is of release 0.2.0: whether its images changed is not known")
             continue
         for kind, noted, images in (("training", known.learned, task.train), ("test", known.tested, task.test)):
-            told = look or images is None or images.stored
-            _, fresh, gone = compared(images, noted, task.class_names, look=told)
+            _, fresh, gone = compared(images, noted, task.class_names, look=look or images is None or images.stored)
             if fresh or gone:
                 named = ", ".join(images.item_name(row) for row in fresh[:_SHOWN]) + ", ..." * (len(fresh) > _SHOWN)
                 more = "; `dulbe-peft learn` takes in further images of known classes" if kind == "training" else ""
