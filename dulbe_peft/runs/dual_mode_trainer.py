@@ -1,12 +1,11 @@
 """transformers' `Trainer` as the training loop of a task; around it stand the probe, the allocation and the close."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -132,57 +131,38 @@ class DualModeTrainer(Trainer):
         """
         if self._given_optimizers and self.optimizer is None:
             raise ValueError("the given optimizers are of an earlier task: set .optimizer and .lr_scheduler anew")
-        more = {"trial": trial, "ignore_keys_for_eval": ignore_keys_for_eval}
         with self.learner.transaction():
-            found = self._checkpoint(resume_from_checkpoint)
-            if found is not None:
-                self._restore(found)
-            loop = partial(_LoopTask, self, found, more)
-            self.learner.learn_task(self.train_dataset, self.class_names, trainer=loop)
+            found = self._restored(resume_from_checkpoint) if resume_from_checkpoint else None
+            loop = partial(super().train, None if found is None else str(found), trial, ignore_keys_for_eval)
+            trainer = partial(_LoopTask, self, found, loop)
+            self.learner.learn_task(self.train_dataset, self.class_names, trainer=trainer)
         return self._output
 
-    def _loop(self, task: "_LoopTask", checkpoint: Path | None, more: dict[str, Any]) -> Any:
-        """transformers' whole loop, for one task."""
-        self._task = task
-        try:
-            self._output = super().train(None if checkpoint is None else str(checkpoint), **more)
-        finally:
-            self._task = None
-            self.optimizer = self.lr_scheduler = None  # a task has its own
-        return self._output
-
-    def _checkpoint(self, asked: str | bool | None) -> Path | None:
-        """The checkpoint to go on with, of the task that `train_dataset` is."""
-        if not asked:
-            return None
+    def _restored(self, asked: str | Literal[True]) -> Path:
+        """The checkpoint to go on with, of the task that `train_dataset` is; the learner gets its state."""
         wanted = unfinished.record_of(named_images(self.train_dataset, self.class_names), self._looks)
-        output = Path(self.args.output_dir or ".")
-        folders = (
-            [path.parent for path in output.glob(f"checkpoint-*/{TASK_FILE}")] if asked is True else [Path(asked)]
-        )
+        place = Path(self.args.output_dir or ".") if asked is True else Path(asked)
+        folders = [path.parent for path in place.glob(f"checkpoint-*/{TASK_FILE}")] if asked is True else [place]
         own = [folder for folder in folders if unfinished.read(folder)[1] == wanted]
         if not own:
             raise ValueError(
-                f"{output if asked is True else asked} has no checkpoint of this task, with {wanted['images']} images "
-                f"of the classes {wanted['class_names']!r:.200}: call train() without resuming"
+                f"{place} has no checkpoint of this task, with {wanted['images']} images of the classes "
+                f"{wanted['class_names']!r:.200}: call train() without resuming"
             )
-        if asked is not True:
-            return own[0]
-        return max(own, key=lambda folder: int(folder.name.rpartition("-")[2]))
+        newest = max(own, key=lambda folder: (len(folder.name), folder.name))  # checkpoint-10 comes after checkpoint-9
+        learned, state = self.learner.tasks, loading.restore(self.learner.state, newest)
+        if learned and learned != state.tasks:
+            raise ValueError(
+                f"{newest} goes on after the tasks {state.tasks!r:.200}, and this learner has learned "
+                f"{learned!r:.200}: start with a model that has learned nothing"
+            )
+        self.learner.state = state
+        return newest
 
     @property
     def _looks(self) -> bool:
         """Whether images that are no files are the same each time, so that their pixels tell them from others."""
         return self.learner.args.teacher == "cached"
-
-    def _restore(self, checkpoint: Path) -> None:
-        learned, state = self.learner.tasks, loading.restore(self.learner.state, checkpoint)
-        if learned and learned != state.tasks:
-            raise ValueError(
-                f"{checkpoint} goes on after the tasks {state.tasks!r:.200}, and this learner has learned "
-                f"{learned!r:.200}: start with a model that has learned nothing"
-            )
-        self.learner.state = state
 
     def _load_from_checkpoint(self, *_: Any) -> None:
         """Nothing: `train` has loaded the adapter before the task's weights were held."""
@@ -227,23 +207,21 @@ class DualModeTrainer(Trainer):
     # ------------------------------------------------------------------ evaluation
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        data, own = eval_dataset, cast(Any, self.eval_dataset)
-        if data is None or isinstance(data, str):
-            data = own if data is None else own[data]
-        return super().get_eval_dataloader(self._tests(data))
+        data: Any = self.eval_dataset if eval_dataset is None or isinstance(eval_dataset, str) else eval_dataset
+        return super().get_eval_dataloader(self._tests(data[eval_dataset] if isinstance(eval_dataset, str) else data))
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
         return super().get_test_dataloader(self._tests(test_dataset))
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers': by the first classifier; while a task is trained, by the texts of old and new classes."""
-        self._eval_head = self.learner.classifier
-        if self._task is not None:
-            text = self.learner.encoder.text_embeds(self._seen.class_names, self._task.state.class_texts)
-            self._eval_head = partial(torch.matmul, other=self.learner.logit_scale * text.T)
-        resting = nullcontext() if self._task is not None else self._adapter.without_idle_modes()
-        with resting:
-            return super().evaluation_loop(*args, **kwargs)
+        if self._task is None:
+            self._eval_head = self.learner.classifier
+            with self.learner._resting():
+                return super().evaluation_loop(*args, **kwargs)
+        text = self.learner.encoder.text_embeds(self._seen.class_names, self._task.state.class_texts)
+        self._eval_head = partial(torch.matmul, other=self.learner.logit_scale * text.T)
+        return super().evaluation_loop(*args, **kwargs)
 
     @torch.no_grad()
     def prediction_step(
@@ -253,12 +231,6 @@ class DualModeTrainer(Trainer):
         logits = self._eval_head(self.learner.encoder.image_embeds(inputs["pixel_values"]))
         loss = F.cross_entropy(logits, inputs["labels"])
         return (loss, None, None) if prediction_loss_only else (loss, logits, inputs["labels"])
-
-    @property
-    def _adapter(self) -> DualModeLoraModel:
-        adapter = self.learner.state.adapter
-        assert adapter is not None
-        return adapter
 
     @property
     def _seen(self) -> LearnerState:
@@ -303,26 +275,27 @@ class _LoopTask(TaskTrainer):
 
     task: NewTask
 
-    def __init__(self, owner: DualModeTrainer, checkpoint: Path | None, more: dict[str, Any], *args: Any) -> None:
+    def __init__(self, owner: DualModeTrainer, checkpoint: Path | None, loop: Callable[[], Any], *args: Any) -> None:
         super().__init__(*args)
-        self.owner, self.checkpoint, self.more = owner, checkpoint, more
+        self.owner, self.checkpoint, self.loop = owner, checkpoint, loop
 
     def begin(self, adapter: DualModeLoraModel) -> NewTask:
         if self.checkpoint is None:
             return super().begin(adapter)
-        tensors = {
-            name: tensor.to(self.encoder.device) for name, tensor in unfinished.read(self.checkpoint)[0].items()
-        }
-        self.teacher, self.old_text = tensors.get("teacher"), tensors.get("old_text")
+        tensors = unfinished.read(self.checkpoint)[0]
+        for name in tensors.keys() & {"teacher", "old_text"}:
+            setattr(self, name, tensors[name].to(self.encoder.device))
         return self.new_task(adapter)
 
     def train(self, task: NewTask) -> None:
-        self.task = task
+        self.task, self.owner._task = task, self
         with self.strategy.training(task):
             try:
-                output = self.owner._loop(self, self.checkpoint, self.more)
+                output = self.owner._output = self.loop()
             finally:
                 self.model.eval()
+                # The next task has its own.
+                self.owner._task = self.owner.optimizer = self.owner.lr_scheduler = None
         self.record.loss = [output.training_loss]
         self.step += output.global_step
 
