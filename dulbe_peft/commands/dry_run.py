@@ -15,14 +15,14 @@ def describe(setup: Setup) -> None:
         names = ", ".join(task.class_names[:5]) + (", ..." if len(task.class_names) > 5 else "")
         classes, images = counted(len(task.class_names), "class"), counted(len(task.train), "image")
         print(f"task {number}: {classes}, {images} to learn from, {tested}: {printable(names)}")
-    if setup.strategy.adapts:
-        _describe_model(setup.model, setup.strategy)
+    if setup.learner.strategy.adapts:
+        _describe_model(setup.learner.model, setup.learner.strategy)
     else:
         print("nothing is trained, no layer is adapted")
     if not setup.tasks:
         return
     total = sum(len(task.class_names) for task in setup.tasks)
-    for name, classifier in setup.make_learner().classifiers.items():
+    for name, classifier in setup.learner.classifiers.items():
         print(f"classifier {name}: {_mib(classifier.nbytes_with(total))} with {counted(total, 'class')}")
 
 

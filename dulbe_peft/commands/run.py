@@ -63,14 +63,13 @@ def run(
 
     setup = set_up(settings)
     trains = {"epochs", "batch_size", "learning_rate", *field_types(AdapterSettings)} & set(settings)
-    if trains and not setup.strategy.adapts:
+    if trains and not setup.learner.strategy.adapts:
         flags_of = ", ".join("--" + name.replace("_", "-") for name in sorted(trains))
         print(f"{flags_of} changes nothing, because nothing is trained: --strategy dulbe trains", file=sys.stderr)
     if stream.dry_run:
         describe(setup)
         return 0
-    learner = setup.make_learner()
-    results = setup.run(learner, stream.output, resume=stream.resume)
+    learner, results = setup.learner, setup.run()
     if world()[0] == 0:
         from dulbe_peft.report.pictures import write_pictures
 

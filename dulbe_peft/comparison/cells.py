@@ -142,8 +142,8 @@ def _train(cell: Cell, folder: Path) -> CellRecord:
     setup = set_up(cell.settings | own)
     if any(task.test is None for task in setup.tasks):
         raise ValueError(f"{setup.stream.data} has no test images: the setting test_fraction holds some back")
-    learner = setup.make_learner()
-    setup.run(learner, folder, keep_features=True)
+    setup.run(keep_features=True)
+    learner = setup.learner
     args, strategy = learner.args, learner.strategy
     # A run that was killed between a task's commit and its timing does not know that one.
     timings = [task for task in read_json(folder / TIMINGS_FILE)["tasks"] if task is not None]

@@ -6,15 +6,14 @@ added, or a damaged file was mended.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import zip_longest
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from peft import get_peft_model_state_dict
-from pydantic import ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from dulbe_peft.arguments import GONE
 from dulbe_peft.checkpoints import layout, learner_file, loading
@@ -29,18 +28,17 @@ from dulbe_peft.runs.progress import SOURCES_FILE, FinishedTask, read_finished
 from dulbe_peft.runs.sources import print_once
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.training.holding import StateHolder
-from dulbe_peft.training.state import LearnerState, adapter_state, set_adapter_state
+from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils import folders
 from dulbe_peft.utils.devices import has_bfloat16
 from dulbe_peft.utils.folders import CheckpointError, library_versions
-from dulbe_peft.utils.processes import on_main_process
 from dulbe_peft.utils.records import Record, first_problem
 from dulbe_peft.utils.settings import flat_settings, still_known
 from dulbe_peft.utils.tensors import whole_digest
 
-SETTINGS = {"adapter", "arguments", "base_model", "classifiers", "strategy"}
 # What a run writes beside the task folders, and what its caller may draw from it.
 FILES = (RESULTS_FILE, TIMINGS_FILE, SOURCES_FILE, PREDICTIONS_FILE, "accuracy.png", "tasks.png", "pictures")
+_GROWN = ("history_pattern", "history_rank", "inference_mode", "peft_version")  # of an adapter's file: no settings
 ELSEWHERE = "choose another output folder"
 Texts = Mapping[str, Sequence[str]]
 _SHOWN = 3  # images that a message names
@@ -53,10 +51,8 @@ class Beginning(Record):
     sha256: str | None
 
 
-class Identity(Record):
+class Identity(Record, extra="ignore"):  # release 0.2.0 noted also the finished tasks
     """What must be the same for a run to be the same one, beside its finished tasks."""
-
-    model_config = ConfigDict(extra="ignore")  # release 0.2.0 noted also the finished tasks
 
     adapter: dict[str, Any]
     arguments: dict[str, Any]
@@ -69,11 +65,9 @@ class Identity(Record):
 def identity_of(state: LearnerState) -> Identity:
     """The identity of a run that begins with a learner."""
     adapter = {} if state.config is None else state.config.to_dict()
-    for name in ("history_pattern", "history_rank", "inference_mode", "peft_version"):
-        adapter.pop(name, None)
     rules = state.classifiers.items()
     settings = {
-        "adapter": {k: str(v) if k.endswith("_type") else v for k, v in adapter.items()},
+        "adapter": {k: str(v) if k.endswith("_type") else v for k, v in adapter.items() if k not in _GROWN},
         "arguments": state.args.portable(),
         "base_model": digest(state.base),
         "classifiers": {n: {"embed_dim": c.embed_dim, "logit_scale": c.logit_scale, **c.settings()} for n, c in rules},
@@ -92,54 +86,32 @@ def beginning(state: LearnerState) -> Beginning:
     return Beginning(tasks=[list(task) for task in state.tasks], sha256=whole_digest(tensors))
 
 
-def open_run(
-    learner: StateHolder,
-    own: Sequence[Task],
-    output: Path,
-    resumes: bool,
-    class_texts: Texts,
-    drawn: bool,
-    before: list[FinishedTask],
-) -> tuple[Identity, list[FinishedTask], bool]:
-    """The run in a folder, its finished tasks, and whether it is new; the learner gets its state.
-
-    `before` is what is known of tasks that were learned before it. `drawn`: the tasks have a part of their data's
-    images, which was drawn.
-    """
-    find = partial(_newest_of_run, output, learner, own, class_texts, drawn)
-    found = on_main_process(find) if resumes else None
-    if found is None:
-        _check_new(learner, own, output, resumes)
-        return identity_of(learner.state), before, True
-    folder, identity = found
+def go_on(
+    learner: StateHolder, folder: Path, identity: Identity, before: Sequence[FinishedTask]
+) -> list[FinishedTask]:
+    """Give a learner the state in a run's newest folder, unless it took something in since; the finished tasks."""
     if learner.args.precision != identity.arguments["precision"]:
         learner.change_settings(replace(learner.args, precision=identity.arguments["precision"]))
-    learner.state = _restored(learner.state, folder)
+    own = beginning(learner.state)
+    with learner.transaction():
+        restored = loading.restore(learner.state, folder)
+        if learner.tasks == restored.tasks and own != beginning(restored):
+            raise ValueError(
+                f"this learner is not the one in {folder}, though both have learned the same tasks: it has taken in "
+                "something else, by update_classes for instance. Load the folder to go on with what is in it, or "
+                "choose another output_dir"
+            )
+        learner.state = restored
     learner.encoder.graph = learner.state.graph
     print_once(f"resuming after {folder.name}: {len(learner.class_names)} classes learned")
-    finished = read_finished(folder, output, learner.tasks)
+    finished = read_finished(folder, folder.parent, learner.tasks)
     # What is written after a commit may be missing; of known tasks the learner may know it.
     for old, new in zip(before, finished, strict=False):
         new.timing, new.source = new.timing or old.timing, new.source or old.source
-    return identity, finished, False
+    return finished
 
 
-def _restored(state: LearnerState, folder: Path) -> LearnerState:
-    """The state in the folder; raises where the learner that is at the same task took something in since then."""
-    own, adapter = beginning(state), adapter_state(state.model)
-    restored = loading.restore(state, folder)
-    if state.tasks == restored.tasks and own != beginning(restored):
-        if adapter is not None:
-            set_adapter_state(state.model, adapter)
-        raise ValueError(
-            f"this learner is not the one in {folder}, though both have learned the same tasks: it has taken in "
-            "something else, by update_classes for instance. Load the folder to go on with what is in it, or choose "
-            "another output_dir"
-        )
-    return restored
-
-
-def _check_new(learner: StateHolder, own: Sequence[Task], output: Path, resumes: bool) -> None:
+def check_new(learner: StateHolder, own: Sequence[Task], output: Path, resumes: bool) -> None:
     """Raise unless a run can start in a folder, and its tasks have new classes only."""
     old = layout.task_folders(output)
     if old:
@@ -153,14 +125,13 @@ def _check_new(learner: StateHolder, own: Sequence[Task], output: Path, resumes:
         seen += check_class_names(task.class_names, seen)
 
 
-def _newest_of_run(
-    output: Path,
-    learner: StateHolder,
-    stream: Sequence[Task],
-    class_texts: Texts,
-    drawn: bool,
+def newest_of_run(
+    learner: StateHolder, stream: Sequence[Task], output: Path, texts: Texts, drawn: bool
 ) -> tuple[Path, Identity] | None:
-    """The newest whole task folder and its run's identity, if any; raises where the run is another one."""
+    """The newest whole task folder and its run's identity, if any; raises where the run is another one.
+
+    `drawn`: the tasks have a part of their data's images, which was drawn.
+    """
     found = layout.newest_task(output, print_once)
     if found is None:
         return None
@@ -173,36 +144,62 @@ def _newest_of_run(
         rules = {n: still_known(own, CLASSIFIERS[n].gone) for n, own in saved.classifiers.items() if n in CLASSIFIERS}
         now = {"arguments": still_known(saved.arguments, GONE), "classifiers": saved.classifiers | rules}
         saved = saved.model_copy(update=now)
+        learned = learner_file.read(folder)
+        known = loading.read_known(folder, [n for task in learned.tasks for n in task], manifest.files)
     current, began = identity_of(learner.state), saved.arguments.get("precision")
     if learner.precision_chosen and (began == "float32" or (began == "bfloat16" and has_bfloat16(learner.device))):
         current.arguments["precision"] = began
-    changed = _changes(*(identity.model_dump(include=SETTINGS) for identity in (saved, current)))
-    if changed:
-        raise ValueError(f"{folder} belongs to another run: {changed}; {ELSEWHERE}")
-    with folders.load_errors(folder):
-        learned = learner_file.read(folder)
-        known = loading.read_known(folder, [n for task in learned.tasks for n in task], manifest.files)
-    _check_beginning(folder, saved.start, learned.tasks, current.start)
     first = len(saved.start.tasks)
-    _check_finished(folder, first, learned, stream, class_texts)
-    finished = list(enumerate(stream[: len(learned.tasks) - first], first + 1))
-    _check_images(folder, finished, known, drawn, learner.args.teacher == "cached")
+    finished = dict(enumerate(stream[: len(learned.tasks) - first], first + 1))
+    differences = _differences(saved, current, learned, finished, texts)
+    images = _other_images(finished, known, drawn, learner.args.teacher == "cached")
+    reason = next(chain(differences, images), None)
+    if reason is not None:
+        raise ValueError(f"{folder} belongs to {reason}")
     others = sorted(name for name, now in library_versions().items() if manifest.versions.get(name) != now)
     if others:
         print_once(f"{folder.name} was written with other versions of {', '.join(others)}: the last bits may differ")
     return folder, saved
 
 
-def finished_tasks(output: Path) -> list[tuple[str, ...]]:
-    """The class names of the tasks that a run has finished in a folder; none where it has not begun."""
-    found = layout.newest_task(output, lambda _: None) if output.is_dir() else None
-    return [] if found is None else [tuple(task) for task in found[1].notes["tasks"]]
+def _differences(
+    saved: Identity, current: Identity, learned: LearnerFile, finished: Mapping[int, Task], texts: Texts
+) -> Iterator[str]:
+    """Why a saved run is another one than is asked for, by settings, beginning, names and texts of finished tasks."""
+    changed = _changes(saved, current)
+    if changed:
+        yield f"another run: {changed}; {ELSEWHERE}"
+    first, own = len(saved.start.tasks), current.start.tasks
+    if own != learned.tasks[: len(own)]:
+        yield (
+            f"another run: it holds the tasks {learned.tasks!r:.200}, this learner has learned {own!r:.200}; "
+            f"{ELSEWHERE}"
+        )
+    if own and len(own) == first and current.start != saved.start:
+        yield (
+            "a run that began with another learner of the same classes; give the one that the run began with, or "
+            f"{ELSEWHERE}"
+        )
+    for number, before in enumerate(learned.tasks[first:], first + 1):
+        now = list(finished[number].class_names) if number in finished else None
+        if before != now:
+            yield (
+                f"another run: task {number} has the classes {before!r:.200} there, and {now!r:.200} in the stream "
+                f"now given. The stream must begin with the finished tasks; {ELSEWHERE}"
+            )
+        for name in before:
+            then = learned.class_texts.get(name)
+            if (then or []) != list(texts.get(name, [])):
+                yield (
+                    f"another run: the texts of the class {name!r}, which is learned, were {then}; give the same "
+                    f"class texts, or {ELSEWHERE}"
+                )
 
 
-def _changes(saved: dict[str, Any], current: dict[str, Any]) -> str:
+def _changes(saved: Identity, current: Identity) -> str:
     """What differs between two runs, in words; what may follow from it is not said. Empty where nothing differs."""
     for group in ("base_model", "strategy", "classifiers", "arguments", "adapter"):
-        of = [settings[group] for settings in (saved, current)]
+        of = [getattr(identity, group) for identity in (saved, current)]
         if group == "classifiers" and set(of[0]) != set(of[1]):
             of = [", ".join(sorted(names)) for names in of]
         old, new = (flat_settings({group: settings}) for settings in of)
@@ -216,62 +213,25 @@ def _changes(saved: dict[str, Any], current: dict[str, Any]) -> str:
     return ""
 
 
-def _check_beginning(folder: Path, start: Beginning, tasks: list[list[str]], current: Beginning) -> None:
-    """Raise unless the run that has learned these tasks can be the one that a learner goes on with."""
-    own = current.tasks
-    if own != tasks[: len(own)]:
-        raise ValueError(
-            f"{folder} belongs to another run: it holds the tasks {tasks!r:.200}, this learner has learned "
-            f"{own!r:.200}; {ELSEWHERE}"
-        )
-    if own and len(own) == len(start.tasks) and current != start:
-        raise ValueError(
-            f"{folder} belongs to a run that began with another learner of the same classes; give the one that the "
-            f"run began with, or {ELSEWHERE}"
-        )
-
-
-def _check_finished(folder: Path, first: int, saved: LearnerFile, stream: Sequence[Task], texts: Texts) -> None:
-    """Raise unless the stream begins with the finished tasks, those after the `first` ones, by names and texts."""
-    other, finished = f"{folder} belongs to another run:", saved.tasks[first:]
-    given = [list(task.class_names) for task in stream[: len(finished)]]
-    for number, (before, now) in enumerate(zip_longest(finished, given), first + 1):
-        if before != now:
-            raise ValueError(
-                f"{other} task {number} has the classes {before!r:.200} there, and {now!r:.200} in the stream now "
-                f"given. The stream must begin with the finished tasks; {ELSEWHERE}"
+def _other_images(finished: Mapping[int, Task], known: KnownImages, drawn: bool, look: bool) -> Iterator[str]:
+    """The same by the finished tasks' images, class and content; without `look`, what is no file by class alone."""
+    for number, task in finished.items():
+        noted = any(known.learned.get(name) for name in task.class_names)
+        if not noted and drawn:
+            yield (
+                "a run of release 0.2.0, which drew images by their names and would draw others: finish it with that "
+                "release, or go on with `dulbe-peft learn`"
             )
-    for name in (name for task in finished for name in task):
-        if list(saved.class_texts.get(name, [])) != list(texts.get(name, [])):
-            raise ValueError(
-                f"{other} the texts of the class {name!r}, which is learned, were {saved.class_texts.get(name)}; "
-                f"give the same class texts, or {ELSEWHERE}"
-            )
-
-
-def _check_images(
-    folder: Path, finished: Sequence[tuple[int, Task]], known: KnownImages, drawn: bool, look: bool
-) -> None:
-    """Raise unless each finished task has the images that it had, by class and content.
-
-    Without `look` what is no file is told by its class alone: such images change each time.
-    """
-    for number, task in finished:
-        if not any(known.learned.get(name) for name in task.class_names):
-            if drawn:
-                raise ValueError(
-                    f"{folder} belongs to a run of release 0.2.0, which drew images by their names and would draw "
-                    "others: finish it with that release, or go on with `dulbe-peft learn`"
-                )
+        if not noted:
             print_once(f"task {number} is of release 0.2.0: whether its images changed is not known")
             continue
-        for kind, noted, images in (("training", known.learned, task.train), ("test", known.tested, task.test)):
-            _, fresh, gone = compared(images, noted, task.class_names, look=look or images is None or images.stored)
+        for kind, noted_of, images in (("training", known.learned, task.train), ("test", known.tested, task.test)):
+            _, fresh, gone = compared(images, noted_of, task.class_names, look=look or images is None or images.stored)
             if fresh or gone:
                 named = ", ".join(images.item_name(row) for row in fresh[:_SHOWN]) + ", ..." * (len(fresh) > _SHOWN)
                 more = "; `dulbe-peft learn` takes in further images of known classes" if kind == "training" else ""
-                raise ValueError(
-                    f"{folder} belongs to another run: of the {kind} images of task {number}, which is finished, "
-                    f"{gone} are gone or changed, and {len(fresh)} are new{f' ({named})' if fresh else ''}; put them "
-                    f"back as they were, or {ELSEWHERE}{more}"
+                yield (
+                    f"another run: of the {kind} images of task {number}, which is finished, {gone} are gone or "
+                    f"changed, and {len(fresh)} are new{f' ({named})' if fresh else ''}; put them back as they were, "
+                    f"or {ELSEWHERE}{more}"
                 )

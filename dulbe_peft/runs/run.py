@@ -100,16 +100,23 @@ def _open(learner: Any, own: list[Task], output: Path, options: RunOptions) -> "
     texts = check_class_texts(options.class_texts or {}, {name for task in own for name in task.class_names})
     drawn = any((options.source or {}).get(name) is not None for name in DRAWN)
     past = on_main_process(partial(progress.known_tasks, learner)) if options.past is None else list(options.past)
-    identity, finished, new = resume.open_run(learner, own, output, options.resume, texts, drawn, past)
+    find = partial(resume.newest_of_run, learner, own, output, texts, drawn)
+    found = on_main_process(find) if options.resume else None
+    if found is None:
+        resume.check_new(learner, own, output, options.resume)
+        identity, finished = resume.identity_of(learner.state), past
+    else:
+        identity, finished = found[1], resume.go_on(learner, *found, past)
     learner.state = replace(learner.state, class_texts=learner.state.class_texts | texts)
-    count = len(identity.start.tasks)
-    tests = [None] * count if options.known_tests is None else list(options.known_tests)
-    if len(tests) != count:
+    known = len(identity.start.tasks)
+    known_tests = [None] * known if options.known_tests is None else list(options.known_tests)
+    if len(known_tests) != known:
         raise ValueError(
-            f"known_tests has {len(tests)} entries, the learner had learned {count} tasks before the run: give "
+            f"known_tests has {len(known_tests)} entries, the learner had learned {known} tasks before the run: give "
             "test data or None for each of them"
         )
-    return Run(learner, own, output, options, identity, finished, tests, new)
+    tests = [*zip(known_tests, learner.tasks), *((task.test, task.class_names) for task in own)]
+    return Run(learner, own, output, options, identity, finished, tests, known, new=found is None)
 
 
 def _lock_folder(output: Path, held: ExitStack) -> None:
@@ -128,21 +135,14 @@ class Run:
     options: RunOptions
     identity: resume.Identity
     finished: list[FinishedTask]
-    known_tests: list[Any]  # one entry for each task that was learned before the run
+    tests: list[tuple[Any, tuple[str, ...]]]  # of every task, test data or None, and class names
+    known: int  # tasks that were learned before it
     new: bool  # nothing of it is in the folder yet
     evaluations: dict[int, Evaluation] = field(default_factory=dict)  # task's number -> predictions after the newest
 
-    def __len__(self) -> int:
-        return len(self.known_tests) + len(self.own)
-
-    def tests(self) -> list[tuple[Any, tuple[str, ...]]]:
-        """Test data or None, and class names, of every task."""
-        before = zip(self.known_tests, self.learner.tasks, strict=False)
-        return [*before, *((task.test, task.class_names) for task in self.own)]
-
     def finish(self) -> dict[str, Any]:
         """Learn what is not learned yet, and write the results."""
-        if len(self.finished) < len(self) or self.new:
+        if len(self.finished) < len(self.tests) or self.new:
             if self.own:
                 self.learner.encoder.calibrate(self.learner.encoder.images(self.own[0].train))
             zero_shot = self.zero_shot()
@@ -153,14 +153,13 @@ class Run:
                 row = self.measure(len(self.finished))
                 if row.classifiers or any(one.after == len(self.finished) for one in self.learner.state.updates):
                     self.finished[-1].row = row
-                self.commit(None)
-            for index in range(len(self.finished), len(self)):
+                self.commit()
+            for index in range(len(self.finished), len(self.tests)):
                 with self.learner.transaction():
                     self.learn(index, zero_shot[index])
         self.write_entries()
-        settings = self.identity.model_dump(include={"adapter", "arguments", "strategy"})
-        classifiers, versions = list(self.learner.classifiers), folders.library_versions()
-        results = stream_results(self.finished, settings, classifiers, versions, len(self.known_tests))
+        made_by = self.identity.model_dump(), list(self.learner.classifiers), folders.library_versions()
+        results = stream_results(self.finished, *made_by, self.known)
         results["estimates"] = self.learner.state.estimates.model_dump(mode="json")
         on_main_process(partial(self.write_results, results))
         self.learner.folder = self.newest.resolve()
@@ -168,10 +167,9 @@ class Run:
 
     def zero_shot(self) -> list[float | None]:
         """A_t of the pristine model for every task; of finished tasks the figures that are known already."""
-        tests = self.tests()
-        if not has_text(self.learner.state.base) or all(test is None for test, _ in tests):
-            return [None] * len(self)
-        found = self.learner.zero_shot(tests)
+        if not has_text(self.learner.state.base) or all(test is None for test, _ in self.tests):
+            return [None] * len(self.tests)
+        found = self.learner.zero_shot(self.tests)
         if found[-1] is not None:
             print_once(f"zero-shot over all classes, before any training: {percent(found[-1], 2)} %")
         before = [task.zero_shot for task in self.finished]
@@ -180,7 +178,7 @@ class Run:
     def learn(self, index: int, zero_shot: float | None) -> None:
         """Learn, test and commit the task at a place among all."""
         started, cpu = time.perf_counter(), time.process_time()
-        learner, task = self.learner, self.own[index - len(self.known_tests)]
+        learner, task = self.learner, self.own[index - self.known]
         forget_peak_memory(learner.device)
         learner.learn_task(task.train, task.class_names)
         names, profile = list(task.class_names), learner.profile
@@ -188,13 +186,12 @@ class Run:
             learner.state = replace(learner.state, known=learner.state.known.with_tested(task.test))
         with profile.phase("test"):
             row = self.measure(index + 1)
-        details = None if learner.record is None else asdict(learner.record)
-        done = FinishedTask(class_names=names, row=row, zero_shot=zero_shot, details=details)
+        done = FinishedTask(class_names=names, row=row, zero_shot=zero_shot, details=asdict(learner.record))
         self.finished.append(done)
         with profile.phase("save"):
             if self.options.keep_features:
                 self.write_features()
-            self.commit(task)
+            self.commit()
         seconds = time.perf_counter() - started
         done.timing = progress.Timing(
             seconds=seconds,
@@ -204,14 +201,14 @@ class Run:
             finished=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         )
         self.write_entries()
-        line = progress.progress_line(row, index + 1, len(self), len(learner.class_names))
+        line = progress.progress_line(row, index + 1, len(self.tests), len(learner.class_names))
         print_once(f"{line}, {seconds:.1f} s")
         if learner.args.profile:
             print_once(profile.table())
 
     def measure(self, count: int) -> Row:
         """What is measured after the first `count` tasks, on those of them that have test data."""
-        tests, to_come = self.tests()[:count], self.tests()[count:]
+        tests, to_come = self.tests[:count], self.tests[count:]
         tested = [index for index, (test, names) in enumerate(tests) if test is not None and names]
         self.evaluations = {index + 1: self.learner.evaluate_images(*tests[index]) for index in tested}
         row = progress.measured_row([self.evaluations.get(index + 1) for index in range(count)])
@@ -224,13 +221,13 @@ class Run:
     def newest(self) -> Path:
         return self.output / f"task-{len(self.learner.tasks):03d}"
 
-    def commit(self, task: Task | None) -> None:
-        """Write the folder of the newest task; None: it was learned before the run."""
+    def commit(self) -> None:
+        """Write the folder of the newest task; the run's first one says also what is known of those before it."""
         state = self.learner.state
 
         def write(temporary: Path) -> None:
             saving.write(state, temporary)
-            since = 0 if task is None or len(self.finished) == len(self.known_tests) + 1 else len(self.finished) - 1
+            since = len(self.finished) - 1 if len(self.finished) > self.known + 1 else 0
             write_record(temporary / PROGRESS_FILE, progress.Progress(tasks=self.finished[since:]))
             if self.evaluations:
                 write_predictions(temporary / PREDICTIONS_FILE, self.evaluations)
@@ -243,10 +240,7 @@ class Run:
 
     def write_features(self) -> None:
         """Write the newest task's features; before the commit, so that no finished task is without them."""
-        learner = self.learner
-        if learner.closing is None:
-            return
-        closing, texts = learner.closing, learner.closing.texts
+        learner, closing, texts = self.learner, self.learner.closing, self.learner.closing.texts
         if texts is None and has_text(learner.state.base):
             texts = learner.text_embeds(learner.class_names)
             each = learner.encoder.each_text_embeds(closing.class_names, learner.state.class_texts)
@@ -258,7 +252,7 @@ class Run:
 
     def write_entries(self) -> None:
         """Write the files with an entry for each task: times, and where its data came from."""
-        for task in self.finished[len(self.known_tests) :]:
+        for task in self.finished[self.known :]:
             task.source = task.source or self.options.source
         times = progress.Timings(tasks=[task.timing for task in self.finished])
         sources = progress.Sources(tasks=[task.source for task in self.finished])
