@@ -70,7 +70,7 @@ def learn(
     notes: list[str] = []
     train, test = open_source(source, notes=notes, look=look_by(loaded), known=loaded.class_names)
     say_leaks(train, test, loaded.state.known)
-    fresh = new_images(train, loaded.state.known, again)
+    fresh = train if again else new_images(train, loaded.state.known)
     known = [name for name in train.class_names if name in set(loaded.class_names)]
     left, had = set(fresh.labels.tolist()), set(train.labels.tolist())
     given = [name for label, name in enumerate(train.class_names) if label in left or label not in had]

@@ -41,11 +41,10 @@ def fill_store(
     shown: dict[str, Any] = {"unit": " images", "delay": UNSHOWN, "disable": None if learner.args.progress else True}
     encode = partial(_encode, OncePerProcess(load))
     with tqdm(total=len(rows), desc=f"encode, {key.precision}", **shown) as bar:
-        for place, found in on_engine(encode, [(shard,) for shard in shards], workers, engine, address):
-            made_by, contents, features = found
+        for place, (made_by, found, features) in on_engine(encode, zip(shards), workers, engine, address):
             if made_by != key:
                 raise ImportError("a worker has another processor, or other versions of torch or Pillow")
-            store.put(key, "", contents, features)
+            store.put(key, "", found, features)
             bar.update(len(shards[place]))
 
 

@@ -162,11 +162,9 @@ def measured_row(tests: Sequence[Evaluation | None]) -> Row:
             right_by_class=dict(zip(names, by_class, strict=True)),
         )
 
-    return Row(
-        classifiers={name: score("classifiers", name) for name in found[0].classifiers},
-        baselines={name: score("baselines", name) for name in found[0].baselines},
-        images_by_class=dict(zip(names, counts.tolist(), strict=True)),
-    )
+    kinds = ("classifiers", "baselines")
+    scores: dict[str, Any] = {kind: {name: score(kind, name) for name in getattr(found[0], kind)} for kind in kinds}
+    return Row(**scores, images_by_class=dict(zip(names, counts.tolist(), strict=True)))
 
 
 def progress_line(row: Row, number: int, total: int, classes: int) -> str:

@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import ConfigDict
-
 from dulbe_peft.metrics.accuracy import accuracy_matrix, summarize, transfer_measures
 from dulbe_peft.metrics.evaluation import BASELINES
 from dulbe_peft.runs.progress import FinishedTask, Row, Score
@@ -12,10 +10,8 @@ from dulbe_peft.training.state import Estimates
 from dulbe_peft.utils.records import Fraction, Record
 
 
-class _Part(Record):
+class _Part(Record, extra="allow"):
     """A part of the file; what another release wrote into it is kept as it is."""
-
-    model_config = ConfigDict(extra="allow")
 
 
 class Measures(_Part):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +18,19 @@ if TYPE_CHECKING:  # numpy and Pillow are imported by the commands that need the
     from dulbe_peft.data.inventory import Look
     from dulbe_peft.data.known import KnownImages
     from dulbe_peft.runs.progress import FinishedTask
+    from dulbe_peft.runs.settings import StreamArguments
 
+_SPLITS = ("data", "train_split", "test_split", "test_fraction")  # the first arguments of `open_stream_data`
 _READING = ("vocabulary", "image_column", "label_column")  # arguments of `load_data`
-DATA_FIELDS = ("data", "train_split", "test_split", "test_fraction", "strict", "class_names", *_READING)
+DATA_FIELDS = (*_SPLITS, "strict", "class_names", *_READING)
 _DRAWS = ("validation_fraction", "images_per_class", "draw_seed")
 FIELDS = (*DATA_FIELDS, *_DRAWS)
 DRAWN = ("test_fraction", "validation_fraction", "images_per_class")  # of which one means a part of the images
 
 
-def source_of(settings: Any) -> dict[str, Any]:
+def source_of(stream: StreamArguments) -> dict[str, Any]:
     """What names a command's data, in a form that `open_source` opens from any working directory."""
-    source = {name: getattr(settings, name) for name in FIELDS if hasattr(settings, name)}
+    source = {name: getattr(stream, name) for name in FIELDS}
     if Path(source["data"]).exists():  # else it is on the Hub, the demo's digits, or an error that shows it as it is
         source["data"] = str(Path(source["data"]).absolute())
     for name in ("class_names", "vocabulary"):
@@ -53,7 +57,7 @@ def check_source(source: Mapping[str, Any]) -> None:
     from dulbe_peft.data.splits import stream_splits
 
     if not source["data"].startswith(HUB_PREFIX):
-        given: list[Any] = [source.get(name) for name in DATA_FIELDS[:4]]
+        given: list[Any] = [source.get(name) for name in _SPLITS]
         found: Mapping[Any, Any] = stream_splits(*given, **_reading(source))[0]
         for opens in found.values():
             if getattr(opens, "func", None) is ImageFolder:
@@ -79,15 +83,9 @@ def open_source(
     from dulbe_peft.data.splits import draw_per_class, hold_out, open_stream_data
     from dulbe_peft.streams.protocols import rename_classes
 
-    train, test, found = open_stream_data(
-        source["data"],
-        source["train_split"],
-        source["test_split"],
-        source.get("test_fraction"),
-        strict=bool(source.get("strict")),
-        look=look or undecodable,
-        **_reading(source),
-    )
+    given: list[Any] = [source.get(name) for name in _SPLITS]
+    given += [bool(source.get("strict")), look or undecodable]
+    train, test, found = open_stream_data(*given, **_reading(source))
     counts = {split: {name: of[name] for name in of if name not in known} for split, of in found.counts.items()}
     summary, found = found.summary(), replace(found, counts=counts)
     if notes is not None:
@@ -141,28 +139,26 @@ def reopen_tests(
 
     `renamed` says what their classes, by the names of their folders, are called now.
     """
-    opened: dict[str, list[LabelledImages]] = {}
+    opened = cache(_where_tests_are)
     tests: list[LabelledImages | None] = []
     for number, task in enumerate(tasks, 1):
-        test, source = None, task.source
+        test = None
         try:
-            if source is None:
+            if task.source is None:
                 raise ValueError("the run did not note where they came from")
-            key = repr({name: source[name] for name in FIELDS if name in source})
-            if key not in opened:
-                opened[key] = _where_tests_are(source)
-            test = _found(opened[key], task.class_names, known, source, renamed)
+            test = _found(opened(json.dumps(task.source)), task.class_names, known, task.source, renamed)
         except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
             print(f"the test images of task {number} are not used again: {error}", file=sys.stderr)
         tests.append(test)
     return tests
 
 
-def _where_tests_are(source: dict[str, Any]) -> list[LabelledImages]:
-    """The splits of a task's data in which its test images may stand; no image is looked at."""
+def _where_tests_are(noted: str) -> list[LabelledImages]:
+    """The splits of a task's data, as JSON, in which its test images may stand; no image is looked at."""
     from dulbe_peft.data.splits import open_split
     from dulbe_peft.streams.protocols import rename_classes
 
+    source = json.loads(noted)
     parts: list[LabelledImages] = []
     errors: list[Exception] = []
     for split in dict.fromkeys((source["test_split"], source["train_split"], None)):
@@ -189,25 +185,23 @@ def _found(
     from dulbe_peft.data.known import compared
 
     noted = any(known.tested.get(name) for name in names)
-    if not known.complete and not noted:  # by release 0.2.0
+    if not noted and known.complete:
+        return None
+    if not noted:  # by release 0.2.0
         if source.get("test") is None or any(source.get(name) for name in ("test_fraction", "validation_fraction")):
             raise ValueError("release 0.2.0 held them back, and did not note which these were")
         part = parts[0]
         print_once(f"release 0.2.0 noted the test images in {source['data']}: whether they changed is not known")
         return part.select([name for name in names if name in part.class_names])
-    for part in parts if noted else ():
+    for part in parts:
         found, _, gone = compared(part, known.tested, names, renamed)
         if not gone:
             return part.at(list(found), np.array([names.index(name) for name in found.values()]), names)
-    if not noted:
-        return None
     raise ValueError(f"those in {source['data']} are not those that the task was tested on")
 
 
-def new_images(images: LabelledImages, known: KnownImages, again: bool) -> LabelledImages:
+def new_images(images: LabelledImages, known: KnownImages) -> LabelledImages:
     """The images to learn from without those that were learned before, and copies; what is left out is printed."""
-    if again:
-        return images
     rows, twice = known.new_rows(images)
     for reason, which in twice.items():
         name, learned = images.item_name(which[0]), known.class_of().get(images.contents()[which[0]] or b"")
