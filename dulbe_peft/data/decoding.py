@@ -8,8 +8,9 @@ import math
 import multiprocessing
 import os
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cache
+from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
@@ -54,13 +55,11 @@ class UnreadableImageError(ValueError):
 def image_formats() -> tuple[str, ...]:
     """The formats that are read: WEBP and AVIF are not in every build of Pillow, HEIF has a package of its own."""
     absent = {"WEBP", "AVIF", "HEIF"} - set(map(str.upper, features.get_supported_modules()))
-    try:
+    with suppress(ImportError):
         from pillow_heif import register_heif_opener
 
         register_heif_opener()
         absent.discard("HEIF")
-    except ImportError:
-        pass
     return tuple(name for name in _SUFFIXES if name not in absent)
 
 
@@ -132,8 +131,7 @@ def stored_bytes(source: Source) -> bytes:
     """All bytes of a path or binary file."""
     try:
         if isinstance(source, (str, os.PathLike)):
-            with open(source, "rb") as file:
-                return file.read()
+            return Path(source).read_bytes()
         source.seek(0)
         return source.read()
     except OSError as error:

@@ -25,6 +25,7 @@ COLUMNS = ("content", "path", "split", "label", "embedding")
 _NOTE = b"dulbe_peft"  # of the schema's metadata: an `EncoderNote` as JSON
 AT_ONCE = 2048  # images whose features are in memory while a table is written
 _UNIT = 1e-3  # how far from 1 the length of an embedding may be
+Schemas = dict[str, Any]  # of parquet files
 
 
 @dataclass(frozen=True)
@@ -68,37 +69,9 @@ class FeatureTable:
             raise ValueError(f"{made}, not by this model as it is: {', '.join(wrong)} differ")
 
 
-def feature_files(path: Path) -> list[str]:
-    """The parquet files of a table of features, none where a path is no such table."""
-    files = [path] if path.is_file() else []
-    if path.is_dir():
-        with os.scandir(path) as entries:
-            names = sorted(entry.name for entry in entries if entry.is_file())
-        files = [path / name for name in names if name.endswith(".parquet") and name[0] not in "._"]
-    whole = [file for file in files if _begins_as_parquet(file)]
-    names = _schema(whole[0]).names if whole else []
-    if not {"embedding", "label"} <= {*names} or "image" in names:
-        return []
-    if len(whole) < len(files):
-        raise ValueError(f"{next(file for file in files if file not in whole)} is damaged, or no parquet file")
-    for file in files:
-        if {*_schema(file).names} != {*names}:
-            raise ValueError(f"{file} has the columns {_schema(file).names}, and {files[0]} has {names}")
-        for name in ("label", "embedding"):
-            first, own = _schema(files[0]).field(name).type, _schema(file).field(name).type
-            if first != own:
-                raise ValueError(f"{file} has a {name} of the type {own}, and {files[0]} of {first}: write one type")
-    return list(map(os.fspath, files))
-
-
-def _begins_as_parquet(file: Path) -> bool:
-    with file.open("rb") as opened:
-        return opened.read(4) == b"PAR1"
-
-
 def encoder_note(path: Path) -> EncoderNote | None:
     """What a table of features notes of its encoder."""
-    notes = {(_schema(file).metadata or {}).get(_NOTE, b"null") for file in feature_files(path)}
+    notes = {(schema.metadata or {}).get(_NOTE, b"null") for schema in _schemas(path).values()}
     if len(notes) > 1:
         raise ValueError(f"{path} has files of several encoders: keep those of each in a folder of their own")
     found = json.loads(next(iter(notes), b"null"))
@@ -106,31 +79,56 @@ def encoder_note(path: Path) -> EncoderNote | None:
 
 
 def feature_splits(path: Path) -> Splits:
-    """The splits of a table of features, "train" where it has no such column; none where a path is no such table.
-
-    A feature stands in the place of its image.
-    """
-    files = feature_files(path)
-    if not files or "split" not in _schema(files[0]).names:
-        return {"train": partial(_load, path, files)} if files else {}
-    names = _table(files, ["split"])["split"].unique().to_pylist()
+    """The splits of a table of features, "train" where it has no such column; none where a path is no such table."""
+    schemas = _schemas(path)
+    if not any("split" in schema.names for schema in schemas.values()):
+        return {"train": partial(_load, path, schemas)} if schemas else {}
+    names = _read("read_table", list(schemas), columns=["split"], partitioning=None)["split"].unique().to_pylist()
     if None in names:
         raise ValueError(f"{path} has rows without a split")
-    return {str(name): partial(_load, path, files, [("split", "==", name)]) for name in names}
+    return {str(name): partial(_load, path, schemas, [("split", "==", name)]) for name in names}
 
 
-def _load(path: Path, files: Sequence[str], rows_of: Any = None) -> LabelledImages:
-    table = _table(files, [name for name in COLUMNS if name in _schema(files[0]).names], rows_of)
+def _schemas(path: Path) -> Schemas:
+    """The parquet files of a table of features, each with its schema; none where a path is no such table."""
+    files = sorted(path.glob("[!._]*.parquet")) if path.is_dir() else [path]
+    files = [file for file in files if file.is_file()]
+    whole = [file for file in files if _begins_as_parquet(file)]
+    first = _read("read_schema", whole[0]) if whole else None
+    if first is None or not {"embedding", "label"} <= {*first.names} or "image" in first.names:
+        return {}
+    if len(whole) < len(files):
+        raise ValueError(f"{next(file for file in files if file not in whole)} is damaged, or no parquet file")
+    schemas = [_read("read_schema", file) for file in files]
+    for file, schema in zip(files, schemas, strict=True):
+        if {*schema.names} != {*first.names}:
+            raise ValueError(f"{file} has the columns {schema.names}, and {files[0]} has {first.names}")
+        for name in ("label", "embedding"):
+            own, other = schema.field(name).type, first.field(name).type
+            if own != other:
+                raise ValueError(f"{file} has a {name} of the type {own}, and {files[0]} of {other}: write one type")
+    return dict(zip(map(os.fspath, files), schemas, strict=True))
+
+
+def _begins_as_parquet(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(4) == b"PAR1"
+
+
+def _load(path: Path, schemas: Schemas, rows_of: Any = None) -> LabelledImages:
+    columns = [name for name in COLUMNS if name in next(iter(schemas.values())).names]
+    table = _read("read_table", list(schemas), columns=columns, filters=rows_of, partitioning=None)
 
     def column(name: str) -> list[Any]:
-        return list(table[name].to_pylist()) if name in table.column_names else [None] * len(table)
+        return list(table[name].to_pylist()) if name in columns else [None] * len(table)
 
-    labels, names = _labels(path, files, column("label"))
+    labels, names = _labels(path, schemas, column("label"))
     rows = _unit_rows(path, table["embedding"])
     source = FeatureTable(str(path), rows, labels, column("path"), encoder_note(path))
     images = LabelledImages(source, labels, names)
     images.features = source
-    images.note_contents(_content(path, value, row) for value, row in zip(column("content"), rows, strict=True))
+    for index, (value, row) in enumerate(zip(column("content"), rows, strict=True)):
+        images.note_content(index, _content(path, value, row))
     return images
 
 
@@ -172,7 +170,7 @@ def write_features(
             writer.close()
 
 
-def _labels(path: Path, files: Sequence[str], values: list[Any]) -> tuple[np.ndarray, tuple[str, ...]]:
+def _labels(path: Path, schemas: Schemas, values: list[Any]) -> tuple[np.ndarray, tuple[str, ...]]:
     """Labels, (n,), and the names of the classes: texts, sorted, or whole numbers with the names that the file has."""
     if all(isinstance(value, str) for value in values):
         names = check_class_names(sorted(set(map(normalized, values))))
@@ -183,7 +181,7 @@ def _labels(path: Path, files: Sequence[str], values: list[Any]) -> tuple[np.nda
         kind = str if isinstance(values[0], str) else int
         wrong = next(value for value in values if type(value) is not kind or (type(value) is int and value < 0))
         raise ValueError(f"{path} has the label {wrong!r}: labels are texts, or whole numbers from 0 on")
-    hints = [json.loads((_schema(file).metadata or {}).get(b"huggingface", b"{}")) for file in files]
+    hints = [json.loads((schema.metadata or {}).get(b"huggingface", b"{}")) for schema in schemas.values()]
     named, *others = (hint.get("info", {}).get("features", {}).get("label", {}).get("names") for hint in hints)
     if any(other != named for other in others):
         raise ValueError(f"{path} has files that name the classes of their labels in different ways")
@@ -214,20 +212,13 @@ def _unit_rows(path: Path, column: Any) -> np.ndarray:
     return rows
 
 
-def _schema(file: str | Path) -> Any:
-    return _read(file, lambda parquet: parquet.read_schema(file))
-
-
-def _table(files: Sequence[str], columns: Sequence[str], rows: Any = None) -> Any:
-    return _read(files, lambda parquet: parquet.read_table(files, columns=columns, filters=rows, partitioning=None))
-
-
-def _read(file: Any, read: Callable[[Any], Any]) -> Any:
+def _read(function: str, files: Any, **options: Any) -> Any:
+    """What a function of pyarrow's gives for a file or several."""
     pa, parquet = _pyarrow()
     try:
-        return read(parquet)
+        return getattr(parquet, function)(files, **options)
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{file} is damaged, or no parquet file: {error}") from error
+        raise ValueError(f"{files} is damaged, or no parquet file: {error}") from error
 
 
 def _pyarrow() -> tuple[Any, Any]:

@@ -1,5 +1,6 @@
 """What a data set holds, found before anything is learned: counts, unreadable files, duplicates."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -51,16 +52,7 @@ _KINDS: dict[str, Callable[[Duplicate], bool]] = {
 
 @dataclass(frozen=True)
 class Inventory:
-    """Images by class and split, and all that is not as it should be.
-
-    Example:
-        >>> found = inspect_images(ImageFolder("photos", "train"))
-        >>> print(found.format())
-        class        train
-        cat             70
-        dog             50
-        2 classes      120
-    """
+    """Images by class and split, and all that is not as it should be."""
 
     counts: dict[str, dict[str, int]]  # split -> class -> images; `inspect_images` includes the unreadable ones
     unreadable: list[tuple[Found, str]] = field(default_factory=list)  # with the reasons
@@ -104,16 +96,13 @@ class Inventory:
         """What is left out and why, cannot be read (`most` of them), is rare, or there twice."""
         lines = []
         if self.left_out:
-            paths: dict[str, list[str]] = {}
-            for path, why in self.left_out:
-                paths.setdefault(why, []).append(path)
-            reasons = sorted(paths.items(), key=lambda row: -len(row[1]))
+            counts, first = Counter(why for _, why in self.left_out), {w: path for path, w in reversed(self.left_out)}
             lines += ["", f"left out: {len(self.left_out)}"]
-            lines += [f"  {len(rows):>6}  {why}, such as {printable(rows[0])}" for why, rows in reasons]
+            lines += [f"  {n:>6}  {why}, such as {printable(first[why])}" for why, n in counts.most_common()]
         if self.unreadable:
             lines += ["", f"cannot be read: {len(self.unreadable)}", *self.unreadable_lines(most)]
-        for split, counts in list(self.counts.items())[:1]:
-            rare = [f"{printable(name)} ({count})" for name, count in counts.items() if count < FEW]
+        for split, own in list(self.counts.items())[:1]:
+            rare = [f"{printable(name)} ({count})" for name, count in own.items() if count < FEW]
             if rare:
                 lines += ["", f"fewer than {FEW} images in {split}: {', '.join(_first(rare, _SHOWN))}"]
         for what, holds in _KINDS.items():

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -68,21 +68,19 @@ class FeatureStore:
         wanted = iter(dict.fromkeys(content for content in contents if content is not None))
         way = _way(key, view)
 
-        def read(database: sqlite3.Connection) -> dict[bytes, np.ndarray]:
-            found, damaged = {}, 0
+        def read(database: sqlite3.Connection) -> list[Any]:
+            found = list[Any]()
             while part := list(islice(wanted, _AT_ONCE)):
                 query = f"""SELECT content, embedding, checksum FROM features
                     WHERE way = ? AND content IN ({", ".join("?" * len(part))})"""
-                for content, embedding, checksum in database.execute(query, [way, *part]):
-                    if checksum == zlib.crc32(way + content + embedding):
-                        found[content] = np.frombuffer(embedding, dtype="<f4")
-                    else:
-                        damaged += 1
-            if damaged:
-                _warn(f"{self.path} holds {damaged} damaged features, which are encoded again")
+                found += database.execute(query, [way, *part])
             return found
 
-        return self._used(read, {})
+        rows = self._used(read, list[Any]())
+        whole = [row for row in rows if row[2] == zlib.crc32(way + row[0] + row[1])]
+        if len(whole) < len(rows):
+            _warn(f"{self.path} holds {len(rows) - len(whole)} damaged features, which are encoded again")
+        return {content: np.frombuffer(embedding, dtype="<f4") for content, embedding, _ in whole}
 
     def put(self, key: EncoderKey, view: str, contents: Sequence[bytes | None], features: np.ndarray) -> None:
         """Keep the features, (n, d), of images; None among the contents is left out."""
