@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -28,45 +28,41 @@ class KnownImages:
 
     def with_learned(self, images: LabelledImages, way: tuple[str, int]) -> Self:
         """With images that were learned in some way."""
-        return replace(self, learned=_joined(self.learned, _by_class(images)), ways=self.ways | {way})
+        return self.merged(KnownImages(learned=_by_class(images), ways=frozenset([way])))
 
     def with_tested(self, images: LabelledImages) -> Self:
         """With images that were tested on."""
-        return replace(self, tested=_joined(self.tested, _by_class(images)))
+        return self.merged(KnownImages(tested=_by_class(images)))
 
     def without_class(self, name: str) -> Self:
         """Without the images of a class that is forgotten."""
-        return self._each(lambda kind: {other: of for other, of in kind.items() if other != name})
+        learned, tested = ({n: of for n, of in kind.items() if n != name} for kind in (self.learned, self.tested))
+        return replace(self, learned=learned, tested=tested)
 
     def renamed(self, old: str, new: str) -> Self:
         """With another name of a class, which may have images already."""
-        return self._each(
-            lambda kind: _joined({n: of for n, of in kind.items() if n != old}, {new: kind.get(old, ())})
-        )
+        moved = KnownImages({new: self.learned.get(old, ())}, {new: self.tested.get(old, ())})
+        return self.without_class(old).merged(moved)
 
     def without_contents(self, gone: Collection[bytes]) -> Self:
         """Without some images that were learned."""
         kept = {name: tuple(one for one in of if one not in gone) for name, of in self.learned.items()}
         return replace(self, learned=kept)
 
-    def _each(self, change: Callable[[Contents], Contents]) -> Self:
-        return replace(self, learned=change(self.learned), tested=change(self.tested))
-
-    def merged(self, other: Self) -> Self:
+    def merged(self, other: "KnownImages") -> Self:
         """With the images of another learner."""
-        learned, tested = _joined(self.learned, other.learned), _joined(self.tested, other.tested)
-        complete, ways = self.complete and other.complete, self.ways | other.ways
-        return replace(self, learned=learned, tested=tested, complete=complete, ways=ways)
+        learned, tested = (
+            {name: (*one.get(name, ()), *more.get(name, ())) for name in {**one, **more}}
+            for one, more in ((self.learned, other.learned), (self.tested, other.tested))
+        )
+        return type(self)(learned, tested, self.complete and other.complete, self.ways | other.ways)
 
     def class_of(self) -> dict[bytes, str]:
         """Content -> the class as which an image was learned."""
         return {content: name for name, contents in self.learned.items() for content in contents}
 
     def new_rows(self, images: LabelledImages) -> tuple[list[int], dict[str, list[int]]]:
-        """The rows of images that are new, and for each reason why others would count twice, their rows.
-
-        An image that cannot be read counts as new: who learns it says why. Images may have no labels.
-        """
+        """The rows of images that are new or cannot be read, and of others by why they would count twice."""
         learned, seen, rows, twice = self.class_of(), set[bytes](), list[int](), dict[str, list[int]]()
         for row, (content, label) in enumerate(zip(images.contents(), images.labels.tolist(), strict=True)):
             if content is not None and content in learned:
@@ -81,10 +77,7 @@ class KnownImages:
         return rows, twice
 
     def arrays(self, class_names: Sequence[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-        """Tensors and metadata of a file: contents, (n, 32) in uint8, and the place of each one's class, (n,).
-
-        One entry of metadata alone: safetensors writes several in any order.
-        """
+        """Tensors and metadata of a file: contents, (n, 32) in uint8, and the place of each one's class, (n,)."""
         place = {name: row for row, name in enumerate(class_names)}
         found = {"complete": np.array([self.complete], dtype=np.uint8)}
         found["ways"] = np.frombuffer(json.dumps(sorted(self.ways)).encode(), dtype=np.uint8).copy()
@@ -93,22 +86,19 @@ class KnownImages:
             joined = np.frombuffer(b"".join(content for content, _ in rows), dtype=np.uint8)
             found[kind] = joined.reshape(-1, 32).copy()
             found[f"{kind} class"] = np.array([label for _, label in rows], dtype=np.int64)
-        return found, {"format": FORMAT}
+        return found, {"format": FORMAT}  # one entry alone, for safetensors writes several in any order
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, Any], metadata: Mapping[str, str], class_names: Sequence[str]) -> Self:
         """What `arrays` gave."""
         if metadata.get("format") != FORMAT:
             raise ValueError(f"the notes of images have the format {metadata.get('format')!r}, expected {FORMAT!r}")
-        both: list[Contents] = []
+        both = []
         for kind in ("learned", "tested"):
-            contents = np.asarray(arrays[kind], dtype=np.uint8)
-            grouped: dict[str, list[bytes]] = {}
-            for row, label in zip(contents, np.asarray(arrays[f"{kind} class"]).tolist(), strict=True):
-                grouped.setdefault(class_names[label], []).append(row.tobytes())
-            both.append({name: tuple(of) for name, of in grouped.items()})
+            names = [class_names[label] for label in np.asarray(arrays[f"{kind} class"]).tolist()]
+            both.append(_grouped(names, [row.tobytes() for row in np.asarray(arrays[kind], dtype=np.uint8)]))
         ways = json.loads(np.asarray(arrays["ways"], dtype=np.uint8).tobytes()) if "ways" in arrays else []
-        return cls(both[0], both[1], bool(arrays["complete"][0]), frozenset((name, views) for name, views in ways))
+        return cls(both[0], both[1], bool(arrays["complete"][0]), frozenset(map(tuple, ways)))
 
 
 def compared(
@@ -120,8 +110,7 @@ def compared(
 ) -> tuple[dict[int, str], list[int], int]:
     """The rows of images that are noted as of some classes, with these; the other rows; how many noted ones lack.
 
-    `renamed` says what the classes of the images, by their own names, may be called now. Without `look` images are
-    told by their classes alone, for they change each time.
+    `renamed`: what the images' classes may be called now. Without `look` the class alone tells, not the content.
     """
     left = Counter((name, content if look else b"") for name in names for content in noted.get(name, ()))
     found, others = dict[int, str](), list[int]()
@@ -140,13 +129,14 @@ def compared(
 
 def _by_class(images: LabelledImages) -> Contents:
     """The contents of images that were just encoded, by class; without its content, one could count twice later."""
+    contents = images.contents()
+    if None in contents:
+        raise ValueError(f"{images.item_name(contents.index(None))} cannot be read any more: begin again")
+    return _grouped([images.class_names[label] for label in images.labels], [of or b"" for of in contents])
+
+
+def _grouped(names: Sequence[str], contents: Sequence[bytes]) -> Contents:
     grouped: dict[str, list[bytes]] = {}
-    for index, (content, label) in enumerate(zip(images.contents(), images.labels.tolist(), strict=True)):
-        if content is None:
-            raise ValueError(f"{images.item_name(index)} cannot be read any more: begin again")
-        grouped.setdefault(images.class_names[label], []).append(content)
-    return {name: tuple(contents) for name, contents in grouped.items()}
-
-
-def _joined(one: Contents, other: Contents) -> Contents:
-    return {name: (*one.get(name, ()), *other.get(name, ())) for name in {**one, **other}}
+    for name, content in zip(names, contents, strict=True):
+        grouped.setdefault(name, []).append(content)
+    return {name: tuple(of) for name, of in grouped.items()}
