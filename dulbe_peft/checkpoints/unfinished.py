@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from dulbe_peft.checkpoints.layout import TASK_FILE
-from dulbe_peft.data.fingerprint import fingerprint
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
 
@@ -16,11 +15,11 @@ FORMAT = "dulbe-task-1"
 
 
 def record_of(images: LabelledImages, look: bool) -> dict[str, Any]:
-    """What tells a task from others: its classes and images, see `fingerprint`."""
+    """What tells a task from others: its classes and images, see `LabelledImages.fingerprint`."""
     return {
         "class_names": list(images.class_names),
         "images": len(images),
-        "fingerprint": fingerprint(images, look=look),
+        "fingerprint": images.fingerprint(look),
     }
 
 

@@ -21,7 +21,6 @@ from dulbe_peft.checkpoints.layout import TIMINGS_FILE, task_folders
 from dulbe_peft.classifiers import CLASSIFIERS, parse_classifier
 from dulbe_peft.comparison.comparison_file import Retention
 from dulbe_peft.comparison.plan import Cell, Row
-from dulbe_peft.data.fingerprint import fingerprint
 from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.cost import memory_bytes, trainable_parameters
@@ -209,7 +208,7 @@ def data_fingerprint(settings: dict[str, Any]) -> list[str | None]:
 @cache
 def _fingerprints(settings: str) -> list[str | None]:
     parts = open_source(source_of(validated(json.loads(settings))[0]), report=False)
-    return [None if part is None else fingerprint(part) for part in parts]
+    return [None if part is None else part.fingerprint() for part in parts]
 
 
 def answers_path(folder: Path, row: Row) -> Path:

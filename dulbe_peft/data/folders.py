@@ -45,37 +45,26 @@ def _cannot_be_read(error: OSError) -> None:
     raise error
 
 
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """What lies in a folder, sorted by code point on every system."""
-    with os.scandir(folder) as entries:
-        return sorted(entries, key=lambda entry: entry.name)
-
-
 def subfolders(path: Path) -> list[str]:
-    """Names of the folders in `path` that are not hidden, sorted."""
-    return [entry.name for entry in _entries(path) if os.path.isdir(entry.path) and not entry.name.startswith(".")]
+    """Names of the folders in `path` that are not hidden, sorted by code point on every system."""
+    return sorted(name for name in os.listdir(path) if name[0] != "." and (path / name).is_dir())
 
 
 def holds_only_folders(path: Path) -> bool:
     """Whether a folder holds folders, and no image beside them."""
-    images = any(entry.name.lower().endswith(image_suffixes()) and entry.is_file() for entry in _entries(path))
-    return not images and bool(subfolders(path))
+    images = (name for name in os.listdir(path) if name.lower().endswith(image_suffixes()))
+    return not any((path / name).is_file() for name in images) and bool(subfolders(path))
 
 
 class FileImages(LabelledImages):
-    """Images in files: `source` has their paths below `root`."""
+    """Images in files with their classes: `source` has their paths below `root`."""
 
     def __init__(
-        self,
-        root: Path,
-        split: str | None,
-        files: Sequence[str],
-        classes: Sequence[str],
-        left_out: Sequence[tuple[str, str]],
+        self, root: Path, split: str | None, images: Sequence[tuple[str, str]], left_out: Sequence[tuple[str, str]]
     ) -> None:
-        place = {name: label for label, name in enumerate(sorted(set(classes)))}
-        labels = np.array([place[name] for name in classes], dtype=np.int64)
-        super().__init__(files, labels, check_class_names(place), stored=True)
+        place = {name: label for label, name in enumerate(sorted({name for _, name in images}))}
+        labels = np.array([place[name] for _, name in images], dtype=np.int64)
+        super().__init__([file for file, _ in images], labels, check_class_names(place), stored=True)
         self.root, self.split, self.left_out = root, split, left_out
 
     def _item(self, position: int) -> tuple[Path, int]:
@@ -117,15 +106,15 @@ class ImageFolder(FileImages):
         files = [image for image in found if image.encode("utf-8", "ignore").decode() == image]
         # No table of a run could name the others.
         left_out += [(str(folder / image), "the name is not UTF-8") for image in sorted(set(found) - set(files))]
-        classes = [image.partition("/")[0] for image in files]
-        for name in sorted(set(subfolders(folder)) - set(classes)):
+        images = [(image, image.partition("/")[0]) for image in files]
+        for name in sorted(set(subfolders(folder)) - {name for _, name in images}):
             inside = os.path.join(folder, name, "")
             why = next((why for path, why in left_out if path.startswith(inside) and why != "hidden"), "")
             if why:
                 raise ValueError(f"class folder {folder / name} has no {', '.join(image_suffixes())} file ({why})")
         if not files:
             raise ValueError(f"no class folder in {folder} has an image; its folders are {subfolders(folder)}")
-        super().__init__(folder, split, files, classes, left_out)
+        super().__init__(folder, split, images, left_out)
 
 
 def folder_of_classes(folder: Path, split: str | None) -> Path:

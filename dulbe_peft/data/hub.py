@@ -27,25 +27,23 @@ def hub_images(dataset: Any, name: str, image_column: str = "image", label_colum
     if kind != "Image":
         raise ValueError(f"column {image_column!r} of {name} holds {kind} values, and no images")
     names = {image_column: "image", label_column: "label"}
-    renamed = {old: new for old, new in names.items() if old != new}
-    images = labelled_images(dataset.with_format(None).select_columns(list(names)).rename_columns(renamed))
+    images = labelled_images(dataset.with_format(None).select_columns(list(names)).rename_columns(names))
     return LabelledImages(images.source, images.labels, images.class_names, name, stored=True)
 
 
-def is_dataset_folder(path: Path) -> bool:
-    """Whether `datasets` has written this folder, or it holds parquet files in the layout of the Hub."""
-    return any((path / name).is_file() for name in SAVED_FILES) or bool(_parquet_files(path))
-
-
 def hub_splits(text: str, *columns: str) -> Splits:
-    """The splits of a dataset on the hub, "hf:NAME", or of a folder that `is_dataset_folder` knows."""
-    datasets, path = import_datasets(text), Path(text)
+    """The splits of a dataset on the hub, "hf:NAME", or of a folder that `datasets` wrote, or in the Hub's layout."""
+    files = _parquet_files(Path(text))
+    saved = any(Path(text, name).is_file() for name in SAVED_FILES)
+    if not (text.startswith(HUB_PREFIX) or files or saved):
+        return {}
+    datasets = import_datasets(text)
     read: dict[str | None, Callable[[], Any]]
     if text.startswith(HUB_PREFIX):
         name = text.removeprefix(HUB_PREFIX)
         names = datasets.get_dataset_split_names(name)
         read = {split: partial(datasets.load_dataset, name, split=split) for split in names}
-    elif files := _parquet_files(path):
+    elif files:
         read = {split: partial(_read_parquet, datasets, files[split]) for split in files}
     else:
         data = datasets.load_from_disk(text)  # it may have no splits

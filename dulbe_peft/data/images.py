@@ -9,7 +9,7 @@ import copy
 import hashlib
 import io
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Self, cast
 
@@ -101,24 +101,21 @@ class LabelledImages:
             self._contents[position] = content, None
         return entry is None or content == before
 
-    def note_contents(self, contents: Iterable[bytes | None]) -> None:
-        """Take contents that somebody else has found, one for each position of the source."""
-        self._contents.update((position, (content, None)) for position, content in enumerate(contents))
-
     def _content(self, index: int) -> bytes | None:
         position = int(self.indices[index])
+        content, before = self._contents.get(position, (None, ()))
+        if before is None:  # no file, so it is as it was
+            return content
         try:
-            if self._contents.get(position, (None, ()))[1] is None:  # no file, so it is as it was
-                return self._contents[position][0]
             image = self.given(index)
             file = _file_of(image)
             entry = _entry_of(file)
-            if self._contents.get(position, (None, ()))[1] != entry:
+            if entry != before:
                 content = pixels_content(image) if file is None else hashlib.sha256(stored_bytes(file)).digest()
                 self._contents[position] = content, entry
         except Exception:  # whatever a user's data set raises; who reads the image says why
             return None
-        return self._contents[position][0]
+        return content
 
     def file(self, index: int) -> Path | IO[bytes] | None:
         """What Pillow opens of an image that is stored in a file; None of any other."""
@@ -140,20 +137,29 @@ class LabelledImages:
         part.class_names = self.class_names if class_names is None else tuple(class_names)
         return part
 
-    def without(self, indices: Sequence[int]) -> Self:
-        """The images but for those at some indices."""
-        return self.at(np.setdiff1d(np.arange(len(self)), indices))
-
-    def select(self, class_names: Sequence[str]) -> Self:
-        """The images of some classes, in their order, labelled by their class's place in `class_names`."""
-        wanted, old = check_class_names(class_names), {name: label for label, name in enumerate(self.class_names)}
-        absent = sorted(set(wanted) - set(old))
-        if absent:
+    def select(self, class_names: Sequence[str], others: bool = False) -> Self:
+        """The images of some classes, labelled by their place in `class_names`; `others` may have none here."""
+        wanted = check_class_names(class_names)
+        absent = sorted(set(wanted) - set(self.class_names))
+        if absent and not others:
             raise ValueError(f"the dataset has no class {absent[0]!r}")
-        places = np.full(len(old), -1, dtype=np.int64)
-        places[[old[name] for name in wanted]] = np.arange(len(wanted))
+        place = {name: label for label, name in enumerate(wanted)}
+        places = np.array([place.get(name, -1) for name in self.class_names], dtype=np.int64)
         chosen = np.flatnonzero(places[self.labels] >= 0)
         return self.at(chosen, places[self.labels[chosen]], wanted)
+
+    def fingerprint(self, look: bool = True) -> str:
+        """SHA-256 of labels, class names and contents, of no path; without `look`, of no content that is no file's."""
+        digest = hashlib.sha256(b"dulbe_peft dataset 3")
+        contents = self.contents() if look or self.stored else []
+        for chunk in (
+            f"{len(self)} images, {len(self.class_names)} classes".encode(),
+            self.labels.astype("<i8").tobytes(),
+            *(name.encode() for name in self.class_names),
+            *(content or b"" for content in contents),
+        ):
+            digest.update(len(chunk).to_bytes(8, "little") + chunk)
+        return digest.hexdigest()
 
     def _item(self, position: int) -> tuple[Any, int]:
         return _image_and_label(self.source, position)
@@ -214,13 +220,6 @@ def named_images(
                 "class_names out, or give the names in the dataset's order"
             )
     return images.at(slice(None), class_names=names)
-
-
-def relabelled(images: LabelledImages, class_names: Sequence[str]) -> LabelledImages:
-    """The same images with labels that index other names, among which their own are."""
-    place = {name: label for label, name in enumerate(class_names)}
-    labels = np.array([place[name] for name in images.class_names], dtype=np.int64)[images.labels]
-    return images.at(slice(None), labels, class_names)
 
 
 def undecoded(dataset: Any) -> Any:

@@ -20,12 +20,7 @@ Row = tuple[str, str | None, str | None]  # an image's path, its label, without 
 
 
 def label_splits(path: Path, vocabulary: str | None = None) -> Splits:
-    """The images that a table of labels names, whose paths begin in the table's folder, by split.
-
-    The table has the columns path, label and, where it says what to test on, split; or SourceFile and Subject, as
-    `exiftool -csv -r -Subject PHOTOS` prints them. Then `vocabulary` is a text file with the keywords that are
-    classes, one a line, and photographs without one of them are left out. A `ValueError` says what is wrong.
-    """
+    """The images that a table names, by split, see `load_data`; photographs without a keyword of it are left out."""
     rows = _table(path)
     if {FILE, KEYWORDS} <= rows[0].keys():
         images = _by_keyword(path, rows, vocabulary)
@@ -34,13 +29,11 @@ def label_splits(path: Path, vocabulary: str | None = None) -> Splits:
     else:
         images = _by_path(path, rows)
     left_out = [(str(path.parent / image), NO_CLASS) for image, label, _ in images if label is None]
-    found: dict[str | None, tuple[list[str], list[str]]] = {}
+    found: dict[str | None, list[tuple[str, str]]] = {}
     for image, label, split in images:
         if label is not None:
-            files, labels = found.setdefault(split, ([], []))
-            files.append(image)
-            labels.append(label)
-    return {split: partial(FileImages, path.parent, split, *of, left_out) for split, of in found.items()}
+            found.setdefault(split, []).append((image, label))
+    return {split: partial(FileImages, path.parent, split, of, left_out) for split, of in found.items()}
 
 
 def _by_path(path: Path, rows: list[dict[str, str]]) -> list[Row]:

@@ -12,7 +12,7 @@ from PIL import Image
 from dulbe_peft.data.decoding import ARCHIVES, why_not_read
 from dulbe_peft.data.features import feature_splits
 from dulbe_peft.data.folders import ImageFolder, subfolders
-from dulbe_peft.data.hub import HUB_PREFIX, hub_images, hub_splits, import_datasets, is_dataset_folder
+from dulbe_peft.data.hub import HUB_PREFIX, hub_images, hub_splits, import_datasets
 from dulbe_peft.data.images import LabelledImages, Splits
 from dulbe_peft.data.labels import label_splits
 from dulbe_peft.utils.extras import installed
@@ -55,7 +55,7 @@ def load_data(
     if text.startswith(HUB_PREFIX) and split is not None:  # without asking the Hub for the splits
         data = import_datasets(text).load_dataset(text.removeprefix(HUB_PREFIX), split=split)
         return hub_images(data, text, *columns)
-    found = splits(text, image_column=image_column, label_column=label_column, vocabulary=vocabulary)
+    found = splits(text, *columns, vocabulary=vocabulary)
     if split == "train" and list(found) == [None]:
         split = None
     if split in found:
@@ -66,30 +66,21 @@ def load_data(
 
 
 def splits(
-    path_or_name: str | os.PathLike[str],
-    *,
-    image_column: str = "image",
-    label_column: str = "label",
-    vocabulary: str | None = None,
+    text: str, image_column: str = "image", label_column: str = "label", vocabulary: str | None = None
 ) -> Splits:
     """The splits of what `load_data` takes, by their names, each opened by a call."""
-    text = os.fspath(path_or_name)
     path = Path(text)
     check_data(text)
-    if found := feature_splits(path):
+    if found := feature_splits(path) or hub_splits(text, image_column, label_column):
         return found
-    if text.startswith(HUB_PREFIX) or is_dataset_folder(path):
-        return hub_splits(text, image_column, label_column)
     if path.suffix.lower() == ".csv" and path.is_file():
         return label_splits(path, vocabulary)
     if path.is_dir():
         return {name: partial(ImageFolder, path, name) for name in (*subfolders(path), None)}
     if text == DEMO_DIGITS:
         return {name: partial(load_digit_images, name) for name in ("train", "test")}
-    archive = path.suffix.lower() in ARCHIVES
-    files = "expected a folder of images or of parquet files, or a .csv of labels"
-    why = why_not_read(path.suffix.lower()) if archive else files
-    raise ValueError(f"{path} is a file, {why}")
+    suffix, expected = path.suffix.lower(), "expected a folder of images or of parquet files, or a .csv of labels"
+    raise ValueError(f"{path} is a file, {why_not_read(suffix) if suffix in ARCHIVES else expected}")
 
 
 def check_data(text: str) -> None:

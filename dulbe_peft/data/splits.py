@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dulbe_peft.data.folders import SPLIT_NAMES, ImageFolder, folder_content, holds_only_folders, subfolders
-from dulbe_peft.data.images import LabelledImages, Splits, labelled_images, relabelled
+from dulbe_peft.data.images import LabelledImages, Splits, labelled_images
 from dulbe_peft.data.inventory import Inventory, Look, count_images, find_duplicates, inspect_parts, undecodable
 from dulbe_peft.data.readers import load_data, splits
 from dulbe_peft.utils.checks import check_int
@@ -126,7 +126,7 @@ def open_stream_data(
         if unknown:
             more = f"({len(unknown)} such classes)"
             raise ValueError(f"class {unknown[0]!r} has test images and no training image {more}")
-        parts[test_split] = relabelled(test, train.class_names)
+        parts[test_split] = test.select(train.class_names, others=True)
     parts, inventory = readable(os.fspath(path), parts, strict, look, left_out)
     for label in np.setdiff1d(train.labels, parts[train_split].labels):
         name = train.class_names[label]
@@ -150,10 +150,20 @@ def stream_splits(
             f"train_split and test_split are both {train_split!r}, and a split is never its own test: name another "
             "test_split"
         )
-    found, left_out = _chosen(os.fspath(path), train_split, test_split, splits(path, **reading))
+    text = os.fspath(path)
+    found = splits(text, **reading)
+    if {None} < found.keys():  # image files in folders, which may be splits or classes
+        names, left_out = _folder_splits(Path(text), train_split, test_split)
+        found = {name: found[name] for name in names}
+    else:
+        for name in () if list(found) == [None] else (train_split, *([test_split] if test_split != "test" else [])):
+            if name not in found:
+                raise FileNotFoundError(f"{text} has no split {name!r}; its splits are {list(found)}")
+        others = [name for name in found if name and name not in (train_split, test_split)]
+        left_out = [(f"{text}[{name}]", _unused(name)) for name in others]
     if test_fraction is not None and test_split in found:
         raise ValueError(
-            f"test_fraction is {test_fraction}, but {path} has the test split {test_split!r}: leave one out"
+            f"test_fraction is {test_fraction}, but {text} has the test split {test_split!r}: leave one out"
         )
     return found, left_out
 
@@ -172,7 +182,7 @@ def readable(
         advice = "mend or remove them, or leave them out: without --strict (in Python strict=False)"
         raise ValueError("\n".join([first, *found.unreadable_lines(), advice]))
     bad = {split: [image.place for image, _ in found.unreadable if image.split == split] for split in parts}
-    return {split: images.without(bad[split]) for split, images in parts.items()}, found
+    return {n: images.at(np.setdiff1d(np.arange(len(images)), bad[n])) for n, images in parts.items()}, found
 
 
 def open_split(path: str | os.PathLike[str], split: str | None, **reading: Any) -> LabelledImages:
@@ -182,18 +192,8 @@ def open_split(path: str | os.PathLike[str], split: str | None, **reading: Any) 
         return images
     if "train" not in subfolders(folder) or not holds_only_folders(folder / "train"):
         return images
-    return relabelled(images, tuple(dict.fromkeys([*ImageFolder(folder, "train").class_names, *images.class_names])))
-
-
-def _chosen(text: str, train: str, test: str, found: Splits) -> tuple[Splits, list[tuple[str, str]]]:
-    """The splits to learn from and to test on, and those that are left out, with the reason."""
-    if {None} < found.keys():  # image files in folders, which may be splits or classes
-        names, left_out = _folder_splits(Path(text), train, test)
-        return {name: found[name] for name in names}, left_out
-    for name in () if list(found) == [None] else (train, *([test] if test != "test" else [])):
-        if name not in found:
-            raise FileNotFoundError(f"{text} has no split {name!r}; its splits are {list(found)}")
-    return found, [(f"{text}[{name}]", _unused(name)) for name in found if name and name not in (train, test)]
+    names = dict.fromkeys([*ImageFolder(folder, "train").class_names, *images.class_names])
+    return images.select(tuple(names), others=True)
 
 
 def _unused(split: str) -> str:

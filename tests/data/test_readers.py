@@ -12,7 +12,6 @@ import pytest
 import torch
 from PIL import EpsImagePlugin, ExifTags, Image
 
-from dulbe_peft.data.fingerprint import fingerprint
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.hub import hub_images
 from dulbe_peft.data.images import labelled_images
@@ -289,12 +288,12 @@ def test_an_overridden_item_is_what_is_read(folder):
 
 
 def test_fingerprint_follows_the_content_and_not_the_place(folder, tmp_path):
-    original = fingerprint(ImageFolder(folder, "train"))
+    original = ImageFolder(folder, "train").fingerprint()
     copy = shutil.copytree(folder / "train", tmp_path / "copy")
-    assert len(original) == 64 and fingerprint(ImageFolder(copy)) == original
+    assert len(original) == 64 and ImageFolder(copy).fingerprint() == original
     zebra, seen = copy / "zebra", {original}
     (zebra / "b.PNG").rename(zebra / "c.png")
-    assert fingerprint(ImageFolder(copy)) == original
+    assert ImageFolder(copy).fingerprint() == original
     (zebra / "c.png").rename(zebra / "b.PNG")
     for number, change in enumerate(
         (
@@ -305,16 +304,16 @@ def test_fingerprint_follows_the_content_and_not_the_place(folder, tmp_path):
         2,
     ):
         change()
-        seen.add(fingerprint(ImageFolder(copy)))
+        seen.add(ImageFolder(copy).fingerprint())
         assert len(seen) == number
     tasks = class_incremental_tasks(ImageFolder(copy), increment=1)
-    assert len({fingerprint(task.train) for task in tasks} | seen) == 6
+    assert len({task.train.fingerprint() for task in tasks} | seen) == 6
 
 
 def test_fingerprint_of_plain_datasets():
     image = np.zeros((4, 4, 3), dtype=np.uint8)
     rows = [(Image.fromarray(image), 0), (Image.fromarray(image + 1), 1)]
-    original = fingerprint(rows)
-    assert original == fingerprint([(picture.copy(), label) for picture, label in rows])
-    assert fingerprint([(rows[0][0], 1), rows[1]]) != original
-    assert fingerprint([rows[0], (Image.fromarray(image + 2), 1)]) != original
+    original = labelled_images(rows).fingerprint()
+    assert original == labelled_images([(picture.copy(), label) for picture, label in rows]).fingerprint()
+    assert labelled_images([(rows[0][0], 1), rows[1]]).fingerprint() != original
+    assert labelled_images([rows[0], (Image.fromarray(image + 2), 1)]).fingerprint() != original
