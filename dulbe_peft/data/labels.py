@@ -1,7 +1,7 @@
 """Labels from a table: path, label and split, or the keywords of photographs as exiftool prints them."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -16,37 +16,27 @@ GUESS = "class"  # of tables that suggest and predict write
 FILE, KEYWORDS = "SourceFile", "Subject"  # exiftool's
 BETWEEN = ", "  # what exiftool puts between keywords
 NO_CLASS = "no keyword is a class"
-Row = tuple[str, str | None, str | None]  # an image's path, its label, without which it is left out, and its split
 
 
 def label_splits(path: Path, vocabulary: str | None = None) -> Splits:
     """The images that a table names, by split, see `load_data`; photographs without a keyword of it are left out."""
     rows = _table(path)
     if {FILE, KEYWORDS} <= rows[0].keys():
-        images = _by_keyword(path, rows, vocabulary)
-    elif vocabulary is not None:
+        return {None: _by_keyword(path, rows, vocabulary)}
+    if vocabulary is not None:
         raise ValueError(f"{path} has labels, and a vocabulary is for keywords ({FILE}, {KEYWORDS}): leave it out")
-    else:
-        images = _by_path(path, rows)
-    left_out = [(str(path.parent / image), NO_CLASS) for image, label, _ in images if label is None]
     found: dict[str | None, list[tuple[str, str]]] = {}
-    for image, label, split in images:
-        if label is not None:
-            found.setdefault(split, []).append((image, label))
-    return {split: partial(FileImages, path.parent, split, of, left_out) for split, of in found.items()}
-
-
-def _by_path(path: Path, rows: list[dict[str, str]]) -> list[Row]:
-    found: dict[str, Row] = {}
+    seen: dict[str, str] = {}
     for number, row in enumerate(rows, start=2):
         image, label = row[PATH], normalized(row[LABEL].strip())
-        other = found.setdefault(_place(path, image), (image, label, row.get(SPLIT)))[1]
-        if len(found) < number - 1:
-            raise ValueError(f"{path} names {image!r} twice, as {other!r} and, in line {number}, as {label!r}")
-    return list(found.values())
+        if (place := _place(path, image)) in seen:
+            raise ValueError(f"{path} names {image!r} twice, as {seen[place]!r} and, in line {number}, as {label!r}")
+        seen[place] = label
+        found.setdefault(row.get(SPLIT), []).append((image, label))
+    return {split: partial(FileImages, path.parent, split, images) for split, images in found.items()}
 
 
-def _by_keyword(path: Path, rows: list[dict[str, str]], vocabulary: str | None) -> list[Row]:
+def _by_keyword(path: Path, rows: list[dict[str, str]], vocabulary: str | None) -> Callable[[], FileImages]:
     if vocabulary is None:
         raise ValueError(f"{path} has keywords: a vocabulary, a file with a line for each that is a class, is needed")
     classes = {normalized(line.strip()) for line in read_lines(vocabulary)}
@@ -58,19 +48,22 @@ def _by_keyword(path: Path, rows: list[dict[str, str]], vocabulary: str | None) 
         # A photograph and its sidecar are one.
         image = _photograph(path.parent, row[FILE])
         keywords.setdefault(_place(path, image), (image, {}))[1].update(dict.fromkeys(own))
-    found = list[Row]()
+    found, left_out = list[tuple[str, str]](), list[tuple[str, str]]()
     for image, words in keywords.values():
         named = [word for word in words if word in classes]
         if len(named) > 1:
             both = " and ".join(map(repr, named))
             why = f"and both are classes: a photograph has one. Take one away, there or in {vocabulary}"
             raise ValueError(f"{image} has the keywords {both}, {why}")
-        found.append((image, named[0] if named else None, None))
-    if not any(label for _, label, _ in found):
+        if named:
+            found.append((image, named[0]))
+        else:
+            left_out.append((str(path.parent / image), NO_CLASS))
+    if not found:
         raise ValueError(
             f"no photograph of {path} has a keyword of {vocabulary}, such as {min(classes, default='')!r}"
         )
-    return found
+    return partial(FileImages, path.parent, None, found, left_out)
 
 
 def _place(table: Path, name: str) -> str:
