@@ -60,11 +60,7 @@ class FileImages(LabelledImages):
     """Images in files with their classes: `source` has their paths below `root`."""
 
     def __init__(
-        self,
-        root: Path,
-        split: str | None,
-        images: Sequence[tuple[str, str]],
-        left_out: Sequence[tuple[str, str]] = (),
+        self, root: Path, split: str | None, images: Sequence[tuple[str, str]], left_out: Sequence[tuple[str, str]]
     ) -> None:
         place = {name: label for label, name in enumerate(sorted({name for _, name in images}))}
         labels = np.array([place[name] for _, name in images], dtype=np.int64)

@@ -28,7 +28,8 @@ def hub_images(dataset: Any, name: str, image_column: str = "image", label_colum
         raise ValueError(f"column {image_column!r} of {name} holds {kind} values, and no images")
     names = {image_column: "image", label_column: "label"}
     images = labelled_images(dataset.with_format(None).select_columns(list(names)).rename_columns(names))
-    return LabelledImages(images.source, images.labels, images.class_names, name, stored=True)
+    images.name = name
+    return images
 
 
 def hub_splits(text: str, *columns: str) -> Splits:

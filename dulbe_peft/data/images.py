@@ -29,20 +29,16 @@ class LabelledImages:
     images are files, whose headers can be looked at without decoding them.
     """
 
-    # Paths of what a folder holds and is no part of the data, with the reasons; the name of the split; `Features` of
-    # the images, where a model has encoded them before.
-    left_out: Sequence[tuple[str, str]] = ()
+    name = ""
+    left_out: Sequence[tuple[str, str]] = ()  # paths of what a folder holds and is no part of the data, and reasons
     split: str | None = None
-    features: Any = None
+    features: Any = None  # a `FeatureTable`, where a model has encoded the images before
 
-    def __init__(
-        self, source: Any, labels: np.ndarray, class_names: Sequence[str] = (), name: str = "", stored: bool = False
-    ) -> None:
+    def __init__(self, source: Any, labels: np.ndarray, class_names: Sequence[str] = (), stored: bool = False) -> None:
         self.source = source
         self.labels = self._own_labels = labels
         self.class_names = tuple(class_names)
         self.stored = stored
-        self._name = name
         self.indices = np.arange(len(labels))
         # Position -> content, and of a file what its entry said when it was read; all slices share it.
         self._contents: dict[int, tuple[bytes | None, Any]] = {}
@@ -124,8 +120,8 @@ class LabelledImages:
     def item_name(self, index: int) -> str:
         """Name of an image for messages: its path where the source knows it."""
         position = int(self.indices[index])
-        if self._name:
-            return f"{self._name}[{position}]"
+        if self.name:
+            return f"{self.name}[{position}]"
         named = getattr(self.source, "item_name", None)
         return f"item {position}" if named is None else str(named(position))
 

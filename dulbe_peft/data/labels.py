@@ -33,7 +33,7 @@ def label_splits(path: Path, vocabulary: str | None = None) -> Splits:
             raise ValueError(f"{path} names {image!r} twice, as {seen[place]!r} and, in line {number}, as {label!r}")
         seen[place] = label
         found.setdefault(row.get(SPLIT), []).append((image, label))
-    return {split: partial(FileImages, path.parent, split, images) for split, images in found.items()}
+    return {split: partial(FileImages, path.parent, split, images, ()) for split, images in found.items()}
 
 
 def _by_keyword(path: Path, rows: list[dict[str, str]], vocabulary: str | None) -> Callable[[], FileImages]:
