@@ -87,8 +87,9 @@ class Classifier(CorrectedState):
         raise NotImplementedError
 
     def logits(self, images: Tensor) -> Tensor:
-        """Scores of unit features, (n, d) in float32 to (n, C) in float32."""
-        raise NotImplementedError
+        """Scores of unit features, (n, d) in float32 to (n, C) in float32; here those of `formula`."""
+        function, tensors = self.formula()
+        return function(images, **tensors)
 
     def choose(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Buffers whose values are chosen on held-back images of new classes; called on a copy without these images.
@@ -123,6 +124,8 @@ class Classifier(CorrectedState):
         The function stands in a module, uses `torch` alone, and takes unit features z, (n, d), and the tensors by
         name. Here it is `z @ weight.T + bias`; a classifier with other logits gives its own.
         """
+        if type(self).logits is Classifier.logits:
+            raise NotImplementedError(f"{type(self).__name__} has neither logits() nor formula()")
         bias = self.logits(torch.zeros(1, self.embed_dim, device=self.device))[0]
         weight = (self.logits(torch.eye(self.embed_dim, device=self.device)) - bias).T
         features = random_features(self.embed_dim, self.device)
@@ -149,6 +152,7 @@ class Classifier(CorrectedState):
         if not cls.updates:
             raise ValueError(f"the {cls.name!r} classifier cannot learn more images of a known class")
 
+    @torch.inference_mode(False)  # a tensor that was made in it cannot be trained on
     @torch.no_grad()
     @one_thread()
     def add_classes(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.fitting import descend, gradients, minibatches, task_generator
+from dulbe_peft.classifiers.fitting import descend, minibatches, task_generator
 from dulbe_peft.classifiers.replayed import ReplayedMeans, stand_ins
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
@@ -69,17 +69,17 @@ class Clap4ClipClassifier(ReplayedMeans):
         changes = self.with_means(images, labels, new)
         rows, classes = stand_ins(self.means, self.counts, self.exemplars)
         rows, classes = torch.cat([images, F.normalize(rows, dim=1)]), torch.cat([labels, classes])
+        given = self.text_embeds.float(), changes["means"], changes["task"]
         generator = task_generator(self.seed, old)
-        with gradients(self.text_embeds.float(), changes["means"], changes["task"]) as (texts, means, task):
-            given = texts, means, task
-            guide = self.guide.float().clone() if old else started_guide(self.embed_dim, generator).to(images)
-            adapters = [*(row.float().clone() for row in self.adapters), started_adapter(texts, generator)]
-            self._descend(rows.clone(), classes, given, guide, adapters, generator)
-            if old:
-                rows, classes = stand_ins(changes["means"], changes["counts"], self.exemplars)
-                self._descend(F.normalize(rows.clone(), dim=1), classes, given, guide, adapters, generator, tune=True)
+        guide = self.guide.float().clone() if old else started_guide(self.embed_dim, generator).to(images)
+        adapters = [*(row.float().clone() for row in self.adapters), started_adapter(given[0], generator)]
+        self._descend(rows, classes, given, guide, adapters, generator)
+        if old:
+            rows, classes = stand_ins(changes["means"], changes["counts"], self.exemplars)
+            self._descend(F.normalize(rows, dim=1), classes, given, guide, adapters, generator, tune=True)
         return changes | {"guide": guide.detach(), "adapters": torch.stack(adapters).detach()}
 
+    @torch.enable_grad()
     def _descend(
         self,
         rows: Tensor,
@@ -114,7 +114,7 @@ class Clap4ClipClassifier(ReplayedMeans):
             return loss
 
         for _ in range(epochs):
-            for batch in minibatches(rows.detach(), self.batch_size, generator):
+            for batch in minibatches(rows, self.batch_size, generator):
                 optimizer.param_groups[0]["lr"] = next(plan)
                 descend(optimizer, loss_of(rows[batch], labels[batch]))
 

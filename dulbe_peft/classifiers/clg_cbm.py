@@ -12,7 +12,6 @@ cos_k = cosine over the batch of (e_k . x)^3 and (E x)_k^3     e_k: embedding of
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 
@@ -21,7 +20,7 @@ from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.fitting import descend, drawn_features, gradients, minibatches, task_generator
+from dulbe_peft.classifiers.fitting import descend, minibatches, task_generator, uniform
 from dulbe_peft.classifiers.replayed import KeptGaussians
 from dulbe_peft.utils.checks import check_int
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed, Weight
@@ -72,38 +71,35 @@ class ClgCbmClassifier(KeptGaussians):
         self.register_across("weight", "each_text")
 
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        kept = self.with_gaussians(images, labels, len(new), RIDGE)
+        kept = self.with_gaussians(images, labels, RIDGE)
         rows, classes = with_moved(images, labels - len(self._class_names), kept["means"], self.text_embeds.float())
-        return kept | self._trained(rows, classes, **kept)
+        return kept | self._trained(rows, classes)
 
-    def _trained(self, rows: Tensor, labels: Tensor, means: Tensor, factors: Tensor) -> dict[str, Tensor]:
+    @torch.enable_grad()
+    def _trained(self, rows: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Both layers after training on features, (n, d), and on drawn ones; `labels` index all seen classes."""
-        old = len(self._class_names)
+        old, concepts = len(self._class_names), self.each_text.float()
         generator = task_generator(self.seed, old)
-        started, order = self._started(generator, len(means)), torch.randperm(old, generator=generator)
-        given = (rows, labels, means, factors, self.each_text.float(), *(layer.to(rows) for layer in started))
-        with gradients(*given) as (rows, labels, means, factors, concepts, bottleneck, weight):
-            bottleneck, weight = bottleneck.requires_grad_(), weight.requires_grad_()
-            optimizer = torch.optim.Adam([bottleneck, weight], self.learning_rate)
-            schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, list(MILESTONES), gamma=0.1)
-            for _ in range(self.epochs):
-                for step, batch in enumerate(minibatches(rows, self.batch_size, generator)):
-                    features, classes = rows[batch], labels[batch]
-                    if old:
-                        replayed = order[(REPLAYED * step + torch.arange(REPLAYED)) % old]
-                        replayed = replayed.repeat_interleave(self.draws).to(labels.device)
-                        features = torch.cat([features, drawn_features(means, factors, replayed, generator)])
-                        classes = torch.cat([classes, replayed])
-                    loss = bottleneck_loss(features, classes, concepts, bottleneck, weight, self.alignment)
-                    descend(optimizer, loss)
-                schedule.step()
+        layers = self._started(generator, int(labels.max()) + 1)
+        order = torch.randperm(old, generator=generator)
+        bottleneck, weight = (layer.to(rows).requires_grad_() for layer in layers)
+        optimizer = torch.optim.Adam([bottleneck, weight], self.learning_rate)
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, list(MILESTONES), gamma=0.1)
+        for _ in range(self.epochs):
+            for step, batch in enumerate(minibatches(rows, self.batch_size, generator)):
+                features, classes = rows[batch], labels[batch]
+                if old:
+                    drawn, replayed = self.replay(order, step, REPLAYED, self.draws, generator)
+                    features, classes = torch.cat([features, drawn]), torch.cat([classes, replayed])
+                descend(optimizer, bottleneck_loss(features, classes, concepts, bottleneck, weight, self.alignment))
+            schedule.step()
         return {"bottleneck": bottleneck.detach(), "weight": weight.detach()}
 
     def _started(self, generator: torch.Generator, classes: int) -> tuple[Tensor, Tensor]:
         """E and W with what is new at random, as PyTorch's linear layers start."""
         concepts = len(self.each_text)
-        bottleneck = (2 * torch.rand(concepts, self.embed_dim, generator=generator) - 1) / math.sqrt(self.embed_dim)
-        weight = (2 * torch.rand(classes, concepts, generator=generator) - 1) / math.sqrt(concepts)
+        bottleneck = uniform(generator, self.embed_dim, concepts, self.embed_dim)
+        weight = uniform(generator, concepts, classes, concepts)
         bottleneck[: len(self.bottleneck)] = self.bottleneck
         weight[: self.weight.shape[0], : self.weight.shape[1]] = self.weight
         return bottleneck, weight

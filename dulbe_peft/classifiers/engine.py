@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.fitting import class_means, descend, gradients, minibatches, task_generator
+from dulbe_peft.classifiers.fitting import class_means, descend, minibatches, task_generator, uniform
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed, Weight
 
 LENGTH = 10.0  # about the norm of CLIP's features before they are normalised
@@ -98,38 +98,35 @@ class EngineClassifier(Classifier):
             "images": self.images + len(images),
         }
 
+    @torch.enable_grad()
     def _trained(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """The sums of units with the task's own; `labels` index all seen classes."""
         old, texts = len(self._class_names), self.text_embeds.float()
         generator, width = task_generator(self.seed, old), (self.embed_dim, self.embed_dim + 1)
-        sums = {name: self.tensors()[name].float() for name in ("image_unit", "text_unit")}
-        with gradients(images, labels, texts, *sums.values()) as (images, labels, texts, *before):
-            starts = [(2 * torch.rand(width, generator=generator) - 1) / math.sqrt(self.embed_dim) for _ in before]
-            units = [start.to(images.device).requires_grad_() for start in starts]  # as PyTorch's linear layers start
-            optimizer = torch.optim.SGD(units, self.learning_rate, momentum=MOMENTUM, weight_decay=DECAY)
-            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs)
-            for _ in range(self.epochs):
-                for rows in minibatches(images, self.batch_size, generator):
-                    drawn, classes = self._drawn(old, generator)
-                    image_unit, text_unit = (value + unit for value, unit in zip(before, units, strict=True))
-                    features = torch.cat([LENGTH * images[rows], drawn.to(images)])
-                    classes = torch.cat([labels[rows], classes.to(labels)])
-                    mapped, named = _mapped(features, image_unit), _mapped(LENGTH * texts, text_unit)[classes]
-                    loss = (contrast(SHARPNESS * mapped, named) + contrast(SHARPNESS * named, mapped)) / 2
-                    loss = loss + self.text_loss * contrast(named, texts[classes])
-                    loss = loss + self.image_loss * contrast(mapped[: len(rows)], images[rows])
-                    descend(optimizer, loss)
-                schedule.step()
-        return {name: value + unit.detach() for (name, value), unit in zip(sums.items(), units, strict=True)}
+        before = self.image_unit.float(), self.text_unit.float()
+        units = [uniform(generator, self.embed_dim, *width).to(images).requires_grad_() for _ in before]
+        optimizer = torch.optim.SGD(units, self.learning_rate, momentum=MOMENTUM, weight_decay=DECAY)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs)
+        for _ in range(self.epochs):
+            for rows in minibatches(images, self.batch_size, generator):
+                drawn, classes = self._drawn(old, generator)
+                image_unit, text_unit = (value + unit for value, unit in zip(before, units, strict=True))
+                features = torch.cat([LENGTH * images[rows], drawn.to(images)])
+                classes = torch.cat([labels[rows], classes.to(labels)])
+                mapped, named = _mapped(features, image_unit), _mapped(LENGTH * texts, text_unit)[classes]
+                loss = (contrast(SHARPNESS * mapped, named) + contrast(SHARPNESS * named, mapped)) / 2
+                loss = loss + self.text_loss * contrast(named, texts[classes])
+                loss = loss + self.image_loss * contrast(mapped[: len(rows)], images[rows])
+                descend(optimizer, loss)
+            schedule.step()
+        image_unit, text_unit = (value + unit.detach() for value, unit in zip(before, units, strict=True))
+        return {"image_unit": image_unit, "text_unit": text_unit}
 
     def _drawn(self, old: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """One feature of each old class, at most 1024, (n, d), float64 on the CPU, and the classes, (n,)."""
         classes = torch.randperm(old, generator=generator)[:MOST_DRAWN]
         noise = torch.randn(len(classes), self.embed_dim, generator=generator)
         return LENGTH * self.means.cpu()[classes] + self.noise * noise, classes
-
-    def logits(self, images: Tensor) -> Tensor:
-        return injected(images, **self.formula()[1])
 
     def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         return injected, self.derived("formula", self._tensors)

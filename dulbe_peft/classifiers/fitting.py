@@ -1,21 +1,11 @@
 """What classifiers share that train by gradient descent when they learn."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
 
 import torch
 from torch import Tensor
 
 from dulbe_peft.classifiers.calibration import ranking
-
-
-@contextmanager
-def gradients(*tensors: Tensor) -> Iterator[list[Tensor]]:
-    """Gradients on, whatever surrounds it, and copies of the tensors: one made in inference mode cannot be used."""
-    with torch.inference_mode(False), torch.enable_grad():
-        yield [tensor.clone() for tensor in tensors]
 
 
 def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
@@ -36,27 +26,9 @@ def task_generator(seed: int, old: int) -> torch.Generator:
     return torch.Generator().manual_seed((seed * 1_000_003 + old) % 2**63)
 
 
-def gaussians(images: Tensor, labels: Tensor, classes: int, ridge: float) -> tuple[Tensor, Tensor]:
-    """Mean, (classes, d), and Cholesky factor of the covariance, (classes, d, d), of each class's (n, d) features."""
-    rows, counts = images.cpu().double()[labels.cpu().argsort(stable=True)], labels.bincount(minlength=classes)
-    least = ridge * torch.eye(rows.shape[1], dtype=torch.float64)
-    means, factors = [], images.new_empty(classes, *least.shape)
-    for index, own in enumerate(rows.split(counts.tolist())):
-        means.append(own.mean(dim=0))
-        centred = own - means[-1]
-        covariance = torch.addmm(least, centred.T, centred, alpha=1 / max(1, len(own) - 1))
-        factors[index] = torch.linalg.cholesky(covariance)
-    return torch.stack(means).to(images), factors
-
-
-def drawn_features(means: Tensor, factors: Tensor, classes: Tensor, generator: torch.Generator) -> Tensor:
-    """One feature mu_c + L_c n, n standard normal, for each entry of `classes`, (n, d)."""
-    noise = torch.randn(len(classes), means.shape[1], generator=generator).to(means.device)
-    drawn = torch.empty_like(noise)
-    for index in classes.unique():
-        rows = classes == index
-        drawn[rows] = means[index].float() + noise[rows] @ factors[index].float().T
-    return drawn
+def uniform(generator: torch.Generator, width: int, *shape: int) -> Tensor:
+    """Numbers as PyTorch's linear layers of an input of this width start: evenly within 1 / sqrt(width) of 0."""
+    return (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(width)
 
 
 def class_means(images: Tensor, labels: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.fitting import descend, gradients, minibatches, task_generator
+from dulbe_peft.classifiers.fitting import descend, minibatches, task_generator
 from dulbe_peft.classifiers.replayed import ReplayedMeans, stand_ins
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
@@ -139,27 +139,23 @@ class ProofClassifier(ReplayedMeans):
         prompts = trained.pop("contexts").view(1, -1)
         return changes | trained | {"prompts": torch.cat([self.prompts.float(), prompts])}
 
+    @torch.enable_grad()
     def _trained(self, rows: Tensor, labels: Tensor, means: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Projections, attention and the task's contexts after training; `labels` index all seen classes."""
-        texts = self.text_embeds.float()
+        texts, contexts = self.text_embeds.float(), self.prompts.float().view(-1, self.embed_dim)
         old = {name: getattr(self, name).float() for name in PROJECTIONS}
-        contexts = self.prompts.float().view(-1, self.embed_dim)
         started = self._started(generator, first=not len(contexts))
-        given = (rows, labels, texts, means, contexts, *old.values())
-        with gradients(*given) as (rows, labels, texts, means, contexts, *copies):
-            old = dict(zip(old, copies, strict=True))
-            leaves = {name: tensor.to(rows).clone().requires_grad_() for name, tensor in started.items()}
-            optimizer = torch.optim.SGD(leaves.values(), self.learning_rate, MOMENTUM, weight_decay=DECAY)
-            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs)
-            for _ in range(self.epochs):
-                for batch in minibatches(rows, self.batch_size, generator):
-                    now = leaves | {name: old[name] + leaves[name] for name in PROJECTIONS}
-                    tokens = texts, means, torch.cat([contexts, leaves["contexts"]])
-                    tensors: Any = beside_images(*tokens, self.logit_scale, now)
-                    scores = projected_fusion(rows[batch], **tensors, sums=False)
-                    loss = torch.stack([F.cross_entropy(one, labels[batch]) for one in scores]).sum()
-                    descend(optimizer, loss)
-                schedule.step()
+        leaves = {name: tensor.to(rows).clone().requires_grad_() for name, tensor in started.items()}
+        optimizer = torch.optim.SGD(leaves.values(), self.learning_rate, MOMENTUM, weight_decay=DECAY)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs)
+        for _ in range(self.epochs):
+            for batch in minibatches(rows, self.batch_size, generator):
+                now = leaves | {name: old[name] + leaves[name] for name in PROJECTIONS}
+                tokens = texts, means, torch.cat([contexts, leaves["contexts"]])
+                tensors: Any = beside_images(*tokens, self.logit_scale, now)
+                scores = projected_fusion(rows[batch], **tensors, sums=False)
+                descend(optimizer, torch.stack([F.cross_entropy(one, labels[batch]) for one in scores]).sum())
+            schedule.step()
         found = {name: tensor.detach() for name, tensor in leaves.items()}
         return found | {name: old[name] + found[name] for name in PROJECTIONS}
 
@@ -175,10 +171,6 @@ class ProofClassifier(ReplayedMeans):
         for name in ATTENTION[:-1]:
             started[name] = bound * torch.randn(width, width, generator=generator) if first else getattr(self, name)
         return started | {"out_shift": uniform(width) if first else self.out_shift}
-
-    def logits(self, images: Tensor) -> Tensor:
-        function, tensors = self.formula()
-        return function(images, **tensors)
 
     def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         return projected_fusion, self.derived("tensors", self._tensors)

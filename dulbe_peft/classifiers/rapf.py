@@ -9,14 +9,13 @@ fusion:       A = A_old + U (M o C)                   A_old = U S V',  C = U'(A_
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.fitting import descend, drawn_features, gradients, minibatches, task_generator
+from dulbe_peft.classifiers.fitting import descend, minibatches, task_generator, uniform
 from dulbe_peft.classifiers.replayed import KeptGaussians
 from dulbe_peft.classifiers.ridge import class_weights
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
@@ -77,47 +76,39 @@ class RapfClassifier(KeptGaussians):
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         old = len(self._class_names)
         generator = task_generator(self.seed, old)
-        start = self.map.float()
-        if not old:  # entries uniform within 1 / sqrt(d) of 0, as a linear layer of PyTorch starts
-            random = torch.rand(self.embed_dim, self.embed_dim, generator=generator)
-            start = ((2 * random - 1) / math.sqrt(self.embed_dim)).to(images)
-        trained = self._trained(start, images, labels, generator)
+        start = self.map if old else uniform(generator, self.embed_dim, *self.map.shape)
+        start = start.to(images)
+        trained = self._trained(start.clone(), images, labels, generator)
         after = fused(start, trained, self.fusion_bias) if old else trained
-        return {"map": after} | self.with_gaussians(images, labels, len(new), self.ridge)
+        return {"map": after} | self.with_gaussians(images, labels, self.ridge)
 
-    def _trained(self, start: Tensor, images: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
+    @torch.enable_grad()
+    def _trained(self, map_: Tensor, images: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
         """A after training on the task's images and on drawn features; `labels` index all seen classes."""
         old, texts = len(self._class_names), self.text_embeds.float()
         pairs = hard_pairs(texts, old, self.pair_distance)
         weights = class_weights(torch.bincount(labels, minlength=len(texts))[old:])
         weights = torch.cat([weights.new_ones(old), weights]).to(texts)
-        given = (start, images, labels, texts, weights, pairs, self.means, self.factors)
-        with gradients(*given) as (map_, images, labels, texts, weights, pairs, means, factors):
-            optimizer = torch.optim.Adam([map_.requires_grad_()], lr=self.learning_rate)
-            schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, list(MILESTONES), gamma=0.1)
-            for _ in range(self.epochs):
-                order = torch.randperm(old, generator=generator)
-                for step, rows in enumerate(minibatches(images, self.batch_size, generator)):
-                    features, classes = images[rows], labels[rows]
-                    if old:
-                        replayed = order[(self.replayed * step + torch.arange(self.replayed)) % old]
-                        replayed = replayed.repeat_interleave(int(10 * self.draws)).to(labels.device)
-                        features = torch.cat([features, drawn_features(means, factors, replayed, generator)])
-                        classes = torch.cat([classes, replayed])
-                    loss = F.cross_entropy(self.logit_scale * _mapped(features, map_) @ texts.T, classes, weights)
-                    if len(pairs):
-                        hard = pairs
-                        if len(pairs) > MOST_PAIRS:
-                            hard = pairs[torch.randint(len(pairs), (MOST_PAIRS,), generator=generator)]
-                        hard = hard.repeat_interleave(int(20 * self.draws), dim=0)
-                        drawn = drawn_features(means, factors, hard[:, 0], generator)
-                        loss = loss + push_apart(_mapped(drawn, map_), texts, hard)
-                    descend(optimizer, loss)
-                schedule.step()
+        optimizer = torch.optim.Adam([map_.requires_grad_()], lr=self.learning_rate)
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, list(MILESTONES), gamma=0.1)
+        for _ in range(self.epochs):
+            order = torch.randperm(old, generator=generator)
+            for step, rows in enumerate(minibatches(images, self.batch_size, generator)):
+                features, classes = images[rows], labels[rows]
+                if old:
+                    drawn, replayed = self.replay(order, step, self.replayed, int(10 * self.draws), generator)
+                    features, classes = torch.cat([features, drawn]), torch.cat([classes, replayed])
+                loss = F.cross_entropy(self.logit_scale * _mapped(features, map_) @ texts.T, classes, weights)
+                if len(pairs):
+                    hard = pairs
+                    if len(pairs) > MOST_PAIRS:
+                        hard = pairs[torch.randint(len(pairs), (MOST_PAIRS,), generator=generator)]
+                    hard = hard.repeat_interleave(int(20 * self.draws), dim=0)
+                    drawn = self.drawn(hard[:, 0], generator)
+                    loss = loss + push_apart(_mapped(drawn, map_), texts, hard)
+                descend(optimizer, loss)
+            schedule.step()
         return map_.detach()
-
-    def logits(self, images: Tensor) -> Tensor:
-        return mapped_cosine(images, **self.formula()[1])
 
     def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         return mapped_cosine, {"map_": self.map.float(), "weight": self.logit_scale * self.text_embeds.float()}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import check_directions
-from dulbe_peft.classifiers.fitting import class_means, gaussians
+from dulbe_peft.classifiers.fitting import class_means
 
 
 class KeptGaussians(Classifier):
@@ -18,10 +18,36 @@ class KeptGaussians(Classifier):
         self.register_rows("means", self.embed_dim)
         self.register_rows("factors", self.embed_dim, self.embed_dim)
 
-    def with_gaussians(self, images: Tensor, labels: Tensor, classes: int, ridge: float) -> dict[str, Tensor]:
-        """The rows of all classes with those of so many new ones."""
-        means, factors = gaussians(images, labels - len(self._class_names), classes, ridge)
-        return {"means": torch.cat([self.means.float(), means]), "factors": torch.cat([self.factors.float(), factors])}
+    def with_gaussians(self, images: Tensor, labels: Tensor, ridge: float) -> dict[str, Tensor]:
+        """The rows of all classes with those of a new task's; `ridge` is added to the diagonal of each covariance."""
+        labels = labels.cpu() - len(self._class_names)
+        rows, counts = images.cpu().double()[labels.argsort(stable=True)], labels.bincount()
+        least = ridge * torch.eye(rows.shape[1], dtype=torch.float64)
+        means, factors = [], images.new_empty(len(counts), *least.shape)
+        for index, own in enumerate(rows.split(counts.tolist())):
+            means.append(own.mean(dim=0))
+            centred = own - means[-1]
+            covariance = torch.addmm(least, centred.T, centred, alpha=1 / max(1, len(own) - 1))
+            factors[index] = torch.linalg.cholesky(covariance)
+        new = {"means": torch.stack(means).to(images), "factors": factors}
+        return {name: torch.cat([self.tensors()[name].float(), own]) for name, own in new.items()}
+
+    def drawn(self, classes: Tensor, generator: torch.Generator) -> Tensor:
+        """One feature mu_c + L_c n, n standard normal, for each entry of `classes`, (n, d)."""
+        noise = torch.randn(len(classes), self.embed_dim, generator=generator).to(self.means.device)
+        drawn = torch.empty_like(noise)
+        for index in classes.unique():
+            rows = classes == index
+            drawn[rows] = self.means[index].float() + noise[rows] @ self.factors[index].float().T
+        return drawn
+
+    def replay(
+        self, order: Tensor, step: int, classes: int, draws: int, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """So many drawn features of each of the `classes` that are next in the `order`, and their labels."""
+        labels = order[(classes * step + torch.arange(classes)) % len(order)].repeat_interleave(draws)
+        labels = labels.to(self.means.device)
+        return self.drawn(labels, generator), labels
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """mu_c to mu_c M and Sigma_c to M' Sigma_c M; what is trained stays: the next task trains on moved draws."""

@@ -16,7 +16,7 @@ from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.fitting import descend, gradients, minibatches, task_generator
+from dulbe_peft.classifiers.fitting import descend, minibatches, task_generator
 from dulbe_peft.classifiers.replayed import KeptGaussians, with_task
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
@@ -72,45 +72,43 @@ class SlcaClassifier(KeptGaussians):
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         old, x = len(self._class_names), math.sqrt(self.embed_dim) * images
         generator = task_generator(self.seed, old)
-        kept = self.with_gaussians(x, labels, len(new), self.ridge) | {"task": with_task(self.task, len(new))}
+        kept = self.with_gaussians(x, labels, self.ridge) | {"task": with_task(self.task, len(new))}
         own = self._head(x, labels - old, len(new), generator)
         before = self.trained_weight, self.trained_bias
-        trained = [torch.cat([rows.float(), more]) for rows, more in zip(before, own, strict=True)]
-        head = [rows.clone() for rows in trained]
-        if old:
-            head = self._aligned(trained, **kept, generator=generator)
+        trained = [torch.cat([each.float(), more]) for each, more in zip(before, own, strict=True)]
+        rows = self._aligned(trained, **kept, generator=generator) if old else [each.clone() for each in trained]
         kept |= zip(("trained_weight", "trained_bias"), trained, strict=True)
-        return kept | {"weight": head[0], "bias": head[1]}
+        return kept | {"weight": rows[0], "bias": rows[1]}
 
+    @torch.enable_grad()
     def _head(self, x: Tensor, labels: Tensor, classes: int, generator: torch.Generator) -> list[Tensor]:
         """W, (classes, d), and b, (classes,), from 0, after training on a task's features alone."""
-        with gradients(x, labels) as (x, labels):
-            weight, bias = (x.new_zeros(classes, *rest).requires_grad_() for rest in (x.shape[1:], ()))
-            optimizer = self._optimizer([weight, bias])
-            for _ in range(self.epochs):
-                for rows in minibatches(x, self.batch_size, generator):
-                    descend(optimizer, F.cross_entropy(F.linear(x[rows], weight, bias), labels[rows]))
+        weight, bias = (x.new_zeros(classes, *rest).requires_grad_() for rest in (x.shape[1:], ()))
+        optimizer = self._optimizer([weight, bias])
+        for _ in range(self.epochs):
+            for rows in minibatches(x, self.batch_size, generator):
+                descend(optimizer, F.cross_entropy(F.linear(x[rows], weight, bias), labels[rows]))
         return [weight.detach(), bias.detach()]
 
+    @torch.enable_grad()
     def _aligned(
         self, head: list[Tensor], means: Tensor, factors: Tensor, task: Tensor, generator: torch.Generator
     ) -> list[Tensor]:
         """W and b of all classes after training on drawn features."""
         labels = torch.arange(len(means)).repeat_interleave(self.draws)
-        with gradients(task, *head) as (task, weight, bias):
-            means, drawn = shrunk(means, task), means.new_empty(len(labels), self.embed_dim)
-            weight, bias = weight.requires_grad_(), bias.requires_grad_()
-            optimizer = self._optimizer([weight, bias])
-            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, self.rounds))
-            for _ in range(self.rounds):
-                for own, mean, factor in zip(drawn.split(self.draws), means, factors, strict=True):
-                    noise = torch.randn(self.draws, self.embed_dim, generator=generator).to(means)
-                    torch.addmm(mean, noise, factor.T, out=own)
-                for rows in torch.randperm(len(labels), generator=generator).split(self.draws):
-                    scores = F.linear(drawn[rows.to(drawn.device)], weight, bias)
-                    own = labels[rows].to(drawn.device)
-                    descend(optimizer, F.cross_entropy(normed(scores, task) / self.norm, own))
-                schedule.step()
+        means, drawn = shrunk(means, task), means.new_empty(len(labels), self.embed_dim)
+        weight, bias = (rows.clone().requires_grad_() for rows in head)
+        optimizer = self._optimizer([weight, bias])
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, self.rounds))
+        for _ in range(self.rounds):
+            for own, mean, factor in zip(drawn.split(self.draws), means, factors, strict=True):
+                noise = torch.randn(self.draws, self.embed_dim, generator=generator).to(means)
+                torch.addmm(mean, noise, factor.T, out=own)
+            for rows in torch.randperm(len(labels), generator=generator).split(self.draws):
+                scores = F.linear(drawn[rows.to(drawn.device)], weight, bias)
+                own = labels[rows].to(drawn.device)
+                descend(optimizer, F.cross_entropy(normed(scores, task) / self.norm, own))
+            schedule.step()
         return [weight.detach(), bias.detach()]
 
     def _optimizer(self, tensors: list[Tensor]) -> torch.optim.Optimizer:

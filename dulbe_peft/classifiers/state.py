@@ -166,7 +166,8 @@ class GrowingState(nn.Module):
     def fork(self) -> Self:
         """A module with the same classes that can learn on without changing this one; tensors are shared."""
         twin = copy.copy(self)
-        twin._buffers = dict(self._buffers)
+        buffers = self.tensors().items()
+        twin._buffers = {name: tensor.clone() if tensor.is_inference() else tensor for name, tensor in buffers}
         return twin
 
     def __getstate__(self) -> dict[str, Any]:

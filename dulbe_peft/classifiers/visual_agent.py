@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import check_directions
-from dulbe_peft.classifiers.fitting import class_means, descend, gradients, minibatches, task_generator
+from dulbe_peft.classifiers.fitting import class_means, descend, minibatches, task_generator
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
 
@@ -55,23 +55,18 @@ class VisualAgentClassifier(Classifier):
         check_directions(means, new)
         return {"agents": torch.cat([self.agents.float(), self._trained(means, images, labels)])}
 
+    @torch.enable_grad()
     def _trained(self, agents: Tensor, images: Tensor, labels: Tensor) -> Tensor:
         """The new classes' agents, (classes, d), after training on the task's features."""
         generator = task_generator(self.seed, len(self._class_names))
-        with gradients(agents, images, labels) as (agents, images, labels):
-            optimizer = torch.optim.Adam([agents.requires_grad_()], lr=self.learning_rate)
-            steps = self.epochs * -(-len(images) // self.batch_size)
-            least = 0.01 * self.learning_rate
-            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps), eta_min=least)
-            for _ in range(self.epochs):
-                for rows in minibatches(images, self.batch_size, generator):
-                    loss = F.cross_entropy(images[rows] @ F.normalize(agents, dim=1).T, labels[rows])
-                    descend(optimizer, loss)
-                    schedule.step()
+        optimizer = torch.optim.Adam([agents.requires_grad_()], lr=self.learning_rate)
+        steps, least = self.epochs * -(-len(images) // self.batch_size), 0.01 * self.learning_rate
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps), eta_min=least)
+        for _ in range(self.epochs):
+            for rows in minibatches(images, self.batch_size, generator):
+                descend(optimizer, F.cross_entropy(images[rows] @ F.normalize(agents, dim=1).T, labels[rows]))
+                schedule.step()
         return agents.detach()
-
-    def logits(self, images: Tensor) -> Tensor:
-        return mix(images, **self.formula()[1])
 
     def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         return mix, {
