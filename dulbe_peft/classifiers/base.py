@@ -24,10 +24,11 @@ from dulbe_peft.classifiers.calibration import calibrated, check_share, hold_bac
 from dulbe_peft.classifiers.checks import check_labels, random_features, same_scores, unit_features
 from dulbe_peft.classifiers.corrections import CorrectedState
 from dulbe_peft.classifiers.novelty import distances, judged
-from dulbe_peft.classifiers.views import sums_of_views
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils.devices import one_thread, without_autocast
 
+# The power of an image's weight with which it goes into a sum; what has another name is a mean or a choice.
+SUMS = {"counts": 1.0, "sums": 1.0, "lengths": 1.0, "scatter": 1.0, "gram": 1.0, "factors": 0.5}
 MOST_SCORES = 2**24  # for a temperature; of more held-back images, some are taken, spread evenly over their ranks
 
 
@@ -190,12 +191,10 @@ class Classifier(CorrectedState):
         start.install({name: rows for name, rows in texts.items() if name in self.tensors()})
         with without_autocast(images):
             # The copy without held-back images goes before the other one comes: two of them may not fit.
-            held = type(self).judge is Classifier.judge
-            choices, scores = start._held_back(images, indices, names) if held else ({}, None)
+            choices, scores = start._held_back(images, indices, names)
             twin = start._with_images(images, indices, names, views)
             twin.install(choices)
-            if not held:
-                scores = twin.judge(images, indices)
+            scores = scores or twin.judge(images, indices)
         self._adopt(twin, scores, images, indices)
 
     @torch.no_grad()
@@ -269,17 +268,30 @@ class Classifier(CorrectedState):
         twin = self.fork()
         twin.install(self.added(images, labels, new))
         if views is not None and self.updates:
-            rows = self._unit(views.flatten(0, 1), "views", len(labels) * views.shape[1])
-            twin.install(sums_of_views(self, rows.view(len(labels), -1, self.embed_dim), labels, new))
+            twin.install(self._sums_of_views(views, labels, new))
         twin._class_names = [*self._class_names, *new]
         return twin
+
+    def _sums_of_views(self, views: Tensor, labels: Tensor, new: list[str]) -> dict[str, Tensor]:
+        """What `added` gives if each of V views counts 1 / V: the known counts V times, then all is divided by V."""
+        number, start = views.shape[1], self.fork()
+        rows = self._unit(views.flatten(0, 1), "views", len(labels) * number)
+        times = {name: number if power == 1 else number**power for name, power in SUMS.items()}
+        start.install({name: tensor * times[name] for name, tensor in self.tensors().items() if name in SUMS})
+        changes = start.added(rows, labels.repeat_interleave(number), new)
+        for name in changes.keys() & SUMS.keys():
+            whole = not changes[name].is_floating_point()
+            changes[name] = changes[name] // number if whole else changes[name] / times[name]
+        if "freedom" in changes:
+            changes["freedom"] = self.freedom + len(views) - len(new)
+        return changes
 
     def _held_back(
         self, images: Tensor, labels: Tensor, new: list[str]
     ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor] | None]:
         """The choices of `choose` on held-back images of the new task, and their scores and labels."""
         held, classes = hold_back(images, labels), len(self._class_names) + len(new)
-        if not held.any() or classes < 2:
+        if type(self).judge is not Classifier.judge or not held.any() or classes < 2:
             return {}, None
         try:
             twin = self._with_images(images[~held], labels[~held], new)

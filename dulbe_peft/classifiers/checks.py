@@ -69,14 +69,11 @@ def check_alike(one: GrowingState, other: GrowingState) -> None:
         mine, theirs = getattr(one, name), getattr(other, name)
         if mine != theirs:
             raise ValueError(f"two {one.name!r} classifiers merge where {name} is equal, got {mine} and {theirs}")
-    places = [{name: place for place, name in enumerate(each.class_names)} for each in (one, other)]
-    shared = [name for name in places[0] if name in places[1]]
-    if shared and "text_embeds" in one.tensors():
-        mine, theirs = (each.text_embeds[[at[name] for name in shared]] for each, at in zip((one, other), places))
-        differ = ~torch.isclose(mine, theirs.to(mine), atol=SAME_TEXT).all(dim=1)
-        if differ.any():
-            name = shared[int(differ.nonzero()[0])]
-            raise ValueError(f"the text embeddings of class {name!r} differ, so they cannot be merged")
+    if "text_embeds" in one.tensors():
+        texts = dict(zip(other.class_names, other.text_embeds, strict=True))
+        for name, text in zip(one.class_names, one.text_embeds, strict=True):
+            if name in texts and not torch.allclose(text, texts[name].to(text), atol=SAME_TEXT):
+                raise ValueError(f"the text embeddings of class {name!r} differ, so they cannot be merged")
 
 
 def random_features(width: int, device: torch.device | str = "cpu") -> Tensor:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.fitting import descend, minibatches, task_generator
-from dulbe_peft.classifiers.replayed import ReplayedMeans, stand_ins
+from dulbe_peft.classifiers.fitting import ReplayedMeans, descend, minibatches, stand_ins, task_generator
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
 HIDDEN = 2048  # width inside G

@@ -20,8 +20,7 @@ from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.fitting import descend, minibatches, task_generator, uniform
-from dulbe_peft.classifiers.replayed import KeptGaussians
+from dulbe_peft.classifiers.fitting import KeptGaussians, descend, minibatches, task_generator, uniform
 from dulbe_peft.utils.checks import check_int
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed, Weight
 

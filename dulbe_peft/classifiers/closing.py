@@ -72,10 +72,9 @@ def learn_task(
     if drift == "linear" and old and closing.before is not None:
         map_ = linear_map(closing.before, closing.features)
     for classifier in made.values():
-        text = None
-        if classifier.reads_text and texts is not None:
-            kept = classifier.tensors().get("text_embeds") if text_embeds == "at_introduction" else None
-            text = torch.cat([texts[:old] if kept is None else kept.to(texts), texts[old:]])
+        text = texts
+        if texts is not None and classifier.reads_text and text_embeds == "at_introduction":
+            text = torch.cat([classifier.text_embeds.to(texts), texts[old:]])
         with phase(f"{TEACHING}{classifier.name}"):
             if map_ is not None:
                 classifier.move(map_)

@@ -13,10 +13,6 @@ Reference:
     Ren et al., "A Simple Fix to Mahalanobis Distance for Improving Near-OOD Detection", arXiv 2106.09022.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -29,25 +25,21 @@ MOST_JUDGED = 1000  # images of a task that are left out
 AT_ONCE = 2**24  # distances in memory
 
 
-@dataclass(frozen=True, eq=False)
 class Shrunk:
-    """The inverse, (d, d), of a covariance that went the `share` of the way to a multiple of the identity."""
+    """The inverse, (d, d), of a covariance that goes the `share` of the way to a multiple of the identity.
 
-    inverse: Tensor
-    share: float
-    freedom: int
+    It comes from a scatter with its `freedom`, and is `variance` times the identity where that holds nothing.
+    """
 
-    @classmethod
-    def of(cls, scatter: Tensor, freedom: int, variance: float) -> Shrunk:
-        """From a scatter with its degrees of freedom; `variance` times the identity where it holds nothing."""
+    def __init__(self, scatter: Tensor, freedom: int, variance: float) -> None:
         mean, identity = float(scatter.trace()) / max(freedom, 1) / len(scatter), torch.eye(len(scatter)).to(scatter)
-        if freedom < 1 or mean < 1e-20:  # what rounding leaves of images that are equal
-            return cls(identity / variance, 1.0, 0)
-        share = oas_shrinkage(scatter / freedom, freedom)
-        return cls(torch.linalg.inv((1 - share) / freedom * scatter + share * mean * identity), share, freedom)
+        self.inverse, self.share, self.freedom = identity / variance, 1.0, 0
+        if freedom >= 1 and mean >= 1e-20:  # rounding leaves less of images that are equal
+            self.share, self.freedom = oas_shrinkage(scatter / freedom, freedom), freedom
+            self.inverse = torch.linalg.inv((1 - self.share) / freedom * scatter + self.share * mean * identity)
 
     def without(self, rows: Tensor, taken: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """T P x, T P T' and its I - T P T' of vectors x, (n, d), whose `taken` T, (n, r, d), leave the scatter."""
+        """T P, T P x and I - T P T' of vectors x, (n, d), whose `taken` T, (n, r, d), leave the scatter."""
         taken = taken * ((1 - self.share) / max(self.freedom, 1)) ** 0.5
         by = taken @ self.inverse
         eye = torch.eye(taken.shape[1]).to(taken)
@@ -60,27 +52,17 @@ class Shrunk:
         return (rows @ self.inverse * rows).sum(dim=1) + more
 
 
-@dataclass(frozen=True, eq=False)
 class Distances:
-    """What the sums say, in float64: means m_c, (C, d), counts n_c, (C,), m, (d,), and the two covariances."""
+    """What m_c, (C, d), n_c, (C,), W and f say, in float64: `middle` m, (d,), and the two covariances."""
 
-    means: Tensor
-    counts: Tensor
-    middle: Tensor
-    within: Shrunk
-    total: Shrunk
-
-    @classmethod
-    def of(cls, means: Tensor, counts: Tensor, scatter: Tensor, freedom: int) -> Distances:
-        """From m_c, n_c, W and f."""
-        counts, number = counts.to(means), int(counts.sum())
-        middle = counts @ means / number
-        apart = counts.sqrt()[:, None] * (means - middle)
+    def __init__(self, means: Tensor, counts: Tensor, scatter: Tensor, freedom: int) -> None:
+        self.means, self.counts, number = means, counts.to(means), int(counts.sum())
+        self.middle = self.counts @ means / number
+        apart = self.counts.sqrt()[:, None] * (means - self.middle)
         everything = scatter + apart.T @ apart
         variance = float(everything.trace()) / number / len(scatter) or 1.0
-        within = Shrunk.of(scatter, freedom, variance)
-        total = Shrunk.of(everything, number - 1, variance) if within.freedom else within
-        return cls(means, counts, middle, within, total)
+        self.within = Shrunk(scatter, freedom, variance)
+        self.total = Shrunk(everything, number - 1, variance) if self.within.freedom else self.within
 
     def __call__(self, images: Tensor) -> Tensor:
         """The novelty of unit features, (n, d) to (n,), float64."""
@@ -129,7 +111,7 @@ def distances(classifier: GrowingState) -> Distances | None:
     def make() -> Distances:
         counts, scatter = kept["counts"], kept["scatter"][:width, :width].double()
         means = kept["sums"] / counts[:, None].to(kept["sums"])
-        return Distances.of(means[:, :width].double(), counts, scatter, int(kept["freedom"]))
+        return Distances(means[:, :width].double(), counts, scatter, int(kept["freedom"]))
 
     found: Distances = classifier.derived("distances", make)
     return found

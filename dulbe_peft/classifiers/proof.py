@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.fitting import descend, minibatches, task_generator
-from dulbe_peft.classifiers.replayed import ReplayedMeans, stand_ins
+from dulbe_peft.classifiers.fitting import ReplayedMeans, descend, minibatches, stand_ins, task_generator
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
 MOMENTUM, DECAY = 0.9, 0.05  # of SGD, as in the authors' configurations

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.fitting import descend, minibatches, task_generator, uniform
-from dulbe_peft.classifiers.replayed import KeptGaussians
+from dulbe_peft.classifiers.fitting import KeptGaussians, descend, minibatches, task_generator, uniform
 from dulbe_peft.classifiers.ridge import class_weights
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 

@@ -16,8 +16,7 @@ from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.fitting import descend, minibatches, task_generator
-from dulbe_peft.classifiers.replayed import KeptGaussians, with_task
+from dulbe_peft.classifiers.fitting import KeptGaussians, descend, minibatches, task_generator, with_task
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
 MOMENTUM, DECAY = 0.9, 5e-4  # of both trainings, as in the authors' configuration

@@ -225,13 +225,6 @@ class GrowingState(nn.Module):
             if tuple(shapes[name]) != expected:
                 raise ValueError(f"{name} must be {expected} for {classes} classes, got {tuple(shapes[name])}")
 
-    def _check_file(self, shapes: Mapping[str, tuple[int, ...]], classes: int) -> None:
-        """Raise a `ValueError` unless these are the shapes of all tensors, with or without what is solved."""
-        state, solved = _parted(shapes)
-        self.check_shapes(state, classes)
-        if solved and solved not in (expected := self.solved_shapes(classes)):
-            raise ValueError(f"what begins with {SOLVED!r} must be of the shapes {expected}, got {solved}")
-
     def get_extra_state(self) -> Tensor:
         return ExtraState(class_names=self._class_names, calibration=self.calibration).to_tensor()
 
@@ -319,13 +312,15 @@ class GrowingState(nn.Module):
         config = read_record(config_file, SavedClassifier)
         if config.name != cls.name:
             raise ValueError(f"{config_file} holds a classifier {config.name!r}, expected {cls.name!r}")
-        shapes = cls._completed(tensor_shapes(tensors_file))
+        shapes, solved_shapes = _parted(cls._completed(tensor_shapes(tensors_file)))
         arguments: Any = {"embed_dim": config.embed_dim, "logit_scale": config.logit_scale}
         try:
             arguments |= still_known(config.settings, cls.gone)
             with torch.device("meta"):
                 classifier = cls(**arguments)
-            classifier._check_file(shapes, len(config.class_names))
+            classifier.check_shapes(shapes, len(config.class_names))
+            if solved_shapes and solved_shapes not in (known := classifier.solved_shapes(len(config.class_names))):
+                raise ValueError(f"what begins with {SOLVED!r} must be of the shapes {known}, got {solved_shapes}")
             state, solved = _parted(cls._completed(read_tensors(tensors_file)[0]))
             extra = ExtraState(class_names=config.class_names, calibration=config.calibration)
             classifier.load_state_dict({**state, EXTRA_STATE: extra.to_tensor()})

@@ -109,7 +109,7 @@ def test_an_image_that_is_left_out_is_as_if_it_or_its_class_had_not_been_learned
     rows, labels, _ = world()
     rows = rows.double()
     means = torch.stack([rows[labels == c].mean(dim=0) for c in range(CLASSES)])
-    whole = Distances.of(means, labels.bincount(), scatter_of(rows, labels), len(rows) - CLASSES)
+    whole = Distances(means, labels.bincount(), scatter_of(rows, labels), len(rows) - CLASSES)
     known, unknown = whole.left_out(rows, labels)
     within, total = whole.within, whole.total
     all_rows = (rows - rows.mean(dim=0)).T @ (rows - rows.mean(dim=0))
