@@ -132,7 +132,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunFolder:
     finished = own or (results is not None and results["class_names"] == manifest.notes["tasks"])
     if results is None or not finished:
         try:
-            tasks = read_finished(newest, path, learner.tasks)
+            tasks = read_finished(newest, learner.tasks)
             found = stream_results(tasks, identity, learner.classifiers, manifest.versions)
             results = Results.model_validate(found).model_dump(exclude_unset=True)
         except (ValueError, KeyError, CheckpointError) as error:

@@ -101,7 +101,7 @@ def known_tasks(learner: StateHolder) -> list[FinishedTask]:
         renames = renamed_classes(learner.state.updates)
         before = [{*task, *(renames.get(name, name) for name in task)} for task in saved]
         if len(saved) <= len(names) and all(set(now) <= task for now, task in zip(names, before, strict=False)):
-            found = read_finished(learner.folder, learner.folder.parent, saved)
+            found = read_finished(learner.folder, saved)
             if saved != names[: len(saved)]:  # of a task with other classes, only where its images came from holds
                 found = [FinishedTask(class_names=now, source=task.source) for now, task in zip(names, found)]
     return [*found, *(FinishedTask(class_names=task) for task in names[len(found) :])]
@@ -116,17 +116,15 @@ def renamed_classes(updates: Sequence[Update]) -> dict[str, str]:
     return found
 
 
-def read_finished(folder: Path, run: Path, names: Sequence[Sequence[str]]) -> list[FinishedTask]:
-    """What a task's folder, those before it, and the run's folder say of these tasks; what is gone is unknown."""
+def read_finished(folder: Path, names: Sequence[Sequence[str]]) -> list[FinishedTask]:
+    """What a task's folder, those before it, and the run around it say of these tasks; what is gone is unknown."""
     tasks = [FinishedTask(class_names=list(task)) for task in names]
     left, here = len(names), folder
     while left:
         try:
             found = read_record(here / PROGRESS_FILE, Progress).tasks
-        except FileNotFoundError:
-            break
-        except ValueError as error:
-            if here == folder:
+        except (FileNotFoundError, ValueError) as error:
+            if here == folder and isinstance(error, ValueError):
                 raise CheckpointError(str(error)) from error
             break
         start = left - len(found)
@@ -136,7 +134,7 @@ def read_finished(folder: Path, run: Path, names: Sequence[Sequence[str]]) -> li
         left, here = start, folder.with_name(f"task-{start:03d}")
     for name, file, kind in (("timing", TIMINGS_FILE, Timings), ("source", SOURCES_FILE, Sources)):
         with suppress(OSError, ValueError):
-            entries: Any = read_record(run / file, kind)
+            entries: Any = read_record(folder.parent / file, kind)
             for task, entry in zip(tasks, entries.tasks, strict=False):
                 setattr(task, name, entry)
     return tasks

@@ -104,7 +104,7 @@ def go_on(
         learner.state = restored
     learner.encoder.graph = learner.state.graph
     print_once(f"resuming after {folder.name}: {len(learner.class_names)} classes learned")
-    finished = read_finished(folder, folder.parent, learner.tasks)
+    finished = read_finished(folder, learner.tasks)
     # What is written after a commit may be missing; of known tasks the learner may know it.
     for old, new in zip(before, finished, strict=False):
         new.timing, new.source = new.timing or old.timing, new.source or old.source

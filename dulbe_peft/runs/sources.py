@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -160,14 +161,10 @@ def _where_tests_are(noted: str) -> list[LabelledImages]:
 
     source = json.loads(noted)
     parts: list[LabelledImages] = []
-    errors: list[Exception] = []
     for split in dict.fromkeys((source["test_split"], source["train_split"], None)):
-        try:
+        with suppress(OSError, ValueError):
             parts.append(open_split(source["data"], split, **_reading(source)))
-        except (OSError, ValueError) as error:
-            errors.append(error)
-    if not parts:
-        raise errors[0]
+    parts = parts or [open_split(source["data"], source["test_split"], **_reading(source))]  # raises what is wrong
     names = source.get("class_names")
     return [rename_classes(part, names) for part in parts] if names else parts
 
