@@ -27,6 +27,7 @@ from dulbe_peft.runs.progress import SOURCES_FILE, FinishedTask, Row
 from dulbe_peft.runs.results import stream_results
 from dulbe_peft.runs.sources import DRAWN, print_once
 from dulbe_peft.streams.tasks import Task
+from dulbe_peft.training.holding import StateHolder
 from dulbe_peft.utils import folders
 from dulbe_peft.utils.files import replacing, write_json
 from dulbe_peft.utils.processes import on_main_process
@@ -60,7 +61,9 @@ class RunOptions:
     class_texts: Mapping[str, Sequence[str]] | None = None
 
 
-def run_stream(learner: Any, tasks: Iterable[Task], output_dir: str | Path, options: RunOptions) -> dict[str, Any]:
+def run_stream(
+    learner: StateHolder, tasks: Iterable[Task], output_dir: str | Path, options: RunOptions
+) -> dict[str, Any]:
     """Learn `tasks` one after the other; see `ClassIncrementalLearner.run`."""
     stream, output = list(tasks), Path(output_dir)
     if not stream and not learner.state.tasks:
@@ -95,7 +98,7 @@ def run_stream(learner: Any, tasks: Iterable[Task], output_dir: str | Path, opti
         raise ChildProcessError(f"{error}; finished tasks are kept in {output}, run again to go on") from error
 
 
-def _open(learner: Any, own: list[Task], output: Path, options: RunOptions) -> "Run":
+def _open(learner: StateHolder, own: list[Task], output: Path, options: RunOptions) -> "Run":
     """The run in a folder where it was left, or a new one; the learner's state is that of its newest task."""
     texts = check_class_texts(options.class_texts or {}, {name for task in own for name in task.class_names})
     drawn = any((options.source or {}).get(name) is not None for name in DRAWN)
@@ -129,7 +132,7 @@ def _lock_folder(output: Path, held: ExitStack) -> None:
 class Run:
     """A run on its way: the tasks that its learner had learned before it, and its own."""
 
-    learner: Any
+    learner: Any  # a `ClassIncrementalLearner`, whose module imports this one
     own: list[Task]
     output: Path
     options: RunOptions

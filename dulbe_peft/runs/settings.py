@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Gt, Lt
 
 from dulbe_peft.arguments import GONE, AdapterSettings, LearnerArguments
-from dulbe_peft.utils.settings import check_settings, check_value, field_types, setting, still_known
+from dulbe_peft.utils.settings import AtLeastOne, check_settings, check_value, field_types, setting, still_known
 
 Part = Annotated[float, Gt(0), Lt(1)]  # of the images
 
@@ -28,15 +28,15 @@ class StreamArguments:
     output: str = setting("", "Folder for checkpoints and results. Required.")
     strategy: str = setting("frozen", "What is trained: NAME or NAME:KEY=VALUE. frozen: nothing; dulbe: the paper's.")
     classifiers: str | None = setting(None, "Such as bridge,ranpac:features=4000. None: the strategy's.")
-    increment: Annotated[int, Ge(1)] | None = setting(None, "Classes per task. None: all that are new are one task.")
-    initial_increment: Annotated[int, Ge(1)] | None = setting(None, "Classes of the first task, where it differs.")
+    increment: AtLeastOne | None = setting(None, "Classes per task. None: all that are new are one task.")
+    initial_increment: AtLeastOne | None = setting(None, "Classes of the first task, where it differs.")
     train_split: str = setting("train", "Name of the split to learn from.")
     test_split: str = setting("test", "Name of the split to test on, where there is one.")
     test_fraction: Part | None = setting(None, "Without a test split: the share to hold back for tests.")
     validation_fraction: Part | None = setting(
         None, "Test on this share of the training images, which is not learned, for choosing settings."
     )
-    images_per_class: Annotated[int, Ge(1)] | list[Annotated[int, Ge(1)]] | str | None = setting(
+    images_per_class: AtLeastOne | list[AtLeastOne] | str | None = setting(
         None,
         "Learn from at most so many images of each class, drawn at random. Several counts, such as 2,32, go round "
         "among the classes; longtail:32 gives 32 images to one class, 16 to the next, 32 / 3 to the third, and so on.",
@@ -52,7 +52,7 @@ class StreamArguments:
     class_texts: str | None = setting(
         None, "YAML file with texts that stand for classes, and count by their mean: 'owl: [an owl, a night bird]'."
     )
-    max_tasks: Annotated[int, Ge(1)] | None = setting(None, "Learn the first so many tasks alone.")
+    max_tasks: AtLeastOne | None = setting(None, "Learn the first so many tasks alone.")
     class_order: str | None = setting(None, "icarl, or a text file with a class's name or number a line.")
     order_seed: int | None = setting(None, "Seed of a random class order (1993 in the paper); none: as in the data.")
     revision: str | None = setting(None, "Revision of a model on the Hub.")
