@@ -23,8 +23,6 @@ from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import printable
 
 if TYPE_CHECKING:
-    import torch
-
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.metrics.evaluation import Evaluation
@@ -52,22 +50,20 @@ def evaluate(
 
     loaded = load()
     images = open_images(data, split, class_names, strict, look_by(loaded))
-    known = [name for name in images.class_names if name in set(loaded.class_names)]
-    unknown = [name for name in images.class_names if name not in set(known)]
-    figures: dict[str, Any] = {}
-    found = loaded.evaluate_images(images.select(known)) if known and not zero_shot else None
-    if zero_shot:
-        if not unknown:
-            raise ValueError(f"all classes in {data!r} have been learned: name images of other classes")
-        figures = _zero_shot(loaded, images, known, unknown, list(scale) or [1.0])
-    elif found is not None:
-        figures = _accuracy(found, len(images), known, unknown)
-    elif reject is None:
+    names = [name for name in images.class_names if name in set(loaded.class_names)]
+    others = [name for name in images.class_names if name not in set(names)]
+    known, unknown = images.select(names) if names else None, images.select(others) if others else None
+    found = None if known is None or zero_shot else loaded.evaluate_images(known)
+    if zero_shot and unknown is None:
+        raise ValueError(f"all classes in {data!r} have been learned: name images of other classes")
+    if not zero_shot and found is None and reject is None:
         what = "--reject measures how many of their images it refuses"
         raise ValueError(f"none of the classes in {data!r} has been learned by {learner!r}; {what}")
+    figures = {} if found is None else _accuracy(found, len(names), unknown)
+    if zero_shot and unknown is not None:
+        figures = _zero_shot(loaded, known, unknown, scale)
     if reject is not None:
-        others = images.select(unknown) if unknown else None
-        figures["rejection"] = _rejection(loaded, None if found is None else found.features, others, reject)
+        figures["rejection"] = _rejection(loaded, found, unknown, reject)
     if not sys.stdout.isatty():  # somebody at a terminal has read the lines for people
         print(json.dumps(figures, indent=2, ensure_ascii=False))
     if found is not None:
@@ -76,47 +72,47 @@ def evaluate(
     return 0
 
 
-def _accuracy(found: Evaluation, images: int, known: list[str], unknown: list[str]) -> dict[str, Any]:
-    """How right every classifier is about the classes that were learned; `images` counts those of all classes."""
+def _accuracy(found: Evaluation, classes: int, unknown: LabelledImages | None) -> dict[str, Any]:
+    """How right every classifier is about the classes that were learned; others are left out."""
     from dulbe_peft.data.inventory import counted
-    from dulbe_peft.metrics.evaluation import BASELINES
 
-    figures, left_out = found.figures(), images - len(found.truth)
-    print(f"{counted(len(found.truth), 'image')} of {counted(len(known), 'class')}:", file=sys.stderr)
-    baselines = {name: figures[f"{name}_accuracy"] for name in BASELINES if f"{name}_accuracy" in figures}
-    for name, accuracy in (figures["classifiers"] | baselines).items():
-        print(f"  {name:<12} {100 * accuracy:6.2f} % right", file=sys.stderr)
-    if unknown:
-        listed = f"{', '.join(map(printable, unknown))} ({counted(left_out, 'image')})"
+    names, left_out = ([], 0) if unknown is None else (list(unknown.class_names), len(unknown))
+    print(f"{counted(len(found.truth), 'image')} of {counted(classes, 'class')}:", file=sys.stderr)
+    for name, predicted in (found.classifiers | found.baselines).items():
+        print(f"  {name:<12} {100 * found.accuracy(predicted):6.2f} % right", file=sys.stderr)
+    if names:
+        listed = f"{', '.join(map(printable, names))} ({counted(left_out, 'image')})"
         print(f"left out, because they were not learned: {listed}", file=sys.stderr)
-    return figures | {"num_classes": len(known), "not_learned": {"classes": unknown, "num_images": left_out}}
+    return found.figures() | {"num_classes": classes, "not_learned": {"classes": names, "num_images": left_out}}
 
 
 def _rejection(
-    learner: ClassIncrementalLearner, of_known: torch.Tensor | None, others: LabelledImages | None, reject: float
+    learner: ClassIncrementalLearner, found: Evaluation | None, unknown: LabelledImages | None, reject: float
 ) -> dict[str, Any]:
     """The shares of the images of known and of other classes that are "none of these"; None where there are none."""
-    refused = None if of_known is None else learner.classifier.refused(of_known, reject).double().mean().item()
-    rows = learner.predictions(others, reject=reject) if others is not None else []
-    found = sum(not row.known for row in rows) / len(rows) if rows else None
-    shares = {"the images of known classes": refused, "those of other classes": found}
+    refused = None if found is None else learner.classifier.refused(found.features, reject).double().mean().item()
+    rows = learner.predictions(unknown, reject=reject) if unknown is not None else []
+    right = sum(not row.known for row in rows) / len(rows) if rows else None
+    shares = {"the images of known classes": refused, "those of other classes": right}
     said = [f"{100 * share:.2f} % of {whose}" for whose, share in shares.items() if share is not None]
     print(f"none of these: {', '.join(said)}", file=sys.stderr)
-    return {"asked_for": reject, "refused": refused, "found": found}
+    return {"asked_for": reject, "refused": refused, "found": right}
 
 
 def _zero_shot(
-    learner: ClassIncrementalLearner, images: LabelledImages, known: list[str], unknown: list[str], scales: list[float]
+    learner: ClassIncrementalLearner, known: LabelledImages | None, unknown: LabelledImages, scales: tuple[float, ...]
 ) -> dict[str, Any]:
     """What the text classifier says of the classes that were not learned, and of the learned ones beside them."""
     from dulbe_peft.data.inventory import counted
     from dulbe_peft.metrics.retention import zero_shot_retention
 
-    others = images.select(unknown)
-    learned = [(images.select(known), known)] if known else []
-    found = zero_shot_retention(learner, others, scales=scales, learned=learned)
-    print(f"{counted(len(others), 'image')} of {counted(len(unknown), 'class')} not learned:", file=sys.stderr)
+    learned = [] if known is None else [(known, known.class_names)]
+    found = zero_shot_retention(learner, unknown, scales=scales, learned=learned)
+    print(
+        f"{counted(len(unknown), 'image')} of {counted(len(unknown.class_names), 'class')} not learned:",
+        file=sys.stderr,
+    )
     for row in found["scales"]:
         beside = "" if row["learned"] is None else f", {100 * row['learned']:6.2f} % of the learned classes"
         print(f"  scale {row['scale']:<5g} {100 * row['unlearned']:6.2f} % right{beside}", file=sys.stderr)
-    return found | {"not_learned": unknown, "learned": known}
+    return found | {"not_learned": unknown.class_names, "learned": known.class_names if known else []}
