@@ -24,7 +24,6 @@ from dulbe_peft.utils.terminal import printable
 
 if TYPE_CHECKING:
     from dulbe_peft.data.images import LabelledImages
-    from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.metrics.suggesting import Suggestion
 
 HEADER = ["path", "reason", "class", "novelty"]
@@ -56,32 +55,32 @@ def suggest(
     from dulbe_peft.utils.files import is_stream, write_csv
 
     images, words = unlabelled_images(list(photos)), words_of(csv, page)
-    fresh, said = _fresh(images, loaded)
-    features, problems = loaded.readable_embeds(fresh)
-    unread = [(Found("", row, fresh.item_name(row), ""), why) for row, why in problems.items()]
-    readable = [row for row in range(len(fresh)) if row not in problems]
-    fresh, features = fresh.at(readable), features[readable]
+    rows, twice = loaded.state.known.new_rows(images)
+    said = [f"left out: {counted(len(which), 'photograph')} {reason}" for reason, which in twice.items()]
+    features, problems = loaded.readable_embeds(images.at(rows))
+    unread = [(Found("", row, images.item_name(rows[row]), ""), why) for row, why in problems.items()]
     others = [row for path in photos if os.path.isdir(path) for row in folder_content(Path(path))[1]]
     said += Inventory({}, unread, others).problems()
+    readable = [row for row in range(len(rows)) if row not in problems]
     if not readable:
         raise ValueError("\n".join(["no photograph is left to suggest", *said]))
+    images, features = images.at([rows[row] for row in readable]), features[readable]
     found = suggestions(features, count, loaded.classifier if loaded.tasks else None)
-    names = [fresh.item_name(one.row) for one in found]
+    names = [images.item_name(one.row) for one in found]
     table = None if csv is None or is_stream(csv) else csv
     if table is not None and Path(table).resolve().parent != Path.cwd():  # in which its paths begin
         names = [os.path.abspath(name) for name in names]
-    print("\n".join([f"{counted(len(found), 'photograph')} of {len(fresh)}", *said]), file=words)
+    print("\n".join([f"{counted(len(found), 'photograph')} of {len(images)}", *said]), file=words)
+    lines: list[list[Any]] = [
+        [printable(name), one.reason, one.proposed, "" if one.novelty is None else float(f"{one.novelty:.6g}")]
+        for name, one in zip(names, found, strict=True)
+    ]
     if csv is not None:
-        rows = (
-            [printable(n), one.reason, one.proposed, "" if one.novelty is None else float(f"{one.novelty:.6g}")]
-            for n, one in zip(names, found, strict=True)
-        )
-        write_csv(csv, HEADER, rows, errors="surrogateescape")
+        write_csv(csv, HEADER, lines, errors="surrogateescape")
     if page is not None:
-        _write_page(Path(page), fresh, features, found)
+        _write_page(Path(page), images, features, found)
     if csv is None and page is None:
-        for name, one in zip(names, found, strict=True):
-            print("\t".join([printable(name), printable(one.reason)]))
+        print("\n".join(f"{name}\t{printable(reason)}" for name, reason, *_ in lines))
     else:
         print(f"written: {' and '.join(file for file in (csv, page) if file)}", file=words)
     what = "LABELS.csv is a table that you write: the columns path and label, a line for each photograph"
@@ -98,23 +97,9 @@ def _is_learner(path: str) -> bool:
     from dulbe_peft.data.decoding import image_suffixes
 
     folder = Path(path)
-    if not folder.exists():
-        return (
-            not path.startswith((".", "/", "~"))
-            and path.count("/") <= 1
-            and not path.lower().endswith(image_suffixes())
-        )
-    return folder.is_dir() and ((folder / LEARNER_FILE).is_file() or bool(task_folders(folder)))
-
-
-def _fresh(images: LabelledImages, learner: ClassIncrementalLearner) -> tuple[LabelledImages, list[str]]:
-    """The images that were not learned, one of each content, and what is said of the others."""
-    from dulbe_peft.data.inventory import counted
-
-    rows, twice = learner.state.known.new_rows(images)
-    words = {"learned before": "learned before", "in the data twice": "of the same content as another"}
-    said = [f"left out: {counted(len(twice[why]), 'photograph')} {words[why]}" for why in words if why in twice]
-    return images.at(rows), said
+    if folder.exists():
+        return folder.is_dir() and ((folder / LEARNER_FILE).is_file() or bool(task_folders(folder)))
+    return not (path.startswith((".", "/", "~")) or path.count("/") > 1 or path.lower().endswith(image_suffixes()))
 
 
 def _write_page(path: Path, images: LabelledImages, features: Any, found: Sequence[Suggestion]) -> None:

@@ -45,7 +45,7 @@ def test_before_there_is_a_learner(heap, tmp_path, capsys):
     said = capsys.readouterr().out
     assert (
         "5 photographs of 40" in said
-        and "1 photograph of the same content" in said
+        and "1 photograph in the data twice" in said
         and "z-bad.png: it is none" in said
         and "neither a file nor a folder, such as" in said
         and f"correct the column class of {table}, and call it label; then" in said
