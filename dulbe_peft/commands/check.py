@@ -16,9 +16,9 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.commands.options import NO_STORE, OVERWRITE, File, Folder, Page, command, field_options, load_learner
+from dulbe_peft.commands.options import NO_STORE, OVERWRITE, File, Folder, Page, command, load_learner, settings_of
 from dulbe_peft.commands.outputs import FOLDER, as_flags, claim, data_name, say_next, words_of
 from dulbe_peft.runs.settings import StreamArguments
 from dulbe_peft.utils.files import write_csv
@@ -42,8 +42,7 @@ LEFT_OUT, MOVED = "left out", "moved.csv"
 SMALL = 64  # pixels; an image with fewer shows a model of 224 pixels little
 
 
-@command()
-@field_options(StreamArguments, ("train_split", "test_split"))
+@command(settings=settings_of(StreamArguments, ("train_split", "test_split")))
 def check(
     data: str = setting(..., "images, as for run", place=True),
     page: Page | None = setting(None, "write a page with pictures, too"),
@@ -77,15 +76,17 @@ def check(
     tiny, words = _tiny(parts), words_of(page, csv)
     small = ["", f"narrower than {SMALL} pixels: {counted(len(tiny), 'image')}"] if tiny else []
     print("\n".join([found.format(), *small]), file=words)
-    doubtful = [] if learner is None else _doubtful(parts, learner)
+    doubtful: list[Doubt] = []
     if learner is not None:
+        doubtful = _doubtful(parts, learner)
         doubts = [f"  {printable(one.name)}: looks like {why}" for one, why in doubtful[:DOUBTFUL]]
         print("\n".join(["", DOUBTS if doubtful else NO_DOUBTS, *doubts]), file=words)
     if page is not None:
-        _write_page(Path(page), data, found, small, parts, doubtful)
+        content = {"name": data_name(data), "found": found, "problems": [*found.problems(), *small]}
+        _write_page(Path(page), parts, content | {"pairs": found.duplicates[:PAIRS], "doubtful": doubtful[:DOUBTFUL]})
     rows = [*_findings(found, doubtful), *tiny]
     if csv is not None:
-        write_csv(csv, HEADER, ([*row[:1], printable(row[1]), *row[2:]] for row in rows), errors="surrogateescape")
+        write_csv(csv, HEADER, ([*map(printable, row)] for row in rows), errors="surrogateescape")
     if move_to is not None:
         count = _move(rows, Path(move_to), Path(data))
         print(f"moved to {move_to}: {count}; {MOVED} there says from where", file=words)
@@ -98,33 +99,20 @@ def check(
     return 2 if found.unreadable else 0
 
 
-def _write_page(
-    path: Path,
-    data: str,
-    found: Inventory,
-    tiny: list[str],
-    parts: Mapping[str, LabelledImages],
-    doubtful: list[Doubt],
-) -> None:
+def _write_page(path: Path, parts: Mapping[str, LabelledImages], content: dict[str, Any]) -> None:
+    """The page, with a strip of pictures of each class to learn from."""
     import numpy as np
 
     from dulbe_peft.report.html import write_page
     from dulbe_peft.report.pictures import picture
 
-    def shown(one: Found) -> tuple[str, str]:
-        return printable(one.name), picture(parts[one.split], one.place)
-
-    train, strips, pairs = next(iter(parts.values())), [], []
+    train, strips = next(iter(parts.values())), []
     for label, name in enumerate(train.class_names):
         places = np.flatnonzero(train.labels == label)
         some = places[np.linspace(0, len(places) - 1, min(STRIP, len(places)), dtype=int)]
         strips.append((name, len(places), [picture(train, int(index)) for index in some]))
-    for row in found.duplicates[:PAIRS]:
-        across = row.first.split != row.second.split
-        pairs.append({"how": row.how, "across": across, "images": [shown(row.first), shown(row.second)]})
-    doubts = [(*shown(one), f"looks like {why}") for one, why in doubtful[:DOUBTFUL]]
-    content = {"name": data_name(data), "found": found, "problems": [*found.problems(), *tiny]}
-    write_page(path, "check.html", content | {"strips": strips, "pairs": pairs, "doubtful": doubts})
+    shown = {"strips": strips, "picture": lambda one: picture(parts[one.split], one.place), "printable": printable}
+    write_page(path, "check.html", content | shown)
 
 
 def _findings(found: Inventory, doubtful: list[Doubt]) -> Iterator[list[str]]:
@@ -132,14 +120,14 @@ def _findings(found: Inventory, doubtful: list[Doubt]) -> Iterator[list[str]]:
     from dulbe_peft.data.inventory import ALIKE
 
     for image, why in found.unreadable:
-        yield [image.split, image.name, "unreadable", printable(why)]
+        yield [image.split, image.name, "unreadable", why]
     for name, why in found.left_out:
         yield ["", name, LEFT_OUT, why]
-    for row in found.duplicates:
-        kind = {ALIKE[0]: "duplicate", ALIKE[1]: "same pixels"}.get(row.how, "near copy")
-        yield [row.second.split, row.second.name, kind, printable(f"of {row.first.split}: {row.first.name}")]
-    for one, why in doubtful:
-        yield [one.split, one.name, "looks like another class", why]
+    kinds = dict(zip(ALIKE, ("duplicate", "same pixels", "near copy"), strict=True))
+    for first, second, how in found.duplicates:
+        yield [second.split, second.name, kinds[how], f"of {first.split}: {first.name}"]
+    for image, why in doubtful:
+        yield [image.split, image.name, "looks like another class", why]
 
 
 def _doubtful(parts: Mapping[str, LabelledImages], learner: ClassIncrementalLearner) -> list[Doubt]:
@@ -168,17 +156,14 @@ def _tiny(parts: Mapping[str, LabelledImages]) -> list[list[str]]:
     """The rows of the table about small images; none where most are small, for then small is what they are."""
     from dulbe_peft.data.decoding import open_image
 
-    tiny, count = [], 0
+    rows = []
     for split, images in parts.items():
         for index in range(len(images)) if images.stored else ():
-            file = images.file(index)
-            assert file is not None  # of stored images
-            with open_image(file) as image:
-                width, height = image.size
-            count += 1
-            if min(width, height) < SMALL:
-                tiny.append([split, images.item_name(index), "tiny", f"{width} x {height}"])
-    return tiny if 2 * len(tiny) <= count else []
+            with open_image(images.file(index)) as image:  # type: ignore[arg-type]
+                size = image.size
+            rows.append((min(size), [split, images.item_name(index), "tiny", "{} x {}".format(*size)]))
+    tiny = [row for width, row in rows if width < SMALL]
+    return tiny if 2 * len(tiny) <= len(rows) else []
 
 
 def _move(rows: list[list[str]], folder: Path, data: Path) -> int:

@@ -12,22 +12,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.commands.given import check_given
-from dulbe_peft.commands.options import LABELS, OVERWRITE, Folder, Load, command, field_options, learner_options
+from dulbe_peft.commands.options import LABELS, OVERWRITE, Folder, Load, command, learner_options, settings_of
 from dulbe_peft.commands.outputs import FOLDER, claim
-from dulbe_peft.commands.run import say_results
+from dulbe_peft.commands.run import close_run
+from dulbe_peft.runs import sources
 from dulbe_peft.runs.settings import StreamArguments
 from dulbe_peft.runs.setup import look_by
-from dulbe_peft.runs.sources import (
-    DATA_FIELDS,
-    check_source,
-    data_or_labels,
-    new_images,
-    open_source,
-    print_once,
-    reopen_tests,
-    say_leaks,
-    source_of,
-)
 from dulbe_peft.utils.settings import AtLeastOne, setting
 
 if TYPE_CHECKING:
@@ -37,12 +27,10 @@ if TYPE_CHECKING:
     from dulbe_peft.streams.tasks import Task
 
 AT_ONCE = 4096  # features in memory
-_DATA = tuple(name for name in DATA_FIELDS if name != "data")
 
 
-@command(kept="finished tasks are kept")
+@command(kept="finished tasks are kept", settings=settings_of(StreamArguments, sources.DATA_FIELDS[1:]))
 @learner_options()
-@field_options(StreamArguments, _DATA)
 def learn(
     learner: str,
     load: Load,
@@ -55,52 +43,44 @@ def learn(
     overwrite: bool = OVERWRITE,
     **flags: Any,
 ) -> int:
-    data = data_or_labels(data, labels)
+    data = sources.data_or_labels(data, labels)
     if not data:
         raise ValueError("--data is required, or --labels")
     stream = StreamArguments(data=data, output=output, **{n: value for n, value in flags.items() if value is not None})
-    source = {name: value for name, value in source_of(stream).items() if name in DATA_FIELDS}
+    source = {name: value for name, value in sources.source_of(stream).items() if name in sources.DATA_FIELDS}
     check_given(class_names=stream.class_names, vocabulary=stream.vocabulary)
-    check_source(source)
+    sources.check_source(source)
     claim(("--output", output, FOLDER), apart=[learner, data], overwrite=overwrite)
     loaded = load()
     from dulbe_peft.runs.progress import known_tasks, renamed_classes
-    from dulbe_peft.utils.processes import leave, world
 
     notes: list[str] = []
-    train, test = open_source(source, notes=notes, look=look_by(loaded), known=loaded.class_names)
-    say_leaks(train, test, loaded.state.known)
-    fresh = train if again else new_images(train, loaded.state.known)
-    known = [name for name in train.class_names if name in set(loaded.class_names)]
-    left, had = set(fresh.labels.tolist()), set(train.labels.tolist())
-    given = [name for label, name in enumerate(train.class_names) if label in left or label not in had]
-    new = [name for name in given if name not in set(known)]
-    if len(fresh) and not new and (not known or no_update):
-        raise ValueError(f"{data!r} has nothing to learn: its classes, {list(train.class_names)[:5]} ..., are known")
+    train, test = sources.open_source(source, notes=notes, look=look_by(loaded), known=loaded.class_names)
+    sources.say_leaks(train, test, loaded.state.known)
+    fresh = train if again else sources.new_images(train, loaded.state.known)
     if not len(fresh):
         raise ValueError(f"{data!r} has nothing to learn: {learner!r} has learned all of its images")
+    learned, gone = set(loaded.class_names), set(train.labels.tolist()) - set(fresh.labels.tolist())
+    known = [name for name in train.class_names if name in learned]
+    new = [name for label, name in enumerate(train.class_names) if name not in learned and label not in gone]
+    if no_update and not new:
+        raise ValueError(f"{data!r} has nothing to learn: its classes, {list(train.class_names)[:5]} ..., are known")
     _say_same_pixels(fresh, loaded)
     renamed = renamed_classes(loaded.state.updates)
     for name in set(new) & set(renamed):
-        print_once(f"{name!r} is learned as a new class; {learner!r} called one so that is {renamed[name]!r} by now")
+        now = f"{learner!r} called one so that is {renamed[name]!r} by now"
+        sources.print_once(f"{name!r} is learned as a new class; {now}")
     tasks = _tasks(fresh, test, new, increment) if new else []
-    further = fresh.select(known) if known and not no_update else None
     past = known_tasks(loaded)
-    before = past[-1].row if past and not new else None
-    tests = reopen_tests(past, loaded.state.known, renamed)
-    if further is not None and len(further):
-        _update(loaded, further)
-    elif known and no_update:
-        print_once(f"left out: images of known classes ({', '.join(known)})")
+    tests = sources.reopen_tests(past, loaded.state.known, renamed)
+    if known and no_update:
+        sources.print_once(f"left out: images of known classes ({', '.join(known)})")
+    elif known:
+        _update(loaded, fresh.select(known))
     results = loaded.run(tasks, output, known_tests=tests, source=source)
-    if world()[0] == 0:
-        from dulbe_peft.report.pictures import write_pictures
-
-        write_pictures(output, [*tests, *(task.test for task in tasks)], results, notes, loaded, [train])
-        if before:
-            _say_gain(before, known_tasks(loaded)[-1].row)
-        say_results(results, output, loaded.classifier.name)
-    leave()
+    if past and not new:
+        _say_gain(past[-1].row, results)
+    close_run(loaded, output, results, [*tests, *(task.test for task in tasks)], [train], notes)
     return 0
 
 
@@ -123,46 +103,48 @@ def _say_same_pixels(images: LabelledImages, learner: ClassIncrementalLearner) -
         rows |= {own[feature.tobytes()] for feature in found if feature.tobytes() in own}
     if rows:
         what = "with the pixels of a learned one, in another file: learned again"
-        print_once(f"{counted(len(rows), 'image')} {what}, such as {images.item_name(min(rows))}")
+        sources.print_once(f"{counted(len(rows), 'image')} {what}, such as {images.item_name(min(rows))}")
 
 
-def _say_gain(before: Row, after: Row) -> None:
-    """Print what further images of known classes changed, where both rows are of tests of the same tasks."""
+def _say_gain(before: Row, results: dict[str, Any]) -> None:
+    """Print what further images of known classes changed, where the tests are of the same tasks as before."""
     from dulbe_peft.metrics.accuracy import percent
 
     rows = []
     for name, score in before.classifiers.items():
-        now = after.classifiers.get(name)
-        if now is None or [value is None for value in score.by_task] != [value is None for value in now.by_task]:
+        now = results.get("classifiers", {}).get(name)
+        if now is None or [one is None for one in score.by_task] != [one is None for one in now["matrix"][-1]]:
             return
-        rows.append(f"{name} {percent(score.accuracy, 2)} % before, {percent(now.accuracy, 2)} % after")
+        rows.append(f"{name} {percent(score.accuracy, 2)} % before, {percent(now['last_accuracy'], 2)} % after")
     if rows:
-        print(f"with the further images: {'; '.join(rows)}")
+        sources.print_once(f"with the further images: {'; '.join(rows)}")
 
 
 def _update(learner: ClassIncrementalLearner, images: LabelledImages) -> None:
-    """Take in the images of known classes, and say of which and how many."""
+    """Take in the images of known classes, if there are any, and say of which and how many."""
     import numpy as np
 
     from dulbe_peft.data.inventory import counted
     from dulbe_peft.training.updating import check_update
 
+    if not len(images):
+        return
     try:
         check_update(learner.state, images.class_names)
     except ValueError as error:
         raise ValueError(f"{error}; --no-update leaves the images of known classes out") from error
     counts = np.bincount(images.labels, minlength=len(images.class_names))
     listed = ", ".join(f"{name} ({count})" for name, count in zip(images.class_names, counts, strict=True) if count)
-    print_once(f"known classes get {counted(len(images), 'further image')}, without training: {listed}")
+    sources.print_once(f"known classes get {counted(len(images), 'further image')}, without training: {listed}")
     learner.update_classes(images)
 
 
 def _tasks(train: LabelledImages, test: LabelledImages | None, new: list[str], increment: int | None) -> list[Task]:
     from dulbe_peft.streams.tasks import class_incremental_tasks
 
-    held_out = None if test is None else test.select(new)
-    left_out = 0 if test is None or held_out is None else len(test) - len(held_out)
-    if left_out:
-        print_once(f"test images of known classes are not used: {left_out}; evaluate tests on them")
+    held_out = test.select(new) if test else None
+    if test and held_out is not None and len(held_out) < len(test):
+        left_out = len(test) - len(held_out)
+        sources.print_once(f"test images of known classes are not used: {left_out}; evaluate tests on them")
     size = len(new) if increment is None else min(increment, len(new))
     return class_incremental_tasks(train.select(new), held_out or None, increment=size)

@@ -92,51 +92,40 @@ class Command(click.Command):
         formatter.write(f"\n{self.epilog}\n")
 
 
-def command(usage: str = "[OPTIONS]", kept: str = "") -> Decorator:
+def command(usage: str = "[OPTIONS]", kept: str = "", settings: Sequence[click.Parameter] = ()) -> Decorator:
     """Make a function a command; the docstring of its file ends the help.
 
     A parameter whose default is a `setting` is a flag, or an argument where the setting has `place=True`; it is
-    required where the setting's default is `...`. Decorators below this one add parameters, which come first.
+    required where the setting's default is `...`. Before these stand `settings`, and before them `learner_options`.
     """
 
     def make(function: Callable[..., int]) -> Command:
-        text = sys.modules[function.__module__].__doc__ or ""
-        made: Command = click.command(cls=Command, help="", epilog=text.strip())(function)
-        made.kept, made.options_metavar = kept, usage
-        given = {name: one.default for name, one in signature(function).parameters.items()}
-        own = {name: one for name, one in given.items() if isinstance(one, Field)}
-        hints = get_type_hints(function, include_extras=True) if own else {}
-        declared = [_parameter(name, one, hints[name], own=True) for name, one in own.items()]
-        made.params = [*getattr(function, "first", []), *declared]
+        text, hints = sys.modules[function.__module__].__doc__ or "", get_type_hints(function, include_extras=True)
+        own = [(name, one.default) for name, one in signature(function).parameters.items()]
+        declared = [_parameter(name, one, hints[name], own=True) for name, one in own if isinstance(one, Field)]
+        parameters = [*getattr(function, "parameters", []), *settings, *declared]
+        made = Command(None, callback=function, params=parameters, epilog=text.strip(), options_metavar=usage)
+        made.kept = kept
         return made
 
     return make
 
 
-def _with(function: Any, parameters: Sequence[click.Parameter]) -> Any:
-    """A function that `command` gives these parameters, too."""
-    function.first = [*parameters, *getattr(function, "first", [])]
-    return function
-
-
-def setting_options(shown: Collection[str]) -> Decorator:
-    """The settings of a run. `--help` shows those in `shown`."""
+def run_settings(shown: Collection[str]) -> list[click.Parameter]:
+    """The settings of a run as options. `--help` shows those in `shown`."""
     facts: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _show_all}
-    found = [Option(["--help-all"], help="Show all settings and exit.", **facts)]
+    found: list[click.Parameter] = [Option(["--help-all"], help="Show all settings and exit.", **facts)]
     for title, kind in GROUPS.items():
-        names = {field.name for field in fields(kind)}
-        found += _fields(kind, names, title, rare=names - set(shown))
-    return partial(_with, parameters=found)
+        names = field_types(kind).keys()
+        found += settings_of(kind, names, title, rare=names - set(shown))
+    return found
 
 
-def field_options(kind: Any, names: Collection[str]) -> Decorator:
+def settings_of(
+    kind: Any, names: Collection[str], group: str = "options", rare: Collection[str] = ()
+) -> list[click.Parameter]:
     """The named fields of a dataclass as options. One that is not given is None."""
-    return partial(_with, parameters=_fields(kind, names))
-
-
-def _fields(kind: Any, names: Collection[str], group: str = "options", rare: Collection[str] = ()) -> list[Any]:
-    hints = field_types(kind)
-    of = [field for field in fields(kind) if field.name in names]
+    hints, of = field_types(kind), [field for field in fields(kind) if field.name in names]
     return [_parameter(one.name, one, hints[one.name], group=group, rare=one.name in rare) for one in of]
 
 
@@ -206,10 +195,11 @@ def learner_options(optional: bool = False, choose: bool = False, encodes: bool 
         if choose:
             given["classifier"] = setting(None, "which of the learner's classifiers answers; none: its first")
         made = [_parameter(name, one, str, own=True) for name, one in given.items()]
-        made += _fields(LearnerArguments, own, "machine")
+        made += settings_of(LearnerArguments, own, "machine")
         if encodes:
             made.append(_parameter("no_store", NO_STORE, bool, own=True, group="machine"))
-        return _with(call, made)
+        call.parameters = made  # type: ignore[attr-defined]
+        return call
 
     return add
 

@@ -15,7 +15,7 @@ import click
 
 from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.commands.given import check_given
-from dulbe_peft.commands.options import LABELS, OVERWRITE, File, command, setting_options
+from dulbe_peft.commands.options import LABELS, OVERWRITE, File, command, run_settings
 from dulbe_peft.commands.outputs import FOLDER, claim, say_next
 from dulbe_peft.runs.settings import GROUPS, given_settings, pick, validated
 from dulbe_peft.runs.sources import check_source, data_or_labels, source_of
@@ -28,8 +28,7 @@ ESSENTIAL = (
 )
 
 
-@command(usage="--model MODEL --data DATA --output OUT [OPTIONS]", kept="finished tasks are kept")
-@setting_options(ESSENTIAL)
+@command("--model MODEL --data DATA --output OUT [OPTIONS]", "finished tasks are kept", run_settings(ESSENTIAL))
 def run(
     config: File | None = setting(None, "YAML file with settings of run, by their names"),
     labels: str | None = LABELS,
@@ -59,7 +58,6 @@ def run(
         claim(output, reads=reads, apart=[stream.data], overwrite=True)
     from dulbe_peft.commands.dry_run import describe
     from dulbe_peft.runs.setup import set_up
-    from dulbe_peft.utils.processes import leave, world
 
     setup = set_up(settings)
     trains = {"epochs", "batch_size", "learning_rate", *field_types(AdapterSettings)} & set(settings)
@@ -69,14 +67,8 @@ def run(
     if stream.dry_run:
         describe(setup)
         return 0
-    learner, results = setup.learner, setup.run()
-    if world()[0] == 0:
-        from dulbe_peft.report.pictures import write_pictures
-
-        tests, learned = [task.test for task in setup.tasks], [task.train for task in setup.tasks]
-        write_pictures(stream.output, tests, results, setup.left_out, learner, learned)
-        say_results(results, stream.output, learner.classifier.name)
-    leave()
+    results, tests, learned = setup.run(), [task.test for task in setup.tasks], [task.train for task in setup.tasks]
+    close_run(setup.learner, stream.output, results, tests, learned, setup.left_out)
     return 0
 
 
@@ -90,6 +82,19 @@ def _take_noted_model(settings: dict[str, Any]) -> None:
     note = encoder_note(path)
     if note is not None:
         settings |= {"model": note.model} | ({} if note.revision is None else {"revision": note.revision})
+
+
+def close_run(
+    learner: Any, output: str, results: dict[str, Any], tests: list[Any], learned: list[Any], notes: list[str]
+) -> None:
+    """Write the pictures of a run and say what it came to, in the first of several processes; then all leave."""
+    from dulbe_peft.report.pictures import write_pictures
+    from dulbe_peft.utils.processes import leave, world
+
+    if world()[0] == 0:
+        write_pictures(output, tests, results, notes, learner, learned)
+        say_results(results, output, learner.classifier.name)
+    leave()
 
 
 def say_results(results: dict[str, Any], output: str, first: str) -> None:
