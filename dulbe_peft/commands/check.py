@@ -23,7 +23,7 @@ from dulbe_peft.commands.outputs import FOLDER, as_flags, claim, data_name, say_
 from dulbe_peft.runs.settings import StreamArguments
 from dulbe_peft.utils.files import write_csv
 from dulbe_peft.utils.settings import setting
-from dulbe_peft.utils.terminal import printable
+from dulbe_peft.utils.terminal import counted, printable
 
 if TYPE_CHECKING:
     from dulbe_peft.data.images import LabelledImages
@@ -60,7 +60,7 @@ def check(
     if check_labels != (model is not None):
         raise ValueError("--check-labels and --model MODEL, such as openai/clip-vit-base-patch16, go together")
     from dulbe_peft.data.folders import ImageFolder
-    from dulbe_peft.data.inventory import counted, find_duplicates
+    from dulbe_peft.data.inventory import find_duplicates
     from dulbe_peft.data.splits import open_stream_data
 
     machine = {} if device is None else {"device": device}

@@ -3,9 +3,8 @@
 from collections import Counter
 from typing import Any
 
-from dulbe_peft.data.inventory import counted
 from dulbe_peft.runs.setup import Setup
-from dulbe_peft.utils.terminal import printable
+from dulbe_peft.utils.terminal import counted, printable
 
 
 def describe(setup: Setup) -> None:

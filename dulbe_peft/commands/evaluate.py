@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from dulbe_peft.commands.options import CLASS_NAMES, DATA, STRICT, Load, Share, command, learner_options
 from dulbe_peft.commands.outputs import say_next
 from dulbe_peft.utils.settings import setting
-from dulbe_peft.utils.terminal import printable
+from dulbe_peft.utils.terminal import counted, printable
 
 if TYPE_CHECKING:
     from dulbe_peft.data.images import LabelledImages
@@ -74,8 +74,6 @@ def evaluate(
 
 def _accuracy(found: Evaluation, classes: int, unknown: LabelledImages | None) -> dict[str, Any]:
     """How right every classifier is about the classes that were learned; others are left out."""
-    from dulbe_peft.data.inventory import counted
-
     names, left_out = ([], 0) if unknown is None else (list(unknown.class_names), len(unknown))
     print(f"{counted(len(found.truth), 'image')} of {counted(classes, 'class')}:", file=sys.stderr)
     for name, predicted in (found.classifiers | found.baselines).items():
@@ -103,7 +101,6 @@ def _zero_shot(
     learner: ClassIncrementalLearner, known: LabelledImages | None, unknown: LabelledImages, scales: tuple[float, ...]
 ) -> dict[str, Any]:
     """What the text classifier says of the classes that were not learned, and of the learned ones beside them."""
-    from dulbe_peft.data.inventory import counted
     from dulbe_peft.metrics.retention import zero_shot_retention
 
     learned = [] if known is None else [(known, known.class_names)]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 from dulbe_peft.commands.options import CLASS_NAMES, DATA, OVERWRITE, STRICT, File, Load, command, learner_options
 from dulbe_peft.commands.outputs import claim, say_next
 from dulbe_peft.utils.settings import AtLeastOne, setting
+from dulbe_peft.utils.terminal import counted
 
 if TYPE_CHECKING:
     from dulbe_peft.data.images import LabelledImages
@@ -44,7 +45,6 @@ def features(
         raise ValueError("--jobs and --address are of --engine: give all of them, or none")
     claim(("--output", output, ".parquet"), reads=[data, learner], overwrite=overwrite)
     from dulbe_peft.data.features import EncoderNote, write_features
-    from dulbe_peft.data.inventory import counted
     from dulbe_peft.runs.setup import look_by
     from dulbe_peft.runs.sources import open_images, open_source
 

@@ -19,6 +19,7 @@ from dulbe_peft.runs import sources
 from dulbe_peft.runs.settings import StreamArguments
 from dulbe_peft.runs.setup import look_by
 from dulbe_peft.utils.settings import AtLeastOne, setting
+from dulbe_peft.utils.terminal import counted
 
 if TYPE_CHECKING:
     from dulbe_peft.data.images import LabelledImages
@@ -89,8 +90,6 @@ def _say_same_pixels(images: LabelledImages, learner: ClassIncrementalLearner) -
 
     What was learned is compared where its features are still in the store.
     """
-    from dulbe_peft.data.inventory import counted
-
     encoder, store = learner.encoder, learner.encoder.store
     if encoder.adapted or store is None or images.features is not None:
         return
@@ -124,7 +123,6 @@ def _update(learner: ClassIncrementalLearner, images: LabelledImages) -> None:
     """Take in the images of known classes, if there are any, and say of which and how many."""
     import numpy as np
 
-    from dulbe_peft.data.inventory import counted
     from dulbe_peft.training.updating import check_update
 
     if not len(images):

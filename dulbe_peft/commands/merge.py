@@ -15,6 +15,7 @@ from dulbe_peft.commands.given import check_given
 from dulbe_peft.commands.options import OVERWRITE, Folder, Load, command, learner_options
 from dulbe_peft.commands.outputs import FOLDER, claim
 from dulbe_peft.utils.settings import setting
+from dulbe_peft.utils.terminal import counted
 
 
 @command()
@@ -30,7 +31,6 @@ def merge(
     claim(("--output", output, FOLDER), apart=[learner, other], overwrite=overwrite)
     one, two = load(), load(learner=other)
     from dulbe_peft.classifiers.checks import check_alike
-    from dulbe_peft.data.inventory import counted
     from dulbe_peft.runs.progress import known_tasks
 
     def check(mine: Any) -> None:

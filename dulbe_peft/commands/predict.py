@@ -33,7 +33,7 @@ from dulbe_peft.commands.options import OVERWRITE, File, Folder, Load, Share, co
 from dulbe_peft.commands.outputs import FOLDER, as_flags, claim, say_next
 from dulbe_peft.utils.files import is_stream, output_file, write_csv
 from dulbe_peft.utils.settings import setting
-from dulbe_peft.utils.terminal import printable
+from dulbe_peft.utils.terminal import counted, printable
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.learner import ClassIncrementalLearner
@@ -169,8 +169,6 @@ def _answers(
 
 
 def _sum_up(new: list[Prediction], before: int, rejects: bool, files: list[Any]) -> None:
-    from dulbe_peft.data.inventory import counted
-
     unread = sum(row.error is not None for row in new)
     parts = [counted(len(new) - unread, "image")]
     parts += [f"{before} were answered before"] * bool(before)

@@ -20,7 +20,7 @@ from dulbe_peft.commands.given import check_images
 from dulbe_peft.commands.options import OVERWRITE, File, Load, Page, command, learner_options
 from dulbe_peft.commands.outputs import claim, say_next, words_of
 from dulbe_peft.utils.settings import AtLeastOne, setting
-from dulbe_peft.utils.terminal import printable
+from dulbe_peft.utils.terminal import counted, printable
 
 if TYPE_CHECKING:
     from dulbe_peft.data.images import LabelledImages
@@ -49,7 +49,7 @@ def suggest(
     claim(("--csv", csv, ".csv"), ("--page", page, ".html"), reads=photos, overwrite=overwrite)
     loaded = load(learner=learner)
     from dulbe_peft.data.folders import folder_content
-    from dulbe_peft.data.inventory import Found, Inventory, counted
+    from dulbe_peft.data.inventory import Found, Inventory
     from dulbe_peft.data.unlabelled import unlabelled_images
     from dulbe_peft.metrics.suggesting import suggestions
     from dulbe_peft.utils.files import is_stream, write_csv

@@ -11,7 +11,7 @@ from PIL import Image
 
 from dulbe_peft.data.decoding import open_image, to_rgb
 from dulbe_peft.data.images import LabelledImages, labelled_images, pixels_content
-from dulbe_peft.utils.terminal import printable
+from dulbe_peft.utils.terminal import counted, printable
 
 _SHOWN, _PAIRS = 20, 3  # unreadable images, or rare classes, that a message names; pairs of each kind
 FEW = 4  # images of a class, below which its answers are rough
@@ -118,12 +118,6 @@ class Inventory:
         """The first images that cannot be read, one a line with its reason, and how many more there are."""
         lines = [f"{printable(image.name)}: {why}" for image, why in self.unreadable]
         return [f"  {line}" for line in _first(lines, most)]
-
-
-def counted(number: int, noun: str) -> str:
-    """A number with its noun, in the plural where there is not one."""
-    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
-    return f"{number} {noun if number == 1 else plural}"
 
 
 def _first(texts: list[str], most: int) -> list[str]:

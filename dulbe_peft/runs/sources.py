@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.utils.terminal import printable_lines
+from dulbe_peft.utils.terminal import counted, printable_lines
 
 if TYPE_CHECKING:  # numpy and Pillow are imported by the commands that need them
     from dulbe_peft.data.images import LabelledImages
@@ -211,8 +211,6 @@ def new_images(images: LabelledImages, known: KnownImages) -> LabelledImages:
 
 def say_leaks(train: LabelledImages, test: LabelledImages | None, known: KnownImages) -> None:
     """Print how many images to learn from were tested on in an earlier task, or the other way round."""
-    from dulbe_peft.data.inventory import counted
-
     tested = {content for contents in known.tested.values() for content in contents}
     for images, others, what in (
         (train, tested, "to learn from stood in the tests of an earlier task"),

@@ -5,36 +5,35 @@ import io
 import tempfile
 import threading
 import zipfile
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dulbe_peft.classifiers.calibration import HARDLY
 from dulbe_peft.data.decoding import decode_image, open_image
-from dulbe_peft.data.images import labelled_images
-from dulbe_peft.data.inventory import counted
+from dulbe_peft.data.images import named_images
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.serving.labelling import FEW, Labelling, jpeg
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.files import paths_below
+from dulbe_peft.utils.terminal import counted
 
 MOST_BYTES = 64 * 2**20  # of one upload
 MOST_IMAGES = 200  # of one upload
 SHOWN = 5  # classes of an answer
 REJECT = 0.05  # false alarms accepted for "none of these"
-MOST_UNDOS = 20  # each keeps what the classifiers were
+MOST_UNDOS = 20  # states that an undo can lead back to; each keeps what the classifiers were
 BROWSERS_SHOW = {"JPEG", "PNG", "WEBP", "GIF", "BMP"}
 
 
 class Change(NamedTuple):
-    """What was done, the state before it, and the labels that it learned."""
+    """What was done, the state before it, and the photograph of the folder that was labelled, if that was it."""
 
     words: str
     state: LearnerState
-    labels: list[tuple[int, str]]
+    photo: int | None = None
 
 
 class App:
@@ -50,13 +49,18 @@ class App:
         self.learner, self.output = learner, output
         self.labelling = None if photographs is None else Labelling(learner, photographs)
         self.kept = learner.state  # what is on a disk
-        self.before: deque[Change] = deque(maxlen=MOST_UNDOS)
+        self.before: list[Change] = []
         self.turn = threading.Lock()
+
+    @property
+    def waiting(self) -> list[int]:
+        """Photographs whose labels are not learned yet: the learner is as it was before they were said."""
+        return [one.photo for one in self.before if one.photo is not None and one.state is self.learner.state]
 
     @property
     def unsaved(self) -> bool:
         """Whether the learner is another one than any folder or download holds."""
-        return self.learner.state is not self.kept or bool(self.labelling and self.labelling.waiting)
+        return self.learner.state is not self.kept or bool(self.waiting)
 
     def facts(self) -> dict[str, Any]:
         """The classes, their images, whether new classes can be added, what an undo takes back, and what is saved."""
@@ -66,11 +70,11 @@ class App:
             "counts": state.image_counts(),
             "classifier": state.classifier.name,
             "teachable": not state.strategy.adapts,
-            "undo": self.undone(),
+            "undo": self.before[-1].words if self.before else None,
             "output": None if self.output is None else str(self.output),
             "unsaved": self.unsaved,
             "most_bytes": MOST_BYTES,
-            "labelling": None if self.labelling is None else self.labelling.facts(),
+            "labelling": self.labelling and self.labelling.facts() | {"waiting": len(self.waiting)},
         }
 
     def predict(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -78,20 +82,19 @@ class App:
         as which it was learned, and a JPEG of an image that browsers do not show.
         """
         (image,) = pictures(request, 1)
-        names, images = self.learner.class_names, unlabelled_images(image)
-        most, area = min(SHOWN, len(names)), self.learner.classifier.roc_area
+        images, area = unlabelled_images(image), self.learner.classifier.roc_area
         try:
             reject = None if area is not None and area < HARDLY else REJECT
-            (found,) = self.learner.predictions(images, most, reject=reject)
+            (found,) = self.learner.predictions(images, SHOWN, reject=reject)
         except ValueError:  # too few images were held back to say what is none of the classes
-            (found,) = self.learner.predictions(images, most)
+            (found,) = self.learner.predictions(images, SHOWN)
         best = [{"class": name, "probability": p} for name, p in zip(found.classes, found.probabilities, strict=True)]
         (content,) = images.contents()
         shown = open_image(image).format in BROWSERS_SHOW
         return {
             "best": best,
             "known": bool(found.known),
-            "learned": None if content is None else self.learner.state.known.class_of().get(content),
+            "learned": self.learner.state.known.class_of().get(content or b""),
             "picture": None if shown else f"data:image/jpeg;base64,{base64.b64encode(jpeg(image)).decode()}",
         }
 
@@ -102,7 +105,7 @@ class App:
         name, files = self.named(request), pictures(request, MOST_IMAGES)
         self.finish()
         known, state = name in self.learner.class_names, self.learner.state
-        given = labelled_images([{"image": file, "label": 0} for file in files]).at(slice(None), class_names=[name])
+        given = named_images([{"image": file, "label": 0} for file in files], [name])
         rows, twice = state.known.new_rows(given)
         contents = given.contents()
         moved = {contents[row]: row for row in twice.pop("of another class", [])}
@@ -115,7 +118,8 @@ class App:
                 self.learner.forget_images([files[row] for row in moved.values()])
             (self.learner.update_classes if known else self.learner.learn_task)(given.at([*rows, *moved.values()]))
 
-        self.change(f"{counted(len(rows) + len(moved), 'image')} of {name}", learn)
+        self.change(learn)
+        self.before.append(Change(f"{counted(len(rows) + len(moved), 'image')} of {name}", state))
         were = {state.known.class_of()[content or b""] for content in moved}
         parts = [f"learned: {name}"] + [f"no longer: {', '.join(sorted(were))}"] * bool(were)
         return self.facts() | {"said": "; ".join(parts + [f"left out: {why}"] * bool(why))}
@@ -132,13 +136,15 @@ class App:
 
     def label(self, request: dict[str, Any]) -> dict[str, Any]:
         """Say of which class a photograph of the folder is; after each few, the learner has learned them."""
-        work, name = self.photographs(), self.named(request)
-        work.say(request.get("photo"), name)
+        work, name, photo = self.photographs(), self.named(request), request.get("photo")
+        work.say(photo, name)
+        self.before.append(Change(f"the label {name}", self.learner.state, photo))
         try:
-            if len(work.waiting) >= FEW:
+            if len(self.waiting) >= FEW:
                 self.finish()
         except BaseException:
-            work.unsay()
+            self.before.pop()
+            work.unsay(photo)
             raise
         return self.facts() | {"said": f"{name}, {len(work.labels)} labelled"}
 
@@ -155,38 +161,28 @@ class App:
 
     def finish(self) -> None:
         """Learn the labels that wait for others."""
-        work = self.labelling
-        if work is not None and work.waiting:
-            labels = list(work.waiting)
-            self.change(f"{counted(len(labels), 'label')}", work.learn, labels)
-            work.waiting.clear()
+        if places := self.waiting:
+            work = self.photographs()
+            self.change(lambda: work.learn(places))
             work.sort()
 
-    def undone(self) -> str | None:
-        """What an undo takes back: the last label, or the last change."""
-        labels = self.labelling.waiting if self.labelling else []
-        if not labels and self.before:
-            labels = self.before[-1].labels
-        return f"the label {labels[-1][1]}" if labels else self.before[-1].words if self.before else None
-
     def undo(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Take the last label back, or else the last change."""
-        work, words = self.labelling, self.undone()
-        if words is None:
+        """Take the last label or other change back; labels that were learned with this one wait again."""
+        if not self.before:
             raise ValueError("there is nothing to undo")
-        if work is None or not work.waiting:
-            last = self.before[-1]
-            self.change("", lambda: setattr(self.learner, "state", last.state))
-            self.before.pop()
-            if work is not None:
-                work.waiting = list(last.labels)
-        if work is not None and work.waiting:
-            work.unsay()
+        words, state, photo = self.before[-1]
+        if state is not self.learner.state:
+            self.change(lambda: setattr(self.learner, "state", state))
+        self.before.pop()
+        if photo is not None:
+            self.photographs().unsay(photo)
         return self.facts() | {"said": f"taken back: {words}"}
 
-    def change(self, words: str, make: Callable[[], Any], labels: Sequence[tuple[int, str]] = ()) -> None:
-        """Make a change and save it, or leave the learner as it was; `words` say what an undo takes back."""
+    def change(self, make: Callable[[], Any]) -> None:
+        """Make a change and save it, or leave the learner as it was."""
         before = self.learner.state
+        while len({id(one.state) for one in self.before}) > MOST_UNDOS:
+            del self.before[0]
         try:
             make()
             if self.output is not None:
@@ -195,8 +191,6 @@ class App:
         except BaseException:
             self.learner.state = before
             raise
-        if words:
-            self.before.append(Change(words, before, list(labels)))
 
     def download(self) -> bytes:
         """The learner as it is, as `save_pretrained` writes it, in a zip archive."""

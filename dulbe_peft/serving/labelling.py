@@ -4,10 +4,9 @@ import io
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 from dulbe_peft.data.decoding import decode_image
-from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.suggesting import suggestions
@@ -29,7 +28,6 @@ class Labelling:
         self.left = [place for place in new if place not in unreadable]
         if not self.left:
             raise ValueError(f"{folder} has no photograph that can be read and that the learner has not learned")
-        self.waiting: list[tuple[int, str]] = []  # labels that are not learned yet
         self.labels: dict[int, str] = {}  # of this visit
         self.skipped: list[int] = []  # which come last
         self.sort()
@@ -43,7 +41,7 @@ class Labelling:
 
     def facts(self) -> dict[str, Any]:
         """The photograph to label now, with the classes that it is likely of, and how many are left and labelled."""
-        counts = {"left": len(self.left), "labelled": len(self.labels), "waiting": len(self.waiting)}
+        counts = {"left": len(self.left), "labelled": len(self.labels)}
         if not self.left:
             return counts | {"photo": None}
         place, *after = self.left
@@ -62,7 +60,6 @@ class Labelling:
         learned = self.learner.state.known.class_of().get(content or b"")
         if learned is not None:
             raise ValueError(f"this photograph was learned as {learned!r} meanwhile: to move it, teach it above")
-        self.waiting.append((place, name))
         self.labels[place] = name
 
     def skip(self, place: Any) -> None:
@@ -71,9 +68,8 @@ class Labelling:
         self.left.append(place)
         self.skipped = [*(one for one in self.skipped if one != place), place]
 
-    def unsay(self) -> None:
-        """Take the last label back that is not learned yet."""
-        place, _ = self.waiting.pop()
+    def unsay(self, place: Any) -> None:
+        """Take the label of a photograph back, which is the next one again."""
         del self.labels[place]
         self.left.insert(0, place)
 
@@ -82,17 +78,16 @@ class Labelling:
             raise ValueError(f"photograph {place!r} is not to be labelled any more: load the page again")
         self.left.remove(place)
 
-    def learn(self) -> None:
-        """Teach the learner what was said; classes that it does not know are one further task."""
-        known, names = self.learner.class_names, dict.fromkeys(name for _, name in self.waiting)
+    def learn(self, places: list[int]) -> None:
+        """Teach the learner what was said of some photographs; classes that it does not know are one further task."""
+        known, names = self.learner.class_names, dict.fromkeys(self.labels[place] for place in places)
         for learn, own in (
             (self.learner.update_classes, [name for name in names if name in known]),
             (self.learner.learn_task, [name for name in names if name not in known]),
         ):
-            rows = [(place, own.index(name)) for place, name in self.waiting if name in own]
-            if rows:
-                at, labels = zip(*rows, strict=True)
-                learn(self.images.at(list(at), torch.tensor(labels).numpy(), check_class_names(own)))
+            at = [place for place in places if self.labels[place] in own]
+            if at:
+                learn(self.images.at(at, np.array([own.index(self.labels[place]) for place in at]), own))
 
     def table(self) -> bytes:
         """What was said in this visit as CSV: path, label."""

@@ -25,6 +25,7 @@ from dulbe_peft.utils.folders import CheckpointError
 from dulbe_peft.utils.templates import ASSETS
 
 PAGE = ASSETS / "serve" / "page.html"
+ASKED = {"/predict", "/teach", "/undo", "/label", "/skip"}  # methods of the app
 LOCAL = {"127.0.0.1", "localhost", "::1"}
 # The page runs its own script and shows pictures that it was given; no other page may frame it.
 POLICY = (
@@ -80,9 +81,7 @@ class PageHandler(BaseHTTPRequestHandler):
         if self.path == "/":
             self._answer(HTTPStatus.OK, PAGE.read_bytes(), "text/html; charset=utf-8")
         elif self.path == "/facts":
-            with app.turn:
-                facts = app.facts()
-            self._json(HTTPStatus.OK, facts)
+            self._work(lambda _: app.facts(), b"{}")
         elif self.path == "/learner.zip":
             with app.turn:
                 packed = app.download()
@@ -103,19 +102,16 @@ class PageHandler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """What the page asks for, as JSON."""
-        app = self.server.app
-        asked = {"/predict": app.predict, "/teach": app.teach, "/undo": app.undo}
-        asked |= {"/label": app.label, "/skip": app.skip}
         if not self._trusted():
             return
         length = self.headers.get("Content-Length", "")
-        if self.path not in asked or self.headers.get_content_type() != "application/json":
+        if self.path not in ASKED or self.headers.get_content_type() != "application/json":
             self._json(HTTPStatus.BAD_REQUEST, {"error": "ask as the page does"})
         elif not length.isascii() or not length.isdigit() or int(length) > MOST_BYTES:
             self.close_connection = True
             self._json(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"error": f"send at most {MOST_BYTES >> 20} MiB"})
         else:
-            self._work(asked[self.path], self.rfile.read(int(length)))
+            self._work(getattr(self.server.app, self.path[1:]), self.rfile.read(int(length)))
 
     def _work(self, ask: Callable[[dict[str, Any]], dict[str, Any]], body: bytes) -> None:
         try:

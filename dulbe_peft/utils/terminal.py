@@ -1,4 +1,4 @@
-"""Texts that a terminal shows as they are."""
+"""Words for people: texts that a terminal shows as they are, and numbers with their nouns."""
 
 import re
 
@@ -14,3 +14,9 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """A message of one or several lines, each of which is `printable`."""
     return "\n".join(map(printable, text.split("\n")))
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, in the plural where there is not one."""
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"

@@ -345,7 +345,7 @@ def test_a_photograph_that_was_taught_meanwhile_is_not_labelled_too(folder, heap
     app.teach({"class": "red", "images": [file]})
     with pytest.raises(ValueError, match="was learned as 'red' meanwhile"):
         app.label({"photo": place, "class": "green"})
-    assert place not in app.labelling.left and not app.labelling.waiting
+    assert place not in app.labelling.left and not app.waiting
 
 
 def test_a_folder_that_a_server_holds_is_not_put_aside(folder, tmp_path, capsys):
@@ -389,7 +389,7 @@ def test_labels_that_wait_are_learned_before_the_end_and_one_that_fails_is_none(
         assert app.facts() == before and before["labelling"]["waiting"] == 4
     app.finish()
     known = ClassIncrementalLearner.from_pretrained(tmp_path / "taught").state.known
-    assert sum(map(len, known.learned.values())) == 12 and not app.labelling.waiting
+    assert sum(map(len, known.learned.values())) == 12 and not app.waiting
     with pytest.raises(ValueError, match="start with --photos FOLDER"):
         App(app.learner).label({"photo": 0, "class": "red"})
 
