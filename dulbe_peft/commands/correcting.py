@@ -31,13 +31,16 @@ def drop_classifiers(learner: ClassIncrementalLearner, check: Callable[[Classifi
     return said
 
 
-def write_corrected(learner: ClassIncrementalLearner, output: str, past: Sequence[FinishedTask] | None = None) -> None:
-    """Commit a learner that was corrected. What runs have measured holds no more, but for where images came from.
+def write_corrected(
+    learner: ClassIncrementalLearner, output: str, said: Sequence[str], past: Sequence[FinishedTask] | None = None
+) -> None:
+    """Say what was done, and commit a learner: of what runs have measured, only where images came from still holds.
 
     `past` is what was known of its tasks, where another learner was merged in.
     """
     from dulbe_peft.runs.progress import FinishedTask, known_tasks
 
+    print("\n".join(said))
     past = known_tasks(learner) if past is None else past
     sources = [FinishedTask(class_names=list(n), source=t.source) for n, t in zip(learner.tasks, past, strict=True)]
     learner.run([], output, past=sources)

@@ -45,6 +45,7 @@ def features(
         raise ValueError("--jobs and --address are of --engine: give all of them, or none")
     claim(("--output", output, ".parquet"), reads=[data, learner], overwrite=overwrite)
     from dulbe_peft.data.features import EncoderNote, write_features
+    from dulbe_peft.runs.encoding import fill_store
     from dulbe_peft.runs.setup import look_by
     from dulbe_peft.runs.sources import open_images, open_source
 
@@ -55,8 +56,6 @@ def features(
 
     def look(images: LabelledImages) -> Mapping[int, str]:
         if engine is not None and store is not None:
-            from dulbe_peft.runs.encoding import fill_store
-
             again = partial(load, num_workers=0, progress=False)
             fill_store(store, images, loaded, again, engine, jobs, address)
         return look_by(loaded)(images)

@@ -11,6 +11,7 @@ from dulbe_peft.commands.correcting import drop_classifiers, write_corrected
 from dulbe_peft.commands.given import check_images, noted_classes
 from dulbe_peft.commands.options import OVERWRITE, File, Folder, Load, command, learner_options
 from dulbe_peft.commands.outputs import FOLDER, claim
+from dulbe_peft.data.names import learned_name
 from dulbe_peft.utils.settings import setting
 
 
@@ -24,8 +25,6 @@ def forget(
     output: Folder = setting(..., "folder for the learner without them"),
     overwrite: bool = OVERWRITE,
 ) -> int:
-    from dulbe_peft.data.names import learned_name
-
     if not classes and not image:
         raise ValueError("nothing to forget: name classes, or photographs with --image FILE")
     known = noted_classes(learner)
@@ -35,18 +34,18 @@ def forget(
         check_images([one])
     claim(("--output", output, FOLDER), apart=[learner], overwrite=overwrite)
     loaded = load()
+    from dulbe_peft.data.store import store_path
+
     said = []
     if image:
         said = drop_classifiers(loaded, lambda one: one.check_forgets_images())
         loaded.forget_images(list(image))
     for name in dict.fromkeys(classes):
         loaded.forget_class(name)
-    print("\n".join([*said, f"{len(loaded.class_names)} classes are left"]))
-    from dulbe_peft.data.store import store_path
-
-    if store_path().exists():
-        print(
-            f"features of the forgotten photographs may still stand in {store_path()}; deleting the file removes them"
+    said.append(f"{len(loaded.class_names)} classes are left")
+    if (store := store_path()).exists():
+        said.append(
+            f"features of the forgotten photographs may still stand in {store}; deleting the file removes them"
         )
-    write_corrected(loaded, output)
+    write_corrected(loaded, output, said)
     return 0

@@ -1,12 +1,12 @@
 """What a person names for a command, looked at before anything that takes time is imported."""
 
-import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dulbe_peft.utils.files import read_json
 from dulbe_peft.utils.terminal import printable
 
 
@@ -50,7 +50,7 @@ def noted(learner: str) -> dict[str, Any]:
     with suppress(OSError, ValueError, TypeError, IndexError):
         folder = Path(learner)
         folder = folder if (folder / LEARNER_FILE).exists() else task_folders(folder)[0]
-        return dict(json.loads((folder / LEARNER_FILE).read_text(encoding="utf-8")))
+        return dict(read_json(folder / LEARNER_FILE))
     return {}
 
 

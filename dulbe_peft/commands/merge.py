@@ -50,8 +50,7 @@ def merge(
         which = f"that {'tests' if leaks == 1 else 'test'} one of them {were} learned by the other"
         said.append(f"{counted(leaks, 'image')} {which}: later tests say too much")
     said.append(f"{len(one.class_names)} classes, of which {other} brought {len(one.class_names) - len(before)}")
-    print("\n".join(said))
-    write_corrected(one, output, past)
+    write_corrected(one, output, said, past)
     return 0
 
 

@@ -175,25 +175,25 @@ def learner_options(optional: bool = False, choose: bool = False, encodes: bool 
 
     A command that `encodes` images has the flags `--no-store`, `--precision`, `--backend` and `--force`.
     """
-    alone = "; without LEARNER: a model that has learned nothing" if optional else ""
     own = (*_MACHINE, *_ENCODING) if encodes else _MACHINE
+    alone = "; without LEARNER: a model that has learned nothing" if optional else ""
+    what = "a saved learner: a run's folder, one of its tasks, or a Hub id"
+    given = {"learner": setting(None if optional else ..., what, place=True)}
+    given["model"] = setting(None, f"the base model, where it is not where it was{alone}")
+    if choose:
+        given["classifier"] = setting(None, "which of the learner's classifiers answers; none: its first")
 
     def add(function: Any) -> Any:
         @wraps(function)
-        def call(learner: str | None, model: str | None, **flags: Any) -> int:
+        def call(
+            learner: str | None, model: str | None, classifier: str | None = None, no_store: bool = True, **flags: Any
+        ) -> Any:
             machine = {name: value for name in own if (value := flags.pop(name)) is not None}
-            first = flags.pop("classifier", None)
-            store = not flags.pop("no_store", True)
-            load = partial(load_learner, learner=learner, model=model, machine=machine, first=first, store=store)
             check_given(None if optional else learner, model, flags.get("data"))
-            status: int = function(learner=learner, load=load, **flags)
-            return status
+            store = not no_store
+            load = partial(load_learner, learner=learner, model=model, machine=machine, first=classifier, store=store)
+            return function(learner=learner, load=load, **flags)
 
-        what = "a saved learner: a run's folder, one of its tasks, or a Hub id"
-        given = {"learner": setting(None if optional else ..., what, place=True)}
-        given["model"] = setting(None, f"the base model, where it is not where it was{alone}")
-        if choose:
-            given["classifier"] = setting(None, "which of the learner's classifiers answers; none: its first")
         made = [_parameter(name, one, str, own=True) for name, one in given.items()]
         made += settings_of(LearnerArguments, own, "machine")
         if encodes:
@@ -208,11 +208,11 @@ def load_learner(
     learner: str | None,
     model: str | None,
     machine: dict[str, Any],
+    store: bool,
     first: str | None = None,
-    store: bool | None = None,
     **defaults: Any,
 ) -> ClassIncrementalLearner:
-    """A saved learner, or a pristine model that has learned nothing; `store` as in `open_store`, None: none."""
+    """A saved learner, or a pristine model that has learned nothing; `store` as in `open_store`."""
     check_given(learner, model)
     if learner is None and model is None:
         raise ValueError("name a saved learner, or a pristine model with --model")
@@ -222,15 +222,12 @@ def load_learner(
     from dulbe_peft.encoders.loading import load_dual_encoder
     from dulbe_peft.learner import ClassIncrementalLearner
 
-    given = defaults | machine
-    if learner is None:
-        assert model is not None
-        clip, processor = load_dual_encoder(model)
-        loaded = ClassIncrementalLearner(clip, processor, args=LearnerArguments(**given), strategy="frozen")
-    else:
-        base = None if model is None else load_dual_encoder(model)[0]
-        loaded = ClassIncrementalLearner.from_pretrained(learner, base_model=base, machine=given)
-    loaded.encoder.store = None if store is None else open_store(store)
+    given, base = defaults | machine, None if model is None else load_dual_encoder(model)
+    if learner is not None:
+        loaded = ClassIncrementalLearner.from_pretrained(learner, base_model=base and base[0], machine=given)
+    elif base is not None:
+        loaded = ClassIncrementalLearner(*base, args=LearnerArguments(**given), strategy="frozen")
+    loaded.encoder.store = open_store(store)
     if first is not None:
         _check_first(first, learner, loaded.classifiers)
         chosen = {first: loaded.classifiers[first], **loaded.classifiers}

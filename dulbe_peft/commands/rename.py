@@ -11,6 +11,7 @@ from dulbe_peft.commands.correcting import drop_classifiers, write_corrected
 from dulbe_peft.commands.given import noted_classes
 from dulbe_peft.commands.options import OVERWRITE, Folder, Load, command, learner_options
 from dulbe_peft.commands.outputs import FOLDER, claim
+from dulbe_peft.data.names import check_rename, normalized
 from dulbe_peft.utils.settings import setting
 
 
@@ -24,8 +25,6 @@ def rename(
     output: Folder = setting(..., "folder for the learner with the new name"),
     overwrite: bool = OVERWRITE,
 ) -> int:
-    from dulbe_peft.data.names import check_rename, normalized
-
     new = new.strip()  # as labels of a table are
     if known := noted_classes(learner):
         check_rename(old, new, known)
@@ -35,6 +34,5 @@ def rename(
     said = drop_classifiers(loaded, lambda one: one.check_merges()) if joins else []
     loaded.rename_class(old, new)
     both = f", which has the photographs of both; {len(loaded.class_names)} classes" * joins
-    print("\n".join([*said, f"{old} is {new} by now{both}"]))
-    write_corrected(loaded, output)
+    write_corrected(loaded, output, [*said, f"{old} is {new} by now{both}"])
     return 0
