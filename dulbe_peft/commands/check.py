@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dulbe_peft.commands.named import FOLDER, as_flags, claim, data_name, say_next, words_of
 from dulbe_peft.commands.options import NO_STORE, OVERWRITE, File, Folder, Page, command, load_learner, settings_of
-from dulbe_peft.commands.outputs import FOLDER, as_flags, claim, data_name, say_next, words_of
 from dulbe_peft.runs.settings import StreamArguments
 from dulbe_peft.utils.files import write_csv
 from dulbe_peft.utils.settings import setting
@@ -50,7 +50,7 @@ def check(
     move_to: Folder | None = setting(None, "move the files that the table names, but for what is left out anyway"),
     check_labels: bool = setting(False, "name the images that look like another class; needs --model"),
     model: str | None = setting(None, "whose eyes --check-labels looks with, as for run"),
-    device: str | None = setting(None, "where that model runs"),
+    device: str = setting("auto", "where that model runs"),
     no_store: bool = NO_STORE,
     overwrite: bool = OVERWRITE,
     **splits: str | None,
@@ -63,8 +63,7 @@ def check(
     from dulbe_peft.data.inventory import find_duplicates
     from dulbe_peft.data.splits import open_stream_data
 
-    machine = {} if device is None else {"device": device}
-    learner = None if model is None else load_learner(None, model, machine, store=not no_store)
+    learner = None if model is None else load_learner(None, model, {"device": device}, store=not no_store)
     named = {name: split for name, split in splits.items() if split is not None}
     train, test, found = open_stream_data(data, **named, strict=False)  # type: ignore[arg-type]
     if page is not None and train.features is not None:

@@ -9,8 +9,8 @@ goes on.
 from pathlib import Path
 from typing import Literal
 
+from dulbe_peft.commands.named import FOLDER, claim, say_next
 from dulbe_peft.commands.options import OVERWRITE, Folder, command
-from dulbe_peft.commands.outputs import FOLDER, claim, say_next
 from dulbe_peft.utils.settings import AtLeastOne, setting
 
 
@@ -23,7 +23,7 @@ def compare(
     address: str | None = setting(None, "of the scheduler of dask or ray; else one starts on this machine"),
     dry_run: bool = setting(False, "print the runs that are missing, and exit"),
     overwrite: bool = OVERWRITE,
-) -> int:
+) -> None:
     from dulbe_peft.comparison.cells import is_done
     from dulbe_peft.comparison.compare import compare
     from dulbe_peft.comparison.plan import read_plan
@@ -38,11 +38,10 @@ def compare(
         more = len(plan.cells()) - len(certain)
         more_words = f", and at least {more} whose settings are chosen" if more else ""
         print(f"{len(missing)} runs are missing{more_words}")
-        return 0
+        return
     data = (*(stream["data"] for stream in plan.streams.values()), *(own[0] for own in plan.retentions.values()))
     claim(("--output", output, FOLDER), reads=[file], apart=data, overwrite=overwrite)
     entries = compare(plan, folder, jobs, backend, address)
     print(format_summary(entries))
     print(f"written: {folder / 'comparison.json'} and {folder / 'comparison.csv'}")
     say_next("report", folder)
-    return 0

@@ -8,7 +8,7 @@ the number of heads: those of the towers are their widths / 64 unless you give o
 
 from typing import Any, Literal
 
-from dulbe_peft.commands.given import check_given
+from dulbe_peft.commands.named import check_given
 from dulbe_peft.commands.options import command
 from dulbe_peft.utils.settings import setting
 
@@ -22,19 +22,15 @@ def convert_openclip(
     activation: Literal["gelu", "quick_gelu"] = setting("gelu", "of OpenAI's weights: quick_gelu"),
     vision_heads: int | None = setting(None, "attention heads of the vision tower"),
     text_heads: int | None = setting(None, "attention heads of the text tower"),
-) -> int:
+) -> None:
     check_given(checkpoint=checkpoint)
     from dulbe_peft.encoders.openclip import save_open_clip
 
     facts = {"activation": activation, "vision_heads": vision_heads, "text_heads": text_heads}
     model: Any = save_open_clip(checkpoint, output, tokenizer, resize, **facts)
-    vision, text = model.config.vision_config, model.config.text_config
-    for name, tower in (("images", vision), ("texts", text)):
+    vision, size = model.config.vision_config, model.config.vision_config.image_size
+    for name, tower in (("images", vision), ("texts", model.config.text_config)):
         blocks = f"{tower.num_hidden_layers} blocks of width {tower.hidden_size}"
         print(f"{name}: {blocks}, {tower.num_attention_heads} heads, {tower.hidden_act}")
-    print(
-        f"{vision.image_size} x {vision.image_size} pixels, patches of {vision.patch_size}; features: "
-        f"{model.config.projection_dim}"
-    )
+    print(f"{size} x {size} pixels, patches of {vision.patch_size}; features: {model.config.projection_dim}")
     print(f"written: {output}")
-    return 0

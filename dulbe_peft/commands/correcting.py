@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dulbe_peft.commands.outputs import say_next
+from dulbe_peft.commands.named import say_next
 
 if TYPE_CHECKING:
     from dulbe_peft.classifiers import Classifier

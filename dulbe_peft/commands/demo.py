@@ -5,8 +5,8 @@ Each month brings digits that are new, and no month is looked at again. Look at 
 writes: it is what your own photographs get.
 """
 
+from dulbe_peft.commands.named import FOLDER, claim, say_next
 from dulbe_peft.commands.options import OVERWRITE, command
-from dulbe_peft.commands.outputs import FOLDER, claim, say_next
 from dulbe_peft.utils.settings import setting
 
 
@@ -16,11 +16,10 @@ def demo(
     compare: bool = setting(False, "five tasks, with training and without, in one table: half a minute"),
     seed: int = setting(0, "seed of the learner (0)"),
     overwrite: bool = OVERWRITE,
-) -> int:
+) -> None:
     claim(("--output", output, FOLDER), overwrite=overwrite)
     from dulbe_peft.demo import compare_demo, run_demo
 
     (compare_demo if compare else run_demo)(output, seed)
     print(f"next: open {output}/report.html in a browser, then")
     say_next("check", "YOUR-FOLDER")
-    return 0

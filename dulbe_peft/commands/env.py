@@ -10,7 +10,7 @@ from dulbe_peft.commands.options import command
 
 
 @command()
-def env() -> int:
+def env() -> None:
     import torch
 
     from dulbe_peft.data.store import FeatureStore, store_path
@@ -26,4 +26,3 @@ def env() -> int:
     count, size = store.facts()
     held = f"{count} features, {size / 1e6:.1f} MB" if count else "empty"
     print(f"feature store: {store.path}, {held}")
-    return 0

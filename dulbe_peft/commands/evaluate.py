@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dulbe_peft.commands.named import say_next
 from dulbe_peft.commands.options import CLASS_NAMES, DATA, STRICT, Load, Share, command, learner_options
-from dulbe_peft.commands.outputs import say_next
 from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import counted, printable
 
@@ -40,7 +40,7 @@ def evaluate(
     reject: Share | None = setting(None, 'measure "none of these" for these accepted false alarms'),
     zero_shot: bool = setting(False, "measure what is still known of unlearned classes"),
     scale: tuple[float, ...] = setting((), "for --zero-shot: shares of what was learned, 0 to 1"),
-) -> int:
+) -> None:
     if scale and not zero_shot:
         raise ValueError("--scale is for --zero-shot: give both")
     if zero_shot and reject is not None:
@@ -69,7 +69,6 @@ def evaluate(
     if found is not None:
         which = ["--classifier", loaded.classifier.name]
         say_next("export", learner, f"{Path(learner).name}-export", "--format", "transformers", *which, to=sys.stderr)
-    return 0
 
 
 def _accuracy(found: Evaluation, classes: int, unknown: LabelledImages | None) -> dict[str, Any]:

@@ -9,8 +9,8 @@ transformers.js:  one graph that JavaScript loads; needs the same
 Each format holds the learner's classifier, and a README.md with the lines of code that use it.
 """
 
+from dulbe_peft.commands.named import FOLDER, claim, say_next
 from dulbe_peft.commands.options import OVERWRITE, Load, command, learner_options
-from dulbe_peft.commands.outputs import FOLDER, claim, say_next
 from dulbe_peft.deployment import FORMATS, PRECISIONS
 from dulbe_peft.utils.settings import setting
 
@@ -25,7 +25,7 @@ def export(
     compress_to: int | None = setting(None, "lora: best approximation of this rank; prints its error"),
     precision: str = setting("float32", "of the encoder's weights in a graph", choice=PRECISIONS),
     overwrite: bool = OVERWRITE,
-) -> int:
+) -> None:
     claim(("OUTPUT", output, FOLDER), reads=[learner], overwrite=overwrite)
     loaded = load()
     from dulbe_peft.adapter.export import COMPRESSION_FILE
@@ -43,4 +43,3 @@ def export(
     print(f"written: {folder}")
     print(f"how to use it: {folder / 'README.md'}")
     say_next("serve", learner)
-    return 0

@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from dulbe_peft.commands.named import claim, say_next
 from dulbe_peft.commands.options import CLASS_NAMES, DATA, OVERWRITE, STRICT, File, Load, command, learner_options
-from dulbe_peft.commands.outputs import claim, say_next
 from dulbe_peft.utils.settings import AtLeastOne, setting
 from dulbe_peft.utils.terminal import counted
 
@@ -40,7 +40,7 @@ def features(
     jobs: AtLeastOne | None = setting(None, "workers of --engine, at most one a core of this machine (so many)"),
     address: str | None = setting(None, "of a running cluster of Dask or Ray; else workers start on this machine"),
     overwrite: bool = OVERWRITE,
-) -> int:
+) -> None:
     if engine is None and (jobs or address):
         raise ValueError("--jobs and --address are of --engine: give all of them, or none")
     claim(("--output", output, ".parquet"), reads=[data, learner], overwrite=overwrite)
@@ -78,4 +78,3 @@ def features(
     name = Path(output or data).stem
     frozen = ("run", "--model", loaded.state.base_name[0], "--data", output or data, "--output", f"{name}-run")
     say_next(*(("evaluate", learner, "--data", data) if loaded.encoder.adapted else frozen), to=sys.stderr)
-    return 0

@@ -8,9 +8,8 @@ model stays as it is. june stays, too.
 """
 
 from dulbe_peft.commands.correcting import drop_classifiers, write_corrected
-from dulbe_peft.commands.given import check_images, noted_classes
+from dulbe_peft.commands.named import FOLDER, check_images, claim, noted_classes
 from dulbe_peft.commands.options import OVERWRITE, File, Folder, Load, command, learner_options
-from dulbe_peft.commands.outputs import FOLDER, claim
 from dulbe_peft.data.names import learned_name
 from dulbe_peft.utils.settings import setting
 
@@ -24,7 +23,7 @@ def forget(
     image: tuple[File, ...] = setting((), "photographs that were learned, wherever they lie now"),
     output: Folder = setting(..., "folder for the learner without them"),
     overwrite: bool = OVERWRITE,
-) -> int:
+) -> None:
     if not classes and not image:
         raise ValueError("nothing to forget: name classes, or photographs with --image FILE")
     known = noted_classes(learner)
@@ -48,4 +47,3 @@ def forget(
             f"features of the forgotten photographs may still stand in {store}; deleting the file removes them"
         )
     write_corrected(loaded, output, said)
-    return 0

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.commands.given import check_given
+from dulbe_peft.commands.named import FOLDER, check_given, claim
 from dulbe_peft.commands.options import LABELS, OVERWRITE, Folder, Load, command, learner_options, settings_of
-from dulbe_peft.commands.outputs import FOLDER, claim
 from dulbe_peft.commands.run import close_run
 from dulbe_peft.runs import sources
 from dulbe_peft.runs.settings import StreamArguments
@@ -43,7 +42,7 @@ def learn(
     again: bool = setting(False, "count images that were learned already once more"),
     overwrite: bool = OVERWRITE,
     **flags: Any,
-) -> int:
+) -> None:
     data = sources.data_or_labels(data, labels)
     if not data:
         raise ValueError("--data is required, or --labels")
@@ -82,14 +81,10 @@ def learn(
     if past and not new:
         _say_gain(past[-1].row, results)
     close_run(loaded, output, results, [*tests, *(task.test for task in tasks)], [train], notes)
-    return 0
 
 
 def _say_same_pixels(images: LabelledImages, learner: ClassIncrementalLearner) -> None:
-    """Print how many images have the feature of one that was learned, as the same pixels under other bytes have.
-
-    What was learned is compared where its features are still in the store.
-    """
+    """Print how many images have a feature that the store has of a learned one, as other files of its pixels have."""
     encoder, store = learner.encoder, learner.encoder.store
     if encoder.adapted or store is None or images.features is not None:
         return

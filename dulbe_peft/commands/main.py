@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     ctx = None
     try:
         with _terminable(terminated), commands.make_context("dulbe-peft", list(argv), obj=argv) as ctx:
-            status = int(commands.invoke(ctx))
+            status = int(commands.invoke(ctx) or 0)
             sys.stdout.flush()  # here, where a reader that has gone away can be noticed
             return status
     except click.exceptions.Exit as end:  # of --help

@@ -11,9 +11,8 @@ from itertools import chain
 from typing import Any
 
 from dulbe_peft.commands.correcting import drop_classifiers, write_corrected
-from dulbe_peft.commands.given import check_given
+from dulbe_peft.commands.named import FOLDER, check_given, claim
 from dulbe_peft.commands.options import OVERWRITE, Folder, Load, command, learner_options
-from dulbe_peft.commands.outputs import FOLDER, claim
 from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import counted
 
@@ -26,7 +25,7 @@ def merge(
     other: str = setting(..., "another learner of the same model", place=True),
     output: Folder = setting(..., "folder for the learner that knows what both know"),
     overwrite: bool = OVERWRITE,
-) -> int:
+) -> None:
     check_given(other)
     claim(("--output", output, FOLDER), apart=[learner, other], overwrite=overwrite)
     one, two = load(), load(learner=other)
@@ -43,20 +42,12 @@ def merge(
     said = drop_classifiers(one, check) + [f"dropped: {name}: {other} alone has it" for name in sorted(alone)]
     two.state = replace(two.state, classifiers={name: two.classifiers[name] for name in one.classifiers})
     past = known_tasks(one) + [task for task in known_tasks(two) if set(task.class_names) - before]
-    leaks = _leaks(one, two)
+    leaks = 0  # images that one was tested on, and the other has learned
+    for mine, theirs in ((one.state.known, two.state.known), (two.state.known, one.state.known)):
+        leaks += len({*chain.from_iterable(mine.tested.values())} & theirs.class_of().keys())
     one.merge(two)
     if leaks:
-        were = "was" if leaks == 1 else "were"
-        which = f"that {'tests' if leaks == 1 else 'test'} one of them {were} learned by the other"
-        said.append(f"{counted(leaks, 'image')} {which}: later tests say too much")
+        which = "that tests one of them was" if leaks == 1 else "that test one of them were"
+        said.append(f"{counted(leaks, 'image')} {which} learned by the other: later tests say too much")
     said.append(f"{len(one.class_names)} classes, of which {other} brought {len(one.class_names) - len(before)}")
     write_corrected(one, output, said, past)
-    return 0
-
-
-def _leaks(one: Any, two: Any) -> int:
-    """How many images one of two learners was tested on that the other has learned."""
-    pairs = ((one.state.known, two.state.known), (two.state.known, one.state.known))
-    return sum(
-        len(set(chain.from_iterable(mine.tested.values())) & theirs.class_of().keys()) for mine, theirs in pairs
-    )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args, g
 import click
 
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.commands.given import check_given, noted
+from dulbe_peft.commands.named import check_given, noted
 from dulbe_peft.runs.settings import GROUPS, from_text
 from dulbe_peft.utils.settings import field_types, setting
 
@@ -96,10 +96,11 @@ def command(usage: str = "[OPTIONS]", kept: str = "", settings: Sequence[click.P
     """Make a function a command; the docstring of its file ends the help.
 
     A parameter whose default is a `setting` is a flag, or an argument where the setting has `place=True`; it is
-    required where the setting's default is `...`. Before these stand `settings`, and before them `learner_options`.
+    required where the setting's default is `...`. Before these stand `settings`, before them `learner_options`. The
+    function returns the exit status; None is 0.
     """
 
-    def make(function: Callable[..., int]) -> Command:
+    def make(function: Callable[..., int | None]) -> Command:
         text, hints = sys.modules[function.__module__].__doc__ or "", get_type_hints(function, include_extras=True)
         own = [(name, one.default) for name, one in signature(function).parameters.items()]
         declared = [_parameter(name, one, hints[name], own=True) for name, one in own if isinstance(one, Field)]
@@ -171,10 +172,7 @@ def _show_all(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 
 
 def learner_options(optional: bool = False, choose: bool = False, encodes: bool = True) -> Decorator:
-    """The learner, its machine and `load`, which makes it; `optional`: or a pristine model; `choose`: --classifier.
-
-    A command that `encodes` images has the flags `--no-store`, `--precision`, `--backend` and `--force`.
-    """
+    """The learner (where `optional`, or a pristine model), the flags of its machine, and `load`, which makes it."""
     own = (*_MACHINE, *_ENCODING) if encodes else _MACHINE
     alone = "; without LEARNER: a model that has learned nothing" if optional else ""
     what = "a saved learner: a run's folder, one of its tasks, or a Hub id"

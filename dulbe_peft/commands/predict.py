@@ -28,9 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dulbe_peft.commands.given import check_images
+from dulbe_peft.commands.named import FOLDER, as_flags, check_images, claim, say_next
 from dulbe_peft.commands.options import OVERWRITE, File, Folder, Load, Share, command, learner_options
-from dulbe_peft.commands.outputs import FOLDER, as_flags, claim, say_next
 from dulbe_peft.utils.files import is_stream, output_file, write_csv
 from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import counted, printable
@@ -185,10 +184,14 @@ def _line(row: Prediction) -> str:
 
 
 def _write(rows: list[Prediction], csv: str | None, json_file: str | None, exiftool: str | None) -> None:
-    """Write all answers into the files that are asked for."""
+    """Write all answers into the files that are asked for; in a table, an unknown image has one row and no class."""
     readable = [row for row in rows if row.error is None]
     if csv:
-        lines = (line for row in readable for line in _lines(row))
+        lines = [
+            [printable(row.image), printable(name), f"{probability:.6f}", float(f"{row.novelty:.6g}")]
+            for row in readable
+            for name, probability in zip(row.classes if row.known else [""], row.probabilities)
+        ]
         write_csv(csv, HEADER, lines, errors="surrogateescape")
     if json_file:
         with output_file(json_file) as file:
@@ -199,13 +202,6 @@ def _write(rows: list[Prediction], csv: str | None, json_file: str | None, exift
         keywords = exiftool_rows([(row.image, row.classes[0]) for row in readable if row.known], ROOT)
         with output_file(exiftool) as file:
             writer(file).writerows(keywords)
-
-
-def _lines(row: Prediction) -> list[list[Any]]:
-    """The rows of a table for one image: one for each class, and for an unknown image one without a class."""
-    answers = list(zip(row.classes, row.probabilities, strict=True)) if row.known else [("", row.probabilities[0])]
-    end = float(f"{row.novelty:.6g}")
-    return [[printable(row.image), printable(name), f"{probability:.6f}", end] for name, probability in answers]
 
 
 def _as_json(row: Prediction) -> dict[str, Any]:

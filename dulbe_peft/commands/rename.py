@@ -8,9 +8,8 @@ is.
 """
 
 from dulbe_peft.commands.correcting import drop_classifiers, write_corrected
-from dulbe_peft.commands.given import noted_classes
+from dulbe_peft.commands.named import FOLDER, claim, noted_classes
 from dulbe_peft.commands.options import OVERWRITE, Folder, Load, command, learner_options
-from dulbe_peft.commands.outputs import FOLDER, claim
 from dulbe_peft.data.names import check_rename, normalized
 from dulbe_peft.utils.settings import setting
 
@@ -24,7 +23,7 @@ def rename(
     new: str = setting(..., "its new name; a class that the learner knows, too, becomes one with it", place=True),
     output: Folder = setting(..., "folder for the learner with the new name"),
     overwrite: bool = OVERWRITE,
-) -> int:
+) -> None:
     new = new.strip()  # as labels of a table are
     if known := noted_classes(learner):
         check_rename(old, new, known)
@@ -35,4 +34,3 @@ def rename(
     loaded.rename_class(old, new)
     both = f", which has the photographs of both; {len(loaded.class_names)} classes" * joins
     write_corrected(loaded, output, [*said, f"{old} is {new} by now{both}"])
-    return 0

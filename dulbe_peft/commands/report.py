@@ -11,8 +11,8 @@ has written, it shows the photographs by the class that each was given.
 
 from pathlib import Path
 
+from dulbe_peft.commands.named import FOLDER, claim, say_next, words_of
 from dulbe_peft.commands.options import OVERWRITE, File, Folder, Page, command
-from dulbe_peft.commands.outputs import FOLDER, claim, say_next, words_of
 from dulbe_peft.utils.settings import setting
 
 
@@ -24,11 +24,12 @@ def report(
     latex: File | None = setting(None, "write the table of results, too, for LaTeX"),
     figures: Folder | None = setting(None, "write what training changed, too, as pictures and numbers; of one run"),
     overwrite: bool = OVERWRITE,
-) -> int:
+) -> None:
     named = (("--output", output, ".html"), ("--csv", csv, ".csv"), ("--latex", latex, ".tex"))
     claim(*named, ("--figures", figures, FOLDER), reads=runs, overwrite=overwrite)
     if any(Path(run).suffix.lower() == ".csv" and Path(run).is_file() for run in runs):
-        return _contact_sheet(runs, output, csv, latex, figures)
+        _contact_sheet(runs, output, csv, latex, figures)
+        return
     for folder in runs:
         if not Path(folder).is_dir():
             raise FileNotFoundError(f"{folder} is no folder; a report is made of a folder that run has written")
@@ -56,10 +57,9 @@ def report(
         best, _ = recommended(estimated(run.results), run.first)
         which = ["--classifier", best] if best != run.first else []
         say_next("export", folders[0], f"{folders[0]}-export", "--format", "transformers", *which, to=to)
-    return 0
 
 
-def _contact_sheet(tables: tuple[str, ...], output: str | None, *others: str | None) -> int:
+def _contact_sheet(tables: tuple[str, ...], output: str | None, *others: str | None) -> None:
     """The page of a table of predictions."""
     from dulbe_peft.report.contact_sheet import write_contact_sheet
 
@@ -68,4 +68,3 @@ def _contact_sheet(tables: tuple[str, ...], output: str | None, *others: str | N
     table = Path(tables[0])
     page = write_contact_sheet(table, Path(output) if output else table.with_name(f"{table.name}.html"))
     print(f"written: {output or page}", file=words_of(output))
-    return 0

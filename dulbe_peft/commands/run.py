@@ -14,9 +14,8 @@ from typing import Any
 import click
 
 from dulbe_peft.arguments import AdapterSettings
-from dulbe_peft.commands.given import check_given
+from dulbe_peft.commands.named import FOLDER, check_given, claim, say_next
 from dulbe_peft.commands.options import LABELS, OVERWRITE, File, command, run_settings
-from dulbe_peft.commands.outputs import FOLDER, claim, say_next
 from dulbe_peft.runs.settings import GROUPS, given_settings, pick, validated
 from dulbe_peft.runs.sources import check_source, data_or_labels, source_of
 from dulbe_peft.utils.settings import field_types, setting
@@ -34,7 +33,7 @@ def run(
     labels: str | None = LABELS,
     overwrite: bool = OVERWRITE,
     **flags: Any,
-) -> int:
+) -> None:
     settings = given_settings(config, flags)
     if labels is not None:
         settings["data"] = data_or_labels(flags["data"], labels)
@@ -66,10 +65,9 @@ def run(
         print(f"{flags_of} changes nothing, because nothing is trained: --strategy dulbe trains", file=sys.stderr)
     if stream.dry_run:
         describe(setup)
-        return 0
+        return
     results, tests, learned = setup.run(), [task.test for task in setup.tasks], [task.train for task in setup.tasks]
     close_run(setup.learner, stream.output, results, tests, learned, setup.left_out)
-    return 0
 
 
 def _take_noted_model(settings: dict[str, Any]) -> None:

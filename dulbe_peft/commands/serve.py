@@ -23,9 +23,8 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from dulbe_peft.commands.given import check_images
+from dulbe_peft.commands.named import FOLDER, check_images, claim, say_next
 from dulbe_peft.commands.options import OVERWRITE, Folder, Load, command, learner_options
-from dulbe_peft.commands.outputs import FOLDER, claim, say_next
 from dulbe_peft.utils.settings import setting
 
 
@@ -40,7 +39,7 @@ def serve(
     names: tuple[str, ...] = setting((), "by which the page is opened, too, as behind a proxy", flag="--name"),
     port: Annotated[int, Ge(0), Le(65535)] = setting(7860, "0: any free one"),
     overwrite: bool = OVERWRITE,
-) -> int:
+) -> None:
     name = f"[{host}]" if ":" in host else host
     if photos is not None:
         if not os.path.isdir(photos):
@@ -71,7 +70,6 @@ def serve(
                     print("what it was taught is not saved, and gone: --output FOLDER keeps it", file=sys.stderr)
         if output is not None and Path(output).is_dir():
             say_next("predict", output, photos or "PHOTOS")
-    return 0
 
 
 @contextmanager

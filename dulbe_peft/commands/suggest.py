@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.commands.given import check_images
+from dulbe_peft.commands.named import check_images, claim, say_next, words_of
 from dulbe_peft.commands.options import OVERWRITE, File, Load, Page, command, learner_options
-from dulbe_peft.commands.outputs import claim, say_next, words_of
 from dulbe_peft.utils.settings import AtLeastOne, setting
 from dulbe_peft.utils.terminal import counted, printable
 
@@ -40,7 +39,7 @@ def suggest(
     csv: File | None = setting(None, "write path, reason, class, novelty; - is standard output"),
     page: Page | None = setting(None, "write a page with pictures, too"),
     overwrite: bool = OVERWRITE,
-) -> int:
+) -> None:
     if learner is not None and not _is_learner(learner):
         photos, learner = (learner, *photos), None
     if not photos:
@@ -88,7 +87,6 @@ def suggest(
     first = ("learn", learner) if learner else ("run", "--model", loaded.state.base_name[0])
     new = f"{Path(learner).name}-labelled" if learner else "labelled"
     say_next(*first, "--labels", table or "LABELS.csv", "--output", new, to=words)
-    return 0
 
 
 def _is_learner(path: str) -> bool:

@@ -10,8 +10,8 @@ The exit status is 1 where a number is outside its tolerance, and 2 where a chec
 from pathlib import Path
 from typing import Literal
 
+from dulbe_peft.commands.named import claim
 from dulbe_peft.commands.options import OVERWRITE, File, Folder, command
-from dulbe_peft.commands.outputs import claim
 from dulbe_peft.utils.settings import setting
 
 

@@ -44,7 +44,7 @@ class App:
     """
 
     def __init__(
-        self, learner: ClassIncrementalLearner, output: Path | None = None, photographs: Path | None = None
+        self, learner: ClassIncrementalLearner, output: str | Path | None = None, photographs: str | Path | None = None
     ) -> None:
         self.learner, self.output = learner, output
         self.labelling = None if photographs is None else Labelling(learner, photographs)

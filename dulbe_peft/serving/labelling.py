@@ -21,7 +21,7 @@ SHOWN = 5  # classes that are proposed, each with a key
 class Labelling:
     """The photographs of a folder that a learner has not learned, the most useful first."""
 
-    def __init__(self, learner: ClassIncrementalLearner, folder: Path) -> None:
+    def __init__(self, learner: ClassIncrementalLearner, folder: str | Path) -> None:
         self.learner, self.images = learner, unlabelled_images(str(folder))
         self.features, unreadable = learner.readable_embeds(self.images)
         new, _ = learner.state.known.new_rows(self.images)

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.serving.app import MOST_BYTES, App
-from dulbe_peft.serving.labelling import Labelling, jpeg
+from dulbe_peft.serving.labelling import jpeg
 from dulbe_peft.utils.folders import CheckpointError
 from dulbe_peft.utils.templates import ASSETS
 
@@ -74,10 +74,8 @@ class PageHandler(BaseHTTPRequestHandler):
     server: PageServer
 
     def do_GET(self) -> None:
-        """The page, the facts, or the learner in a zip archive."""
+        """The page, the facts, the learner in a zip archive, what was labelled, or a photograph of the folder."""
         app = self.server.app
-        if not self._trusted():
-            return
         if self.path == "/":
             self._answer(HTTPStatus.OK, PAGE.read_bytes(), "text/html; charset=utf-8")
         elif self.path == "/facts":
@@ -89,21 +87,15 @@ class PageHandler(BaseHTTPRequestHandler):
         elif self.path == "/labels.csv" and app.labelling:
             self._answer(HTTPStatus.OK, app.labelling.table(), "text/csv; charset=utf-8")
         elif (found := re.fullmatch(r"/photo/(\d{1,9})", self.path)) and app.labelling:
-            self._photo(app.labelling, int(found[1]))
+            try:
+                self._answer(HTTPStatus.OK, jpeg(app.labelling.images.given(int(found[1]))), "image/jpeg")
+            except (ValueError, IndexError) as error:
+                self._json(HTTPStatus.NOT_FOUND, {"error": f"photograph {found[1]} cannot be shown: {error}"})
         else:
             self._json(HTTPStatus.NOT_FOUND, {"error": "there is no such page"})
 
-    def _photo(self, work: Labelling, place: int) -> None:
-        """A photograph of the folder, small enough for the page."""
-        try:
-            self._answer(HTTPStatus.OK, jpeg(work.images.given(place)), "image/jpeg")
-        except (ValueError, IndexError) as error:
-            self._json(HTTPStatus.NOT_FOUND, {"error": f"photograph {place} cannot be shown: {error}"})
-
     def do_POST(self) -> None:
         """What the page asks for, as JSON."""
-        if not self._trusted():
-            return
         length = self.headers.get("Content-Length", "")
         if self.path not in ASKED or self.headers.get_content_type() != "application/json":
             self._json(HTTPStatus.BAD_REQUEST, {"error": "ask as the page does"})
@@ -126,8 +118,10 @@ class PageHandler(BaseHTTPRequestHandler):
             status, found = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"nothing was changed: {error}"}
         self._json(status, found)
 
-    def _trusted(self) -> bool:
+    def parse_request(self) -> bool:
         """Another website that is open in the same browser may not ask: its address is not the page's."""
+        if not super().parse_request():
+            return False
         own, origin = self.headers.get("Host", ""), self.headers.get("Origin")
         if self.server.is_own(own) and origin in (None, f"http://{own}", f"https://{own}"):
             return True
@@ -166,5 +160,4 @@ def make_server(
     is any IP address, or the machine's name. After each change the learner is saved in the folder `output`, if any.
     With a folder of `photographs` the page asks what they are, the most useful ones first.
     """
-    folders = [None if folder is None else Path(folder) for folder in (output, photographs)]
-    return PageServer(App(learner, *folders), host, port, names)
+    return PageServer(App(learner, output, photographs), host, port, names)

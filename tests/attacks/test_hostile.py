@@ -13,7 +13,7 @@ from PIL import Image
 
 from dulbe_peft import CheckpointError, ClassIncrementalLearner, ImageFolder
 from dulbe_peft.commands.main import main
-from dulbe_peft.commands.outputs import claim
+from dulbe_peft.commands.named import claim
 from dulbe_peft.data.folders import folder_content
 from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.names import check_class_names
