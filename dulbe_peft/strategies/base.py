@@ -33,13 +33,15 @@ GRADIENTS, INPUTS, TEACHER = "gradients", "inputs", "teacher"
 
 
 @contextmanager
-def replaced_updates(
-    task: "NewTask", weights: Mapping[str, torch.Tensor], updates: Callable[[str], Updates]
+def replaced_modes(
+    task: "NewTask", layers: Mapping[str, DualModeLinear], updates: Callable[[str], Updates], history: bool = True
 ) -> Iterator[None]:
-    """Let the layers named in `weights` use those weights and `updates(name)` in place of history and modes."""
+    """Let some layers add `updates(name)` in place of their modes, and without `history` in place of it, too."""
+    adapter = task.adapter_name
     with ExitStack() as stack:
-        for name, weight in weights.items():
-            stack.enter_context(task.layers[name].holding(weight.detach(), partial(updates, name), modes=False))
+        for name, layer in layers.items():
+            weight = layer.folded_weight(adapter).detach() if history else layer.scaled_weight(adapter, 0.0)
+            stack.enter_context(layer.holding(weight, partial(updates, name), modes=False))
         yield
 
 

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.linear import Updates, dense
-from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy, replaced_updates
+from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy, replaced_modes
 from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.utils.settings import Positive, Weight
@@ -98,8 +98,7 @@ class ClLora(Strategy):
         def weighted_pair(name: str) -> Updates:
             return [(upper[name].dulbe_P[adapter], weights[places[name]] * upper[name].current_up(adapter))]
 
-        merged = {name: layer.folded_weight(adapter) for name, layer in upper.items()}
-        held, replaced = task.adapter.held_weights(), replaced_updates(task, merged, weighted_pair)
+        held, replaced = task.adapter.held_weights(), replaced_modes(task, upper, weighted_pair)
         with held, replaced, task.adapter.trained_bases(upper) as bases:
             yield [*bases, weights]
 

@@ -18,41 +18,14 @@ class Frozen(Strategy):
     classifiers: ClassVar[tuple[str, ...]] = ("bayes", "lda", "bridge", "prototype")
 
 
-@dataclass(frozen=True)
-class Rapf(Frozen):
-    """RAPF: the classifier `rapf` learns a linear map of the features."""
-
-    name = "rapf"
-    classifiers = ("rapf", "bridge")
+def _read_by(title: str, name: str) -> type[Frozen]:
+    """The strategy of a paper whose rule is the classifier of the same name."""
+    kind: type[Frozen] = type(title, (Frozen,), {"name": name, "classifiers": (name, "bridge")})
+    return dataclass(frozen=True)(kind)
 
 
-@dataclass(frozen=True)
-class Engine(Frozen):
-    """ENGINE: the classifier `engine` learns units for both branches."""
-
-    name = "engine"
-    classifiers = ("engine", "bridge")
-
-
-@dataclass(frozen=True)
-class Proof(Frozen):
-    """PROOF: the classifier `proof` learns projections of the features."""
-
-    name = "proof"
-    classifiers = ("proof", "bridge")
-
-
-@dataclass(frozen=True)
-class Clap4Clip(Frozen):
-    """CLAP4CLIP: the classifier `clap4clip` learns Gaussians of texts."""
-
-    name = "clap4clip"
-    classifiers = ("clap4clip", "bridge")
-
-
-@dataclass(frozen=True)
-class ClgCbm(Frozen):
-    """CLG-CBM: the classifier `clg_cbm` learns layers of concepts, the texts of the classes."""
-
-    name = "clg_cbm"
-    classifiers = ("clg_cbm", "bridge")
+Rapf = _read_by("Rapf", "rapf")
+Engine = _read_by("Engine", "engine")
+Proof = _read_by("Proof", "proof")
+Clap4Clip = _read_by("Clap4Clip", "clap4clip")
+ClgCbm = _read_by("ClgCbm", "clg_cbm")

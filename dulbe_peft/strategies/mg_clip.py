@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from dulbe_peft.adapter.linear import Updates
-from dulbe_peft.strategies.base import Memory, NewTask, Strategy, replaced_updates
+from dulbe_peft.strategies.base import Memory, NewTask, Strategy, replaced_modes
 from dulbe_peft.strategies.lora import uniform_bases
 from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
@@ -59,12 +59,11 @@ class MgClip(Strategy):
         adapter, layers = task.adapter_name, task.layers
         scales = {name: self.alpha / task.rank(name) for name in layers}
         downs = {name: (layer.dulbe_P[adapter] / scales[name]).requires_grad_() for name, layer in layers.items()}
-        weights = {name: layer.folded_weight(adapter) for name, layer in layers.items()}
 
         def scaled_pair(name: str) -> Updates:
             return [(scales[name] * downs[name], layers[name].current_up(adapter))]
 
-        with replaced_updates(task, weights, scaled_pair):
+        with replaced_modes(task, layers, scaled_pair):
             yield list(downs.values())
         for name, down in downs.items():
             layers[name].dulbe_P[adapter] = (scales[name] * down).detach()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from dulbe_peft.adapter.linear import Updates
-from dulbe_peft.strategies.base import NewTask, replaced_updates
+from dulbe_peft.strategies.base import NewTask, replaced_modes
 from dulbe_peft.strategies.lora import MergedLora
 from dulbe_peft.utils.settings import Positive
 
@@ -59,8 +59,7 @@ class SdLora(MergedLora):
             down = torch.cat([layer.dulbe_history_P[adapter], layer.dulbe_P[adapter]], dim=1)
             return [(down, scaled(torch.cat([old[name], layer.current_up(adapter)], dim=1), magnitudes[name]))]
 
-        plain = {name: layer.scaled_weight(adapter, 0.0) for name, layer in layers.items()}
-        with task.adapter.trained_bases() as bases, replaced_updates(task, plain, all_pairs):
+        with task.adapter.trained_bases() as bases, replaced_modes(task, layers, all_pairs, history=False):
             yield [*bases, *magnitudes.values()]
 
     def finish(self, task: NewTask) -> None:

@@ -19,7 +19,7 @@ from annotated_types import Gt, Le
 
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.linear import Updates, dense
-from dulbe_peft.strategies.base import GRADIENTS, NewTask, Strategy, replaced_updates
+from dulbe_peft.strategies.base import GRADIENTS, NewTask, Strategy, replaced_modes
 
 VALUES = "values of layer "
 
@@ -43,12 +43,11 @@ class Spu(Strategy):
 
     @contextmanager
     def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:
-        weights = {name: layer.folded_weight(task.adapter_name) for name, layer in task.layers.items()}
-        for name, weight in weights.items():
-            zeros = torch.zeros(len(task.notes[name]), device=weight.device)
-            task.notes[VALUES + name] = zeros.requires_grad_()
-        with replaced_updates(task, weights, lambda name: self._update(task, name)):
-            yield [task.notes[VALUES + name] for name in weights]
+        layers = task.layers
+        for name in layers:
+            task.notes[VALUES + name] = torch.zeros_like(task.notes[name], dtype=torch.float32).requires_grad_()
+        with replaced_modes(task, layers, lambda name: self._update(task, name)):
+            yield [task.notes[VALUES + name] for name in layers]
 
     def finish(self, task: NewTask) -> None:
         adapter = task.adapter_name
