@@ -34,7 +34,7 @@ from dulbe_peft.utils.settings import Positive
 
 def general_pair(moment: torch.Tensor, count: int, name: str = "S") -> torch.Tensor:
     """The top eigenvectors of S, (d, d) in float64, as orthonormal columns (d, count), completed where S is 0."""
-    _, vectors = top_eigenvectors(moment, count, name)
+    vectors = top_eigenvectors(moment, count, name)
     return torch.cat([fix_signs(vectors), orthonormal_complement(vectors, count - vectors.shape[1])], dim=1)
 
 

@@ -67,7 +67,7 @@ def top_directions(old: Subspace, energy: torch.Tensor, count: int, name: str) -
     free = old.free_basis().to(energy)
     inside = free.T @ energy @ free
     rounding = len(energy) * EPS64 * float(energy.trace())
-    _, vectors = top_eigenvectors(inside, min(count, len(inside)), name, absolute=rounding)
+    vectors = top_eigenvectors(inside, min(count, len(inside)), name, absolute=rounding)
     basis = fix_signs(free @ vectors)
     return F.pad(basis, (0, count - basis.shape[1]))
 

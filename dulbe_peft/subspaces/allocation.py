@@ -1,7 +1,7 @@
 """Where each layer of a new task may write: its historical support, and the frozen bases of its modes beside it."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -21,22 +21,13 @@ from dulbe_peft.utils.checks import check_int
 EPS32 = torch.finfo(torch.float32).eps
 
 
-class Ranks(Protocol):
-    """What an adapter's configuration says of ranks."""
-
-    shared_rank: int
-    support_rank: int
-
-    def ranks_of(self, layer: str) -> tuple[int, int]: ...
-
-
 def allocate_modes(
     probe: Mapping[str, torch.Tensor],
     stats: Mapping[str, torch.Tensor] | None,
     shared_rank: int | None = None,
     residual_rank: int | Mapping[str, int] | None = None,
     support_rank: int | None = None,
-    config: Ranks | None = None,
+    config: Any = None,
 ) -> dict[str, ModeBases]:
     """Plan the modes of a task from its prospective gradient and the history of layer inputs. Touches no model.
 
@@ -129,7 +120,7 @@ def historical_support(
     """
     width = len(statistic)
     count = max(0, min(support_rank, width - residual_rank))
-    _, vectors = top_eigenvectors(second_moment(statistic, name), count, name, relative=width * EPS32)
+    vectors = top_eigenvectors(second_moment(statistic, name), count, name, relative=width * EPS32)
     return fix_signs(vectors).to(statistic.device, torch.float32)
 
 
@@ -173,7 +164,7 @@ def _dominant_directions(matrix: torch.Tensor, avoid: torch.Tensor, count: int, 
     gram = projected @ projected.T if wide else projected.T @ projected
     # Against |G|, not |G(I - UU')|: what is left of a G inside U is rounding, and its directions fall back into U.
     threshold = max(matrix.shape) * EPS64 * float(matrix.square().sum())
-    _, vectors = top_eigenvectors(gram, min(count, len(gram)), f"Gram matrix of {name}", absolute=threshold)
+    vectors = top_eigenvectors(gram, min(count, len(gram)), f"Gram matrix of {name}", absolute=threshold)
     directions = projected.T @ vectors if wide else vectors
     directions = torch.linalg.qr(F.normalize(directions, dim=0)).Q
     rest = orthonormal_complement(torch.cat([avoid, directions], dim=1), count - directions.shape[1])

@@ -17,11 +17,10 @@ def to_float64(matrix: torch.Tensor, name: str) -> torch.Tensor:
 
 def top_eigenvectors(
     matrix: torch.Tensor, count: int, name: str, absolute: float = 0.0, relative: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """At most `count` largest eigenpairs of (d, d) above `absolute` and `relative` of the largest: (k,) and (d, k)."""
+) -> torch.Tensor:
+    """At most `count` eigenvectors of (d, d), of the largest values, above `absolute` and `relative` of the first."""
     values, vectors = eigh(matrix, name, count)
-    kept = (values > absolute) & (values > relative * values[:1])
-    return values[kept], vectors[:, kept]
+    return vectors[:, (values > absolute) & (values > relative * values[:1])]
 
 
 def eigh(matrix: torch.Tensor, name: str, count: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ from torch import nn
 from dulbe_peft.subspaces.occupation import OccupationStatistics, accumulate, mirrored
 from dulbe_peft.utils.devices import evaluating
 
-TOKENS = ("all", "cls", "patch")
+TOKENS = {"all": slice(None), "cls": slice(1), "patch": slice(1, None)}  # in dimension 1
 
 
 @torch.no_grad()
@@ -45,7 +45,7 @@ def collect_statistics(
         "Historical Visual-Mode Occupation", S_t' = X'X.
     """
     if tokens not in TOKENS:
-        raise ValueError(f"tokens must be one of {TOKENS}, got {tokens!r}")
+        raise ValueError(f"tokens must be one of {tuple(TOKENS)}, got {tokens!r}")
     layers: dict[str, nn.Module] = dict(model.dual_mode_layers())  # type: ignore[operator]
     collector = _Collector(tokens)
     with evaluating(model), observed_inputs(layers, collector.add):
@@ -107,7 +107,7 @@ class _Collector:
             raise ValueError(f"layer {name!r} reads one token per image, it has no patch tokens")
         if hidden.ndim < 3:
             return hidden
-        chosen = {"all": slice(None), "cls": slice(1), "patch": slice(1, None)}[self.tokens]
+        chosen = TOKENS[self.tokens]
         if self.mask is None or self.mask.shape != hidden.shape[:2]:
             return hidden[:, chosen]
         return hidden[:, chosen][self.mask[:, chosen]]
