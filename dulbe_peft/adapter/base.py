@@ -27,6 +27,13 @@ def is_linear(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Linear) or (backend is not None and backend.layer_type == "linear")
 
 
+def layers_of(model: nn.Module, adapter: str, kind: type[nn.Module] | None = None) -> dict[str, Any]:
+    """Dotted name -> layer that has an adapter, in the model's order; of both towers, or of one `kind`."""
+    kind = kind or DualModeLayer
+    layers: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
+    return {name: layer for name, layer in layers.items() if layer.adapters_here([adapter])}
+
+
 class DualModeLayer(BaseTunerLayer, nn.Module):
     """A linear layer and the adapters' updates of it, beside the base weight or, after `merge`, in it.
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
+from dulbe_peft.adapter.base import layers_of
 from dulbe_peft.adapter.config import DENSE
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.text import TextLoraLinear
@@ -42,9 +43,7 @@ def adapter_card(model: Any, repo_id: str | None = None) -> str:
 
 def _facts(model: Any, adapter: str, config: Any) -> dict[str, Any]:
     """What the card says of one adapter."""
-    modules = dict(model.base_model.model.named_modules())
-    layers = {n: m for n, m in modules.items() if isinstance(m, DualModeLinear) and adapter in m.dulbe_P}
-    text = [m for m in modules.values() if isinstance(m, TextLoraLinear) and adapter in m.dulbe_text_A]
+    layers = layers_of(model.base_model.model, adapter, DualModeLinear)
     ranks = {name: (layer.history_rank(adapter), layer.dulbe_P[adapter].shape[1]) for name, layer in layers.items()}
     counted = [history // rank for history, rank in ranks.values() if history != DENSE]
     return {
@@ -52,7 +51,7 @@ def _facts(model: Any, adapter: str, config: Any) -> dict[str, Any]:
         "config": config,
         "layers": len(layers),
         "kinds": sorted({name.rpartition(".")[2] for name in layers}),
-        "text_layers": len(text),
+        "text_layers": len(layers_of(model.base_model.model, adapter, TextLoraLinear)),
         "tasks": max(counted) if counted else None,  # one matrix does not say of how many tasks it is the sum
         "unfinished": any(layer.is_trained(adapter) for layer in layers.values()),
     }

@@ -17,6 +17,7 @@ from transformers.utils.hub import has_file
 from dulbe_peft.adapter.registration import DULBE
 from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.utils.checks import check_int
+from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.tensors import tensor_shapes
 
 DENSE = -1  # the rank of a history that is one matrix
@@ -52,10 +53,7 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
         default_factory=dict,
         metadata={"help": "Name ending of a vision layer, or a regular expression of it -> its own residual_rank."},
     )
-    history_rank: int = field(
-        default=0,
-        metadata={"help": "Rank of the folded history; kept up to date by the library, never set by hand."},
-    )
+    history_rank: int = setting(0, "Rank of the folded history; kept up to date by the library, never set by hand.")
     history_pattern: dict[str, int] = field(
         default_factory=dict,
         metadata={

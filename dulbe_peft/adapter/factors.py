@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from dulbe_peft.adapter.base import DualModeLayer
+from dulbe_peft.adapter.base import layers_of
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.targets import in_text_tower
 from dulbe_peft.adapter.text import TextLoraLinear
@@ -29,13 +29,11 @@ class Factors(NamedTuple):
 def all_factors(base: nn.Module, adapter: str) -> dict[str, Factors]:
     """Layer name -> its whole update, history first; the layer's own tensors."""
     layers = {}
-    for name, layer in base.named_modules():
-        if not isinstance(layer, DualModeLayer) or not layer.adapters_here([adapter]):
-            continue
+    for name, layer in layers_of(base, adapter).items():
         if isinstance(layer, TextLoraLinear):
             down, up = layer.dulbe_text_A[adapter].detach(), layer.dulbe_text_B[adapter].detach()
             layers[name] = Factors(down, up, layer.scaling[adapter])
-        elif isinstance(layer, DualModeLinear):
+        else:
             old, old_up = layer.history(adapter)
             identity = torch.eye(layer.in_features, device=old_up.device)
             down = torch.cat([identity if old is None else old, layer.dulbe_P[adapter]], dim=1).T
@@ -79,7 +77,23 @@ def add_weighted_adapter(
         ValueError: the adapters cannot be added, or the name is taken. Nothing is changed then.
     """
     configs = tuner.peft_config
-    parts = _summable(configs, tuner.model, adapters, weights, adapter_name, combination_type, svd_rank)
+    if not adapters or not configs.keys() >= set(adapters):
+        raise ValueError(f"adapters must be some of {list(configs)}, got {list(adapters)}")
+    if len(weights) != len(adapters):
+        raise ValueError(f"there are {len(adapters)} adapters and {len(weights)} weights")
+    for weight in weights:
+        check_number("weights", weight)
+    if adapter_name in configs:
+        raise ValueError(f"the model already has the adapter {adapter_name!r}: take another name")
+    if combination_type not in ("cat", "svd"):
+        raise ValueError(f"combination_type must be 'cat' or 'svd', got {combination_type!r}")
+    if svd_rank is not None:
+        check_int("svd_rank", svd_rank, 1)
+    if any(configs[name].modules_to_save for name in adapters):
+        raise ValueError(f"one of the adapters {list(adapters)} has modules_to_save, which have no weighted sum")
+    parts = [all_factors(tuner.model, name) for name in adapters]
+    if any(part.keys() != parts[0].keys() for part in parts):
+        raise ValueError(f"the adapters {list(adapters)} stand in different layers, so they have no sum")
     total = {}
     for name in parts[0]:
         ups = [weight * part[name].scale * part[name].up for weight, part in zip(weights, parts, strict=True)]
@@ -100,27 +114,3 @@ def add_weighted_adapter(
         else:
             layer.dulbe_text_A[adapter_name].data.copy_(factors.down)
             layer.dulbe_text_B[adapter_name].data.copy_(factors.up)
-
-
-def _summable(
-    configs: Any, model: nn.Module, adapters: Any, weights: Any, adapter_name: str, kind: str, svd_rank: Any
-) -> list[dict[str, Factors]]:
-    """The factors of each adapter, after a check that they can be added."""
-    if not adapters or not configs.keys() >= set(adapters):
-        raise ValueError(f"adapters must be some of {list(configs)}, got {list(adapters)}")
-    if len(weights) != len(adapters):
-        raise ValueError(f"there are {len(adapters)} adapters and {len(weights)} weights")
-    for weight in weights:
-        check_number("weights", weight)
-    if adapter_name in configs:
-        raise ValueError(f"the model already has the adapter {adapter_name!r}: take another name")
-    if kind not in ("cat", "svd"):
-        raise ValueError(f"combination_type must be 'cat' or 'svd', got {kind!r}")
-    if svd_rank is not None:
-        check_int("svd_rank", svd_rank, 1)
-    if any(configs[name].modules_to_save for name in adapters):
-        raise ValueError(f"one of the adapters {list(adapters)} has modules_to_save, which have no weighted sum")
-    parts = [all_factors(model, name) for name in adapters]
-    if any(part.keys() != parts[0].keys() for part in parts):
-        raise ValueError(f"the adapters {list(adapters)} stand in different layers, so they have no sum")
-    return parts

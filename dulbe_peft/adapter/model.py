@@ -12,7 +12,7 @@ from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, register_peft_method
 from torch import nn
 
-from dulbe_peft.adapter.base import DualModeLayer
+from dulbe_peft.adapter.base import DualModeLayer, layers_of
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.factors import add_weighted_adapter
 from dulbe_peft.adapter.layer import DualModeLinear
@@ -45,7 +45,7 @@ class DualModeLoraModel(BaseTuner):
     )
 
     def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        if any(isinstance(m, DualModeLayer) and m.adapters_here([adapter_name]) for m in model.modules()):
+        if layers_of(model, adapter_name):
             raise ValueError(f"the model already has the adapter {adapter_name!r}: unload() it, or take another name")
         super().__init__(model, peft_config, adapter_name, *args, **kwargs)
 
@@ -157,9 +157,7 @@ class DualModeLoraModel(BaseTuner):
 
     def dual_mode_layers(self) -> dict[str, DualModeLinear]:
         """Name -> layer for every adapted layer of the vision tower, in the model's order."""
-        adapter = self.adapter_name
-        layers = {n: module for n, module in self.model.named_modules() if isinstance(module, DualModeLinear)}
-        return {name: layer for name, layer in layers.items() if adapter in layer.dulbe_P}
+        return layers_of(self.model, self.adapter_name, DualModeLinear)
 
     def shared_parameters(self) -> Iterator[nn.Parameter]:
         """B_S of every adapted layer, each (d_out, r_S)."""
@@ -276,7 +274,7 @@ class DualModeLoraModel(BaseTuner):
         self.check_unmerged()
         if scale != 1 and self.active_config.modules_to_save:
             raise ValueError("the adapter has modules_to_save, whole modules that a scale does not blend")
-        return _all_of(layer.scaled(adapter, scale) for layer in self._layers() if layer.adapters_here([adapter]))
+        return _all_of(layer.scaled(adapter, scale) for layer in layers_of(self.model, adapter).values())
 
     @contextmanager
     def trained_bases(self, names: Iterable[str] | None = None) -> Iterator[list[torch.Tensor]]:
@@ -305,9 +303,8 @@ class DualModeLoraModel(BaseTuner):
         cls, model: nn.Module, config: Any, adapter_name: str, **kwargs: Any
     ) -> Any:
         """Select the adapter's entries, and bring the configuration that is written next in line with them."""
-        layers = {name: module for name, module in model.named_modules() if isinstance(module, DualModeLinear)}
-        ranks = {n: layer.history_rank(adapter_name) for n, layer in layers.items() if adapter_name in layer.dulbe_P}
-        config.set_history(ranks)
+        layers = layers_of(model, adapter_name, DualModeLinear)
+        config.set_history({name: layer.history_rank(adapter_name) for name, layer in layers.items()})
         return super()._get_adapter_state_dict(model=model, config=config, adapter_name=adapter_name, **kwargs)
 
     @classmethod

@@ -1,8 +1,4 @@
-"""What `PeftModel` itself says and publishes of an adapter of this package.
-
-PEFT has no hook for these methods. They are replaced, once, by ones that ask whose adapter it is, and call PEFT's own
-for all others. What PEFT and transformers warn of without reason is silenced here, too.
-"""
+"""What `PeftModel` says and publishes of an adapter of this package, by methods for which PEFT has no hook."""
 
 import functools
 import warnings
@@ -43,29 +39,18 @@ def create_or_update_model_card(peft_own: Any, model: Any, output_dir: str) -> N
         peft_own(output_dir)
 
 
-def push_to_hub(
-    peft_own: Any,
-    model: Any,
-    repo_id: str,
-    *,
-    commit_message: str | None = None,
-    private: bool | None = None,
-    token: str | None = None,
-    revision: str | None = None,
-    create_pr: bool = False,
-) -> Any:
+def push_to_hub(peft_own: Any, model: Any, repo_id: str, *, commit_message: str | None = None, **commit: Any) -> Any:
     """Upload what `save_pretrained` writes; PEFT's own would put transformers' empty card in place of this one."""
 
     def write(folder: Path, repo_id: str) -> None:
         model.save_pretrained(str(folder))
         (folder / "README.md").write_text(adapter_card(model, repo_id), encoding="utf-8")
 
-    commit: dict[str, Any] = {"private": private, "token": token, "revision": revision, "create_pr": create_pr}
     return push(write, repo_id, commit_message=commit_message or "Upload DULBE adapter", **commit)
 
 
 def extend_peft_model(tuner: type) -> None:
-    """Let `PeftModel` use the functions above around a model of the class `tuner`."""
+    """Let `PeftModel` use the functions above around a model of the class `tuner`, and be silent without a reason."""
     for function in (print_trainable_parameters, create_or_update_model_card, push_to_hub):
         setattr(PeftModel, function.__name__, _choosing(getattr(PeftModel, function.__name__), function, tuner))
     # No name that is a part of the prefix confuses PEFT here: keys have whole names between dots.

@@ -1,8 +1,4 @@
-"""The entry of the method in PEFT's table of types.
-
-PEFT keeps its methods in the string enumeration `PeftType` and offers no way to add a member from outside.
-`register_peft_type` adds a real one: JSON, pickle and deepcopy work as for PEFT's own methods.
-"""
+"""The entry of the method in `PeftType`, PEFT's enumeration of methods, to which nothing can be added from outside."""
 
 from typing import Any
 
@@ -12,7 +8,7 @@ PREFIX = "dulbe_"
 
 
 def register_peft_type() -> PeftType:
-    """Add the method to PEFT's enumeration of methods, once; later calls return the same member."""
+    """A real member, added once, so that JSON, pickle and deepcopy work as for PEFT's own methods."""
     name = "DULBE"
     if name in PeftType.__members__:
         return PeftType[name]
