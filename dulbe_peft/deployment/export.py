@@ -8,7 +8,9 @@ transformers.js  one graph in the layout that JavaScript loads
 
 import inspect
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -70,33 +72,28 @@ def export_learner(
         raise ValueError(f"precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
     if precision != "float32" and format not in ("onnx", "transformers.js"):
         raise ValueError(f"precision={precision!r} is for the graphs of 'onnx' and 'transformers.js', got {format!r}")
+    folder = Path(folder)
+    writers: dict[str, Callable[[Path, LearnerState, Classifier], str]] = {
+        "lora": partial(_write_lora_folder, compress_to=compress_to),
+        "transformers": _write_pipeline,
+        "onnx": partial(write_graphs, precision=precision),
+        "transformers.js": partial(write_for_javascript, precision=precision, name=folder.name),
+    }
     with nullcontext() if isinstance(learner, LearnerState) else locked(learner, "export_learner"):
         state = getattr(learner, "state", learner)
-        _export(state, choose_classifier(state, classifier), Path(folder), format, compress_to, precision)
-    return Path(folder)
+        chosen = choose_classifier(state, classifier)
+        if format == "lora" and state.adapter is None:
+            raise ValueError(
+                f"the learner has no adapter to export: its strategy {state.strategy.name!r} trains nothing; take the "
+                "format 'transformers' or 'onnx'"
+            )
 
+        def write(temporary: Path) -> None:
+            code = writers[format](temporary, state, chosen)
+            (temporary / MODEL_CARD).write_text(export_card(state, chosen, format, code), encoding="utf-8")
 
-def _export(
-    state: LearnerState, classifier: Classifier, folder: Path, format: str, compress_to: int | None, precision: str
-) -> None:
-    if format == "lora" and state.adapter is None:
-        raise ValueError(
-            f"the learner has no adapter to export: its strategy {state.strategy.name!r} trains nothing; take the "
-            "format 'transformers' or 'onnx'"
-        )
-
-    def write(temporary: Path) -> None:
-        if format == "lora":
-            code = _write_lora_folder(temporary, state, classifier, compress_to)
-        elif format == "transformers":
-            code = _write_pipeline(temporary, state, classifier)
-        elif format == "onnx":
-            code = write_graphs(temporary, state, classifier, precision)
-        else:
-            code = write_for_javascript(temporary, state, classifier, precision, folder.name)
-        (temporary / MODEL_CARD).write_text(export_card(state, classifier, format, code), encoding="utf-8")
-
-    commit_folder(folder, "export", write)
+        commit_folder(folder, "export", write)
+    return folder
 
 
 def export_card(state: LearnerState, classifier: Classifier, kind: str, code: str) -> str:
@@ -147,11 +144,8 @@ def _write_lora_folder(folder: Path, state: LearnerState, classifier: Classifier
 
 
 def _write_pipeline(folder: Path, state: LearnerState, classifier: Classifier) -> str:
-    """Write what transformers' `pipeline` answers from: model, head and their code; returns the lines for them.
-
-    The model keeps its own type, so that transformers' zero-shot pipeline reads the folder too. None of transformers'
-    own image classifiers computes the same: they average patches, or do not bring the feature to norm 1.
-    """
+    """Write what transformers' `pipeline` answers from: model, head and their code; returns the lines for them."""
+    # None of transformers' own image classifiers computes the same. The type stays: the zero-shot pipeline reads it.
     function, source, head = checked_formula(classifier)
     model = merged_model(state)
     config = model.config
