@@ -81,12 +81,12 @@ class AdapterSettings:
             for name in names:  # PEFT puts each into an expression of its own
                 if not re.fullmatch(r"[\w.]+", name):
                     raise ValueError(f"{field} has {name!r}: a name has letters, digits, _ and dots")
-        if isinstance(self.target_modules, str) and self.target_modules != "all-linear":
-            if self.layers_to_transform is not None:
-                raise ValueError(
-                    "layers_to_transform cannot be used when target_modules is a regular expression "
-                    f"({self.target_modules!r}): name the layers in a list, or put the indices into the expression"
-                )
+        expression = isinstance(self.target_modules, str) and self.target_modules != "all-linear"
+        if expression and self.layers_to_transform is not None:
+            raise ValueError(
+                "layers_to_transform cannot be used when target_modules is a regular expression "
+                f"({self.target_modules!r}): name the layers in a list, or put the indices into the expression"
+            )
         if self.layers_pattern and self.layers_to_transform is None:
             raise ValueError(f"layers_pattern={self.layers_pattern!r} has no effect without layers_to_transform")
 

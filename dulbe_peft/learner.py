@@ -1,7 +1,7 @@
 """A learner of growing classes: a model, a strategy that trains it, and the classifiers that read its features."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,21 +25,13 @@ from dulbe_peft.metrics.retention import seen_accuracies
 from dulbe_peft.runs.run import RunOptions, run_stream
 from dulbe_peft.strategies import Strategy
 from dulbe_peft.streams.tasks import Task
+from dulbe_peft.training import updating
 from dulbe_peft.training.estimating import estimates_of
 from dulbe_peft.training.holding import StateHolder
 from dulbe_peft.training.locking import in_turn, scaling
 from dulbe_peft.training.preparing import check_adapter_name, check_model, checked_task, new_state
 from dulbe_peft.training.state import Estimate
 from dulbe_peft.training.trainer import TaskTrainer, learned
-from dulbe_peft.training.updating import (
-    checked_update,
-    merged_states,
-    with_more_images,
-    with_renamed_class,
-    without_class,
-    without_images,
-)
-from dulbe_peft.utils.checks import check_number
 from dulbe_peft.utils.devices import own_randomness, usual_torch
 from dulbe_peft.utils.processes import on_main_process
 
@@ -122,14 +114,10 @@ class ClassIncrementalLearner(StateHolder):
         Raises:
             ValueError: a class, label, text or image is of no use, or a loss, gradient or feature is not finite.
         """
-        if self.args.precision == "int8" and self.strategy.adapts:
-            raise ValueError("precision is 'int8', in which no model is trained: take float32 or bfloat16")
         state, images = checked_task(self.state, self.encoder, dataset, class_names, class_texts or {})
         self.profile.clear()
         with self.transaction(), own_randomness(self.args.seed, len(state.tasks)):
-            loop = trainer(state, self.encoder, self.logit_scale, images, self.log)
-            self.state, self.record, self.closing = learned(loop)
-            self.state = replace(self.state, graph=self.encoder.graph)
+            self.state, self.record, self.closing = learned(trainer(state, self.encoder, images, self.log))
 
     @in_turn
     def update_classes(self, dataset: Any, class_names: Sequence[str] | None = None) -> None:
@@ -143,10 +131,8 @@ class ClassIncrementalLearner(StateHolder):
                 image is of no use.
         """
         self._check_learned()
-        images, places = checked_update(self.state, dataset, class_names)
-        self.profile.clear()
         with self.profile.phase("update"):
-            self.state = with_more_images(self.state, self.encoder, self.encoder.images(images), torch.tensor(places))
+            self.state = updating.with_more_images(self.state, self.encoder, dataset, class_names)
 
     @in_turn
     def forget_class(self, name: str) -> None:
@@ -155,7 +141,7 @@ class ClassIncrementalLearner(StateHolder):
         The model stays as it is, and so does what the class's images added to sums over all classes, such as LDA's
         scatter. The only class that is left cannot be forgotten.
         """
-        self.state = without_class(self.state, name)
+        self.state = updating.without_class(self.state, name)
 
     @in_turn
     def forget_images(self, images: Any) -> None:
@@ -171,7 +157,7 @@ class ClassIncrementalLearner(StateHolder):
         Example:
             >>> learner.forget_images("photos/train/owl/IMG_0417.jpg")  # doctest: +SKIP
         """
-        self.state = without_images(self.state, self.encoder, unlabelled_images(images))
+        self.state = updating.without_images(self.state, self.encoder, unlabelled_images(images))
 
     @in_turn
     def rename_class(self, old: str, new: str) -> None:
@@ -184,8 +170,7 @@ class ClassIncrementalLearner(StateHolder):
         Raises:
             ValueError: `old` has not been learned, or a classifier cannot do it. Nothing is changed then.
         """
-        with self._resting():
-            self.state = with_renamed_class(self.state, self.encoder, old, new)
+        self.state = updating.with_renamed_class(self.state, self.encoder, old, new)
 
     @in_turn
     def merge(self, other: Self) -> Self:
@@ -205,7 +190,7 @@ class ClassIncrementalLearner(StateHolder):
             raise ValueError("a learner cannot be merged with itself: all that it has learned would count twice")
         self._check_learned()
         other._check_learned()
-        self.state = merged_states(self.state, other.state, self.encoder.facts, other.encoder.facts)
+        self.state = updating.merged_states(self.state, other.state, self.encoder.facts, other.encoder.facts)
         return self
 
     # ------------------------------------------------------------------ using
@@ -213,13 +198,13 @@ class ClassIncrementalLearner(StateHolder):
     @in_turn
     def image_embeds(self, images: Any) -> torch.Tensor:
         """Unit features, (n, d) float32, of whatever `predict` takes."""
-        with self._resting():
+        with self.state.resting():
             return self.encoder.dataset_embeds(self.encoder.images(unlabelled_images(images)))
 
     @in_turn
     def readable_embeds(self, images: Any) -> tuple[torch.Tensor, dict[int, str]]:
         """Unit features, with zeros for an image that cannot be read; and its number -> why it cannot be."""
-        with self._resting():
+        with self.state.resting():
             return self.encoder.readable_embeds(self.encoder.images(unlabelled_images(images)), "encode")
 
     @in_turn
@@ -263,24 +248,20 @@ class ClassIncrementalLearner(StateHolder):
         """
         if top_k is not None and coverage is not None:
             raise ValueError(f"top_k is {top_k} and coverage {coverage}: give one of them")
-        rows = self.predictions(images, 1 if top_k is None else top_k, reject, coverage, return_novelty)
+        how = {"reject": reject, "coverage": coverage, "novelty": return_novelty}
+        rows = self.predictions(images, 1 if top_k is None else top_k, **how)
         answers = [row.answer(number, return_scores, top_k or coverage) for number, row in enumerate(rows)]
         return (answers, [row.novelty for row in rows]) if return_novelty else answers
 
     @in_turn
-    def predictions(
-        self,
-        images: Any,
-        top_k: int = 1,
-        reject: float | None = None,
-        coverage: float | None = None,
-        novelty: bool = False,
-    ) -> list[Prediction]:
-        """What `predict` finds, with every image's name; an image that cannot be read is stepped over."""
+    def predictions(self, images: Any, top_k: int = 1, **how: Any) -> list[Prediction]:
+        """What `predict` finds, with every image's name; an image that cannot be read is stepped over.
+
+        `how` is `reject`, `coverage` and `novelty`, as `predict` has them.
+        """
         self._check_learned()
-        with self._resting():
-            data = unlabelled_images(images)
-            return predict_images(self.encoder, self.classifier, data, top_k, reject, coverage, novelty)
+        with self.state.resting():
+            return predict_images(self.encoder, self.classifier, unlabelled_images(images), top_k, **how)
 
     def evaluate(self, dataset: Any, class_names: Sequence[str] | None = None) -> dict[str, Any]:
         """Top-1 accuracy among all seen classes; `dataset`, `class_names` and errors are as in `update_classes`.
@@ -321,12 +302,10 @@ class ClassIncrementalLearner(StateHolder):
         """
         self._check_learned()
         if self.state.newest_estimates is None:
-            with self._resting():
-                self.state = replace(self.state, estimates=estimates_of(self.state, self.encoder, {}))
+            self.state = replace(self.state, estimates=estimates_of(self.state, self.encoder, {}))
         return self.state.estimates.each()
 
-    @contextmanager
-    def scaled(self, scale: float) -> Iterator[None]:
+    def scaled(self, scale: float) -> AbstractContextManager[None]:
         """Use the model with W_0 + scale * dW in the block's calls, dW being all it has learned, in both towers.
 
         Scale 0 is the pristine model and 1 the model as it has learned, both bit for bit. What the classifiers keep
@@ -342,9 +321,7 @@ class ClassIncrementalLearner(StateHolder):
         Reference:
             Wortsman et al., "Robust fine-tuning of zero-shot models", 2022.
         """
-        check_number("scale", scale, least=0, most=1)
-        with scaling(self, float(scale)):
-            yield
+        return scaling(self, scale)
 
     @in_turn
     def zero_shot(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float | None]:
@@ -442,7 +419,7 @@ class ClassIncrementalLearner(StateHolder):
         """
         folder, manifest, origin = locating.locate(source, revision, token, cache_dir)
         with usual_torch(), loading.loaded_state(folder, manifest, base_model, args, machine) as state:
-            check_model(state.model, state.processor, state.strategy, state.args)
+            check_model(state)
             learner = object.__new__(cls)
             learner._adopt(replace(state, source=origin or state.source))
         learner.folder, learner.checksum = None if origin else folder.resolve(), manifest.sha256

@@ -35,7 +35,7 @@ def inspect_task(
     if state.adapter is None:
         raise ValueError("the model has no adapter, so no layer of it has a task's gradient")
     images = learner.encoder.images(named_images(dataset, class_names))
-    gradients, _ = TaskTrainer(state, learner.encoder, learner.logit_scale, images).probe()
+    gradients, _ = TaskTrainer(state, learner.encoder, images).probe()
     config = state.adapter.active_config
     residual_ranks = {name: config.ranks_of(name)[1] for name in gradients}
     stats = state.memory if isinstance(state.memory, OccupationStatistics) else OccupationStatistics()

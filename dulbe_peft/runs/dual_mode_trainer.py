@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments, default_data_collator
 
-from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.checkpoints import loading, saving, unfinished
 from dulbe_peft.checkpoints.layout import TASK_FILE
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
@@ -217,7 +216,7 @@ class DualModeTrainer(Trainer):
         """As transformers': by the first classifier; while a task is trained, by the texts of old and new classes."""
         if self._task is None:
             self._eval_head = self.learner.classifier
-            with self.learner._resting():
+            with self.learner.state.resting():
                 return super().evaluation_loop(*args, **kwargs)
         text = self.learner.encoder.text_embeds(self._seen.class_names, self._task.state.class_texts)
         self._eval_head = partial(torch.matmul, other=self.learner.logit_scale * text.T)
@@ -279,13 +278,13 @@ class _LoopTask(TaskTrainer):
         super().__init__(*args)
         self.owner, self.checkpoint, self.loop = owner, checkpoint, loop
 
-    def begin(self, adapter: DualModeLoraModel) -> NewTask:
+    def begin(self) -> NewTask:
         if self.checkpoint is None:
-            return super().begin(adapter)
+            return super().begin()
         tensors = unfinished.read(self.checkpoint)[0]
         for name in tensors.keys() & {"teacher", "old_text"}:
             setattr(self, name, tensors[name].to(self.encoder.device))
-        return self.new_task(adapter)
+        return self.new_task()
 
     def train(self, task: NewTask) -> None:
         self.task, self.owner._task = task, self

@@ -72,7 +72,8 @@ def learner_of(
     }
     if not isinstance(model, ClassIncrementalLearner):
         learner = ClassIncrementalLearner(model, processor, args=LearnerArguments(**given))
-        if learner.model.history_rank or any(layer.is_trained("default") for layer in learner.state.layers.values()):
+        layers = learner.model.dual_mode_layers().values()
+        if learner.model.history_rank or any(layer.is_trained("default") for layer in layers):
             raise ValueError(
                 "the adapter has learned before, but a model alone brings no statistics and no classes: pass "
                 "ClassIncrementalLearner.from_pretrained(folder) in place of the model"

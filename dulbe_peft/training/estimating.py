@@ -20,10 +20,8 @@ NORMAL = 1.959964  # of a 95 % interval
 def estimates_of(state: LearnerState, encoder: Encoder, fresh: Mapping[bytes, Tensor]) -> Estimates:
     """What every classifier of a state names right of learned images, each as if it had not been learned.
 
-    `fresh` are the features of the newest images by content. Those of earlier ones come from the user's feature store,
-    so classes of which it has none are not spoken of. Nor are classes with one image, and images learned twice. Where
-    the model itself was trained on the images, or learned several views of each, leaving one out would say too much:
-    nothing is said.
+    `fresh` are the features of the newest images by content; the feature store has those of earlier ones, or nothing
+    is said of their classes. Where the model was trained on the images, or saw several views, it would be too much.
     """
     now = Estimates(tasks=len(state.tasks), updates=len(state.updates))
     if state.strategy.adapts or state.adapter is not None or any(views > 1 for _, views in state.known.ways):

@@ -1,8 +1,9 @@
 """What holds a learner's state: the encoder that reads images by it, changes that are done whole or not at all."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +27,26 @@ from dulbe_peft.utils.processes import copy_from_main
 from dulbe_peft.utils.profiling import Profile
 
 
-def _of_state(name: str) -> Any:
-    """An attribute that says what the learner's state says."""
-    return property(lambda learner: getattr(learner.state, name))
+def _of(path: str) -> Any:
+    """An attribute that says what a part of the learner says."""
+    return property(attrgetter(path))
 
 
 class StateHolder(TakesTurns):
     """A learner as far as its state goes; `ClassIncrementalLearner` names the attributes."""
 
-    model: Any = _of_state("model")
-    clip: Any = _of_state("base")  # the model under the adapter
-    processor: Any = _of_state("processor")
-    args: LearnerArguments = _of_state("args")
-    strategy: Strategy = _of_state("strategy")
-    classifiers: dict[str, Classifier] = _of_state("classifiers")
-    classifier: Classifier = _of_state("classifier")  # the one that answers
-    memory: Memory | None = _of_state("memory")
-    tasks: list[tuple[str, ...]] = _of_state("tasks")
-    class_names: tuple[str, ...] = _of_state("class_names")
-    source: dict[str, str] | None = _of_state("source")
+    model: Any = _of("state.model")
+    clip: Any = _of("state.base")  # the model under the adapter
+    processor: Any = _of("state.processor")
+    args: LearnerArguments = _of("state.args")
+    strategy: Strategy = _of("state.strategy")
+    classifiers: dict[str, Classifier] = _of("state.classifiers")
+    classifier: Classifier = _of("state.classifier")  # the one that answers
+    memory: Memory | None = _of("state.memory")
+    tasks: list[tuple[str, ...]] = _of("state.tasks")
+    class_names: tuple[str, ...] = _of("state.class_names")
+    source: dict[str, str] | None = _of("state.source")
+    profile: Profile = _of("encoder.profile")  # where the time of the last task went
 
     def _adopt(self, state: LearnerState) -> None:
         """Become the learner of a state, on the device that its settings name."""
@@ -69,11 +71,6 @@ class StateHolder(TakesTurns):
         self.checksum: str | None = None
         self.log: Log | None = None
         super().__init__()
-
-    @property
-    def profile(self) -> Profile:
-        """Where the time of the last task went."""
-        return self.encoder.profile
 
     def change_settings(self, args: LearnerArguments) -> None:
         """Go on with other settings on the same device; what was learned stays, and with "auto" the precision."""
@@ -107,10 +104,6 @@ class StateHolder(TakesTurns):
                 self.model.zero_grad(set_to_none=True)
                 self.model.eval()
             raise
-
-    def _resting(self) -> AbstractContextManager[None]:
-        adapter = self.state.adapter
-        return nullcontext() if adapter is None else adapter.without_idle_modes()
 
     def _check_learned(self) -> None:
         if not self.tasks:

@@ -9,6 +9,7 @@ from functools import wraps
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from dulbe_peft.utils.checks import check_number
 from dulbe_peft.utils.devices import evaluating, usual_torch
 
 T = TypeVar("T")
@@ -78,7 +79,8 @@ def in_turn(method: Callable[..., T]) -> Callable[..., T]:
 @contextmanager
 def scaling(learner: Any, scale: float) -> Iterator[None]:
     """Calls of the learner in this thread and asyncio task use `scale` of what it has learned."""
-    token = _SCALES.set({**_SCALES.get(), learner: scale})
+    check_number("scale", scale, least=0, most=1)
+    token = _SCALES.set({**_SCALES.get(), learner: float(scale)})
     try:
         with locked(learner, "scaled"):  # raises what keeps the model from being scaled
             pass

@@ -24,10 +24,7 @@ from dulbe_peft.utils.processes import check_same_in_all, raise_in_all, refuse_s
 
 
 def check_adapter_name(model: Any) -> None:
-    """Raise where an adapted model has another active adapter than PEFT's "default", which a learner works on.
-
-    Answers would be wrong, and nobody could load what is saved.
-    """
+    """Raise where another adapter than PEFT's "default" is active: answers would be wrong, and files of no use."""
     if not isinstance(model, PeftModel):
         return
     tuner: Any = model.base_model
@@ -51,6 +48,8 @@ def checked_task(
     texts: Mapping[str, Sequence[str]],
 ) -> tuple[LearnerState, PixelDataset]:
     """The state with the texts of a new task's classes, and its images, after a check that it can be learned."""
+    if state.args.precision == "int8" and state.strategy.adapts:
+        raise ValueError("precision is 'int8', in which no model is trained: take float32 or bfloat16")
     with raise_in_all():
         check_adapter_name(state.model)
         _check_trainable(state)
@@ -67,10 +66,7 @@ def checked_task(
 
 
 def _check_trainable(state: LearnerState) -> None:
-    """Raise where an adapter is merged or scaled, or a strategy lacks its memory or would train another part.
-
-    A task that fails is taken back, and a learner is saved, by its adapter alone.
-    """
+    """Raise where a strategy lacks its memory, or the adapter, by which a task is taken back, is not all it trains."""
     if state.incomplete:
         raise ValueError(
             f"this learner was published without what the strategy {state.strategy.name!r} keeps: it holds no "
@@ -96,8 +92,9 @@ def _check_trainable(state: LearnerState) -> None:
         )
 
 
-def check_model(model: Any, processor: Any, strategy: Strategy, args: LearnerArguments) -> Any:
-    """The model under the adapter, after a check that the strategy can work with it and with the processor."""
+def check_model(state: LearnerState) -> None:
+    """Raise unless the strategy can work with the model and with the processor."""
+    model, strategy = state.model, state.strategy
     if isinstance(model, PeftModel) and isinstance(model.base_model, DualModeLoraModel):
         check_adapter_name(model)
         targets = strategy.target_modules
@@ -107,18 +104,16 @@ def check_model(model: Any, processor: Any, strategy: Strategy, args: LearnerArg
                 f"the strategy {strategy.name!r} adapts {list(targets or ())} alone, the model has an adapter in "
                 f"{other[0]!r}: pass DualModeLoraConfig(target_modules={list(targets or ())})"
             )
-        model = model.get_base_model()
     elif strategy.adapts or isinstance(model, PeftModel) or not isinstance(model, nn.Module):
         raise ValueError(
             f"model must come from get_peft_model(clip, DualModeLoraConfig(...)) for the strategy {strategy.name!r}, "
             f"got {type(model).__name__}"
         )
-    loading.check_encoder(model, text=strategy.adapts)
-    loading.check_processor(processor, model)
+    loading.check_encoder(state.base, text=strategy.adapts)
+    loading.check_processor(state.processor, state.base)
     if strategy.adapts:
-        loading.check_statistics_tokens(model, args.statistics_tokens)
-    refuse_sharded(model)
-    return model
+        loading.check_statistics_tokens(state.base, state.args.statistics_tokens)
+    refuse_sharded(state.base)
 
 
 def check_tracker(name: str | None) -> None:
@@ -136,13 +131,14 @@ def new_state(
     classifiers: str | Classifier | Iterable[str | Recipe | Classifier] | None,
 ) -> LearnerState:
     """The state of a learner that has learned nothing yet, of parts that fit; the strategy's classifiers for None."""
-    method = make_strategy(strategy)
-    clip = check_model(model, processor, method, args)
-    rows = parse_classifiers(method.classifiers if classifiers is None else classifiers)
+    state = LearnerState(model, processor, args, make_strategy(strategy), {})
+    check_model(state)
+    clip = state.base
+    rows = parse_classifiers(state.strategy.classifiers if classifiers is None else classifiers)
     if classifiers is None and not loading.has_text(clip):
         rows = {name: row for name, row in rows.items() if not CLASSIFIERS[name].needs_text}
     made = make_classifiers(rows.values(), loading.embed_dim(clip), loading.logit_scale(clip))
     reads_text = [name for name, classifier in made.items() if classifier.needs_text]
     if reads_text and not loading.has_text(clip):
         raise ValueError(f"the classifier {reads_text[0]!r} needs text, {type(clip).__name__} has no text tower")
-    return LearnerState(model, processor, args, method, made)
+    return replace(state, classifiers=made)

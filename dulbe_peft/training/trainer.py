@@ -6,7 +6,7 @@ Reference: Appendix "Complete Procedure", Algorithm 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from torch import nn
 
 from dulbe_peft.adapter.gradients import probe_gradients
-from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.closing import ClosingPass, learn_task
 from dulbe_peft.encoders.encoder import Batch, Encoder
-from dulbe_peft.encoders.loading import has_text
+from dulbe_peft.encoders.loading import has_text, logit_scale
 from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.encoders.text_encoder import mean_texts
 from dulbe_peft.strategies.base import GRADIENTS, INPUTS, TEACHER, Memory, NewTask, Step
@@ -51,11 +51,11 @@ class TaskRecord:
 def learned(trainer: TaskTrainer) -> tuple[LearnerState, TaskRecord, ClosingPass]:
     """The state after one more task, of which the adapter alone is changed in place; and what the task showed."""
     state, encoder, images, names = trainer.state, trainer.encoder, trainer.images, trainer.names
-    teacher, features, memory = trainer.learn()
+    features, memory = trainer.learn()
     with encoder.profile.phase("close"):
         labels = torch.as_tensor(images.labels, device=features.device)
         # The teacher saw the images as they are.
-        before = teacher if state.args.augment == "none" else None
+        before = trainer.teacher if state.args.augment == "none" else None
         views = encoder.views(features, images, trainer.title("close"))
         texts = each = None
         if has_text(encoder.clip) and any(each.reads_text for each in state.classifiers.values()):
@@ -67,13 +67,18 @@ def learned(trainer: TaskTrainer) -> tuple[LearnerState, TaskRecord, ClosingPass
     bridge = classifiers.get("bridge")
     if isinstance(bridge, BridgeEnsembleHead):
         trainer.record.expected_depth = float(bridge.expected_depth()[-len(names) :].mean())
-    tasks = [*state.tasks, names]
-    known = state.known.with_learned(images.images, encoder.way)
-    after = replace(state, classifiers=classifiers, memory=memory, tasks=tasks, step=trainer.step, known=known)
+    after = replace(
+        state,
+        classifiers=classifiers,
+        memory=memory,
+        tasks=[*state.tasks, names],
+        step=trainer.step,
+        known=state.known.with_learned(images.images, encoder.way),
+        graph=encoder.graph,
+    )
     with encoder.profile.phase("estimate"):
         fresh = {content: row for content, row in zip(images.images.contents(), features, strict=True) if content}
-        after = replace(after, estimates=estimates_of(after, encoder, fresh))
-    return after, trainer.record, closing
+        return replace(after, estimates=estimates_of(after, encoder, fresh)), trainer.record, closing
 
 
 def _old_texts(state: LearnerState, encoder: Encoder) -> list[torch.Tensor]:
@@ -89,16 +94,14 @@ def _old_texts(state: LearnerState, encoder: Encoder) -> list[torch.Tensor]:
 class TaskTrainer:
     """Learns one task with a strategy, from the state before it and the task's images, which name its classes.
 
-    Attributes:
-        teacher: features of all images by the model before the task, (n, d), where they are needed.
-        old_text: embeddings of the old classes' texts by the model before the task, (C, d), where they are needed.
+    By the model before the task are, where they are needed, `teacher`, (n, d), the features of all images, and
+    `old_text`, (C, d), the embeddings of the old classes' texts.
     """
 
-    def __init__(
-        self, state: LearnerState, encoder: Encoder, logit_scale: float, images: PixelDataset, log: Log | None = None
-    ) -> None:
+    def __init__(self, state: LearnerState, encoder: Encoder, images: PixelDataset, log: Log | None = None) -> None:
         self.state, self.model, self.strategy, self.args = state, state.model, state.strategy, state.args
-        self.encoder, self.logit_scale, self.log = encoder, logit_scale, log
+        self.adapter: Any = state.adapter
+        self.encoder, self.logit_scale, self.log = encoder, logit_scale(encoder.clip), log
         self.images, self.names, self.index = images, images.images.class_names, len(state.tasks)
         self.step = state.step
         counts = np.bincount(images.labels, minlength=len(self.names)).tolist()
@@ -107,13 +110,13 @@ class TaskTrainer:
         self.old_text: torch.Tensor | None = None
         self._trained_text: torch.Tensor | None = None
 
-    def learn(self) -> tuple[torch.Tensor | None, torch.Tensor, Memory | None]:
-        """Features, (n, d), by the model before the task, where needed, and by the finished one; the memory."""
-        adapter, strategy = self.state.adapter, self.strategy
-        if adapter is None or not strategy.adapts:
+    def learn(self) -> tuple[torch.Tensor, Memory | None]:
+        """Features of all images by the finished model, (n, d), and what the strategy remembers."""
+        strategy = self.strategy
+        if not strategy.adapts:
             with self.encoder.profile.phase("close"):
-                return None, self.encoder.dataset_embeds(self.images, self.title("close")), self.state.memory
-        task = self.begin(adapter)
+                return self.encoder.dataset_embeds(self.images, self.title("close")), self.state.memory
+        task = self.begin()
         with self.encoder.profile.phase("train"), self.encoder.retain_graphs():
             self.train(task)
         # The last loss is computed before the step that breaks a weight.
@@ -122,19 +125,18 @@ class TaskTrainer:
         with torch.no_grad():
             strategy.finish(task)
         if strategy.folds:
-            adapter.fold_if_trained(strategy.keeps_factors)
+            self.adapter.fold_if_trained(strategy.keeps_factors)
         with self.encoder.profile.phase("close"):
             features, inputs = self.encode("close", strategy.remembers_inputs)
-            memory = strategy.remember(task, inputs)
-        return self.teacher, features, memory
+            return features, strategy.remember(task, inputs)
 
-    def new_task(self, adapter: DualModeLoraModel) -> NewTask:
+    def new_task(self) -> NewTask:
         """The task as a strategy sees it before anything is measured."""
-        return NewTask(self.index, adapter, self.args, self.state.memory, encoder=self.encoder)
+        return NewTask(self.index, self.adapter, self.args, self.state.memory, encoder=self.encoder)
 
-    def begin(self, adapter: DualModeLoraModel) -> NewTask:
+    def begin(self) -> NewTask:
         """Measure the new task and install its bases."""
-        task = self.new_task(adapter)
+        task = self.new_task()
         self.teacher = self._measure(task)
         if self.index and TEACHER in self.strategy.needs:
             self.old_text = self._text(self.state.class_names)
@@ -143,13 +145,13 @@ class TaskTrainer:
             modes = self.strategy.plan(task)
             if modes is not None:  # on the CPU, as they travel between processes
                 modes = {n: replace(m, shared=m.shared.cpu(), residual=m.residual.cpu()) for n, m in modes.items()}
-            return modes, _moved(task.notes, "cpu")
+            return modes, send_to_device(task.notes, "cpu")
 
         with self.encoder.profile.phase("allocate"):
             modes, notes = on_main_process(plan)
-            task.notes = _moved(notes, self.encoder.device)
+            task.notes = send_to_device(notes, self.encoder.device)
             if modes is not None:
-                adapter.begin_task(modes, orthonormal=self.strategy.orthonormal)
+                self.adapter.begin_task(modes, orthonormal=self.strategy.orthonormal)
                 # Strategies that choose bases without a gradient leave all captures at 0: then nothing was measured.
                 if any(m.shared_capture or m.residual_capture for m in modes.values()):
                     self.record.shared_capture = sum(m.shared_capture for m in modes.values()) / len(modes)
@@ -188,16 +190,15 @@ class TaskTrainer:
             features[index] = embeds.detach()
             return cross_modal_loss(embeds, text, labels, self.logit_scale), len(index)
 
-        assert self.state.adapter is not None
         batches = self.encoder.training_batches(self.images, self.title("probe"), range(len(self.images)))
-        with self.state.adapter.without_idle_modes(), raise_in_all():
-            gradients = probe_gradients(self.state.adapter, batches, loss_fn)
+        with self.adapter.without_idle_modes(), raise_in_all():
+            gradients = probe_gradients(self.adapter, batches, loss_fn)
         sum_over_processes(gradients.values())
         return gradients, features
 
     def encode(self, phase: str, collect: bool) -> tuple[torch.Tensor, OccupationStatistics]:
         """Features of all images, (n, d), and on the way, with `collect`, X'X of every adapted layer."""
-        return features_and_inputs(self.state.adapter, self.encoder, self.images, self.title(phase), collect)
+        return features_and_inputs(self.state, self.encoder, self.images, self.title(phase), collect)
 
     def _text(self, names: Sequence[str]) -> torch.Tensor:
         """Embeddings, (classes, d), of the texts that training takes, by the model as it is."""
@@ -260,8 +261,7 @@ class TaskTrainer:
         def teacher_features() -> torch.Tensor:
             if self.teacher is not None and self.args.teacher == "cached" and self.args.augment == "none":
                 return self.teacher[index]
-            assert self.state.adapter is not None
-            with torch.no_grad(), self.state.adapter.previous_task():
+            with torch.no_grad(), self.adapter.previous_task():
                 return encode()
 
         features = encode()
@@ -289,28 +289,23 @@ class TaskTrainer:
 
 
 def features_and_inputs(
-    adapter: DualModeLoraModel | None, encoder: Encoder, images: PixelDataset, title: str, collect: bool
+    state: LearnerState, encoder: Encoder, images: PixelDataset, title: str, collect: bool
 ) -> tuple[torch.Tensor, OccupationStatistics]:
     """Features of all images, (n, d), and with `collect` X'X of every adapted layer's inputs, else no inputs."""
-    features = torch.zeros(len(images), encoder.embed_dim, device=encoder.device)
-    inputs = OccupationStatistics()
-    resting = nullcontext() if adapter is None else adapter.without_idle_modes()
-    if not collect:
-        with resting:
+    inputs, adapter = OccupationStatistics(), state.adapter
+    if adapter is None or not collect:
+        with state.resting():
             return encoder.dataset_embeds(images, title), inputs
+    features = torch.zeros(len(images), encoder.embed_dim, device=encoder.device)
 
     def forward_fn(_: nn.Module, batch: Batch) -> None:
         pixels, _labels, index = batch
         features[index] = encoder.image_embeds(pixels)
 
-    assert adapter is not None
-    with resting, raise_in_all():
+    with state.resting(), raise_in_all():
         if shard(range(len(images))):
-            batches = encoder.batches(images, title)
-            tokens = encoder.args.statistics_tokens
-            collect_statistics(
-                adapter, batches, forward_fn, inputs, tokens, lambda batch: encoder.token_mask(batch[0])
-            )
+            how = (encoder.args.statistics_tokens, lambda batch: encoder.token_mask(batch[0]))
+            collect_statistics(adapter, encoder.batches(images, title), forward_fn, inputs, *how)
     inputs.sum_over_processes(features.device)
     sum_over_processes([features])
     return features, inputs
@@ -321,7 +316,3 @@ def epoch_order(size: int, seed: int, task: int, epoch: int) -> list[int]:
     state = np.random.SeedSequence([seed, task, epoch]).generate_state(1, np.uint64)
     generator = torch.Generator().manual_seed(int(state[0]) % 2**63)
     return torch.randperm(size, generator=generator).tolist()
-
-
-def _moved(notes: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
-    return {name: note.to(device) if isinstance(note, torch.Tensor) else note for name, note in notes.items()}

@@ -16,8 +16,6 @@ from dulbe_peft.data.images import LabelledImages, named_images
 from dulbe_peft.data.names import check_rename, learned_name
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.encoders.loading import has_text
-from dulbe_peft.encoders.pixels import PixelDataset
-from dulbe_peft.strategies import Memory
 from dulbe_peft.strategies.base import NewTask
 from dulbe_peft.training.state import LearnerState, Update
 from dulbe_peft.training.trainer import features_and_inputs
@@ -32,41 +30,35 @@ def check_update(state: LearnerState, names: Sequence[str]) -> list[int]:
     return places
 
 
-def checked_update(
-    state: LearnerState, dataset: Any, class_names: Sequence[str] | None
-) -> tuple[LabelledImages, list[int]]:
-    """Further images of known classes, and the place of each one's class; raises where they cannot be taken in."""
-    with raise_in_all():
-        if state.adapter is not None:
-            state.adapter.check_unscaled()
-        images = named_images(dataset, class_names, default=state.class_names)
-        names = [images.class_names[label] for label in images.labels]
-        places = check_update(state, names)
-    check_same_in_all(places, "labels")
-    return images, places
-
-
 @torch.no_grad()
 def with_more_images(
-    state: LearnerState, encoder: Encoder, images: PixelDataset, labels: torch.Tensor
+    state: LearnerState, encoder: Encoder, dataset: Any, class_names: Sequence[str] | None
 ) -> LearnerState:
-    """The state with further images of known classes, whose `labels`, (n,), index `state.class_names`."""
+    """The state with further images of known classes, by the classes' names, or all seen ones where None are given."""
     strategy, adapter = state.strategy, state.adapter
+    with raise_in_all():
+        if adapter is not None:
+            adapter.check_unscaled()
+        given = named_images(dataset, class_names, default=state.class_names)
+        names = [given.class_names[label] for label in given.labels]
+        places = check_update(state, names)
+    check_same_in_all(places, "labels")
+    encoder.profile.clear()
+    images = encoder.images(given)
     # A learner that was published without its memory has no sum to add to.
-    collect = strategy.remembers_more and adapter is not None and not state.incomplete
-    features, inputs = features_and_inputs(adapter, encoder, images, "update", collect)
-    counts = Counter(state.class_names[label] for label in labels.tolist())
-    views = encoder.views(features, images, "update")
-    labels = labels.to(features.device)
-    classifiers = _changed(state, lambda classifier: classifier.update_classes(features, labels, views))
-    memory: Memory | None = state.memory
+    collect = strategy.remembers_more and not state.incomplete
+    features, inputs = features_and_inputs(state, encoder, images, "update", collect)
+    views, labels = encoder.views(features, images, "update"), torch.tensor(places, device=features.device)
+    memory = state.memory
     if collect and adapter is not None:
-        task = NewTask(len(state.tasks), adapter, state.args, state.memory, inputs=inputs)
-        memory = strategy.remember(task, inputs)
-    updates = [*state.updates, Update(after=len(state.tasks), images=dict(counts))]
-    named = images.images.at(slice(None), labels.cpu().numpy(), state.class_names)
-    known = state.known.with_learned(named, encoder.way)
-    return replace(state, classifiers=classifiers, memory=memory, updates=updates, known=known)
+        memory = strategy.remember(NewTask(len(state.tasks), adapter, state.args, memory, inputs=inputs), inputs)
+    return _changed(
+        state,
+        lambda classifier: classifier.update_classes(features, labels, views),
+        Update(after=len(state.tasks), images=dict(Counter(names))),
+        memory=memory,
+        known=state.known.with_learned(given, encoder.way),
+    )
 
 
 def merged_states(
@@ -98,17 +90,15 @@ def merged_states(
     wrong = ", ".join(name for name in own if own[name] != theirs[name])
     if wrong:
         raise ValueError(f"the learners encode images with other models or in other ways: {wrong} differ")
-    classifiers = _changed(state, lambda classifier: classifier.merge(other.classifiers[classifier.name]))
     tasks = [tuple(name for name in task if name not in seen) for task in other.tasks]
     tasks = [*state.tasks, *(task for task in tasks if task)]
     further = {name: count for name, count in other.image_counts().items() if name in seen and count}
-    updates = [*state.updates, Update(after=len(tasks), images=further)]
-    return replace(
+    return _changed(
         state,
-        classifiers=classifiers,
+        lambda classifier: classifier.merge(other.classifiers[classifier.name]),
+        Update(after=len(tasks), images=further),
         tasks=tasks,
         class_texts={**other.class_texts, **texts},
-        updates=updates,
         known=state.known.merged(other.known),
     )
 
@@ -118,17 +108,16 @@ def without_class(state: LearnerState, name: str) -> LearnerState:
     name = learned_name(name, state.class_names, "forgotten")
     if len(state.class_names) == 1:
         raise ValueError(f"class {name!r:.100} is the only one that is left: a learner needs at least one class")
-    classifiers = _changed(state, lambda classifier: classifier.forget_class(name))
-    tasks = [tuple(other for other in task if other != name) for task in state.tasks]
     updates = []
     for update in state.updates:  # a forgotten class leaves no name
         left = {other: count for other, count in update.images.items() if other != name}
         renamed = {} if name in update.renamed.values() else update.renamed
         updates.append(update.model_copy(update={"images": left, "renamed": renamed}))
-    updates.append(Update(after=len(tasks), forgotten=_task_of(state, name)))
-    texts = {other: texts for other, texts in state.class_texts.items() if other != name}
-    known = state.known.without_class(name)
-    return replace(state, classifiers=classifiers, tasks=tasks, updates=updates, class_texts=texts, known=known)
+    return _changed(
+        _renamed(replace(state, updates=updates, known=state.known.without_class(name)), name),
+        lambda classifier: classifier.forget_class(name),
+        Update(after=len(state.tasks), forgotten=_task_of(state, name)),
+    )
 
 
 @torch.no_grad()
@@ -163,45 +152,45 @@ def without_images(state: LearnerState, encoder: Encoder, images: LabelledImages
     features = encoder.dataset_embeds(data, "forget")
     # More than one name where somebody counted an image again.
     pairs = [(feature, name) for feature, content in zip(features, rows, strict=True) for name in learned[content]]
-    classifiers = _changed(state, lambda classifier: [classifier.forget_image(*pair) for pair in pairs])
     gone = Counter(name for _, name in pairs)
-    updates = [*state.updates, Update(after=len(state.tasks), images={name: -count for name, count in gone.items()})]
-    known = state.known.without_contents(rows)
-    return replace(state, classifiers=classifiers, updates=updates, known=known)
+    return _changed(
+        state,
+        lambda classifier: [classifier.forget_image(*pair) for pair in pairs],
+        Update(after=len(state.tasks), images={name: -count for name, count in gone.items()}),
+        known=state.known.without_contents(rows),
+    )
 
 
 @torch.no_grad()
 def with_renamed_class(state: LearnerState, encoder: Encoder, old: str, new: str) -> LearnerState:
     """The state in which a class has another name, with its text or the given ones; a known name joins the two."""
     old, new = check_rename(old, new, state.class_names)
-    joins = new in state.class_names
-    updates = [one.model_copy(update={"images": _renamed(one.images, old, new)}) for one in state.updates]
+    updates = []
+    for one in state.updates:
+        counts = Counter[str]()
+        for name, count in one.images.items():
+            counts[new if name == old else name] += count
+        updates.append(one.model_copy(update={"images": dict(counts)}))
+    renamed = replace(state, updates=updates, known=state.known.renamed(old, new))
     update = Update(after=len(state.tasks), renamed={old: new})
-    if joins:
-        texts = {name: texts for name, texts in state.class_texts.items() if name != old}
-        counts = state.image_counts()
-        joined = {new: counts[old]} if old in counts else {}
-        classifiers = _changed(state, lambda classifier: classifier.join_classes(old, new))
+    if new in state.class_names:
+        learned = state.image_counts()
+        joined = {new: learned[old]} if old in learned else {}
         update = update.model_copy(update={"images": joined, "forgotten": _task_of(state, old)})
-        tasks = [tuple(name for name in task if name != old) for task in state.tasks]
-    else:
-        texts = {new if name == old else name: texts for name, texts in state.class_texts.items()}
-        tasks = [tuple(new if name == old else name for name in task) for task in state.tasks]
-        text = None
-        if has_text(state.base):
-            encoder.check_prompts([name for task in tasks for name in task], texts)
-            text = encoder.text_embeds([new], texts)[0]
-        classifiers = _changed(state, lambda classifier: classifier.rename_class(old, new, text))
-    known, updates = state.known.renamed(old, new), [*updates, update]
-    return replace(state, classifiers=classifiers, tasks=tasks, updates=updates, class_texts=texts, known=known)
+        return _changed(_renamed(renamed, old), lambda classifier: classifier.join_classes(old, new), update)
+    renamed, text = _renamed(renamed, old, new), None
+    if has_text(state.base):
+        encoder.check_prompts(renamed.class_names, renamed.class_texts)
+        text = encoder.text_embeds([new], renamed.class_texts)[0]
+    return _changed(renamed, lambda classifier: classifier.rename_class(old, new, text), update)
 
 
-def _changed(state: LearnerState, change: Callable[[Classifier], Any]) -> dict[str, Classifier]:
-    """The classifiers after a change, which leaves those of the state as they are."""
+def _changed(state: LearnerState, change: Callable[[Classifier], Any], update: Update, **parts: Any) -> LearnerState:
+    """The state after a change of every classifier, with a note of it, and with other parts; the given one stays."""
     made = {name: classifier.fork() for name, classifier in state.classifiers.items()}
     for classifier in made.values():
         change(classifier)
-    return made
+    return replace(state, classifiers=made, updates=[*state.updates, update], **parts)
 
 
 def _task_of(state: LearnerState, name: str) -> int:
@@ -209,8 +198,8 @@ def _task_of(state: LearnerState, name: str) -> int:
     return next(number for number, task in enumerate(state.tasks, 1) if name in task)
 
 
-def _renamed(counts: Mapping[str, int], old: str, new: str) -> dict[str, int]:
-    found = Counter[str]()
-    for name, count in counts.items():
-        found[new if name == old else name] += count
-    return dict(found)
+def _renamed(state: LearnerState, old: str, *new: str) -> LearnerState:
+    """The state whose tasks and texts have another name of a class, or none."""
+    tasks = [tuple(n for name in task for n in (new if name == old else (name,))) for task in state.tasks]
+    texts = {n: own for name, own in state.class_texts.items() for n in (new if name == old else (name,))}
+    return replace(state, tasks=tasks, class_texts=texts)

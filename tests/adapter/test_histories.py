@@ -167,6 +167,6 @@ def test_strategies_take_ranks_by_layer_and_histories_that_are_matrices(name, tm
     images = lives.images_of(0, 1, seed=9)
     for one in (learner, loaded):
         lives.learn(2)(one)
-        ranks = [layer.history_rank("default") for layer in one.state.layers.values()]
+        ranks = [layer.history_rank("default") for layer in one.model.dual_mode_layers().values()]
         assert ranks == ([30, 39] * (len(ranks) // 2) if name == "sd_lora" else [-1] * len(ranks))
     assert torch.equal(learner.image_embeds(images), loaded.image_embeds(images))

@@ -50,7 +50,7 @@ def test_three_tasks_end_in_the_mean_of_updates_that_start_from_the_base_weight(
         inputs.append(sum(torch.outer(row, row) for row in x))
     model = get_peft_model(clip, DualModeLoraConfig(residual_rank=4, target_modules=["visual_projection"]))
     learner = ClassIncrementalLearner(model, processor, args=ARGS, strategy="bofa", classifiers="bofa")
-    (layer,) = learner.state.layers.values()
+    (layer,) = learner.model.dual_mode_layers().values()
     updates, bases = [], []
     finish = Bofa.finish
 

@@ -107,9 +107,9 @@ def test_a_step_s_gradients_are_those_of_two_literal_calls(base, digits, weight)
     learner = make_learner(base, structure_weight=weight)
     first, second = stream(digits, 2)
     learner.learn_task(first.train, first.class_names)
-    trainer = TaskTrainer(learner.state, learner.encoder, learner.logit_scale, learner.encoder.images(second.train))
+    trainer = TaskTrainer(learner.state, learner.encoder, learner.encoder.images(second.train))
     adapter = learner.state.adapter
-    task = trainer.begin(adapter)
+    task = trainer.begin()
     for up in (*adapter.shared_parameters(), *adapter.residual_parameters()):
         up.data.normal_(std=0.02)
     batch = next(learner.encoder.training_batches(trainer.images, "", range(8)))
@@ -261,8 +261,8 @@ def test_no_step_reads_a_value_from_the_device(digits, monkeypatch, attention):
     learner.learn_task(first.train, first.class_names)
     images = learner.encoder.images(second.train, keep=True)
     losses = []
-    trainer = TaskTrainer(learner.state, learner.encoder, learner.logit_scale, images)
-    task = trainer.begin(learner.state.adapter)
+    trainer = TaskTrainer(learner.state, learner.encoder, images)
+    task = trainer.begin()
     monkeypatch.setattr(trainer, "_log_epoch", lambda found, epoch: losses.append(found))
     monkeypatch.setattr(learner.encoder, "autocast", nullcontext)  # knows no meta device
     learner.device = learner.encoder.device = torch.device("meta")

@@ -183,7 +183,7 @@ def test_the_adapter_becomes_the_mean_over_its_steps(references, monkeypatch):
     ups = [parameter for name, parameter in learner.model.named_parameters() if parameter.requires_grad]
     places = {tensor.data_ptr(): place for place, tensor in enumerate(ended)}
     assert {parameter.data_ptr() for parameter in ups} <= set(places)  # both towers' own, and the bases beside them
-    for layer in learner.state.layers.values():
+    for layer in learner.model.dual_mode_layers().values():
         place = places[layer.dulbe_shared_B["default"].data_ptr()]
         mean = sum(step[place].double() for step in steps) / 4  # it starts at 0
         assert mean.norm() > 1e-4

@@ -38,7 +38,7 @@ def make_learner(args=ARGS, strategy="mg_clip", classifiers=None, **config):
 
 def test_two_tasks_train_what_stock_lora_of_alpha_1_trains(tasks):
     learner = make_learner()
-    layers = learner.state.layers
+    layers = learner.model.dual_mode_layers()
     bases = learner.strategy.plan(NewTask(0, learner.state.adapter, ARGS))
     for name, modes in bases.items():  # A is Xavier-uniform
         width, down = layers[name].in_features, 4 * torch.cat([modes.shared, modes.residual], dim=1)
@@ -123,7 +123,7 @@ def test_the_mean_wrong_logit(tasks):
     text = learner.encoder.text_embeds(names).double()
     wrong = [float(z[i] @ text[c]) for i, label in enumerate(labels) for c in range(len(names)) if c != label]
     given = learner.encoder.images(named_images(images, names))
-    found = TaskTrainer(learner.state, learner.encoder, learner.logit_scale, given)._wrong_logit()
+    found = TaskTrainer(learner.state, learner.encoder, given)._wrong_logit()
     assert found == pytest.approx(learner.logit_scale * sum(wrong) / len(wrong), rel=1e-5)
 
 

@@ -97,11 +97,11 @@ def test_frozen_trains_nothing(monkeypatch, tmp_path):
 
 def test_merged_lora_merges_what_it_trained_and_lora_goes_on_with_one_pair():
     learner, lora = (learn(make_learner(name), 0) for name in ("merged_lora", "lora"))
-    layer = next(iter(learner.state.layers.values()))
+    layer = next(iter(learner.model.dual_mode_layers().values()))
     started = next(iter(kaiming_bases(NewTask(0, learner.state.adapter, learner.args)).values()))
     assert layer.history_rank("default") == 3 and not layer.is_trained("default")
     assert not torch.equal(layer.dulbe_history_P["default"][:, :3], started)  # A is trained, too
-    layers = lora.state.layers.values()
+    layers = lora.model.dual_mode_layers().values()
     assert all(layer.history_rank("default") == 0 and layer.is_trained("default") for layer in layers)
 
 
