@@ -27,6 +27,17 @@ def is_linear(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Linear) or (backend is not None and backend.layer_type == "linear")
 
 
+@contextmanager
+def temporarily(owner: Any, attribute: str, value: Any) -> Iterator[None]:
+    """Give an attribute another value for the length of a block."""
+    before = getattr(owner, attribute)
+    setattr(owner, attribute, value)
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, before)
+
+
 def layers_of(model: nn.Module, adapter: str, kind: type[nn.Module] | None = None) -> dict[str, Any]:
     """Dotted name -> layer that has an adapter, in the model's order; of both towers, or of one `kind`."""
     kind = kind or DualModeLayer
@@ -77,15 +88,6 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
         """The adapters among `names` that this layer has."""
         container = getattr(self, self.adapter_layer_names[0])
         return [name for name in names if name in container]
-
-    @contextmanager
-    def _temporarily(self, attribute: str, value: Any) -> Iterator[None]:
-        before = getattr(self, attribute)
-        setattr(self, attribute, value)
-        try:
-            yield
-        finally:
-            setattr(self, attribute, before)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Write updates, of the active adapters by default, into the base weight, and keep the pristine weight."""

@@ -35,7 +35,7 @@ import torch
 from peft.tuners._buffer_dict import BufferDict
 from torch import nn
 
-from dulbe_peft.adapter.base import DualModeLayer
+from dulbe_peft.adapter.base import DualModeLayer, temporarily
 from dulbe_peft.adapter.config import DENSE, DualModeLoraConfig
 from dulbe_peft.adapter.linear import Update, Updates, add_updates, dense, fit, updated_linear
 from dulbe_peft.utils.devices import without_autocast
@@ -164,16 +164,16 @@ class DualModeLinear(DualModeLayer):
         self, weight: torch.Tensor, updates: Callable[[], Updates] = list, modes: bool = True
     ) -> AbstractContextManager[None]:
         """Use `weight`, (d_out, d_in), for W_0 and history, and add `updates()`, pairs of P and B, in every pass."""
-        return self._temporarily("_held", _Held(weight, updates, modes))
+        return temporarily(self, "_held", _Held(weight, updates, modes))
 
     def scaled(self, adapter: str, scale: float) -> AbstractContextManager[None]:
         # With nothing held, scale 1 is the layer as it is, bit for bit.
         held = None if scale == 1 else _Held(self.scaled_weight(adapter, scale, modes=True), list, False)
-        return self._temporarily("_held", held)
+        return temporarily(self, "_held", held)
 
     def resting(self) -> AbstractContextManager[None]:
         """Leave out the current modes: the history alone."""
-        return self._temporarily("_resting", True)
+        return temporarily(self, "_resting", True)
 
     @property
     def in_block(self) -> bool:

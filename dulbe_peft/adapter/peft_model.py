@@ -7,26 +7,20 @@ from typing import Any
 
 from peft import PeftModel
 
-from dulbe_peft.adapter.base import DualModeLayer
 from dulbe_peft.adapter.card import MARK, adapter_card
 from dulbe_peft.adapter.registration import PREFIX
-from dulbe_peft.adapter.text import TextLoraLinear
 from dulbe_peft.utils.hub import push
 
+_KINDS = ("shared", "residual", "text")  # of trained parameters
 _TEMPLATE = "# Model Card for Model ID"  # PEFT's, which nobody has filled in
 
 
 def print_trainable_parameters(peft_own: Any, model: Any) -> None:
     """PEFT's line, and one that says in which tower the parameters are."""
     peft_own()
-    counts = dict.fromkeys(("shared", "residual", "text"), 0)
-    for module in model.modules():
-        if isinstance(module, DualModeLayer):
-            for name, parameter in module.named_parameters():
-                part = "text" if isinstance(module, TextLoraLinear) else "shared" if "shared_B" in name else "residual"
-                counts[part] += parameter.numel() if parameter.requires_grad and PREFIX in name else 0
-    vision = f"vision tower: {counts['shared']:,} shared + {counts['residual']:,} residual"
-    print(f"{vision} || text tower's LoRA: {counts['text']:,}")
+    trained = [(name, parameter.numel()) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    shared, residual, text = (sum(n for name, n in trained if f".{PREFIX}{kind}_" in name) for kind in _KINDS)
+    print(f"vision tower: {shared:,} shared + {residual:,} residual || text tower's LoRA: {text:,}")
 
 
 def create_or_update_model_card(peft_own: Any, model: Any, output_dir: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dulbe_peft.adapter.base import DualModeLayer
+from dulbe_peft.adapter.base import DualModeLayer, temporarily
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.linear import Updates, dense
 
@@ -47,7 +47,7 @@ class TextLoraLinear(DualModeLayer):
         return self.scaling[adapter] * dense((self.dulbe_text_A[adapter].T, self.dulbe_text_B[adapter]))
 
     def scaled(self, adapter: str, scale: float) -> AbstractContextManager[None]:
-        return self._temporarily("_scale", scale)
+        return temporarily(self, "_scale", scale)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_scale": 1.0}

@@ -7,21 +7,23 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments, default_data_collator
+from transformers import Trainer, TrainingArguments
 
 from dulbe_peft.checkpoints import loading, saving, unfinished
 from dulbe_peft.checkpoints.layout import TASK_FILE
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.data.images import named_images
+from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.runs.trainer_arguments import check_arguments, learner_of
 from dulbe_peft.strategies.base import NewTask
 from dulbe_peft.subspaces.occupation import OccupationStatistics
-from dulbe_peft.training.batches import EpochLoader, EvaluationImages, Order, WholeBatches
+from dulbe_peft.training.batches import EpochLoader, Order, WholeBatches, collated
 from dulbe_peft.training.state import LearnerState, set_adapter_state
 from dulbe_peft.training.trainer import TaskTrainer
 from dulbe_peft.utils.processes import raise_in_all, sum_over_processes, world
@@ -87,7 +89,7 @@ class DualModeTrainer(Trainer):
         super().__init__(
             self.learner.model,
             args,
-            data_collator=default_data_collator,
+            data_collator=collated,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             compute_metrics=compute_metrics or accuracy,
@@ -237,13 +239,13 @@ class DualModeTrainer(Trainer):
         state = self.learner.state
         return state if self._task is None else replace(state, tasks=[*state.tasks, self._task.names])
 
-    def _tests(self, dataset: Any) -> EvaluationImages:
+    def _tests(self, dataset: Any) -> PixelDataset:
         seen = self._seen
         if not seen.tasks:
             raise ValueError("no task has been learned yet: call train first")
         images = named_images(dataset, None, default=seen.class_names)
         labels = seen.places([images.class_names[label] for label in images.labels])
-        return EvaluationImages(self.learner.encoder.images(images), labels)
+        return self.learner.encoder.images(images.at(slice(None), np.array(labels), seen.class_names))
 
     # ------------------------------------------------------------------ saving
 

@@ -16,7 +16,7 @@ arXiv 2505.24816; the weights 5 and 1e-4 and the temperature are those of the pu
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -25,6 +25,7 @@ from annotated_types import Ge, Lt
 from torch import nn
 from torch.nn import functional as F
 
+from dulbe_peft.adapter.base import temporarily
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.linear import Updates, dense
 from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy, replaced_modes
@@ -48,17 +49,11 @@ def lower_and_upper(names: Iterable[str], share: float) -> tuple[list[str], list
     return lower, [name for name in blocks if name not in lower], count
 
 
-@contextmanager
-def early_exit(model: nn.Module, name: str, count: int) -> Iterator[None]:
+def early_exit(model: nn.Module, name: str, count: int) -> AbstractContextManager[None]:
     """Let the tower that has the layer `name` end after `count` blocks, with its own last norm and projection."""
     path, _, attribute = name[: name.index(f".{block_of(name)}.")].rpartition(".")
     parent = model.get_submodule(path)
-    blocks: nn.ModuleList = getattr(parent, attribute)
-    setattr(parent, attribute, blocks[:count])
-    try:
-        yield
-    finally:
-        setattr(parent, attribute, blocks)
+    return temporarily(parent, attribute, getattr(parent, attribute)[:count])
 
 
 def row_scales(old_up: torch.Tensor) -> torch.Tensor:

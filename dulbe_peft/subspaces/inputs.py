@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -69,14 +69,10 @@ def observed_inputs(layers: Mapping[str, nn.Module], observe: Callable[[str, tor
     def hook(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         observe(name, args[0] if args else next(iter(kwargs.values())))
 
-    handles = [
-        layer.register_forward_pre_hook(partial(hook, name), with_kwargs=True) for name, layer in layers.items()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            hooks.callback(layer.register_forward_pre_hook(partial(hook, name), with_kwargs=True).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Collector:

@@ -1,13 +1,12 @@
 """A task's batches as `torch.utils.data.DataLoader` reads them, in the order that a learner takes them."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.training.trainer import TaskTrainer, epoch_order
 from dulbe_peft.utils.processes import padded_shard
 
@@ -62,14 +61,6 @@ class WholeBatches(Dataset[dict[str, torch.Tensor]]):
         return {"pixel_values": pixels, "labels": labels, "index": torch.tensor(batch)}
 
 
-class EvaluationImages(Dataset[dict[str, Any]]):
-    """Images and their places among the seen classes, as transformers' collator takes them."""
-
-    def __init__(self, images: PixelDataset, labels: list[int]) -> None:
-        self.images, self.labels = images, labels
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"pixel_values": self.images[index][0], "label": self.labels[index]}
+def collated(rows: Sequence[tuple[torch.Tensor, int, int]]) -> dict[str, torch.Tensor]:
+    """A batch of a `PixelDataset` as transformers takes it."""
+    return {"pixel_values": torch.stack([row[0] for row in rows]), "labels": torch.tensor([row[1] for row in rows])}
