@@ -10,8 +10,7 @@ from dulbe_peft.comparison.cells import answers_path, finish_cell, is_done, read
 from dulbe_peft.comparison.comparison_file import COMPARISON_FILE, CSV_FILE, Comparison, Entry, Scope
 from dulbe_peft.comparison.intervals import image_shares, mean_share
 from dulbe_peft.comparison.plan import Cell, Chosen, Plan, Row, as_text
-from dulbe_peft.comparison.summary import COLUMNS, make_entries
-from dulbe_peft.report.table import write_table_csv
+from dulbe_peft.comparison.summary import make_entries, write_summary_csv
 from dulbe_peft.utils.checks import check_int
 from dulbe_peft.utils.engines import BACKENDS, jobs_at_once, on_engine
 from dulbe_peft.utils.folders import check_outside_saved, check_replaceable
@@ -56,7 +55,7 @@ def compare(
         entries = make_entries(plan, output, work, chosen)
         output.mkdir(parents=True, exist_ok=True)
         write_record(output / COMPARISON_FILE, Comparison(entries=entries, scope=Scope.of(plan)))
-        write_table_csv(COLUMNS, entries, output / CSV_FILE)
+        write_summary_csv(output / CSV_FILE, entries)
     if failed:
         raise ComparisonError(f"{len(failed)} of {len(tried) + len(work)} runs failed; the first: {failed[0]}")
     return entries

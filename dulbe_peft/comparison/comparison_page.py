@@ -10,11 +10,11 @@ from dulbe_peft.comparison import comparison_plots as plots
 from dulbe_peft.comparison.comparison_file import COMPARISON_FILE, Comparison, Entry, read_comparison
 from dulbe_peft.comparison.plan import Row
 from dulbe_peft.comparison.ranks import ranked
-from dulbe_peft.comparison.summary import COLUMNS, FEW, count_seeds, ordered
+from dulbe_peft.comparison.summary import COLUMNS, FEW, count_seeds, ordered, write_summary_csv
 from dulbe_peft.metrics.accuracy import percent, signed
 from dulbe_peft.report.html import write_page
 from dulbe_peft.report.plots import inline_svg
-from dulbe_peft.report.table import filled, write_table_csv, write_table_latex
+from dulbe_peft.report.table import filled, write_table_latex
 from dulbe_peft.utils.settings import flat_settings
 from dulbe_peft.utils.templates import render
 
@@ -36,7 +36,7 @@ def write_comparison_page(
     comparison = read_comparison(folder)
     write_page(output, "comparison.html", _content(comparison, folder.resolve().name))
     if csv is not None:
-        write_table_csv(COLUMNS, comparison.entries, Path(csv))
+        write_summary_csv(Path(csv), comparison.entries)
     if latex is not None:
         write_table_latex(filled(COLUMNS, comparison.entries), ordered(comparison.entries), Path(latex))
     return output
@@ -58,7 +58,7 @@ def _content(comparison: Comparison, name: str) -> dict[str, Any]:
         "counts": plots.image_counts(scope.streams),
         "shown_rows": [row.title for row in rows],
         "several": plots.best_of_each(comparison) if len(rows) < len(scope.rows) else "",
-        "meanings": filled(COLUMNS, entries)[1:],
+        "titles": [column.title for column in filled(COLUMNS, entries)],
         "ranks": ranks,
         "ranked_rows": [
             (row.title, f"{mean:.2f}", None if p is None else f"{p:.3g}")
@@ -88,7 +88,7 @@ def _stream(comparison: Comparison, stream: str, number: int, rows: Sequence[Row
         "more": max(len(others) - plots.MOST, 0),
         "columns": COLUMNS[1:],
         "entries": entries,
-        "reference": next((entry for entry in entries if entry.row == reference), None),
+        "reference": next((place for place, entry in enumerate(entries) if entry.row == reference), None),
     }
 
 

@@ -2,9 +2,10 @@
 
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,8 +17,11 @@ from dulbe_peft.comparison.intervals import Difference, Measure, image_shares, m
 from dulbe_peft.comparison.plan import Cell, Chosen, Plan, Row, as_text
 from dulbe_peft.metrics.accuracy import calibration_error, percent, signed
 from dulbe_peft.report.table import Column, filled, format_markdown
+from dulbe_peft.utils.files import write_csv
+from dulbe_peft.utils.settings import flat_settings
 
 MEASURES: tuple[Measure, ...] = get_args(Measure)
+Show = Callable[[float], str]
 FEW = 2  # seeds that are too few to tell how much a further one would differ
 
 
@@ -121,60 +125,31 @@ def _mean_retention(found: Sequence[Retention]) -> Retention | None:
 # ---------------------------------------------------------------------- the columns
 
 
-def _value(path: str) -> Callable[[Entry], Any]:
-    """What an entry has at a dotted path; None where a part of the way is None."""
-
-    def value(entry: Entry) -> Any:
-        found: Any = entry
-        for name in path.split("."):
-            found = found.get(name) if isinstance(found, dict) else getattr(found, name, None)
-        return found
-
-    return value
+def _around(mean: float | None, found: Difference | None, show: Show = percent, end: Show = signed) -> str:
+    """A mean and its interval, in percent."""
+    if mean is None:
+        return ""
+    return show(mean) + ("" if found is None else f" ({end(found.low)} to {end(found.high)})")
 
 
-def _share(name: Measure) -> Callable[[Entry], str]:
-    """How a measure is shown: its mean and interval, in percent."""
+def _share(measure: Measure, entry: Entry) -> str:
+    def clamped(value: float) -> str:
+        return percent(min(max(value, 0.0), 1.0))
 
-    def show(entry: Entry) -> str:
-        found = entry.intervals.get(name)
-        if found is None:
-            return percent(entry.means[name]) if name in entry.means else ""
-        return f"{percent(entry.means[name])} ({percent(max(found.low, 0))} to {percent(min(found.high, 1))})"
-
-    return show
+    return _around(entry.means.get(measure), entry.intervals.get(measure), end=clamped)
 
 
 def _forgetting(entry: Entry) -> str:
-    found, mean = entry.intervals.get("forgetting"), entry.means.get("forgetting")
-    if mean is None or len(entry.curve) < 2:
-        return ""
-    return percent(mean) + ("" if found is None else _ends(found))
+    several = len(entry.curve) > 1
+    return _around(entry.means.get("forgetting") if several else None, entry.intervals.get("forgetting"))
 
 
-def _ends(found: Difference) -> str:
-    return f" ({signed(found.low)} to {signed(found.high)})"
+def _difference_to(found: Difference | None) -> str:
+    return "" if found is None else _around(found.mean, found, signed)
 
 
-def _interval(found: Difference | None) -> str:
-    return "" if found is None else signed(found.mean) + _ends(found)
-
-
-def _column(
-    title: str,
-    meaning: str,
-    show: Callable[[Entry], str] | None = None,
-    measure: Measure | None = None,
-    number: bool = True,
-    values: Mapping[str, str | Callable[[Entry], Any]] | None = None,
-) -> Column[Entry]:
-    """A column, bold by its `measure`; `values` are what an entry has in the CSV file, by a dotted path or a function.
-
-    Without `show` it shows the first of them.
-    """
-    found = {name: _value(value) if isinstance(value, str) else value for name, value in (values or {}).items()}
-    bold = None if measure is None else partial(_clearly_better, measure)
-    return Column(title, show or next(iter(found.values())), number, meaning, values=found, bold=bold)
+def _retention(found: Retention | None) -> str:
+    return "" if found is None else f"{percent(found.before)} → {percent(found.after)}"
 
 
 def _clearly_better(measure: Measure, entry: Entry) -> bool:
@@ -184,6 +159,27 @@ def _clearly_better(measure: Measure, entry: Entry) -> bool:
     return better and len(entry.seeds) > FEW
 
 
+# The page says what each is.
+COLUMNS: list[Column[Entry]] = [
+    Column("stream", attrgetter("stream"), number=False),
+    Column("method", attrgetter("row.method"), number=False),
+    Column("classifier", attrgetter("row.classifier"), number=False),
+    Column("drift", lambda entry: "" if entry.row.drift == "none" else entry.row.drift, number=False),
+    Column("chosen", lambda entry: as_text(entry.chosen), number=False),
+    Column("seeds", lambda entry: f"{len(entry.seeds)}, few" if len(entry.seeds) <= FEW else ""),
+    Column("A_last", partial(_share, "last"), bold=partial(_clearly_better, "last")),
+    Column("A_bar", partial(_share, "average"), bold=partial(_clearly_better, "average")),
+    Column("forgetting", _forgetting, bold=partial(_clearly_better, "forgetting")),
+    Column("to the reference (95 %)", lambda entry: _difference_to(entry.differences["last"])),
+    Column("to the same classifier (95 %)", lambda entry: _difference_to(entry.gain)),
+    Column("calibration error", lambda entry: percent(entry.calibration_error)),
+    Column("seconds", lambda entry: f"{entry.seconds:.0f}"),
+    Column("CPU seconds", lambda entry: f"{entry.cpu_seconds:.0f}"),
+    Column("trained", lambda entry: f"{entry.trainable_parameters:,}"),
+    Column("kept MiB", lambda entry: f"{entry.kept_bytes / 2**20:.1f}"),
+    Column("still known", lambda entry: _retention(entry.retention)),
+]
+# The columns of the CSV file, and where in an entry each stands.
 _FIGURES = {
     "": "means.{}",
     "_std": "spreads.{}",
@@ -193,108 +189,19 @@ _FIGURES = {
     "_low": "differences.{}.low",
     "_high": "differences.{}.high",
 }
-COLUMNS: list[Column[Entry]] = [
-    _column("stream", "", number=False, values={"stream": "stream"}),
-    _column("method", "What trained the model: settings under a name.", number=False, values={"method": "row.method"}),
-    _column(
-        "classifier",
-        "What tells the classes apart. It learned from the features of the trained model.",
-        number=False,
-        values={"classifier": "row.classifier"},
-    ),
-    _column(
-        "drift",
-        "What moved the classifier's memory of old classes when the features moved. Empty: nothing did.",
-        lambda entry: "" if entry.row.drift == "none" else entry.row.drift,
-        number=False,
-        values={"drift": "row.drift"},
-    ),
-    _column(
-        "chosen",
-        "The settings with which the row is best on held-back training images, of those that its method has tried.",
-        number=False,
-        values={"chosen": lambda entry: as_text(entry.chosen)},
-    ),
-    _column(
-        "seeds",
-        "Of rows with two seeds or one: they say little of how a further seed would turn out, and nothing in such a "
-        "row is bold.",
-        lambda entry: f"{len(entry.seeds)}, few" if len(entry.seeds) <= FEW else "",
-        values={"seeds": lambda entry: len(entry.seeds)},
-    ),
-    _column(
-        "A_last",
-        "The percent of all test images that are named right after the last task, with its 95 % interval. Bold in "
-        "every column: clearly better than the reference, for the interval of the difference leaves out zero.",
-        _share("last"),
-        "last",
-        values={f"{name}{end}": path.format(name) for name in MEASURES for end, path in _FIGURES.items()},
-    ),
-    _column(
-        "A_bar",
-        "After each task, the percent of test images of all classes seen by then that are named right. This is the "
-        "mean over the tasks.",
-        _share("average"),
-        "average",
-    ),
-    _column(
-        "forgetting",
-        "What the earlier tasks have lost since each was known best, in percentage points, as a mean. Zero is best.",
-        _forgetting,
-        "forgetting",
-    ),
-    _column(
-        "to the reference (95 %)",
-        "A_last minus the reference's A_last, in percentage points, over the seeds that both have finished. The "
-        "brackets hold the 95 % interval. A difference is clear where the interval leaves out zero.",
-        lambda entry: _interval(entry.differences["last"]),
-    ),
-    _column(
-        "to the same classifier (95 %)",
-        "The same, but to the row of the reference's method with this classifier, and with this drift where it has "
-        "one. Where that method trains nothing, it is what training adds.",
-        lambda entry: _interval(entry.gain),
-        values={"gain": "gain.mean", "gain_low": "gain.low", "gain_high": "gain.high"},
-    ),
-    _column(
-        "calibration error",
-        "How far the probability of an answer is from how often such answers are right, in percentage points. Zero "
-        "is best.",
-        lambda entry: percent(entry.calibration_error),
-        values={"calibration_error": "calibration_error"},
-    ),
-    _column(
-        "seconds",
-        "To train and test the stream and to teach the classifier by the clock, as a mean over the seeds.",
-        lambda entry: f"{entry.seconds:.0f}",
-        values={"seconds": "seconds"},
-    ),
-    _column(
-        "CPU seconds",
-        "The same, but the seconds that the run's own process computed, which others on the machine do not change.",
-        lambda entry: f"{entry.cpu_seconds:.0f}",
-        values={"cpu_seconds": "cpu_seconds"},
-    ),
-    _column(
-        "trained",
-        "How many parameters a task trains.",
-        lambda entry: f"{entry.trainable_parameters:,}",
-        values={"trainable_parameters": "trainable_parameters"},
-    ),
-    _column(
-        "kept MiB",
-        "What method and classifier keep in memory between tasks, without the model and its adapter.",
-        lambda entry: f"{entry.kept_bytes / 2**20:.1f}",
-        values={"kept_bytes": "kept_bytes"},
-    ),
-    _column(
-        "still known",
-        "Images of classes that the model never learned here: the percent that it names right by the class names, "
-        "before all tasks → after them.",
-        lambda entry: "" if (r := entry.retention) is None else f"{percent(r.before)} → {percent(r.after)}",
-        values={"retention_before": "retention.before", "retention": "retention.after"},
-    ),
-]
+_CSV = {"stream": "stream", "method": "row.method", "classifier": "row.classifier", "drift": "row.drift"}
+_CSV |= {"chosen": "chosen", "seeds": "seeds"}
+_CSV |= {f"{name}{end}": place.format(name) for name in MEASURES for end, place in _FIGURES.items()}
+_CSV |= {"gain": "gain.mean", "gain_low": "gain.low", "gain_high": "gain.high"}
+_CSV |= {name: name for name in ("calibration_error", "seconds", "cpu_seconds", "trainable_parameters", "kept_bytes")}
+_CSV |= {"retention_before": "retention.before", "retention": "retention.after"}
+
+
+def write_summary_csv(path: Path, entries: Sequence[Entry]) -> None:
+    """Write the table with its figures in full."""
+    texts = ({"chosen": as_text(entry.chosen), "seeds": len(entry.seeds)} for entry in entries)
+    full = [flat_settings(entry.model_dump() | text) for entry, text in zip(entries, texts)]
+    write_csv(path, list(_CSV), ([row.get(place) for place in _CSV.values()] for row in full), "surrogateescape")
 
 
 def ordered(entries: Sequence[Entry]) -> list[Entry]:

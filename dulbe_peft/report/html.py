@@ -1,11 +1,13 @@
 """HTML pages without any other file, readable in light and dark, from the templates in `assets/report`."""
 
+import base64
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 from dulbe_peft.metrics import accuracy
-from dulbe_peft.report.table import bold_cells, filled, shown, tuple_columns
+from dulbe_peft.report.table import cells, filled, tuple_columns
 from dulbe_peft.utils.files import output_file
 
 CONTENTS = "<!-- contents -->"
@@ -16,13 +18,8 @@ def write_page(path: Path, template: str, content: dict[str, Any]) -> None:
     from dulbe_peft.utils.templates import ASSETS, environment
 
     pages = environment()
-    pages.filters |= {
-        "percent": percent,
-        "mib": mib,
-        "count": "{:,}".format,
-        "seconds": lambda value: "" if value is None else f"{value:,.1f}",
-    }
-    pages.globals |= {"shown": shown, "filled": filled, "bold_cells": bold_cells, "columns": tuple_columns}
+    pages.filters |= {"percent": percent, "count": "{:,}".format, "basename": os.path.basename}
+    pages.globals |= {"cells": cells, "filled": filled, "columns": tuple_columns}
     style, script = ((ASSETS / "report" / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     page = with_contents(pages.get_template(template).render(content, style=style, script=script))
     with output_file(path, errors="backslashreplace") as file:  # names of files need not be UTF-8
@@ -47,6 +44,16 @@ def percent(fraction: float | None, digits: int = 2) -> str:
     return "" if fraction is None else accuracy.percent(fraction, digits)
 
 
+def seconds(value: float | None) -> str:
+    """Seconds as people read them; empty where there are none."""
+    return "" if value is None else f"{value:,.1f}"
+
+
 def mib(size: int | None) -> str:
     """A number of bytes as people read it, in MiB; empty where there is none."""
     return "" if size is None else f"{size / 2**20:,.{1 if size > 2**18 else 2}f}"
+
+
+def jpeg_address(content: bytes) -> str:
+    """The content of a JPEG file as an address that holds it, for a page of one file."""
+    return f"data:image/jpeg;base64,{base64.b64encode(content).decode()}"

@@ -1,6 +1,5 @@
 """What people look at in a finished run's folder: plots, and small pictures of test images."""
 
-import base64
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from dulbe_peft.data.decoding import to_rgb
 from dulbe_peft.data.images import LabelledImages, labelled_images
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
+from dulbe_peft.report.html import jpeg_address
 from dulbe_peft.report.nearest import Neighbours, neighbours
 from dulbe_peft.report.plots import plot_matrix, plot_results
 from dulbe_peft.report.run_folder import PICTURES_FOLDER, PICTURES_INDEX
@@ -111,7 +111,7 @@ def as_address(picture: Image.Image) -> str:
     """A small picture as an address that holds it, for a page of one file."""
     packed = io.BytesIO()
     picture.save(packed, "JPEG", quality=80)
-    return f"data:image/jpeg;base64,{base64.b64encode(packed.getvalue()).decode()}"
+    return jpeg_address(packed.getvalue())
 
 
 def thumbnail(image: Image.Image) -> Image.Image:

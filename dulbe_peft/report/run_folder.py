@@ -98,6 +98,11 @@ class RunFolder:
         """Whether the model itself was trained in some task."""
         return was_trained(self.records)
 
+    @property
+    def captured(self) -> bool:
+        """Whether some task was asked which part of its gradient the modes capture."""
+        return any(record.get("shared_capture") is not None for record in self.records)
+
 
 def read_known(learner: Path | None) -> KnownImages:
     """Which images a saved learner has learned and was tested on; none where it did not note them."""

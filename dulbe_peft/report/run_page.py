@@ -1,18 +1,18 @@
 """The report: a page about one run or learner, or about several runs side by side."""
 
-import base64
 import os
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from dulbe_peft.classifiers.closing import TEACHING
 from dulbe_peft.metrics.evaluation import ImageResult
 from dulbe_peft.report.class_map import HEIGHT, WIDTH, class_map
-from dulbe_peft.report.html import mib, percent, write_page
+from dulbe_peft.report.html import jpeg_address, mib, percent, seconds, write_page
 from dulbe_peft.report.plots import accuracy_figure, inline_svg, loss_figure, reliability_figure
-from dulbe_peft.report.run_folder import PICTURES_FOLDER, Photograph, RunFolder, read_known, read_run
+from dulbe_peft.report.run_folder import PICTURES_FOLDER, RunFolder, read_known, read_run
 from dulbe_peft.report.shares import (
     ClassRow,
     Share,
@@ -23,12 +23,21 @@ from dulbe_peft.report.shares import (
     sure_answers,
     surest,
 )
-from dulbe_peft.report.side_by_side import RUN_COLUMNS, SUMMARY_COLUMNS, best_rows, run_rows, setting_differences
-from dulbe_peft.report.table import write_table_csv, write_table_latex
+from dulbe_peft.report.side_by_side import (
+    MEASURES,
+    RUN_COLUMNS,
+    SUMMARY_COLUMNS,
+    best_rows,
+    run_rows,
+    setting_differences,
+)
+from dulbe_peft.report.table import write_table_latex
 from dulbe_peft.report.training_effects import effects_content
 from dulbe_peft.report.verdict import clearly_better, estimated, leaderboard, next_steps
+from dulbe_peft.utils.files import write_csv
 from dulbe_peft.utils.settings import flat_settings
 
+_NAMED = 3  # classes that a class is taken for
 WANTED = 0.95  # of the answers right, for which the page says a probability
 # What a run calls its phases, and what they do.
 PHASES = {
@@ -63,6 +72,7 @@ def write_report(
     if output is None:
         output = read[0].folder / "report.html" if len(read) == 1 else "report.html"
     content = {
+        "title": read[0].name if len(read) == 1 else f"{len(read)} runs",
         "runs": [_content(run, f"run{number}") for number, run in enumerate(read)],
         "results": rows,
         "result_columns": RUN_COLUMNS,
@@ -72,7 +82,8 @@ def write_report(
     }
     write_page(Path(output), "page.html", content)
     if csv is not None:
-        write_table_csv(RUN_COLUMNS, rows, Path(csv))
+        full = ((*row[:3], *map(row.measures.get, MEASURES)) for row in rows)
+        write_csv(Path(csv), ["run", "strategy", "method", *MEASURES], full, errors="surrogateescape")
     if latex is not None:
         write_table_latex(RUN_COLUMNS, rows, Path(latex))
     return Path(output)
@@ -80,8 +91,9 @@ def write_report(
 
 def _content(run: RunFolder, key: str) -> dict[str, Any]:
     """What the template shows of a run; `key` is a word that no other run of the page has."""
-    times = [_phases(time) for time in run.timings]
-    losses, settings = [record.get("loss", []) for record in run.records], flat_settings(run.settings)
+    losses = [record.get("loss", []) for record in run.records]
+    settings = {"model": run.base_model} if run.base_model else {}
+    settings |= dict(sorted(flat_settings(run.settings).items()))
     learned = Counter({name: count for record in run.records for name, count in record.get("images", {}).items()})
     by_class = run.results.get("classes", {})
     forgotten = by_class.get(run.first, {}).get("forgetting", {}) if run.trained and run.tested else {}
@@ -94,11 +106,10 @@ def _content(run: RunFolder, key: str) -> dict[str, Any]:
         "key": key,
         "model": "" if run.base_model is None else Path(run.base_model).name or run.base_model,
         "classes": sum(len(task) for task in run.learned),
-        "task_rows": list(zip(run.learned, run.records, times, strict=True)),
-        "captured": any(record.get("shared_capture") is not None for record in run.records),
+        "task_rows": list(zip(run.learned, run.records, run.timings, strict=True)),
         "training": [_training(number, record) for number, record in enumerate(run.records, 1)],
-        "times": _times(times),
-        "settings": [*([("model", run.base_model)] if run.base_model else []), *sorted(settings.items())],
+        "times": _times(run.timings),
+        "settings": [(name, "" if value is None else str(value)) for name, value in settings.items()],
         "loss": inline_svg(loss_figure(losses), f"{key}-loss") if any(losses) else "",
         "steps": next_steps(run, rows, matrix),
         "estimated": None if run.tested else estimated(run.results),
@@ -106,7 +117,6 @@ def _content(run: RunFolder, key: str) -> dict[str, Any]:
         "map_size": (WIDTH, HEIGHT),
         "class_rows": rows,
         "matrix": matrix,
-        "pictures": _pictures(run),
         **effects_content(run, key),
     }
     return content | _test_content(run, key, rows) if run.tested else content
@@ -114,31 +124,62 @@ def _content(run: RunFolder, key: str) -> dict[str, Any]:
 
 def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict[str, Any]:
     """What the template shows of a run with test data."""
-    methods, blocks, tasks = leaderboard(run), run.results["classifiers"], len(run.learned)
-    unknown = [None] * tasks
+    methods, blocks = leaderboard(run), run.results["classifiers"]
+    tasks = [f"task {number}" for number in range(1, len(run.learned) + 1)]
+    unknown = [None] * len(tasks)
+    sources = {
+        shown.file: jpeg_address((run.folder / PICTURES_FOLDER / shown.file).read_bytes())
+        for example in (*run.pictures.mistakes, *run.pictures.classes)
+        for shown in (example, example.nearest)
+        if shown is not None
+    }
+    pictures: dict[str, list[tuple[str, str]]] = {}
+    for example in run.pictures.classes:
+        words = f"Test image of the class {example.true}"
+        pictures.setdefault(example.true, []).append((sources[example.file], words))
     content: dict[str, Any] = {
         "methods": methods,
+        "board": [
+            (row.title, row.share or percent(row.last, 1), seconds(row.seconds), mib(row.size), row.meaning)
+            for row in methods
+        ],
         "leader": next(row for row in methods if run.first in row.names),
         "names_alone": next((row for row in methods if "zero_shot" in row.names), None),
         "summary": SUMMARY_COLUMNS,
         "rows": run_rows([run]),
+        "tasks": tasks,
         "after_tasks": [
-            ("right (%) after", *(f"task {number}" for number in range(1, tasks + 1))),
-            *(
-                (row.title, *(percent(value, 1) for value in [*row.block["overall"], *unknown][:tasks]))
-                for row in methods
-            ),
+            (row.title, *(percent(value, 1) for value in [*row.block["overall"], *unknown][: len(tasks)]))
+            for row in methods
         ],
         "clearly": (clearly_better(run) or ("",))[0],
-        "chart": inline_svg(accuracy_figure(run.results), f"{key}-accuracy") if tasks > 1 else "",
-        "matrices": [(name, block["matrix"]) for name, block in blocks.items()] if run.trained else [],
+        "accuracy": inline_svg(accuracy_figure(run.results), f"{key}-accuracy") if len(tasks) > 1 else "",
+        "matrices": [
+            (name, [(task, *row, *unknown[len(row) :]) for task, row in zip(tasks, block["matrix"])])
+            for name, block in blocks.items()
+        ],
+        "sources": sources,
+        "class_pictures": pictures,
+        "class_table": [_class_cells(row, pictures.get(row.name, [])) for row in classes],
+        "leak": leak(run),
     }
     if run.predictions:
         figure = reliability_figure(reliability(run.predictions))
-        content |= {"sure": sure_answers(run.predictions), "reliability": inline_svg(figure, f"{key}-reliability")}
+        sure = [
+            (f"{percent(limit, 0)} %", f"{percent(part, 0)} %", share)
+            for limit, part, share in sure_answers(run.predictions)
+        ]
+        content |= {"sure": sure, "reliability": inline_svg(figure, f"{key}-reliability")}
         content |= {"surest": surest(run.predictions, WANTED), "wanted": WANTED, "more": more_images(classes)}
-        content["leak"] = leak(run)
     return content
+
+
+def _class_cells(row: ClassRow, pictures: list[tuple[str, str]]) -> tuple[Any, ...]:
+    """The cells of a class."""
+    wrong = ", ".join(f"{name} ({count})" for name, count in row.taken_for[:_NAMED])
+    more = f" and {len(row.taken_for) - _NAMED} more" if len(row.taken_for) > _NAMED else ""
+    lost = percent(row.forgetting, 1)
+    return (row.name, row.share, row.said or "never answered", pictures, wrong + more, row.learned or "", lost)
 
 
 def leak(run: RunFolder) -> dict[str, Any] | None:
@@ -164,40 +205,16 @@ def _training(number: int, record: dict[str, Any]) -> tuple[Any, ...]:
     return (number, *ends, *captures, None if depth is None else f"{depth:.2f}")
 
 
-def _times(times: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
+def _times(timings: Sequence[dict[str, Any] | None]) -> list[tuple[Any, ...]]:
     """Titles, and the seconds of each task by what was done, all of them, and its memory."""
-    phases = list(dict.fromkeys(name for time in times for name in time["phases"]))
-    rows = []
-    for number, time in enumerate(times, 1):
-        seconds = [*(time["phases"].get(name) for name in phases), time.get("seconds")]
-        shown = [None if value is None else f"{value:.1f}" for value in seconds]
-        rows.append((number, *shown, mib(time.get("peak_memory"))))
-    return [("task", *phases, "all", "peak memory (MiB)"), *rows]
-
-
-def _phases(time: dict[str, Any] | None) -> dict[str, Any]:
-    """A task's times, by what was done; all classifiers that were taught are one row."""
-    phases: Counter[str] = Counter()
-    for name, seconds in (time or {}).get("phases", {}).items():
-        name = "teaching the classifiers" if name.startswith(TEACHING) else PHASES.get(name, name)
-        phases[name] += seconds
-    return {**(time or {}), "phases": dict(phases)}
-
-
-def _pictures(run: RunFolder) -> dict[str, Any]:
-    """The pictures of mistakes, and those of each class by its name."""
-
-    def picture(shown: Photograph) -> dict[str, Any]:
-        data = base64.b64encode((run.folder / PICTURES_FOLDER / shown.file).read_bytes()).decode()
-        near = getattr(shown, "nearest", None)
-        return {
-            "example": shown,
-            "source": f"data:image/jpeg;base64,{data}",
-            "place": Path(shown.image).name,
-            "nearest": picture(near) if near else None,
-        }
-
-    of_class: dict[str, list[dict[str, Any]]] = {}
-    for example in run.pictures.classes:
-        of_class.setdefault(example.true, []).append(picture(example))
-    return {"mistakes": [picture(example) for example in run.pictures.mistakes], "classes": of_class}
+    phases = [Counter[str]() for _ in timings]
+    for found, time in zip(phases, timings):
+        for name, spent in (time or {}).get("phases", {}).items():  # all classifiers that were taught are one row
+            found["teaching the classifiers" if name.startswith(TEACHING) else PHASES.get(name, name)] += spent
+    names = list(dict.fromkeys(chain(*phases)))
+    rows: list[tuple[Any, ...]] = [("task", *names, "all", "peak memory (MiB)")]
+    for number, (found, time) in enumerate(zip(phases, timings), 1):
+        whole = time or {"seconds": None, "peak_memory": None}
+        spent = map(seconds, (*map(found.get, names), whole["seconds"]))
+        rows.append((number, *spent, mib(whole["peak_memory"])))
+    return rows

@@ -1,12 +1,13 @@
 """Runs side by side: a classifier of a run is a row; and what differs in the runs' settings."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from dulbe_peft.metrics.accuracy import TITLES, percent, result_rows
 from dulbe_peft.report.run_folder import RunFolder, was_trained
-from dulbe_peft.report.table import Column, format_text
+from dulbe_peft.report.table import Column, format_text, tuple_columns
 from dulbe_peft.utils.settings import flat_settings
 
 # What `results.json` calls a measure, what people call it, and what the paper calls it.
@@ -36,32 +37,27 @@ class RunRow(NamedTuple):
         return TITLES.get(self.method, self.method)
 
 
-def _text_column(title: str, show: Callable[[RunRow], str] | None = None) -> Column[RunRow]:
-    value = attrgetter(title)
-    return Column(title, show or value, number=False, values={title: value})
-
-
 def _measure_column(name: str) -> Column[RunRow]:
     words, short = MEASURES[name]
 
     def show(row: RunRow) -> str:
         return percent(row.measures[name], 2) if name in row.measures else ""
 
-    title = f"{words} ({short})" if short else words
-    return Column(title, show, short=short, values={name: lambda row: row.measures.get(name)})
+    return Column(f"{words} ({short})" if short else words, show, short=short)
 
 
 _LAST_COLUMN, _MEAN_COLUMN, *_CHANGES = map(_measure_column, MEASURES)
-_TITLE = _text_column("method", attrgetter("title"))
+_RUN, _STRATEGY, _METHOD = tuple_columns("run", "strategy", "method", numbers=())
+_TITLE = replace(_METHOD, show=attrgetter("title"))
 SUMMARY_COLUMNS = [_TITLE, _MEAN_COLUMN, _LAST_COLUMN, *_CHANGES]
-RUN_COLUMNS = [_text_column("run"), _text_column("strategy"), _TITLE, _LAST_COLUMN, _MEAN_COLUMN, *_CHANGES]
+RUN_COLUMNS = [_RUN, _STRATEGY, _TITLE, _LAST_COLUMN, _MEAN_COLUMN, *_CHANGES]
 
 
 def format_summary(results: dict[str, Any]) -> str:
     """A small table of the stream's figures in percent, those that say something, and below it what they are."""
-    columns, words = [_text_column("method"), _LAST_COLUMN], _LAST
+    columns, words = [_METHOD, _LAST_COLUMN], _LAST
     if len(results["class_names"]) > 1:
-        columns, words = [columns[0], _MEAN_COLUMN, _LAST_COLUMN], _MEAN
+        columns, words = [_METHOD, _MEAN_COLUMN, _LAST_COLUMN], _MEAN
         if was_trained(results["tasks"]):
             columns, words = [*columns, *_CHANGES], _TRAINED
     return f"{format_text(columns, [RunRow('', '', *row) for row in result_rows(results)])}\n{words}"

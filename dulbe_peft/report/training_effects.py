@@ -77,7 +77,7 @@ def write_figures(run: str | Path, folder: str | Path) -> list[Path]:
     read, target = read_run(run), Path(folder)
     effects, captures = read_effects(read), ("shared_capture", "residual_capture")
     figures: dict[str, Any] = {}
-    if any(record.get("shared_capture") is not None for record in read.records):
+    if read.captured:
         figures["captures"] = capture_figure(read.records)
     if effects.profile is not None:
         figures["depths"] = depth_figure(effects.profile, effects.accuracy)

@@ -28,7 +28,13 @@ class Method:
     share: Share | None
     seconds: float | None
     size: int | None
-    meanings: list[str]
+    meaning: str
+
+    @property
+    def last(self) -> float | None:
+        """The accuracy after the last task."""
+        found: float | None = self.block["last_accuracy"]
+        return found
 
     @property
     def title(self) -> str:
@@ -41,7 +47,7 @@ def leaderboard(run: RunFolder) -> list[Method]:
     groups: dict[tuple[Any, ...], list[tuple[str, dict[str, Any]]]] = {}
     for name, block in result_rows(run.results):
         groups.setdefault(tuple(block["overall"]), []).append((name, block))
-    return sorted((_method(run, rows) for rows in groups.values()), key=lambda row: -(row.block["last_accuracy"] or 0))
+    return sorted((_method(run, rows) for rows in groups.values()), key=lambda row: -(row.last or 0))
 
 
 def _method(run: RunFolder, rows: Sequence[tuple[str, dict[str, Any]]]) -> Method:
@@ -58,7 +64,7 @@ def _method(run: RunFolder, rows: Sequence[tuple[str, dict[str, Any]]]) -> Metho
         Share(round(right * number), number) if number and right is not None else None,
         sum(seconds) if seconds else None,
         min(sizes, default=None),
-        [words for name in names if (words := summary(name))],
+        "; ".join(dict.fromkeys(filter(None, map(summary, names)))),
     )
 
 

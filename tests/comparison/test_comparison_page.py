@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 
 import pytest
@@ -22,8 +23,7 @@ from dulbe_peft.comparison.comparison_plots import (
     with_difference,
 )
 from dulbe_peft.comparison.plan import Row
-from dulbe_peft.comparison.summary import COLUMNS
-from dulbe_peft.report.table import write_table_csv
+from dulbe_peft.comparison.summary import COLUMNS, write_summary_csv
 
 TITLES = [column.title for column in COLUMNS if column.show and column.title != "seeds"][1:]  # of three seeds
 
@@ -33,7 +33,7 @@ def folder(tmp_path):
     path = tmp_path / "compared"
     path.mkdir()
     write_into(made_comparison(), path)
-    write_table_csv(COLUMNS, made_comparison().entries, path / "comparison.csv")
+    write_summary_csv(path / "comparison.csv", made_comparison().entries)
     return path
 
 
@@ -89,7 +89,8 @@ def test_the_page_has_all_figures(folder):
     assert page.source.count("<strong>") == 4, "clearly better: A_last, A_bar; of the lead the names of both streams"
     assert second[0] == ["method", "classifier", "seeds", *TITLES[4:-1]] and "2 to 3 seeds" in text
     assert [line[2] for line in second[1:]] == ["", "", "2, few"]
-    assert all(column.meaning in text for column in COLUMNS)
+    meant = re.findall("<dt>(.+)</dt><dd>.+</dd>", page.source)
+    assert meant == [column.title for column in COLUMNS][1:], "the page says what each column means"
     assert page.table("method", "tried") == [["DuLBE", "learning_rate = 0.0001, 0.001"]]
     missing = [["16 images", "DuLBE", "lda", "2"], ["16 images", "DuLBE", "lda (drift linear)", "0, 1, 2"]]
     assert page.table("stream", "classifiers", "seeds") == missing

@@ -28,7 +28,7 @@ from dulbe_peft.report.shares import (
     surest,
 )
 from dulbe_peft.report.side_by_side import RunRow, best_rows
-from dulbe_peft.report.table import Column, format_markdown, format_text, write_table_csv, write_table_latex
+from dulbe_peft.report.table import Column, format_markdown, format_text, write_table_latex
 from dulbe_peft.report.verdict import next_steps
 from dulbe_peft.utils.folders import read_manifest
 
@@ -102,13 +102,8 @@ def test_rows_that_are_equally_good_as_people_read_it_are_all_the_best():
 
 def test_one_list_of_columns_makes_every_table(tmp_path):
     columns = [
-        Column("name", lambda row: row[0], number=False, values={"name": lambda row: row[0]}),
-        Column(
-            "share (%)",
-            lambda row: "" if row[1] is None else f"{row[1]:.1f} ± 2 → -1",
-            short="share",
-            values={"full": lambda row: row[1]},
-        ),
+        Column("name", lambda row: row[0], number=False),
+        Column("share (%)", lambda row: "" if row[1] is None else f"{row[1]:.1f} ± 2 → -1", short="share"),
     ]
     good = replace(columns[1], bold=lambda row: row[1] is not None)
     rows = [("a_b", 0.123456), ("\\~^<>|#$&", None)]
@@ -116,8 +111,6 @@ def test_one_list_of_columns_makes_every_table(tmp_path):
     assert lines == ["name              share", "a_b        0.1 ± 2 → -1", r"\~^<>|#$&"]
     assert format_markdown(columns, rows).splitlines()[1:3] == ["| --- | ---: |", "| a_b | 0.1 ± 2 → -1 |"]
     assert format_markdown([good], rows).splitlines()[2:] == ["| **0.1 ± 2 → -1** |", "|  |"]
-    write_table_csv(columns, rows, tmp_path / "t.csv")
-    assert (tmp_path / "t.csv").read_text().splitlines()[:2] == ["name,full", "a_b,0.123456"]
     write_table_latex(columns, rows, tmp_path / "t.tex")
     hard = r"\textbackslash{}\textasciitilde{}\textasciicircum{}{<}{>}{|}\#\$\& &  \\"
     assert (tmp_path / "t.tex").read_text().splitlines()[4:6] == [r"a\_b & 0.1 $\pm$ 2 $\to$ $-$1 \\", hard]
