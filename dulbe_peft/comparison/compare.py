@@ -1,23 +1,19 @@
 """A whole comparison: choose settings, run what is missing, write the table."""
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
-from dulbe_peft.comparison.cells import answers_path, finish_cell, is_done, read_answers, read_cell
-from dulbe_peft.comparison.comparison_file import COMPARISON_FILE, CSV_FILE, Comparison, Entry, Scope
-from dulbe_peft.comparison.intervals import image_shares, mean_share
-from dulbe_peft.comparison.plan import Cell, Chosen, Plan, Row, as_text
-from dulbe_peft.comparison.summary import make_entries, write_summary_csv
+from dulbe_peft.comparison.cells import finish_cell, is_done
+from dulbe_peft.comparison.comparison_file import COMPARISON_FILE, CSV_FILE, Comparison, Entry
+from dulbe_peft.comparison.intervals import mean_share
+from dulbe_peft.comparison.plan import Chosen, Plan, Work, as_text
+from dulbe_peft.comparison.summary import make_entries, read_row, write_summary_csv
 from dulbe_peft.utils.checks import check_int
 from dulbe_peft.utils.engines import BACKENDS, jobs_at_once, on_engine
 from dulbe_peft.utils.folders import check_outside_saved, check_replaceable
 from dulbe_peft.utils.records import write_record
-
-Work = list[tuple[Cell, list[Row]]]
-Finish = Callable[[Work], list[str]]  # finishes what is missing; gives what failed, and why
 
 
 class ComparisonError(ValueError):
@@ -45,7 +41,7 @@ def compare(
     check_outside_saved(output, "write a comparison")
     check_replaceable([output / COMPARISON_FILE, output / CSV_FILE], Comparison)
     finish = partial(_finish, output, jobs_at_once(jobs, address), backend, address, log)
-    tried = [(cell, plan.rows(cell.method)) for pair in plan.pairs_to_choose for _, cell in plan.trials(*pair)]
+    tried = plan.all_trials()
     failed = finish(tried)
     chosen = _choose(plan, output, log)
     work = plan.cells(chosen)
@@ -54,7 +50,7 @@ def compare(
     finally:  # also of a comparison that is interrupted, a table says what is finished and what is missing
         entries = make_entries(plan, output, work, chosen)
         output.mkdir(parents=True, exist_ok=True)
-        write_record(output / COMPARISON_FILE, Comparison(entries=entries, scope=Scope.of(plan)))
+        write_record(output / COMPARISON_FILE, Comparison(entries=entries, scope=plan))
         write_summary_csv(output / CSV_FILE, entries)
     if failed:
         raise ComparisonError(f"{len(failed)} of {len(tried) + len(work)} runs failed; the first: {failed[0]}")
@@ -86,24 +82,16 @@ def _finish(
 def _choose(plan: Plan, output: Path, log: Callable[[str], None]) -> Chosen:
     """The settings with which each row is best on held-back training images, of those of its method that it tried."""
     chosen: Chosen = {}
-    for stream, method in plan.pairs_to_choose:
+    for stream, method in itertools.product(plan.streams, plan.choices):
         best_for: dict[str, list[str]] = {}
-        trials = plan.trials(stream, method)
-        for row in plan.rows(method):
-            shares = [(values, shares_of(output / cell.folder, row)) for values, cell in trials]
-            found = [(mean_share(own), values) for values, own in shares if own is not None]
+        for row in plan.rows_of(method):
+            tried = (
+                (read_row(output / cell.folder, row, cell), values) for values, cell in plan.trials(stream, method)
+            )
+            found = [(mean_share(read.shares["last"]), values) for read, values in tried if read is not None]
             if found:  # else it needs text where the model has none, or its runs failed
                 chosen[stream, row] = max(found, key=lambda pair: pair[0])[1]
                 best_for.setdefault(as_text(chosen[stream, row]), []).append(row.title.removeprefix(f"{method} with "))
         for values, names in best_for.items():
             log(f"{stream}, {method}: {values} is best on held-back training images for {'; '.join(names)}")
     return chosen
-
-
-def shares_of(folder: Path, row: Row) -> np.ndarray | None:
-    """What each test image adds to a row's A_last in a run, float64 (n,); None where the classifier was not asked."""
-    cell = read_cell(folder)
-    if cell is None or not answers_path(folder, row).is_file():
-        return None
-    answers, facts = read_answers(folder, row, cell)
-    return image_shares(answers, facts.class_names)["last"]

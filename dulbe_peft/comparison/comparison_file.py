@@ -1,20 +1,16 @@
 """`comparison.json`: what a comparison has found so far, and what there is to find."""
 
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic import Field
 
 from dulbe_peft.comparison.intervals import Difference, Measure
-from dulbe_peft.comparison.plan import Plan, Row
+from dulbe_peft.comparison.plan import Row, Scope
 from dulbe_peft.utils.records import Fraction, Record, read_record
 
 COMPARISON_FILE, CSV_FILE = "comparison.json", "comparison.csv"
 Mean = Annotated[float, Field(ge=-1, le=1)]
-# The streams stand in the order of the plan; as a JSON object they would be sorted by their names.
-Streams = Annotated[
-    dict[str, dict[str, Any]], BeforeValidator(dict), PlainSerializer(lambda streams: list(streams.items()))
-]
 
 
 class ScalePoint(Record):
@@ -34,7 +30,7 @@ class Retention(Record):
 
 
 class Entry(Record):
-    """A row on one stream, as means over the finished seeds; fractions. `COLUMNS` of the summary says what each is."""
+    """A row on one stream, as means over the finished seeds; fractions. The page says what each is."""
 
     stream: str
     row: Row
@@ -52,28 +48,6 @@ class Entry(Record):
     trainable_parameters: int
     kept_bytes: int
     retention: Retention | None
-
-
-class Scope(Record):
-    """What a comparison holds when all of it is finished: every row with every seed on every stream."""
-
-    streams: Streams
-    methods: dict[str, dict[str, Any]]
-    choices: dict[str, dict[str, list[Any]]]
-    rows: tuple[Row, ...]
-    seeds: tuple[int, ...]
-    reference: Row
-
-    @classmethod
-    def of(cls, plan: Plan) -> Self:
-        return cls(
-            streams=plan.streams,
-            methods=plan.methods,
-            choices=plan.choices,
-            rows=tuple(plan.all_rows),
-            seeds=tuple(plan.seeds),
-            reference=plan.baseline,
-        )
 
 
 class Comparison(Record):

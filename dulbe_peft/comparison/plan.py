@@ -6,13 +6,21 @@ A stream's settings are those of `dulbe-peft run`; a method's come on top of the
 import hashlib
 import itertools
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import quote
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    model_validator,
+)
 
 from dulbe_peft.classifiers import parse_classifier
 from dulbe_peft.runs.settings import read_yaml, setting_values, validated
@@ -45,6 +53,11 @@ def _different(values: list[Any]) -> list[Any]:
 
 Name = Annotated[str, BeforeValidator(str), Field(pattern=r"^[ ,+=-]*\w[\w ,.+=-]*$")]
 Chosen = dict[tuple[str, "Row"], dict[str, Any]]  # the settings that were chosen for a stream's row
+Work = list[tuple["Cell", list["Row"]]]
+# The streams stand in the order of the plan; as a JSON object they would be sorted by their names.
+Streams = Annotated[
+    dict[str, dict[str, Any]], BeforeValidator(dict), PlainSerializer(lambda streams: list(streams.items()))
+]
 Listed = BeforeValidator(lambda value: value if isinstance(value, list) else [value])
 Different = AfterValidator(_different)
 
@@ -75,67 +88,49 @@ class Cell:
     retention: tuple[Any, ...] = (None,)  # images of classes in no stream or None; then scales of the update
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A comparison: streams and methods with their settings, specs of classifiers, drifts, and seeds."""
+class Scope(Record):
+    """What a comparison holds when all of it is finished: every row with every seed on every stream."""
 
-    streams: dict[str, dict[str, Any]]
+    streams: Streams
     methods: dict[str, dict[str, Any]]
-    classifiers: list[str]
-    drifts: list[str]
-    seeds: list[int]
-    reference: Row | None = None
-    choices: dict[str, dict[str, list[Any]]] = field(default_factory=dict)  # to choose from on held-back images
-    retentions: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # each stream's `Cell.retention`
+    choices: dict[str, dict[str, list[Any]]]  # settings of methods to choose from on held-back images
+    rows: tuple[Row, ...]
+    seeds: tuple[int, ...]
+    reference: Row  # that all others are compared with
 
-    @property
-    def baseline(self) -> Row:
-        """The row that all others are compared with."""
-        return self.reference or self.rows(next(iter(self.methods)))[0]
+
+class Plan(Scope):
+    """A comparison and its runs."""
+
+    retentions: dict[str, tuple[Any, ...]]  # each stream's `Cell.retention`
+
+    def rows_of(self, method: str) -> list[Row]:
+        return [row for row in self.rows if row.method == method]
 
     def strategy(self, method: str) -> Strategy:
         return make_strategy(self.methods[method].get("strategy", "dulbe"))
 
-    def rows(self, method: str) -> list[Row]:
-        """The rows of a method: the plan's classifiers and the method's own, with every drift that means something."""
-        strategy = self.strategy(method)
-        asked = {text: parse_classifier(text).kind for text in (*self.classifiers, *strategy.classifiers)}
-        named = {asked[text].name for text in self.classifiers}
-        own = [text for text in strategy.classifiers if asked[text].belongs_to and asked[text].name not in named]
-        rows = []
-        for text in (*self.classifiers, *own):
-            moves = strategy.adapts and asked[text].follows_drift()
-            rows += [Row(method, text, drift) for drift in (self.drifts if moves else ["none"])]
-        return rows
-
-    @property
-    def all_rows(self) -> list[Row]:
-        """The rows of all methods."""
-        return [row for method in self.methods for row in self.rows(method)]
-
-    @property
-    def pairs_to_choose(self) -> list[tuple[str, str]]:
-        """Streams and methods whose settings are chosen."""
-        return list(itertools.product(self.streams, self.choices))
-
-    def cells(self, chosen: Chosen | None = None) -> list[tuple[Cell, list[Row]]]:
+    def cells(self, chosen: Chosen | None = None) -> Work:
         """All runs of the comparison with the rows that each serves: a run for each choice that some row has made.
 
         Without `chosen`, a method that has a choice runs with its defaults.
         """
         work = []
         for stream, method, seed in itertools.product(self.streams, self.methods, self.seeds):
-            groups: dict[str, list[Row]] = {}
-            values = {}
-            for row in self.rows(method):
+            groups: dict[str, tuple[dict[str, Any], list[Row]]] = {}
+            for row in self.rows_of(method):
                 own = {} if chosen is None or method not in self.choices else chosen.get((stream, row))
                 if own is not None:  # else no trial of the row was finished
-                    values[as_text(own)] = own
-                    groups.setdefault(as_text(own), []).append(row)
-            for text, rows in groups.items():
+                    groups.setdefault(as_text(own), (own, []))[1].append(row)
+            for text, (own, rows) in groups.items():
                 folder = "/".join(filter(None, ("runs", stream, method, _folder_name(text), f"seed-{seed}")))
-                work.append((self._cell(stream, method, seed, values[text], folder), rows))
+                work.append((self._cell(stream, method, seed, own, folder), rows))
         return work
+
+    def all_trials(self) -> Work:
+        """The runs that try settings out, with the rows that each serves."""
+        pairs = itertools.product(self.streams, self.choices)
+        return [(cell, self.rows_of(cell.method)) for pair in pairs for _, cell in self.trials(*pair)]
 
     def trials(self, stream: str, method: str) -> list[tuple[dict[str, Any], Cell]]:
         """The settings that a method may choose from on a stream, each with the run that tries it out."""
@@ -154,9 +149,9 @@ class Plan:
         elif self.streams[stream].get("max_tasks") is not None:
             seeds["order_seed"] = self.seeds[0]  # in another order, the first tasks would have other classes
         settings = seeds | self.streams[stream] | self.methods[method] | more
-        adapts = self.strategy(method).adapts
         # Features from before each task let drift be asked for later. Of augmented images there are none.
-        if adapts and (settings.get("augment", "none") == "none" or "linear" in self.drifts):
+        asked = settings.get("augment", "none") == "none" or any(row.drift == "linear" for row in self.rows_of(method))
+        if asked and self.strategy(method).adapts:
             settings["drift"] = "linear"
         return Cell(stream, method, seed, settings, folder, self.retentions.get(stream, (None,)))
 
@@ -221,22 +216,36 @@ def make_plan(content: dict[str, Any]) -> Plan:
     for spec in file.classifiers:
         parse_classifier(spec)
     streams, methods = file.streams.items(), file.methods.items()
+    settings = {name: _settings(f"method {name!r}", one.model_extra, True) for name, one in methods}
+    rows = tuple(row for name, own in settings.items() for row in _rows(name, own, file))
     plan = Plan(
         streams={name: _settings(f"stream {name!r}", one.model_extra, False) for name, one in streams},
-        methods={name: _settings(f"method {name!r}", one.model_extra, True) for name, one in methods},
-        classifiers=file.classifiers,
-        drifts=list(file.drift),
-        seeds=file.seeds,
+        methods=settings,
         choices={name: _choices(name, one.choose) for name, one in methods if one.choose},
+        rows=rows,
+        seeds=tuple(file.seeds),
+        reference=rows[0] if file.reference is None else _reference(rows, file.reference),
         retentions={name: (_path(one.retention), *one.retention_scales) for name, one in streams if one.retention},
     )
-    trials = [cell for pair in plan.pairs_to_choose for _, cell in plan.trials(*pair)]
-    for cell in (*(cell for cell, _ in plan.cells()), *trials):
+    for cell, _ in plan.cells() + plan.all_trials():
         for name in ("model", "data"):
             if not cell.settings.get(name):
                 raise ValueError(f"stream {cell.stream!r} names no {name}")
         validated(cell.settings)
-    return plan if file.reference is None else replace(plan, reference=_reference(plan, file.reference))
+    return plan
+
+
+def _rows(method: str, settings: Mapping[str, Any], file: _PlanFile) -> list[Row]:
+    """The rows of a method: the file's classifiers and the method's own, with every drift that means something."""
+    strategy = make_strategy(settings.get("strategy", "dulbe"))
+    asked = {text: parse_classifier(text).kind for text in (*file.classifiers, *strategy.classifiers)}
+    named = {asked[text].name for text in file.classifiers}
+    own = [text for text in strategy.classifiers if asked[text].belongs_to and asked[text].name not in named]
+    rows = []
+    for text in (*file.classifiers, *own):
+        moves = strategy.adapts and asked[text].follows_drift()
+        rows += [Row(method, text, drift) for drift in (file.drift if moves else ["none"])]
+    return rows
 
 
 def _settings(owner: str, given: dict[str, Any] | None, method: bool) -> dict[str, Any]:
@@ -265,11 +274,11 @@ def _path(text: Any) -> str:
     return path
 
 
-def _reference(plan: Plan, entry: Mapping[Any, str]) -> Row:
+def _reference(rows: Collection[Row], entry: Mapping[Any, str]) -> Row:
     if not {"method", "classifier"} <= set(entry):
         raise ValueError(f"reference must name method and classifier, got {dict(entry)}")
     row = Row(**entry)
-    if row not in plan.all_rows:
-        hint = closest(row.title, [known.title for known in plan.all_rows])
+    if row not in rows:
+        hint = closest(row.title, [known.title for known in rows])
         raise ValueError(f"reference is {row.title!r}, which is no row of this comparison{hint}")
     return row

@@ -12,12 +12,13 @@ from typing import Any, get_args
 import numpy as np
 
 from dulbe_peft.comparison.cells import AnswersFacts, CellRecord, answers_path, as_json, read_answers, read_cell
-from dulbe_peft.comparison.comparison_file import Entry, Retention
+from dulbe_peft.comparison.comparison_file import Entry, Retention, ScalePoint
 from dulbe_peft.comparison.intervals import Difference, Measure, image_shares, mean_interval, mean_share
-from dulbe_peft.comparison.plan import Cell, Chosen, Plan, Row, as_text
+from dulbe_peft.comparison.plan import Cell, Chosen, Plan, Row, Work, as_text
 from dulbe_peft.metrics.accuracy import calibration_error, percent, signed
 from dulbe_peft.report.table import Column, filled, format_markdown
 from dulbe_peft.utils.files import write_csv
+from dulbe_peft.utils.records import Record
 from dulbe_peft.utils.settings import flat_settings
 
 MEASURES: tuple[Measure, ...] = get_args(Measure)
@@ -26,7 +27,7 @@ FEW = 2  # seeds that are too few to tell how much a further one would differ
 
 
 @dataclass(frozen=True)
-class _CellRow:
+class CellRow:
     """One row of one cell, as its files tell; `shares` is what every test image adds to the measures."""
 
     shares: dict[Measure, np.ndarray]
@@ -36,17 +37,15 @@ class _CellRow:
     cell: CellRecord
 
 
-def make_entries(
-    plan: Plan, output: Path, work: Sequence[tuple[Cell, list[Row]]], chosen: Chosen | None = None
-) -> list[Entry]:
+def make_entries(plan: Plan, output: Path, work: Work, chosen: Chosen | None = None) -> list[Entry]:
     """The rows of all streams, of what is finished; `chosen` as `Plan.cells` has got it."""
-    found: dict[tuple[str, Row], dict[int, _CellRow]] = {}
+    found: dict[tuple[str, Row], dict[int, CellRow]] = {}
     for cell, rows in work:
         for row in rows:
-            if read := _read(output / cell.folder, row, cell):
+            if read := read_row(output / cell.folder, row, cell):
                 found.setdefault((cell.stream, row), {})[cell.seed] = read
-    first, entries = plan.baseline, []
-    for stream, row in itertools.product(plan.streams, plan.all_rows):
+    first, entries = plan.reference, []
+    for stream, row in itertools.product(plan.streams, plan.rows):
         if (stream, row) not in found:
             continue
         seeds = found[stream, row]
@@ -59,17 +58,18 @@ def make_entries(
     return entries
 
 
-def _read(folder: Path, row: Row, cell: Cell) -> _CellRow | None:
+def read_row(folder: Path, row: Row, cell: Cell) -> CellRow | None:
+    """What a cell's files tell of a row; None where there is no answer to the cell's settings."""
     done = read_cell(folder)
     if done is None or done.settings != as_json(cell.settings) or not answers_path(folder, row).is_file():
         return None
     answers, facts = read_answers(folder, row, done)
     shares = image_shares(answers, facts.class_names)
     curve = [float(step.right.double().mean()) for step in answers]
-    return _CellRow(shares, curve, calibration_error(answers[-1].probability, answers[-1].right), facts, done)
+    return CellRow(shares, curve, calibration_error(answers[-1].probability, answers[-1].right), facts, done)
 
 
-def _difference(found: dict[int, _CellRow], other: dict[int, _CellRow], measure: Measure) -> Difference | None:
+def _difference(found: dict[int, CellRow], other: dict[int, CellRow], measure: Measure) -> Difference | None:
     """Of two rows, over the seeds that both have; None where there is none, or where the images are others."""
     pairs = [(found[seed].shares[measure], other[seed].shares[measure]) for seed in found if seed in other]
     if len({len(side) for pair in pairs for side in pair}) != 1:  # other images in each seed cannot be paired
@@ -81,7 +81,7 @@ def _entry(
     stream: str,
     row: Row,
     chosen: dict[str, Any],
-    seeds: dict[int, _CellRow],
+    seeds: dict[int, CellRow],
     differences: dict[Measure, Difference | None],
     gain: Difference | None,
 ) -> Entry:
@@ -114,12 +114,15 @@ def _mean_retention(found: Sequence[Retention]) -> Retention | None:
     """The mean over the seeds, with the curve over the scales where all have the same scales."""
     if not found:
         return None
-    curves = [[vars(point) for point in one.scales] for one in found]
-    if len({tuple(point["scale"] for point in curve) for curve in curves}) > 1:
-        curves = []
-    points = [{name: statistics.fmean(p[name] for p in same) for name in same[0]} for same in zip(*curves)]
-    ends: Any = {name: statistics.fmean(getattr(one, name) for one in found) for name in ("before", "after")}
-    return Retention.model_validate({**ends, "scales": points})
+    same = len({tuple(point.scale for point in one.scales) for one in found}) == 1
+    points = (
+        [_means(points, *ScalePoint.model_fields) for points in zip(*(one.scales for one in found))] if same else []
+    )
+    return Retention.model_validate({**_means(found, "before", "after"), "scales": points})
+
+
+def _means(records: Sequence[Record], *names: str) -> dict[str, Any]:
+    return {name: statistics.fmean(getattr(one, name) for one in records) for name in names}
 
 
 # ---------------------------------------------------------------------- the columns

@@ -5,6 +5,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -109,10 +110,10 @@ def test_each_row_is_of_the_runs_with_the_rate_that_its_own_classifier_chose(cop
     content = content | {"seeds": [0], "drift": ["none"]}
     shutil.rmtree(folder / "out" / "runs" / "digits" / "LoRA")
 
-    def judged(run, row):
-        return np.full(4, float(("0.1" in run.name) == (row.classifier == "lda")))
+    def judged(run, row, cell):
+        return SimpleNamespace(shares={"last": np.full(4, float(("0.1" in run.name) == (row.classifier == "lda")))})
 
-    monkeypatch.setattr("dulbe_peft.comparison.compare.shares_of", judged)
+    monkeypatch.setattr("dulbe_peft.comparison.compare.read_row", judged)
     plan = read_plan(write(folder / "plan.yaml", content))
     entries = compare(plan, folder / "out", jobs=1, log=quiet)
     assert [entry.chosen.get("learning_rate") for entry in entries] == [None, None, 1e-4, 0.1]
@@ -289,7 +290,7 @@ def test_an_interrupted_comparison_leaves_a_table(content, tmp_path, monkeypatch
         compare(plan, tmp_path / "out", jobs=1, log=quiet)
     table = read_comparison(tmp_path / "out")
     assert table.entries == [] and table.scope.reference == Row("frozen", "lda")
-    assert table.missing() == [("digits", row, (0, 1)) for row in plan.rows("frozen")]
+    assert table.missing() == [("digits", row, (0, 1)) for row in plan.rows_of("frozen")]
 
 
 @pytest.mark.slow
@@ -339,13 +340,13 @@ def test_a_wrong_file_is_refused_by_name(content, tmp_path, change, words):
 
 def test_a_method_brings_its_own_classifier(content, tmp_path):
     methods = {"RAPF": {"strategy": "rapf"}, "DuLBE": {"strategy": "dulbe"}}
-    plan = read_plan(
-        write(tmp_path / "plan.yaml", content | {"methods": methods, "classifiers": ["text"], "reference": None})
-    )
-    assert [row.classifier for row in plan.rows("DuLBE")] == ["text"]  # text alone: nothing in it can drift
-    assert [row.classifier for row in plan.rows("RAPF")] == ["text", "rapf"]
-    plan = replace(plan, classifiers=["ranpac:features=9", "lda"], drifts=["none", "linear"])
-    assert [row.drift for row in plan.rows("DuLBE")] == ["none", "none", "linear"]  # behind a ReLU nothing can follow
+    content = content | {"methods": methods, "classifiers": ["text"], "reference": None}
+    plan = read_plan(write(tmp_path / "plan.yaml", content))
+    assert [row.classifier for row in plan.rows_of("DuLBE")] == ["text"]  # text alone: nothing in it can drift
+    assert [row.classifier for row in plan.rows_of("RAPF")] == ["text", "rapf"]
+    plan = read_plan(write(tmp_path / "plan.yaml", content | {"classifiers": ["ranpac:features=9", "lda"]}))
+    # Behind a ReLU nothing can follow.
+    assert [row.drift for row in plan.rows_of("DuLBE")] == ["none", "none", "linear"]
 
 
 def test_a_method_that_trains_on_augmented_views_is_compared(content, tmp_path):
@@ -358,7 +359,8 @@ def test_a_method_that_trains_on_augmented_views_is_compared(content, tmp_path):
     features = [read_features(tmp_path / "out" / cell.folder) for cell, _ in plan.cells()]
     assert not torch.equal(features[0][0].closing.features, features[1][0].closing.features)
     with pytest.raises(ValueError, match="augment and drift='linear'"):
-        compare(replace(plan, drifts=["none", "linear"]), tmp_path / "other", jobs=1)
+        other = read_plan(write(tmp_path / "plan.yaml", mine | {"drift": ["none", "linear"]}))
+        compare(other, tmp_path / "other", jobs=1)
 
 
 @pytest.mark.slow
