@@ -54,7 +54,7 @@ def verify(
     if overwrite and Path(output).is_file():
         step_aside(Path(output))
     places = Places(file.parent, Path(images) if images else None, Path(splits) if splits else None)
-    outcomes = Kit(found, places, Path(output), device, print).run(wanted)
+    outcomes = Kit(found, places, Path(output), device).run(wanted)
     print("\n" + "\n".join(table(outcomes)))
     said = [outcome.within for outcome in outcomes]
     print(f"\n{said.count(OUTSIDE)} of {len(said)} outside, {said.count(NOT_RUN)} not run; written: {output}")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dulbe_peft.utils.files import remove_temporary, replacing, temporary_folder
+from dulbe_peft.utils.folders import file_sha256
 from dulbe_peft.utils.hub import is_repo_id, reached
 
 HUB = "hf:"
@@ -63,8 +64,7 @@ class Fetcher:
 
     def check(self, name: str, path: Path, sha256: str | None) -> None:
         """Raise a `ValueError` unless a file begins with the hash that is known of it; note one that is new."""
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = file_sha256(path)
         expected = sha256 or self.known.get(name)
         if expected and not found.startswith(expected):
             raise ValueError(f"{name} has the SHA-256 {found[:16]}..., expected {expected[:16]}...")

@@ -4,7 +4,6 @@ import random
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -12,11 +11,17 @@ from dulbe_peft.data.hub import hub_images, import_datasets
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.readers import load_data
-from dulbe_peft.utils.files import read_json
+from dulbe_peft.utils.records import Record, read_record
 from dulbe_peft.verification.checks import Data
 from dulbe_peft.verification.fetching import HUB, WEB, Fetcher
 
-SPLITS = ("train", "val", "test")
+
+class _Split(Record, extra="ignore"):
+    """A split file of CoOp: path, label and name of each image."""
+
+    train: list[tuple[str, int, str]]
+    val: list[tuple[str, int, str]]
+    test: list[tuple[str, int, str]]
 
 
 @dataclass(frozen=True)
@@ -48,19 +53,17 @@ def open_split(name: str, data: Data, split: str, places: Places, fetcher: Fetch
         if absent:
             raise ValueError(f"{name} has no class {min(absent)!r}, under whatever name the check knows")
         images = images.at(slice(None), class_names=check_class_names(spelt))
-    return renamed(name, images, data.names) if data.names else images
-
-
-def renamed(name: str, images: LabelledImages, names: tuple[str, ...]) -> LabelledImages:
-    """Images whose classes are called as the check says; letters and digits alone tell which class is meant."""
-    by_key = {_key(wanted): wanted for wanted in names}
-    absent = [own for own in images.class_names if _key(own) not in by_key]
-    if absent:
-        raise ValueError(f"{name}: the check has no name for the class {absent[0]!r} ({len(absent)} such classes)")
+    if not data.names:
+        return images
+    by_key = {_key(wanted): wanted for wanted in data.names}
+    unknown = [own for own in images.class_names if _key(own) not in by_key]
+    if unknown:
+        raise ValueError(f"{name}: the check has no name for the class {unknown[0]!r} ({len(unknown)} such classes)")
     return images.at(slice(None), class_names=check_class_names(by_key[_key(own)] for own in images.class_names))
 
 
 def _key(name: str) -> str:
+    """What tells which class is meant: letters and digits alone."""
     return re.sub(r"[\W_]+", "", name).casefold()
 
 
@@ -109,7 +112,7 @@ def _folder(name: str, data: Data, places: Places, fetcher: Fetcher) -> Path:
 
 
 def _from_split_file(name: str, data: Data, split: str, places: Places, fetcher: Fetcher) -> LabelledImages:
-    """Images as a split file of CoOp lists them: {"train": [[path, label, name], ...], "val": ..., "test": ...}."""
+    """Images as a split file lists them."""
     file = data.splits
     assert file is not None
     if places.splits is not None:
@@ -119,14 +122,14 @@ def _from_split_file(name: str, data: Data, split: str, places: Places, fetcher:
         path = fetcher.file(file.url, file.sha256)
     else:
         raise FileNotFoundError(f"{name}: get {file.name} from {file.link}, and name it: --data {name} --splits FILE")
-    rows = read_split(path)
-    counts = tuple(len(rows[part]) for part in SPLITS)
+    rows = vars(read_record(path, _Split))
+    counts = tuple(map(len, rows.values()))
     if file.images is not None and counts != file.images:
         raise ValueError(
             f"{path} has {counts} images to learn from, to validate and to test on, expected {file.images}"
         )
     folder = _folder(name, data, places, fetcher)
-    names = {label: called for part in SPLITS for _, label, called in rows[part]}
+    names = {label: called for part in rows.values() for _, label, called in part}
     if sorted(names) != list(range(len(names))):
         raise ValueError(f"{path} has the labels {sorted(names)[:5]}..., expected 0 to {len(names) - 1}")
     listed = [(folder / image, label) for image, label, _ in rows[split]]
@@ -135,18 +138,6 @@ def _from_split_file(name: str, data: Data, split: str, places: Places, fetcher:
         raise FileNotFoundError(f"{name}: {absent[0]} is not there ({len(absent)} of {len(listed)} images)")
     labels = np.array([label for _, label in listed], dtype=np.int64)
     return LabelledImages(listed, labels, [names[label] for label in range(len(names))], stored=True)
-
-
-def read_split(path: Path) -> dict[str, list[tuple[str, int, str]]]:
-    """The rows of a split file, by split; a `ValueError` says what is no such row."""
-    content: Any = read_json(path)
-    if not isinstance(content, dict) or not set(SPLITS) <= set(content):
-        raise ValueError(f"{path} is no split file: it must hold {', '.join(SPLITS)}")
-    for part in SPLITS:
-        for place, row in enumerate(content[part]):
-            if not isinstance(row, list) or [type(value) for value in row] != [str, int, str]:
-                raise ValueError(f"{path}: row {place} of {part!r} is {row!r:.80}, expected [path, label, name]")
-    return {part: [tuple(row) for row in content[part]] for part in SPLITS}
 
 
 def few_shots(labels: np.ndarray, shots: int, seed: int) -> list[int]:

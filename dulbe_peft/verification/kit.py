@@ -5,18 +5,17 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.data.store import store_path
 from dulbe_peft.utils.folders import library_versions
 from dulbe_peft.utils.records import Record, read_record, write_record
 from dulbe_peft.verification.checks import Check, Checks
 from dulbe_peft.verification.fetching import HUB, WEB, Fetcher, on_hub
 from dulbe_peft.verification.images import Places
-from dulbe_peft.verification.measuring import measure, templates
+from dulbe_peft.verification.measuring import mean, measure
 
 WITHIN, OUTSIDE, UNCONFIRMED, NOT_RUN = "yes", "NO", "unconfirmed", "not run"
 
@@ -55,13 +54,12 @@ class Results(Record):
 
 @dataclass
 class Kit:
-    """Checks, where their data is, and the file of the results; `say` speaks to a person."""
+    """Checks, where their data is, and the file of the results."""
 
     checks: Checks
     places: Places
     output: Path
     device: str
-    say: Callable[[str], None]
 
     def run(self, wanted: Sequence[Check]) -> list[Outcome]:
         """Measure the checks that the file does not hold yet, each written as soon as it is measured."""
@@ -75,9 +73,9 @@ class Kit:
             name for name, row in rows.items() if name in kept and kept[name].row == row and not kept[name].problem
         }
         if results.outcomes and not same:
-            self.say(f"{self.output} is of other versions or another machine: its checks are measured again")
+            print(f"{self.output} is of other versions or another machine: its checks are measured again")
         for name in sorted(done):
-            self.say(f"{name}: measured before")
+            print(f"{name}: measured before")
         self._say_sizes([check for check in wanted if check.name not in done], fetcher)
         for check in wanted:
             if check.name not in done:
@@ -88,21 +86,21 @@ class Kit:
                 write_record(self.output, found)
                 while fetcher.taken:
                     name = fetcher.taken.pop(0)
-                    self.say(f"first seen, and noted: {name} {fetcher.known[name]}")
+                    print(f"first seen, and noted: {name} {fetcher.known[name]}")
         return [kept[check.name] for check in wanted]
 
     def _measured(self, check: Check, row: str, fetcher: Fetcher) -> Outcome:
-        self.say(f"{check.name} ...")
+        print(f"{check.name} ...")
         began = time.perf_counter()
         try:
-            args = LearnerArguments(device=self.device, precision="float32", **templates(check))
-            found = measure(check, self.checks.data[check.data], self.places, fetcher, args)
+            here, seeds = measure(check, self.checks.data[check.data], self.places, fetcher, self.device)
         except (OSError, ValueError, TypeError, ImportError) as error:
             why = " ".join(str(error).split())
-            self.say(f"{check.name}: not run: {why}")
+            print(f"{check.name}: not run: {why}")
             return Outcome(row=row, check=check, problem=why)
         seconds = round(time.perf_counter() - began, 1)
-        return Outcome(row=row, check=check, **vars(found), seconds=seconds)
+        beside = {name: mean(values) for name, values in list(seeds.items())[1:]}
+        return Outcome(row=row, check=check, here=here, beside=beside, seeds=seeds, seconds=seconds)
 
     def _digest(self, check: Check, versions: dict[str, str], machine: dict[str, str]) -> str:
         """What a number was measured of: another check, data, folder, version or machine is measured again."""
@@ -116,12 +114,12 @@ class Kit:
         sizes = dict(self._sizes(wanted, fetcher))
         for name, size in sizes.items():
             if size != 0:
-                self.say(f"to download: {name}, {'of unknown size' if size is None else f'{size / 1e6:,.1f} MB'}")
+                print(f"to download: {name}, {'of unknown size' if size is None else f'{size / 1e6:,.1f} MB'}")
         unknown = list(sizes.values()).count(None)
         if any(size != 0 for size in sizes.values()):
             known = f"{sum(filter(None, sizes.values())) / 1e6:,.1f} MB"
             more = f", and {unknown} of unknown size" if unknown else ""
-            self.say(f"to download: {known}{more}; kept in {fetcher.folder} or in the Hub's cache")
+            print(f"to download: {known}{more}; kept in {fetcher.folder} or in the Hub's cache")
 
     def _sizes(self, wanted: Sequence[Check], fetcher: Fetcher) -> Iterator[tuple[str, int | None]]:
         for check in wanted:

@@ -1,6 +1,6 @@
 """How a check's number is measured: through the loading, resizing and tokenizing that every command uses."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,22 +18,17 @@ from dulbe_peft.verification.checks import Check, Data
 from dulbe_peft.verification.fetching import Fetcher, on_hub
 from dulbe_peft.verification.images import Places, few_shots, open_split, photograph
 
+Seeds = dict[str, tuple[float, ...]]  # the accuracies of each classifier, in percent, one for each seed
 VIEWS = "crop+flip"  # half of the area at least, in any proportions from 3:4 to 4:3, mirrored every second time
 
 
-@dataclass(frozen=True)
-class Found:
-    """What was measured: the numbers that the check expects, others that are shown, and the number of each seed."""
-
-    here: tuple[float, ...]
-    beside: dict[str, float] = field(default_factory=dict)
-    seeds: dict[str, tuple[float, ...]] = field(default_factory=dict)
-
-
-def measure(check: Check, data: Data, places: Places, fetcher: Fetcher, args: LearnerArguments) -> Found:
-    """Measure what a check expects; logits and features as they are, accuracies in percent."""
-    images = None
-    if check.measure in ("logits", "class_token"):
+def measure(
+    check: Check, data: Data, places: Places, fetcher: Fetcher, device: str
+) -> tuple[tuple[float, ...], Seeds]:
+    """What a check expects, logits and features as they are, accuracies in percent; and where they are taught, the
+    check's classifier and those beside it.
+    """
+    if one := check.measure in ("logits", "class_token"):
         images = photograph(check.data, data, places, fetcher)
     else:
         images = open_split(check.data, data, check.split, places, fetcher)
@@ -42,16 +37,22 @@ def measure(check: Check, data: Data, places: Places, fetcher: Fetcher, args: Le
     beside = places.beside / check.model
     revision = fetcher.revision(check.model, "model", check.revision) if on_hub(check.model) else None
     model, processor = loading.load_dual_encoder(beside if beside.is_dir() else check.model, revision)
-    if check.measure == "logits":
-        return Found(_logits(model, processor, images.image(0), check.texts))
-    if check.measure == "class_token":
-        return Found(_class_token(model, processor, images.image(0), len(check.expected)))
+    if one:
+        pixels = loading.pixel_values(processor, images.image(0))[None]
+        return _of_one(check, model, processor, pixels), {}
     if check.image_resize != "processor":
         processor = with_image_resize(processor, model, check.image_resize)
+    prompts: Any = {"prompt_template": list(check.templates), "class_name_style": check.class_name_style}
+    args = LearnerArguments(device=device, precision="float32", **(prompts if check.templates else {}))
     encoder = _encoder(model, processor, args)
     if check.measure == "zero_shot":
-        return Found((_zero_shot(encoder, images),))
-    return _taught(check, encoder, learned, images)
+        return (_zero_shot(encoder, images),), {}
+    seeds = _taught(check, encoder, learned, images)
+    return (mean(next(iter(seeds.values()))),), seeds
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _encoder(model: Any, processor: Any, args: LearnerArguments) -> Encoder:
@@ -61,28 +62,19 @@ def _encoder(model: Any, processor: Any, args: LearnerArguments) -> Encoder:
     return made
 
 
-def templates(check: Check) -> dict[str, Any]:
-    """The settings of a learner that say how the check makes its prompts."""
-    if not check.templates:
-        return {}
-    return {"prompt_template": list(check.templates), "class_name_style": check.class_name_style}
-
-
 @torch.no_grad()
-def _logits(model: Any, processor: Any, image: Any, texts: tuple[str, ...]) -> tuple[float, ...]:
-    """tau z' e, with the bias where the model has learned one, of one image and some texts."""
-    z = loading.unit_image_embeds(model, loading.pixel_values(processor, image)[None])
-    e = loading.unit_text_embeds(model, loading.tokenize(processor, texts, model))
+def _of_one(check: Check, model: Any, processor: Any, pixels: torch.Tensor) -> tuple[float, ...]:
+    """Of one image: tau z' e of some texts, with the bias where the model has learned one, or the first values of the
+    class token before it gets unit length.
+    """
+    if check.measure == "class_token":
+        token: torch.Tensor = model(pixel_values=pixels).last_hidden_state[0, 0]
+        return tuple(token[: len(check.expected)].tolist())
+    z = loading.unit_image_embeds(model, pixels)
+    e = loading.unit_text_embeds(model, loading.tokenize(processor, check.texts, model))
     bias = getattr(model, "logit_bias", None)
     scores = loading.logit_scale(model) * (z @ e.T)[0] + (0 if bias is None else bias)
     return tuple(scores.tolist())
-
-
-@torch.no_grad()
-def _class_token(model: Any, processor: Any, image: Any, count: int) -> tuple[float, ...]:
-    """The first values of the class token of one image, before it gets unit length."""
-    found = model(pixel_values=loading.pixel_values(processor, image)[None]).last_hidden_state
-    return tuple(found[0, 0, :count].tolist())
 
 
 def _zero_shot(encoder: Encoder, images: LabelledImages) -> float:
@@ -92,8 +84,8 @@ def _zero_shot(encoder: Encoder, images: LabelledImages) -> float:
     return 100 * float((said == images.labels).mean())
 
 
-def _taught(check: Check, encoder: Encoder, learned: LabelledImages, tested: LabelledImages) -> Found:
-    """Accuracies, in percent, of classifiers that learned all classes as one task; means over the seeds."""
+def _taught(check: Check, encoder: Encoder, learned: LabelledImages, tested: LabelledImages) -> Seeds:
+    """Classifiers that learn all classes as one task."""
     if learned.class_names != tested.class_names:
         raise ValueError(f"{check.data}: the images to learn from and those to test on have other classes")
     features = encoder.dataset_embeds(encoder.images(tested), "test")
@@ -117,10 +109,7 @@ def _taught(check: Check, encoder: Encoder, learned: LabelledImages, tested: Lab
             classifier.add_classes(drawn.class_names, rows, labels, texts)
             said = torch.cat([classifier(part).argmax(dim=1) for part in features.split(1024)]).cpu().numpy()
             seeds.setdefault(name, []).append(100 * float((said == tested.labels).mean()))
-    means = {name: sum(values) / len(values) for name, values in seeds.items()}
-    first = next(iter(means))
-    shown = {name: mean for name, mean in means.items() if name != first}
-    return Found((means[first],), shown, {name: tuple(values) for name, values in seeds.items()})
+    return {name: tuple(values) for name, values in seeds.items()}
 
 
 def _rows(encoder: Encoder, drawn: LabelledImages, views: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

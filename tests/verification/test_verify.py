@@ -388,9 +388,9 @@ def test_files_that_are_there_already_need_no_network(hub, tmp_path, monkeypatch
         assert verify(tmp_path, content, "--data", "animals", *there)[0] == 0
         assert said in capsys.readouterr().out, "another folder is measured again"
     (tmp_path / "split.json").write_text(json.dumps({**PATHS, "test": [["a.png", "0", "red_fox"]]}))
-    split["sha256"] = None
+    split |= {"sha256": None, "name": "another.json"}
     status, found = verify(tmp_path, content, "--data", "animals", *places)
-    assert status == 2 and "expected" in found["gda"]["problem"]
+    assert status == 2 and "split.json is damaged or foreign: test.0.1: " in found["gda"]["problem"]
 
 
 def test_a_file_of_checks_is_refused_by_its_field(tmp_path, capsys):
