@@ -31,17 +31,27 @@ def neighbours(learner: ClassIncrementalLearner, trains: Sequence[Any], tests: S
     Copies are found by content, of whatever was ever learned. Near copies and neighbours are found by the features
     that the store keeps, so only where the model is not trained.
     """
-    found, learned = Neighbours(), learner.state.known.class_of()
-    train, features = _stored_features(learner, trains)
+    found, learned, encoder = Neighbours(), learner.state.known.class_of(), learner.encoder
+    parts = [labelled_images(train) for train in trains]
+    train = [(part, index) for part in parts for index in range(len(part))]
+
+    def embeds(images: LabelledImages) -> torch.Tensor:
+        return encoder.dataset_embeds(encoder.images(images))
+
+    features = None
+    # Where several processes encode together, there are none: one alone writes pictures.
+    if not encoder.adapted and encoder.store is not None and 0 < len(train) <= _MOST and world()[1] == 1:
+        features = torch.cat([embeds(part) for part in parts])
     for number, test in enumerate(tests, 1):
         if test is None:
             continue
         images = labelled_images(test)
-        places = None if features is None else _nearest(learner, images, features)
-        for position, content in enumerate(images.contents()):
-            where, cosine = (0, 0.0) if places is None else (places[0][position], places[1][position])
-            if places is not None:
-                found.nearest[number, position] = train[where]
+        near = [(0.0, 0)] * len(images)  # cosine, and which training image
+        if features is not None:
+            best = [(part @ features.T).max(dim=1) for part in embeds(images).split(1024)]
+            near = [pair for top in best for pair in zip(top.values.tolist(), top.indices.tolist(), strict=True)]
+            found.nearest |= {(number, position): train[where] for position, (_, where) in enumerate(near)}
+        for position, (content, (cosine, where)) in enumerate(zip(images.contents(), near, strict=True)):
             if content is not None and content in learned:
                 found.copies.append(Copy(task=number, position=position, how=ALIKE[0], of=learned[content]))
             elif cosine > _ALIKE and grey_thumbnail(images, position) @ grey_thumbnail(*train[where]) > NEAR:
@@ -49,27 +59,3 @@ def neighbours(learner: ClassIncrementalLearner, trains: Sequence[Any], tests: S
                 copy = Copy(task=number, position=position, how=ALIKE[2], of=of.class_names[of.labels[row]])
                 found.copies.append(copy)
     return found
-
-
-def _stored_features(
-    learner: ClassIncrementalLearner, trains: Sequence[Any]
-) -> tuple[list[tuple[LabelledImages, int]], torch.Tensor | None]:
-    """The training images one by one, and their features; None where the store cannot have them.
-
-    Nor are there any where several processes encode together, for one alone writes pictures.
-    """
-    parts = [labelled_images(train) for train in trains]
-    train = [(part, index) for part in parts for index in range(len(part))]
-    encoder = learner.encoder
-    if encoder.adapted or encoder.store is None or not 0 < len(train) <= _MOST or world()[1] > 1:
-        return train, None
-    return train, torch.cat([encoder.dataset_embeds(encoder.images(part)) for part in parts])
-
-
-def _nearest(
-    learner: ClassIncrementalLearner, images: LabelledImages, features: torch.Tensor
-) -> tuple[list[int], list[float]]:
-    """The row of the nearest features for each image, and its cosine."""
-    own = learner.encoder.dataset_embeds(learner.encoder.images(images))
-    best = [(part @ features.T).max(dim=1) for part in own.split(1024)]
-    return torch.cat([b.indices for b in best]).tolist(), torch.cat([b.values for b in best]).tolist()

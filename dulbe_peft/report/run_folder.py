@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -125,54 +125,47 @@ def read_run(folder: str | os.PathLike[str]) -> RunFolder:
     results = _read(path / RESULTS_FILE, Results)
     own = (path / LEARNER_FILE).is_file()
     task = (path, read_manifest(path)) if own else newest_task(path, lambda _: None)
-    if task is None:  # somebody kept the small files alone
-        if results is None:
-            raise ValueError(f"{path} holds neither {RESULTS_FILE} nor a finished task's folder: nothing to report")
-        return _run(path, path, results, {"strategy": results["strategy"], **results["configuration"]})
-    newest, manifest = task
-    learner = read_record(newest / LEARNER_FILE, LearnerFile)
-    # A learner that `save_pretrained` wrote is of no run, and says less.
-    saved = {"strategy": learner.strategy, "adapter": None, "arguments": learner.arguments, "classifiers": {}}
-    identity = manifest.notes.get("identity", saved)
-    finished = own or (results is not None and results["class_names"] == manifest.notes["tasks"])
-    if results is None or not finished:
-        try:
-            tasks = read_finished(newest, learner.tasks)
-            found = stream_results(tasks, identity, learner.classifiers, manifest.versions)
-            results = Results.model_validate(found).model_dump(exclude_unset=True)
-        except (ValueError, KeyError, CheckpointError) as error:
-            raise ValueError(f"{newest} is not as a run writes it: {error}") from error
-    results["estimates"] = learner.estimates.model_dump()
-    return replace(
-        _run(path, newest, results, {name: identity[name] for name in saved}, learner.classifiers),
-        finished=finished,
-        base_model=learner.base_model.name,
-        updates=learner.updates,
-        learner=newest,
-    )
-
-
-def _run(
-    path: Path, kept: Path, results: dict[str, Any], settings: dict[str, Any], order: Sequence[str] = ()
-) -> RunFolder:
-    """The run as its files tell it; `kept` has the predictions, `order` is that of the learner's classifiers."""
-    learned, blocks = results["class_names"], results.get("classifiers", {})
-    if blocks:  # release 0.2.0 sorted them; the learner's own order is the one that counts
-        names = [name for name in order if name in blocks]
-        results = {**results, "classifiers": {name: blocks[name] for name in (*names, *blocks)}}
+    more: dict[str, Any] = {}
+    if task is not None:
+        newest, manifest = task
+        learner = read_record(newest / LEARNER_FILE, LearnerFile)
+        # A learner that `save_pretrained` wrote is of no run, and says less.
+        saved = {"strategy": learner.strategy, "adapter": None, "arguments": learner.arguments, "classifiers": {}}
+        identity = manifest.notes.get("identity", saved)
+        settings = {name: identity[name] for name in saved}
+        finished = own or (results is not None and results["class_names"] == manifest.notes["tasks"])
+        if results is None or not finished:
+            try:
+                tasks = read_finished(newest, learner.tasks)
+                found = stream_results(tasks, identity, learner.classifiers, manifest.versions)
+                results = Results.model_validate(found).model_dump(exclude_unset=True)
+            except (ValueError, KeyError, CheckpointError) as error:
+                raise ValueError(f"{newest} is not as a run writes it: {error}") from error
+        results["estimates"] = learner.estimates.model_dump()
+        blocks = results.get("classifiers", {})  # release 0.2.0 sorted them; the learner's own order counts
+        names = [name for name in learner.classifiers if name in blocks]
+        if blocks:
+            results["classifiers"] = {name: blocks[name] for name in (*names, *blocks)}
+        more = {"finished": finished, "base_model": learner.base_model.name, "updates": learner.updates}
+        more |= {"order": learner.classifiers, "learner": newest}
+    elif results is not None:  # somebody kept the small files alone
+        newest, settings = path, {"strategy": results["strategy"], **results["configuration"]}
+    else:
+        raise ValueError(f"{path} holds neither {RESULTS_FILE} nor a finished task's folder: nothing to report")
+    learned = results["class_names"]
     timings = (_read(path / TIMINGS_FILE, Timings) or {"tasks": []})["tasks"]
-    records, none = results["tasks"], [None] * len(learned)
+    none = [None] * len(learned)
     return RunFolder(
         folder=path,
         name=path.resolve().name,
         results=results,
         learned=learned,
-        records=[record or {} for record in (*records, *none)][: len(learned)],
+        records=[record or {} for record in (*results["tasks"], *none)][: len(learned)],
         settings=settings,
-        order=order,
-        predictions=read_predictions(kept / PREDICTIONS_FILE) if (kept / PREDICTIONS_FILE).is_file() else [],
+        predictions=read_predictions(newest / PREDICTIONS_FILE) if (newest / PREDICTIONS_FILE).is_file() else [],
         timings=[*timings, *none][: len(learned)],
         pictures=_pictures(path / PICTURES_FOLDER),
+        **more,
     )
 
 

@@ -152,7 +152,7 @@ def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict
             (row.title, *(percent(value, 1) for value in [*row.block["overall"], *unknown][: len(tasks)]))
             for row in methods
         ],
-        "clearly": (clearly_better(run) or ("",))[0],
+        "clearly": clearly_better(run),
         "accuracy": inline_svg(accuracy_figure(run.results), f"{key}-accuracy") if len(tasks) > 1 else "",
         "matrices": [
             (name, [(task, *row, *unknown[len(row) :]) for task, row in zip(tasks, block["matrix"])])

@@ -1,13 +1,13 @@
 """What training changed, from a run's folder: captures, the bridge's depths, and drift where features were kept."""
 
 import itertools
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic_core import from_json, to_json
 
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.metrics import diagnostics
@@ -54,10 +54,10 @@ def effects_content(run: RunFolder, key: str) -> dict[str, Any]:
     """What the page shows of it; `key` is a word that no other run of the page has."""
     effects = read_effects(run)
     profile, accuracy = effects.profile, effects.accuracy
-    names = ("own", "old", "means", "mapped", "foretold", "coordinates", "ranks")
-    drift = [(row.task, *(getattr(row, name) for name in names)) for row in effects.drift]
+    names = ("task", "own", "old", "means", "mapped", "foretold", "coordinates", "ranks")
+    drift = [[getattr(row, name) for name in names] for row in effects.drift]
     known = [row for row in drift if set(row[1:]) != {None}]
-    shown = [tuple(f"{value:.4f}" if isinstance(value, float) else value for value in row) for row in known]
+    shown = [[f"{value:.4f}" if isinstance(value, float) else value for value in row] for row in known]
     content: dict[str, Any] = {"depth_accuracy": accuracy, "depths": "", "drift": shown}
     if profile is not None:
         alone = [None] * len(profile.depths) if accuracy is None else accuracy.alone.tolist()
@@ -88,11 +88,11 @@ def write_figures(run: str | Path, folder: str | Path) -> list[Path]:
     target.mkdir(parents=True, exist_ok=True)
     numbers = {
         "captures": [{name: record.get(name) for name in captures} for record in read.records],
-        "reliability": _plain(effects.profile),
-        "depths": _plain(effects.accuracy),
-        "drift": [asdict(row) for row in effects.drift],
+        "reliability": effects.profile,
+        "depths": effects.accuracy,
+        "drift": effects.drift,
     }
-    write_json(files[0], numbers)
+    write_json(files[0], from_json(to_json(numbers, fallback=torch.Tensor.tolist, inf_nan_mode="null")))
     for path, figure in zip(files[1:], figures.values(), strict=True):
         with replacing(path) as temporary:
             figure.savefig(temporary, dpi=150, format="png")
@@ -113,15 +113,3 @@ def _arrow_figures(tasks: Sequence[TaskFeatures]) -> dict[str, Any]:
             chosen = slice(None, None, -(-len(places[0]) // _MOST_ARROWS))
             found[f"drift-task-{number:03d}"] = arrow_figure(places[0][chosen], places[1][chosen])
     return found
-
-
-def _plain(facts: Any) -> dict[str, Any] | None:
-    """Tensors and floats of a dataclass as JSON takes them; NaN is null there."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, list):
-            return [plain(part) for part in value]
-        return None if math.isnan(value) else value
-
-    found = {} if facts is None else vars(facts)
-    return {name: plain(v.tolist() if isinstance(v, torch.Tensor) else v) for name, v in found.items()} or None

@@ -73,21 +73,18 @@ def summary(name: str) -> str:
     return BESIDE_CLASSIFIERS.get(name) or (CLASSIFIERS[name].summary if name in CLASSIFIERS else "")
 
 
-def clearly_better(run: RunFolder) -> tuple[str, int, int] | None:
-    """The classifier that a sign test at 5 % finds better: name, images right by it alone, by the first alone."""
-    if not run.tested:
-        return None
+def clearly_better(run: RunFolder) -> str:
+    """The classifier that a sign test at 5 % finds better than the first, or ""."""
+    from scipy.stats import binomtest
+
     others = [name for name in run.results["classifiers"] if name != run.first]
     found = []
     for name in others:
         answers = [(row.others[name] == row.true, row.right) for row in run.predictions if name in row.others]
         found.append((name, answers.count((True, False)), answers.count((False, True))))
-    best = max(found, key=lambda row: row[1] - row[2], default=("", 0, 0))
-    _, gained, lost = best
-    from scipy.stats import binomtest
-
+    best, gained, lost = max(found, key=lambda row: row[1] - row[2], default=("", 0, 0))
     clear = gained > lost and binomtest(gained, gained + lost).pvalue < _LEVEL / len(others)
-    return best if clear else None
+    return best if clear else ""
 
 
 @dataclass(frozen=True)
