@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from dulbe_peft.classifiers import CLASSIFIERS, answering
@@ -112,7 +113,7 @@ def reliability_figure(bins: Sequence[tuple[float, Share]]) -> Any:
     figure, axes = new_figure(3.6, xlim=(0, 100), ylim=(0, 100), **words)
     axes.plot([0, 100], [0, 100], "--", color=SERIES[0], linewidth=1)
     sure, right = [100 * mean for mean, _ in bins], [100 * share.value for _, share in bins]
-    ends = _ends([share for _, share in bins])
+    ends = abs(100 * np.transpose([share.interval for _, share in bins]) - right)  # how far they are below and above
     axes.errorbar(sure, right, yerr=ends, fmt="o", color=SERIES[3], capsize=2, clip_on=False)
     return figure
 
@@ -122,17 +123,17 @@ def reliability_figure(bins: Sequence[tuple[float, Share]]) -> Any:
 
 def capture_figure(records: Sequence[Mapping[str, Any]]) -> Any:
     """The parts of each task's gradient along the shared mode, the residual modes, and neither."""
-    shared = [100 * (record.get("shared_capture") or 0.0) for record in records]
-    residual = [100 * (record.get("residual_capture") or 0.0) for record in records]
+    names = ("shared_capture", "residual_capture")
+    parts = 100 * np.array([[record.get(name) or 0.0 for name in names] for record in records]).T
     measured = [record.get("shared_capture") is not None for record in records]
-    rest = [max(0.0, 100 - s - r) if known else 0.0 for s, r, known in zip(shared, residual, measured)]
+    rest = np.where(measured, (100 - parts.sum(axis=0)).clip(min=0), 0)
     figure, axes = new_figure(3.0, ylim=(0, 100), xlabel="task", ylabel="part of the gradient (%)")
-    bottom = [0.0] * len(records)
-    parts = {"shared mode": (shared, 3), "residual modes": (residual, 2), "neither": (rest, 0)}
-    for label, (values, colour) in parts.items():
+    bottom = np.zeros(len(records))
+    labels = {"shared mode": 3, "residual modes": 2, "neither": 0}
+    for (label, colour), values in zip(labels.items(), (*parts, rest), strict=True):
         look = {"color": SERIES[colour], "label": label, "width": 0.7}
         axes.bar(range(1, len(records) + 1), values, bottom=bottom, **look)
-        bottom = [b + v for b, v in zip(bottom, values)]
+        bottom = bottom + values
     figure.legend(ncols=3, **LEGEND)
     return figure
 
@@ -222,12 +223,6 @@ def _check_tested(results: dict[str, Any]) -> None:
 
 def _percents(values: Sequence[float | None]) -> list[float]:
     return [math.nan if value is None else 100 * value for value in values]
-
-
-def _ends(shares: Sequence[Share]) -> list[list[float]]:
-    """How far the intervals reach below and above their shares, in percent."""
-    below = [100 * max(0.0, share.value - share.interval[0]) for share in shares]
-    return [below, [100 * max(0.0, share.interval[1] - share.value) for share in shares]]
 
 
 def _thinned(values: Sequence[int]) -> list[int]:
