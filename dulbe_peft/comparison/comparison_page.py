@@ -45,18 +45,18 @@ def write_comparison_page(
 def _content(comparison: Comparison, name: str) -> dict[str, Any]:
     scope, entries = comparison.scope, comparison.entries
     rows, ranks = plots.important_rows(comparison), ranked(entries)
+    owners = (*scope.streams.items(), *scope.methods.items())
     several_tested = len({entry.stream for entry in entries}) > 1
     return {
         "name": name,
-        "streams": [_stream(comparison, stream, number, rows) for number, stream in enumerate(scope.streams)],
-        "rows": len(scope.rows),
-        "seeds": scope.seeds,
+        "scope": scope,
         "few": FEW,
-        "reference": scope.reference.title,
+        "row_columns": COLUMNS[1:],
+        "streams": [_stream(comparison, stream, number, rows) for number, stream in enumerate(scope.streams)],
         "missing": _missing(comparison),
         "map": inline_svg(plots.streams_figure(comparison, rows), "map") if several_tested else "",
         "counts": plots.image_counts(scope.streams),
-        "shown_rows": [row.title for row in rows],
+        "shown": [row.title for row in rows],
         "several": plots.best_of_each(comparison) if len(rows) < len(scope.rows) else "",
         "titles": [column.title for column in filled(COLUMNS, entries)],
         "ranks": ranks,
@@ -65,9 +65,7 @@ def _content(comparison: Comparison, name: str) -> dict[str, Any]:
             for row, mean, p in (ranks.rows if ranks else ())
         ],
         "choices": [(method, _listed(values)) for method, values in scope.choices.items()],
-        "settings": [
-            (key, _listed(flat_settings(values))) for key, values in (*scope.streams.items(), *scope.methods.items())
-        ],
+        "settings": [(owner, _listed(flat_settings(values))) for owner, values in owners],
     }
 
 
@@ -84,9 +82,7 @@ def _stream(comparison: Comparison, stream: str, number: int, rows: Sequence[Row
         "forest": inline_svg(plots.forest_figure(others), f"forest{number}") if others else "",
         "curves": inline_svg(plots.curves_figure(entries, rows), f"curves{number}") if curves else "",
         "cost": inline_svg(plots.cost_figure(entries), f"cost{number}") if len(entries) > 1 else "",
-        "most": plots.MOST,
-        "more": max(len(others) - plots.MOST, 0),
-        "columns": COLUMNS[1:],
+        "drawn": (min(len(others), plots.MOST), len(others)),
         "entries": entries,
         "reference": next((place for place, entry in enumerate(entries) if entry.row == reference), None),
     }

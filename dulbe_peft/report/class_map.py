@@ -22,7 +22,8 @@ def class_map(learner: Path) -> dict[str, Any] | None:
             rows = getattr(classifier, attribute, None)
             if rows is not None and len(rows) > 2:
                 found, shown = plane(rows.detach())
-                return {"places": _placed(classifier.class_names, found), "made_of": made_of, "shown": shown}
+                places = _placed(classifier.class_names, found)
+                return {"places": places, "made_of": made_of, "shown": shown, "size": (WIDTH, HEIGHT)}
     return None
 
 

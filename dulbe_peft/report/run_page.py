@@ -1,7 +1,7 @@
 """The report: a page about one run or learner, or about several runs side by side."""
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 
 from dulbe_peft.classifiers.closing import TEACHING
 from dulbe_peft.metrics.evaluation import ImageResult
-from dulbe_peft.report.class_map import HEIGHT, WIDTH, class_map
+from dulbe_peft.report.class_map import class_map
 from dulbe_peft.report.html import jpeg_address, mib, percent, seconds, write_page
 from dulbe_peft.report.plots import accuracy_figure, inline_svg, loss_figure, reliability_figure
 from dulbe_peft.report.run_folder import PICTURES_FOLDER, RunFolder, read_known, read_run
@@ -37,7 +37,6 @@ from dulbe_peft.report.verdict import clearly_better, estimated, leaderboard, ne
 from dulbe_peft.utils.files import write_csv
 from dulbe_peft.utils.settings import flat_settings
 
-_NAMED = 3  # classes that a class is taken for
 WANTED = 0.95  # of the answers right, for which the page says a probability
 # What a run calls its phases, and what they do.
 PHASES = {
@@ -114,7 +113,6 @@ def _content(run: RunFolder, key: str) -> dict[str, Any]:
         "steps": next_steps(run, rows, matrix),
         "estimated": None if run.tested else estimated(run.results),
         "map": None if run.learner is None else class_map(run.learner),
-        "map_size": (WIDTH, HEIGHT),
         "class_rows": rows,
         "matrix": matrix,
         **effects_content(run, key),
@@ -133,10 +131,10 @@ def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict
         for shown in (example, example.nearest)
         if shown is not None
     }
-    pictures: dict[str, list[tuple[str, str]]] = {}
+    pictures = defaultdict[str, list[tuple[str, str]]](list)
     for example in run.pictures.classes:
-        words = f"Test image of the class {example.true}"
-        pictures.setdefault(example.true, []).append((sources[example.file], words))
+        pictures[example.true].append((sources[example.file], f"Test image of the class {example.true}"))
+    lost = [percent(row.forgetting, 1) for row in classes]
     content: dict[str, Any] = {
         "methods": methods,
         "board": [
@@ -160,7 +158,10 @@ def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict
         ],
         "sources": sources,
         "class_pictures": pictures,
-        "class_table": [_class_cells(row, pictures.get(row.name, [])) for row in classes],
+        "class_table": [
+            (row.name, row.share, row.said or "never answered", pictures[row.name], row.taken_for, row.learned, points)
+            for row, points in zip(classes, lost, strict=True)
+        ],
         "leak": leak(run),
     }
     if run.predictions:
@@ -172,14 +173,6 @@ def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict
         content |= {"sure": sure, "reliability": inline_svg(figure, f"{key}-reliability")}
         content |= {"surest": surest(run.predictions, WANTED), "wanted": WANTED, "more": more_images(classes)}
     return content
-
-
-def _class_cells(row: ClassRow, pictures: list[tuple[str, str]]) -> tuple[Any, ...]:
-    """The cells of a class."""
-    wrong = ", ".join(f"{name} ({count})" for name, count in row.taken_for[:_NAMED])
-    more = f" and {len(row.taken_for) - _NAMED} more" if len(row.taken_for) > _NAMED else ""
-    lost = percent(row.forgetting, 1)
-    return (row.name, row.share, row.said or "never answered", pictures, wrong + more, row.learned or "", lost)
 
 
 def leak(run: RunFolder) -> dict[str, Any] | None:
@@ -207,14 +200,13 @@ def _training(number: int, record: dict[str, Any]) -> tuple[Any, ...]:
 
 def _times(timings: Sequence[dict[str, Any] | None]) -> list[tuple[Any, ...]]:
     """Titles, and the seconds of each task by what was done, all of them, and its memory."""
-    phases = [Counter[str]() for _ in timings]
-    for found, time in zip(phases, timings):
-        for name, spent in (time or {}).get("phases", {}).items():  # all classifiers that were taught are one row
-            found["teaching the classifiers" if name.startswith(TEACHING) else PHASES.get(name, name)] += spent
-    names = list(dict.fromkeys(chain(*phases)))
+    spent = [Counter[str]() for _ in timings]
+    for phases, time in zip(spent, timings, strict=True):
+        for name, value in (time or {}).get("phases", {}).items():  # all classifiers that were taught are one row
+            phases["teaching the classifiers" if name.startswith(TEACHING) else PHASES.get(name, name)] += value
+    names = list(dict.fromkeys(chain(*spent)))
     rows: list[tuple[Any, ...]] = [("task", *names, "all", "peak memory (MiB)")]
-    for number, (found, time) in enumerate(zip(phases, timings), 1):
-        whole = time or {"seconds": None, "peak_memory": None}
-        spent = map(seconds, (*map(found.get, names), whole["seconds"]))
-        rows.append((number, *spent, mib(whole["peak_memory"])))
+    for number, (phases, time) in enumerate(zip(spent, timings, strict=True), 1):
+        whole, memory = (time or {}).get("seconds"), (time or {}).get("peak_memory")
+        rows.append((number, *map(seconds, (*map(phases.get, names), whole)), mib(memory)))
     return rows

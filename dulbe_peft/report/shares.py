@@ -13,6 +13,7 @@ import numpy as np
 from dulbe_peft.metrics.evaluation import ImageResult
 
 _BINS = 10
+_NAMED = 3  # classes that a class is taken for
 _THRESHOLDS = (0.5, 0.8, 0.9, 0.95)
 _LEAST = 20  # answers, below which a share of right ones promises nothing
 
@@ -56,7 +57,7 @@ class ClassRow:
     share: Share
     said: Share | None
     forgetting: float | None
-    taken_for: list[tuple[str, int]]
+    taken_for: str
     learned: int | None
 
 
@@ -70,8 +71,10 @@ def class_rows(
     table, said = [], Counter(row.predicted for row in predictions)
     for name, rows in groups.items():
         wrong, share = Counter(row.predicted for row in rows if not row.right).most_common(), Share.of(rows)
+        taken_for = ", ".join(f"{other} ({count})" for other, count in wrong[:_NAMED])
+        taken_for += f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
         answers = Share(share.right, said[name]) if said[name] else None
-        table.append(ClassRow(name, share, answers, forgetting.get(name), wrong, learned.get(name)))
+        table.append(ClassRow(name, share, answers, forgetting.get(name), taken_for, learned.get(name) or None))
     return sorted(table, key=lambda row: row.share.value)
 
 
