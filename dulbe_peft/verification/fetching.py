@@ -27,7 +27,6 @@ WEB = ("http://", "https://")
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _SIDE_FILES = ("*.json", "*.txt", "*.model")
 _WAIT = 60.0  # seconds for a server that says nothing
-_PART = 2**20
 
 
 def on_hub(model: str) -> bool:
@@ -49,13 +48,13 @@ class Fetcher:
     def file(self, url: str, sha256: str | None) -> Path:
         """A file of the web, downloaded once; a `ValueError` where it is not the one of the check."""
         place = self.place(url)
-        if not place.is_file():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(place) as temporary:
-                _download(url, temporary)
-                self.check(url, temporary, sha256)
-        else:
+        if place.is_file():
             self.check(url, place, sha256)
+            return place
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(place) as temporary:
+            _download(url, temporary)
+            self.check(url, temporary, sha256)
         return place
 
     def place(self, url: str) -> Path:
@@ -151,14 +150,11 @@ def _download(url: str, path: Path) -> None:
     """Write what is at an address into a file; a `ConnectionError` where it does not come, or not the whole of it."""
     try:
         with _open(url) as answer, path.open("wb") as file:
-            said = answer.headers["Content-Length"]
-            came = 0
-            while part := answer.read(_PART):
-                came += file.write(part)
-    except urllib.error.HTTPError as error:
-        raise ConnectionError(f"{url} cannot be downloaded: {error.code} {error.reason}") from error
+            shutil.copyfileobj(answer, file)
+            came, said = file.tell(), answer.headers["Content-Length"]
     except urllib.error.URLError as error:
-        raise ConnectionError(f"{url} cannot be downloaded: {error.reason}") from error
+        code = f"{error.code} " if isinstance(error, urllib.error.HTTPError) else ""
+        raise ConnectionError(f"{url} cannot be downloaded: {code}{error.reason}") from error
     except (HTTPException, TimeoutError, ConnectionError) as error:
         raise ConnectionError(f"{url} was cut off: {error}; the same command tries again") from error
     if said is not None and came != int(said):

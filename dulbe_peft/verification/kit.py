@@ -1,7 +1,5 @@
 """Checks one after the other, what they found in one JSON file, and the table of it."""
 
-import hashlib
-import json
 import os
 import platform
 import time
@@ -10,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dulbe_peft.data.store import store_path
-from dulbe_peft.utils.folders import library_versions
+from dulbe_peft.utils.folders import json_sha256, library_versions
 from dulbe_peft.utils.records import Record, read_record, write_record
 from dulbe_peft.verification.checks import Check, Checks
 from dulbe_peft.verification.fetching import HUB, WEB, Fetcher, on_hub
@@ -66,27 +64,22 @@ class Kit:
         results = read_record(self.output, Results) if self.output.exists() else Results()
         fetcher = Fetcher(store_path().parent / "verify", dict(results.known))
         versions, machine = library_versions(), machine_facts(self.device)
-        same = (results.versions, results.machine) == (versions, machine)
         kept = {found.check.name: found for found in results.outcomes}
-        rows = {check.name: self._digest(check, versions, machine) for check in wanted}
-        done = {
-            name for name, row in rows.items() if name in kept and kept[name].row == row and not kept[name].problem
-        }
-        if results.outcomes and not same:
+        if kept and (results.versions, results.machine) != (versions, machine):
             print(f"{self.output} is of other versions or another machine: its checks are measured again")
-        for name in sorted(done):
+        rows = {check.name: self._digest(check, versions, machine) for check in wanted}
+        measured = {found.row for found in results.outcomes if not found.problem}
+        missing = [check for check in wanted if rows[check.name] not in measured]
+        for name in sorted(rows.keys() - {check.name for check in missing}):
             print(f"{name}: measured before")
-        self._say_sizes([check for check in wanted if check.name not in done], fetcher)
-        for check in wanted:
-            if check.name not in done:
-                kept[check.name] = self._measured(check, rows[check.name], fetcher)
-                outcomes = tuple(kept.values())
-                known = dict(fetcher.known)
-                found = Results(versions=versions, machine=machine, known=known, outcomes=outcomes)
-                write_record(self.output, found)
-                while fetcher.taken:
-                    name = fetcher.taken.pop(0)
-                    print(f"first seen, and noted: {name} {fetcher.known[name]}")
+        self._say_sizes(missing, fetcher)
+        for check in missing:
+            kept[check.name] = self._measured(check, rows[check.name], fetcher)
+            outcomes, known = tuple(kept.values()), dict(fetcher.known)
+            write_record(self.output, Results(versions=versions, machine=machine, known=known, outcomes=outcomes))
+            while fetcher.taken:
+                name = fetcher.taken.pop(0)
+                print(f"first seen, and noted: {name} {fetcher.known[name]}")
         return [kept[check.name] for check in wanted]
 
     def _measured(self, check: Check, row: str, fetcher: Fetcher) -> Outcome:
@@ -106,18 +99,16 @@ class Kit:
         """What a number was measured of: another check, data, folder, version or machine is measured again."""
         records = [record.model_dump(mode="json") for record in (check, self.checks.data[check.data])]
         places = [str(place and place.resolve()) for place in (self.places.images, self.places.splits)]
-        text = json.dumps([*records, places, versions, machine], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return json_sha256([*records, places, versions, machine])[:16]
 
     def _say_sizes(self, wanted: Sequence[Check], fetcher: Fetcher) -> None:
         """Say what is downloaded before anything is."""
-        sizes = dict(self._sizes(wanted, fetcher))
+        sizes = {name: size for name, size in self._sizes(wanted, fetcher) if size != 0}
         for name, size in sizes.items():
-            if size != 0:
-                print(f"to download: {name}, {'of unknown size' if size is None else f'{size / 1e6:,.1f} MB'}")
-        unknown = list(sizes.values()).count(None)
-        if any(size != 0 for size in sizes.values()):
+            print(f"to download: {name}, {'of unknown size' if size is None else f'{size / 1e6:,.1f} MB'}")
+        if sizes:
             known = f"{sum(filter(None, sizes.values())) / 1e6:,.1f} MB"
+            unknown = list(sizes.values()).count(None)
             more = f", and {unknown} of unknown size" if unknown else ""
             print(f"to download: {known}{more}; kept in {fetcher.folder} or in the Hub's cache")
 
@@ -167,8 +158,5 @@ def table(outcomes: Sequence[Outcome]) -> list[str]:
             rows.append((name, f"{wanted:.{digits}f}", shown, f"{check.tolerance:g}", "" if number else found.within))
         rows += [(f"    {name}", "", f"{value:.{digits}f}", "", "beside it") for name, value in found.beside.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = [
-        [cell.ljust(w) if place in (0, 4) else cell.rjust(w) for place, (cell, w) in enumerate(zip(row, widths))]
-        for row in rows
-    ]
-    return ["  ".join(row).rstrip() for row in aligned]
+    lines = ("  ".join(f"{cell:{side}{w}}" for cell, side, w in zip(row, "<>>><", widths)) for row in rows)
+    return [line.rstrip() for line in lines]
