@@ -104,9 +104,7 @@ def finish_cell(cell: Cell, output: Path, rows: Sequence[Row], threads: int | No
 def is_done(cell: Cell, output: Path, rows: Sequence[Row]) -> bool:
     """Whether nothing of a cell is missing."""
     folder = output / cell.folder
-    done = read_cell(folder)
-    if done is not None:
-        _check_same(done, cell, folder)
+    done = _finished(cell, folder)
     return done is not None and all(answers_path(folder, row).is_file() for row in _askable(done, rows))
 
 
@@ -123,12 +121,10 @@ def read_cell(folder: Path) -> CellRecord | None:
 
 def train(cell: Cell, folder: Path) -> CellRecord:
     """Train the stream where that is not done, and write `cell.json`; returns what it holds."""
-    done = read_cell(folder)
+    done = _finished(cell, folder)
     if done is None:
         done = _train(cell, folder)
         write_record(folder / CELL_FILE, done)
-    else:
-        _check_same(done, cell, folder)
     # Keep the learner after the last task alone: with every task's, hundreds of runs would fill a disk.
     for task in task_folders(folder)[1:]:
         if (task / MANIFEST).is_file():  # else it is not a run's, or a stopped call has begun to remove it
@@ -187,8 +183,11 @@ def as_json(settings: dict[str, Any]) -> dict[str, Any]:
     return dict(json.loads(json.dumps(settings)))
 
 
-def _check_same(done: CellRecord, cell: Cell, folder: Path) -> None:
-    """Raise a ValueError where the finished run had other settings or other images than the cell asks for."""
+def _finished(cell: Cell, folder: Path) -> CellRecord | None:
+    """As `read_cell`; raises a ValueError where the run had other settings or other images than the cell asks for."""
+    done = read_cell(folder)
+    if done is None:
+        return None
     asked, settings = as_json(cell.settings), dict(done.settings)
     asked["retention"], settings["retention"] = list(cell.retention), done.retention_of
     other = "name another folder as output, remove this one, or give the stream or the method another name"
@@ -198,6 +197,7 @@ def _check_same(done: CellRecord, cell: Cell, folder: Path) -> None:
             raise ValueError(f"{folder} was run with {name} = {before!r}, now it is {now!r}: {other}")
     if done.data != data_fingerprint(cell.settings):
         raise ValueError(f"{folder} was run on other images than are in {settings['data']!r} now: {other}")
+    return done
 
 
 def data_fingerprint(settings: dict[str, Any]) -> list[str | None]:

@@ -52,9 +52,7 @@ def make_entries(plan: Plan, output: Path, work: Work, chosen: Chosen | None = N
         reference = {} if row == first else found.get((stream, first), {})
         same = (found.get((stream, Row(first.method, row.classifier, drift)), {}) for drift in (row.drift, "none"))
         untrained = {} if row.method == first.method else next(filter(None, same), {})
-        differences = {name: _difference(seeds, reference, name) for name in MEASURES}
-        values = (chosen or {}).get((stream, row), {})
-        entries.append(_entry(stream, row, values, seeds, differences, _difference(seeds, untrained, "last")))
+        entries.append(_entry(stream, row, (chosen or {}).get((stream, row), {}), seeds, reference, untrained))
     return entries
 
 
@@ -82,8 +80,8 @@ def _entry(
     row: Row,
     chosen: dict[str, Any],
     seeds: dict[int, CellRow],
-    differences: dict[Measure, Difference | None],
-    gain: Difference | None,
+    reference: dict[int, CellRow],
+    untrained: dict[int, CellRow],
 ) -> Entry:
     found = list(seeds.values())
     shares = {name: [one.shares[name] for one in found] for name in MEASURES}
@@ -98,8 +96,8 @@ def _entry(
         means={name: statistics.fmean(numbers) for name, numbers in values.items()},
         spreads={name: statistics.stdev(n) if len(n) > 1 else None for name, n in values.items()},
         intervals={name: mean_interval(np.stack(own)) for name, own in shares.items()} if same else {},
-        differences=differences,
-        gain=gain,
+        differences={name: _difference(seeds, reference, name) for name in MEASURES},
+        gain=_difference(seeds, untrained, "last"),
         calibration_error=statistics.fmean(one.calibration_error for one in found),
         seconds=statistics.fmean(one.cell.cost.seconds + one.facts.seconds for one in found),
         cpu_seconds=statistics.fmean(one.cell.cost.cpu_seconds + one.facts.cpu_seconds for one in found),

@@ -4,7 +4,6 @@ A page takes them as SVG whose colours are variables of its style sheet, so that
 """
 
 import io
-import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 
 from dulbe_peft.classifiers import CLASSIFIERS, answering
-from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, TITLES, result_rows
+from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, TITLES, accuracy_matrix, result_rows
 from dulbe_peft.metrics.diagnostics import DepthAccuracy, ReliabilityProfile
 from dulbe_peft.report.shares import Share
 from dulbe_peft.utils.extras import installed
@@ -60,7 +59,8 @@ def accuracy_figure(results: dict[str, Any]) -> Any:
         # Wide, hollow marks show zero-shot also where the text classifier is as good.
         marks = {"markersize": 9, "markerfacecolor": "none"} if name == "zero_shot" else {"markersize": 4}
         look = {"linewidth": 1.5, "clip_on": False, **line_style(places.index(name)), **marks}
-        axes.plot(classes[: len(block["overall"])], _percents(block["overall"]), label=TITLES.get(name, name), **look)
+        overall = 100 * np.array(block["overall"], dtype=np.float64)  # None is NaN
+        axes.plot(classes[: len(overall)], overall, label=TITLES.get(name, name), **look)
     figure.legend(ncols=2, handlelength=4, **LEGEND)  # long samples show the dashes
     return figure
 
@@ -77,16 +77,14 @@ def matrix_figure(results: dict[str, Any]) -> Any:
     """The first classifier's task matrix; what was not tested stays empty."""
     _check_tested(results)
     rows = results["classifiers"][answering(results["classifiers"])]["matrix"]
-    size = len(rows)
-    values = [_percents(row) + [math.nan] * (size - len(row)) for row in rows]
+    size, values = len(rows), 100 * accuracy_matrix(rows)
     figure, axes = new_figure(4.8, xlabel="tested on the classes of task", ylabel="after learning task")
     image = axes.imshow(values, cmap="Blues", vmin=0, vmax=100)
     axes.grid(False)
-    for step, row in enumerate(values if size <= _MOST_NUMBERS else []):
-        for task, value in enumerate(row):
-            if not math.isnan(value):
-                look: Any = {"ha": "center", "va": "center", "fontsize": 7, "color": "white" if value > 60 else INK}
-                axes.text(task, step, f"{value:.1f}", **look)
+    for (step, task), value in np.ndenumerate(values):
+        if size <= _MOST_NUMBERS and not np.isnan(value):
+            look: Any = {"ha": "center", "va": "center", "fontsize": 7, "color": "white" if value > 60 else INK}
+            axes.text(task, step, f"{value:.1f}", **look)
     ticks = _thinned(range(size))
     axes.set_xticks(ticks, [str(tick + 1) for tick in ticks])
     axes.set_yticks(ticks, [str(tick + 1) for tick in ticks])
@@ -219,10 +217,6 @@ def whole_numbers() -> Any:
 def _check_tested(results: dict[str, Any]) -> None:
     if "classifiers" not in results:
         raise ValueError("the results hold no accuracies: the stream's tasks had no test data")
-
-
-def _percents(values: Sequence[float | None]) -> list[float]:
-    return [math.nan if value is None else 100 * value for value in values]
 
 
 def _thinned(values: Sequence[int]) -> list[int]:

@@ -10,16 +10,13 @@ from pydantic import Field
 
 from dulbe_peft.checkpoints.layout import LEARNER_FILE, RESULTS_FILE, TIMINGS_FILE, newest_task
 from dulbe_peft.checkpoints.learner_file import LearnerFile
-from dulbe_peft.checkpoints.saving import KNOWN_FILE
 from dulbe_peft.classifiers import answering
-from dulbe_peft.data.known import KnownImages
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
 from dulbe_peft.runs.progress import Timings, read_finished
 from dulbe_peft.runs.results import Results, stream_results
 from dulbe_peft.training.state import Update
 from dulbe_peft.utils.folders import CheckpointError, read_manifest
 from dulbe_peft.utils.records import Fraction, Record, read_record
-from dulbe_peft.utils.tensors import read_tensors
 
 PICTURES_FOLDER = "pictures"
 PICTURES_INDEX = "index.json"
@@ -102,14 +99,6 @@ class RunFolder:
     def captured(self) -> bool:
         """Whether some task was asked which part of its gradient the modes capture."""
         return any(record.get("shared_capture") is not None for record in self.records)
-
-
-def read_known(learner: Path | None) -> KnownImages:
-    """Which images a saved learner has learned and was tested on; none where it did not note them."""
-    if learner is None or not (learner / KNOWN_FILE).is_file():
-        return KnownImages()
-    names = [name for task in read_record(learner / LEARNER_FILE, LearnerFile).tasks for name in task]
-    return KnownImages.from_arrays(*read_tensors(learner / KNOWN_FILE), names)
 
 
 def was_trained(records: Sequence[Mapping[str, Any] | None]) -> bool:

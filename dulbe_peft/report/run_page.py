@@ -7,12 +7,15 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from dulbe_peft.checkpoints.layout import LEARNER_FILE
+from dulbe_peft.checkpoints.learner_file import LearnerFile
+from dulbe_peft.checkpoints.loading import read_known
 from dulbe_peft.classifiers.closing import TEACHING
 from dulbe_peft.metrics.evaluation import ImageResult
 from dulbe_peft.report.class_map import class_map
 from dulbe_peft.report.html import jpeg_address, mib, percent, seconds, write_page
 from dulbe_peft.report.plots import accuracy_figure, inline_svg, loss_figure, reliability_figure
-from dulbe_peft.report.run_folder import PICTURES_FOLDER, RunFolder, read_known, read_run
+from dulbe_peft.report.run_folder import PICTURES_FOLDER, RunFolder, read_run
 from dulbe_peft.report.shares import (
     ClassRow,
     Share,
@@ -35,6 +38,7 @@ from dulbe_peft.report.table import write_table_latex
 from dulbe_peft.report.training_effects import effects_content
 from dulbe_peft.report.verdict import clearly_better, estimated, leaderboard, next_steps
 from dulbe_peft.utils.files import write_csv
+from dulbe_peft.utils.records import read_record
 from dulbe_peft.utils.settings import flat_settings
 
 WANTED = 0.95  # of the answers right, for which the page says a probability
@@ -147,8 +151,7 @@ def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict
         "rows": run_rows([run]),
         "tasks": tasks,
         "after_tasks": [
-            (row.title, *(percent(value, 1) for value in [*row.block["overall"], *unknown][: len(tasks)]))
-            for row in methods
+            (row.title, *(percent(value, 1) for value in [*row.overall, *unknown][: len(tasks)])) for row in methods
         ],
         "clearly": clearly_better(run),
         "accuracy": inline_svg(accuracy_figure(run.results), f"{key}-accuracy") if len(tasks) > 1 else "",
@@ -182,7 +185,10 @@ def leak(run: RunFolder) -> dict[str, Any] | None:
     for row in run.predictions:
         parts[(row.task, row.position) in copies].append(row)
     if not parts[True]:
-        known = read_known(run.learner)  # says how many there are, and not which
+        if run.learner is None:
+            return None
+        names = [name for task in read_record(run.learner / LEARNER_FILE, LearnerFile).tasks for name in task]
+        known = read_known(run.learner, names, os.listdir(run.learner))  # says how many there are, and not which
         learned = set(known.class_of())
         noted = sum(content in learned for contents in known.tested.values() for content in contents)
         return {"noted": noted} if noted else None

@@ -23,8 +23,8 @@ _OFTEN = 3  # images of one class that are taken for one other
 class Method:
     """A row of the leaderboard; several names, with what they mean, where their figures are the same throughout."""
 
-    names: tuple[str, ...]
-    block: Mapping[str, Any]
+    names: list[str]
+    overall: tuple[float | None, ...]
     share: Share | None
     seconds: float | None
     size: int | None
@@ -32,9 +32,7 @@ class Method:
 
     @property
     def last(self) -> float | None:
-        """The accuracy after the last task."""
-        found: float | None = self.block["last_accuracy"]
-        return found
+        return self.overall[-1]
 
     @property
     def title(self) -> str:
@@ -44,26 +42,25 @@ class Method:
 
 def leaderboard(run: RunFolder) -> list[Method]:
     """The classifiers and the baselines, the best after the last task first."""
-    groups: dict[tuple[Any, ...], list[tuple[str, dict[str, Any]]]] = {}
+    groups: dict[tuple[float | None, ...], list[str]] = {}
     for name, block in result_rows(run.results):
-        groups.setdefault(tuple(block["overall"]), []).append((name, block))
-    return sorted((_method(run, rows) for rows in groups.values()), key=lambda row: -(row.last or 0))
+        groups.setdefault(tuple(block["overall"]), []).append(name)
+    rows = [_method(run, overall, names) for overall, names in groups.items()]
+    return sorted(rows, key=lambda row: -(row.last or 0))
 
 
-def _method(run: RunFolder, rows: Sequence[tuple[str, dict[str, Any]]]) -> Method:
-    names, block = tuple(name for name, _ in rows), max((block for _, block in rows), key=len)
-    number, right = len(run.predictions), block["last_accuracy"]
+def _method(run: RunFolder, overall: tuple[float | None, ...], names: list[str]) -> Method:
+    number, right = len(run.predictions), overall[-1]
     taught = [time.get("phases", {}) for time in run.timings if time]
     seconds = [found[TEACHING + name] for found in taught for name in names if TEACHING + name in found]
     own = [CLASSIFIERS[name] for name in names if name in CLASSIFIERS]
     files = [run.learner / classifier.file_names()[1] for classifier in own] if run.learner else []
-    sizes = [file.stat().st_size for file in files if file.is_file()]
     return Method(
         names,
-        block,
+        overall,
         Share(round(right * number), number) if number and right is not None else None,
         sum(seconds) if seconds else None,
-        min(sizes, default=None),
+        min((file.stat().st_size for file in files if file.is_file()), default=None),
         "; ".join(dict.fromkeys(filter(None, map(summary, names)))),
     )
 
