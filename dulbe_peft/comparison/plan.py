@@ -9,18 +9,10 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationError
 
 from dulbe_peft.classifiers import parse_classifier
 from dulbe_peft.runs.settings import read_yaml, setting_values, validated
@@ -29,11 +21,8 @@ from dulbe_peft.strategies.base import Strategy
 from dulbe_peft.utils.records import Fraction, Record, first_problem
 from dulbe_peft.utils.specs import closest
 
-DRIFTS = ("none", "linear")
 CHOICE_FRACTION = 0.2  # of the training images, on which settings are chosen
-# What a stream is: other images in a method's runs could not be compared with those of the others.
-_STREAM_ONLY = {"data", "train_split", "test_split", "test_fraction", "class_names", "strict", "max_tasks"}
-_STREAM_ONLY |= {"class_order", "order_seed", "draw_seed", "images_per_class", "increment", "initial_increment"}
+# Settings that neither a stream nor a method may have, and why.
 _FIXED = {
     "output": "the command line names one folder for all",
     "seed": "`seeds` names them",
@@ -43,6 +32,10 @@ _FIXED = {
     "dry_run": "it is a flag of the command",
     "validation_fraction": "`choose` tests on held-back training images",
 }
+# What a stream is: other images in a method's runs could not be compared with those of the others.
+_STREAM_ONLY = ["data", "train_split", "test_split", "test_fraction", "class_names", "strict", "max_tasks"]
+_STREAM_ONLY += ["class_order", "order_seed", "draw_seed", "images_per_class", "increment", "initial_increment"]
+_METHOD_FIXED = _FIXED | dict.fromkeys(_STREAM_ONLY, "it belongs to a stream, and is the same for all methods")
 
 
 def _different(values: list[Any]) -> list[Any]:
@@ -64,7 +57,7 @@ Different = AfterValidator(_different)
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table, which is compared on every stream: a method, a classifier, and a drift of `DRIFTS`."""
+    """A row of the table, which is compared on every stream: a method, a classifier, and a drift: none or linear."""
 
     method: str
     classifier: str
@@ -166,25 +159,15 @@ def _folder_name(text: str) -> str:
     return name if len(name) <= 100 else hashlib.sha256(name.encode()).hexdigest()
 
 
-class _Stream(Record):
+class _Stream(Record, extra="allow"):
     """Settings of a run, as further fields, and what a stream says beside them."""
-
-    model_config = ConfigDict(extra="allow")
 
     retention: str | None = None
     retention_scales: Annotated[list[Fraction], Listed] = []
 
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if self.retention_scales and self.retention is None:
-            raise ValueError("retention_scales must stand beside retention")
-        return self
 
-
-class _Method(Record):
+class _Method(Record, extra="allow"):
     """Settings of a run, as further fields, and those to choose from."""
-
-    model_config = ConfigDict(extra="allow")
 
     choose: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
 
@@ -213,13 +196,14 @@ def read_plan(path: str | Path) -> Plan:
 def make_plan(content: dict[str, Any]) -> Plan:
     """The plan that the content of a YAML file asks for, checked."""
     file = _PlanFile.model_validate(content)
-    for spec in file.classifiers:
-        parse_classifier(spec)
     streams, methods = file.streams.items(), file.methods.items()
-    settings = {name: _settings(f"method {name!r}", one.model_extra, True) for name, one in methods}
+    for name, one in streams:
+        if one.retention_scales and one.retention is None:
+            raise ValueError(f"stream {name!r}: retention_scales must stand beside retention")
+    settings = {name: _settings(f"method {name!r}", one.model_extra, _METHOD_FIXED) for name, one in methods}
     rows = tuple(row for name, own in settings.items() for row in _rows(name, own, file))
     plan = Plan(
-        streams={name: _settings(f"stream {name!r}", one.model_extra, False) for name, one in streams},
+        streams={name: _settings(f"stream {name!r}", one.model_extra, _FIXED) for name, one in streams},
         methods=settings,
         choices={name: _choices(name, one.choose) for name, one in methods if one.choose},
         rows=rows,
@@ -248,21 +232,18 @@ def _rows(method: str, settings: Mapping[str, Any], file: _PlanFile) -> list[Row
     return rows
 
 
-def _settings(owner: str, given: dict[str, Any] | None, method: bool) -> dict[str, Any]:
+def _settings(owner: str, given: dict[str, Any] | None, fixed: Mapping[str, str]) -> dict[str, Any]:
     """Settings of a run, converted; a ValueError where a stream or a method sets what it cannot."""
     for name in given or {}:
-        why = _FIXED.get(name)
-        if method and name in _STREAM_ONLY:
-            why = "it belongs to a stream, and is the same for all methods"
-        if why:
-            raise ValueError(f"{owner} sets {name!r}, which it cannot: {why}")
+        if name in fixed:
+            raise ValueError(f"{owner} sets {name!r}, which it cannot: {fixed[name]}")
     found = setting_values(given or {}, owner)
     return {name: _path(value) if name in ("data", "model") else value for name, value in found.items()}
 
 
 def _choices(method: str, choose: dict[str, list[Any]]) -> dict[str, list[Any]]:
     owner = f"choose of method {method!r}"
-    read = [[_settings(owner, {name: value}, True) for value in values] for name, values in choose.items()]
+    read = [[_settings(owner, {name: value}, _METHOD_FIXED) for value in values] for name, values in choose.items()]
     return {name: _different([one[name] for one in given]) for given in read for name in given[0]}
 
 
