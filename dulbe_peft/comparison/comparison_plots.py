@@ -7,6 +7,7 @@ from typing import Any
 
 from dulbe_peft.comparison.comparison_file import Comparison, Entry
 from dulbe_peft.comparison.plan import Row
+from dulbe_peft.comparison.summary import ordered
 from dulbe_peft.report.plots import INK, LEGEND, SERIES, line_style, new_figure, whole_numbers
 
 MOST = 24  # rows that a picture of differences still shows legibly
@@ -26,19 +27,17 @@ def image_counts(streams: dict[str, dict[str, Any]]) -> dict[str, int]:
 def important_rows(comparison: Comparison) -> list[Row]:
     """The reference, the best row of each stream, and up to eight rows the best of each method or classifier."""
     found: dict[Row, list[float]] = {}
-    winners: dict[str, Entry] = {}
     for entry in comparison.entries:
         found.setdefault(entry.row, []).append(entry.means["last"])
-        if entry.means["last"] > winners.setdefault(entry.stream, entry).means["last"]:
-            winners[entry.stream] = entry
     ranked = sorted(found, key=lambda row: (len(found[row]), math.fsum(found[row])), reverse=True)
+    won = {entry.stream: entry.row for entry in reversed(ordered(comparison.entries))}.values()
+    first = [row for row in found if row == comparison.scope.reference]
+    sure = {*first, *won}
     kind = best_of_each(comparison)
     best = {getattr(row, kind): row for row in reversed(ranked)}.values()
-    first = [row for row in found if row == comparison.scope.reference]
-    won = {entry.row for entry in winners.values()}.difference(first)
-    others = [row for row in ranked if row in best and row not in first and row not in won]
-    chosen = won.union(others[: max(0, len(SERIES) - len(first) - len(won))])
-    return first + [row for row in ranked if row in chosen]
+    others = [row for row in ranked if row in best and row not in sure]
+    chosen = sure.union(others[: max(0, len(SERIES) - len(sure))])
+    return first + [row for row in ranked if row in chosen and row not in first]
 
 
 def best_of_each(comparison: Comparison) -> str:

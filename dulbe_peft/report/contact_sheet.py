@@ -1,5 +1,7 @@
 """A page of photographs by the class that they were given: what `predict --csv` wrote, to look through."""
 
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +26,16 @@ def write_contact_sheet(table: Path, output: Path) -> Path:
         except (IndexError, ValueError) as error:
             raise ValueError(f"line {line} of {table} is not as predict writes it: {error}") from error
         best.setdefault(path, (name, probability))  # of several classes of an image, the first is the best
-    classes: dict[str, list[tuple[float, str]]] = {}
-    for path, (name, probability) in best.items():
-        classes.setdefault(name, []).append((probability, path))
-    parts = [_part(name, sorted(classes[name])) for name in sorted(classes, key=lambda name: (name == "", name))]
+    found = sorted((name == "", name, probability, path) for path, (name, probability) in best.items())
+    parts = [_part(name, list(rows)) for name, rows in groupby(found, key=itemgetter(1))]
     write_page(output, "contact.html", {"name": table.name, "images": len(best), "parts": parts})
     return output
 
 
-def _part(name: str, rows: list[tuple[float, str]]) -> dict[str, Any]:
+def _part(name: str, rows: list[tuple[bool, str, float, str]]) -> dict[str, Any]:
     """What the page shows of a class; of photographs that are gone or damaged, the name alone."""
     shown = []
-    for probability, path in rows[:MOST]:
+    for *_, probability, path in rows[:MOST]:
         try:
             source = as_address(thumbnail(decode_image(path)))
         except UnreadableImageError:

@@ -55,11 +55,10 @@ RUN_COLUMNS = [_RUN, _STRATEGY, _TITLE, _LAST_COLUMN, _MEAN_COLUMN, *_CHANGES]
 
 def format_summary(results: dict[str, Any]) -> str:
     """A small table of the stream's figures in percent, those that say something, and below it what they are."""
-    columns, words = [_METHOD, _LAST_COLUMN], _LAST
-    if len(results["class_names"]) > 1:
-        columns, words = [_METHOD, _MEAN_COLUMN, _LAST_COLUMN], _MEAN
-        if was_trained(results["tasks"]):
-            columns, words = [*columns, *_CHANGES], _TRAINED
+    several = len(results["class_names"]) > 1
+    trained = several and was_trained(results["tasks"])
+    columns = [_METHOD, *[_MEAN_COLUMN] * several, _LAST_COLUMN, *_CHANGES * trained]
+    words = _TRAINED if trained else _MEAN if several else _LAST
     return f"{format_text(columns, [RunRow('', '', *row) for row in result_rows(results)])}\n{words}"
 
 
