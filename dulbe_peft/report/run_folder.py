@@ -10,7 +10,6 @@ from pydantic import Field
 
 from dulbe_peft.checkpoints.layout import LEARNER_FILE, RESULTS_FILE, TIMINGS_FILE, newest_task
 from dulbe_peft.checkpoints.learner_file import LearnerFile
-from dulbe_peft.classifiers import answering
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
 from dulbe_peft.runs.progress import Timings, read_finished
 from dulbe_peft.runs.results import Results, stream_results
@@ -74,17 +73,12 @@ class RunFolder:
     finished: bool = True
     base_model: str | None = None
     updates: list[Update] = field(default_factory=list)
-    order: Sequence[str] = ()  # of the learner's classifiers
+    first: str = ""  # the classifier that `predict` uses
     learner: Path | None = None  # the folder of the learner after the newest task
 
     @property
     def tested(self) -> bool:
         return bool(self.results.get("classifiers"))
-
-    @property
-    def first(self) -> str:
-        """The classifier that `predict` uses."""
-        return answering(self.results.get("classifiers") or dict.fromkeys(self.order))
 
     @property
     def strategy(self) -> str:
@@ -136,9 +130,11 @@ def read_run(folder: str | os.PathLike[str]) -> RunFolder:
         if blocks:
             results["classifiers"] = {name: blocks[name] for name in (*names, *blocks)}
         more = {"finished": finished, "base_model": learner.base_model.name, "updates": learner.updates}
-        more |= {"order": learner.classifiers, "learner": newest}
+        first = next(iter(results.get("classifiers") or learner.classifiers), "")
+        more |= {"first": first, "learner": newest}
     elif results is not None:  # somebody kept the small files alone
         newest, settings = path, {"strategy": results["strategy"], **results["configuration"]}
+        more = {"first": next(iter(results.get("classifiers", {})), "")}
     else:
         raise ValueError(f"{path} holds neither {RESULTS_FILE} nor a finished task's folder: nothing to report")
     learned = results["class_names"]

@@ -71,11 +71,15 @@ def class_rows(
     table, said = [], Counter(row.predicted for row in predictions)
     for name, rows in groups.items():
         wrong, share = Counter(row.predicted for row in rows if not row.right).most_common(), Share.of(rows)
-        taken_for = ", ".join(f"{other} ({count})" for other, count in wrong[:_NAMED])
-        taken_for += f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+        taken_for = listed([f"{other} ({count})" for other, count in wrong], _NAMED)
         answers = Share(share.right, said[name]) if said[name] else None
         table.append(ClassRow(name, share, answers, forgetting.get(name), taken_for, learned.get(name) or None))
     return sorted(table, key=lambda row: row.share.value)
+
+
+def listed(words: Sequence[str], most: int) -> str:
+    """The first words of a list, and how many more there are."""
+    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
 @dataclass(frozen=True)

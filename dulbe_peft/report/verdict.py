@@ -9,7 +9,7 @@ from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.classifiers.closing import TEACHING
 from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, TITLES, result_rows
 from dulbe_peft.report.run_folder import RunFolder
-from dulbe_peft.report.shares import ClassRow, ConfusionMatrix, Share
+from dulbe_peft.report.shares import ClassRow, ConfusionMatrix, Share, listed
 from dulbe_peft.training.state import Estimate
 
 _LEVEL = 0.05
@@ -127,7 +127,7 @@ def next_steps(run: RunFolder, rows: Sequence[ClassRow], matrix: ConfusionMatrix
     if not run.predictions:
         steps.append(("Test it on images that it did not learn from.", f"dulbe-peft evaluate {folder} --data PHOTOS"))
     found = estimated(run.results)
-    name = recommended(found, run.first)[0] if found else run.first
+    name, _ = recommended(found, run.first)
     if found and name != run.first:
         shares = dict(found.rows)
         words = (
@@ -139,14 +139,10 @@ def next_steps(run: RunFolder, rows: Sequence[ClassRow], matrix: ConfusionMatrix
     weak = [row for row in rows if whole and row.share.interval[1] < whole.value]
     weak.sort(key=lambda row: (row.learned or 0, row.share.value))  # those with the fewest training images first
     if weak:
-        listed = ", ".join(
-            f"{row.name} ({row.share.right} of {row.share.images} right"
-            + ("" if row.learned is None else f", learned from {row.learned}")
-            + ")"
-            for row in weak[:_NAMED]
-        )
-        more = f" and {len(weak) - _NAMED} more" if len(weak) > _NAMED else ""
-        steps.append((f"Photograph more of the classes that are clearly below the others: {listed}{more}.", ""))
+        counts = (f"{row.name} ({row.share.right} of {row.share.images} right" for row in weak)
+        taught = ("" if row.learned is None else f", learned from {row.learned}" for row in weak)
+        words = listed([f"{count}{more})" for count, more in zip(counts, taught, strict=True)], _NAMED)
+        steps.append((f"Photograph more of the classes that are clearly below the others: {words}.", ""))
     often = [pair for pair in (matrix.mistakes if matrix else []) if pair[2] >= _OFTEN][:1]
     for true, taken, count, number in often:
         words = f"Look at {true} and {taken}: {count} of {number} test images of the first are taken for the second."
