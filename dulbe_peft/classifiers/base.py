@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dulbe_peft.classifiers import calibration
 from dulbe_peft.classifiers.calibration import calibrated, check_share, hold_back, ranking, threshold
-from dulbe_peft.classifiers.checks import check_labels, random_features, same_scores, unit_features
+from dulbe_peft.classifiers.checks import check_labels, random_features, same_scores
 from dulbe_peft.classifiers.corrections import CorrectedState
 from dulbe_peft.classifiers.novelty import distances, judged
 from dulbe_peft.data.names import check_class_names
@@ -61,13 +61,14 @@ class Classifier(CorrectedState):
     updates: ClassVar[bool] = False
     summary: ClassVar[str] = ""
     belongs_to: ClassVar[str] = ""
+    moves: ClassVar[tuple[str, ...]] = ()  # buffers that `moved` maps: rows z, and sums over images of z' z
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.needs_text:
             self.register_rows("text_embeds", self.embed_dim)
         if self.needs_each_text:
-            self.register_ragged("each_text", self.embed_dim, torch.float32)
+            self.register_ragged("each_text", self.embed_dim, rows="num_texts")
             self.register_rows("num_texts", dtype=torch.int64)
         self.register()
 
@@ -115,8 +116,16 @@ class Classifier(CorrectedState):
         return None
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
-        """The buffers' new values where a feature z has become z M, by a `matrix` M, (d, d), float64, on the CPU."""
-        return {}
+        """The buffers' new values where a feature z has become z M, by a `matrix` M, (d, d), float64, on the CPU.
+
+        Here of `moves`: rows of classes become z M, and sums S of z' z M' S M.
+        """
+        changes = {name: tensor for name, tensor in self.tensors().items() if name in self.moves}
+        for name, kept in changes.items():
+            kept = kept if kept.dtype == torch.float64 else kept.cpu().double()  # some devices have no float64
+            by = matrix.to(kept.device)
+            changes[name] = kept @ by if name in self._rows or name in self._ragged else by.T @ kept @ by
+        return changes
 
     @torch.no_grad()
     def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
@@ -145,7 +154,7 @@ class Classifier(CorrectedState):
     @classmethod
     def follows_drift(cls) -> bool:
         """Whether `move` changes what is stored."""
-        return cls.moved is not Classifier.moved
+        return bool(cls.moves) or cls.moved is not Classifier.moved
 
     @classmethod
     def check_update(cls) -> None:
@@ -380,9 +389,6 @@ class Classifier(CorrectedState):
         least = threshold(self.calibration, "own", 1 - check_share("coverage", coverage, 0.95))
         found = self.probabilities(image_embeds)
         return (found >= least) | (found == found.amax(dim=1, keepdim=True))
-
-    def _unit(self, features: Any, name: str, rows: int | None = None) -> Tensor:
-        return unit_features(features, name, self.embed_dim, rows, self.device)
 
 
 CLASSIFIERS: dict[str, type[Classifier]] = {}  # by name; `register_classifier` fills it

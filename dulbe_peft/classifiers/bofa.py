@@ -8,7 +8,6 @@ from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.prototype import PrototypeClassifier
 
 
@@ -33,6 +32,7 @@ class BofaClassifier(PrototypeClassifier):
     summary = "BOFA's rule: class means and text classifier, mixed"
     belongs_to = "bofa"
     needs_text = True
+    adds_up = None  # two sides have chosen two weights
 
     def register(self) -> None:
         super().register()
@@ -47,8 +47,6 @@ class BofaClassifier(PrototypeClassifier):
             best = (right == right.max()).nonzero()[:, 0]
             changes["image_weight"] = weights[best[len(best) // 2]]
         return changes
-
-    merged = Classifier.merged  # the two sides have chosen two weights
 
     @property
     def prototypes(self) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ class ClassSums(Classifier):
 
     exact_forgetting = False  # a subclass may make it a setting
     updates = True
+    adds_up: ClassVar[tuple[str, ...] | None] = ()
+    moves = ("sums", "scatter", "factors")  # what the map leaves over of the drift is not added to W
 
     def keep_sums(self, width: int) -> None:
         """Register the empty sums of x of this width."""
@@ -40,7 +42,7 @@ class ClassSums(Classifier):
         self.register_buffer("freedom", torch.zeros((), dtype=torch.int64))
         if self.exact_forgetting:
             self.register_rows("factor_rows", dtype=torch.int64)
-            self.register_ragged("factors", width, dtype=torch.float64)
+            self.register_ragged("factors", width, torch.float64, rows="factor_rows")
 
     def lifted(self, images: Tensor) -> Tensor:
         """x of unit features, (n, embed_dim) to (n, d), in the type of `images`."""
@@ -66,7 +68,8 @@ class ClassSums(Classifier):
         rows, labels = sums[:0], places[:0]
         if self.exact_forgetting:
             rows, labels = other.factors, places.repeat_interleave(other.factor_rows)
-        return self._joined(sums, counts, other.scatter, other.freedom, rows, labels)
+        joined = self._joined(sums, counts, other.scatter, other.freedom, rows, labels)
+        return super().merged(other, places) | joined
 
     def _joined(
         self, sums: Tensor, counts: Tensor, scatter: Tensor, freedom: Tensor, rows: Tensor, labels: Tensor
@@ -100,9 +103,8 @@ class ClassSums(Classifier):
     def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
         changes = super().forgotten(kept)
         if self.exact_forgetting:
-            factors = self.factors[kept.repeat_interleave(self.factor_rows.cpu()).to(self.factors.device)]
-            freedom = changes["counts"].sum() - len(changes["counts"])
-            changes |= {"factors": factors, "scatter": factors.T @ factors, "freedom": freedom}
+            factors, counts = changes["factors"], changes["counts"]
+            changes |= {"scatter": factors.T @ factors, "freedom": counts.sum() - len(counts)}
         return changes
 
     def without_image(self, image: Tensor, label: int) -> dict[str, Tensor]:
@@ -118,12 +120,6 @@ class ClassSums(Classifier):
         sizes = torch.tensor([len(part) for part in parts]).to(self.factor_rows)
         factors = torch.cat(parts)
         return changes | {"factors": factors, "factor_rows": sizes, "scatter": factors.T @ factors}
-
-    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
-        """m_c to M' m_c and W to M' W M. What the map leaves over of the drift is not added to W."""
-        matrix = matrix.to(self.sums.device)
-        changes = {"sums": self.sums @ matrix, "scatter": matrix.T @ self.scatter @ matrix}
-        return changes | ({"factors": self.factors @ matrix} if self.exact_forgetting else {})
 
 
 def downdated(factor: Tensor, row: Tensor) -> Tensor:

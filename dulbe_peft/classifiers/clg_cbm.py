@@ -66,7 +66,7 @@ class ClgCbmClassifier(KeptGaussians):
 
     def register(self) -> None:
         super().register()
-        self.register_ragged("bottleneck", self.embed_dim, torch.float32)
+        self.register_ragged("bottleneck", self.embed_dim, rows="num_texts")
         self.register_across("weight", "each_text")
 
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
@@ -119,13 +119,6 @@ class ClgCbmClassifier(KeptGaussians):
         parts = self.weight[own].float() * (self.bottleneck.float() @ self.means[own].float())
         best = parts.topk(min(check_int("k", k, 1), len(texts)))
         return [(*texts[i], value) for i, value in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
-
-    def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
-        """A class's concepts leave with it."""
-        kept = kept.to(self.num_texts.device)
-        left = kept.repeat_interleave(self.num_texts)
-        own = {"each_text": self.each_text[left], "bottleneck": self.bottleneck[left]}
-        return super().forgotten(kept) | own | {"weight": self.weight[kept][:, left]}
 
     def _check(self, state: Mapping[str, Tensor], class_names: list[str]) -> None:
         super()._check(state, class_names)

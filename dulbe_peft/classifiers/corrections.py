@@ -1,6 +1,5 @@
 """What changes a classifier after it has learned: another one merged in, classes that go or become one, new names."""
 
-from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import torch
@@ -14,20 +13,19 @@ class CorrectedState(GrowingState):
     """The part of a classifier that corrects what was learned. A call that raises changes nothing."""
 
     needs_each_text: ClassVar[bool] = False
+    adds_up: ClassVar[tuple[str, ...] | None] = None  # buffers that `merged` adds; None: nothing can be merged
 
     def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
-        """The buffers' new values with what another classifier of the same settings has learned.
+        """The buffers' new values with what another classifier of the same settings has learned; here of `adds_up`.
 
         The classes are this one's, then those that only the other one knows; `places`, (C_other,), says where among
         them the other one's stand. `text_embeds` are merged by the caller.
         """
-        raise NotImplementedError
-
-    def merged_sums(self, other: Self, places: Tensor, *names: str) -> dict[str, Tensor]:
-        """The rows of some buffers, with those of another classifier added to them; see `merged`."""
-        rows = self.with_new_rows(int((places >= len(self._class_names)).sum()))
-        theirs = {name: other.tensors()[name].to(rows[name]) for name in names}
-        return {name: rows[name].index_add(0, places.to(rows[name].device), theirs[name]) for name in names}
+        sums = self.tensors() | self.with_new_rows(int((places >= len(self._class_names)).sum()))
+        for name in (names := self.adds_up or ()):
+            theirs, at = other.tensors()[name].to(sums[name]), places.to(sums[name].device)
+            sums[name] = sums[name].index_add(0, at, theirs) if name in self._rows else sums[name] + theirs
+        return {name: sums[name] for name in names}
 
     def sums_without(self, row: Tensor, label: int) -> dict[str, Tensor]:
         """`sums` and `counts` without the row that one image of a class added; see `without_image`."""
@@ -38,8 +36,10 @@ class CorrectedState(GrowingState):
 
     def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
         """The buffers' new values without the classes for which `kept`, (C,), is False."""
-        tensors = self.tensors()
-        return {name: tensors[name][kept.to(tensors[name].device)] for name in self._rows}
+        tensors, left = self.tensors(), dict.fromkeys((*self._rows, *self._across), kept)
+        left |= {name: kept.repeat_interleave(tensors[rows].cpu()) for name, rows in self._ragged.items() if rows}
+        changes = {name: tensors[name][rows.to(tensors[name].device)] for name, rows in left.items()}
+        return changes | {name: changes[name][:, left[ragged]] for name, ragged in self._across.items()}
 
     def without_image(self, image: Tensor, label: int) -> dict[str, Tensor]:
         """The buffers' new values without one learned image, a unit feature (d,), of a class that has others."""
@@ -48,17 +48,16 @@ class CorrectedState(GrowingState):
     @classmethod
     def check_merges(cls) -> None:
         """Raise a ValueError where nothing can be merged into what the classifier keeps."""
-        cls._check_has(CorrectedState.merged, "be merged")
+        if cls.adds_up is None and cls.merged is CorrectedState.merged:
+            raise ValueError(f"the {cls.name!r} classifier cannot be merged: what it keeps does not add up")
 
     @classmethod
     def check_forgets_images(cls) -> None:
         """Raise a ValueError where a single image cannot be taken out."""
-        cls._check_has(CorrectedState.without_image, "forget a single image")
-
-    @classmethod
-    def _check_has(cls, hook: Callable[..., Any], what: str) -> None:
-        if getattr(cls, hook.__name__) is hook:
-            raise ValueError(f"the {cls.name!r} classifier cannot {what}: what it keeps does not add up")
+        if cls.without_image is CorrectedState.without_image:
+            raise ValueError(
+                f"the {cls.name!r} classifier cannot forget a single image: what it keeps does not add up"
+            )
 
     @torch.no_grad()
     def merge(self, other: Self) -> Self:
@@ -108,8 +107,7 @@ class CorrectedState(GrowingState):
         place, tensors = self._place(name, "forgotten"), self.tensors()
         if "counts" in tensors and int(tensors["counts"][place]) < 2:
             raise ValueError(f"class {name!r:.100} has one image alone: forget the class")
-        (image,) = unit_features(image_embed[None], "image_embed", self.embed_dim, 1, self.device)
-        self.install(self.without_image(image, place))
+        self.install(self.without_image(self._unit(image_embed[None], "image_embed", 1)[0], place))
 
     @torch.no_grad()
     def rename_class(self, old: str, new: str, text_embed: Tensor | None = None) -> None:
@@ -125,7 +123,7 @@ class CorrectedState(GrowingState):
             if text_embed is None:
                 raise TypeError(f"the {self.name!r} classifier needs the text embedding of {new!r:.100}")
             texts = self.text_embeds.clone()
-            texts[place] = unit_features(text_embed[None], "text_embed", self.embed_dim, 1, self.device)[0]
+            texts[place] = self._unit(text_embed[None], "text_embed", 1)[0]
             self.install({"text_embeds": texts})
         self._class_names = [new if known == old else known for known in self._class_names]
 
@@ -145,6 +143,9 @@ class CorrectedState(GrowingState):
         rest._class_names, one._class_names, one.calibration = [n for n in self._class_names if n != old], [new], ()
         rest.merge(one)
         self._buffers, self._class_names, self._derived = rest._buffers, rest._class_names, rest._derived
+
+    def _unit(self, features: Any, name: str, rows: int | None = None) -> Tensor:
+        return unit_features(features, name, self.embed_dim, rows, self.device)
 
     def _place(self, name: str, what: str) -> int:
         if name not in self._class_names:

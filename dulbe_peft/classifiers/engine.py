@@ -80,6 +80,7 @@ class EngineClassifier(Classifier):
     summary = "ENGINE's rule: names against images behind linear maps, one a task, and a discriminant of the images"
     belongs_to = "engine"
     needs_text = True
+    moves = ("means", "scatter")  # units stay, and the task that follows trains one on moved draws
 
     def register(self) -> None:
         for name in ("image_unit", "text_unit"):  # [W b], s included
@@ -150,11 +151,6 @@ class EngineClassifier(Classifier):
         """P, (d, d), float64; 0 while no class has two different images."""
         more = self.scatter.trace() / max(1, int(self.images) - 1) * torch.eye(self.embed_dim).to(self.scatter)
         return self.embed_dim * torch.linalg.pinv(self.scatter + more, hermitian=True)
-
-    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
-        """mu_c to mu_c M and S to M' S M; the units stay, and the task that follows trains one on moved draws."""
-        matrix = matrix.to(self.means.device)
-        return {"means": self.means @ matrix, "scatter": matrix.T @ self.scatter @ matrix}
 
 
 def contrast(one: Tensor, other: Tensor) -> Tensor:

@@ -89,12 +89,13 @@ class ReplayedMeans(Classifier):
     """Keeps each class's mean feature, number of images and task, and the buffer `by_task` with one row a task."""
 
     needs_text = True
+    moves = ("means",)  # what is trained stays: the task that follows trains it on moved means
     by_task: ClassVar[str]
 
     def keep_means(self, numbers: int) -> None:
         """Register the buffers; `numbers` are those of a task."""
         self.register_rows("means", self.embed_dim)
-        self.register_ragged(self.by_task, numbers, torch.float32)
+        self.register_ragged(self.by_task, numbers)
         self.register_rows("counts", dtype=torch.int64)
         self.register_rows("task", dtype=torch.int64)
 
@@ -108,10 +109,6 @@ class ReplayedMeans(Classifier):
             "counts": torch.cat([self.counts, labels.bincount()]),
             "task": with_task(self.task, len(new)),
         }
-
-    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
-        """v_c to v_c M; what is trained stays, for the task that follows trains it on moved means."""
-        return {"means": self.means.double().cpu() @ matrix}
 
     def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
         """The numbers of a task leave with its last class."""

@@ -3,7 +3,7 @@
 logits = (tau z' e_c + alpha times the score of `lda`) / max(1, alpha)      the last part keeps their scale
 """
 
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -40,13 +40,11 @@ class GdaClassifier(LdaClassifier):
     name = "gda"
     summary = "GDA-CLIP: linear discriminant analysis and the text classifier, added up with one weight"
     needs_text = True
+    adds_up = ("losses",)
 
     def register(self) -> None:
         super().register()
         self.register_buffer("losses", torch.zeros(len(ALPHAS), len(TEMPERATURES), dtype=torch.float64))
-
-    def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
-        return super().merged(other, places) | {"losses": self.losses + other.losses.to(self.losses)}
 
     def judge(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
         """Add the log-loss of every alpha on images that are left out."""

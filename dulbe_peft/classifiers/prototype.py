@@ -1,7 +1,7 @@
 """The nearest class mean: a class is the direction of its mean image feature."""
 
 from collections.abc import Sequence
-from typing import Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ class PrototypeClassifier(Classifier):
     name = "prototype"
     summary = "class means: each class is the mean of its training images; an image goes to the nearest mean"
     updates = True
+    adds_up: ClassVar[tuple[str, ...] | None] = ("counts", "sums")
 
     def register(self) -> None:
         self.register_rows("counts", dtype=torch.int64)
@@ -33,9 +34,6 @@ class PrototypeClassifier(Classifier):
         sums = kept["sums"].index_add(0, labels.to(device), images.to(device).double())
         check_directions(sums[len(sums) - len(new) :], new)
         return {"sums": sums, "counts": kept["counts"] + torch.bincount(labels, minlength=len(sums))}
-
-    def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
-        return self.merged_sums(other, places, "sums", "counts")
 
     def without_image(self, image: Tensor, label: int) -> dict[str, Tensor]:
         changes = self.sums_without(image, label)

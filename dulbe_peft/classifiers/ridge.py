@@ -5,7 +5,7 @@ logits = tau w_c h' W          w_c = (mean n / n_c)^3/4: column c of C grows wit
 """
 
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ class RidgeRegression(Classifier):
     """Ridge regression from h to one-hot classes; a subclass says what h is. `unit` is the middle of lambda's grid."""
 
     updates = True
+    adds_up = ("counts", "sums", "gram", "errors")  # a task's errors are of the classes that its own side knew
     unit = 1.0
 
     def _keep_sums(self, width: int, dtype: torch.dtype) -> None:
@@ -48,11 +49,6 @@ class RidgeRegression(Classifier):
             rows["sums"].index_add_(0, own.to(gram.device), lifted)
         counts = torch.bincount(labels, minlength=len(rows["counts"])).to(rows["counts"])
         return {"gram": gram, "sums": rows["sums"], "counts": rows["counts"] + counts}
-
-    def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
-        """Sums are added, and held-back errors: each task's are of the classes that its own side knew."""
-        gram, errors = self._gram() + other._gram().to(self.sums), self.errors + other.errors.to(self.errors)
-        return self.merged_sums(other, places, "sums", "counts") | {"gram": gram, "errors": errors}
 
     def without_image(self, image: Tensor, label: int) -> dict[str, Tensor]:
         gram = self._gram()
@@ -140,11 +136,7 @@ class RidgeClassifier(RidgeRegression):
 
     name = "ridge"
     summary = "analytic ridge: a linear map from images to classes, solved in one go and added to with every task"
+    moves = ("sums", "gram")  # exact where the drift is linear
 
     def register(self) -> None:
         self._keep_sums(self.embed_dim, torch.float64)
-
-    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
-        """G to M' G M and C to M' C, which is exact for a linear drift."""
-        matrix = matrix.to(self.sums.device)
-        return {"gram": matrix.T @ self.gram @ matrix, "sums": self.sums @ matrix}

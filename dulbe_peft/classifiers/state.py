@@ -101,7 +101,7 @@ class GrowingState(nn.Module):
         self.calibration: tuple[TaskTemperature, ...] = ()
         self._class_names: list[str] = []
         self._rows: set[str] = set()
-        self._ragged: set[str] = set()
+        self._ragged: dict[str, str] = {}
         self._across: dict[str, str] = {}
         self._derived: dict[str, Any] = {}
 
@@ -133,10 +133,10 @@ class GrowingState(nn.Module):
         self.register_buffer(name, torch.zeros(0, *row_shape, dtype=dtype))
         self._rows.add(name)
 
-    def register_ragged(self, name: str, width: int, dtype: torch.dtype) -> None:
-        """Register a buffer with 0 to `width` rows a class, each of `width` numbers."""
+    def register_ragged(self, name: str, width: int, dtype: torch.dtype = torch.float32, rows: str = "") -> None:
+        """Register a buffer with 0 to `width` rows a class, of `width` numbers; the buffer `rows` says how many."""
         self.register_buffer(name, torch.zeros(0, width, dtype=dtype))
-        self._ragged.add(name)
+        self._ragged[name] = rows
 
     def register_across(self, name: str, ragged: str) -> None:
         """Register a buffer with one row a class and one column a row of the buffer `ragged`."""

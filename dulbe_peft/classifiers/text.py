@@ -1,7 +1,6 @@
 """The text classifier: a class is its name's embedding, as in zero-shot CLIP."""
 
 from collections.abc import Sequence
-from typing import Self
 
 from torch import Tensor
 
@@ -19,11 +18,9 @@ class TextClassifier(Classifier):
     summary = "text classifier: the model after learning, which chooses by the names of the classes alone"
     needs_text = True
     updates = True
+    adds_up = ()
 
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        return {}
-
-    def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
         return {}
 
     def without_image(self, image: Tensor, label: int) -> dict[str, Tensor]:

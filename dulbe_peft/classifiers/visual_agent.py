@@ -45,6 +45,7 @@ class VisualAgentClassifier(Classifier):
     summary = "MG-CLIP's rule: class means that are trained further, mixed with the text classifier"
     belongs_to = "mg_clip"
     needs_text = True
+    moves = ("agents",)
 
     def register(self) -> None:
         self.register_rows("agents", self.embed_dim)
@@ -74,7 +75,3 @@ class VisualAgentClassifier(Classifier):
             "agents": F.normalize(self.agents.float(), dim=1),
             "share": torch.tensor(self.weight, device=self.device),
         }
-
-    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
-        """V_c to V_c M; the texts stay."""
-        return {"agents": self.agents.double().cpu() @ matrix}
