@@ -252,10 +252,7 @@ class Classifier(CorrectedState):
         for name, count in zip(names, counts.tolist(), strict=True):
             if not 1 <= count <= self.embed_dim:
                 raise ValueError(f"each_text must have 1 to {self.embed_dim} texts a class, got {count} of {name!r}")
-        return {
-            "each_text": torch.cat([self.each_text.float(), rows[owners.argsort(stable=True)]]),
-            "num_texts": torch.cat([self.num_texts, counts]),
-        }
+        return self.with_rows(each_text=rows[owners.argsort(stable=True)], num_texts=counts)
 
     def _texts_of(self, names: list[str], text_embeds: Any, each_text: Any) -> dict[str, Tensor]:
         """The checked texts of all seen classes and of new ones; zeros stand for those that a rule can do without."""

@@ -60,8 +60,7 @@ class KeptGaussians(Classifier):
             centred = own - means[-1]
             covariance = torch.addmm(least, centred.T, centred, alpha=1 / max(1, len(own) - 1))
             factors[index] = torch.linalg.cholesky(covariance)
-        new = {"means": torch.stack(means).to(images), "factors": factors}
-        return {name: torch.cat([self.tensors()[name].float(), own]) for name, own in new.items()}
+        return self.with_rows(means=torch.stack(means).to(images), factors=factors)
 
     def drawn(self, classes: Tensor, generator: torch.Generator) -> Tensor:
         """One feature mu_c + L_c n, n standard normal, for each entry of `classes`, (n, d)."""
@@ -104,11 +103,8 @@ class ReplayedMeans(Classifier):
         labels = labels - len(self._class_names)
         means = class_means(images, labels)
         check_directions(means, new)
-        return {
-            "means": torch.cat([self.means.float(), means.to(images)]),
-            "counts": torch.cat([self.counts, labels.bincount()]),
-            "task": with_task(self.task, len(new)),
-        }
+        task = next_task(self.task, len(new))
+        return self.with_rows(means=means.to(images), counts=labels.bincount(), task=task)
 
     def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
         """The numbers of a task leave with its last class."""
@@ -123,10 +119,9 @@ class ReplayedMeans(Classifier):
             raise ValueError(f"task must count up from 0 to {rows - 1}, got {task.tolist()!r:.100}")
 
 
-def with_task(task: Tensor, classes: int) -> Tensor:
-    """The tasks of all classes, from 0, with those of the newest task, which has so many."""
-    number = int(task.max()) + 1 if len(task) else 0
-    return torch.cat([task, task.new_full((classes,), number)])
+def next_task(task: Tensor, classes: int) -> Tensor:
+    """The number of the task that follows those of the known classes, from 0, for each of its classes."""
+    return task.new_full((classes,), int(task.max()) + 1 if len(task) else 0)
 
 
 def stand_ins(means: Tensor, counts: Tensor, most: int) -> tuple[Tensor, Tensor]:

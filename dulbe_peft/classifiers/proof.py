@@ -136,7 +136,7 @@ class ProofClassifier(ReplayedMeans):
         rows, classes = torch.cat([images, rows]), torch.cat([labels, classes])
         trained = self._trained(rows, classes, changes["means"], task_generator(self.seed, len(self._class_names)))
         prompts = trained.pop("contexts").view(1, -1)
-        return changes | trained | {"prompts": torch.cat([self.prompts.float(), prompts])}
+        return changes | trained | self.with_rows(prompts=prompts)
 
     @torch.enable_grad()
     def _trained(self, rows: Tensor, labels: Tensor, means: Tensor, generator: torch.Generator) -> dict[str, Tensor]:

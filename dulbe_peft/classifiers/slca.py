@@ -16,7 +16,7 @@ from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.fitting import KeptGaussians, descend, minibatches, task_generator, with_task
+from dulbe_peft.classifiers.fitting import KeptGaussians, descend, minibatches, next_task, task_generator
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
 MOMENTUM, DECAY = 0.9, 5e-4  # of both trainings, as in the authors' configuration
@@ -71,33 +71,32 @@ class SlcaClassifier(KeptGaussians):
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         old, x = len(self._class_names), math.sqrt(self.embed_dim) * images
         generator = task_generator(self.seed, old)
-        kept = self.with_gaussians(x, labels, self.ridge) | {"task": with_task(self.task, len(new))}
-        own = self._head(x, labels - old, len(new), generator)
-        before = self.trained_weight, self.trained_bias
-        trained = [torch.cat([each.float(), more]) for each, more in zip(before, own, strict=True)]
-        rows = self._aligned(trained, **kept, generator=generator) if old else [each.clone() for each in trained]
-        kept |= zip(("trained_weight", "trained_bias"), trained, strict=True)
-        return kept | {"weight": rows[0], "bias": rows[1]}
+        kept = self.with_gaussians(x, labels, self.ridge) | self.with_rows(task=next_task(self.task, len(new)))
+        weight, bias = self._head(x, labels - old, len(new), generator)
+        trained = self.with_rows(trained_weight=weight, trained_bias=bias)
+        weight, bias = (rows.clone() for rows in trained.values())
+        if old:
+            weight, bias = self._aligned(weight, bias, **kept, generator=generator)
+        return kept | trained | {"weight": weight, "bias": bias}
 
     @torch.enable_grad()
-    def _head(self, x: Tensor, labels: Tensor, classes: int, generator: torch.Generator) -> list[Tensor]:
+    def _head(self, x: Tensor, labels: Tensor, classes: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """W, (classes, d), and b, (classes,), from 0, after training on a task's features alone."""
         weight, bias = (x.new_zeros(classes, *rest).requires_grad_() for rest in (x.shape[1:], ()))
         optimizer = self._optimizer([weight, bias])
         for _ in range(self.epochs):
             for rows in minibatches(x, self.batch_size, generator):
                 descend(optimizer, F.cross_entropy(F.linear(x[rows], weight, bias), labels[rows]))
-        return [weight.detach(), bias.detach()]
+        return weight.detach(), bias.detach()
 
     @torch.enable_grad()
     def _aligned(
-        self, head: list[Tensor], means: Tensor, factors: Tensor, task: Tensor, generator: torch.Generator
-    ) -> list[Tensor]:
+        self, weight: Tensor, bias: Tensor, means: Tensor, factors: Tensor, task: Tensor, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
         """W and b of all classes after training on drawn features."""
         labels = torch.arange(len(means)).repeat_interleave(self.draws)
         means, drawn = shrunk(means, task), means.new_empty(len(labels), self.embed_dim)
-        weight, bias = (rows.clone().requires_grad_() for rows in head)
-        optimizer = self._optimizer([weight, bias])
+        optimizer = self._optimizer([weight.requires_grad_(), bias.requires_grad_()])
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, self.rounds))
         for _ in range(self.rounds):
             for own, mean, factor in zip(drawn.split(self.draws), means, factors, strict=True):
@@ -108,7 +107,7 @@ class SlcaClassifier(KeptGaussians):
                 own = labels[rows].to(drawn.device)
                 descend(optimizer, F.cross_entropy(normed(scores, task) / self.norm, own))
             schedule.step()
-        return [weight.detach(), bias.detach()]
+        return weight.detach(), bias.detach()
 
     def _optimizer(self, tensors: list[Tensor]) -> torch.optim.Optimizer:
         return torch.optim.SGD(tensors, self.learning_rate, momentum=MOMENTUM, weight_decay=DECAY)

@@ -180,6 +180,10 @@ class GrowingState(nn.Module):
         self._buffers |= {n: value.to(buffers[n].dtype).to(buffers[n].device) for n, value in changes.items()}
         self._derived = {}
 
+    def with_rows(self, **further: Tensor) -> dict[str, Tensor]:
+        """Buffers, by name, with further rows."""
+        return {name: torch.cat([self.tensors()[name], rows]) for name, rows in further.items()}
+
     def with_new_rows(self, new: int) -> dict[str, Tensor]:
         """The buffers with one row a class, with zeros in rows for so many new classes."""
         rows = {name: self.tensors()[name] for name in self._rows}

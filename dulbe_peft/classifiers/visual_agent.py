@@ -54,7 +54,7 @@ class VisualAgentClassifier(Classifier):
         labels = labels - len(self._class_names)  # the softmax is over the task's classes
         means = class_means(images, labels).to(images)
         check_directions(means, new)
-        return {"agents": torch.cat([self.agents.float(), self._trained(means, images, labels)])}
+        return self.with_rows(agents=self._trained(means, images, labels))
 
     @torch.enable_grad()
     def _trained(self, agents: Tensor, images: Tensor, labels: Tensor) -> Tensor:
