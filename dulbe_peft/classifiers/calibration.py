@@ -68,10 +68,7 @@ def calibrated(
     learned: Tensor,
     novel: tuple[Sequence[float], float] | None = None,
 ) -> tuple[TaskTemperature, ...]:
-    """With the temperature of one more task, from (n, C) scores of images that they have not learned.
-
-    `labels` are theirs, `learned` those of all images of the task. `novel` are its novelties and their area.
-    """
+    """With one more task, from (n, C) scores of its left-out images; `learned` are the labels of all its images."""
     images, classes = logits.shape
     logits, labels = logits.double().cpu(), labels.cpu()
     weights = class_shares(labels, learned.cpu())
@@ -86,10 +83,7 @@ def calibrated(
 
 
 def class_shares(labels: Tensor, learned: Tensor) -> Tensor:
-    """The weights of left-out images with which each learned class weighs alike, (n,), float64.
-
-    A class of which no image was left out, because it has one, is stood for by those with the fewest images.
-    """
+    """Weights, (n,), float64, with which classes weigh alike; the smallest stand for those without a left-out image."""
     counts = learned.bincount()
     own = labels.bincount(minlength=len(counts))
     there = own > 0
@@ -145,9 +139,8 @@ def _order_statistic(parts: Sequence[np.ndarray], share: float) -> float:
     """The floor((n + 1) share)-th smallest of the first parts that suffice."""
     needed, values = math.ceil(round(1 / share, 6)) - 1, np.zeros(0)
     for part in parts:
-        values = np.append(values, part)
-        if len(values) >= needed:
-            break
+        if len(values) < needed:
+            values = np.append(values, part)
     if len(values) < needed:
         raise ValueError(
             f"a share of {share:g} takes {needed} images that the scores did not learn, and there are {len(values)}: "
@@ -171,10 +164,7 @@ def ranking(images: Tensor) -> Tensor:
 
 
 def hold_back(images: Tensor, labels: Tensor) -> Tensor:
-    """Which of the (n, d) images to keep out of learning, (n,) booleans: about a fifth of each class.
-
-    One of every five in the order of `ranking` is taken, so the order of the images does not matter.
-    """
+    """Which of the (n, d) images to keep out of learning, (n,) booleans: of each class, one of every five by rank."""
     order = ranking(images).argsort(stable=True)
     places = torch.empty_like(labels)
     places[order] = places_among(labels[order])

@@ -74,10 +74,7 @@ class ClassSums(Classifier):
     def _joined(
         self, sums: Tensor, counts: Tensor, scatter: Tensor, freedom: Tensor, rows: Tensor, labels: Tensor
     ) -> dict[str, Tensor]:
-        """The buffers with further images: their sums, (C, d), counts, scatter, its freedom, and rows of the factors.
-
-        W also takes in how far apart the old and the new mean of a class are.
-        """
+        """The buffers with further images' sums and factors; W takes in how far the two means of a class are apart."""
         kept = self.with_new_rows(len(counts) - len(self._class_names))
         kept = {name: rows.to(self.sums.device) for name, rows in kept.items()}
         both = ((kept["counts"] > 0) & (counts > 0)).nonzero()[:, 0]

@@ -128,9 +128,7 @@ class ClgCbmClassifier(KeptGaussians):
 
 
 def with_moved(images: Tensor, labels: Tensor, means: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
-    """Features of new classes, (n, d), and behind them, moved to the mean of each old class, those of the new class
-    whose mean is nearest to the old one's text; and their classes among all, of which are `means` and `texts`, (C, d).
-    """
+    """Features of new classes, (n, d), then those that stand for old ones, see above, and the classes of both."""
     old = len(means) - int(labels.max()) - 1
     nearest = (texts[:old] @ F.normalize(means[old:], dim=1).T).argmax(dim=1)
     moved = [images[labels == new] - means[old + new] + means[c] for c, new in enumerate(nearest.tolist())]

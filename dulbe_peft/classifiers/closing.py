@@ -63,8 +63,7 @@ def learn_task(
 ) -> dict[str, Classifier]:
     """Every classifier with the task's classes; the given ones stay as they are.
 
-    `texts`, (C_seen, d), are of all seen classes. `drift` "linear" moves what is stored of old classes along;
-    `text_embeds` "at_introduction" leaves the stored embeddings of old classes as they are. `phase` times each one.
+    `drift` and `text_embeds` are as in `LearnerArguments`; `texts`, (C_seen, d), are of now. `phase` times each one.
     """
     made = {name: classifier.fork() for name, classifier in classifiers.items()}
     old = len(next(iter(made.values())).class_names)

@@ -118,10 +118,8 @@ def distances(classifier: GrowingState) -> Distances | None:
 
 
 def judged(classifier: GrowingState, images: Tensor, labels: Tensor) -> tuple[list[float], float] | None:
-    """What learned images say that are left out, each class alike; None without distances, or two images of a class.
-
-    First their novelties, the least first, spread evenly over their ranks. Then the area under the ROC curve: the
-    chance that an image whose class is left out is more novel than one of a known class; 1/2: they cannot be told.
+    """Novelties of learned images that are left out, the least first, each class alike, and the area under the ROC
+    curve: the chance that an image whose class is left out is more novel. None: no image or class can be left out.
     """
     found = distances(classifier)
     if found is None or len(found.means) < 2:
