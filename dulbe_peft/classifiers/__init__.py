@@ -1,7 +1,5 @@
 """The classifiers by name: what `--classifiers bridge,ranpac:features=4000` chooses from, open to others' classes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar

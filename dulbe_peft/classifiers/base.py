@@ -10,8 +10,6 @@
 Works on any model's image and text features, and needs neither peft nor transformers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 

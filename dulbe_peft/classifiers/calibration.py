@@ -83,7 +83,7 @@ def calibrated(
 
 
 def class_shares(labels: Tensor, learned: Tensor) -> Tensor:
-    """Weights, (n,), float64, with which classes weigh alike; the smallest stand for those without a left-out image."""
+    """Weights, (n,), float64, with which classes weigh alike; the smallest stand for those with no left-out image."""
     counts = learned.bincount()
     own = labels.bincount(minlength=len(counts))
     there = own > 0

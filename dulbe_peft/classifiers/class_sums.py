@@ -3,8 +3,6 @@
 They add up over images, tasks and merged classifiers, and a class or an image can be taken out again.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import ClassVar, Self

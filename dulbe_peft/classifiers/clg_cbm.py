@@ -10,8 +10,6 @@ cross-entropy - mean over concepts k of cos_k + 0.001 (0.99 |W|_1 + 0.01 |W|^2 /
 cos_k = cosine over the batch of (e_k . x)^3 and (E x)_k^3     e_k: embedding of text k
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 

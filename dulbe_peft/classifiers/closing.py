@@ -1,7 +1,5 @@
 """The end of a task: every classifier takes in the task's classes, from the features that the finished model gives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

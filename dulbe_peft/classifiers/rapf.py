@@ -7,8 +7,6 @@ fusion:       A = A_old + U (M o C)                   A_old = U S V',  C = U'(A_
                                                       M = min(1, |C| / max |C| + b)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Buffers that grow with the classes, and a state dict that brings its own number of classes."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Mapping
@@ -40,7 +38,7 @@ class ExtraState(Record):
         return torch.tensor(list(self.model_dump_json().encode()), dtype=torch.uint8)
 
     @classmethod
-    def from_tensor(cls, tensor: Tensor) -> ExtraState:
+    def from_tensor(cls, tensor: Tensor) -> Self:
         try:
             return cls.model_validate_json(bytes(tensor.tolist()))
         except ValidationError as error:
