@@ -158,7 +158,7 @@ def _tiny(parts: Mapping[str, LabelledImages]) -> list[list[str]]:
     rows = []
     for split, images in parts.items():
         for index in range(len(images)) if images.stored else ():
-            with open_image(images.file(index)) as image:  # type: ignore[arg-type]
+            with open_image(images.given(index)) as image:
                 size = image.size
             rows.append((min(size), [split, images.item_name(index), "tiny", "{} x {}".format(*size)]))
     tiny = [row for width, row in rows if width < SMALL]

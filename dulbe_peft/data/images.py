@@ -11,13 +11,15 @@ import io
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 from PIL import Image
 
 from dulbe_peft.data.decoding import UnreadableImageError, decode_image, stored_bytes, to_rgb
 from dulbe_peft.data.names import check_class_names
+
+FILES: Any = (Path, io.IOBase)  # what Pillow opens
 
 
 class LabelledImages:
@@ -61,21 +63,20 @@ class LabelledImages:
     def read(self, index: int) -> tuple[bytes | None, Any]:
         """An image's content, see `contents`, and the image, from the same bytes; errors are as in `image`."""
         image = self.given(index)
-        file = _file_of(image)
-        if file is not None:
-            stored = stored_bytes(file)
-            return hashlib.sha256(stored).digest(), decode_image(file, stored)
+        if isinstance(image, FILES):
+            stored = stored_bytes(image)
+            return hashlib.sha256(stored).digest(), decode_image(image, stored)
         if isinstance(image, Image.Image):
             image = to_rgb(image)
-        return pixels_content(image), image
+        return content_of(image), image
 
     def given(self, index: int) -> Any:
-        """An image as the source gives it, which may be a file that nobody has read."""
+        """An image as the source gives it, or the path or file that Pillow opens, which nobody has read."""
         position = int(self.indices[index])
         image, label = self._item(position)
         if label != self._own_labels[position]:  # a transform of labels, say, would put it into another class
             raise ValueError(f"its own label is {label}, the dataset's list says {self._own_labels[position]}")
-        return image
+        return _opened_from(image)
 
     def contents(self) -> list[bytes | None]:
         """What names each image wherever it lies: SHA-256 of its stored bytes, else of its pixels, size and type.
@@ -104,18 +105,13 @@ class LabelledImages:
             return content
         try:
             image = self.given(index)
-            file = _file_of(image)
-            entry = _entry_of(file)
+            entry = _entry_of(image)
             if entry != before:
-                content = pixels_content(image) if file is None else hashlib.sha256(stored_bytes(file)).digest()
+                content = content_of(image)
                 self._contents[position] = content, entry
         except Exception:  # whatever a user's data set raises; who reads the image says why
             return None
         return content
-
-    def file(self, index: int) -> Path | IO[bytes] | None:
-        """What Pillow opens of an image that is stored in a file; None of any other."""
-        return _file_of(self._item(int(self.indices[index]))[0]) if self.stored else None
 
     def item_name(self, index: int) -> str:
         """Name of an image for messages: its path where the source knows it."""
@@ -229,8 +225,10 @@ def undecoded(dataset: Any) -> Any:
     return dataset.cast_column("image", type(feature)(decode=False))
 
 
-def pixels_content(image: Any) -> bytes | None:
-    """SHA-256 of an image as RGB, an array or a tensor: its type, size and values; None of anything else."""
+def content_of(image: Any) -> bytes | None:
+    """SHA-256 of a file's bytes, or of type, size and values of an image as RGB, an array or a tensor; else None."""
+    if isinstance(image, FILES):
+        return hashlib.sha256(stored_bytes(image)).digest()
     if isinstance(image, Image.Image):
         image = to_rgb(image)
         kind, values = f"{image.mode} {image.size}", image.tobytes()
@@ -244,22 +242,18 @@ def pixels_content(image: Any) -> bytes | None:
     return hashlib.sha256(f"dulbe_peft pixels {kind}\0".encode() + values).digest()
 
 
-def _entry_of(file: Path | IO[bytes] | None) -> Any:
+def _entry_of(image: Any) -> Any:
     """What a path's entry on the disk says: where it is the same, the file need not be read again."""
-    if not isinstance(file, Path):
+    if not isinstance(image, Path):
         return None
-    status = os.stat(file)
+    status = os.stat(image)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _file_of(image: Any) -> Path | IO[bytes] | None:
-    """What Pillow opens: a path, a file, or what `datasets` stores of an image; None where it is an image already."""
-    if isinstance(image, Path):
-        return image
-    if isinstance(image, io.IOBase):
-        return cast(IO[bytes], image)
+def _opened_from(image: Any) -> Any:
+    """The path or file of what `datasets` stores of an image; anything else as it is."""
     if not isinstance(image, Mapping) or not {"bytes", "path"} <= set(image):
-        return None
+        return image
     if image["bytes"] is not None:
         return io.BytesIO(image["bytes"])
     if image["path"] and "://" not in image["path"]:

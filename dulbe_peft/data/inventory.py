@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from dulbe_peft.data.decoding import open_image, to_rgb
-from dulbe_peft.data.images import LabelledImages, labelled_images, pixels_content
+from dulbe_peft.data.images import LabelledImages, content_of, labelled_images
 from dulbe_peft.utils.terminal import counted, printable
 
 _SHOWN, _PAIRS = 20, 3  # unreadable images, or rare classes, that a message names; pairs of each kind
@@ -181,16 +181,15 @@ def count_images(parts: Mapping[str, LabelledImages]) -> dict[str, dict[str, int
 def find_duplicates(parts: Mapping[str, LabelledImages], near: bool = False) -> list[Duplicate]:
     """The pairs of images of the same content, also across splits; with `near`, which decodes all, also near ones."""
     places = [(split, part, index) for split, part in parts.items() for index in range(len(part))]
-    groups: dict[bytes, list[int]] = {}
+    first, pairs = dict[bytes, int](), dict[tuple[int, int], str]()
     for place, content in enumerate(content for part in parts.values() for content in part.contents()):
-        if content is not None:  # the inventory says why it cannot be read
-            groups.setdefault(content, []).append(place)
-    pairs = {(group[0], other): ALIKE[0] for group in groups.values() for other in group[1:]}
+        # The inventory says why an image without a content cannot be read.
+        if content is not None and first.setdefault(content, place) != place:
+            pairs[first[content], place] = ALIKE[0]
     stored = [place for place, (_, part, _) in enumerate(places) if near and part.stored]
-    if stored:
-        for pair in _alike(stored, np.array([grey_thumbnail(*places[place][1:]) for place in stored])):
-            one, other = (pixels_content(part.image(index)) for _, part, index in (places[place] for place in pair))
-            pairs.setdefault(pair, ALIKE[1] if one == other else ALIKE[2])
+    for pair in _alike(stored, np.array([grey_thumbnail(*places[place][1:]) for place in stored])):
+        one, other = (content_of(part.image(index)) for _, part, index in (places[place] for place in pair))
+        pairs.setdefault(pair, ALIKE[1] if one == other else ALIKE[2])
     return [Duplicate(_found(*places[a]), _found(*places[b]), how) for (a, b), how in sorted(pairs.items())]
 
 
@@ -205,7 +204,7 @@ def grey_thumbnail(images: LabelledImages, index: int) -> np.ndarray:
     """A unit vector, (256,), float32, whose products are correlations of pictures; zeros where there is no picture."""
     blank = np.zeros(SIDE * SIDE, dtype=np.float32)
     try:
-        with open_image(images.file(index)) as opened:  # type: ignore[arg-type]
+        with open_image(images.given(index)) as opened:
             opened.draft("L", (4 * SIDE, 4 * SIDE))  # a JPEG is decoded at a fraction of its size
             grey = to_rgb(opened).convert("L").resize((SIDE, SIDE), Image.Resampling.BOX)
     except Exception:  # Pillow's decoders raise almost anything on damaged files

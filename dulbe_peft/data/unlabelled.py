@@ -21,36 +21,34 @@ def unlabelled_images(images: Any) -> LabelledImages:
     if isinstance(images, LabelledImages) and type(images).__getitem__ is LabelledImages.__getitem__:
         return images
     given = images if isinstance(images, (list, tuple)) and not _is_pair(images) else [images]
-    source = _Entries([entry for one in given for entry in _entries_of(one)])
-    return LabelledImages(source, np.full(len(source.entries), -1, dtype=np.int64))
+    entries = [entry for one in given for entry in _entries_of(one)]
+    return _Unlabelled(entries, np.full(len(entries), -1, dtype=np.int64))
 
 
-class _Entries:
-    """The images one by one: each is a path, a file or an image with None, or a data set with a position."""
+class _Unlabelled(LabelledImages):
+    """Images, each of which is a path, a file or an image with None in `source`, or a data set with a place in it."""
 
-    def __init__(self, entries: list[tuple[Any, int | None]]) -> None:
-        self.entries = entries
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        source, position = self.entries[index]
+    def _item(self, position: int) -> tuple[Any, int]:
+        source, place = self.source[position]
         if isinstance(source, Path) and os.path.isdir(source):
             folder_content(source)  # raises what keeps the folder from being read
             raise ValueError(f"the folder holds no image ({', '.join(image_suffixes())})")
-        if isinstance(source, LabelledImages) and position is not None:
-            return source.given(position), -1
-        item = source if position is None else source[position]
+        if isinstance(source, LabelledImages) and place is not None:
+            return source.given(place), -1
+        item = source if place is None else source[place]
         if isinstance(item, Mapping) and "image" in item:
             return item["image"], -1
         return item[0] if _is_pair(item) else item, -1
 
     def item_name(self, index: int) -> str:
         """The path of a file, the name that a file or data set has, or the image's number."""
-        source, position = self.entries[index]
+        position = int(self.indices[index])
+        source, place = self.source[position]
         if isinstance(source, Path):
             return str(source)
-        if position is not None and hasattr(source, "item_name"):
-            return str(source.item_name(position))
-        return str(getattr(source, "filename", "") or getattr(source, "name", "") or f"item {index}")
+        if place is not None and hasattr(source, "item_name"):
+            return str(source.item_name(place))
+        return str(getattr(source, "filename", "") or getattr(source, "name", "") or f"item {position}")
 
 
 def _entries_of(entry: Any) -> list[tuple[Any, int | None]]:
