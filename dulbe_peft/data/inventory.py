@@ -78,10 +78,8 @@ class Inventory:
         """A table of the first classes and of all, then all problems."""
         names = self.class_names
         counts = self.counts.values()
-        rows = [
-            ("class", *self.counts),
-            *((printable(name), *(c.get(name, 0) for c in counts)) for name in names[:most]),
-        ]
+        rows: list[tuple[Any, ...]] = [("class", *self.counts)]
+        rows += [(printable(name), *(c.get(name, 0) for c in counts)) for name in names[:most]]
         if len(names) > most:
             rows.append((f"... and {len(names) - most} more", *("" for _ in counts)))
         rows.append((counted(len(names), "class"), *(sum(c.values()) for c in counts)))
@@ -195,9 +193,8 @@ def find_duplicates(parts: Mapping[str, LabelledImages], near: bool = False) -> 
 
 def _found(split: str, images: LabelledImages, index: int) -> Found:
     label = images.labels[index]
-    return Found(
-        split, index, images.item_name(index), images.class_names[label] if images.class_names else str(label)
-    )
+    name = images.class_names[label] if images.class_names else str(label)
+    return Found(split, index, images.item_name(index), name)
 
 
 def grey_thumbnail(images: LabelledImages, index: int) -> np.ndarray:

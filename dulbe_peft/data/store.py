@@ -100,11 +100,10 @@ class FeatureStore:
 
     def facts(self) -> tuple[int, int]:
         """How many features there are, and the bytes of the file."""
-
-        def count(database: sqlite3.Connection) -> int:
-            return int(database.execute("SELECT count(*) FROM features").fetchone()[0])
-
-        return (self._used(count, 0), self.path.stat().st_size) if self.path.exists() else (0, 0)
+        if not self.path.exists():
+            return 0, 0
+        (count,) = self._used(lambda database: database.execute("SELECT count(*) FROM features").fetchone(), (0,))
+        return count, self.path.stat().st_size
 
     def _used(self, work: Callable[[sqlite3.Connection], T], otherwise: T) -> T:
         """What some work with the open file gives; where the file is of no use, a private one takes its place."""
