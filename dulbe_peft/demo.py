@@ -7,7 +7,7 @@ from peft import get_peft_model
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.data.readers import DIGITS, DigitImages, load_digit_images
+from dulbe_peft.data.readers import DIGITS, digit_images, load_digit_images
 from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.encoders.loading import load_clip
 from dulbe_peft.encoders.registry import demo_model_folder
@@ -17,7 +17,7 @@ from dulbe_peft.report import format_summary, plot_results, write_report
 from dulbe_peft.report.pictures import write_pictures
 from dulbe_peft.streams.tasks import Task, class_incremental_tasks
 
-__all__ = ["CLASSIFIERS", "DIGITS", "SETTINGS", "DigitImages", "compare_demo", "digit_tasks", "run_demo"]
+__all__ = ["CLASSIFIERS", "DIGITS", "SETTINGS", "compare_demo", "digit_images", "digit_tasks", "run_demo"]
 __all__ += ["demo_model_folder"]
 SUPPORT_RANK = 16
 MONTHS = ("January", "February", "March")

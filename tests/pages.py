@@ -14,7 +14,7 @@ from peft import get_peft_model
 
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, load_clip
 from dulbe_peft import class_incremental_tasks as tasks_of
-from dulbe_peft.demo import DigitImages, demo_model_folder
+from dulbe_peft.demo import demo_model_folder, digit_images
 from dulbe_peft.report.pictures import write_pictures
 from dulbe_peft.streams.tasks import Task
 
@@ -34,7 +34,7 @@ def digits(start, stop):
 
     data = load_digits()
     rows = np.concatenate([np.flatnonzero(data.target == label)[start:stop] for label in range(6)])
-    images = DigitImages(data.images[rows], data.target[rows])
+    images = digit_images(data.images[rows], data.target[rows])
     images.class_names = NAMES
     return images
 

@@ -23,16 +23,17 @@ from dulbe_peft import (
     class_incremental_tasks,
     load_clip,
 )
-from dulbe_peft.demo import DigitImages, demo_model_folder
+from dulbe_peft.data.images import LabelledImages
+from dulbe_peft.demo import demo_model_folder, digit_images
 
 ARGS = LearnerArguments(epochs=1, batch_size=8, device="cpu", progress=False, prompt_template="the digit {}.")
 
 
-def digits(start: int, stop: int) -> DigitImages:
+def digits(start: int, stop: int) -> LabelledImages:
     """Some handwritten digits of each class."""
     data = load_digits()
     rows = [row for label in range(10) for row in (data.target == label).nonzero()[0][start:stop]]
-    return DigitImages(data.images[rows], data.target[rows])
+    return digit_images(data.images[rows], data.target[rows])
 
 
 def learner_of(strategy: str, *classifiers: str) -> ClassIncrementalLearner:

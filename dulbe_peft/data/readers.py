@@ -4,7 +4,6 @@ import os
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -91,18 +90,14 @@ def check_data(text: str) -> None:
     raise FileNotFoundError(f"{text} does not exist{hub}")
 
 
-class DigitImages(LabelledImages):
+def digit_images(pixels: np.ndarray, labels: np.ndarray) -> LabelledImages:
     """Images 8 x 8 of scikit-learn's handwritten digits as PIL images with a label 0 to 9."""
-
-    def __init__(self, pixels: np.ndarray, labels: np.ndarray) -> None:
-        super().__init__(pixels, labels.astype(np.int64), DIGITS)
-
-    def _item(self, position: int) -> tuple[Any, int]:
-        grey = (self.source[position] * (255 / 16)).round().astype(np.uint8)
-        return Image.fromarray(grey).convert("RGB"), int(self._own_labels[position])
+    grey = (pixels * (255 / 16)).round().astype(np.uint8)
+    images = [Image.fromarray(image).convert("RGB") for image in grey]
+    return LabelledImages(list(zip(images, labels.tolist(), strict=True)), labels.astype(np.int64), DIGITS)
 
 
-def load_digit_images(split: str) -> DigitImages:
+def load_digit_images(split: str) -> LabelledImages:
     """Three quarters of the digits, the split "train", or the rest, "test"."""
     with installed("the data set of handwritten digits"):
         from sklearn.datasets import load_digits
@@ -111,4 +106,4 @@ def load_digit_images(split: str) -> DigitImages:
     digits = load_digits()
     parts = train_test_split(digits.images, digits.target, test_size=0.25, random_state=0, stratify=digits.target)
     first = 0 if split == "train" else 1
-    return DigitImages(parts[first], parts[first + 2])
+    return digit_images(parts[first], parts[first + 2])

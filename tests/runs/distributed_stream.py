@@ -20,7 +20,8 @@ from dulbe_peft import (
     class_incremental_tasks,
     load_clip,
 )
-from dulbe_peft.demo import DigitImages, demo_model_folder
+from dulbe_peft.data.images import LabelledImages
+from dulbe_peft.demo import demo_model_folder, digit_images
 from dulbe_peft.utils.processes import leave, world
 
 
@@ -31,7 +32,7 @@ def world_from_launcher() -> tuple[int, int]:
 class OneUnreadable:
     """Digits of which one image cannot be read in the second process."""
 
-    def __init__(self, digits: DigitImages, rank: int, index: int) -> None:
+    def __init__(self, digits: LabelledImages, rank: int, index: int) -> None:
         self.digits, self.labels, self.broken = digits, digits.labels, index if rank == 1 else -1
 
     def __len__(self) -> int:
@@ -43,7 +44,7 @@ class OneUnreadable:
         return self.digits[index]
 
 
-def fail_alone(learner: ClassIncrementalLearner, digits: DigitImages, rank: int) -> None:
+def fail_alone(learner: ClassIncrementalLearner, digits: LabelledImages, rank: int) -> None:
     """Break the probe, the training, the closing pass and the choice of classes, each time in one process alone."""
     task = class_incremental_tasks(digits, increment=2)[0]
     expected = (ValueError, "disk on fire") if rank == 1 else (RuntimeError, "process 1 stopped: .*disk on fire")
@@ -90,7 +91,7 @@ def main() -> None:
     data = load_digits()
     # 17 images a task in batches of 8: the last batch has one image, whatever the number of processes.
     rows = np.concatenate([np.flatnonzero(data.target == c)[: 8 + c % 2] for c in range(10)])
-    digits = DigitImages(data.images[rows], data.target[rows])
+    digits = digit_images(data.images[rows], data.target[rows])
     rank, size = world_from_launcher()
     for strategy in sys.argv[3].split(","):
         learner = make_learner(strategy, rank)
