@@ -170,10 +170,7 @@ class DualModeLoraModel(BaseTuner):
     @property
     def history_rank(self) -> int:
         """The most columns that the folded history of a layer has; 0 where there is none, or every one is a matrix."""
-        return max([0, *self._history_ranks().values()])
-
-    def _history_ranks(self) -> dict[str, int]:
-        return {name: layer.history_rank(self.adapter_name) for name, layer in self.dual_mode_layers().items()}
+        return max([0, *_history_ranks(self.model, self.adapter_name).values()])
 
     def begin_task(self, modes: Mapping[str, ModeBases], orthonormal: bool = True) -> None:
         """Fold the finished task's modes into the history (see `fold_task`), install new bases, and set B = 0.
@@ -230,7 +227,7 @@ class DualModeLoraModel(BaseTuner):
 
     def note_history(self) -> None:
         """Bring the configuration in line with the layers' histories."""
-        self.active_config.set_history(self._history_ranks())
+        self.active_config.set_history(_history_ranks(self.model, self.adapter_name))
 
     def previous_task(self) -> AbstractContextManager[None]:
         """The vision tower as it was when this task began: history on, current modes off. All else stays as it is."""
@@ -303,8 +300,7 @@ class DualModeLoraModel(BaseTuner):
         cls, model: nn.Module, config: Any, adapter_name: str, **kwargs: Any
     ) -> Any:
         """Select the adapter's entries, and bring the configuration that is written next in line with them."""
-        layers = layers_of(model, adapter_name, DualModeLinear)
-        config.set_history({name: layer.history_rank(adapter_name) for name, layer in layers.items()})
+        config.set_history(_history_ranks(model, adapter_name))
         return super()._get_adapter_state_dict(model=model, config=config, adapter_name=adapter_name, **kwargs)
 
     @classmethod
@@ -325,6 +321,10 @@ class DualModeLoraModel(BaseTuner):
             raise ValueError(f"the adapter does not fit this model: {whose(config, model)} ({error})") from error
         # Copies: low_cpu_mem_usage would keep the file's own, which lie unaligned in memory and multiply otherwise.
         return {key: tensor.clone() for key, tensor in best.items()}
+
+
+def _history_ranks(model: nn.Module, adapter: str) -> dict[str, int]:
+    return {name: layer.history_rank(adapter) for name, layer in layers_of(model, adapter, DualModeLinear).items()}
 
 
 @contextmanager

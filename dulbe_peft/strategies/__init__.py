@@ -9,12 +9,11 @@ from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy
 from dulbe_peft.strategies.bofa import Bofa
 from dulbe_peft.strategies.cl_lora import ClLora
 from dulbe_peft.strategies.dulbe import Dulbe
-from dulbe_peft.strategies.first_session import FirstSession
 from dulbe_peft.strategies.frozen import Clap4Clip, ClgCbm, Engine, Frozen, Proof, Rapf
 from dulbe_peft.strategies.inflora import InfLora
 from dulbe_peft.strategies.keeplora import KeepLora
 from dulbe_peft.strategies.loda import Loda
-from dulbe_peft.strategies.lora import Lora, MergedLora, Slca
+from dulbe_peft.strategies.lora import FirstSession, Lora, MergedLora, Slca
 from dulbe_peft.strategies.lora_sub import LoraSub
 from dulbe_peft.strategies.mg_clip import MgClip
 from dulbe_peft.strategies.o_lora import OLora

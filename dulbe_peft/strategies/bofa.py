@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from dulbe_peft.strategies.base import NewTask
-from dulbe_peft.strategies.occupation_memory import OccupationStrategy, old_statistic
+from dulbe_peft.strategies.memories import OccupationStrategy, old_statistic
 from dulbe_peft.subspaces.decompositions import eigh, fix_signs
 from dulbe_peft.subspaces.modes import ModeBases
 

@@ -25,7 +25,7 @@ import torch
 from annotated_types import Ge, Gt, Le
 
 from dulbe_peft.strategies.base import INPUTS, Memory, NewTask
-from dulbe_peft.strategies.projection_memory import ProjectionMemoryStrategy, Subspace, gpm, top_directions
+from dulbe_peft.strategies.memories import ProjectionMemoryStrategy, Subspace, gpm, top_directions
 from dulbe_peft.subspaces.decompositions import to_float64
 from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics

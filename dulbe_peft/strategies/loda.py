@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from dulbe_peft.strategies.base import INPUTS, Memory, NewTask
-from dulbe_peft.strategies.occupation_memory import OccupationStrategy, old_statistic
+from dulbe_peft.strategies.memories import OccupationStrategy, old_statistic
 from dulbe_peft.subspaces.decompositions import fix_signs, orthonormal_complement, to_float64, top_eigenvectors
 from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics

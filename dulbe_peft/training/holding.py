@@ -20,7 +20,7 @@ from dulbe_peft.encoders.pixels import with_image_resize
 from dulbe_peft.strategies import Memory, Strategy
 from dulbe_peft.training.locking import TakesTurns
 from dulbe_peft.training.preparing import check_adapter_name, check_tracker
-from dulbe_peft.training.state import LearnerState, adapter_state, set_adapter_state
+from dulbe_peft.training.state import LearnerState, set_adapter_state
 from dulbe_peft.training.trainer import Log, TaskRecord
 from dulbe_peft.utils.devices import choose_device, has_bfloat16, settled_precision
 from dulbe_peft.utils.processes import copy_from_main
@@ -94,12 +94,15 @@ class StateHolder(TakesTurns):
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """A block that is done whole or not at all: where it raises, the learner becomes what it was before."""
-        before, adapter = (self.state, self.record, self.closing), adapter_state(self.model)
+        before, adapter = (self.state, self.record, self.closing), dict[str, torch.Tensor]()
+        if isinstance(self.model, PeftModel):
+            now = get_peft_model_state_dict(self.model, save_embedding_layers=False)
+            adapter = {name: tensor.clone() for name, tensor in now.items()}
         try:
             yield
         except BaseException:
             self.state, self.record, self.closing = before
-            if adapter is not None:
+            if adapter:
                 set_adapter_state(self.model, adapter)
                 self.model.zero_grad(set_to_none=True)
                 self.model.eval()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import PeftModel, set_peft_model_state_dict
 from torch import nn
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
@@ -155,14 +155,6 @@ class LearnerState:
     def device(self) -> torch.device:
         """Where the model is."""
         return next(self.model.parameters()).device
-
-
-def adapter_state(model: nn.Module) -> dict[str, torch.Tensor] | None:
-    """A copy of the adapter's tensors; None without an adapter."""
-    if not isinstance(model, PeftModel):
-        return None
-    state = get_peft_model_state_dict(model, save_embedding_layers=False)
-    return {name: tensor.clone() for name, tensor in state.items()}
 
 
 def set_adapter_state(model: Any, state: dict[str, torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import ResNetConfig, ResNetModel
 
 from dulbe_peft import DualModeLoraConfig
-from dulbe_peft.adapter.card import MARK
+from dulbe_peft.adapter.peft_model import MARK
 from dulbe_peft.demo import demo_model_folder
 
 # PEFT asks the Hub for a base model of this name.

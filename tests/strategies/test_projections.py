@@ -11,7 +11,7 @@ from stepping import adapted, begin, end, new_task, train, update
 from dulbe_peft import DualModeLoraConfig, LearnerArguments, OccupationStatistics
 from dulbe_peft.strategies import NewTask, make_strategy
 from dulbe_peft.strategies.loda import general_pair, isolated_pair, recalibration
-from dulbe_peft.strategies.projection_memory import FREE, OCCUPIED, Subspace, top_directions
+from dulbe_peft.strategies.memories import FREE, OCCUPIED, Subspace, top_directions
 
 WIDTH = 12
 
