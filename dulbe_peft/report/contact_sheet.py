@@ -3,7 +3,6 @@
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 from dulbe_peft.data.decoding import UnreadableImageError, decode_image
 from dulbe_peft.report.html import write_page
@@ -27,18 +26,15 @@ def write_contact_sheet(table: Path, output: Path) -> Path:
             raise ValueError(f"line {line} of {table} is not as predict writes it: {error}") from error
         best.setdefault(path, (name, probability))  # of several classes of an image, the first is the best
     found = sorted((name == "", name, probability, path) for path, (name, probability) in best.items())
-    parts = [_part(name, list(rows)) for name, rows in groupby(found, key=itemgetter(1))]
-    write_page(output, "contact.html", {"name": table.name, "images": len(best), "parts": parts})
+    parts = [(name, list(rows)) for name, rows in groupby(found, key=itemgetter(1))]
+    content = {"name": table.name, "images": len(best), "parts": parts, "most": MOST, "picture": _picture}
+    write_page(output, "contact.html", content)
     return output
 
 
-def _part(name: str, rows: list[tuple[bool, str, float, str]]) -> dict[str, Any]:
-    """What the page shows of a class; of photographs that are gone or damaged, the name alone."""
-    shown = []
-    for *_, probability, path in rows[:MOST]:
-        try:
-            source = as_address(thumbnail(decode_image(path)))
-        except UnreadableImageError:
-            source = None
-        shown.append({"name": Path(path).name, "path": path, "probability": probability, "source": source})
-    return {"name": name, "count": len(rows), "shown": shown}
+def _picture(path: str) -> str | None:
+    """A photograph as the page holds it; None of one that is gone or damaged."""
+    try:
+        return as_address(thumbnail(decode_image(path)))
+    except UnreadableImageError:
+        return None

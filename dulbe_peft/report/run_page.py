@@ -15,7 +15,7 @@ from dulbe_peft.metrics.evaluation import ImageResult
 from dulbe_peft.report.class_map import class_map
 from dulbe_peft.report.html import jpeg_address, mib, percent, seconds, write_page
 from dulbe_peft.report.plots import accuracy_figure, inline_svg, loss_figure, reliability_figure
-from dulbe_peft.report.run_folder import PICTURES_FOLDER, RunFolder, read_run
+from dulbe_peft.report.run_folder import PICTURES_FOLDER, Photograph, RunFolder, read_run
 from dulbe_peft.report.shares import (
     ClassRow,
     Share,
@@ -129,15 +129,13 @@ def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict
     methods, blocks = leaderboard(run), run.results["classifiers"]
     tasks = [f"task {number}" for number in range(1, len(run.learned) + 1)]
     unknown = [None] * len(tasks)
-    sources = {
-        shown.file: jpeg_address((run.folder / PICTURES_FOLDER / shown.file).read_bytes())
-        for example in (*run.pictures.mistakes, *run.pictures.classes)
-        for shown in (example, example.nearest)
-        if shown is not None
-    }
+
+    def source(shown: Photograph) -> str:
+        return jpeg_address((run.folder / PICTURES_FOLDER / shown.file).read_bytes())
+
     pictures = defaultdict[str, list[tuple[str, str]]](list)
     for example in run.pictures.classes:
-        pictures[example.true].append((sources[example.file], f"Test image of the class {example.true}"))
+        pictures[example.true].append((source(example), f"Test image of the class {example.true}"))
     lost = [percent(row.forgetting, 1) for row in classes]
     content: dict[str, Any] = {
         "methods": methods,
@@ -159,7 +157,7 @@ def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict
             (name, [(task, *row, *unknown[len(row) :]) for task, row in zip(tasks, block["matrix"])])
             for name, block in blocks.items()
         ],
-        "sources": sources,
+        "source": source,
         "class_pictures": pictures,
         "class_table": [
             (row.name, row.share, row.said or "never answered", pictures[row.name], row.taken_for, row.learned, points)
