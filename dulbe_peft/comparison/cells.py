@@ -37,8 +37,6 @@ from dulbe_peft.utils.specs import parse_spec
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
 
 CELL_FILE = "cell.json"
-# The run itself needs some classifier; those that the table shows learn from the features.
-_OWN_CLASSIFIERS = "prototype"
 # In the order of `Answers`.
 _TYPES = {"truth": torch.int32, "predicted": torch.int32, "probability": torch.float32, "task": torch.int32}
 
@@ -91,7 +89,7 @@ def finish_cell(cell: Cell, output: Path, rows: Sequence[Row], threads: int | No
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "log.txt").open("a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
             done = train(cell, folder)
-            for row in _askable(done, rows):
+            for row in _unasked(folder, done, rows):
                 try:
                     ask(folder, row, done)
                 except Exception as error:  # of a user's own classifier, for instance; the other rows are asked
@@ -105,12 +103,13 @@ def is_done(cell: Cell, output: Path, rows: Sequence[Row]) -> bool:
     """Whether nothing of a cell is missing."""
     folder = output / cell.folder
     done = _finished(cell, folder)
-    return done is not None and all(answers_path(folder, row).is_file() for row in _askable(done, rows))
+    return done is not None and not _unasked(folder, done, rows)
 
 
-def _askable(done: CellRecord, rows: Sequence[Row]) -> list[Row]:
-    """The rows that can be asked: without a text tower, no classifier that needs text."""
-    return [row for row in rows if done.text or not CLASSIFIERS[parse_spec(row.classifier)[0]].needs_text]
+def _unasked(folder: Path, done: CellRecord, rows: Sequence[Row]) -> list[Row]:
+    """The rows without answers that can be asked: without a text tower, no classifier that needs text."""
+    able = [row for row in rows if done.text or not CLASSIFIERS[parse_spec(row.classifier)[0]].needs_text]
+    return [row for row in able if not answers_path(folder, row).is_file()]
 
 
 def read_cell(folder: Path) -> CellRecord | None:
@@ -133,7 +132,8 @@ def train(cell: Cell, folder: Path) -> CellRecord:
 
 
 def _train(cell: Cell, folder: Path) -> CellRecord:
-    own = {"classifiers": _OWN_CLASSIFIERS, "output": str(folder), "progress": False}
+    # The run itself needs some classifier; those that the table shows learn from the features.
+    own = {"classifiers": "prototype", "output": str(folder), "progress": False}
     setup = set_up(cell.settings | own)
     if any(task.test is None for task in setup.tasks):
         raise ValueError(f"{setup.stream.data} has no test images: the setting test_fraction holds some back")
@@ -218,10 +218,8 @@ def answers_path(folder: Path, row: Row) -> Path:
 
 
 def ask(folder: Path, row: Row, cell: CellRecord) -> None:
-    """Teach a classifier the cell's features and write its answers, where that is not done."""
+    """Teach a classifier the cell's features and write its answers."""
     path = answers_path(folder, row)
-    if path.is_file():
-        return
     features, started, cpu = read_features(folder), time.perf_counter(), time.process_time()
     if [list(task.closing.class_names) for task in features] != cell.class_names:
         raise ValueError(f"{folder / 'features'} does not hold the tasks of this run: remove {folder}")

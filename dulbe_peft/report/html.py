@@ -3,6 +3,7 @@
 import base64
 import os
 import re
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +15,22 @@ CONTENTS = "<!-- contents -->"
 
 
 def write_page(path: Path, template: str, content: dict[str, Any]) -> None:
-    """Write a page, whole or not at all, from a template, with the style sheet and the script in it."""
-    from dulbe_peft.utils.templates import ASSETS, environment
+    """Write a page, whole or not at all, from a template."""
+    from dulbe_peft.utils.templates import environment
 
     pages = environment()
     pages.filters |= {"percent": percent, "count": "{:,}".format, "basename": os.path.basename}
     pages.globals |= {"cells": cells, "filled": filled, "columns": tuple_columns}
-    style, script = ((ASSETS / "report" / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
-    page = with_contents(pages.get_template(template).render(content, style=style, script=script))
+    page = with_contents(pages.get_template(template).render(content))
     with output_file(path, errors="backslashreplace") as file:  # names of files need not be UTF-8
         file.write(page)
 
 
 def with_contents(page: str) -> str:
     """The page with a list of its parts, each of which becomes a place that a link leads to."""
-    titles: list[str] = []
-
-    def numbered(found: re.Match[str]) -> str:
-        titles.append(found[1])
-        return f'<h2 id="part-{len(titles)}">{found[1]}</h2>'
-
-    page = re.sub(r"<h2>(.*?)</h2>", numbered, page, flags=re.DOTALL)  # a name has no tags: it is escaped
+    titles = re.findall(r"<h2>(.*?)</h2>", page, flags=re.DOTALL)  # a name has no tags: it is escaped
+    numbers = count(1)
+    page = re.sub("<h2>", lambda _: f'<h2 id="part-{next(numbers)}">', page)
     links = "".join(f'<li><a href="#part-{number}">{title}</a></li>' for number, title in enumerate(titles, 1))
     return page.replace(CONTENTS, f'<nav aria-label="Contents"><ol>{links}</ol></nav>' if len(titles) > 2 else "", 1)
 

@@ -100,10 +100,11 @@ def _taught(check: Check, encoder: Encoder, learned: LabelledImages, tested: Lab
         places = range(len(learned)) if check.shots is None else few_shots(learned.labels, check.shots, seed)
         drawn = learned.at(np.array(places))
         rows, labels = _rows(views, drawn, check.views, seed)
-        specs = {check.classifier: check.classifier} | {spec.partition(":")[0]: spec for spec in check.beside}
+        first = {check.classifier: check.classifier}
         if check.alphas:
-            published = gda_clip(check.alphas[number], len(rows), len(drawn.class_names), rows.shape[1])
-            specs = {"gda-clip": published} | {name: spec for name, spec in specs.items() if spec in check.beside}
+            width = rows.shape[1]
+            first = {"gda-clip": gda_clip(check.alphas[number], len(rows), len(drawn.class_names), width)}
+        specs = first | {spec.partition(":")[0]: spec for spec in check.beside}
         for name, spec in specs.items():
             classifier = make_classifier(spec, rows.shape[1], tau).to(rows.device)
             classifier.add_classes(drawn.class_names, rows, labels, texts)
