@@ -12,31 +12,13 @@ from dulbe_peft.checkpoints.learner_file import LearnerFile
 from dulbe_peft.checkpoints.loading import read_known
 from dulbe_peft.classifiers.closing import TEACHING
 from dulbe_peft.metrics.evaluation import ImageResult
+from dulbe_peft.report import plots, shares, side_by_side, verdict
 from dulbe_peft.report.class_map import class_map
 from dulbe_peft.report.html import jpeg_address, mib, percent, seconds, write_page
-from dulbe_peft.report.plots import accuracy_figure, inline_svg, loss_figure, reliability_figure
 from dulbe_peft.report.run_folder import PICTURES_FOLDER, Photograph, RunFolder, read_run
-from dulbe_peft.report.shares import (
-    ClassRow,
-    Share,
-    class_rows,
-    confusion_matrix,
-    more_images,
-    reliability,
-    sure_answers,
-    surest,
-)
-from dulbe_peft.report.side_by_side import (
-    MEASURES,
-    RUN_COLUMNS,
-    SUMMARY_COLUMNS,
-    best_rows,
-    run_rows,
-    setting_differences,
-)
+from dulbe_peft.report.shares import ClassRow, Share
 from dulbe_peft.report.table import write_table_latex
 from dulbe_peft.report.training_effects import effects_content
-from dulbe_peft.report.verdict import clearly_better, estimated, leaderboard, next_steps
 from dulbe_peft.utils.files import write_csv
 from dulbe_peft.utils.records import read_record
 from dulbe_peft.utils.settings import flat_settings
@@ -71,24 +53,24 @@ def write_report(
     if not folders:
         raise ValueError("a report needs the folder of at least one run, got none")
     read = [read_run(folder) for folder in folders]
-    rows = run_rows(read)
+    rows = side_by_side.run_rows(read)
     if output is None:
         output = read[0].folder / "report.html" if len(read) == 1 else "report.html"
     content = {
         "title": read[0].name if len(read) == 1 else f"{len(read)} runs",
         "runs": [_content(run, f"run{number}") for number, run in enumerate(read)],
         "results": rows,
-        "result_columns": RUN_COLUMNS,
-        "best": best_rows(rows),
+        "result_columns": side_by_side.RUN_COLUMNS,
+        "best": side_by_side.best_rows(rows),
         "same_classes": len({frozenset(name for task in run.learned for name in task) for run in read}) == 1,
-        "differences": setting_differences(read),
+        "differences": side_by_side.setting_differences(read),
     }
     write_page(Path(output), "page.html", content)
     if csv is not None:
-        full = ((*row[:3], *map(row.measures.get, MEASURES)) for row in rows)
-        write_csv(Path(csv), ["run", "strategy", "method", *MEASURES], full, errors="surrogateescape")
+        full = ((*row[:3], *map(row.measures.get, side_by_side.MEASURES)) for row in rows)
+        write_csv(Path(csv), ["run", "strategy", "method", *side_by_side.MEASURES], full, errors="surrogateescape")
     if latex is not None:
-        write_table_latex(RUN_COLUMNS, rows, Path(latex))
+        write_table_latex(side_by_side.RUN_COLUMNS, rows, Path(latex))
     return Path(output)
 
 
@@ -102,8 +84,8 @@ def _content(run: RunFolder, key: str) -> dict[str, Any]:
     forgotten = by_class.get(run.first, {}).get("forgetting", {}) if run.trained and run.tested else {}
     for update in run.updates:
         learned.update(update.images)
-    rows = class_rows(run.predictions, forgotten, learned)
-    matrix = confusion_matrix(run.predictions) if run.predictions else None
+    rows = shares.class_rows(run.predictions, forgotten, learned)
+    matrix = shares.confusion_matrix(run.predictions) if run.predictions else None
     content: dict[str, Any] = {
         "run": run,
         "key": key,
@@ -113,9 +95,9 @@ def _content(run: RunFolder, key: str) -> dict[str, Any]:
         "training": [_training(number, record) for number, record in enumerate(run.records, 1)],
         "times": _times(run.timings),
         "settings": [(name, "" if value is None else str(value)) for name, value in settings.items()],
-        "loss": inline_svg(loss_figure(losses), f"{key}-loss") if any(losses) else "",
-        "steps": next_steps(run, rows, matrix),
-        "estimated": None if run.tested else estimated(run.results),
+        "loss": plots.inline_svg(plots.loss_figure(losses), f"{key}-loss") if any(losses) else "",
+        "steps": verdict.next_steps(run, rows, matrix),
+        "estimated": None if run.tested else verdict.estimated(run.results),
         "map": None if run.learner is None else class_map(run.learner),
         "class_rows": rows,
         "matrix": matrix,
@@ -126,7 +108,7 @@ def _content(run: RunFolder, key: str) -> dict[str, Any]:
 
 def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict[str, Any]:
     """What the template shows of a run with test data."""
-    methods, blocks = leaderboard(run), run.results["classifiers"]
+    methods, blocks = verdict.leaderboard(run), run.results["classifiers"]
     tasks = [f"task {number}" for number in range(1, len(run.learned) + 1)]
     unknown = [None] * len(tasks)
 
@@ -145,14 +127,14 @@ def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict
         ],
         "leader": next(row for row in methods if run.first in row.names),
         "names_alone": next((row for row in methods if "zero_shot" in row.names), None),
-        "summary": SUMMARY_COLUMNS,
-        "rows": run_rows([run]),
+        "summary": side_by_side.SUMMARY_COLUMNS,
+        "rows": side_by_side.run_rows([run]),
         "tasks": tasks,
         "after_tasks": [
             (row.title, *(percent(value, 1) for value in [*row.overall, *unknown][: len(tasks)])) for row in methods
         ],
-        "clearly": clearly_better(run),
-        "accuracy": inline_svg(accuracy_figure(run.results), f"{key}-accuracy") if len(tasks) > 1 else "",
+        "clearly": verdict.clearly_better(run),
+        "accuracy": plots.inline_svg(plots.accuracy_figure(run.results), f"{key}-accuracy") if len(tasks) > 1 else "",
         "matrices": [
             (name, [(task, *row, *unknown[len(row) :]) for task, row in zip(tasks, block["matrix"])])
             for name, block in blocks.items()
@@ -166,13 +148,15 @@ def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict
         "leak": leak(run),
     }
     if run.predictions:
-        figure = reliability_figure(reliability(run.predictions))
-        sure = [
-            (f"{percent(limit, 0)} %", f"{percent(part, 0)} %", share)
-            for limit, part, share in sure_answers(run.predictions)
-        ]
-        content |= {"sure": sure, "reliability": inline_svg(figure, f"{key}-reliability")}
-        content |= {"surest": surest(run.predictions, WANTED), "wanted": WANTED, "more": more_images(classes)}
+        figure = plots.reliability_figure(shares.reliability(run.predictions))
+        sure = shares.sure_answers(run.predictions)
+        content |= {
+            "reliability": plots.inline_svg(figure, f"{key}-reliability"),
+            "sure": [(f"{percent(limit, 0)} %", f"{percent(part, 0)} %", share) for limit, part, share in sure],
+            "surest": shares.surest(run.predictions, WANTED),
+            "wanted": WANTED,
+            "more": shares.more_images(classes),
+        }
     return content
 
 

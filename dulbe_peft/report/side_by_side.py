@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from dulbe_peft.metrics.accuracy import TITLES, percent, result_rows
@@ -31,11 +30,6 @@ class RunRow(NamedTuple):
     method: str
     measures: dict[str, Any]
 
-    @property
-    def title(self) -> str:
-        """What people call it."""
-        return TITLES.get(self.method, self.method)
-
 
 def _measure_column(name: str) -> Column[RunRow]:
     words, short = MEASURES[name]
@@ -48,7 +42,7 @@ def _measure_column(name: str) -> Column[RunRow]:
 
 _LAST_COLUMN, _MEAN_COLUMN, *_CHANGES = map(_measure_column, MEASURES)
 _RUN, _STRATEGY, _METHOD = tuple_columns("run", "strategy", "method", numbers=())
-_TITLE = replace(_METHOD, show=attrgetter("title"))
+_TITLE = replace(_METHOD, show=lambda row: TITLES.get(row.method, row.method))
 SUMMARY_COLUMNS = [_TITLE, _MEAN_COLUMN, _LAST_COLUMN, *_CHANGES]
 RUN_COLUMNS = [_RUN, _STRATEGY, _TITLE, _LAST_COLUMN, _MEAN_COLUMN, *_CHANGES]
 
