@@ -38,12 +38,11 @@ def on_hub(model: str) -> bool:
 class Fetcher:
     """Files and repositories, kept in `folder`; `known` is what they were when they were first taken.
 
-    `known` maps an address to its SHA-256, and a repository to its commit. `taken` holds what this run has noted.
+    `known` maps an address to its SHA-256, and a repository to its commit.
     """
 
     folder: Path
     known: dict[str, str] = field(default_factory=dict)
-    taken: list[str] = field(default_factory=list)
 
     def file(self, url: str, sha256: str | None) -> Path:
         """A file of the web, downloaded once; a `ValueError` where it is not the one of the check."""
@@ -67,7 +66,7 @@ class Fetcher:
         expected = sha256 or self.known.get(name)
         if expected and not found.startswith(expected):
             raise ValueError(f"{name} has the SHA-256 {found[:16]}..., expected {expected[:16]}...")
-        self._note(name, found)
+        self.known.setdefault(name, found)
 
     def unpacked(self, url: str, sha256: str | None, inside: str = "") -> Path:
         """The folder with what an archive of the web holds; with `inside`, with what an archive in it holds."""
@@ -87,7 +86,7 @@ class Fetcher:
             found = str(HfApi().repo_info(repo_id, repo_type=kind, revision=pinned).sha)
         if pinned and len(pinned) >= 7 and set(pinned) <= set("0123456789abcdef") and not found.startswith(pinned):
             raise ValueError(f"{name} is at commit {found[:12]}, expected {pinned[:12]}")
-        self._note(name, found)
+        self.known.setdefault(name, found)
         return found
 
     def hub_files(self, repo_id: str, pattern: str, revision: str) -> list[Path]:
@@ -132,11 +131,6 @@ class Fetcher:
         cached: dict[str, Any] = {"repo_type": kind, "revision": found.sha}
         absent = [name for name in wanted if not isinstance(try_to_load_from_cache(repo_id, name, **cached), str)]
         return sum(sizes[name] for name in absent)
-
-    def _note(self, name: str, found: str) -> None:
-        if name not in self.known:
-            self.known[name] = found
-            self.taken.append(name)
 
 
 def _open(url: str, method: str = "GET") -> Any:

@@ -74,12 +74,12 @@ class Kit:
             print(f"{name}: measured before")
         self._say_sizes(missing, fetcher)
         for check in missing:
+            before = set(fetcher.known)
             kept[check.name] = self._measured(check, rows[check.name], fetcher)
             outcomes, known = tuple(kept.values()), dict(fetcher.known)
             write_record(self.output, Results(versions=versions, machine=machine, known=known, outcomes=outcomes))
-            while fetcher.taken:
-                name = fetcher.taken.pop(0)
-                print(f"first seen, and noted: {name} {fetcher.known[name]}")
+            for name in [name for name in known if name not in before]:
+                print(f"first seen, and noted: {name} {known[name]}")
         return [kept[check.name] for check in wanted]
 
     def _measured(self, check: Check, row: str, fetcher: Fetcher) -> Outcome:
