@@ -32,7 +32,7 @@ def compare(
     plan, folder = read_plan(file), Path(output)
     if dry_run:
         certain = [(cell, rows) for cell, rows in plan.cells() if cell.method not in plan.choices]
-        missing = [cell.folder for cell, rows in plan.all_trials() + certain if not is_done(cell, folder, rows)]
+        missing = [cell.folder for cell, rows in plan.trials() + certain if not is_done(cell, folder, rows)]
         print("\n".join(missing))
         more = len(plan.cells()) - len(certain)
         more_words = f", and at least {more} whose settings are chosen" if more else ""

@@ -33,12 +33,13 @@ def report(
     for folder in runs:
         if not Path(folder).is_dir():
             raise FileNotFoundError(f"{folder} is no folder; a report is made of a folder that run has written")
-    from dulbe_peft.comparison.comparison_page import is_comparison, write_comparison_page
+    from dulbe_peft.comparison.comparison_file import COMPARISON_FILE
+    from dulbe_peft.comparison.comparison_page import write_comparison_page
     from dulbe_peft.report import read_run, write_figures, write_report
     from dulbe_peft.report.verdict import estimated, recommended
 
     folders = list({Path(folder).resolve(): folder for folder in runs}.values())
-    comparisons = [folder for folder in folders if is_comparison(folder)]
+    comparisons = [folder for folder in folders if (Path(folder) / COMPARISON_FILE).is_file()]
     if comparisons and len(folders) > 1:
         what = f"{comparisons[0]} is a comparison"
         raise ValueError(f"a page is about runs or about one comparison, and {what}: report on it alone")

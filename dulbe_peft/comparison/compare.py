@@ -41,9 +41,9 @@ def compare(
     check_outside_saved(output, "write a comparison")
     check_replaceable([output / COMPARISON_FILE, output / CSV_FILE], Comparison)
     finish = partial(_finish, output, jobs_at_once(jobs, address), backend, address, log)
-    tried = plan.all_trials()
+    tried = plan.trials()
     failed = finish(tried)
-    chosen = _choose(plan, output, log)
+    chosen = _choose(plan, tried, output, log)
     work = plan.cells(chosen)
     try:
         failed += finish(work)
@@ -79,18 +79,18 @@ def _finish(
     return failed
 
 
-def _choose(plan: Plan, output: Path, log: Callable[[str], None]) -> Chosen:
+def _choose(plan: Plan, work: Work, output: Path, log: Callable[[str], None]) -> Chosen:
     """The settings with which each row is best on held-back training images, of those of its method that it tried."""
     chosen: Chosen = {}
     for stream, method in itertools.product(plan.streams, plan.choices):
         best_for: dict[str, list[str]] = {}
+        trials = [cell for cell, _ in work if (cell.stream, cell.method) == (stream, method)]
         for row in plan.rows_of(method):
-            tried = (
-                (read_row(output / cell.folder, row, cell), values) for values, cell in plan.trials(stream, method)
-            )
-            found = [(mean_share(read.shares["last"]), values) for read, values in tried if read is not None]
+            tried = ((read_row(output / cell.folder, row, cell), cell) for cell in trials)
+            found = [(mean_share(read.shares["last"]), cell.settings) for read, cell in tried if read is not None]
             if found:  # else it needs text where the model has none, or its runs failed
-                chosen[stream, row] = max(found, key=lambda pair: pair[0])[1]
+                best = max(found, key=lambda pair: pair[0])[1]
+                chosen[stream, row] = {name: best[name] for name in plan.choices[method]}
                 best_for.setdefault(as_text(chosen[stream, row]), []).append(row.title.removeprefix(f"{method} with "))
         for values, names in best_for.items():
             log(f"{stream}, {method}: {values} is best on held-back training images for {'; '.join(names)}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dulbe_peft.comparison import comparison_plots as plots
-from dulbe_peft.comparison.comparison_file import COMPARISON_FILE, Comparison, Entry, read_comparison
+from dulbe_peft.comparison.comparison_file import Comparison, Entry, read_comparison
 from dulbe_peft.comparison.plan import Row
 from dulbe_peft.comparison.ranks import ranked
 from dulbe_peft.comparison.summary import COLUMNS, FEW, count_seeds, ordered, write_summary_csv
@@ -17,11 +17,6 @@ from dulbe_peft.report.plots import inline_svg
 from dulbe_peft.report.table import filled, write_table_latex
 from dulbe_peft.utils.settings import flat_settings
 from dulbe_peft.utils.templates import render
-
-
-def is_comparison(folder: str | os.PathLike[str]) -> bool:
-    """Whether `dulbe-peft compare` has written its table into a folder."""
-    return (Path(folder) / COMPARISON_FILE).is_file()
 
 
 def write_comparison_page(

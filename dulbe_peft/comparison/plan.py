@@ -120,20 +120,16 @@ class Plan(Scope):
                 work.append((self._cell(stream, method, seed, own, folder), rows))
         return work
 
-    def all_trials(self) -> Work:
-        """The runs that try settings out, with the rows that each serves."""
-        pairs = itertools.product(self.streams, self.choices)
-        return [(cell, self.rows_of(cell.method)) for pair in pairs for _, cell in self.trials(*pair)]
-
-    def trials(self, stream: str, method: str) -> list[tuple[dict[str, Any], Cell]]:
-        """The settings that a method may choose from on a stream, each with the run that tries it out."""
-        grid, found = self.choices[method], []
-        for combination in itertools.product(*grid.values()):
-            values = dict(zip(grid, combination, strict=True))
-            folder = f"choices/{stream}/{method}/{_folder_name(as_text(values))}"
-            more = values | {"validation_fraction": CHOICE_FRACTION}
-            found.append((values, self._cell(stream, method, self.seeds[0], more, folder)))
-        return found
+    def trials(self) -> Work:
+        """The runs that try out the settings that methods may choose from, with the rows that each serves."""
+        work = []
+        for stream, (method, grid) in itertools.product(self.streams, self.choices.items()):
+            for combination in itertools.product(*grid.values()):
+                values = dict(zip(grid, combination, strict=True))
+                folder = f"choices/{stream}/{method}/{_folder_name(as_text(values))}"
+                values["validation_fraction"] = CHOICE_FRACTION
+                work.append((self._cell(stream, method, self.seeds[0], values, folder), self.rows_of(method)))
+        return work
 
     def _cell(self, stream: str, method: str, seed: int, more: dict[str, Any], folder: str) -> Cell:
         seeds = {"seed": seed, "order_seed": seed, "draw_seed": seed}
@@ -211,7 +207,7 @@ def make_plan(content: dict[str, Any]) -> Plan:
         reference=rows[0] if file.reference is None else _reference(rows, file.reference),
         retentions={name: (_path(one.retention), *one.retention_scales) for name, one in streams if one.retention},
     )
-    for cell, _ in plan.cells() + plan.all_trials():
+    for cell, _ in plan.cells() + plan.trials():
         for name in ("model", "data"):
             if not cell.settings.get(name):
                 raise ValueError(f"stream {cell.stream!r} names no {name}")
