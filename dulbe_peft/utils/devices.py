@@ -44,20 +44,14 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def settled_precision(asked: str, learned: str | None, trains: bool, able: bool) -> Any:
-    """The precision of a learner: what is asked for, else what it learned in, else bfloat16; where there is the like.
-
-    Where it is not the one that the learner `learned` in, this is said.
-    """
-    if asked != "auto":
-        found, why = asked, "is asked for"
-    elif learned is None:
-        return "bfloat16" if able and not trains else "float32"
-    else:
-        found, why = (learned if able else "float32"), "is what there is here"
-    if learned not in (None, found):
+    """What is asked for, else what a learner `learned` in, else bfloat16 where that is fast; a change is said."""
+    if learned is None:
+        return asked if asked != "auto" else "bfloat16" if able and not trains else "float32"
+    found = asked if asked != "auto" else learned if able else "float32"
+    if found != learned and world()[0] == 0:
+        why = "is what there is here" if asked == "auto" else "is asked for"
         said = f"this learner learned in {learned}, and {found} {why}: its features are others from here on"
-        if world()[0] == 0:
-            print(f"dulbe-peft: {said}", file=sys.stderr)
+        print(f"dulbe-peft: {said}", file=sys.stderr)
     return found
 
 

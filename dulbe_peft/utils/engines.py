@@ -5,7 +5,9 @@ import threading
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -14,25 +16,25 @@ from dulbe_peft.utils.extras import installed
 
 T = TypeVar("T")
 BACKENDS = ("local", "dask", "ray")
-_MOST = 4  # things of `OncePerProcess` that a process keeps
-_kept: dict[str, Any] = {}
 _one_at_a_time = threading.Lock()
 
 
+@dataclass(frozen=True)
 class OncePerProcess(Generic[T]):
     """What `make` returns, made once in each process for all copies of this object, which pickle as `make` does."""
 
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make, self._key = make, uuid.uuid4().hex
+    make: Callable[[], T] = field(compare=False)
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __call__(self) -> T:
         with _one_at_a_time:
-            if self._key not in _kept:
-                while len(_kept) >= _MOST:
-                    del _kept[next(iter(_kept))]
-                _kept[self._key] = self._make()
-            found: T = _kept[self._key]
+            found: T = _made(self)
             return found
+
+
+@lru_cache(maxsize=4)
+def _made(once: OncePerProcess[Any]) -> Any:
+    return once.make()
 
 
 def on_engine(
@@ -43,9 +45,17 @@ def on_engine(
         yield from _on_ray(function, calls, jobs, address)
         return
     with installed(f"the engine {backend!r}"):
-        from joblib import Parallel, delayed
+        from joblib import Parallel, delayed, parallel_config
 
-    with _engine(backend, jobs, address):
+        if backend == "dask":
+            from distributed import Client
+    with ExitStack() as opened:
+        if backend == "dask":
+            where: dict[str, Any] = {"address": address} if address else {"n_workers": jobs, "threads_per_worker": 1}
+            opened.enter_context(Client(**where))
+        opened.enter_context(parallel_config("loky" if backend == "local" else backend, n_jobs=jobs))
+        opened.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "A worker stopped while some jobs", UserWarning)  # loky starts another
         work = (delayed(_numbered)(number, function, arguments) for number, arguments in enumerate(calls))
         yield from Parallel(n_jobs=jobs, batch_size=1, return_as="generator_unordered")(work)
 
@@ -81,28 +91,9 @@ def _on_ray(
             ray.shutdown()
 
 
-@contextmanager
-def _engine(backend: str, jobs: int, address: str | None) -> Iterator[None]:
-    from joblib import parallel_config
-
-    if backend == "local":
-        with warnings.catch_warnings(), parallel_config("loky", n_jobs=jobs):
-            warnings.filterwarnings("ignore", "A worker stopped while some jobs", UserWarning)  # loky starts another
-            yield
-        return
-    with installed(f"the engine {backend!r}"):
-        from distributed import Client
-    where: dict[str, Any] = {"address": address} if address else {"n_workers": jobs, "threads_per_worker": 1}
-    with Client(**where), parallel_config("dask", n_jobs=jobs):
-        yield
-
-
 def jobs_at_once(asked: int | None, address: str | None) -> int:
-    """How many of the jobs that are asked for; None: one a core, or one alone where they would share an accelerator.
-
-    On this machine they are never more than its cores; a cluster at an address has its own.
-    """
+    """How many of the jobs that are asked for: without a cluster's address never more than there are cores here."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not asked:
-        return 1 if torch.accelerator.is_available() else cores
+        return 1 if torch.accelerator.is_available() else cores  # several would share the accelerator
     return asked if address else min(asked, cores)

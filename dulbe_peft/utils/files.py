@@ -13,18 +13,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 from safetensors import SafetensorError
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what a spreadsheet may take for the beginning of a formula
-_FIRST = ("'", *_FORMULA)
 TEMPORARY_MARK = ".dulbe-tmp-"  # in the name of every temporary folder: only what has it may be cleared away
 
 
-def temporary_folder(path: Path) -> Path:
-    """A new folder beside `path`, in which its successor is written."""
-    return Path(tempfile.mkdtemp(prefix=f".{path.name}{TEMPORARY_MARK}", dir=path.parent))
+@contextmanager
+def temporary_folder(path: Path) -> Iterator[Path]:
+    """A new folder beside `path` while the block runs, in which its successor is written."""
+    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}{TEMPORARY_MARK}", dir=path.parent))
+    try:
+        yield folder
+    finally:
+        remove_temporary(folder)
 
 
 def remove_temporary(folder: Path) -> None:
@@ -83,39 +88,30 @@ def write_csv(path: str | Path, header: Sequence[str], rows: Iterable[Sequence[A
 
 def write_rows(file: IO[str], header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Write a table into an open text file, as `write_csv` does."""
-    writer = csv.writer(_Lines(file))
-    for row in chain([header], rows):
-        writer.writerow([_guarded(cell) if str(cell)[:1] in _FIRST else cell for cell in row])
 
+    def write(line: str) -> None:  # a writer that ends its lines in \n itself would not quote a cell with an \r
+        file.write(line.removesuffix("\r\n") + "\n")
 
-class _Lines:
-    """Lines ending in \\n for a writer that ends them in \\r\\n: else it would not quote a cell with an \\r."""
-
-    def __init__(self, file: IO[str]) -> None:
-        self.file = file
-
-    def write(self, line: str) -> None:
-        self.file.write(line.removesuffix("\r\n") + "\n")
+    lines: Any = SimpleNamespace(write=write)
+    csv.writer(lines).writerows(map(_guarded, row) for row in chain([header], rows))
 
 
 def read_csv(path: Path) -> list[list[str]]:
     """The rows of a table such as `write_csv` writes, the header first, without the apostrophes that it added."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         try:
-            return list(read_rows(file))
+            return [list(map(_unguarded, row)) for row in csv.reader(file)]
         except (csv.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is no CSV file in UTF-8: {error}") from error
-
-
-def read_rows(lines: Iterable[str]) -> Iterator[list[str]]:
-    """The rows that `write_rows` wrote."""
-    for row in csv.reader(lines):
-        yield [cell[1:] if cell.startswith("'") and cell != _guarded(cell) else cell for cell in row]
 
 
 def _guarded(cell: Any) -> Any:
     # A text that has apostrophes of its own before the sign gets one more, so that reading takes exactly one away.
     return f"'{cell}" if isinstance(cell, str) and cell.lstrip("'").startswith(_FORMULA) else cell
+
+
+def _unguarded(cell: str) -> str:
+    return cell[1:] if cell.startswith("'") and cell != _guarded(cell) else cell
 
 
 def is_standard_output(path: str | Path) -> bool:
@@ -150,18 +146,15 @@ def step_aside(path: Path) -> None:
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A temporary file beside `path` that takes its place when the block ends well, with the mode the umask gives.
-
-    A pipe or a device is itself what the block writes to.
-    """
+    """A temporary file beside `path` that takes its place when the block ends well, with the mode the umask gives."""
     path = Path(path)
     with write_errors(path):
-        if path.exists() and not path.is_file():
+        if path.exists() and not path.is_file():  # a pipe or a device
             yield path
             return
-        folder = temporary_folder(path.with_name(path.name[:50]))  # the longest name leaves no room for a mark
-        temporary = folder / path.name
-        try:
+        # The longest name leaves no room for a mark.
+        with temporary_folder(path.with_name(path.name[:50])) as folder:
+            temporary = folder / path.name
             temporary.touch()
             mode = temporary.stat().st_mode
             yield temporary
@@ -170,8 +163,6 @@ def replacing(path: str | Path) -> Iterator[Path]:
             sync(temporary)
             os.replace(temporary, path)
             sync(path.parent)
-        finally:
-            remove_temporary(folder)
 
 
 @contextmanager

@@ -50,6 +50,9 @@ class Manifest(Record):
     notes: dict[str, Any]
     sha256: str = ""  # of all that stands above
 
+    def digest(self) -> str:
+        return json_sha256(self.model_dump(mode="json", exclude={"sha256"}))
+
 
 def commit_folder(
     folder: Path,
@@ -79,15 +82,12 @@ def commit_folder(
 
 
 def fill_folder(folder: Path, kind: str, write: Callable[[Path], None]) -> None:
-    """Let `write` add files and a manifest to a folder; files of their names are replaced, all others stay.
-
-    The manifest goes first and comes last: a folder that was not written to its end has none.
-    """
+    """Let `write` add files and a manifest to a folder; files of their names are replaced, all others stay."""
     folder = folder.resolve()
     with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with _sealed(folder, kind, write, {}) as temporary:
-            (folder / MANIFEST).unlink(missing_ok=True)
+            (folder / MANIFEST).unlink(missing_ok=True)  # a folder that is not written to its end has none
             paths = [path for path in paths_below(temporary) if path.is_file() and path.name != MANIFEST]
             for path in (*paths, temporary / MANIFEST):
                 target = folder / path.relative_to(temporary)
@@ -148,12 +148,8 @@ def _keep(source: Path, target: Path) -> None:
 
 @contextmanager
 def _sealed(place: Path, kind: str, write: Callable[[Path], None], notes: dict[str, Any]) -> Iterator[Path]:
-    """A temporary folder that `write` has filled, while the block runs.
-
-    It has a manifest, everything has the mode the umask gives, and all of it is on the disk.
-    """
-    folder = temporary_folder(place)
-    try:
+    """A temporary folder that `write` has filled, with a manifest, the umask's modes, and all of it on the disk."""
+    with temporary_folder(place) as folder:
         write(folder)
         paths = paths_below(folder)
         files = {
@@ -164,19 +160,13 @@ def _sealed(place: Path, kind: str, write: Callable[[Path], None], notes: dict[s
         card = folder / MODEL_CARD
         digest = file_sha256(card) if card.is_file() else None
         manifest = Manifest(kind=kind, versions=library_versions(), files=files, card_sha256=digest, notes=notes)
-        write_record(folder / MANIFEST, manifest.model_copy(update={"sha256": _own_sha256(manifest)}))
+        write_record(folder / MANIFEST, manifest.model_copy(update={"sha256": manifest.digest()}))
         mask = os.umask(0)
         os.umask(mask)
         for path in [*paths, folder / MANIFEST, folder]:
             os.chmod(path, (0o777 if path.is_dir() else 0o666) & ~mask)
             sync(path)
         yield folder
-    finally:
-        remove_temporary(folder)
-
-
-def _own_sha256(manifest: Manifest) -> str:
-    return json_sha256(manifest.model_dump(mode="json", exclude={"sha256"}))
 
 
 def _put_in_place(temporary: Path, folder: Path) -> None:
@@ -254,7 +244,7 @@ def parse_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder} holds no {MANIFEST}: it was not written to its end") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(str(error)) from error
-    if manifest.sha256 != _own_sha256(manifest):
+    if manifest.sha256 != manifest.digest():
         raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the one it holds")
     return manifest
 
@@ -285,12 +275,11 @@ def file_sha256(path: Path) -> str:
 
 def library_versions() -> dict[str, str]:
     """Versions of Python and of the packages a result depends on."""
-    return {"python": platform.python_version()} | {name: _version(name) for name in _VERSIONED}
+    found = {"python": platform.python_version(), **dict.fromkeys(_VERSIONED, "not installed")}
+    for name in _VERSIONED:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = _version(name)
+    return found
 
 
-@cache  # each reads the whole description of a package, and every saved folder asks
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+_version = cache(metadata.version)  # which reads the whole description of a package, and every saved folder asks

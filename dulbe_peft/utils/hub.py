@@ -2,7 +2,7 @@
 
 import glob
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ def reached() -> Iterator[None]:
 
 def fetch(
     source: str | Path,
-    files: Iterable[str],
+    files: Sequence[str],
     revision: str | None = None,
     token: str | None = None,
     cache_dir: str | Path | None = None,
@@ -31,7 +31,6 @@ def fetch(
     """The folder of downloaded files of a repository, and the commit they are of; else a `FileNotFoundError`."""
     if isinstance(source, Path):
         raise FileNotFoundError(f"folder {str(source)!r} does not exist")
-    names = list(files)
     where = f"{source!r}" if revision is None else f"{source!r} at revision {revision!r}"
     cached = Path(cache_dir or constants.HF_HUB_CACHE, f"models--{source.replace('/', '--')}")
     if constants.HF_HUB_OFFLINE and not cached.is_dir():  # said without the client, which takes time to import
@@ -42,12 +41,12 @@ def fetch(
 
     try:
         asked: dict[str, Any] = {"revision": revision, "token": token, "cache_dir": cache_dir}
-        folder = Path(snapshot_download(source, **asked, allow_patterns=[glob.escape(name) for name in names]))
+        folder = Path(snapshot_download(source, **asked, allow_patterns=[glob.escape(name) for name in files]))
     except HFValidationError as error:
         raise FileNotFoundError(f"{source!r} is neither an existing folder nor a repository id on the Hub") from error
     except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError) as error:
         raise FileNotFoundError(f"{source!r} is no folder here, and the Hub has no {where}: {error}") from error
-    absent = [name for name in names if not (folder / name).is_file()]
+    absent = [name for name in files if not (folder / name).is_file()]
     if absent:
         raise FileNotFoundError(f"{source!r} is no folder here, and on the Hub {where} holds no {absent[0]!r}")
     return folder, folder.name  # the cache's layout: snapshots/<commit>

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -17,8 +18,8 @@ class Profile:
     clock = staticmethod(time.perf_counter)
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.waiting: dict[str, float] = {}  # of these seconds, those in which the next batch was not there yet
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.waiting: dict[str, float] = defaultdict(float)  # of these, until the next batch was there
         self._phases: list[str] = []
         self._since = 0.0
 
@@ -41,7 +42,7 @@ class Profile:
     def _switch(self) -> None:
         now = self.clock()
         if self._phases:
-            self.seconds[self._phases[-1]] = self.seconds.get(self._phases[-1], 0.0) + now - self._since
+            self.seconds[self._phases[-1]] += now - self._since
         self._since = now
 
     def batches(self, batches: Iterable[T]) -> Iterator[T]:
@@ -49,8 +50,7 @@ class Profile:
         started = time.perf_counter()
         for batch in batches:
             if self._phases:
-                phase = self._phases[-1]
-                self.waiting[phase] = self.waiting.get(phase, 0.0) + time.perf_counter() - started
+                self.waiting[self._phases[-1]] += time.perf_counter() - started
             yield batch
             started = time.perf_counter()
 
@@ -59,7 +59,7 @@ class Profile:
         total = sum(self.seconds.values())
         lines = [f"{'phase':<10}{'seconds':>9}{'share':>8}{'waiting for images':>20}"]
         for name, seconds in self.seconds.items():
-            lines.append(f"{name:<10}{seconds:9.2f}{seconds / total:8.0%}{self.waiting.get(name, 0.0):20.2f}")
+            lines.append(f"{name:<10}{seconds:9.2f}{seconds / total:8.0%}{self.waiting[name]:20.2f}")
         return "\n".join([*lines, f"{'total':<10}{total:9.2f}"])
 
 

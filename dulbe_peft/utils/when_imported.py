@@ -27,8 +27,7 @@ class _Watcher:
         if fullname != self.name:
             return None
         later = sys.meta_path[sys.meta_path.index(self) + 1 :]  # the earlier ones have been asked
-        others = (finder.find_spec(fullname, path, target) for finder in later)
-        spec = next((found for found in others if found is not None), None)
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in later)), None)
         if spec is None or spec.loader is None:
             return spec
         run = spec.loader.exec_module

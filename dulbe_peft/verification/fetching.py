@@ -17,7 +17,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from dulbe_peft.utils.files import remove_temporary, replacing, temporary_folder
+from dulbe_peft.utils.files import replacing, temporary_folder
 from dulbe_peft.utils.folders import file_sha256
 from dulbe_peft.utils.hub import is_repo_id, reached
 
@@ -159,19 +159,17 @@ def unpack(archive: Path, folder: Path) -> Path:
     """The content of a tar or zip file in a folder, whole or not there."""
     if folder.is_dir():
         return folder
-    temporary = temporary_folder(folder)
     try:
-        if tarfile.is_tarfile(archive):
-            with tarfile.open(archive) as tar:
-                tar.extractall(temporary, filter="data")
-        elif zipfile.is_zipfile(archive):
-            with zipfile.ZipFile(archive) as zipped:  # of which nothing leaves the folder either
-                zipped.extractall(temporary)
-        else:
-            raise ValueError(f"{archive} is neither a tar nor a zip file")
-        shutil.move(temporary, folder)
+        with temporary_folder(folder) as temporary:
+            if tarfile.is_tarfile(archive):
+                with tarfile.open(archive) as tar:
+                    tar.extractall(temporary, filter="data")
+            elif zipfile.is_zipfile(archive):
+                with zipfile.ZipFile(archive) as zipped:  # of which nothing leaves the folder either
+                    zipped.extractall(temporary)
+            else:
+                raise ValueError(f"{archive} is neither a tar nor a zip file")
+            shutil.move(temporary, folder)
     except (tarfile.TarError, zipfile.BadZipFile, EOFError) as error:
         raise ValueError(f"{archive} cannot be unpacked: {error}") from error
-    finally:
-        remove_temporary(temporary)
     return folder
