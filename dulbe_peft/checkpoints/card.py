@@ -26,44 +26,10 @@ def model_card(
     source = repo_id or "path/to/this/folder"
     count = f"{len(state.class_names)} classes in {len(state.tasks)} task{'s' * (len(state.tasks) != 1)}"
     title = source.rpartition("/")[2] if repo_id else f"A learner of {count}"
-    base = state.base_name[0]
-    measured = results if results and results.get("classifiers") else None
-    rows = [] if measured is None else result_rows(measured)
-    settings: dict[str, Any] = {
-        "strategy": {"name": state.strategy.name, **state.strategy.settings()},
-        "arguments": state.args.portable(),
-        "classifiers": {name: classifier.settings() for name, classifier in state.classifiers.items()},
-    }
-    if state.config is not None:
-        plain = state.config.to_dict()
-        settings["adapter"] = {field.name: plain[field.name] for field in fields(AdapterSettings)}
-    return render(
-        "learner.md",
-        header=_header(state, title, count, measured, dataset_name),
-        title=title,
-        encoder=encoder_of(state.base).title,
-        count=count,
-        state=state,
-        memory=statistics and state.memory,
-        base=base,
-        base_on_hub=is_repo_id(base),
-        source=repr(source),
-        model_type=None if state.adapter is None else type(state.base).__name__,
-        base_source=repr(base),
-        classifier_type=type(state.classifier).__name__,
-        tasks=[json.dumps(list(task), ensure_ascii=False) for task in state.tasks],
-        results=[(n, percent(b["average_accuracy"], 2), percent(b["last_accuracy"], 2)) for n, b in rows],
-        dataset_name=dataset_name,
-        settings=json.dumps(settings, indent=2, ensure_ascii=False),
-    )
-
-
-def _header(
-    state: LearnerState, title: str, count: str, results: dict[str, Any] | None, dataset_name: str | None
-) -> str:
-    """What the Hub reads: a YAML block, with the first classifier's accuracies."""
-    base = state.base_name[0]
-    figures = {} if results is None else results["classifiers"][answering(results["classifiers"])]
+    base, kind = state.base_name[0], state.base.config.model_type
+    base_on_hub = is_repo_id(base)
+    rows = result_rows(results) if results and results.get("classifiers") else []
+    figures = dict(rows)[answering(results["classifiers"])] if results and rows else {}
     measured = [
         EvalResult(
             task_type="image-classification",
@@ -77,13 +43,38 @@ def _header(
         for metric, key in (("A_bar", "average_accuracy"), ("A_last", "last_accuracy"))
         if figures.get(key) is not None
     ]
-    kind = state.base.config.model_type
-    data = ModelCardData(
-        base_model=base if is_repo_id(base) else None,
+    header = ModelCardData(
+        base_model=base if base_on_hub else None,
         library_name="dulbe_peft",
         pipeline_tag="image-classification",
         tags=["class-incremental-learning", kind, "continual-learning", "dulbe", "dulbe_peft"],
         model_name=title if measured else None,
         eval_results=measured or None,
     )
-    return data.to_yaml().strip()
+    settings: dict[str, Any] = {
+        "strategy": {"name": state.strategy.name, **state.strategy.settings()},
+        "arguments": state.args.portable(),
+        "classifiers": {name: classifier.settings() for name, classifier in state.classifiers.items()},
+    }
+    if state.config is not None:
+        plain = state.config.to_dict()
+        settings["adapter"] = {field.name: plain[field.name] for field in fields(AdapterSettings)}
+    return render(
+        "learner.md",
+        header=header.to_yaml().strip(),
+        title=title,
+        encoder=encoder_of(state.base).title,
+        count=count,
+        state=state,
+        memory=statistics and state.memory,
+        base=base,
+        base_on_hub=base_on_hub,
+        source=repr(source),
+        model_type=None if state.adapter is None else type(state.base).__name__,
+        base_source=repr(base),
+        classifier_type=type(state.classifier).__name__,
+        tasks=[json.dumps(list(task), ensure_ascii=False) for task in state.tasks],
+        results=[(n, percent(b["average_accuracy"], 2), percent(b["last_accuracy"], 2)) for n, b in rows],
+        dataset_name=dataset_name,
+        settings=json.dumps(settings, indent=2, ensure_ascii=False),
+    )

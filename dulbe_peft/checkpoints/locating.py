@@ -3,10 +3,11 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from dulbe_peft.checkpoints import layout
 from dulbe_peft.checkpoints.layout import LEARNER_FILE
-from dulbe_peft.utils import folders
+from dulbe_peft.utils import folders, hub
 from dulbe_peft.utils.folders import MANIFEST, CheckpointError
 
 READABLE = {".safetensors", ".json", ".txt", ".jinja", ".model", ".csv"}
@@ -17,7 +18,7 @@ def check_there(source: str) -> None:
     """Raise what `locate` raises where there is no learner at all; whether it is whole is not looked at."""
     folder = Path(source)
     if not source or not folder.is_dir():
-        _fetched(source, None, None, None)
+        _fetched(source)
     elif not (folder / MANIFEST).exists() and not layout.task_folders(folder):
         _newest_task(folder)
 
@@ -31,24 +32,18 @@ def locate(
         if (folder / MANIFEST).exists():
             return folder, folders.read_manifest(folder), None
         return *_newest_task(folder), None
-    from dulbe_peft.utils import hub
-
     folder, commit = _fetched(source, revision, token, cache_dir)
     hub.fetch(source, sorted(listed(folder, folders.parse_manifest(folder))), commit, token, cache_dir)
     return folder, folders.read_manifest(folder), {"repo_id": str(source), "commit": commit}
 
 
-def _fetched(
-    source: str | Path, revision: str | None, token: str | None, cache_dir: str | Path | None
-) -> tuple[Path, str]:
+def _fetched(source: str | Path, *where: Any) -> tuple[Path, str]:
     """The folder with the manifest of a learner on the Hub, and its commit."""
     if not str(source):
         raise ValueError("the folder or repository to load is '', expected its path or id")
     if Path(source).exists():
         raise CheckpointError(f"{source} is a file and no saved learner: {_EXPECTED}")
-    from dulbe_peft.utils import hub
-
-    return hub.fetch(source, [MANIFEST], revision, token, cache_dir)
+    return hub.fetch(source, [MANIFEST], *where)
 
 
 def listed(folder: Path, manifest: folders.Manifest) -> set[str]:

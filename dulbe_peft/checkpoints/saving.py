@@ -1,6 +1,5 @@
 """A learner written as one folder, here or on the Hub: adapter, classifiers, memory, processor, settings, card."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils import hub
 from dulbe_peft.utils.files import read_json, write_json
-from dulbe_peft.utils.folders import MODEL_CARD, commit_folder, fill_folder
+from dulbe_peft.utils.folders import MODEL_CARD, commit_folder
 from dulbe_peft.utils.processes import on_main_process
 from dulbe_peft.utils.records import write_record
 from dulbe_peft.utils.tensors import write_tensors
@@ -41,16 +40,6 @@ def save(state: LearnerState, folder: Path) -> None:
     if folder.resolve() in (Path.cwd(), *Path.cwd().parents):
         raise FileExistsError(f"{str(folder)!r} is the current folder, or above it: choose a folder inside it to save")
     on_main_process(partial(commit_folder, folder, "learner", partial(write, state)))
-
-
-def write_into(state: LearnerState, folder: Path, more: Callable[[Path], None]) -> None:
-    """Write a learner, and what `more` writes, into a folder that may hold other files, such as checkpoints."""
-
-    def fill(temporary: Path) -> None:
-        write(state, temporary)
-        more(temporary)
-
-    fill_folder(folder, "learner", fill)
 
 
 def write(

@@ -26,6 +26,7 @@ from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.batches import EpochLoader, Order, WholeBatches, collated
 from dulbe_peft.training.state import LearnerState, set_adapter_state
 from dulbe_peft.training.trainer import TaskTrainer
+from dulbe_peft.utils.folders import fill_folder
 from dulbe_peft.utils.processes import raise_in_all, sum_over_processes, world
 from dulbe_peft.utils.tensors import read_tensors
 
@@ -255,13 +256,13 @@ class DualModeTrainer(Trainer):
         While a task is trained, it is a checkpoint, with which `train(resume_from_checkpoint=...)` goes on.
         """
         if self.args.should_save:
-            saving.write_into(self.learner.state, Path(output_dir or self.args.output_dir or "."), self._write_task)
+            fill_folder(Path(output_dir or self.args.output_dir or "."), "learner", self._write_learner)
 
-    def _write_task(self, folder: Path) -> None:
-        if self._task is None:
-            return
-        tensors = {"teacher": self._task.teacher, "old_text": self._task.old_text}
-        unfinished.write(folder, self._task.images.images, self._looks, tensors)
+    def _write_learner(self, folder: Path) -> None:
+        saving.write(self.learner.state, folder)
+        if self._task is not None:
+            tensors = {"teacher": self._task.teacher, "old_text": self._task.old_text}
+            unfinished.write(folder, self._task.images.images, self._looks, tensors)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: `save_model` writes a card of its own."""
