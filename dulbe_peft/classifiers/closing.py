@@ -54,17 +54,16 @@ def linear_map(before: Tensor, after: Tensor, ridge: float = 0.03) -> Tensor:
 def learn_task(
     classifiers: Mapping[str, Classifier],
     closing: ClosingPass,
-    texts: Tensor | None,
     drift: str = "none",
     text_embeds: str = "current",
     phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, Classifier]:
     """Every classifier with the task's classes; the given ones stay as they are.
 
-    `drift` and `text_embeds` are as in `LearnerArguments`; `texts`, (C_seen, d), are of now. `phase` times each one.
+    `drift` and `text_embeds` are as in `LearnerArguments`. `phase` times each one.
     """
     made = {name: classifier.fork() for name, classifier in classifiers.items()}
-    old = len(next(iter(made.values())).class_names)
+    old, texts = len(next(iter(made.values())).class_names), closing.texts
     map_ = None
     if drift == "linear" and old and closing.before is not None:
         map_ = linear_map(closing.before, closing.features)

@@ -201,7 +201,7 @@ class TaskDrift:
 def drift_by_task(tasks: Sequence[TaskFeatures]) -> list[TaskDrift]:
     """How far each task after the first one moved the features of what was learned before."""
     rows = []
-    prototypes = [_class_means(tasks[0].closing.features, tasks[0].closing.labels)] if tasks else []
+    prototypes = [_class_means(task.closing.features, task.closing.labels) for task in tasks]
     for number, (earlier, task) in enumerate(itertools.pairwise(tasks), 2):
         closing = task.closing
         figures: dict[str, float] = {}
@@ -209,13 +209,22 @@ def drift_by_task(tasks: Sequence[TaskFeatures]) -> list[TaskDrift]:
         if closing.before is not None:
             figures["own"] = float(cosines(closing.before, closing.features).mean())
             moved = linear_map(closing.before, closing.features)
-            stored = torch.cat(prototypes)
+            stored = torch.cat(prototypes[: number - 1])
             figures["foretold"] = float(cosines(stored, stored @ moved).mean())
         old = old_test_features(earlier, task)
         if old is not None:
-            figures |= _old_figures(*old, earlier.texts, len(tasks[0].closing.class_names), moved)
+            before, after, truth = old
+            were, are = _class_means(before, truth), _class_means(after, truth)
+            figures |= {"old": float(cosines(before, after).mean()), "means": float(cosines(were, are).mean())}
+            if moved is not None:
+                figures["mapped"] = float(cosines(are, were @ moved).mean())
+            if earlier.closing.texts is not None:
+                texts, first = earlier.closing.texts.double(), len(tasks[0].closing.class_names)
+                figures["coordinates"] = float(coordinate_drift(before, after, texts[:first]).mean())
+                kept = rank_similarity(were @ texts.T, are @ texts.T).nanmean()
+                if not kept.isnan():  # as with a single name
+                    figures["ranks"] = float(kept)
         rows.append(TaskDrift(number, **figures))
-        prototypes.append(_class_means(closing.features, closing.labels))
     return rows
 
 
@@ -229,26 +238,6 @@ def old_test_features(
     truth = torch.cat([earlier.tests[number][1] for number in common])
     before, after = (torch.cat([task.tests[number][0] for number in common]) for task in (earlier, later))
     return (before, after, truth) if len(truth) else None
-
-
-def _old_figures(
-    before: torch.Tensor,
-    after: torch.Tensor,
-    truth: torch.Tensor,
-    texts: torch.Tensor | None,
-    first: int,
-    moved: torch.Tensor | None,
-) -> dict[str, float]:
-    old, new = _class_means(before, truth), _class_means(after, truth)
-    figures = {"old": float(cosines(before, after).mean()), "means": float(cosines(old, new).mean())}
-    if moved is not None:
-        figures["mapped"] = float(cosines(new, old @ moved).mean())
-    if texts is not None:
-        figures["coordinates"] = float(coordinate_drift(before, after, texts[:first]).mean())
-        kept = rank_similarity(old @ texts.double().T, new @ texts.double().T).nanmean()
-        if not kept.isnan():  # as with a single name
-            figures["ranks"] = float(kept)
-    return figures
 
 
 def _class_means(features: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

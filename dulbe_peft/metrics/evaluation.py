@@ -57,31 +57,38 @@ def evaluate_features(
 ) -> Evaluation:
     """Ask every classifier, and the two baselines, about the same features, (n, d), with classes `truth`, (n,)."""
     prototypes = {} if "prototype" in classifiers else {"class_means": "visual_prototypes"}
-    rows: dict[str, torch.Tensor] = {}
+    baselines: dict[str, torch.Tensor] = {}
     for name, attribute in {"text": "text_embeds", **prototypes}.items():
         kept: Any = next((getattr(c, attribute) for c in classifiers.values() if hasattr(c, attribute)), None)
         if kept is not None:
-            rows[name] = kept.to(features)
-    said: dict[str, list[torch.Tensor]] = {name: [] for name in classifiers}
-    beside: dict[str, list[torch.Tensor]] = {name: [] for name in rows}  # `text` may be among both
-    sure, first = [], answering(classifiers)
-    for part in features.split(max(1, MOST_SCORES // len(class_names))):
-        for name, classifier in classifiers.items():
-            scores = classifier(part)
-            said[name].append(scores.argmax(dim=1).cpu())
-            if name == first:
-                sure.append((scores / classifier.temperature).softmax(dim=1).amax(dim=1).float().cpu())
-        for name, kept in rows.items():
-            beside[name].append((part @ kept.T).argmax(dim=1).cpu())
+            baselines[name] = nearest(features, kept.to(features))
+    said = {name: answers(classifier, features) for name, classifier in classifiers.items()}
     return Evaluation(
         class_names=tuple(class_names),
         images=tuple(images),
         truth=truth.cpu(),
-        classifiers={name: torch.cat(parts) for name, parts in said.items()},
-        baselines={name: torch.cat(parts) for name, parts in beside.items()},
-        probability=torch.cat(sure),
+        classifiers={name: predicted for name, (predicted, _) in said.items()},
+        baselines=baselines,
+        probability=said[answering(classifiers)][1],
         features=features.cpu(),
     )
+
+
+def answers(classifier: Classifier, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The class that each of the features, (n, d), is taken for, and its calibrated probability; both on the CPU."""
+    parts = []
+    for part in features.split(max(1, MOST_SCORES // len(classifier.class_names))):
+        scores = classifier(part)
+        sure = (scores / classifier.temperature).softmax(dim=1).amax(dim=1)
+        parts.append((scores.argmax(dim=1).cpu(), sure.float().cpu()))
+    predicted, probability = map(torch.cat, zip(*parts, strict=True))
+    return predicted, probability
+
+
+def nearest(features: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The number of the row, (C, d), that is most similar to each of the features, (n, d); on the CPU."""
+    parts = features.split(max(1, MOST_SCORES // len(rows)))
+    return torch.cat([(part @ rows.T).argmax(dim=1).cpu() for part in parts])
 
 
 def write_predictions(path: Path, tasks: Mapping[int, Evaluation]) -> None:

@@ -13,12 +13,13 @@ import torch
 
 from dulbe_peft.classifiers import Classifier, make_classifier
 from dulbe_peft.classifiers.closing import ClosingPass, learn_task
+from dulbe_peft.metrics.evaluation import answers
 from dulbe_peft.utils.devices import own_randomness
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
 
 FEATURES_FOLDER = "features"
 SUFFIX = ".safetensors"
-_CLOSING = ("features", "labels", "before", "views")  # tensors of a closing pass
+_CLOSING = ("features", "labels", "before", "views", "texts")  # tensors of a closing pass
 _EACH_TEXT = ("each text", "class of each text")
 _FORMAT = "dulbe_peft task features 1"
 
@@ -27,14 +28,13 @@ _FORMAT = "dulbe_peft task features 1"
 class TaskFeatures:
     """What the classifiers see of one task, and what it is tested on."""
 
-    closing: ClosingPass
-    texts: torch.Tensor | None  # (C_seen, d), of all seen classes by the model after the task; None without text
+    closing: ClosingPass  # its texts are by the model after the task, also where no classifier needs them
     # A task's number from 1 -> features of its test images by this model, (n, d), and their classes, (n,).
     tests: dict[int, tuple[torch.Tensor, torch.Tensor]]
 
     def write(self, path: Path) -> None:
         closing = self.closing
-        kept = {name: getattr(closing, name) for name in _CLOSING} | {"texts": self.texts}
+        kept = {name: getattr(closing, name) for name in _CLOSING}
         kept |= zip(_EACH_TEXT, closing.each_text or (), strict=False)
         for number, (features, truth) in self.tests.items():
             kept |= {f"test {number}": features, f"truth {number}": truth}
@@ -55,7 +55,7 @@ class TaskFeatures:
             tests = {number: (tensors[f"test {number}"], tensors[f"truth {number}"]) for number in numbers}
         except (KeyError, ValueError, TypeError) as error:
             raise ValueError(f"{path} is not as a run writes it: {error!r}") from error
-        return cls(closing, tensors.get("texts"), tests)
+        return cls(closing, tests)
 
 
 def read_features(run: str | Path) -> list[TaskFeatures]:
@@ -95,12 +95,12 @@ def learn_from_features(
         raise ValueError("drift is 'linear', but the features before each task were not kept: train with drift linear")
     name = spec.partition(":")[0]
     made = {name: make_classifier(spec, tasks[0].closing.features.shape[1], logit_scale)}
-    if made[name].needs_text and any(task.texts is None for task in tasks):
+    if made[name].needs_text and any(task.closing.texts is None for task in tasks):
         raise ValueError(f"the classifier {name!r} needs text, and the model of this stream has no text tower")
     found = []
     for index, task in enumerate(tasks):
         with own_randomness(seed, index):
-            made = learn_task(made, task.closing, task.texts, drift, text_embeds)
+            made = learn_task(made, task.closing, drift, text_embeds)
         found.append(_answers(made[name], task))
     return found, made[name]
 
@@ -110,7 +110,5 @@ def _answers(classifier: Classifier, task: TaskFeatures) -> Answers:
     parts = [Answers(nothing, nothing, nothing.float(), nothing)]
     # Task by task, as a run asks: a product of matrices is not rounded alike in batches of another size.
     for number, (features, truth) in task.tests.items():
-        logits = classifier(features)
-        best = (logits / classifier.temperature).softmax(dim=1).amax(dim=1)
-        parts.append(Answers(truth, logits.argmax(dim=1), best, torch.full((len(truth),), number)))
+        parts.append(Answers(truth, *answers(classifier, features), torch.full((len(truth),), number)))
     return Answers(*map(torch.cat, zip(*(vars(part).values() for part in parts), strict=True)))

@@ -17,23 +17,21 @@ def doubtful_labels(
     `features` are (n, d), `texts` (classes, d). `bayes` judges each fifth of the images after
     it has learned the others. An image that is alone in its class is not judged: nothing else shows the class.
     """
-    from sklearn.model_selection import StratifiedKFold
+    from sklearn.model_selection import StratifiedKFold, cross_val_predict
 
     counts = np.bincount(labels)
     places = np.flatnonzero(counts[labels] > 1)
     if (counts > 1).sum() < 2:
         return []
-    X, y = features[places], labels[places]
-    found: list[tuple[int, int, float]] = []
-    given: dict[Hashable, np.ndarray] = {} if texts is None else dict(enumerate(texts))
+    classes, own = np.unique(labels[places], return_inverse=True)
+    given: dict[Hashable, np.ndarray] = {} if texts is None else dict(enumerate(texts[classes]))
     made = FeatureClassifier("bayes", texts=given, logit_scale=logit_scale)
     folds = StratifiedKFold(min(FOLDS, counts.max()), shuffle=True, random_state=0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The least populated class", UserWarning)  # it is in most folds all the same
-        for learned, judged in folds.split(X, y):
-            probabilities = made.fit(X[learned], y[learned]).predict_proba(X[judged])
-            best = made.classes_[probabilities.argmax(axis=1)]
-            own = probabilities[np.arange(len(judged)), np.searchsorted(made.classes_, y[judged])]
-            doubted = best != y[judged]
-            found += zip(places[judged[doubted]].tolist(), best[doubted].tolist(), own[doubted].tolist(), strict=True)
+        probabilities = cross_val_predict(made, features[places], own, cv=folds, method="predict_proba")
+    best = probabilities.argmax(axis=1)
+    doubted = np.flatnonzero(best != own)
+    columns = places[doubted], classes[best[doubted]], probabilities[doubted, own[doubted]]
+    found = zip(*(column.tolist() for column in columns), strict=True)
     return sorted(found, key=lambda row: (row[2], row[0]))

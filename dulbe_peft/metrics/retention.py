@@ -11,24 +11,24 @@ from typing import Any
 import torch
 
 from dulbe_peft.data.images import named_images
-from dulbe_peft.metrics.evaluation import MOST_SCORES
+from dulbe_peft.metrics.evaluation import nearest
 from dulbe_peft.utils.checks import check_number
 
 Tests = Sequence[tuple[Any, Sequence[str]]]
+Encoded = tuple[torch.Tensor, torch.Tensor]
 
 
 def seen_accuracies(learner: Any, tests: Tests) -> list[float | None]:
     """A_t, t = 1, 2, ...: accuracy on the first t test sets together, among their classes, by the model as it is."""
     text, encoded = _encoded(learner, tests)
     seen = itertools.accumulate(len(names) for _, names in tests)
-    parts = [[part for part in encoded[:count] if part is not None] for count in range(1, len(tests) + 1)]
-    return [_accuracy(known, text[:classes]) for known, classes in zip(parts, seen, strict=True)]
+    return [_accuracy(encoded[:count], text[:classes]) for count, classes in enumerate(seen, 1)]
 
 
 def each_accuracy(learner: Any, tests: Tests) -> list[float | None]:
     """Accuracy on each test set, among the classes of all of them, by the model as it is; None without images."""
     text, encoded = _encoded(learner, tests)
-    return [_accuracy([] if part is None else [part], text) for part in encoded]
+    return [_accuracy([part], text) for part in encoded]
 
 
 def zero_shot_retention(
@@ -66,28 +66,22 @@ def zero_shot_retention(
 
 
 @torch.no_grad()
-def _encoded(learner: Any, tests: Tests) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor] | None]]:
+def _encoded(learner: Any, tests: Tests) -> tuple[torch.Tensor, list[Encoded | None]]:
     """Text embeddings of all classes, (C, d), and of each test set its features, (n, d), and labels among them."""
     text = learner.text_embeds([name for _, names in tests for name in names])
-    encoded: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+    encoded: list[Encoded | None] = [None] * len(tests)
     first = 0
-    for dataset, names in tests:
-        if dataset is None or not names:
-            encoded.append(None)
-        else:
+    for number, (dataset, names) in enumerate(tests):
+        if dataset is not None and names:
             images = named_images(dataset, names)
-            labels = torch.as_tensor(images.labels) + first
-            encoded.append((learner.image_embeds(images), labels.to(text.device)))
+            encoded[number] = learner.image_embeds(images), torch.as_tensor(images.labels) + first
         first += len(names)
     return text, encoded
 
 
-def _accuracy(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], text: torch.Tensor) -> float | None:
+def _accuracy(parts: Sequence[Encoded | None], text: torch.Tensor) -> float | None:
     """The share of features, (n, d), whose nearest text is that of their label, (n,); None without any."""
     found: list[bool] = []
-    for features, labels in parts:
-        for rows, own in zip(
-            *(each.split(max(1, MOST_SCORES // len(text))) for each in (features, labels)), strict=True
-        ):
-            found += ((rows @ text.T).argmax(dim=1) == own).tolist()
+    for features, labels in filter(None, parts):
+        found += (nearest(features, text) == labels).tolist()
     return sum(found) / len(found) if found else None

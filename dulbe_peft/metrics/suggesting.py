@@ -4,7 +4,7 @@ Where a classifier expects to be wrong more often than right, the right class is
 least sure of is odd rather than useful. Then the second half is drawn at random.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -36,18 +36,12 @@ class Suggestion:
 
 @torch.no_grad()
 def suggestions(features: Tensor, count: int, classifier: Classifier | None = None, seed: int = 0) -> list[Suggestion]:
-    """At most `count` images to label, the best first, of which no two are copies.
+    """At most `count` images to label, the best first, of which no two are copies; `features`, (n, d), are unit.
 
     Without a classifier, or with one that has learned nothing: the middles of `count` clusters, the largest first.
     Else in turn the middle of a cluster in which no learned class lies, and the image whose two best classes are
     closest, or any image where the classifier expects to be wrong more often than right. Where many images are novel,
     the clusters are theirs.
-
-    Args:
-        features: unit features, (n, d), of images that have not been learned.
-        count: at least 1.
-        classifier: the one that answers.
-        seed: of the clusters.
 
     Reference:
         Hacohen et al., "Active Learning on a Budget: Opposite Strategies Suit High and Low Budgets", 2022, for the
@@ -56,17 +50,13 @@ def suggestions(features: Tensor, count: int, classifier: Classifier | None = No
     count = min(check_int("count", count, 1), len(features))
     every = np.arange(len(features))
     if classifier is None or not classifier.class_names:
-        return _apart(features, [Suggestion(*one) for one in _typical(features, every, count, seed=seed)], count)
+        return _apart(features, _typical(features, every, count, seed=seed), count)
     values, places = classifier.probabilities(features).topk(min(2, len(classifier.class_names)), dim=1)
     novelty, novel = classifier.novelty(features).tolist(), _novel(classifier, features)
     margin = (values[:, 0] - values[:, -1]).cpu().numpy()
     many = novel.sum() > MANY * LOST * len(novel)
-    learned = None if many else distances(classifier)
     names = [[classifier.class_names[place] for place in row] for row in places.tolist()]
-
-    def suggestion(row: int, reason: str, group: int | None = None) -> Suggestion:
-        return Suggestion(row, reason, group, "" if novel[row] else names[row][0], novelty[row])
-
+    learned = None if many else distances(classifier)
     means = None if learned is None else F.normalize(learned.means, dim=1)
     kind = "unlike anything learned" if many else "typical"
     typical = _typical(features, every[novel] if many else every, -(-count // 2), means, kind, seed)
@@ -74,12 +64,15 @@ def suggestions(features: Tensor, count: int, classifier: Classifier | None = No
     knows = float(values[:, 0].mean()) >= KNOWS if len(values) else True
     order = margin.argsort(kind="stable") if knows else np.random.default_rng(seed).permutation(every)
     for number, row in enumerate(order.tolist()):
-        turns += [suggestion(*one) for one in typical[number : number + 1]]
+        turns += typical[number : number + 1]
         shares = [f"{name} {share:.0%}" for name, share in zip(names[row], values[row].tolist(), strict=True)]
-        turns.append(suggestion(row, f"{'unsure' if knows else 'at random'}: {' or '.join(shares)}"))
+        turns.append(Suggestion(row, f"{'unsure' if knows else 'at random'}: {' or '.join(shares)}"))
         if len(turns) > 4 * count:
             break
-    return _apart(features, turns, count)
+    return [
+        replace(one, proposed="" if novel[one.row] else names[one.row][0], novelty=novelty[one.row])
+        for one in _apart(features, turns, count)
+    ]
 
 
 def _novel(classifier: Classifier, features: Tensor) -> np.ndarray:
@@ -98,8 +91,8 @@ def _typical(
     learned: Tensor | None = None,
     kind: str = "typical",
     seed: int = 0,
-) -> list[tuple[int, str, int]]:
-    """Row, reason and number of the middle image of clusters, the largest first, of those with no `learned` mean."""
+) -> list[Suggestion]:
+    """The middle images of clusters, the largest first, of those with no `learned` mean."""
     with installed("choosing images to label"):
         from sklearn.cluster import MiniBatchKMeans
 
@@ -112,12 +105,12 @@ def _typical(
     made = MiniBatchKMeans(clusters, random_state=seed, n_init=1, batch_size=4096).fit(rows)
     sizes = np.bincount(made.labels_, minlength=clusters)
     covered = np.bincount(made.predict(means), minlength=clusters) if len(means) else np.zeros(clusters, dtype=int)
-    found: list[tuple[int, str, int]] = []
+    found: list[Suggestion] = []
     for cluster in sorted(np.flatnonzero(sizes).tolist(), key=lambda one: (covered[one] > 0, -sizes[one])):
         own = np.flatnonzero(made.labels_ == cluster)
         middle = own[np.linalg.norm(rows[own] - rows[own].mean(axis=0), axis=1).argmin()]
         alike = f"{kind}, with {sizes[cluster] - 1} more alike" if sizes[cluster] > 1 else f"{kind}, like no other"
-        found.append((int(taken[middle]), alike, len(found) + 1))
+        found.append(Suggestion(int(taken[middle]), alike, len(found) + 1))
     return found[:count]
 
 

@@ -104,11 +104,11 @@ def _arrow_figures(tasks: Sequence[TaskFeatures]) -> dict[str, Any]:
     found = {}
     for number, (earlier, task) in enumerate(itertools.pairwise(tasks), 2):
         first = len(tasks[0].closing.class_names)
-        old = diagnostics.old_test_features(earlier, task)
-        if old is None or earlier.texts is None or first < 2:
+        old, texts = diagnostics.old_test_features(earlier, task), earlier.closing.texts
+        if old is None or texts is None or first < 2:
             continue
         before, after, truth = old
-        places = diagnostics.coordinate_plane(before[truth < first], after[truth < first], earlier.texts[:first])
+        places = diagnostics.coordinate_plane(before[truth < first], after[truth < first], texts[:first])
         if len(places[0]):
             chosen = slice(None, None, -(-len(places[0]) // _MOST_ARROWS))
             found[f"drift-task-{number:03d}"] = arrow_figure(places[0][chosen], places[1][chosen])

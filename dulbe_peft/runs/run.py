@@ -243,15 +243,14 @@ class Run:
 
     def write_features(self) -> None:
         """Write the newest task's features; before the commit, so that no finished task is without them."""
-        learner, closing, texts = self.learner, self.learner.closing, self.learner.closing.texts
-        if texts is None and has_text(learner.state.base):
-            texts = learner.text_embeds(learner.class_names)
+        learner, closing = self.learner, self.learner.closing
+        if closing.texts is None and has_text(learner.state.base):
             each = learner.encoder.each_text_embeds(closing.class_names, learner.state.class_texts)
-            closing = replace(closing, each_text=each)
+            closing = replace(closing, texts=learner.text_embeds(learner.class_names), each_text=each)
         tests = {number: (found.features, found.truth) for number, found in self.evaluations.items()}
         file = self.output / FEATURES_FOLDER / f"{self.newest.name}{SUFFIX}"
         file.parent.mkdir(parents=True, exist_ok=True)
-        on_main_process(partial(TaskFeatures(closing, texts, tests).write, file))
+        on_main_process(partial(TaskFeatures(closing, tests).write, file))
 
     def write_entries(self) -> None:
         """Write the files with an entry for each task: times, and where its data came from."""

@@ -63,7 +63,7 @@ def learned(trainer: TaskTrainer) -> tuple[LearnerState, TaskRecord, ClosingPass
             texts = torch.cat([*_old_texts(state, encoder), mean_texts(len(names), *each)])
         closing = ClosingPass(names, features, labels, before, texts, each, views)
         how = (state.args.drift, state.args.text_embeds, encoder.profile.phase)
-        classifiers = learn_task(state.classifiers, closing, texts, *how)
+        classifiers = learn_task(state.classifiers, closing, *how)
     bridge = classifiers.get("bridge")
     if isinstance(bridge, BridgeEnsembleHead):
         trainer.record.expected_depth = float(bridge.expected_depth()[-len(names) :].mean())

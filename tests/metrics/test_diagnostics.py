@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -116,9 +117,9 @@ def stream(*moves):
     for t, move in enumerate([torch.eye(6), *moves]):
         images = F.normalize(centres[[2 * t, 2 * t + 1]].repeat(4, 1) + 0.3 * unit(8, 6), dim=1)
         before, turn = images @ turn, turn @ move
-        closing = ClosingPass((f"{t}a", f"{t}b"), images @ turn, labels, before)
+        closing = ClosingPass((f"{t}a", f"{t}b"), images @ turn, labels, before, texts[: 2 * (t + 1)])
         found = {s + 1: (tests[s] @ turn, labels + 2 * s) for s in range(t + 1)}
-        tasks.append(TaskFeatures(closing, texts[: 2 * (t + 1)], found))
+        tasks.append(TaskFeatures(closing, found))
     return tasks
 
 
@@ -136,7 +137,7 @@ def test_drift_of_a_stream_equals_loops_over_classes():
     after = torch.cat([task.tests[n][0] for n in (1, 2)]).double()
     truth = torch.cat([task.tests[n][1] for n in (1, 2)])
     assert last.old == pytest.approx(float((before * after).sum(dim=1).mean()), abs=1e-6)
-    first = earlier.texts[:2].double()
+    first = earlier.closing.texts[:2].double()
     assert last.coordinates == pytest.approx(float(((after - before) @ first.T).norm(dim=1).mean()), abs=1e-6)
     matrix = linear_map(task.closing.before, task.closing.features)
     means, mapped, ranks, foretold = [], [], [], []
@@ -144,7 +145,7 @@ def test_drift_of_a_stream_equals_loops_over_classes():
         old, new = (F.normalize(part[truth == c].mean(dim=0), dim=0) for part in (before, after))
         means.append(float(old @ new))
         mapped.append(float(new @ F.normalize(old @ matrix, dim=0)))
-        texts = earlier.texts.double()
+        texts = earlier.closing.texts.double()
         ranks.append(spearmanr(texts @ old, texts @ new).statistic)
         closing = tasks[c // 2].closing
         stored = F.normalize(closing.features[closing.labels == c % 2].double().mean(dim=0), dim=0)
@@ -157,10 +158,10 @@ def test_drift_of_a_stream_equals_loops_over_classes():
 
 def test_drift_leaves_out_what_was_not_kept():
     one, two = stream(rotation())
-    bare = TaskFeatures(ClosingPass(two.closing.class_names, two.closing.features, two.closing.labels), None, {})
+    bare = TaskFeatures(ClosingPass(two.closing.class_names, two.closing.features, two.closing.labels), {})
     row = drift_by_task([one, bare])[0]
     assert row.task == 2 and {value for name, value in vars(row).items() if name != "task"} == {None}
-    textless = drift_by_task([TaskFeatures(one.closing, None, one.tests), two])[0]
+    textless = drift_by_task([TaskFeatures(replace(one.closing, texts=None), one.tests), two])[0]
     assert textless.ranks is None and textless.old is not None
 
 

@@ -76,7 +76,7 @@ def test_so_many_scores_are_in_memory_at_a_time_and_no_more(monkeypatch):
     monkeypatch.setattr(evaluation, "MOST_SCORES", 17)  # three images of five classes
     monkeypatch.setattr(Classifier, "forward", lambda *given: sizes.append(len(given[1])) or forward(*given))
     found = predicted("lda", "bridge")
-    assert sizes == [3, 3] * 6 + [2, 2]
+    assert sizes == ([3] * 6 + [2]) * 2
     for one, other in ((expected.classifiers, found.classifiers), (expected.baselines, found.baselines)):
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     torch.testing.assert_close(found.probability, expected.probability)

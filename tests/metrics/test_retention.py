@@ -13,7 +13,7 @@ from dulbe_peft.commands.main import main
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.encoders.loading import load_dual_encoder, pixel_values, tokenize
-from dulbe_peft.metrics import retention
+from dulbe_peft.metrics import evaluation, retention
 from dulbe_peft.metrics.accuracy import transfer_measures
 from dulbe_peft.metrics.retention import zero_shot_retention
 from dulbe_peft.runs.progress import Ahead, FinishedTask, Row, Score
@@ -79,7 +79,7 @@ def test_accuracies_among_the_classes_of_each_time_equal_loops(monkeypatch, most
         parts.append((features, labels) if size in (2, 4) else None)
         first += size
     monkeypatch.setattr(retention, "_encoded", lambda learner, tests: (text, parts))
-    monkeypatch.setattr(retention, "MOST_SCORES", most)
+    monkeypatch.setattr(evaluation, "MOST_SCORES", most)
     tests = [(None, ["a"] * size) for size in sizes]
     found = retention.seen_accuracies(None, tests)
     for step in range(4):
