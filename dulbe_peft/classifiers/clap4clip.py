@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.fitting import ReplayedMeans, descend, minibatches, stand_ins, task_generator
+from dulbe_peft.classifiers.fitting import ReplayedMeans, fit, minibatches, stand_ins, task_generator
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
 HIDDEN = 2048  # width inside G
@@ -78,7 +78,6 @@ class Clap4ClipClassifier(ReplayedMeans):
             self._descend(F.normalize(rows, dim=1), classes, given, guide, adapters, generator, tune=True)
         return changes | {"guide": guide.detach(), "adapters": torch.stack(adapters).detach()}
 
-    @torch.enable_grad()
     def _descend(
         self,
         rows: Tensor,
@@ -97,25 +96,23 @@ class Clap4ClipClassifier(ReplayedMeans):
         plan = rates(epochs * -(-len(rows) // self.batch_size), rate, 0 if tune else WARMUP)
         optimizer, (texts, _, task) = torch.optim.SGD(leaves, rate), given
 
-        def loss_of(images: Tensor, labels: Tensor) -> Tensor:
+        def loss(_: int, batch: Tensor) -> Tensor:
+            optimizer.param_groups[0]["lr"] = next(plan)
             seen = guided(guide, *given)
             mean, deviation = gaussians_of(adapters, seen, task)
             noise = torch.randn(self.samples, *mean.shape, generator=generator).to(mean)
             draws = mean + deviation * noise
-            scores = self.logit_scale * images @ (seen + draws).transpose(1, 2)
-            loss = F.cross_entropy(scores.flatten(0, 1), labels.repeat(self.samples))
+            scores = self.logit_scale * rows[batch] @ (seen + draws).transpose(1, 2)
+            total = F.cross_entropy(scores.flatten(0, 1), labels[batch].repeat(self.samples))
             divergence = ((mean**2 + deviation**2 - 1) / 2 - deviation.log()).sum(dim=1)
             for number in tasks:
                 own = task == number
                 near = texts[own] @ draws.mean(dim=0)[own].T
-                loss = loss + LANGUAGE * F.cross_entropy(near, torch.arange(len(near), device=near.device))
-                loss = loss + PRIOR * divergence[own].mean()
-            return loss
+                total = total + LANGUAGE * F.cross_entropy(near, torch.arange(len(near), device=near.device))
+                total = total + PRIOR * divergence[own].mean()
+            return total
 
-        for _ in range(epochs):
-            for batch in minibatches(rows, self.batch_size, generator):
-                optimizer.param_groups[0]["lr"] = next(plan)
-                descend(optimizer, loss_of(rows[batch], labels[batch]))
+        fit(loss, optimizer, (minibatches(rows, self.batch_size, generator) for _ in range(epochs)))
 
     def _weight(self) -> Tensor:
         given = self.text_embeds.float(), self.means.float(), self.task

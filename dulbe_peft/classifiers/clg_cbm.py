@@ -18,7 +18,7 @@ from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.fitting import KeptGaussians, descend, minibatches, task_generator, uniform
+from dulbe_peft.classifiers.fitting import KeptGaussians, fit, minibatches, task_generator, uniform
 from dulbe_peft.utils.checks import check_int
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed, Weight
 
@@ -68,38 +68,27 @@ class ClgCbmClassifier(KeptGaussians):
         self.register_across("weight", "each_text")
 
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        kept = self.with_gaussians(images, labels, RIDGE)
-        rows, classes = with_moved(images, labels - len(self._class_names), kept["means"], self.text_embeds.float())
-        return kept | self._trained(rows, classes)
-
-    @torch.enable_grad()
-    def _trained(self, rows: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Both layers after training on features, (n, d), and on drawn ones; `labels` index all seen classes."""
         old, concepts = len(self._class_names), self.each_text.float()
-        generator = task_generator(self.seed, old)
-        layers = self._started(generator, int(labels.max()) + 1)
+        kept, generator = self.with_gaussians(images, labels, RIDGE), task_generator(self.seed, old)
+        images, labels = with_moved(images, labels - old, kept["means"], self.text_embeds.float())
+        bottleneck = uniform(generator, self.embed_dim, *concepts.shape)
+        weight = uniform(generator, len(concepts), old + len(new), len(concepts))
+        bottleneck[: len(self.bottleneck)] = self.bottleneck
+        weight[:old, : self.weight.shape[1]] = self.weight
+        bottleneck, weight = (layer.to(images).requires_grad_() for layer in (bottleneck, weight))
         order = torch.randperm(old, generator=generator)
-        bottleneck, weight = (layer.to(rows).requires_grad_() for layer in layers)
         optimizer = torch.optim.Adam([bottleneck, weight], self.learning_rate)
         schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, list(MILESTONES), gamma=0.1)
-        for _ in range(self.epochs):
-            for step, batch in enumerate(minibatches(rows, self.batch_size, generator)):
-                features, classes = rows[batch], labels[batch]
-                if old:
-                    drawn, replayed = self.replay(order, step, REPLAYED, self.draws, generator)
-                    features, classes = torch.cat([features, drawn]), torch.cat([classes, replayed])
-                descend(optimizer, bottleneck_loss(features, classes, concepts, bottleneck, weight, self.alignment))
-            schedule.step()
-        return {"bottleneck": bottleneck.detach(), "weight": weight.detach()}
 
-    def _started(self, generator: torch.Generator, classes: int) -> tuple[Tensor, Tensor]:
-        """E and W with what is new at random, as PyTorch's linear layers start."""
-        concepts = len(self.each_text)
-        bottleneck = uniform(generator, self.embed_dim, concepts, self.embed_dim)
-        weight = uniform(generator, concepts, classes, concepts)
-        bottleneck[: len(self.bottleneck)] = self.bottleneck
-        weight[: self.weight.shape[0], : self.weight.shape[1]] = self.weight
-        return bottleneck, weight
+        def loss(step: int, rows: Tensor) -> Tensor:
+            features, classes = images[rows], labels[rows]
+            if old:
+                drawn, replayed = self.replay(order, step, REPLAYED, self.draws, generator)
+                features, classes = torch.cat([features, drawn]), torch.cat([classes, replayed])
+            return bottleneck_loss(features, classes, concepts, bottleneck, weight, self.alignment)
+
+        fit(loss, optimizer, (minibatches(images, self.batch_size, generator) for _ in range(self.epochs)), schedule)
+        return kept | {"bottleneck": bottleneck.detach(), "weight": weight.detach()}
 
     def logits(self, images: Tensor) -> Tensor:
         return images @ self.derived("product", lambda: (self.weight.float() @ self.bottleneck.float()).T)

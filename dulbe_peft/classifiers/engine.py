@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.fitting import class_means, descend, minibatches, task_generator, uniform
+from dulbe_peft.classifiers.fitting import class_means, fit, minibatches, task_generator, uniform
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed, Weight
 
 LENGTH = 10.0  # about the norm of CLIP's features before they are normalised
@@ -90,38 +90,35 @@ class EngineClassifier(Classifier):
         self.register_buffer("images", torch.zeros((), dtype=torch.int64))
 
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        rows, own = images.to(self.means), (labels - len(self._class_names)).to(self.means.device)
-        means = class_means(images, own).to(rows)
-        spread = rows - means[own]
-        return self._trained(images, labels) | {
-            "means": torch.cat([self.means, means]),
-            "scatter": self.scatter + spread.T @ spread,
-            "images": self.images + len(images),
-        }
-
-    @torch.enable_grad()
-    def _trained(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """The sums of units with the task's own; `labels` index all seen classes."""
         old, texts = len(self._class_names), self.text_embeds.float()
         generator, width = task_generator(self.seed, old), (self.embed_dim, self.embed_dim + 1)
         before = self.image_unit.float(), self.text_unit.float()
         units = [uniform(generator, self.embed_dim, *width).to(images).requires_grad_() for _ in before]
         optimizer = torch.optim.SGD(units, self.learning_rate, momentum=MOMENTUM, weight_decay=DECAY)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs)
-        for _ in range(self.epochs):
-            for rows in minibatches(images, self.batch_size, generator):
-                drawn, classes = self._drawn(old, generator)
-                image_unit, text_unit = (value + unit for value, unit in zip(before, units, strict=True))
-                features = torch.cat([LENGTH * images[rows], drawn.to(images)])
-                classes = torch.cat([labels[rows], classes.to(labels)])
-                mapped, named = _mapped(features, image_unit), _mapped(LENGTH * texts, text_unit)[classes]
-                loss = (contrast(SHARPNESS * mapped, named) + contrast(SHARPNESS * named, mapped)) / 2
-                loss = loss + self.text_loss * contrast(named, texts[classes])
-                loss = loss + self.image_loss * contrast(mapped[: len(rows)], images[rows])
-                descend(optimizer, loss)
-            schedule.step()
+
+        def loss(_: int, rows: Tensor) -> Tensor:
+            drawn, classes = self._drawn(old, generator)
+            image_unit, text_unit = (value + unit for value, unit in zip(before, units, strict=True))
+            features = torch.cat([LENGTH * images[rows], drawn.to(images)])
+            classes = torch.cat([labels[rows], classes.to(labels)])
+            mapped, named = _mapped(features, image_unit), _mapped(LENGTH * texts, text_unit)[classes]
+            both = (contrast(SHARPNESS * mapped, named) + contrast(SHARPNESS * named, mapped)) / 2
+            both = both + self.text_loss * contrast(named, texts[classes])
+            return both + self.image_loss * contrast(mapped[: len(rows)], images[rows])
+
+        fit(loss, optimizer, (minibatches(images, self.batch_size, generator) for _ in range(self.epochs)), schedule)
         image_unit, text_unit = (value + unit.detach() for value, unit in zip(before, units, strict=True))
-        return {"image_unit": image_unit, "text_unit": text_unit}
+        own, rows = (labels - old).to(self.means.device), images.to(self.means)
+        means = class_means(images, own).to(rows)
+        spread = rows - means[own]
+        return {
+            "image_unit": image_unit,
+            "text_unit": text_unit,
+            "means": torch.cat([self.means, means]),
+            "scatter": self.scatter + spread.T @ spread,
+            "images": self.images + len(images),
+        }
 
     def _drawn(self, old: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """One feature of each old class, at most 1024, (n, d), float64 on the CPU, and the classes, (n,)."""

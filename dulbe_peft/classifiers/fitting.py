@@ -1,7 +1,7 @@
 """What classifiers share that train by gradient descent when they learn, with old classes drawn or as their means."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -12,11 +12,21 @@ from dulbe_peft.classifiers.calibration import ranking
 from dulbe_peft.classifiers.checks import check_directions
 
 
-def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    """One step of gradient descent."""
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+@torch.enable_grad()
+def fit(
+    loss: Callable[[int, Tensor], Tensor],
+    optimizer: torch.optim.Optimizer,
+    epochs: Iterable[Iterable[Tensor]],
+    schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
+) -> None:
+    """Descend on the `loss` of every step's number in its epoch and batch; the learning rate falls after an epoch."""
+    for batches in epochs:
+        for step, rows in enumerate(batches):
+            optimizer.zero_grad()
+            loss(step, rows).backward()
+            optimizer.step()
+        if schedule is not None:
+            schedule.step()
 
 
 def minibatches(images: Tensor, size: int, generator: torch.Generator) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.fitting import ReplayedMeans, descend, minibatches, stand_ins, task_generator
+from dulbe_peft.classifiers.fitting import ReplayedMeans, fit, minibatches, stand_ins, task_generator
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
 MOMENTUM, DECAY = 0.9, 0.05  # of SGD, as in the authors' configurations
@@ -131,32 +131,27 @@ class ProofClassifier(ReplayedMeans):
         self.keep_means(self.contexts * self.embed_dim)
 
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        changes = self.with_means(images, labels, new)
-        rows, classes = stand_ins(self.means, self.counts, self.exemplars)
-        rows, classes = torch.cat([images, rows]), torch.cat([labels, classes])
-        trained = self._trained(rows, classes, changes["means"], task_generator(self.seed, len(self._class_names)))
-        prompts = trained.pop("contexts").view(1, -1)
-        return changes | trained | self.with_rows(prompts=prompts)
-
-    @torch.enable_grad()
-    def _trained(self, rows: Tensor, labels: Tensor, means: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """Projections, attention and the task's contexts after training; `labels` index all seen classes."""
+        changes, generator = self.with_means(images, labels, new), task_generator(self.seed, len(self._class_names))
+        replayed, classes = stand_ins(self.means, self.counts, self.exemplars)
+        images, labels = torch.cat([images, replayed]), torch.cat([labels, classes])
         texts, contexts = self.text_embeds.float(), self.prompts.float().view(-1, self.embed_dim)
         old = {name: getattr(self, name).float() for name in PROJECTIONS}
         started = self._started(generator, first=not len(contexts))
-        leaves = {name: tensor.to(rows).clone().requires_grad_() for name, tensor in started.items()}
+        leaves = {name: tensor.to(images).clone().requires_grad_() for name, tensor in started.items()}
         optimizer = torch.optim.SGD(leaves.values(), self.learning_rate, MOMENTUM, weight_decay=DECAY)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs)
-        for _ in range(self.epochs):
-            for batch in minibatches(rows, self.batch_size, generator):
-                now = leaves | {name: old[name] + leaves[name] for name in PROJECTIONS}
-                tokens = texts, means, torch.cat([contexts, leaves["contexts"]])
-                tensors: Any = beside_images(*tokens, self.logit_scale, now)
-                scores = projected_fusion(rows[batch], **tensors, sums=False)
-                descend(optimizer, torch.stack([F.cross_entropy(one, labels[batch]) for one in scores]).sum())
-            schedule.step()
+
+        def loss(_: int, rows: Tensor) -> Tensor:
+            now = leaves | {name: old[name] + leaves[name] for name in PROJECTIONS}
+            tokens = texts, changes["means"], torch.cat([contexts, leaves["contexts"]])
+            tensors: Any = beside_images(*tokens, self.logit_scale, now)
+            scores = projected_fusion(images[rows], **tensors, sums=False)
+            return torch.stack([F.cross_entropy(one, labels[rows]) for one in scores]).sum()
+
+        fit(loss, optimizer, (minibatches(images, self.batch_size, generator) for _ in range(self.epochs)), schedule)
         found = {name: tensor.detach() for name, tensor in leaves.items()}
-        return found | {name: old[name] + found[name] for name in PROJECTIONS}
+        prompts = self.with_rows(prompts=found.pop("contexts").view(1, -1))
+        return changes | prompts | found | {name: old[name] + found[name] for name in PROJECTIONS}
 
     def _started(self, generator: torch.Generator, first: bool) -> dict[str, Tensor]:
         """Where the task's tensors start, as the authors': only the attention goes on from where it was."""

@@ -7,13 +7,13 @@ fusion:       A = A_old + U (M o C)                   A_old = U S V',  C = U'(A_
                                                       M = min(1, |C| / max |C| + b)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.fitting import KeptGaussians, descend, minibatches, task_generator, uniform
+from dulbe_peft.classifiers.fitting import KeptGaussians, fit, minibatches, task_generator, uniform
 from dulbe_peft.classifiers.ridge import class_weights
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
@@ -71,41 +71,38 @@ class RapfClassifier(KeptGaussians):
         self.register_buffer("map", torch.zeros(self.embed_dim, self.embed_dim))
 
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        old = len(self._class_names)
-        generator = task_generator(self.seed, old)
-        start = self.map if old else uniform(generator, self.embed_dim, *self.map.shape)
-        start = start.to(images)
-        trained = self._trained(start.clone(), images, labels, generator)
-        after = fused(start, trained, self.fusion_bias) if old else trained
-        return {"map": after} | self.with_gaussians(images, labels, self.ridge)
-
-    @torch.enable_grad()
-    def _trained(self, map_: Tensor, images: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
-        """A after training on the task's images and on drawn features; `labels` index all seen classes."""
         old, texts = len(self._class_names), self.text_embeds.float()
+        generator = task_generator(self.seed, old)
+        start = (self.map if old else uniform(generator, self.embed_dim, *self.map.shape)).to(images)
+        map_, order = start.clone().requires_grad_(), torch.arange(old)
         pairs = hard_pairs(texts, old, self.pair_distance)
         weights = class_weights(torch.bincount(labels, minlength=len(texts))[old:])
         weights = torch.cat([weights.new_ones(old), weights]).to(texts)
-        optimizer = torch.optim.Adam([map_.requires_grad_()], lr=self.learning_rate)
+        optimizer = torch.optim.Adam([map_], lr=self.learning_rate)
         schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, list(MILESTONES), gamma=0.1)
-        for _ in range(self.epochs):
-            order = torch.randperm(old, generator=generator)
-            for step, rows in enumerate(minibatches(images, self.batch_size, generator)):
-                features, classes = images[rows], labels[rows]
-                if old:
-                    drawn, replayed = self.replay(order, step, self.replayed, int(10 * self.draws), generator)
-                    features, classes = torch.cat([features, drawn]), torch.cat([classes, replayed])
-                loss = F.cross_entropy(self.logit_scale * _mapped(features, map_) @ texts.T, classes, weights)
-                if len(pairs):
-                    hard = pairs
-                    if len(pairs) > MOST_PAIRS:
-                        hard = pairs[torch.randint(len(pairs), (MOST_PAIRS,), generator=generator)]
-                    hard = hard.repeat_interleave(int(20 * self.draws), dim=0)
-                    drawn = self.drawn(hard[:, 0], generator)
-                    loss = loss + push_apart(_mapped(drawn, map_), texts, hard)
-                descend(optimizer, loss)
-            schedule.step()
-        return map_.detach()
+
+        def epochs() -> Iterator[tuple[Tensor, ...]]:
+            for _ in range(self.epochs):
+                order.copy_(torch.randperm(old, generator=generator))
+                yield minibatches(images, self.batch_size, generator)
+
+        def loss(step: int, rows: Tensor) -> Tensor:
+            features, classes = images[rows], labels[rows]
+            if old:
+                drawn, replayed = self.replay(order, step, self.replayed, int(10 * self.draws), generator)
+                features, classes = torch.cat([features, drawn]), torch.cat([classes, replayed])
+            right = F.cross_entropy(self.logit_scale * _mapped(features, map_) @ texts.T, classes, weights)
+            if not len(pairs):
+                return right
+            hard = pairs
+            if len(pairs) > MOST_PAIRS:
+                hard = pairs[torch.randint(len(pairs), (MOST_PAIRS,), generator=generator)]
+            hard = hard.repeat_interleave(int(20 * self.draws), dim=0)
+            return right + push_apart(_mapped(self.drawn(hard[:, 0], generator), map_), texts, hard)
+
+        fit(loss, optimizer, epochs(), schedule)
+        after = fused(start, map_.detach(), self.fusion_bias) if old else map_.detach()
+        return {"map": after} | self.with_gaussians(images, labels, self.ridge)
 
     def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         return mapped_cosine, {"map_": self.map.float(), "weight": self.logit_scale * self.text_embeds.float()}

@@ -8,7 +8,7 @@ alignment:  from task 2 on, all rows, from what their task has trained, on x ~ N
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import torch
@@ -16,7 +16,7 @@ from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.fitting import KeptGaussians, descend, minibatches, next_task, task_generator
+from dulbe_peft.classifiers.fitting import KeptGaussians, fit, minibatches, next_task, task_generator
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
 MOMENTUM, DECAY = 0.9, 5e-4  # of both trainings, as in the authors' configuration
@@ -79,34 +79,37 @@ class SlcaClassifier(KeptGaussians):
             weight, bias = self._aligned(weight, bias, **kept, generator=generator)
         return kept | trained | {"weight": weight, "bias": bias}
 
-    @torch.enable_grad()
     def _head(self, x: Tensor, labels: Tensor, classes: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """W, (classes, d), and b, (classes,), from 0, after training on a task's features alone."""
         weight, bias = (x.new_zeros(classes, *rest).requires_grad_() for rest in (x.shape[1:], ()))
-        optimizer = self._optimizer([weight, bias])
-        for _ in range(self.epochs):
-            for rows in minibatches(x, self.batch_size, generator):
-                descend(optimizer, F.cross_entropy(F.linear(x[rows], weight, bias), labels[rows]))
+
+        def loss(_: int, rows: Tensor) -> Tensor:
+            return F.cross_entropy(F.linear(x[rows], weight, bias), labels[rows])
+
+        epochs = (minibatches(x, self.batch_size, generator) for _ in range(self.epochs))
+        fit(loss, self._optimizer([weight, bias]), epochs)
         return weight.detach(), bias.detach()
 
-    @torch.enable_grad()
     def _aligned(
         self, weight: Tensor, bias: Tensor, means: Tensor, factors: Tensor, task: Tensor, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
         """W and b of all classes after training on drawn features."""
-        labels = torch.arange(len(means)).repeat_interleave(self.draws)
+        labels = torch.arange(len(means), device=means.device).repeat_interleave(self.draws)
         means, drawn = shrunk(means, task), means.new_empty(len(labels), self.embed_dim)
         optimizer = self._optimizer([weight.requires_grad_(), bias.requires_grad_()])
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, self.rounds))
-        for _ in range(self.rounds):
-            for own, mean, factor in zip(drawn.split(self.draws), means, factors, strict=True):
-                noise = torch.randn(self.draws, self.embed_dim, generator=generator).to(means)
-                torch.addmm(mean, noise, factor.T, out=own)
-            for rows in torch.randperm(len(labels), generator=generator).split(self.draws):
-                scores = F.linear(drawn[rows.to(drawn.device)], weight, bias)
-                own = labels[rows].to(drawn.device)
-                descend(optimizer, F.cross_entropy(normed(scores, task) / self.norm, own))
-            schedule.step()
+
+        def epochs() -> Iterator[tuple[Tensor, ...]]:
+            for _ in range(self.rounds):
+                for own, mean, factor in zip(drawn.split(self.draws), means, factors, strict=True):
+                    noise = torch.randn(self.draws, self.embed_dim, generator=generator).to(means)
+                    torch.addmm(mean, noise, factor.T, out=own)
+                yield torch.randperm(len(labels), generator=generator).to(drawn.device).split(self.draws)
+
+        def loss(_: int, rows: Tensor) -> Tensor:
+            return F.cross_entropy(normed(F.linear(drawn[rows], weight, bias), task) / self.norm, labels[rows])
+
+        fit(loss, optimizer, epochs(), schedule)
         return weight.detach(), bias.detach()
 
     def _optimizer(self, tensors: list[Tensor]) -> torch.optim.Optimizer:

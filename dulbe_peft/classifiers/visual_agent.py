@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import check_directions
-from dulbe_peft.classifiers.fitting import class_means, descend, minibatches, task_generator
+from dulbe_peft.classifiers.fitting import class_means, fit, minibatches, task_generator
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
 
@@ -52,22 +52,19 @@ class VisualAgentClassifier(Classifier):
 
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         labels = labels - len(self._class_names)  # the softmax is over the task's classes
-        means = class_means(images, labels).to(images)
-        check_directions(means, new)
-        return self.with_rows(agents=self._trained(means, images, labels))
-
-    @torch.enable_grad()
-    def _trained(self, agents: Tensor, images: Tensor, labels: Tensor) -> Tensor:
-        """The new classes' agents, (classes, d), after training on the task's features."""
+        agents = class_means(images, labels).to(images)
+        check_directions(agents, new)
         generator = task_generator(self.seed, len(self._class_names))
         optimizer = torch.optim.Adam([agents.requires_grad_()], lr=self.learning_rate)
         steps, least = self.epochs * -(-len(images) // self.batch_size), 0.01 * self.learning_rate
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps), eta_min=least)
-        for _ in range(self.epochs):
-            for rows in minibatches(images, self.batch_size, generator):
-                descend(optimizer, F.cross_entropy(images[rows] @ F.normalize(agents, dim=1).T, labels[rows]))
-                schedule.step()
-        return agents.detach()
+
+        def loss(_: int, rows: Tensor) -> Tensor:
+            return F.cross_entropy(images[rows] @ F.normalize(agents, dim=1).T, labels[rows])
+
+        every = ([rows] for _ in range(self.epochs) for rows in minibatches(images, self.batch_size, generator))
+        fit(loss, optimizer, every, schedule)  # the learning rate falls after every step
+        return self.with_rows(agents=agents.detach())
 
     def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         return mix, {
