@@ -64,55 +64,44 @@ class Clap4ClipClassifier(ReplayedMeans):
         self.keep_means(2 * self.embed_dim * (self.embed_dim + 1))
 
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        old = len(self._class_names)
-        changes = self.with_means(images, labels, new)
-        rows, classes = stand_ins(self.means, self.counts, self.exemplars)
-        rows, classes = torch.cat([images, F.normalize(rows, dim=1)]), torch.cat([labels, classes])
-        given = self.text_embeds.float(), changes["means"], changes["task"]
+        old, changes = len(self._class_names), self.with_means(images, labels, new)
+        texts, means, task = self.text_embeds.float(), changes["means"], changes["task"]
         generator = task_generator(self.seed, old)
         guide = self.guide.float().clone() if old else started_guide(self.embed_dim, generator).to(images)
-        adapters = [*(row.float().clone() for row in self.adapters), started_adapter(given[0], generator)]
-        self._descend(rows, classes, given, guide, adapters, generator)
+        adapters = [*(row.float().clone() for row in self.adapters), started_adapter(texts, generator)]
+
+        def train(rows: Tensor, labels: Tensor, leaves: list[Tensor], epochs: int, rate: float, warmup: float) -> None:
+            for tensor in (guide, *adapters):
+                tensor.requires_grad_(any(tensor is leaf for leaf in leaves))
+            plan = rates(epochs * -(-len(rows) // self.batch_size), rate, warmup)
+            optimizer = torch.optim.SGD(leaves, rate)
+
+            def loss(_: int, batch: Tensor) -> Tensor:
+                optimizer.param_groups[0]["lr"] = next(plan)
+                seen = guided(guide, texts, means, task)
+                mean, deviation = gaussians_of(adapters, seen, task)
+                noise = torch.randn(self.samples, *mean.shape, generator=generator).to(mean)
+                draws = mean + deviation * noise
+                scores = self.logit_scale * rows[batch] @ (seen + draws).transpose(1, 2)
+                total = F.cross_entropy(scores.flatten(0, 1), labels[batch].repeat(self.samples))
+                divergence = ((mean**2 + deviation**2 - 1) / 2 - deviation.log()).sum(dim=1)
+                for number, adapter in enumerate(adapters):
+                    if adapter.requires_grad:
+                        own = task == number
+                        near = texts[own] @ draws.mean(dim=0)[own].T
+                        total = total + LANGUAGE * F.cross_entropy(near, torch.arange(len(near), device=near.device))
+                        total = total + PRIOR * divergence[own].mean()
+                return total
+
+            fit(loss, optimizer, (minibatches(rows, self.batch_size, generator) for _ in range(epochs)))
+
+        rows, classes = stand_ins(self.means, self.counts, self.exemplars)
+        rows, classes = torch.cat([images, F.normalize(rows, dim=1)]), torch.cat([labels, classes])
+        train(rows, classes, [guide, adapters[-1]], self.epochs, self.learning_rate, WARMUP)
         if old:
-            rows, classes = stand_ins(changes["means"], changes["counts"], self.exemplars)
-            self._descend(F.normalize(rows, dim=1), classes, given, guide, adapters, generator, tune=True)
+            rows, classes = stand_ins(means, changes["counts"], self.exemplars)
+            train(F.normalize(rows, dim=1), classes, adapters, TUNED, TUNING * self.learning_rate, 0)
         return changes | {"guide": guide.detach(), "adapters": torch.stack(adapters).detach()}
-
-    def _descend(
-        self,
-        rows: Tensor,
-        labels: Tensor,
-        given: tuple[Tensor, Tensor, Tensor],
-        guide: Tensor,
-        adapters: list[Tensor],
-        generator: torch.Generator,
-        tune: bool = False,
-    ) -> None:
-        """Train G and the newest adapter in place, or `tune` all adapters; `given` are texts, means and tasks."""
-        leaves, tasks = (adapters, range(len(adapters))) if tune else ([guide, adapters[-1]], [len(adapters) - 1])
-        for tensor in (guide, *adapters):
-            tensor.requires_grad_(any(tensor is leaf for leaf in leaves))
-        epochs, rate = (TUNED, TUNING * self.learning_rate) if tune else (self.epochs, self.learning_rate)
-        plan = rates(epochs * -(-len(rows) // self.batch_size), rate, 0 if tune else WARMUP)
-        optimizer, (texts, _, task) = torch.optim.SGD(leaves, rate), given
-
-        def loss(_: int, batch: Tensor) -> Tensor:
-            optimizer.param_groups[0]["lr"] = next(plan)
-            seen = guided(guide, *given)
-            mean, deviation = gaussians_of(adapters, seen, task)
-            noise = torch.randn(self.samples, *mean.shape, generator=generator).to(mean)
-            draws = mean + deviation * noise
-            scores = self.logit_scale * rows[batch] @ (seen + draws).transpose(1, 2)
-            total = F.cross_entropy(scores.flatten(0, 1), labels[batch].repeat(self.samples))
-            divergence = ((mean**2 + deviation**2 - 1) / 2 - deviation.log()).sum(dim=1)
-            for number in tasks:
-                own = task == number
-                near = texts[own] @ draws.mean(dim=0)[own].T
-                total = total + LANGUAGE * F.cross_entropy(near, torch.arange(len(near), device=near.device))
-                total = total + PRIOR * divergence[own].mean()
-            return total
-
-        fit(loss, optimizer, (minibatches(rows, self.batch_size, generator) for _ in range(epochs)))
 
     def _weight(self) -> Tensor:
         given = self.text_embeds.float(), self.means.float(), self.task
