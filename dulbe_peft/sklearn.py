@@ -108,12 +108,12 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
             model.check_update()
         seen = np.concatenate([known, new])
         place = {label: index for index, label in enumerate(seen.tolist())}
+        labels = np.array([place[label] for label in y.tolist()])
         if len(new):
-            labels = [place[label] - len(known) for label in y[~old].tolist()]
             texts = self._texts(seen.tolist()) if model.needs_text or (model.reads_text and self.texts) else None
-            model.add_classes([str(label) for label in new.tolist()], X[~old], labels, texts)
+            model.add_classes([str(label) for label in new.tolist()], X[~old], labels[~old] - len(known), texts)
         if old.any():
-            model.update_classes(X[old], [place[label] for label in y[old].tolist()])
+            model.update_classes(X[old], labels[old])
         declared = [] if anew else [self.classes_]
         self.classes_ = np.unique(np.concatenate([*declared, seen, further if further else seen[:0]]))
         self._labels, self.classifier_ = seen, model
