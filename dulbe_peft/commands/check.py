@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.commands.named import FOLDER, as_flags, claim, data_name, say_next, words_of
+from dulbe_peft.commands.named import FOLDER, claim, say_next, words_of
 from dulbe_peft.commands.options import NO_STORE, OVERWRITE, File, Folder, Page, command, load_learner, settings_of
 from dulbe_peft.runs.settings import StreamArguments
 from dulbe_peft.utils.files import write_csv
@@ -64,8 +64,8 @@ def check(
     from dulbe_peft.data.splits import open_stream_data
 
     learner = None if model is None else load_learner(None, model, {"device": device}, store=not no_store)
-    named = {name: split for name, split in splits.items() if split is not None}
-    train, test, found = open_stream_data(data, **named, strict=False)  # type: ignore[arg-type]
+    given = {flag: split for flag, split in splits.items() if split is not None}
+    train, test, found = open_stream_data(data, **given, strict=False)  # type: ignore[arg-type]
     if page is not None and train.features is not None:
         raise ValueError(f"{data!r} is a table of features, which has no pictures for --page")
     if move_to is not None and not isinstance(train, ImageFolder):
@@ -73,6 +73,7 @@ def check(
     parts = dict(zip(found.counts, [train] if test is None else [train, test], strict=True))
     found = replace(found, duplicates=find_duplicates(parts, near=True))
     tiny, words = _tiny(parts), words_of(page, csv)
+    name = data.rpartition("/")[2] if data.startswith("hf:") else Path(data).resolve().name
     small = ["", f"narrower than {SMALL} pixels: {counted(len(tiny), 'image')}"] if tiny else []
     print("\n".join([found.format(), *small]), file=words)
     doubtful: list[Doubt] = []
@@ -81,7 +82,7 @@ def check(
         doubts = [f"  {printable(one.name)}: looks like {why}" for one, why in doubtful[:DOUBTFUL]]
         print("\n".join(["", DOUBTS if doubtful else NO_DOUBTS, *doubts]), file=words)
     if page is not None:
-        content = {"name": data_name(data), "found": found, "problems": [*found.problems(), *small]}
+        content = {"name": name, "found": found, "problems": [*found.problems(), *small]}
         _write_page(Path(page), parts, content | {"pairs": found.duplicates[:PAIRS], "doubtful": doubtful[:DOUBTFUL]})
     rows = [*_findings(found, doubtful), *tiny]
     if csv is not None:
@@ -92,9 +93,8 @@ def check(
     if page or csv:
         print(f"\nwritten: {' and '.join(filter(None, (page, csv)))}", file=words)
     print(file=words)
-    more = as_flags(named) + (["--test-fraction", "0.2"] if test is None else [])
-    model = model or "openai/clip-vit-base-patch16"
-    say_next("run", "--model", model, "--data", data, *more, "--output", f"out-{data_name(data)}", to=words)
+    more = splits | {"test_fraction": 0.2 if test is None else None, "output": f"out-{name}"}
+    say_next("run", model=model or "openai/clip-vit-base-patch16", data=data, **more, to=words)
     return 2 if found.unreadable else 0
 
 

@@ -67,8 +67,8 @@ def evaluate(
     if not sys.stdout.isatty():  # somebody at a terminal has read the lines for people
         print(json.dumps(figures, indent=2, ensure_ascii=False))
     if found is not None:
-        which = ["--classifier", loaded.classifier.name]
-        say_next("export", learner, f"{Path(learner).name}-export", "--format", "transformers", *which, to=sys.stderr)
+        how = {"format": "transformers", "classifier": loaded.classifier.name}
+        say_next("export", learner, f"{Path(learner).name}-export", **how, to=sys.stderr)
 
 
 def _accuracy(found: Evaluation, classes: int, unknown: LabelledImages | None) -> dict[str, Any]:

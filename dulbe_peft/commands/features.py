@@ -75,6 +75,6 @@ def features(
         write_features(Path(output).resolve(), parts, lambda part: loaded.image_embeds(part).cpu().numpy(), note)
     where = "" if store is None or loaded.encoder.adapted else f"; the store is {store.path}"
     print(f"{counted(count, 'image')}, {loaded.encoder.embed_dim} numbers each{where}", file=sys.stderr)
-    name = Path(output or data).stem
-    frozen = ("run", "--model", loaded.state.base_name[0], "--data", output or data, "--output", f"{name}-run")
-    say_next(*(("evaluate", learner, "--data", data) if loaded.encoder.adapted else frozen), to=sys.stderr)
+    then = ("evaluate", learner) if loaded.encoder.adapted else ("run", "--model", loaded.state.base_name[0])
+    own = (data, None) if loaded.encoder.adapted else (output or data, f"{Path(output or data).stem}-run")
+    say_next(*then, data=own[0], output=own[1], to=sys.stderr)

@@ -104,14 +104,12 @@ def main(argv: list[str] | None = None) -> int:
             return status
     except click.exceptions.Exit as end:  # of --help
         return end.exit_code
-    except (KeyboardInterrupt, SystemExit) as stop:
-        return _stopped(ctx, signal.SIGTERM if isinstance(stop, SystemExit) else signal.SIGINT)
     except BrokenPipeError:  # the reader has seen enough, as `head` does
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is still to be written goes nowhere
         return 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
-    except Exception as error:
-        if terminated:  # the signal ended a process that reads images, too, and its end is this error
-            return _stopped(ctx, signal.SIGTERM)
+    except BaseException as error:
+        if terminated or isinstance(error, KeyboardInterrupt):  # or what a process raised that the signal ended, too
+            return _stopped(ctx, signal.SIGTERM if terminated else signal.SIGINT)
         said = _said_of(error)
         if said is None:
             raise
@@ -119,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-def _said_of(error: Exception) -> str | None:
+def _said_of(error: BaseException) -> str | None:
     """One line about an error of the user's; None for another one."""
     if isinstance(error, click.UsageError):
         path = error.ctx.command_path if error.ctx else "dulbe-peft"

@@ -7,8 +7,9 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -145,21 +146,12 @@ def _step_aside(path: str, read: set[Path]) -> None:
     step_aside(place)
 
 
-def data_name(data: str) -> str:
-    """What outputs are named after: the folder of the data, or its name on the Hub."""
-    return data.rpartition("/")[2] if data.startswith("hf:") else Path(data).resolve().name
-
-
 def words_of(*outputs: str | None) -> IO[str]:
     """Where a command speaks to people: standard error where standard output is one of its outputs."""
     return sys.stderr if any(path and is_standard_output(path) for path in outputs) else sys.stdout
 
 
-def say_next(*arguments: Any, to: IO[str] | None = None) -> None:
-    """Print the command that one would most likely type now."""
-    print(f"next: dulbe-peft {shlex.join(map(str, arguments))}", file=to or sys.stdout)
-
-
-def as_flags(settings: Mapping[str, Any]) -> list[str]:
-    """The settings as one would type them."""
-    return [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+def say_next(*words: Any, to: IO[str] | None = None, **flags: Any) -> None:
+    """Print the command that one would most likely type now, with those flags that are not None."""
+    given = [(f"--{name.replace('_', '-')}", value) for name, value in flags.items() if value is not None]
+    print(f"next: dulbe-peft {shlex.join(map(str, chain(words, *given)))}", file=to or sys.stdout)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dulbe_peft.commands.named import FOLDER, as_flags, check_images, claim, say_next
+from dulbe_peft.commands.named import FOLDER, check_images, claim, say_next
 from dulbe_peft.commands.options import OVERWRITE, File, Folder, Load, Share, command, learner_options
 from dulbe_peft.utils.files import is_stream, output_file, write_csv
 from dulbe_peft.utils.settings import setting
@@ -111,8 +111,8 @@ def predict(
     if csv or json_file or exiftool or sort_into or reject is not None or any(row.error is not None for row in rows):
         _sum_up(rows[before:], before, reject is not None, written)
     if written and sort_into is None and "-" not in paths:
-        which = as_flags({"classifier": loaded.classifier.name} | ({} if reject is None else {"reject": reject}))
-        say_next("predict", learner, *paths, *which, "--sort-into", "sorted", to=sys.stderr)
+        which = {"classifier": loaded.classifier.name, "reject": reject, "sort_into": "sorted"}
+        say_next("predict", learner, *paths, **which, to=sys.stderr)
     return 0 if any(row.error is None for row in rows) else 2
 
 

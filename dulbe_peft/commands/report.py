@@ -56,8 +56,8 @@ def report(
     if not comparisons and len(folders) == 1:
         run = read_run(folders[0])
         best, _ = recommended(estimated(run.results), run.first)
-        which = ["--classifier", best] if best != run.first else []
-        say_next("export", folders[0], f"{folders[0]}-export", "--format", "transformers", *which, to=to)
+        how = {"format": "transformers", "classifier": best if best != run.first else None}
+        say_next("export", folders[0], f"{folders[0]}-export", **how, to=to)
 
 
 def _contact_sheet(tables: tuple[str, ...], output: str | None, *others: str | None) -> None:

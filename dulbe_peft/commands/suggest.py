@@ -86,7 +86,7 @@ def suggest(
     print(f"correct the column class of {table}, and call it label; then" if table else what, file=words)
     first = ("learn", learner) if learner else ("run", "--model", loaded.state.base_name[0])
     new = f"{Path(learner).name}-labelled" if learner else "labelled"
-    say_next(*first, "--labels", table or "LABELS.csv", "--output", new, to=words)
+    say_next(*first, labels=table or "LABELS.csv", output=new, to=words)
 
 
 def _is_learner(path: str) -> bool:
