@@ -34,10 +34,7 @@ def drop_classifiers(learner: ClassIncrementalLearner, check: Callable[[Classifi
 def write_corrected(
     learner: ClassIncrementalLearner, output: str, said: Sequence[str], past: Sequence[FinishedTask] | None = None
 ) -> None:
-    """Say what was done, and commit a learner: of what runs have measured, only where images came from still holds.
-
-    `past` is what was known of its tasks, where another learner was merged in.
-    """
+    """Say what was done, and commit a learner; of its tasks, or the `past` ones, only where images came from holds."""
     from dulbe_peft.runs.progress import FinishedTask, known_tasks
 
     print("\n".join(said))

@@ -116,8 +116,7 @@ def _say_gain(before: Row, results: dict[str, Any]) -> None:
 
 def _update(learner: ClassIncrementalLearner, images: LabelledImages) -> None:
     """Take in the images of known classes, if there are any, and say of which and how many."""
-    import numpy as np
-
+    from dulbe_peft.data.inventory import count_images
     from dulbe_peft.training.updating import check_update
 
     if not len(images):
@@ -126,8 +125,7 @@ def _update(learner: ClassIncrementalLearner, images: LabelledImages) -> None:
         check_update(learner.state, images.class_names)
     except ValueError as error:
         raise ValueError(f"{error}; --no-update leaves the images of known classes out") from error
-    counts = np.bincount(images.labels, minlength=len(images.class_names))
-    listed = ", ".join(f"{name} ({count})" for name, count in zip(images.class_names, counts, strict=True) if count)
+    listed = ", ".join(f"{name} ({n})" for name, n in count_images({"": images})[""].items() if n)
     sources.print_once(f"known classes get {counted(len(images), 'further image')}, without training: {listed}")
     learner.update_classes(images)
 

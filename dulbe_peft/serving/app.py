@@ -2,9 +2,9 @@
 
 import base64
 import io
+import shutil
 import tempfile
 import threading
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,6 @@ from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.serving.labelling import FEW, Labelling, jpeg
 from dulbe_peft.training.state import LearnerState
-from dulbe_peft.utils.files import paths_below
 from dulbe_peft.utils.terminal import counted
 
 MOST_BYTES = 64 * 2**20  # of one upload
@@ -37,11 +36,7 @@ class Change(NamedTuple):
 
 
 class App:
-    """What the page can ask for, one request at a time; the last changes can be undone.
-
-    A change is saved in the folder `output` before it is answered; without one, `unsaved` says that there is something
-    to lose.
-    """
+    """What the page can ask for, one request at a time; a change is saved in `output`, if any, before an answer."""
 
     def __init__(
         self, learner: ClassIncrementalLearner, output: str | Path | None = None, photographs: str | Path | None = None
@@ -78,9 +73,7 @@ class App:
         }
 
     def predict(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The best classes of one image with their probabilities, whether it is likely one of them at all, the class
-        as which it was learned, and a JPEG of an image that browsers do not show.
-        """
+        """The best classes of an image, whether it is one at all, as which it was learned, and a JPEG for browsers."""
         (image,) = pictures(request, 1)
         images, area = unlabelled_images(image), self.learner.classifier.roc_area
         try:
@@ -99,9 +92,7 @@ class App:
         }
 
     def teach(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Give images to a class: a known one takes them in, a new one is learned. None is learned twice: one that was
-        learned as another class is taken out of that.
-        """
+        """Give images to a class, a known or a new one; one that was learned as another class is taken out of that."""
         name, files = self.named(request), pictures(request, MOST_IMAGES)
         self.finish()
         known, state = name in self.learner.class_names, self.learner.state
@@ -194,13 +185,10 @@ class App:
 
     def download(self) -> bytes:
         """The learner as it is, as `save_pretrained` writes it, in a zip archive."""
-        packed = io.BytesIO()
-        with tempfile.TemporaryDirectory() as root, zipfile.ZipFile(packed, "w") as archive:
+        with tempfile.TemporaryDirectory() as root:
             folder = Path(root, "learner")
             self.learner.save_pretrained(folder)
-            for path in paths_below(folder):
-                archive.write(path, path.relative_to(root))
-        return packed.getvalue()
+            return Path(shutil.make_archive(str(folder), "zip", root, folder.name)).read_bytes()
 
 
 def pictures(request: dict[str, Any], most: int) -> list[io.BytesIO]:

@@ -1,7 +1,4 @@
-"""The server of the page: Python's standard library alone, each connection with a thread of its own.
-
-It listens on this machine unless told otherwise. What one client is slow to send or to read, others do not wait for.
-"""
+"""The server of the page, with a thread for each connection: what one is slow to send or read, no other waits for."""
 
 import io
 import json
