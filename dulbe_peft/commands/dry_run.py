@@ -22,7 +22,7 @@ def describe(setup: Setup) -> None:
         return
     total = sum(len(task.class_names) for task in setup.tasks)
     for name, classifier in setup.learner.classifiers.items():
-        print(f"classifier {name}: {_mib(classifier.nbytes_with(total))} with {counted(total, 'class')}")
+        print(f"classifier {name}: {classifier.nbytes_with(total) / 2**20:.2f} MiB with {counted(total, 'class')}")
 
 
 def _describe_model(model: Any, strategy: Any) -> None:
@@ -42,8 +42,4 @@ def _describe_model(model: Any, strategy: Any) -> None:
     print(f"adapted visual layers: {len(layers)}")
     print(f"trainable parameters: {total:,} ({total - other:,} visual, {other:,} other)")
     if strategy.remembers_inputs:
-        print(f"statistics: {_mib(statistics)}")
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.2f} MiB"
+        print(f"statistics: {statistics / 2**20:.2f} MiB")

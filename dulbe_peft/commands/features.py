@@ -9,21 +9,16 @@ embeddings have length 1. A learner that trains has features of its own: they ar
 stored.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from dulbe_peft.commands.named import claim, say_next
 from dulbe_peft.commands.options import CLASS_NAMES, DATA, OVERWRITE, STRICT, File, Load, command, learner_options
 from dulbe_peft.utils.settings import AtLeastOne, setting
 from dulbe_peft.utils.terminal import counted
-
-if TYPE_CHECKING:
-    from dulbe_peft.data.images import LabelledImages
 
 
 @command(kept="what is encoded is kept in the feature store")
@@ -45,6 +40,7 @@ def features(
         raise ValueError("--jobs and --address are of --engine: give all of them, or none")
     claim(("--output", output, ".parquet"), reads=[data, learner], overwrite=overwrite)
     from dulbe_peft.data.features import EncoderNote, write_features
+    from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.runs.encoding import fill_store
     from dulbe_peft.runs.setup import look_by
     from dulbe_peft.runs.sources import open_images, open_source
@@ -75,6 +71,8 @@ def features(
         write_features(Path(output).resolve(), parts, lambda part: loaded.image_embeds(part).cpu().numpy(), note)
     where = "" if store is None or loaded.encoder.adapted else f"; the store is {store.path}"
     print(f"{counted(count, 'image')}, {loaded.encoder.embed_dim} numbers each{where}", file=sys.stderr)
-    then = ("evaluate", learner) if loaded.encoder.adapted else ("run", "--model", loaded.state.base_name[0])
-    own = (data, None) if loaded.encoder.adapted else (output or data, f"{Path(output or data).stem}-run")
-    say_next(*then, data=own[0], output=own[1], to=sys.stderr)
+    if loaded.encoder.adapted:
+        say_next("evaluate", learner, data=data, to=sys.stderr)
+    else:
+        table, name = output or data, f"{Path(output or data).stem}-run"
+        say_next("run", model=loaded.state.base_name[0], data=table, output=name, to=sys.stderr)

@@ -137,5 +137,4 @@ def _tasks(train: LabelledImages, test: LabelledImages | None, new: list[str], i
     if test and held_out is not None and len(held_out) < len(test):
         left_out = len(test) - len(held_out)
         sources.print_once(f"test images of known classes are not used: {left_out}; evaluate tests on them")
-    size = len(new) if increment is None else min(increment, len(new))
-    return class_incremental_tasks(train.select(new), held_out or None, increment=size)
+    return class_incremental_tasks(train.select(new), held_out or None, increment=min(increment or len(new), len(new)))

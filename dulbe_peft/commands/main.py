@@ -65,20 +65,15 @@ class Commands(click.Group):
                 formatter.write_dl(list(group.items()))
 
 
-@click.group(
-    cls=Commands,
+commands = Commands(
+    commands=dict(COMMANDS),  # type: ignore[arg-type] # what click compares a mistyped name with
     help="A PEFT adapter library with which CLIP models keep learning new classes.",
     epilog="`dulbe-peft COMMAND --help` shows a command's flags and an example.",
     subcommand_metavar="COMMAND [ARGS]...",
     no_args_is_help=False,
     context_settings={"max_content_width": 100, "help_option_names": ["-h", "--help"]},
 )
-@click.version_option(import_module("dulbe_peft").__version__, message="dulbe_peft %(version)s")
-def commands() -> None:
-    """The group itself does nothing."""
-
-
-commands.commands = dict(COMMANDS)  # type: ignore[arg-type] # what click compares a mistyped name with
+click.version_option(import_module("dulbe_peft").__version__, message="dulbe_peft %(version)s")(commands)
 
 
 def main(argv: list[str] | None = None) -> int:

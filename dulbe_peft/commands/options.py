@@ -66,7 +66,9 @@ class Command(click.Command):
     kept = ""  # of a command that goes on where it was stopped: what is kept
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read `--scale 0.25 0.5` as `--scale 0.25 --scale 0.5`, which is all that click knows."""
+        """Read `--scale 0.25 0.5` as `--scale 0.25 --scale 0.5`, which is all that click knows, and `--help-all`."""
+        if "--help-all" in args and any("--help-all" in parameter.opts for parameter in self.params):
+            ctx.meta["help-all"], args = True, ["--help"]
         repeated = {name for parameter in self.params if parameter.multiple for name in parameter.opts}
         expanded: list[str] = []
         flag = ""
@@ -114,8 +116,8 @@ def command(usage: str = "[OPTIONS]", kept: str = "", settings: Sequence[click.P
 
 def run_settings(shown: Collection[str]) -> list[click.Parameter]:
     """The settings of a run as options. `--help` shows those in `shown`."""
-    facts: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _show_all}
-    found: list[click.Parameter] = [Option(["--help-all"], help="Show all settings and exit.", **facts)]
+    every = Option(["--help-all"], help="Show all settings and exit.", is_flag=True, expose_value=False)
+    found: list[click.Parameter] = [every]
     for title, kind in GROUPS.items():
         names = field_types(kind).keys()
         found += settings_of(kind, names, title, rare=names - set(shown))
@@ -162,13 +164,6 @@ class _Setting(click.ParamType):
             return from_text(self.name, value, self.hint)
         except (ValueError, TypeError) as error:
             self.fail(str(error), param, ctx)
-
-
-def _show_all(ctx: click.Context, _: click.Parameter, value: bool) -> None:
-    if value:
-        ctx.meta["help-all"] = True
-        click.echo(ctx.get_help())
-        ctx.exit()
 
 
 def learner_options(optional: bool = False, choose: bool = False, encodes: bool = True) -> Decorator:
