@@ -136,7 +136,7 @@ def _answers_before(table: Kept) -> dict[str, Prediction]:
 
     found = {}
     for image, row in table.done.items():
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             facts = os.stat(image)
             if max(facts.st_mtime, facts.st_ctime) > table.since:
                 raise ValueError(f"{image} has changed since {table.path} was written: begin anew with --overwrite")
