@@ -21,7 +21,6 @@ from dulbe_peft.data.images import named_images
 from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.runs.trainer_arguments import check_arguments, learner_of
-from dulbe_peft.strategies.base import NewTask
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.batches import EpochLoader, Order, WholeBatches, collated
 from dulbe_peft.training.state import LearnerState, set_adapter_state
@@ -275,23 +274,20 @@ class DualModeTrainer(Trainer):
 class _LoopTask(TaskTrainer):
     """One task, whose steps the loop of a `DualModeTrainer` takes, from its beginning or from a checkpoint."""
 
-    task: NewTask
-
     def __init__(self, owner: DualModeTrainer, checkpoint: Path | None, loop: Callable[[], Any], *args: Any) -> None:
         super().__init__(*args)
         self.owner, self.checkpoint, self.loop = owner, checkpoint, loop
 
-    def begin(self) -> NewTask:
+    def begin(self) -> None:
         if self.checkpoint is None:
             return super().begin()
         tensors = unfinished.read(self.checkpoint)[0]
         for name in tensors.keys() & {"teacher", "old_text"}:
             setattr(self, name, tensors[name].to(self.encoder.device))
-        return self.new_task()
 
-    def train(self, task: NewTask) -> None:
-        self.task, self.owner._task = task, self
-        with self.strategy.training(task):
+    def train(self) -> None:
+        self.owner._task = self
+        with self.strategy.training(self.task):
             try:
                 output = self.owner._output = self.loop()
             finally:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -100,9 +100,10 @@ class TaskTrainer:
 
     def __init__(self, state: LearnerState, encoder: Encoder, images: PixelDataset, log: Log | None = None) -> None:
         self.state, self.model, self.strategy, self.args = state, state.model, state.strategy, state.args
-        self.adapter: Any = state.adapter
+        self.adapter = cast(Any, state.adapter)  # None where nothing is trained
         self.encoder, self.logit_scale, self.log = encoder, logit_scale(encoder.clip), log
         self.images, self.names, self.index = images, images.images.class_names, len(state.tasks)
+        self.task = NewTask(self.index, self.adapter, self.args, state.memory, encoder=encoder)
         self.step = state.step
         counts = np.bincount(images.labels, minlength=len(self.names)).tolist()
         self.record = TaskRecord(dict(zip(self.names, counts, strict=True)))
@@ -112,13 +113,13 @@ class TaskTrainer:
 
     def learn(self) -> tuple[torch.Tensor, Memory | None]:
         """Features of all images by the finished model, (n, d), and what the strategy remembers."""
-        strategy = self.strategy
+        strategy, task = self.strategy, self.task
         if not strategy.adapts:
             with self.encoder.profile.phase("close"):
                 return self.encoder.dataset_embeds(self.images, self.title("close")), self.state.memory
-        task = self.begin()
+        self.begin()
         with self.encoder.profile.phase("train"), self.encoder.retain_graphs():
-            self.train(task)
+            self.train()
         # The last loss is computed before the step that breaks a weight.
         if not all(p.isfinite().all() for p in self.model.parameters() if p.requires_grad):
             raise ValueError("a weight is NaN or infinite after training: lower the learning_rate")
@@ -130,15 +131,19 @@ class TaskTrainer:
             features, inputs = self.encode("close", strategy.remembers_inputs)
             return features, strategy.remember(task, inputs)
 
-    def new_task(self) -> NewTask:
-        """The task as a strategy sees it before anything is measured."""
-        return NewTask(self.index, self.adapter, self.args, self.state.memory, encoder=self.encoder)
-
-    def begin(self) -> NewTask:
+    def begin(self) -> None:
         """Measure the new task and install its bases."""
-        task = self.new_task()
-        self.teacher = self._measure(task)
-        if self.index and TEACHER in self.strategy.needs:
+        task, needs, altered = self.task, self.strategy.needs, self.strategy.measuring(self.task)
+        with self.encoder.profile.phase("probe"):
+            with altered or nullcontext():
+                if GRADIENTS in needs:
+                    task.gradients, self.teacher = self.probe()
+                if INPUTS in needs:
+                    self.teacher, task.inputs = self.encode("probe", True)
+            drifts = self.args.drift != "none" and self.index > 0
+            if (self.teacher is None or altered) and (drifts or TEACHER in needs):
+                self.teacher, _ = self.encode("probe", False)
+        if self.index and TEACHER in needs:
             self.old_text = self._text(self.state.class_names)
 
         def plan() -> tuple[dict[str, ModeBases] | None, dict[str, Any]]:
@@ -156,28 +161,12 @@ class TaskTrainer:
                 if any(m.shared_capture or m.residual_capture for m in modes.values()):
                     self.record.shared_capture = sum(m.shared_capture for m in modes.values()) / len(modes)
                     self.record.residual_capture = sum(m.residual_capture for m in modes.values()) / len(modes)
-        return task
 
     def title(self, phase: str) -> str:
         """What a progress bar says."""
         return f"task {self.index + 1} {phase}"
 
     # ------------------------------------------------------------------ passes without a step
-
-    def _measure(self, task: NewTask) -> torch.Tensor | None:
-        """Fill in the task's gradients and inputs; returns the teacher's features, (n, d), where they are needed."""
-        needs, altered = self.strategy.needs, self.strategy.measuring(task)
-        drifts = self.args.drift != "none" and self.index > 0
-        teacher = None
-        with self.encoder.profile.phase("probe"):
-            with altered or nullcontext():
-                if GRADIENTS in needs:
-                    task.gradients, teacher = self.probe()
-                if INPUTS in needs:
-                    teacher, task.inputs = self.encode("probe", True)
-            if (teacher is None or altered) and (drifts or TEACHER in needs):
-                teacher, _ = self.encode("probe", False)
-        return teacher
 
     def probe(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """The gradient of every adapted layer's weight, and the features of all images, in one pass."""
@@ -206,11 +195,10 @@ class TaskTrainer:
 
     # ------------------------------------------------------------------ training
 
-    def train(self, task: NewTask) -> None:
+    def train(self) -> None:
         """All steps of a task, from the bases that `begin` installed."""
-        args, encoder, size = self.args, self.encoder, len(self.images)
-        with ExitStack() as stack:
-            extra = stack.enter_context(self.strategy.training(task))
+        task, args, encoder, size = self.task, self.args, self.encoder, len(self.images)
+        with self.strategy.training(task) as extra, ExitStack() as stack:
             parameters = [p for p in self.model.parameters() if p.requires_grad] + extra
             optimizer = torch.optim.Adam(parameters, lr=args.learning_rate)
             epoch, epochs = 0, self.strategy.epochs(task)

@@ -109,11 +109,11 @@ def test_a_step_s_gradients_are_those_of_two_literal_calls(base, digits, weight)
     learner.learn_task(first.train, first.class_names)
     trainer = TaskTrainer(learner.state, learner.encoder, learner.encoder.images(second.train))
     adapter = learner.state.adapter
-    task = trainer.begin()
+    trainer.begin()
     for up in (*adapter.shared_parameters(), *adapter.residual_parameters()):
         up.data.normal_(std=0.02)
     batch = next(learner.encoder.training_batches(trainer.images, "", range(8)))
-    learner.strategy.backward(task, trainer.step_of(batch))
+    learner.strategy.backward(trainer.task, trainer.step_of(batch))
 
     z, tau = unit_image_embeds(learner.clip, batch[0]), learner.logit_scale
     with torch.no_grad():
@@ -262,14 +262,14 @@ def test_no_step_reads_a_value_from_the_device(digits, monkeypatch, attention):
     images = learner.encoder.images(second.train, keep=True)
     losses = []
     trainer = TaskTrainer(learner.state, learner.encoder, images)
-    task = trainer.begin()
+    trainer.begin()
     monkeypatch.setattr(trainer, "_log_epoch", lambda found, epoch: losses.append(found))
     monkeypatch.setattr(learner.encoder, "autocast", nullcontext)  # knows no meta device
     learner.device = learner.encoder.device = torch.device("meta")
     learner.model.to("meta")
     learner.head.to("meta")
     trainer.teacher, trainer.old_text = trainer.teacher.to("meta"), trainer.old_text.to("meta")
-    trainer.train(task)
+    trainer.train()
     assert [(found.device.type, len(found)) for found in losses] == [("meta", 2)]
     with pytest.raises(RuntimeError, match="meta"):
         losses[0][0].item()
