@@ -15,7 +15,6 @@ from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checkpoints import loading, locating, saving
 from dulbe_peft.classifiers import Classifier, Recipe
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
-from dulbe_peft.data.images import named_images
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.encoders.loading import has_text
@@ -277,11 +276,10 @@ class ClassIncrementalLearner(StateHolder):
     def evaluate_images(self, dataset: Any, class_names: Sequence[str] | None = None) -> Evaluation:
         """The answers of every classifier to each image of a data set, arguments and errors as in `evaluate`."""
         self._check_learned()
-        data = named_images(dataset, class_names, default=self.class_names)
-        truth = torch.tensor(self.state.places([data.class_names[label] for label in data.labels]))
-        features = self.image_embeds(data)
+        data = self.state.known_images(dataset, class_names)
         images = [data.item_name(index) for index in range(len(data))]
-        return evaluate_features(self.classifiers, features, truth, self.class_names, images)
+        truth = torch.tensor(data.labels)
+        return evaluate_features(self.classifiers, self.image_embeds(data), truth, self.class_names, images)
 
     @in_turn
     def estimate(self) -> dict[str, Estimate]:

@@ -7,7 +7,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -243,9 +242,7 @@ class DualModeTrainer(Trainer):
         seen = self._seen
         if not seen.tasks:
             raise ValueError("no task has been learned yet: call train first")
-        images = named_images(dataset, None, default=seen.class_names)
-        labels = seen.places([images.class_names[label] for label in images.labels])
-        return self.learner.encoder.images(images.at(slice(None), np.array(labels), seen.class_names))
+        return self.learner.encoder.images(seen.known_images(dataset))
 
     # ------------------------------------------------------------------ saving
 

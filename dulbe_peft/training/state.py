@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
 import torch
 from peft import PeftModel, set_peft_model_state_dict
 from torch import nn
@@ -13,6 +14,7 @@ from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.classifiers import Classifier, answering
+from dulbe_peft.data.images import LabelledImages, named_images
 from dulbe_peft.data.known import KnownImages
 from dulbe_peft.strategies import Memory, Strategy
 from dulbe_peft.utils.records import Fraction, Record
@@ -123,6 +125,12 @@ class LearnerState:
                 f"seen are {list(place)[:5]} ..."
             )
         return [place[name] for name in names]
+
+    def known_images(self, dataset: Any, class_names: Sequence[str] | None = None) -> LabelledImages:
+        """A data set of seen classes, by `class_names` or its own, whose labels are their places among all of them."""
+        images = named_images(dataset, class_names, default=self.class_names)
+        places = self.places([images.class_names[label] for label in images.labels])
+        return images.at(slice(None), np.array(places), self.class_names)
 
     @property
     def adapter(self) -> DualModeLoraModel | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dulbe_peft.classifiers import Classifier
-from dulbe_peft.data.images import LabelledImages, named_images
+from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.names import check_rename, learned_name
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.encoders.loading import has_text
@@ -22,12 +22,11 @@ from dulbe_peft.training.trainer import features_and_inputs
 from dulbe_peft.utils.processes import check_same_in_all, raise_in_all
 
 
-def check_update(state: LearnerState, names: Sequence[str]) -> list[int]:
-    """Where the classes stand; a `ValueError` names those that have not been learned, or who cannot update."""
-    places = state.places(names)
+def check_update(state: LearnerState, names: Sequence[str]) -> None:
+    """Raise a `ValueError` that names the classes that have not been learned, or who cannot update."""
+    state.places(names)
     for classifier in state.classifiers.values():
         classifier.check_update()
-    return places
 
 
 @torch.no_grad()
@@ -39,23 +38,22 @@ def with_more_images(
     with raise_in_all():
         if adapter is not None:
             adapter.check_unscaled()
-        given = named_images(dataset, class_names, default=state.class_names)
-        names = [given.class_names[label] for label in given.labels]
-        places = check_update(state, names)
-    check_same_in_all(places, "labels")
+        given = state.known_images(dataset, class_names)
+        check_update(state, given.class_names)
+    check_same_in_all(given.labels.tolist(), "labels")
     encoder.profile.clear()
     images = encoder.images(given)
     # A learner that was published without its memory has no sum to add to.
     collect = strategy.remembers_more and not state.incomplete
     features, inputs = features_and_inputs(state, encoder, images, "update", collect)
-    views, labels = encoder.views(features, images, "update"), torch.tensor(places, device=features.device)
+    views, labels = encoder.views(features, images, "update"), torch.tensor(given.labels, device=features.device)
     memory = state.memory
     if collect and adapter is not None:
         memory = strategy.remember(NewTask(len(state.tasks), adapter, state.args, memory, inputs=inputs), inputs)
     return _changed(
         state,
         lambda classifier: classifier.update_classes(features, labels, views),
-        Update(after=len(state.tasks), images=dict(Counter(names))),
+        Update(after=len(state.tasks), images=dict(Counter(given.class_names[label] for label in given.labels))),
         memory=memory,
         known=state.known.with_learned(given, encoder.way),
     )
