@@ -27,6 +27,7 @@ from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.utils.processes import world
 from dulbe_peft.utils.settings import check_settings
 
+Modes = dict[str, ModeBases]  # layer name -> bases, of all adapted layers
 # What a strategy keeps between tasks: occupation statistics, or named tensors of its own.
 Memory = OccupationStatistics | dict[str, torch.Tensor]
 GRADIENTS, INPUTS, TEACHER = "gradients", "inputs", "teacher"
@@ -84,7 +85,7 @@ class NewTask:
         """A random generator on the CPU that depends on the seed, the task and `salt` alone."""
         return torch.Generator().manual_seed((self.args.seed * 1_000_003 + self.index * 1_009 + salt) % 2**63)
 
-    def modes(self, bases: Mapping[str, torch.Tensor]) -> dict[str, ModeBases]:
+    def modes(self, bases: Mapping[str, torch.Tensor]) -> Modes:
         """Bases as modes: of their first r_S + r_R columns, (d_in, ...), the first r_S are the shared mode."""
         modes = {}
         for name, basis in bases.items():
@@ -141,7 +142,7 @@ class Strategy:
         """A context around the passes that measure gradients and inputs; None: the model is measured as it is."""
         return None
 
-    def plan(self, task: NewTask) -> dict[str, ModeBases] | None:
+    def plan(self, task: NewTask) -> Modes | None:
         """The bases of the new task, one entry for every adapted layer; None goes on with the present modes."""
         raise NotImplementedError
 

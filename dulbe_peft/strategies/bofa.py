@@ -16,10 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dulbe_peft.strategies.base import NewTask
+from dulbe_peft.strategies.base import Modes, NewTask
 from dulbe_peft.strategies.memories import OccupationStrategy, old_statistic
 from dulbe_peft.subspaces.decompositions import eigh, fix_signs
-from dulbe_peft.subspaces.modes import ModeBases
 
 
 def least_directions(statistic: torch.Tensor, count: int, name: str = "S") -> torch.Tensor:
@@ -36,7 +35,7 @@ class Bofa(OccupationStrategy):
     classifiers = ("bofa", "bridge", "lda")
     target_modules = ("visual_projection",)
 
-    def plan(self, task: NewTask) -> dict[str, ModeBases]:
+    def plan(self, task: NewTask) -> Modes:
         generator, bases = task.generator(), {}
         for name, layer in task.layers.items():
             old = old_statistic(task, name)

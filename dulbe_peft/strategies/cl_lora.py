@@ -28,8 +28,7 @@ from torch.nn import functional as F
 from dulbe_peft.adapter.base import temporarily
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.linear import Updates, dense
-from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy, replaced_modes
-from dulbe_peft.subspaces.modes import ModeBases
+from dulbe_peft.strategies.base import Memory, Modes, NewTask, Step, Strategy, replaced_modes
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.utils.settings import Positive, Weight
 
@@ -74,7 +73,7 @@ class ClLora(Strategy):
 
     name = "cl_lora"
 
-    def plan(self, task: NewTask) -> dict[str, ModeBases]:
+    def plan(self, task: NewTask) -> Modes:
         layers, generator = task.layers, task.generator()
         lower, upper, _ = lower_and_upper(layers, self.shared_blocks)
         bases = {name: layers[name].dulbe_P[task.adapter_name] for name in lower}

@@ -9,11 +9,10 @@ from typing import Literal
 import torch
 
 from dulbe_peft.adapter.gradients import routed_loss
-from dulbe_peft.strategies.base import GRADIENTS, TEACHER, NewTask, Step
+from dulbe_peft.strategies.base import GRADIENTS, TEACHER, Modes, NewTask, Step
 from dulbe_peft.strategies.losses import bidirectional_kl
 from dulbe_peft.strategies.memories import OccupationStrategy
 from dulbe_peft.subspaces.allocation import allocate_modes
-from dulbe_peft.subspaces.modes import ModeBases
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Dulbe(OccupationStrategy):
     name = "dulbe"
     needs = frozenset({GRADIENTS, TEACHER})
 
-    def plan(self, task: NewTask) -> dict[str, ModeBases]:
+    def plan(self, task: NewTask) -> Modes:
         return allocate_modes(task.gradients, task.memory, config=task.adapter.active_config)
 
     def loss(self, task: NewTask, step: Step) -> torch.Tensor:

@@ -24,10 +24,9 @@ from typing import Annotated
 import torch
 from annotated_types import Ge, Gt, Le
 
-from dulbe_peft.strategies.base import INPUTS, Memory, NewTask
+from dulbe_peft.strategies.base import INPUTS, Memory, Modes, NewTask
 from dulbe_peft.strategies.memories import ProjectionMemoryStrategy, Subspace, gpm, top_directions
 from dulbe_peft.subspaces.decompositions import to_float64
-from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.utils.records import Fraction
 
@@ -52,7 +51,7 @@ class InfLora(ProjectionMemoryStrategy):
         """eps_t of the task with this index, which counts from 0."""
         return self.energy + (self.final_energy - self.energy) * min(1.0, index / self.tasks)
 
-    def plan(self, task: NewTask) -> dict[str, ModeBases]:
+    def plan(self, task: NewTask) -> Modes:
         bases: dict[str, torch.Tensor] = {}
         for names, old, energy in self._occupied_and_used(task, task.inputs):
             rank = max(map(task.rank, names))

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dulbe_peft.strategies.base import GRADIENTS, Memory, NewTask
+from dulbe_peft.strategies.base import GRADIENTS, Memory, Modes, NewTask
 from dulbe_peft.strategies.memories import ProjectionMemoryStrategy, Subspace, directions_to_take, gpm, top_directions
 from dulbe_peft.subspaces.decompositions import to_float64
-from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.utils.records import Fraction
 
@@ -42,7 +41,7 @@ class KeepLora(ProjectionMemoryStrategy):
     name = "keeplora"
     needs = frozenset({GRADIENTS})
 
-    def plan(self, task: NewTask) -> dict[str, ModeBases]:
+    def plan(self, task: NewTask) -> Modes:
         bases = {}
         for name, old in self._occupied(task).items():
             label = f"gradient of layer {name!r}"

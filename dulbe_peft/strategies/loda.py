@@ -24,10 +24,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dulbe_peft.strategies.base import INPUTS, Memory, NewTask
+from dulbe_peft.strategies.base import INPUTS, Memory, Modes, NewTask
 from dulbe_peft.strategies.memories import OccupationStrategy, old_statistic
 from dulbe_peft.subspaces.decompositions import fix_signs, orthonormal_complement, to_float64, top_eigenvectors
-from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.utils.settings import Positive
 
@@ -72,7 +71,7 @@ class Loda(OccupationStrategy):
     orthonormal = False
     remembers_inputs = False  # the model before the task has read them already
 
-    def plan(self, task: NewTask) -> dict[str, ModeBases]:
+    def plan(self, task: NewTask) -> Modes:
         bases: dict[str, torch.Tensor] = {}
         for names in task.inputs.groups:
             label = f"inputs of layer {names[0]!r}"

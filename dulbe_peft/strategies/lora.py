@@ -19,8 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dulbe_peft.strategies.base import NewTask, Strategy
-from dulbe_peft.subspaces.modes import ModeBases
+from dulbe_peft.strategies.base import Modes, NewTask, Strategy
 
 
 def uniform_bases(task: NewTask, bound: Callable[[str, int], float]) -> dict[str, torch.Tensor]:
@@ -45,7 +44,7 @@ class MergedLora(Strategy):
     trains_bases = True
     orthonormal = False
 
-    def plan(self, task: NewTask) -> dict[str, ModeBases] | None:
+    def plan(self, task: NewTask) -> Modes | None:
         return task.modes(kaiming_bases(task))
 
 
@@ -56,7 +55,7 @@ class Lora(MergedLora):
     name = "lora"
     folds = False
 
-    def plan(self, task: NewTask) -> dict[str, ModeBases] | None:
+    def plan(self, task: NewTask) -> Modes | None:
         return None if task.index else super().plan(task)
 
 

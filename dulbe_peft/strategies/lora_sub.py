@@ -24,10 +24,9 @@ from typing import Annotated, Any
 import torch
 from annotated_types import Gt, Le
 
-from dulbe_peft.strategies.base import INPUTS, NewTask
+from dulbe_peft.strategies.base import INPUTS, Modes, NewTask
 from dulbe_peft.strategies.lora import MergedLora, kaiming_bases
 from dulbe_peft.subspaces.decompositions import eigh, fix_signs, to_float64
-from dulbe_peft.subspaces.modes import ModeBases
 
 
 def leading_space(moment: torch.Tensor, energy: float, name: str) -> torch.Tensor:
@@ -52,7 +51,7 @@ class LoraSub(MergedLora):
     def measuring(self, task: NewTask) -> AbstractContextManager[Any] | None:
         return task.adapter.scaled_history(-1.0) if task.index else None
 
-    def plan(self, task: NewTask) -> dict[str, ModeBases]:
+    def plan(self, task: NewTask) -> Modes:
         bases = kaiming_bases(task)
         for names in task.inputs.groups if task.index else ():
             label = f"inputs of layer {names[0]!r}"

@@ -23,9 +23,8 @@ from dataclasses import dataclass
 import torch
 
 from dulbe_peft.adapter.linear import Updates
-from dulbe_peft.strategies.base import Memory, NewTask, Strategy, replaced_modes
+from dulbe_peft.strategies.base import Memory, Modes, NewTask, Strategy, replaced_modes
 from dulbe_peft.strategies.lora import uniform_bases
-from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.utils.settings import Positive
 
@@ -43,7 +42,7 @@ class MgClip(Strategy):
     alpha: Positive = 1.0
     threshold: Positive = 0.1  # how far the mean wrong logit may move, as a part of its value before training
 
-    def plan(self, task: NewTask) -> dict[str, ModeBases] | None:
+    def plan(self, task: NewTask) -> Modes | None:
         """P = (alpha / r) A' with A Xavier-uniform, so that B P' is the scaled update."""
         if task.index:
             return None

@@ -23,10 +23,9 @@ from dulbe_peft.data.splits import open_stream_data
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.encoders.loading import logit_scale
 from dulbe_peft.encoders.pixels import PixelDataset
-from dulbe_peft.strategies.base import NewTask
+from dulbe_peft.strategies.base import Modes, NewTask
 from dulbe_peft.strategies.lora import Lora
 from dulbe_peft.strategies.losses import bidirectional_kl
-from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.utils.files import read_lines
 from dulbe_peft.utils.settings import Positive, Weight
 
@@ -62,7 +61,7 @@ class Zscl(Lora):
 
     name = "zscl"
 
-    def plan(self, task: NewTask) -> dict[str, ModeBases] | None:
+    def plan(self, task: NewTask) -> Modes | None:
         if not self.reference_images:
             raise ValueError("the strategy 'zscl' needs images to refer to: zscl:reference_images=FOLDER")
         return super().plan(task)

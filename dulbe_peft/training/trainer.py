@@ -24,10 +24,9 @@ from dulbe_peft.encoders.encoder import Batch, Encoder
 from dulbe_peft.encoders.loading import has_text, logit_scale
 from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.encoders.text_encoder import mean_texts
-from dulbe_peft.strategies.base import GRADIENTS, INPUTS, TEACHER, Memory, NewTask, Step
+from dulbe_peft.strategies.base import GRADIENTS, INPUTS, TEACHER, Memory, Modes, NewTask, Step
 from dulbe_peft.strategies.losses import cross_modal_loss
 from dulbe_peft.subspaces.inputs import collect_statistics
-from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.estimating import estimates_of
 from dulbe_peft.training.state import LearnerState
@@ -146,7 +145,7 @@ class TaskTrainer:
         if self.index and TEACHER in needs:
             self.old_text = self._text(self.state.class_names)
 
-        def plan() -> tuple[dict[str, ModeBases] | None, dict[str, Any]]:
+        def plan() -> tuple[Modes | None, dict[str, Any]]:
             modes = self.strategy.plan(task)
             if modes is not None:  # on the CPU, as they travel between processes
                 modes = {n: replace(m, shared=m.shared.cpu(), residual=m.residual.cpu()) for n, m in modes.items()}
