@@ -45,24 +45,18 @@ def leaderboard(run: RunFolder) -> list[Method]:
     groups: dict[tuple[float | None, ...], list[str]] = {}
     for name, block in result_rows(run.results):
         groups.setdefault(tuple(block["overall"]), []).append(name)
-    rows = [_method(run, overall, names) for overall, names in groups.items()]
+    number, taught = len(run.predictions), [time.get("phases", {}) for time in run.timings if time]
+    rows = []
+    for overall, names in groups.items():
+        right = overall[-1]
+        share = Share(round(right * number), number) if number and right is not None else None
+        seconds = [found[TEACHING + name] for found in taught for name in names if TEACHING + name in found]
+        own = [CLASSIFIERS[name] for name in names if name in CLASSIFIERS]
+        files = [run.learner / classifier.file_names()[1] for classifier in own] if run.learner else []
+        size = min((file.stat().st_size for file in files if file.is_file()), default=None)
+        meaning = "; ".join(dict.fromkeys(filter(None, map(summary, names))))
+        rows.append(Method(names, overall, share, sum(seconds) if seconds else None, size, meaning))
     return sorted(rows, key=lambda row: -(row.last or 0))
-
-
-def _method(run: RunFolder, overall: tuple[float | None, ...], names: list[str]) -> Method:
-    number, right = len(run.predictions), overall[-1]
-    taught = [time.get("phases", {}) for time in run.timings if time]
-    seconds = [found[TEACHING + name] for found in taught for name in names if TEACHING + name in found]
-    own = [CLASSIFIERS[name] for name in names if name in CLASSIFIERS]
-    files = [run.learner / classifier.file_names()[1] for classifier in own] if run.learner else []
-    return Method(
-        names,
-        overall,
-        Share(round(right * number), number) if number and right is not None else None,
-        sum(seconds) if seconds else None,
-        min((file.stat().st_size for file in files if file.is_file()), default=None),
-        "; ".join(dict.fromkeys(filter(None, map(summary, names)))),
-    )
 
 
 def summary(name: str) -> str:

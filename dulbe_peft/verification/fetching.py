@@ -36,10 +36,7 @@ def on_hub(model: str) -> bool:
 
 @dataclass
 class Fetcher:
-    """Files and repositories, kept in `folder`; `known` is what they were when they were first taken.
-
-    `known` maps an address to its SHA-256, and a repository to its commit.
-    """
+    """Files, kept in `folder`, and repositories; `known` has the SHA-256 and the commit that each had at first."""
 
     folder: Path
     known: dict[str, str] = field(default_factory=dict)
