@@ -87,8 +87,8 @@ class LdaClassifier(ClassSums):
         freedom, n = int(self.freedom), self.counts.to(labels.device)[labels].double()
         share = oas_shrinkage(self.scatter / freedom, freedom) if self.shrinkage == "oas" else float(self.shrinkage)
         inverse = torch.linalg.inv(self.covariance())
-        middle, means, away = self.means.mean(dim=0), self.drawn_means(), images - self.means[labels]
-        left = middle + self.confidence(n - 1)[:, None] * (self.means[labels] - away / (n - 1)[:, None] - middle)
+        means, away = self._drawn(self.means, self.counts), images - self.means[labels]
+        left = self._drawn(self.means[labels] - away / (n - 1)[:, None], n - 1)
         by_image, by_away = images @ inverse, away @ inverse
         across, turned, squares = by_image @ means.T, by_away @ means.T, (means @ inverse * means).sum(dim=1)
         squares = squares.expand_as(across).clone()
@@ -104,15 +104,11 @@ class LdaClassifier(ClassSums):
         """Sigma, (d, d), float64, shrunk."""
         return shrunk_covariance(self.scatter, int(self.freedom), self.shrinkage, 1 / self.logit_scale)
 
-    def confidence(self, counts: Tensor) -> Tensor:
-        """w_c of classes with so many images."""
-        most = int(self.counts.max()) if len(self.counts) else 1
-        return (1 + self.prior_images / most) / (1 + self.prior_images / counts.double())
-
-    def drawn_means(self) -> Tensor:
-        """m_c, (C, d), float64."""
-        middle = self.means.mean(dim=0)
-        return middle + self.confidence(self.counts.to(self.means.device))[:, None] * (self.means - middle)
+    def _drawn(self, means: Tensor, counts: Tensor) -> Tensor:
+        """m_c of classes with such means mu_c, (C, d), and so many images, (C,); float64."""
+        middle, most = self.means.mean(dim=0), int(self.counts.max()) if len(self.counts) else 1
+        confidence = (1 + self.prior_images / most) / (1 + self.prior_images / counts.to(means))
+        return middle + confidence[:, None] * (means - middle)
 
     def logits(self, images: Tensor) -> Tensor:
         weights, offsets = self.derived("solution", self._solve)
@@ -124,7 +120,7 @@ class LdaClassifier(ClassSums):
             raise ValueError(
                 f"the covariance cannot be inverted with shrinkage {self.shrinkage!r}: raise it, or use 'oas'"
             )
-        means = self.drawn_means()
+        means = self._drawn(self.means, self.counts)
         weights = torch.cholesky_solve(means.T, factor)
         offsets = (means * weights.T).sum(dim=1) / 2
         return weights.float().to(self.device), offsets.float().to(self.device)
