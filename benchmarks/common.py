@@ -83,6 +83,9 @@ def value_row(what: str, value: float, unit: str, goal: str | None = None) -> di
     return {"what": what, "goal": goal, "value": value, "unit": unit}
 
 
+INSTRUCTIONS = ("avx2", "avx512_f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
+
+
 def parser(description: str | None, repeats: int, model: str | None = "vit-b-16") -> argparse.ArgumentParser:
     """The options that every benchmark has."""
     options = argparse.ArgumentParser(description=description)
@@ -161,6 +164,7 @@ def machine() -> dict[str, Any]:
             **{m.__name__: str(m.__version__) for m in (dulbe_peft, torch, transformers, peft)},
         },
         "cpu": _cpu_name(),
+        "instructions": [name for name in INSTRUCTIONS if torch.cpu.get_capabilities().get(name)],
         "cores": os.cpu_count(),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "load": round(os.getloadavg()[0], 1),

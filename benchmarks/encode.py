@@ -2,8 +2,9 @@
 
 The towers are of random weights. Whether answers are equal is asked of real models, given as --answers MODEL DATA;
 their answer is the class whose name is nearest. The table of features is written beside transformers' feature
-pipeline, in its best batch. `--run` takes the CPU time of a whole `dulbe-peft run`, without that of its imports,
-beside that of its encoder alone. On a GPU the same command takes torch alone: --device cuda --batch 256 --compile.
+pipeline and sentence-transformers' CLIP, where that is installed, each in its best batch. `--run` takes the CPU time
+of a whole `dulbe-peft run`, without that of its imports, beside that of its encoder alone. On a GPU the same command
+takes torch alone: --device cuda --batch 256 --compile.
 """
 
 from __future__ import annotations
@@ -159,13 +160,27 @@ def table(values: argparse.Namespace) -> list[dict[str, Any]]:
         def stock(batch: int) -> None:
             np.save(Path(root, "stock.npy"), np.array(extract(files, batch_size=batch), dtype=np.float32))
 
+        def sentence(batch: int) -> None:
+            embeds = sentences.encode(files, batch_size=batch, show_progress_bar=False)
+            np.save(Path(root, "stock.npy"), embeds)
+
         there = ["torch", *(name for name, package in backends.PACKAGES.items() if find_spec(package))]
         sides: dict[str, Callable[[], None]] = {name: partial(ours, name) for name in there}
-        sides |= {f"pipeline in batches of {batch}": partial(stock, batch) for batch in (1, 8, 32)}
+        peers = {"pipeline": stock}
+        if find_spec("sentence_transformers"):
+            from sentence_transformers import SentenceTransformer
+
+            sentences = SentenceTransformer(str(Path(root, "model")), device="cpu")
+            peers["sentence-transformers"] = sentence
+        for name, encode in peers.items():
+            sides |= {f"{name} in batches of {batch}": partial(encode, batch) for batch in (1, 8, 32)}
         times = common.compare(sides, 1 if values.quick else max(1, values.repeats // 2), warmup=1)
-    best = min((name for name in sides if "pipeline" in name), key=lambda name: float(np.median(times[name]["cpu"])))
     where = f"{common.model_name(values.model)}, {count} photographs of {SIZE[0]} x {SIZE[1]}"
-    return [common.row(f"disk to table: {name} / {best}, {where}", times, name, best, 1.0) for name in there]
+    rows = []
+    for peer in peers:
+        best = min((name for name in sides if peer in name), key=lambda name: float(np.median(times[name]["cpu"])))
+        rows += [common.row(f"disk to table: {name} / {best}, {where}", times, name, best, 1.0) for name in there]
+    return rows
 
 
 def saved_model(name: str, folder: Path) -> tuple[Any, Any]:
@@ -204,8 +219,9 @@ def whole(values: argparse.Namespace) -> dict[str, Any]:
             return child("-m", "dulbe_peft", "run", *argv, "--no-store", "--output", str(Path(root, f"run{number}")))
 
         def encode() -> None:
-            for _ in range(0, count, len(pixels)):
-                unit_image_embeds(clip, pixels)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=has_bfloat16(torch.device("cpu"))):
+                for _ in range(0, count, len(pixels)):
+                    unit_image_embeds(clip, pixels)
 
         shares = []
         for number in range(values.repeats):

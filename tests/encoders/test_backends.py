@@ -100,6 +100,37 @@ def test_what_disagrees_is_refused_with_both_numbers_and_taken_by_force(monkeypa
         using("onnx").image_embeds(PIXELS)
 
 
+def test_photographs_that_are_alike_may_change_neighbours_in_bfloat16_and_not_what_they_are(tmp_path):
+    using("onnx").image_embeds(PIXELS)
+    (file,) = store_path().with_suffix(".encoders").glob("*.onnx")
+    tower = backends.Tower(file, "onnx", "float32")
+    draw = torch.Generator().manual_seed(0)
+    alike = torch.nn.functional.normalize(torch.ones(20, 16) + 0.01 * torch.randn(20, 16, generator=draw), dim=1)
+    moved = torch.nn.functional.normalize(alike + 0.004 * torch.randn(20, 16, generator=draw), dim=1)
+    assert backends.equal_answers(moved, alike, None) < 18
+    with pytest.raises(ValueError, match="answers equal"):
+        tower.check(moved, alike, None, force=False)
+    tower.precision = "bfloat16"
+    tower.check(moved, alike, None, force=False)
+    with pytest.raises(ValueError, match="least cosine"):
+        tower.check(-alike, alike, None, force=False)
+
+
+def test_int8_is_of_queries_keys_and_the_first_layer_of_each_mlp():
+    onnx = pytest.importorskip("onnx")
+    learner = using("onnx")
+    learner.image_embeds(PIXELS)
+    (file,) = store_path().with_suffix(".encoders").glob("*.onnx")
+    nodes = onnx.load(file).graph.node
+    kept = backends._kept(nodes)
+    others = [node for node in nodes if node.op_type in ("MatMul", "Gemm") and node.name not in kept]
+    of = [next(note.value for note in node.metadata_props if note.key == "namespace") for node in others]
+    blocks = learner.model.config.vision_config.num_hidden_layers
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.fc1"):
+        assert sum(f".{name}: " in modules for modules in of) == blocks, name
+    assert len(of) == 3 * blocks < len(kept)
+
+
 def test_what_cannot_be_exported_is_encoded_by_torch_and_said(capsys):
     args = LearnerArguments(device="cpu", progress=False, backend="onnx")
     clip, processor = make_model("siglip2"), make_processor("siglip2")
