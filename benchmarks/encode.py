@@ -199,7 +199,8 @@ def saved_model(name: str, folder: Path) -> tuple[Any, Any]:
 def whole(values: argparse.Namespace) -> dict[str, Any]:
     """CPU seconds of `run` on photographs of four classes, a fifth of them to test, by those of its encoder."""
     count = 20 if values.quick else values.run
-    imports = "import dulbe_peft.commands.run, dulbe_peft.learner, transformers; transformers.CLIPModel"
+    drawn = "matplotlib.figure, matplotlib.backends.backend_agg"
+    imports = f"import dulbe_peft.commands.run, dulbe_peft.learner, {drawn}, transformers; transformers.CLIPModel"
     with tempfile.TemporaryDirectory() as root:
         clip, _ = saved_model(values.model, Path(root, "model"))
         for number, file in enumerate(common.photographs(Path(root), count, SIZE)):

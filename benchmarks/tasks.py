@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from PIL import Image
 
 from benchmarks import common, models
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments, class_incremental_tasks, load_clip, load_data
-from dulbe_peft.data.features import FeatureFile, write_classes, write_shard
 from dulbe_peft.runs.run import Run
 from dulbe_peft.streams.tasks import Task
 
@@ -48,9 +49,8 @@ def measured(values: Any, work: Path) -> list[dict[str, Any]]:
     clip.save_pretrained(work / "model")
     processor.save_pretrained(work / "model")
     classes, (learner, other) = values.tasks * values.classes, (made(values, work) for _ in range(2))
-    (work / "features").mkdir()
-    write_data(work / "features", learner, classes, values.images)
-    train, test = (load_data(work / "features", split) for split in ("train", "test"))
+    write_data(work / "features.parquet", learner.encoder.embed_dim, classes, values.images)
+    train, test = (load_data(work / "features.parquet", split) for split in ("train", "test"))
     cut = partial(class_incremental_tasks, train, test, increment=values.classes)
     learned, tested, peaks = timed_run(learner, cut(), work / "run")
     alone = timed_run(other, cut(initial_increment=classes - values.classes), work / "other")[0][-1]
@@ -113,20 +113,18 @@ def predicted(work: Path, task: str = "") -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def write_data(folder: Path, learner: ClassIncrementalLearner, classes: int, images: int) -> None:
+def write_data(file: Path, width: int, classes: int, images: int) -> None:
     """Features of images around a random centre for each class, in both splits."""
-    random, width = np.random.default_rng(0), learner.encoder.embed_dim
-    names = [f"{number:05d}" for number in range(classes)]
+    random, parts = np.random.default_rng(0), []
     centres = random.normal(size=(classes, width))
-    scale = learner.logit_scale
-    facts = FeatureFile(model="demo", key=learner.encoder.key, width=width, logit_scale=scale, class_names=names)
-    write_classes(folder, facts, None)
     for split in ("train", "test"):
         labels = np.repeat(np.arange(classes), images)
         rows = centres[labels] + random.normal(size=(len(labels), width))
-        rows /= np.linalg.norm(rows, axis=1, keepdims=True)
-        entries = [f"{split}/{number}" for number in range(len(labels))]
-        write_shard(folder, split, 0, entries, labels, rows.astype(np.float32), entries)
+        rows = (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
+        columns = {"split": [split] * len(labels), "label": [f"{label:05d}" for label in labels]}
+        embedding = pa.FixedSizeListArray.from_arrays(rows.reshape(-1), width)
+        parts.append(pa.table(columns | {"embedding": embedding}))
+    pq.write_table(pa.concat_tables(parts), file)
 
 
 if __name__ == "__main__":

@@ -121,6 +121,7 @@ def thumbnail(image: Image.Image) -> Image.Image:
     if factor > 1:
         width, height = picture.size
         return picture.resize((width * factor, height * factor), Image.Resampling.NEAREST)
+    picture = picture.copy()  # or the user's own image would shrink
     picture.thumbnail((SIDE, SIDE))
     return picture
 

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 TOOLS = {"__init__", "common", "evidence", "literal", "models", "ours"}
 TOOLS |= {"rivals", "stock", "table"}
 BENCHMARKS = sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - TOOLS)
+MODULES = {name: importlib.import_module(f"benchmarks.{name}") for name in BENCHMARKS}  # the slow ones, too
 SLOW = {
     "accuracy",
     "augmentation",
@@ -84,7 +85,7 @@ def test_every_benchmark_runs_and_writes_its_figures(name, tmp_path, monkeypatch
     monkeypatch.chdir(ROOT)
     out = tmp_path / f"{name}.json"
     argv = ["--quick", "--out", str(out)]
-    importlib.import_module(f"benchmarks.{name}").main(argv)
+    MODULES[name].main(argv)
     report = json.loads(out.read_text(encoding="utf-8"))
     assert report["benchmark"] == name and report["command"] == f"python -m benchmarks.{name} --quick"
     for row in report["rows"]:

@@ -55,6 +55,7 @@ def test_thumbnails_are_small_and_keep_their_shape(mode, size):
     small = thumbnail(image)
     assert small.mode == "RGB" and max(small.size) <= SIDE and max(small.size) > SIDE / 2
     assert small.size[0] / small.size[1] == pytest.approx(size[0] / size[1], rel=0.1)
+    assert image.size == size  # it may be the user's own
 
 
 def test_pictures_show_the_right_images(tmp_path):
