@@ -49,8 +49,9 @@ class App:
 
     @property
     def waiting(self) -> list[int]:
-        """Photographs whose labels are not learned yet: the learner is as it was before they were said."""
-        return [one.photo for one in self.before if one.photo is not None and one.state is self.learner.state]
+        """Photographs whose labels are not learned yet: no image was learned since they were said."""
+        known = self.learner.state.known
+        return [one.photo for one in self.before if one.photo is not None and one.state.known is known]
 
     @property
     def unsaved(self) -> bool:
@@ -162,7 +163,7 @@ class App:
         if not self.before:
             raise ValueError("there is nothing to undo")
         words, state, photo = self.before[-1]
-        if state is not self.learner.state:
+        if state.known is not self.learner.state.known:
             self.change(lambda: setattr(self.learner, "state", state))
         self.before.pop()
         if photo is not None:
