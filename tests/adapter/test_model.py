@@ -11,7 +11,7 @@ from stepping import update
 from torch import nn
 from transformers import CLIPVisionModel, CLIPVisionModelWithProjection
 
-from dulbe_peft import DualModeLoraConfig, ModeBases
+from dulbe_peft import DualModeLoraConfig
 from dulbe_peft.adapter.base import DualModeLayer
 
 
@@ -234,16 +234,6 @@ def test_a_scaled_model_has_literally_interpolated_weights(learned, pristine, sc
         raise KeyError
     for model in (learned, twin):  # afterwards, and in a copy from inside the block
         assert all(map(torch.equal, outputs(model), expected))
-
-
-def test_modes_of_other_ranks_are_refused_at_once(learned):
-    wide, before = {}, outputs(learned)
-    for name, modes in random_modes(learned).items():
-        wide[name] = ModeBases(modes.shared, torch.cat([modes.residual, modes.residual], dim=1))
-    message = "have shared_rank 1 and residual_rank 4, the adapter's configuration has 1 and 2: allocate_modes"
-    with pytest.raises(ValueError, match=message):
-        learned.begin_task(wide)
-    assert all(map(torch.equal, outputs(learned), before))
 
 
 def test_what_cannot_be_done_is_refused(learned):

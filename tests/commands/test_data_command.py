@@ -180,15 +180,6 @@ def test_what_cannot_be_read_is_said_with_what_would_help(photos, tmp_path, caps
         assert main(command) == 2 and "it is an archive: unzip it" in capsys.readouterr().err
 
 
-def test_photographs_of_phones_are_read(photos, capsys):
-    pytest.importorskip("pillow_heif")
-    assert ".heic" in image_suffixes()  # from now on Pillow writes it, too
-    Image.linear_gradient("L").convert("RGB").save(photos / "train" / "one" / "phone.heic", format="HEIF")
-    images = ImageFolder(photos, "train")
-    assert images.image(len(images.labels[images.labels == 0]) - 1).size == (256, 256)
-    assert main(["check", str(photos)]) == 0 and "left out" not in capsys.readouterr().out
-
-
 def test_the_page_s_code_runs(photos, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")

@@ -269,26 +269,6 @@ def test_labels_mean_the_names_that_the_dataset_carries(base, digits):
     assert learner.classifier.counts.tolist() == [8, 8, 6, 12]
 
 
-def test_what_cannot_be_taken_in_is_named_and_changes_nothing(base, digits):
-    learner, able = taught(base, digits[0], classifiers=("lda", "rapf")), taught(base, digits[0])
-    before = everything(learner), everything(able)
-    for one, dataset, message in (
-        (
-            learner,
-            labelled_images(digits[1]).select(("one",)),
-            "the 'rapf' classifier cannot learn more images of a known",
-        ),
-        (
-            able,
-            labelled_images(digits[1]).select(("one", "four", "nine")),
-            r"2 classes have not been .*\['four', 'nine'\]",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            one.update_classes(dataset)
-    assert not differences(everything(learner), before[0]) and not differences(everything(able), before[1])
-
-
 def test_a_learner_notes_what_it_took_in_and_lost(base, digits, tmp_path):
     learner = taught(base, digits[0])
     learner.update_classes(labelled_images(digits[1]).select(("three", "one")))
