@@ -2,6 +2,7 @@
 # ruff: noqa: E402 - the environment is set before torch is imported
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -44,6 +45,13 @@ def _leave_charts_empty():
 when_imported("matplotlib", _leave_charts_empty)
 os.fsync = lambda _: None  # nothing here outlives the machine, and the disk takes longer than the tests
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes what it starts in the background ignore it
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported_objects_are_not_searched_for_garbage():
+    """There are a million of them, and transformers' loop collects at every call."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

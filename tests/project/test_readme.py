@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 import pytest
+import write_saved
 import yaml
 from documents import blocks, text_of
 from small_runs import parse
@@ -18,6 +19,7 @@ from dulbe_peft.commands.main import main
 from dulbe_peft.comparison.plan import read_plan
 from dulbe_peft.runs.settings import StreamArguments
 from dulbe_peft.strategies import STRATEGIES
+from dulbe_peft.streams.tasks import class_incremental_tasks
 from dulbe_peft.utils.settings import field_types
 from dulbe_peft.verification.checks import read_checks
 
@@ -47,8 +49,10 @@ def commands(page):
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """A folder to work in; what a page registers is forgotten afterwards."""
+    """A folder to work in, and 24 images of each digit; what a page registers is forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
+    stream = class_incremental_tasks(write_saved.digits(0, 24), write_saved.digits(24, 34), increment=2)
+    monkeypatch.setattr("dulbe_peft.demo.digit_tasks", lambda: stream)
     monkeypatch.setattr("dulbe_peft.strategies.STRATEGIES", dict(STRATEGIES))
     return tmp_path
 
