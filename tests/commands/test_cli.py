@@ -202,6 +202,8 @@ def test_every_field_is_a_flag_and_yaml_takes_what_flags_take(tmp_path):
         ("run --config 'epoch: 3'", "unknown setting 'epoch'; did you mean 'epochs'?"),
         ("run --config '- 1'", "must hold names and values"),
         ("run --config 'a: ['", "is not YAML"),
+        ("run --config '!!python/object/apply:os.abort []'", "is not YAML"),
+        ("run --config '&a [*a, 1]'", "must hold names and values"),
         ("evaluate x", "dulbe-peft evaluate: Missing option '--data'"),
     ],
 )

@@ -15,6 +15,7 @@ from dulbe_peft.data import decoding
 from dulbe_peft.data.decoding import image_suffixes
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.inventory import NEAR, SIDE, Inventory, find_duplicates
+from dulbe_peft.data.readers import load_data
 from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.metrics.labels import doubtful_labels
 from dulbe_peft.report.html import write_page
@@ -34,17 +35,6 @@ def photos(digit_folders, tmp_path):
 
 def run(photos, *more: str) -> int:
     return main(["run", "--model", str(demo_model_folder()), "--data", str(photos), *QUICK, *more])
-
-
-def test_a_run_says_what_there_is_and_tests_on_what_is_held_back(photos, tmp_path, capsys):
-    out = str(tmp_path / "out")
-    assert run(photos, "--test-fraction", "0.4", "--output", out, *FROZEN) == 2
-    assert "has the test split 'test'" in capsys.readouterr().err
-    assert run(photos / "train", "--test-fraction", "0.4", "--output", out, *FROZEN) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("4 classes; images: ") and "in test" in said.splitlines()[0]
-    assert "task 1/1: 4 classes" in said and said.splitlines()[-1] == f"next: dulbe-peft report {out}"
-    assert "prototype" in json.loads((tmp_path / "out" / "results.json").read_text())["classifiers"]
 
 
 def test_unreadable_images_are_left_out_and_said_or_stop_a_run_before_the_model_is_loaded(photos, tmp_path, capsys):
@@ -71,7 +61,8 @@ def test_unreadable_images_are_left_out_and_said_or_stop_a_run_before_the_model_
     encoded = ["features", out, "--data", str(photos), "--device", "cpu", "--output"]
     assert main([*encoded, str(tmp_path / "none"), "--strict"]) == 2 and not (tmp_path / "none").exists()
     for number, split in enumerate(([], ["--split", "train"])):
-        assert main([*encoded, str(tmp_path / f"{number}"), *split]) == 0
+        assert main([*encoded, str(tmp_path / f"{number}.parquet"), *split]) == 0
+        assert len(load_data(tmp_path / f"{number}.parquet", "train")) == 19
 
 
 @pytest.mark.parametrize(

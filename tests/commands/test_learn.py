@@ -151,16 +151,6 @@ def test_a_saved_folder_learns_too_and_known_classes_can_be_left_out(photos, jun
     assert ClassIncrementalLearner.from_pretrained(tmp_path / "run").head.counts.tolist() == [3, 3, 3, 3, 4]
 
 
-def test_a_new_class_of_which_all_images_are_known_holds_nothing_up(photos, june, tmp_path, capsys):
-    data = some(photos, tmp_path / "july", DIGITS[4:5])
-    some(june / "photos", tmp_path / "other", DIGITS[:1])
-    shutil.move(tmp_path / "other" / "train" / DIGITS[0], data / "train" / "renamed")
-    assert learn(june / "run", data, tmp_path / "out") == 0
-    assert f"3 of another class, such as {data / 'train' / 'renamed'}" in capsys.readouterr().out
-    learner = ClassIncrementalLearner.from_pretrained(tmp_path / "out")
-    assert set(learner.class_names) == {*DIGITS[:4], DIGITS[4]}
-
-
 def test_names_that_contradict_the_dataset():
     class Named(list):
         class_names = ("one", "zero")
@@ -289,21 +279,6 @@ def test_a_learner_notes_what_it_took_in_and_lost(base, digits, tmp_path):
     ]
     loaded.save_pretrained(tmp_path / "less")
     assert '"one"' not in (tmp_path / "less" / "learner.json").read_text(), "a forgotten class leaves no name"
-
-
-def test_a_forgotten_class_is_never_the_answer_and_can_be_learned_again(base, digits):
-    first, _, test, _ = digits
-    learner = taught(base, first, strategy="dulbe")
-    model = {name: value.clone() for name, value in learner.model.state_dict().items()}
-    features = learner.image_embeds(test)
-    scores = learner.head(features)
-    learner.forget_class("one")
-    assert learner.class_names == ("zero", "two", "three")
-    torch.testing.assert_close(learner.head(features), scores[:, [0, 2, 3]])
-    assert "one" not in learner.predict([test[i]["image"] for i in range(8)])
-    assert all(torch.equal(value, model[name]) for name, value in learner.model.state_dict().items())
-    learner.learn_task(labelled_images(first).select(("one",)))
-    assert learner.tasks == [("zero",), ("two", "three"), ("one",)]
 
 
 def test_a_task_may_lose_all_its_classes_and_is_still_counted(base, digits, tmp_path):

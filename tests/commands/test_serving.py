@@ -183,15 +183,6 @@ def test_clients_that_are_slow_to_send_hold_up_nobody(folder):
         assert ask("http://{}:{}/facts".format(*address))[1]["undo"] is None
 
 
-def test_a_name_is_never_a_path(folder, tmp_path):
-    app, name = App(ClassIncrementalLearner.from_pretrained(folder)), "../../etc"
-    app.teach({"class": name, "images": sent(photo(2))})
-    with zipfile.ZipFile(io.BytesIO(app.download())) as archive:
-        assert all(entry.startswith("learner/") and ".." not in entry for entry in archive.namelist())
-        archive.extractall(tmp_path)
-    assert ClassIncrementalLearner.from_pretrained(tmp_path / "learner").class_names[-1] == name
-
-
 def test_many_ask_at_once_and_some_go_away(folder, capfd):
     """Thirty images and ten corrections at once, after uploads that end in the middle: none is lost."""
     with served(folder) as url:

@@ -114,16 +114,6 @@ def test_tables_of_other_programs(root, table, tmp_path, capsys):
     assert found.class_names == ("0", "1", "2", "3", "4") and len(set(found.contents())) == 40
 
 
-def test_an_unreadable_image_is_left_out_and_named(root, tmp_path, capsys):
-    data = tmp_path / "photos"
-    shutil.copytree(root / "train", data)
-    whole = (data / "one" / "1.png").read_bytes()
-    (data / "one" / "1.png").write_bytes(whole[:50] + b"\0" * 10 + whole[60:])
-    call("features", "--model", "demo", "--data", data, "--output", tmp_path / "f.parquet")
-    assert "one/1.png" in capsys.readouterr().out
-    assert len(load_data(tmp_path / "f.parquet")) == 39
-
-
 def written(file, **columns):
     file.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(pyarrow.table(columns), file)

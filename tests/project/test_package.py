@@ -5,7 +5,6 @@ import re
 import runpy
 from pathlib import Path
 
-import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -89,9 +88,3 @@ def test_the_table_of_the_release_note_is_that_of_the_results():
     assert len(rows) == 2
     for row in rows:
         assert row.replace("| ", "| 16 images: ", 1) in read("docs/results.md")
-
-
-@pytest.mark.parametrize("path", ["llms.txt", "hub/README.md", "hub/model/README.md", "hub/space/README.md"])
-def test_links_lead_somewhere(path):
-    for target in re.findall(r"\]\(([^)#:]+)\)", read(path)):
-        assert (ROOT / path).parent.joinpath(target).is_file(), target

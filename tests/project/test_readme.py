@@ -158,7 +158,7 @@ def test_options_that_pages_name_exist(page, tmp_path):
         assert name in SETTINGS, name
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "llms.txt", "hub/README.md", "hub/model/README.md", "hub/space/README.md"])
 def test_links_between_pages_lead_somewhere(page):
     text = re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
