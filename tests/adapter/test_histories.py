@@ -10,8 +10,6 @@ import torch
 from adapted_clip import CONFIG, PIXELS, image_features, learned, randomise, text_features
 from peft import (
     PeftModel,
-    get_layer_status,
-    get_model_status,
     get_peft_model,
     get_peft_model_state_dict,
     set_peft_model_state_dict,
@@ -129,17 +127,6 @@ def test_what_has_no_weighted_sum_is_refused(tiny_clip):
         with pytest.raises(ValueError, match=words):
             model.add_weighted_adapter(*arguments)
     assert set(model.peft_config) == before
-
-
-def test_peft_says_how_the_layers_stand(tiny_clip):
-    model = learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG)), 1)
-    model.add_adapter("second", DualModeLoraConfig(**CONFIG))
-    status = get_model_status(model)
-    assert (status.enabled, status.active_adapters, status.merged_adapters) == (True, ["default"], [])
-    assert status.requires_grad == {"default": True, "second": False} and status.num_adapter_layers == 16
-    assert status.trainable_params == model.get_nb_trainable_parameters()[0]
-    model.merge_adapter()
-    assert {tuple(layer.merged_adapters) for layer in get_layer_status(model)} == {("default",)}
 
 
 def test_a_stream_trained_in_the_same_bases_is_warned_of(tiny_clip):

@@ -196,6 +196,7 @@ def test_every_field_is_a_flag_and_yaml_takes_what_flags_take(tmp_path):
         ("run --config= --model m --dry-run", "configuration file '.' does not exist"),
         ("features --model demo --data demo-digits --output o --class-names ''", "class names '' is no file"),
         ("features --model demo --data demo-digits --split test --output o --class-names ''", "class names '' is no"),
+        ("features --data demo-digits", "name a saved learner"),
         (f"predict {SAVED} photos --sort-into ''", "--sort-into is '', expected the path of a folder"),
         (f"predict {SAVED} photos --csv ''", "--csv is '', expected the path of a .csv file"),
         ("check demo-digits --page ''", "--page is '', expected the path of a .html file"),

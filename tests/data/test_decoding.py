@@ -176,6 +176,10 @@ def test_every_mode_becomes_rgb(tmp_path, mode, colour, suffix, expected):
         assert image.mode == "RGB" and np.asarray(image)[0, 0].tolist() == expected
 
 
+def test_photographs_of_phones_are_read_where_their_package_is():
+    assert (".heic" in image_suffixes()) == bool(importlib.util.find_spec("pillow_heif"))
+
+
 @pytest.mark.parametrize("suffix", image_suffixes())
 def test_every_suffix_is_a_format_that_is_read(tmp_path, suffix):
     path = tmp_path / f"image{suffix.upper()}"

@@ -201,6 +201,9 @@ def test_an_engine_fills_the_store(root, table, tmp_path, capsys):
     call("features", tmp_path / "trained", "--data", root, "--engine", "local", "--output", file, expected=2)
     assert "are not stored" in capsys.readouterr().err
     call("features", tmp_path / "trained", "--data", root, "--output", tmp_path / "trained.parquet")
+    trained = ClassIncrementalLearner.from_pretrained(tmp_path / "trained")
+    expected = trained.image_embeds(load_data(root, "train")).numpy()
+    assert np.array_equal(load_data(tmp_path / "trained.parquet").features.rows, expected)
     assert FeatureStore(store_path()).facts()[0] == 52
 
 

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from small_runs import learner_of, tasks_of
@@ -10,7 +9,6 @@ from torch.nn import functional as F
 
 from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.commands.main import main
-from dulbe_peft.data.readers import load_data
 from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.encoders.loading import load_dual_encoder, pixel_values, tokenize
 from dulbe_peft.metrics import evaluation, retention
@@ -145,17 +143,3 @@ def test_a_saved_learner_is_measured_on_the_command_line(ran, capsys):
     for wrong, words in ((["--scale", "0.5"], "--zero-shot"), (["--zero-shot", "--scale", "2"], "at most 1")):
         assert main([*command, *wrong]) == 2
         assert words in capsys.readouterr().err
-
-
-def test_features_of_a_learner_and_of_a_pristine_model(ran, tmp_path, capsys):
-    learner, _, images, output, _ = ran
-    command = ["features", "--data", str(images), "--split", "test", "--device", "cpu", "--no-progress", "--output"]
-    saved = str(output / "task-001")
-    ways = {"whole": [saved], "pristine": ["--model", str(demo_model_folder())]}
-    for name, more in ways.items():
-        assert main([*command, str(tmp_path / f"{name}.parquet"), *more]) == 0
-    whole, pristine = (load_data(tmp_path / f"{name}.parquet", "test").features.rows for name in ways)
-    assert np.array_equal(whole, learner.image_embeds(load_data(images, "test")).numpy())
-    assert not np.array_equal(pristine, whole)
-    capsys.readouterr()
-    assert main([*command, str(tmp_path / "none")]) == 2 and "name a saved learner" in capsys.readouterr().err

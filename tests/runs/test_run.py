@@ -206,17 +206,6 @@ def test_a_bad_file_of_a_later_task_costs_no_finished_task(base, root, tmp_path,
     assert found == frozen(base).run(stream(root, 3), tmp_path / "again")
 
 
-def test_later_classes_may_be_others_and_tests_may_be_missing(base, photos, tmp_path):
-    tasks = stream(photos, 3, [*NAMES[:2], *NAMES[4:], *NAMES[2:4]])
-    for test in (True, False):
-        same = [Task(task.train, task.test if test else None, task.class_names) for task in stream(photos, 1)]
-        frozen(base).run(same, tmp_path / str(test))
-        found = [Task(task.train, task.test if test else None, task.class_names) for task in tasks]
-        results = frozen(base).run(found, tmp_path / str(test))
-        assert results["class_names"] == [["one", "three"], ["five", "four"], ["two", "zero"]]
-        assert ("classifiers" in results) == test
-
-
 def test_a_saved_learner_goes_on_in_a_new_folder_and_nothing_is_invented(base, photos, tmp_path):
     tasks, learner = stream(photos, 3), make_learner(base)
     for task in tasks[:2]:
