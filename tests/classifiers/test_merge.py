@@ -138,6 +138,14 @@ def test_a_learner_counts_its_own_images_once(base, images):
     assert one.state is before
 
 
+def test_a_class_that_both_know_is_no_new_task(base, images):
+    names = images.class_names
+    shared = images.select(names[1:2])
+    one = learner_of(base, images.select(names[:1]), shared.at(slice(0, 1)))
+    one.merge(learner_of(base, shared.at(slice(1, None)), images.select(names[2:])))
+    assert one.tasks == [names[:1], names[1:2], names[2:]] and one.state.updates[-1].images == {names[1]: 2}
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
