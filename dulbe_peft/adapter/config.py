@@ -16,8 +16,7 @@ from transformers.utils.hub import has_file
 
 from dulbe_peft.adapter.registration import DULBE
 from dulbe_peft.arguments import AdapterSettings
-from dulbe_peft.utils.checks import check_int
-from dulbe_peft.utils.settings import setting
+from dulbe_peft.utils.settings import check_int, setting
 from dulbe_peft.utils.tensors import tensor_shapes
 
 DENSE = -1  # the rank of a history that is one matrix

@@ -14,9 +14,9 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.factors import Factors, all_factors, best_of_rank
 from dulbe_peft.adapter.registration import PREFIX
-from dulbe_peft.utils.checks import check_int
 from dulbe_peft.utils.files import write_json
 from dulbe_peft.utils.folders import commit_folder
+from dulbe_peft.utils.settings import check_int
 from dulbe_peft.utils.tensors import write_tensors
 
 COMPRESSION_FILE = "compression.json"

@@ -15,7 +15,7 @@ from dulbe_peft.adapter.base import layers_of
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.targets import in_text_tower
 from dulbe_peft.adapter.text import TextLoraLinear
-from dulbe_peft.utils.checks import check_int, check_number
+from dulbe_peft.utils.settings import check_int, check_number
 
 
 class Factors(NamedTuple):

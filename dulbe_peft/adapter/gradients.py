@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from dulbe_peft.adapter.layer import DualModeLinear
-from dulbe_peft.utils.checks import check_number
 from dulbe_peft.utils.devices import evaluating
+from dulbe_peft.utils.settings import check_number
 
 
 def probe_gradients(

@@ -24,7 +24,7 @@ from dulbe_peft.adapter.targets import check_targets, find_target, in_text_tower
 from dulbe_peft.adapter.text import TextLoraLinear
 from dulbe_peft.encoders.registry import CLIP_VISION_TYPES, ENCODERS
 from dulbe_peft.subspaces.modes import ModeBases, check_modes
-from dulbe_peft.utils.checks import check_number
+from dulbe_peft.utils.settings import check_number
 
 
 class DualModeLoraModel(BaseTuner):

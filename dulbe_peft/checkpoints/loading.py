@@ -161,13 +161,13 @@ def read_known(folder: Path, names: Sequence[str], files: Container[str]) -> Kno
 
 def _read_memory(state: LearnerState, folder: Path, files: set[str]) -> Memory | None:
     """What the strategy kept, checked against the model's layers; None where the folder was written without it."""
-    memory: Memory | None = None
     if saving.STATISTICS_FILE in files:
-        memory = OccupationStatistics.load(folder / saving.STATISTICS_FILE, state.device)
-    elif saving.MEMORY_FILE in files:
-        memory, metadata = read_tensors(folder / saving.MEMORY_FILE)
-        if metadata != {saving.MEMORY_FORMAT: state.strategy.name}:
-            raise ValueError(f"{saving.MEMORY_FILE} is of {metadata}, expected the strategy {state.strategy.name!r}")
+        return OccupationStatistics.load(folder / saving.STATISTICS_FILE, state.device)
+    if saving.MEMORY_FILE not in files:
+        return None
+    memory, metadata = read_tensors(folder / saving.MEMORY_FILE)
+    if metadata != {saving.MEMORY_FORMAT: state.strategy.name}:
+        raise ValueError(f"{saving.MEMORY_FILE} is of {metadata}, expected the strategy {state.strategy.name!r}")
     return memory
 
 

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.fitting import KeptGaussians, fit, minibatches, task_generator, uniform
-from dulbe_peft.utils.checks import check_int
-from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed, Weight
+from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed, Weight, check_int
 
 MILESTONES = (30, 40, 50)  # after these epochs the learning rate falls to a tenth
 SPARSITY, LASSO = 0.001, 0.99

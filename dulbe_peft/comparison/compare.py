@@ -10,10 +10,10 @@ from dulbe_peft.comparison.comparison_file import COMPARISON_FILE, CSV_FILE, Com
 from dulbe_peft.comparison.intervals import mean_share
 from dulbe_peft.comparison.plan import Chosen, Plan, Work, as_text
 from dulbe_peft.comparison.summary import make_entries, read_row, write_summary_csv
-from dulbe_peft.utils.checks import check_int
 from dulbe_peft.utils.engines import BACKENDS, jobs_at_once, on_engine
 from dulbe_peft.utils.folders import check_outside_saved, check_replaceable
 from dulbe_peft.utils.records import write_record
+from dulbe_peft.utils.settings import check_int
 
 
 class ComparisonError(ValueError):

@@ -14,7 +14,7 @@ from dulbe_peft.data.folders import SPLIT_NAMES, ImageFolder, folder_content, ho
 from dulbe_peft.data.images import LabelledImages, Splits, labelled_images
 from dulbe_peft.data.inventory import Inventory, Look, count_images, find_duplicates, inspect_parts, undecodable
 from dulbe_peft.data.readers import load_data, splits
-from dulbe_peft.utils.checks import check_int
+from dulbe_peft.utils.settings import check_int
 
 
 def hold_out(

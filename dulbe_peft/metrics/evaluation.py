@@ -94,16 +94,15 @@ def nearest(features: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def write_predictions(path: Path, tasks: Mapping[int, Evaluation]) -> None:
     """Write `predictions.csv`: a row for each test image, those of the first task first."""
     first = next(iter(tasks.values()))
-    main, *others = first.classifiers
-    others += [name for name in first.baselines if name not in first.classifiers]
+    names = list(first.classifiers | first.baselines)
     rows: list[Any] = []
     for number, part in tasks.items():
         columns = part.baselines | part.classifiers
-        labels = [part.truth, columns[main], *(columns[name] for name in others)]
+        labels = [part.truth, *(columns[name] for name in names)]
         true, said, *rest = ([part.class_names[label] for label in column.tolist()] for column in labels)
         sure = [f"{value:.6f}" for value in part.probability.tolist()]
         rows += zip(part.images, true, said, sure, [number] * len(sure), *rest, strict=True)
-    write_csv(path, [*_COLUMNS, *(f"{_OTHER}{name}" for name in others)], rows)
+    write_csv(path, [*_COLUMNS, *(f"{_OTHER}{name}" for name in names[1:])], rows)
 
 
 @dataclass(frozen=True)

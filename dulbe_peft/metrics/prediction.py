@@ -8,7 +8,7 @@ import torch
 from dulbe_peft.classifiers import Classifier
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.encoders.encoder import Encoder
-from dulbe_peft.utils.checks import check_int
+from dulbe_peft.utils.settings import check_int
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 
 from dulbe_peft.data.images import named_images
 from dulbe_peft.metrics.evaluation import nearest
-from dulbe_peft.utils.checks import check_number
+from dulbe_peft.utils.settings import check_number
 
 Tests = Sequence[tuple[Any, Sequence[str]]]
 Encoded = tuple[torch.Tensor, torch.Tensor]

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers import Classifier
 from dulbe_peft.classifiers.novelty import distances
-from dulbe_peft.utils.checks import check_int
 from dulbe_peft.utils.extras import installed
+from dulbe_peft.utils.settings import check_int
 
 LOST = 0.05  # share of known images that count as novel
 KNOWS = 0.5  # mean probability of the best class, which is the share that a calibrated classifier names right

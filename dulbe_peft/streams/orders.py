@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from dulbe_peft.data.names import normalized
-from dulbe_peft.utils.checks import check_int
+from dulbe_peft.utils.settings import check_int
 
 # The order iCaRL drew for CIFAR-100, which later work on it keeps.
 # fmt: off

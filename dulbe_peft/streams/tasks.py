@@ -14,7 +14,7 @@ import numpy as np
 from dulbe_peft.data.images import LabelledImages, labelled_images, named_images
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.streams.orders import resolve_labels, resolve_order
-from dulbe_peft.utils.checks import check_int
+from dulbe_peft.utils.settings import check_int
 
 
 @dataclass(frozen=True)

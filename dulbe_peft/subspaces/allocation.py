@@ -16,7 +16,7 @@ from dulbe_peft.subspaces.decompositions import (
     top_eigenvectors,
 )
 from dulbe_peft.subspaces.modes import ModeBases
-from dulbe_peft.utils.checks import check_int
+from dulbe_peft.utils.settings import check_int
 
 EPS32 = torch.finfo(torch.float32).eps
 

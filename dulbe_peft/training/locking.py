@@ -9,8 +9,8 @@ from functools import wraps
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from dulbe_peft.utils.checks import check_number
 from dulbe_peft.utils.devices import evaluating, usual_torch
+from dulbe_peft.utils.settings import check_number
 
 T = TypeVar("T")
 _CHANGING = ("learn_task", "update_classes", "forget_class", "forget_images", "rename_class", "merge")

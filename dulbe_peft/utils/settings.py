@@ -10,7 +10,7 @@ from functools import cache
 from numbers import Real
 from typing import Annotated, Any, get_type_hints
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Interval, Le
 
 LEAST, MOST = 2.0**-126, (2 - 2**-23) * 2.0**127  # what float32 holds in full, in which nearly all is computed
 # Types that several settings have. Numbers are such as float32 holds, in which nearly all is computed.
@@ -54,6 +54,16 @@ def check_value(name: str, hint: Any, value: Any, strict: bool = True) -> Any:
     message = f"{name} must {wanted}, got {value!r:.200}"
     limits = ("greater", "less", "literal", "finite", "string_too", "string_pattern", "too_")
     raise (ValueError if any(problem["type"].startswith(limits) for problem in problems) else TypeError)(message)
+
+
+def check_int(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """`value` as a Python int, after a check that it is one from `least` to `most`."""
+    return int(check_value(name, Annotated[int, Interval(ge=least, le=most)], value))
+
+
+def check_number(name: str, value: Any, *, least: float = -MOST, most: float = MOST) -> None:
+    """Raise unless `value` is an int or a float, from `least` to `most`; by default what float32 holds."""
+    check_value(name, Annotated[float, Interval(ge=least, le=most)], value)
 
 
 @cache
