@@ -6,15 +6,15 @@ from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+import write_saved
 from matplotlib.figure import Figure
 from peft import get_peft_model
 
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, load_clip
 from dulbe_peft import class_incremental_tasks as tasks_of
-from dulbe_peft.demo import demo_model_folder, digit_images
+from dulbe_peft.demo import DIGITS, demo_model_folder
 from dulbe_peft.report.pictures import write_pictures
 from dulbe_peft.streams.tasks import Task
 
@@ -30,11 +30,7 @@ def drawn():
 
 
 def digits(start, stop):
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    rows = np.concatenate([np.flatnonzero(data.target == label)[start:stop] for label in range(6)])
-    images = digit_images(data.images[rows], data.target[rows])
+    images = write_saved.digits(start, stop).select(DIGITS[: len(NAMES)])
     images.class_names = NAMES
     return images
 

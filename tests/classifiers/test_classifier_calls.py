@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-import re
-from pathlib import Path
 
 import pytest
 import torch
+from documents import blocks
 from hub_stub import on_this_process
 from taught import CLASSES, DIM, NAMED, SCALE, SPECS, assert_equal_states, digits, learned, snapshot, task
 from torch.nn import functional as F
@@ -140,10 +139,9 @@ def page(monkeypatch, capsys):
     """The names that the page's code makes, and what it prints; `median` is a classifier from outside the package."""
     monkeypatch.setitem(CLASSIFIERS, "median", None)
     monkeypatch.delitem(CLASSIFIERS, "median")
-    text = (Path(__file__).parents[2] / "docs" / "classifiers.md").read_text(encoding="utf-8")
     names = {"__name__": "page"}
-    for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
-        exec(compile(block, "docs/classifiers.md", "exec", dont_inherit=True), names)
+    for *_, code in blocks("docs/classifiers.md", "python"):
+        exec(compile(code, "docs/classifiers.md", "exec", dont_inherit=True), names)
     return names | {"printed": capsys.readouterr().out}
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from documents import blocks, text_of
 from PIL import Image, ImageEnhance
 from sklearn.model_selection import StratifiedKFold, cross_val_predict
 
@@ -173,11 +174,10 @@ def test_what_cannot_be_read_is_said_with_what_would_help(photos, tmp_path, caps
 
 def test_the_page_s_code_runs(photos, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    text = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
     model, namespace = "openai/clip-vit-base-patch16", {"__name__": "page"}
-    pieces = re.findall(r"```(bash|python)\n(.*?)```", text, flags=re.DOTALL)
+    pieces = blocks("docs/data.md", "bash", "python")
     assert len(pieces) >= 5
-    for language, code in pieces:
+    for language, _, code in pieces:
         if language == "python":
             exec(compile(code, "docs/data.md", "exec"), namespace)
             continue
@@ -190,7 +190,7 @@ def test_the_page_s_code_runs(photos, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "held-back" / "results.json").is_file()
     assert "classifier prototype: " in capsys.readouterr().out
     for suffix in image_suffixes():
-        assert f"`{suffix}`" in text
+        assert f"`{suffix}`" in text_of("docs/data.md")
 
 
 def clouds(counts, seed=0):

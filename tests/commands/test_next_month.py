@@ -1,23 +1,21 @@
 """docs/next-month.md as a reader follows it: its commands one after the other, then its Python."""
 
 import json
-import re
 import shlex
 import shutil
-from pathlib import Path
 
 import pytest
+from documents import blocks
 
 from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.commands.main import main
 from dulbe_peft.demo import DIGITS, demo_model_folder
 
-PAGE = (Path(__file__).parents[2] / "docs" / "next-month.md").read_text(encoding="utf-8")
 MODEL = "openai/clip-vit-base-patch16"
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", PAGE.replace(MODEL, str(demo_model_folder())), flags=re.DOTALL)
+def code_of(language):
+    return [code.replace(MODEL, str(demo_model_folder())) for *_, code in blocks("docs/next-month.md", language)]
 
 
 @pytest.mark.slow
@@ -28,11 +26,11 @@ def test_commands_and_code_do_what_the_page_says(digit_folders, tmp_path, monkey
             for name in names:
                 shutil.copytree(everything / split / name, tmp_path / folder / split / name)
     monkeypatch.chdir(tmp_path)
-    commands = [line for block in blocks("bash") for line in block.replace("\\\n", "").splitlines()]
+    commands = [line for block in code_of("bash") for line in block.replace("\\\n", "").splitlines()]
     assert [shlex.split(line)[1] for line in commands] == ["run", "learn", *["forget"] * 2, *["rename"] * 2]
     for line in commands:
         assert main([*shlex.split(line)[1:], "--device", "cpu", "--no-progress"]) == 0, line
-    (code,) = blocks("python")
+    (code,) = code_of("python")
     exec(compile(code, "docs/next-month.md", "exec"), {"__name__": "page"})
 
     june = [["one", "three"], ["two", "zero"]]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny_encoders as tiny
 import torch
+from documents import blocks
 from peft import get_peft_model
 from PIL import Image
 from tiny_encoders import CONFIG, QUICK
@@ -199,8 +200,7 @@ def test_the_zero_shot_pipeline_gives_the_text_classifier_s_answer(clip, tmp_pat
 
 @pytest.mark.slow
 def test_the_lines_of_the_page_and_of_the_cards_run_and_agree(tmp_path, monkeypatch, capsys):
-    page = (Path(__file__).parents[2] / "docs/deploying.md").read_text(encoding="utf-8")
-    learn, plain = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    learn, plain = (code for *_, code in blocks("docs/deploying.md", "python"))
     monkeypatch.chdir(tmp_path)
     exec(learn, {"__name__": "page"})
     said = [capsys.readouterr().out]

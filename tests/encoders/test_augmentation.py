@@ -5,23 +5,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import write_saved
 from PIL import Image
 from small_runs import learner_of
 
 from dulbe_peft import class_incremental_tasks
 from dulbe_peft.arguments import AUGMENTATIONS
 from dulbe_peft.data.augmentation import CHANGES, augmented
-from dulbe_peft.data.readers import load_digit_images
 
 
 @pytest.fixture(scope="module")
 def tasks():
     """Two tasks of two digits each, eight images a digit to learn and two to test."""
-    train, test = (
-        images.at(np.concatenate([np.flatnonzero(images.labels == label)[:count] for label in range(10)]))
-        for images, count in ((load_digit_images("train"), 8), (load_digit_images("test"), 2))
-    )
-    return class_incremental_tasks(train, test, increment=2)[:2]
+    return class_incremental_tasks(write_saved.digits(0, 8), write_saved.digits(8, 10), increment=2)[:2]
 
 
 def made(base, strategy="frozen", classifiers="lda", **fields):

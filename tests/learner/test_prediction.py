@@ -7,7 +7,6 @@ import csv
 import io
 import json
 import os
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from documents import blocks
 from PIL import Image
 from torch.nn import functional as F
 
@@ -223,8 +223,7 @@ class Index:
 )
 def test_the_five_best_of_many_classes(kind, state, monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", SimpleNamespace(IndexFlatIP=Index))
-    page = (Path(__file__).parents[2] / "docs" / "predicting.md").read_text(encoding="utf-8")
-    code = next(block for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "faiss" in block)
+    code = next(code for *_, code in blocks("docs/predicting.md", "python") if "faiss" in code)
     namespace: dict = {}
     exec(code, namespace)
     classifier = kind(WIDTH)
