@@ -91,3 +91,16 @@ def seal(folder: Path, name: str) -> None:
     content = (folder / name).read_bytes()
     manifest["files"][name] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
     (folder / MANIFEST).write_text(json.dumps({**manifest, "sha256": json_sha256(manifest)}))
+
+
+def edited(path: Path, *places_and_value: Any) -> None:
+    """Change one value in a JSON file, and make the manifest fit."""
+    *places, last, value = places_and_value
+    content = found = json.loads(path.read_text())
+    for place in places:
+        found = found[place]
+    assert last in found
+    found[last] = value
+    path.write_text(json.dumps(content))
+    if path.name != MANIFEST and (path.parent / MANIFEST).is_file():
+        seal(path.parent, path.name)

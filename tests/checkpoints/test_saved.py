@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import write_saved
-from failing_files import seal
+from failing_files import edited, seal
 
 from dulbe_peft import BridgeEnsembleHead, ClassIncrementalLearner, class_incremental_tasks
 from dulbe_peft.utils.folders import MANIFEST, CheckpointError
@@ -35,19 +35,6 @@ def test_files_of_a_release_load(version, tmp_path):
             assert sorted(ours) == sorted(ours, key=dict(zip(ours, theirs, strict=True)).get)
             continue
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-3), name
-
-
-def edited(path, *places_and_value):
-    """Change one value in a JSON file, and make the manifest fit."""
-    *places, last, value = places_and_value
-    content = found = json.loads(path.read_text())
-    for place in places:
-        found = found[place]
-    assert last in found
-    found[last] = value
-    path.write_text(json.dumps(content))
-    if path.name != MANIFEST and (path.parent / MANIFEST).is_file():
-        seal(path.parent, path.name)
 
 
 def test_what_no_release_after_it_reads_is_refused_by_the_name_of_that_release(tmp_path):

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import write_saved
+from failing_files import edited
 from lives import content, differences, everything, images_of, tiny_learner
 from small_runs import learner_of, some
 
@@ -122,10 +123,8 @@ def test_it_equals_learning_by_hand(photos, june, tmp_path):
 
 def test_tests_that_are_gone_are_said_and_left_empty(photos, june, tmp_path, capsys):
     root = shutil.copytree(june, tmp_path / "june")
-    sources = json.loads((root / "run" / "sources.json").read_text())
-    sources["tasks"][0]["data"] = str(tmp_path / "nowhere")
-    sources["tasks"][1]["data"] = str(root / "photos")
-    (root / "run" / "sources.json").write_text(json.dumps(sources))
+    for task, data in enumerate((tmp_path / "nowhere", root / "photos")):
+        edited(root / "run" / "sources.json", "tasks", task, "data", str(data))
     (root / "photos" / "test" / "two" / "5.png").unlink()
     assert learn(root / "run", some(photos, tmp_path / "july", ["five", "four"]), tmp_path / "run") == 0
     said = capsys.readouterr()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from failing_files import edited
 
 from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.commands.main import main
@@ -202,7 +203,7 @@ def test_damaged_answers_are_named_and_made_again_once_removed(copied):
     again = compare(plan, folder / "out", jobs=1, log=quiet)
     assert [entry.means for entry in again] == [entry.means for entry in entries]
     cell = path.parents[1] / "cell.json"
-    cell.write_text(json.dumps(json.loads(cell.read_text()) | {"cost": {}}))
+    edited(cell, "cost", {})
     with pytest.raises(ValueError, match="cell.json is damaged or foreign: cost"):
         read_cell(cell.parent)
 
@@ -247,9 +248,7 @@ def test_other_images_under_a_finished_run_are_refused(finished, content, tmp_pa
     shutil.copytree(content["streams"]["digits"]["data"], tmp_path / "photos")
     streams = {"digits": content["streams"]["digits"] | {"data": str(tmp_path / "photos")}}
     for path in (tmp_path / "out").rglob("cell.json"):
-        cell = json.loads(path.read_text())
-        cell["settings"]["data"] = str(tmp_path / "photos")
-        path.write_text(json.dumps(cell))
+        edited(path, "settings", "data", str(tmp_path / "photos"))
     first, *_, last = sorted((tmp_path / "photos" / "train").rglob("*.png"))
     first.write_bytes(last.read_bytes())
     plan = read_plan(write(tmp_path / "plan.yaml", content | {"streams": streams}))

@@ -1,12 +1,12 @@
 """The page about a comparison: what it says of clear and unclear differences, its figures, and any name."""
 
 import csv
-import json
 import re
 import shutil
 
 import pytest
 from compared import CLEAR, REFERENCE, UNCLEAR, WORSE, entry, made_comparison, write_into
+from failing_files import edited
 from pages import Page, drawn, self_contained
 
 from dulbe_peft.commands.main import main
@@ -201,12 +201,7 @@ def test_a_page_is_about_runs_or_about_one_comparison(folder, tmp_path, capsys):
 @pytest.mark.parametrize("field, value", [("entries", 3), ("entries.0.means.last", 99), ("scope.methods", [])])
 def test_a_damaged_comparison_is_named_with_its_field(folder, capsys, field, value):
     path = folder / "comparison.json"
-    content = part = json.loads(path.read_text(encoding="utf-8"))
-    *outer, last = field.split(".")
-    for name in outer:
-        part = part[int(name) if isinstance(part, list) else name]
-    part[last] = value
-    path.write_text(json.dumps(content), encoding="utf-8")
+    edited(path, *(int(part) if part.isdigit() else part for part in field.split(".")), value)
     assert main(["report", str(folder)]) == 2
     assert f"{path} is damaged or foreign: {field}: " in capsys.readouterr().err
     assert not (folder / "report.html").exists()
