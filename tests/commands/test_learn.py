@@ -18,7 +18,6 @@ from dulbe_peft.encoders.loading import load_dual_encoder, unit_image_embeds
 from dulbe_peft.report import write_report
 from dulbe_peft.subspaces.inputs import collect_statistics
 from dulbe_peft.subspaces.occupation import OccupationStatistics
-from dulbe_peft.training.state import Update
 
 FROZEN = ["--strategy", "frozen", "--classifiers", "bridge,prototype", "--device", "cpu", "--no-progress"]
 MACHINE = ["--device", "cpu", "--no-progress"]
@@ -256,28 +255,6 @@ def test_labels_mean_the_names_that_the_dataset_carries(base, digits):
     assert learner.classifier.counts.tolist() == [8, 6, 6, 12]
     learner.update_classes(pairs)  # nobody names them: all seen classes, in the order they came
     assert learner.classifier.counts.tolist() == [8, 8, 6, 12]
-
-
-def test_a_learner_notes_what_it_took_in_and_lost(base, digits, tmp_path):
-    learner = taught(base, digits[0])
-    learner.update_classes(labelled_images(digits[1]).select(("three", "one")))
-    learner.learn_task(class_incremental_tasks(digits[0], increment=2)[2].train)
-    learner.update_classes(labelled_images(digits[1]).select(("one",)))
-    expected = [
-        Update(after=2, images={"one": 6, "three": 6}),
-        Update(after=3, images={"one": 6}),
-    ]
-    learner.save_pretrained(tmp_path / "saved")
-    loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "saved")
-    assert loaded.state.updates == learner.state.updates == expected
-    loaded.forget_class("one")
-    assert loaded.state.updates == [
-        Update(after=2, images={"three": 6}),
-        Update(after=3),
-        Update(after=3, forgotten=1),
-    ]
-    loaded.save_pretrained(tmp_path / "less")
-    assert '"one"' not in (tmp_path / "less" / "learner.json").read_text(), "a forgotten class leaves no name"
 
 
 def test_a_task_may_lose_all_its_classes_and_is_still_counted(base, digits, tmp_path):

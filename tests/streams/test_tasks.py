@@ -85,22 +85,6 @@ def test_every_image_arrives_once_in_its_class_and_order():
         labelled_images(train).select(["z"])
 
 
-@pytest.mark.parametrize(
-    ("count", "increment", "first", "expected"),
-    [
-        (10, 2, None, [2] * 5),
-        (10, 1, 5, [5, 1, 1, 1, 1, 1]),
-        (10, 4, None, [4, 4, 2]),
-        (10, 4, 1, [1, 4, 4, 1]),
-        (10, np.int64(10), None, [10]),
-        (100, 10, 50, [50] + [10] * 5),
-    ],
-)
-def test_increments(count, increment, first, expected):
-    tasks = class_incremental_tasks(Labelled(list(range(count))), increment=increment, initial_increment=first)
-    assert [len(task.class_names) for task in tasks] == expected and tasks[0].test is None
-
-
 def test_orders():
     data = Labelled(list(range(100)))
 
