@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -79,6 +79,7 @@ class BayesClassifier(ClassSums):
     name = "bayes"
     summary = "discriminant analysis with the text as its prior: a class is its name until its images say otherwise"
     may_be_absent = ("text_embeds",)
+    adds_up = ("losses", "judged", "by_text")
 
     def register(self) -> None:
         self._random = self.features if "auto" in (self.kappa, self.rho) else 0
@@ -95,10 +96,6 @@ class BayesClassifier(ClassSums):
     def _completed(cls, found: dict[str, Any]) -> dict[str, Any]:
         table = torch.zeros(len(OMEGAS), len(SCALES))  # files of 0.2.0 have none
         return {"by_text": table if any(isinstance(one, Tensor) for one in found.values()) else table.shape} | found
-
-    def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
-        tables = {name: getattr(self, name) + getattr(other, name) for name in ("losses", "judged", "by_text")}
-        return super().merged(other, places) | tables
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """Texts stay. No map follows random features: their sums become 0, and an error that no choice takes."""

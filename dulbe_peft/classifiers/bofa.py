@@ -55,3 +55,9 @@ class BofaClassifier(PrototypeClassifier):
 
     def logits(self, images: Tensor) -> Tensor:
         return self.logit_scale * images @ self.prototypes.T
+
+    def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
+        """As of class means, with the text's share of the own class; lambda is held as it is."""
+        scores, own = super().left_out(images, labels), labels[:, None]
+        by_text = self.logit_scale * (images * self.text_embeds[labels]).sum(dim=1, keepdim=True)
+        return scores.scatter(1, own, torch.lerp(by_text, scores.gather(1, own), self.image_weight.to(scores)))

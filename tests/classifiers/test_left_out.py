@@ -47,6 +47,18 @@ def test_scores_are_those_of_a_classifier_that_has_not_learned_the_image(spec, n
     assert found.shape == (len(rows), len(COUNTS))
 
 
+def test_bofa_leaves_an_image_out_of_the_mean_and_keeps_the_text_and_their_weight():
+    rows, labels, texts = world()
+    whole = learned("bofa", rows, labels, texts)
+    weight, found = float(whole.image_weight), whole.left_out(rows, labels)
+    assert 0 < weight < 1
+    for i in range(len(rows)):
+        kept = torch.arange(len(rows)) != i
+        means = torch.stack([F.normalize(rows[kept & (labels == c)].double().sum(dim=0), dim=0) for c in range(4)])
+        expected = 20 * rows[i].double() @ ((1 - weight) * texts.double() + weight * means).T
+        torch.testing.assert_close(found[i].double(), expected, atol=1e-5, rtol=0)
+
+
 def test_a_share_weighs_classes_alike_and_has_wilson_s_interval():
     rows, labels, texts = world()
     classifier = learned("text", rows, labels, texts)
