@@ -37,6 +37,17 @@ from dulbe_peft.encoders.loading import unit_image_embeds
 from dulbe_peft.utils.devices import has_bfloat16
 
 SIZE = (500, 375)
+ZERO_SHOT = """
+import sys
+import torch
+from PIL import Image
+from transformers import CLIPModel, CLIPProcessor
+model, processor = (kind.from_pretrained(sys.argv[1]) for kind in (CLIPModel, CLIPProcessor))
+texts = [f"a photo of a {name}." for name in "abcd"]
+given = processor(text=texts, images=Image.open(sys.argv[2]), return_tensors="pt", padding=True)
+with torch.no_grad():
+    print(model(**given).logits_per_image.softmax(dim=1))
+"""
 GOALS = {"float32": 1.0, "bfloat16": 0.5, "int8": 0.25}
 
 
@@ -57,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if values.photographs or values.quick:
             rows += table(values)
         if values.run or values.quick:
-            rows += [whole(values)]
+            rows += whole(values)
     values.answers = [[Path(name).name for name in pair] for pair in values.answers]
     common.write("encode", values, argv, rows)
 
@@ -196,11 +207,17 @@ def saved_model(name: str, folder: Path) -> tuple[Any, Any]:
 
 
 @torch.no_grad()
-def whole(values: argparse.Namespace) -> dict[str, Any]:
-    """CPU seconds of `run` on photographs of four classes, a fifth of them to test, by those of its encoder."""
+def whole(values: argparse.Namespace) -> list[dict[str, Any]]:
+    """CPU seconds of `run` on photographs of four classes, a fifth of them to test, by those of its encoder.
+
+    And those of `predict` of one of them by its learner, by those of transformers' CLIP in a process of its own.
+    """
     count = 20 if values.quick else values.run
     drawn = "matplotlib.figure, matplotlib.backends.backend_agg"
-    imports = f"import dulbe_peft.commands.run, dulbe_peft.learner, {drawn}, transformers; transformers.CLIPModel"
+    named = f"dulbe_peft.commands.run, dulbe_peft.learner, {drawn}, transformers"
+    imports = (
+        f"from dulbe_peft.utils.extras import uncollected\nwith uncollected(): import {named}; transformers.CLIPModel"
+    )
     with tempfile.TemporaryDirectory() as root:
         clip, _ = saved_model(values.model, Path(root, "model"))
         for number, file in enumerate(common.photographs(Path(root), count, SIZE)):
@@ -224,12 +241,23 @@ def whole(values: argparse.Namespace) -> dict[str, Any]:
                 for _ in range(0, count, len(pixels)):
                     unit_image_embeds(clip, pixels)
 
-        shares = []
+        shares, ones, seconds = [], [], []
+        image = str(next(Path(root, "photos", "test").rglob("*.jpg")))
         for number in range(values.repeats):
             alone = common.compare({"": encode}, 1)[""]["cpu"][0]
             shares.append((run(number) - child("-c", imports)) / alone)
-    what = f"run without imports / its encoder, {common.model_name(values.model)}, {count} photographs: CPU time"
-    return {"what": what, "goal": 1.15, "ratio": {"cpu": common.spread(shares)}}
+        for _ in range(2 * values.repeats + 1):
+            stock = child("-c", ZERO_SHOT, str(Path(root, "model")), image)
+            seconds.append(child("-m", "dulbe_peft", "predict", str(Path(root, "run0")), image, "--no-store"))
+            ones.append(seconds[-1] / stock)
+    name = common.model_name(values.model)
+    what = f"run without imports / its encoder, {name}, {count} photographs: CPU time"
+    predicted = f"CPU of `dulbe-peft predict`, one photograph, {name}"
+    return [
+        {"what": what, "goal": 1.15, "ratio": {"cpu": common.spread(shares)}},
+        common.value_row(predicted, common.rounded(float(np.median(seconds))), "s"),
+        {"what": f"{predicted} / transformers' zero-shot", "goal": 1.07, "ratio": {"cpu": common.spread(ones)}},
+    ]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import click
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.commands.named import check_given, noted
 from dulbe_peft.runs.settings import GROUPS, from_text
+from dulbe_peft.utils.extras import uncollected
 from dulbe_peft.utils.settings import field_types, setting
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it
@@ -197,6 +198,7 @@ def learner_options(optional: bool = False, choose: bool = False, encodes: bool 
     return add
 
 
+@uncollected()
 def load_learner(
     learner: str | None,
     model: str | None,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dulbe_peft.data.names import normalized
 from dulbe_peft.runs.settings import StreamArguments, read_yaml, validated
 from dulbe_peft.runs.sources import open_source, print_once, source_of
+from dulbe_peft.utils.extras import uncollected
 from dulbe_peft.utils.terminal import printable
 
 if TYPE_CHECKING:  # torch is imported when a run is set up
@@ -62,15 +63,16 @@ def set_up(settings: dict[str, Any]) -> Setup:
     """Load the model that the settings name, with an adapter where something is trained, and open the data."""
     stream, adapter, args = validated(settings)
     strategy, classifiers = stream.methods
-    import torch
-    from peft import get_peft_model
+    with uncollected():
+        import torch
+        from peft import get_peft_model
 
-    from dulbe_peft.adapter.config import DualModeLoraConfig
-    from dulbe_peft.data.store import open_store
-    from dulbe_peft.encoders.loading import load_dual_encoder
-    from dulbe_peft.learner import ClassIncrementalLearner
+        from dulbe_peft.adapter.config import DualModeLoraConfig
+        from dulbe_peft.data.store import open_store
+        from dulbe_peft.encoders.loading import load_dual_encoder
+        from dulbe_peft.learner import ClassIncrementalLearner
 
-    model, processor = load_dual_encoder(stream.model, stream.revision, stream.attn_implementation)
+        model, processor = load_dual_encoder(stream.model, stream.revision, stream.attn_implementation)
     torch.manual_seed(args.seed)
     if strategy.adapts:
         config = DualModeLoraConfig(**vars(adapter))
