@@ -130,8 +130,7 @@ class ClassIncrementalLearner(StateHolder):
                 image is of no use.
         """
         self._check_learned()
-        with self.profile.phase("update"):
-            self.state = updating.with_more_images(self.state, self.encoder, dataset, class_names)
+        self.state = updating.with_more_images(self.state, self.encoder, dataset, class_names)
 
     @in_turn
     def forget_class(self, name: str) -> None:
@@ -247,20 +246,24 @@ class ClassIncrementalLearner(StateHolder):
         """
         if top_k is not None and coverage is not None:
             raise ValueError(f"top_k is {top_k} and coverage {coverage}: give one of them")
-        how = {"reject": reject, "coverage": coverage, "novelty": return_novelty}
-        rows = self.predictions(images, 1 if top_k is None else top_k, **how)
+        rows = self.predictions(images, 1 if top_k is None else top_k, reject, coverage, return_novelty)
         answers = [row.answer(number, return_scores, top_k or coverage) for number, row in enumerate(rows)]
         return (answers, [row.novelty for row in rows]) if return_novelty else answers
 
     @in_turn
-    def predictions(self, images: Any, top_k: int = 1, **how: Any) -> list[Prediction]:
-        """What `predict` finds, with every image's name; an image that cannot be read is stepped over.
-
-        `how` is `reject`, `coverage` and `novelty`, as `predict` has them.
-        """
+    def predictions(
+        self,
+        images: Any,
+        top_k: int = 1,
+        reject: float | None = None,
+        coverage: float | None = None,
+        novelty: bool = False,
+    ) -> list[Prediction]:
+        """What `predict` finds, with every image's name; an image that cannot be read is stepped over."""
         self._check_learned()
         with self.state.resting():
-            return predict_images(self.encoder, self.classifier, unlabelled_images(images), top_k, **how)
+            data = unlabelled_images(images)
+            return predict_images(self.encoder, self.classifier, data, top_k, reject, coverage, novelty)
 
     def evaluate(self, dataset: Any, class_names: Sequence[str] | None = None) -> dict[str, Any]:
         """Top-1 accuracy among all seen classes; `dataset`, `class_names` and errors are as in `update_classes`.

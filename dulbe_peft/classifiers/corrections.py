@@ -39,7 +39,9 @@ class CorrectedState(GrowingState):
         tensors, left = self.tensors(), dict.fromkeys((*self._rows, *self._across), kept)
         left |= {name: kept.repeat_interleave(tensors[rows].cpu()) for name, rows in self._ragged.items() if rows}
         changes = {name: tensors[name][rows.to(tensors[name].device)] for name, rows in left.items()}
-        return changes | {name: changes[name][:, left[ragged]] for name, ragged in self._across.items()}
+        return changes | {
+            name: changes[name][:, left[ragged]] for name, ragged in self._across.items() if ragged in left
+        }
 
     def without_image(self, image: Tensor, label: int) -> dict[str, Tensor]:
         """The buffers' new values without one learned image, a unit feature (d,), of a class that has others."""

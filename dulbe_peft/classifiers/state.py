@@ -179,8 +179,8 @@ class GrowingState(nn.Module):
         self._derived = {}
 
     def with_rows(self, **further: Tensor) -> dict[str, Tensor]:
-        """Buffers, by name, with further rows."""
-        return {name: torch.cat([self.tensors()[name], rows]) for name, rows in further.items()}
+        """Buffers, by name, with further rows, in the type of these."""
+        return {name: torch.cat([self.tensors()[name].to(rows.dtype), rows]) for name, rows in further.items()}
 
     def with_new_rows(self, new: int) -> dict[str, Tensor]:
         """The buffers with one row a class, with zeros in rows for so many new classes."""

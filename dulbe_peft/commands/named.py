@@ -20,14 +20,18 @@ def check_given(
     learner: str | None = None, model: str | None = None, data: str | None = None, **files: str | None
 ) -> None:
     """Raise where a learner, a model, data or a file is not there; `files` are called by their flags."""
-    from dulbe_peft.checkpoints.locating import check_there
-    from dulbe_peft.data.readers import check_data
-    from dulbe_peft.encoders.registry import find_model
+    if learner is not None:
+        from dulbe_peft.checkpoints.locating import check_there
 
-    checks: dict[Any, str | None] = {check_there: learner, find_model: model, check_data: data}
-    for check, given in checks.items():
-        if given is not None:
-            check(given)
+        check_there(learner)
+    if model is not None:
+        from dulbe_peft.encoders.registry import find_model
+
+        find_model(model)
+    if data is not None:
+        from dulbe_peft.data.readers import check_data
+
+        check_data(data)
     for name, file in files.items():
         if file and not Path(file).is_file():
             raise FileNotFoundError(f"--{name.replace('_', '-')} {file!r} is no file")

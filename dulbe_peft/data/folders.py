@@ -47,13 +47,13 @@ def _cannot_be_read(error: OSError) -> None:
 
 def subfolders(path: Path) -> list[str]:
     """Names of the folders in `path` that are not hidden, sorted by code point on every system."""
-    return sorted(name for name in os.listdir(path) if name[0] != "." and (path / name).is_dir())
+    return sorted(name for name in os.listdir(path) if name[0] != "." and os.path.isdir(path / name))
 
 
 def holds_only_folders(path: Path) -> bool:
     """Whether a folder holds folders, and no image beside them."""
     images = (name for name in os.listdir(path) if name.lower().endswith(image_suffixes()))
-    return not any((path / name).is_file() for name in images) and bool(subfolders(path))
+    return not any(os.path.isfile(path / name) for name in images) and bool(subfolders(path))
 
 
 class FileImages(LabelledImages):

@@ -36,7 +36,9 @@ class LabelledImages:
     split: str | None = None
     features: Any = None  # a `FeatureTable`, where a model has encoded the images before
 
-    def __init__(self, source: Any, labels: np.ndarray, class_names: Sequence[str] = (), stored: bool = False) -> None:
+    def __init__(
+        self, source: Any, labels: np.ndarray, class_names: Sequence[str] = (), *, stored: bool = False
+    ) -> None:
         self.source = source
         self.labels = self._own_labels = labels
         self.class_names = tuple(class_names)

@@ -68,19 +68,18 @@ class FeatureStore:
         wanted = iter(dict.fromkeys(content for content in contents if content is not None))
         way = _way(key, view)
 
-        def read(database: sqlite3.Connection) -> list[Any]:
+        def read(database: sqlite3.Connection) -> dict[bytes, np.ndarray]:
             found = list[Any]()
             while part := list(islice(wanted, _AT_ONCE)):
                 query = f"""SELECT content, embedding, checksum FROM features
                     WHERE way = ? AND content IN ({", ".join("?" * len(part))})"""
                 found += database.execute(query, [way, *part])
-            return found
+            whole = [row for row in found if row[2] == zlib.crc32(way + row[0] + row[1])]
+            if len(whole) < len(found):
+                _warn(f"{self.path} holds {len(found) - len(whole)} damaged features, which are encoded again")
+            return {content: np.frombuffer(embedding, dtype="<f4") for content, embedding, _ in whole}
 
-        rows = self._used(read, list[Any]())
-        whole = [row for row in rows if row[2] == zlib.crc32(way + row[0] + row[1])]
-        if len(whole) < len(rows):
-            _warn(f"{self.path} holds {len(rows) - len(whole)} damaged features, which are encoded again")
-        return {content: np.frombuffer(embedding, dtype="<f4") for content, embedding, _ in whole}
+        return self._used(read, {})
 
     def put(self, key: EncoderKey, view: str, contents: Sequence[bytes | None], features: np.ndarray) -> None:
         """Keep the features, (n, d), of images; None among the contents is left out."""

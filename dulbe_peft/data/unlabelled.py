@@ -35,7 +35,10 @@ class _Unlabelled(LabelledImages):
             raise ValueError(f"the folder holds no image ({', '.join(image_suffixes())})")
         if isinstance(source, LabelledImages) and place is not None:
             return source.given(place), -1
-        item = source if place is None else source[place]
+        try:
+            item = source if place is None else source[place]
+        except IndexError as error:
+            raise ValueError(f"the dataset gives no item {place}, though its length is {len(source)}") from error
         if isinstance(item, Mapping) and "image" in item:
             return item["image"], -1
         return item[0] if _is_pair(item) else item, -1

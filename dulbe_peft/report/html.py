@@ -42,7 +42,7 @@ def percent(fraction: float | None, digits: int = 2) -> str:
 
 def seconds(value: float | None) -> str:
     """Seconds as people read them; empty where there are none."""
-    return "" if value is None else f"{value:,.1f}"
+    return "" if value is None else f"{value:.1f}"
 
 
 def mib(size: int | None) -> str:

@@ -142,14 +142,17 @@ class DualModeTrainer(Trainer):
         """The checkpoint to go on with, of the task that `train_dataset` is; the learner gets its state."""
         wanted = unfinished.record_of(named_images(self.train_dataset, self.class_names), self._looks)
         place = Path(self.args.output_dir or ".") if asked is True else Path(asked)
-        folders = [path.parent for path in place.glob(f"checkpoint-*/{TASK_FILE}")] if asked is True else [place]
+        folders = [place]
+        if asked is True:
+            named = [path.parent for path in place.glob(f"checkpoint-*/{TASK_FILE}")]
+            folders = [folder for folder in named if folder.name.removeprefix("checkpoint-").isdecimal()]  # no copy
         own = [folder for folder in folders if unfinished.read(folder)[1] == wanted]
         if not own:
             raise ValueError(
                 f"{place} has no checkpoint of this task, with {wanted['images']} images of the classes "
                 f"{wanted['class_names']!r:.200}: call train() without resuming"
             )
-        newest = max(own, key=lambda folder: (len(folder.name), folder.name))  # checkpoint-10 comes after checkpoint-9
+        newest = own[0] if asked is not True else max(own, key=lambda one: int(one.name.rpartition("-")[2]))
         learned, state = self.learner.tasks, loading.restore(self.learner.state, newest)
         if learned and learned != state.tasks:
             raise ValueError(
@@ -283,9 +286,9 @@ class _LoopTask(TaskTrainer):
             setattr(self, name, tensors[name].to(self.encoder.device))
 
     def train(self) -> None:
-        self.owner._task = self
         with self.strategy.training(self.task):
             try:
+                self.owner._task = self
                 output = self.owner._output = self.loop()
             finally:
                 self.model.eval()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from dulbe_peft.utils.extras import uncollected
 from dulbe_peft.utils.terminal import printable
 
 if TYPE_CHECKING:  # torch is imported when a run is set up
+    from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.data.inventory import Look
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.streams.tasks import Task
@@ -60,7 +62,7 @@ def look_by(learner: ClassIncrementalLearner) -> Look:
 
 
 def set_up(settings: dict[str, Any]) -> Setup:
-    """Load the model that the settings name, with an adapter where something is trained, and open the data."""
+    """Open the data, and load the model that the settings name, with an adapter where something is trained."""
     stream, adapter, args = validated(settings)
     strategy, classifiers = stream.methods
     with uncollected():
@@ -72,20 +74,28 @@ def set_up(settings: dict[str, Any]) -> Setup:
         from dulbe_peft.encoders.loading import load_dual_encoder
         from dulbe_peft.learner import ClassIncrementalLearner
 
-        model, processor = load_dual_encoder(stream.model, stream.revision, stream.attn_implementation)
-    torch.manual_seed(args.seed)
-    if strategy.adapts:
-        config = DualModeLoraConfig(**vars(adapter))
-        if config.target_modules is None and strategy.target_modules is not None:
-            config.target_modules = sorted(strategy.target_modules)
-        model = get_peft_model(model, config, revision=stream.revision)
-    learner = ClassIncrementalLearner(model, processor, args, strategy, classifiers)
-    learner.encoder.store = open_store(stream.store)
+    @cache
+    def learner() -> ClassIncrementalLearner:
+        with uncollected():
+            model, processor = load_dual_encoder(stream.model, stream.revision, stream.attn_implementation)
+        torch.manual_seed(args.seed)
+        if strategy.adapts:
+            config = DualModeLoraConfig(**vars(adapter))
+            if config.target_modules is None and strategy.target_modules is not None:
+                config.target_modules = sorted(strategy.target_modules)
+            model = get_peft_model(model, config, revision=stream.revision)
+        made = ClassIncrementalLearner(model, processor, args, strategy, classifiers)
+        made.encoder.store = open_store(stream.store)
+        return made
+
+    def look(images: LabelledImages) -> Mapping[int, str]:
+        return look_by(learner())(images)
+
     left_out: list[str] = []
     some = stream.dry_run or stream.images_per_class is not None or stream.max_tasks is not None
-    look = None if some or strategy.adapts else look_by(learner)
-    tasks = stream_tasks(stream, left_out, look) if stream.data else []
-    return Setup(stream, learner, tasks, left_out)
+    # What is wrong with the data is said before a model is loaded.
+    tasks = stream_tasks(stream, left_out, None if some or strategy.adapts else look) if stream.data else []
+    return Setup(stream, learner(), tasks, left_out)
 
 
 def stream_tasks(stream: StreamArguments, notes: list[str] | None = None, look: Look | None = None) -> list[Task]:

@@ -6,8 +6,9 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dulbe_peft.classifiers.calibration import HARDLY
 from dulbe_peft.data.decoding import decode_image, open_image
@@ -27,12 +28,17 @@ MOST_UNDOS = 20  # states that an undo can lead back to; each keeps what the cla
 BROWSERS_SHOW = {"JPEG", "PNG", "WEBP", "GIF", "BMP"}
 
 
-class Change(NamedTuple):
-    """What was done, the state before it, and the photograph of the folder that was labelled, if that was it."""
+@dataclass
+class Change:
+    """What was done, the state before it, and the photograph of the folder that was labelled, if that was it.
+
+    A label `waits` until it is learned with others, from the state that is then `state`.
+    """
 
     words: str
     state: LearnerState
     photo: int | None = None
+    waits: bool = False
 
 
 class App:
@@ -49,9 +55,8 @@ class App:
 
     @property
     def waiting(self) -> list[int]:
-        """Photographs whose labels are not learned yet: no image was learned since they were said."""
-        known = self.learner.state.known
-        return [one.photo for one in self.before if one.photo is not None and one.state.known is known]
+        """Photographs whose labels are not learned yet."""
+        return [one.photo for one in self.before if one.photo is not None and one.waits]
 
     @property
     def unsaved(self) -> bool:
@@ -130,7 +135,7 @@ class App:
         """Say of which class a photograph of the folder is; after each few, the learner has learned them."""
         work, name, photo = self.photographs(), self.named(request), request.get("photo")
         work.say(photo, name)
-        self.before.append(Change(f"the label {name}", self.learner.state, photo))
+        self.before.append(Change(f"the label {name}", self.learner.state, photo, waits=True))
         try:
             if len(self.waiting) >= FEW:
                 self.finish()
@@ -154,27 +159,31 @@ class App:
     def finish(self) -> None:
         """Learn the labels that wait for others."""
         if places := self.waiting:
-            work = self.photographs()
+            work, state = self.photographs(), self.learner.state
             self.change(lambda: work.learn(places))
+            for one in self.before:
+                if one.waits:
+                    one.state, one.waits = state, False
             work.sort()
 
     def undo(self, request: dict[str, Any]) -> dict[str, Any]:
         """Take the last label or other change back; labels that were learned with this one wait again."""
         if not self.before:
             raise ValueError("there is nothing to undo")
-        words, state, photo = self.before[-1]
-        if state.known is not self.learner.state.known:
-            self.change(lambda: setattr(self.learner, "state", state))
+        last = self.before[-1]
+        if not last.waits:
+            self.change(lambda: setattr(self.learner, "state", last.state))
         self.before.pop()
-        if photo is not None:
-            self.photographs().unsay(photo)
-        return self.facts() | {"said": f"taken back: {words}"}
+        if last.photo is not None:
+            self.photographs().unsay(last.photo)
+            if not last.waits:
+                for one in self.before:
+                    one.waits = one.photo is not None and one.state is last.state
+        return self.facts() | {"said": f"taken back: {last.words}"}
 
     def change(self, make: Callable[[], Any]) -> None:
         """Make a change and save it, or leave the learner as it was."""
         before = self.learner.state
-        while len({id(one.state) for one in self.before}) > MOST_UNDOS:
-            del self.before[0]
         try:
             make()
             if self.output is not None:
@@ -183,6 +192,8 @@ class App:
         except BaseException:
             self.learner.state = before
             raise
+        while len({id(one.state) for one in self.before}) >= MOST_UNDOS:
+            del self.before[0]
 
     def download(self) -> bytes:
         """The learner as it is, as `save_pretrained` writes it, in a zip archive."""

@@ -20,7 +20,8 @@ class Frozen(Strategy):
 
 def _read_by(title: str, name: str) -> type[Frozen]:
     """The strategy of a paper whose rule is the classifier of the same name."""
-    kind: type[Frozen] = type(title, (Frozen,), {"name": name, "classifiers": (name, "bridge")})
+    said = f"Training-free learning that the classifier `{name}` reads; see there for the rule and its paper."
+    kind: type[Frozen] = type(title, (Frozen,), {"name": name, "classifiers": (name, "bridge"), "__doc__": said})
     return dataclass(frozen=True)(kind)
 
 

@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from accelerate.utils import send_to_device
 from torch import nn
 
 from dulbe_peft.adapter.gradients import probe_gradients
@@ -128,7 +127,9 @@ class TaskTrainer:
             self.adapter.fold_if_trained(strategy.keeps_factors)
         with self.encoder.profile.phase("close"):
             features, inputs = self.encode("close", strategy.remembers_inputs)
-            return features, strategy.remember(task, inputs)
+            memory = strategy.remember(task, inputs)
+        task.gradients, task.inputs = {}, OccupationStatistics()  # they take as much memory as the adapted weights
+        return features, memory
 
     def begin(self) -> None:
         """Measure the new task and install its bases."""
@@ -149,11 +150,11 @@ class TaskTrainer:
             modes = self.strategy.plan(task)
             if modes is not None:  # on the CPU, as they travel between processes
                 modes = {n: replace(m, shared=m.shared.cpu(), residual=m.residual.cpu()) for n, m in modes.items()}
-            return modes, send_to_device(task.notes, "cpu")
+            return modes, _moved(task.notes, "cpu")
 
         with self.encoder.profile.phase("allocate"):
             modes, notes = on_main_process(plan)
-            task.notes = send_to_device(notes, self.encoder.device)
+            task.notes = _moved(notes, self.encoder.device)
             if modes is not None:
                 self.adapter.begin_task(modes, orthonormal=self.strategy.orthonormal)
                 # Strategies that choose bases without a gradient leave all captures at 0: then nothing was measured.
@@ -296,6 +297,11 @@ def features_and_inputs(
     inputs.sum_over_processes(features.device)
     sum_over_processes([features])
     return features, inputs
+
+
+def _moved(notes: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
+    """A strategy's notes, which may be anything, with their tensors on a device."""
+    return {name: note.to(device) if isinstance(note, torch.Tensor) else note for name, note in notes.items()}
 
 
 def epoch_order(size: int, seed: int, task: int, epoch: int) -> list[int]:

@@ -42,21 +42,22 @@ def with_more_images(
         check_update(state, given.class_names)
     check_same_in_all(given.labels.tolist(), "labels")
     encoder.profile.clear()
-    images = encoder.images(given)
-    # A learner that was published without its memory has no sum to add to.
-    collect = strategy.remembers_more and not state.incomplete
-    features, inputs = features_and_inputs(state, encoder, images, "update", collect)
-    views, labels = encoder.views(features, images, "update"), torch.tensor(given.labels, device=features.device)
-    memory = state.memory
-    if collect and adapter is not None:
-        memory = strategy.remember(NewTask(len(state.tasks), adapter, state.args, memory, inputs=inputs), inputs)
-    return _changed(
-        state,
-        lambda classifier: classifier.update_classes(features, labels, views),
-        Update(after=len(state.tasks), images=dict(Counter(given.class_names[label] for label in given.labels))),
-        memory=memory,
-        known=state.known.with_learned(given, encoder.way),
-    )
+    with encoder.profile.phase("update"):
+        images = encoder.images(given)
+        # A learner that was published without its memory has no sum to add to.
+        collect = strategy.remembers_more and not state.incomplete
+        features, inputs = features_and_inputs(state, encoder, images, "update", collect)
+        views, labels = encoder.views(features, images, "update"), torch.tensor(given.labels, device=features.device)
+        memory = state.memory
+        if collect and adapter is not None:
+            memory = strategy.remember(NewTask(len(state.tasks), adapter, state.args, memory, inputs=inputs), inputs)
+        return _changed(
+            state,
+            lambda classifier: classifier.update_classes(features, labels, views),
+            Update(after=len(state.tasks), images=dict(Counter(given.class_names[label] for label in given.labels))),
+            memory=memory,
+            known=state.known.with_learned(given, encoder.way),
+        )
 
 
 def merged_states(

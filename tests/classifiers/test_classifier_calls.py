@@ -200,3 +200,13 @@ def test_names_and_settings_make_classifiers_or_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             parse_classifiers(text)
+
+
+@pytest.mark.parametrize("name", ["proof", "clap4clip", "clg_cbm", "slca", "rapf", "visual_agent"])
+def test_a_classifier_in_float64_learns_further_tasks(name):
+    classifier = make_classifier(name, DIM, SCALE).double()
+    for number in range(2):
+        classes = [2 * number, 2 * number + 1]
+        names = ["abcd"[label] for label in classes]
+        classifier.add_classes(names, *task(classes), digits.texts[: 2 * number + 2])
+    assert classifier(digits.tests).shape == (len(digits.tests), 4)

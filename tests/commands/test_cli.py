@@ -35,6 +35,20 @@ KEYS = ["--target-modules", "k_proj,v_proj"]
 QUICK = ["--epochs", "1", "--residual-rank", "2", "--support-rank", "8", "--device", "cpu", "--no-progress"]
 
 
+def test_what_is_wrong_with_the_data_is_said_before_a_model_is_loaded(folders, tmp_path, monkeypatch, capsys):
+    import dulbe_peft.encoders.loading as loading
+
+    order = tmp_path / "order.txt"
+    order.write_text("nobody\n")
+    monkeypatch.setattr(loading, "load_dual_encoder", None)
+    for strategy in ("frozen", "dulbe"):
+        argv = ["run", "--model", MODEL, "--data", str(folders), "--output", str(tmp_path / "out"), *MACHINE]
+        assert (
+            main([*argv, "--no-store", "--strategy", strategy, "--class-order", str(order), "--max-tasks", "1"]) == 2
+        )
+        assert "nobody" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def folders(digit_folders):
     return digit_folders(4, 5, 3)

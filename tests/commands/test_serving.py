@@ -27,6 +27,7 @@ from dulbe_peft.commands.main import main
 from dulbe_peft.commands.serve import _own
 from dulbe_peft.metrics.suggesting import suggestions
 from dulbe_peft.serving import App, make_server, server
+from dulbe_peft.serving.app import MOST_UNDOS
 from dulbe_peft.serving.labelling import NEXT
 
 
@@ -325,6 +326,27 @@ def test_photographs_are_labelled_a_few_at_a_time(folder, heap, tmp_path):
         assert ask(f"{url}/photo/999")[0] == 404
     with served(output, output=output, photographs=heap) as url:  # what was learned is not asked again
         assert ask(f"{url}/facts")[1]["labelling"]["left"] == 7
+
+
+def test_labels_wait_and_are_taken_back_whatever_else_changes_the_learner(folder, heap):
+    app = App(ClassIncrementalLearner.from_pretrained(folder), photographs=heap)
+
+    def label(name):
+        return app.label({"photo": app.facts()["labelling"]["photo"], "class": name})
+
+    label("red")
+    app.learner.rename_class("green", "lime")
+    assert label("lime")["labelling"]["waiting"] == 2
+    assert app.undo({})["labelling"]["waiting"] == 1 and app.learner.class_names == ("red", "lime")
+    label("lime")
+    app.finish()
+    assert app.facts()["counts"] == {"red": 5, "lime": 5} and not app.facts()["labelling"]["waiting"]
+    found = app.undo({})  # the other one, which was learned with it, waits again
+    assert found["counts"] == {"red": 4, "lime": 4} and found["labelling"]["waiting"] == 1
+    assert found["undo"] == "the label red"
+    for number in range(30):
+        app.teach({"class": "red", "images": sent(photo(0, 300 + number))})
+    assert len(app.before) == MOST_UNDOS
 
 
 def test_a_photograph_that_was_taught_meanwhile_is_not_labelled_too(folder, heap):

@@ -143,6 +143,14 @@ def test_a_folder_of_classes_is_all_there_to_learn_from(tmp_path):
     assert len(train) + len(test) == 60 and list(found.counts["test"].values()) == counts_of(test)
 
 
+def test_a_link_that_cannot_be_looked_at_is_no_folder(tmp_path):
+    root = photos(tmp_path, {"train/cat": 1, "train/dog": 1})
+    (root / "far").symlink_to("x" * 300)
+    (root / "train" / "far").symlink_to("x" * 300)
+    (root / "train" / "far.png").symlink_to("x" * 300)
+    assert ImageFolder(root, "train").class_names == ("cat", "dog")
+
+
 def test_an_image_beside_the_classes_of_a_split_is_left_out(tmp_path):
     photos(tmp_path / "train", {"bus": 2, "car": 3})
     Image.new("RGB", (6, 5)).save(tmp_path / "train" / "stray.jpg")

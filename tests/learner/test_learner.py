@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from collections import defaultdict
 from contextlib import nullcontext
 from functools import partial
 from unittest.mock import MagicMock
@@ -183,6 +184,53 @@ def test_the_learning_rate_falls_to_its_floor(digits, monkeypatch, schedule, las
     learner = make_learner(tiny_base(), epochs=2, learning_rate=1e-3, lr_schedule=schedule)
     learner.learn_task(task.train, task.class_names)
     assert schedules[0].get_last_lr() == pytest.approx([last], abs=1e-12)
+
+
+def test_what_a_task_needed_is_let_go_before_its_classifiers_learn_and_notes_may_be_anything(
+    base, digits, monkeypatch
+):
+    learner, held = make_learner(base), []
+    plan, finish = type(learner.strategy).plan, TaskTrainer.learn
+
+    def noted(strategy, task):
+        task.notes |= {"counts": defaultdict(int), "sums": OccupationStatistics()}
+        return plan(strategy, task)
+
+    def watched(trainer):
+        found = finish(trainer)
+        held.extend([trainer.task.gradients, trainer.task.notes["counts"]])
+        return found
+
+    monkeypatch.setattr(type(learner.strategy), "plan", noted)
+    monkeypatch.setattr(TaskTrainer, "learn", watched)
+    learner.learn_task(*(lambda task: (task.train, task.class_names))(stream(digits, 1)[0]))
+    assert held == [{}, {}]
+
+
+def test_further_images_that_are_refused_leave_the_profile(base, digits):
+    learner, (task,) = make_learner(base), stream(digits, 1)
+    learner.learn_task(task.train, task.class_names)
+    before = dict(learner.profile.seconds)
+    with pytest.raises(ValueError, match="have not been learned"):
+        learner.update_classes([(task.train[0]["image"], 0)], ["owl"])
+    assert learner.profile.seconds == before
+
+
+class Short:
+    """A data set that gives fewer items than it says."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        if index == 2:
+            raise IndexError("gone")
+        return torch.zeros(3, 16, 16)
+
+
+def test_an_item_that_is_gone_is_named(base):
+    with pytest.raises(ValueError, match=r"image 2 \(item 2\).*gives no item 2, though its length is 3"):
+        make_learner(base).image_embeds(Short())
 
 
 def test_zero_shot_is_the_pristine_model_s(base, digits):

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -155,11 +156,27 @@ def test_a_task_that_was_stopped_goes_on_from_a_checkpoint(base, tasks, whole, t
     with pytest.raises(KeyboardInterrupt):
         first.train()
     assert differences(everything(first.learner), before) == []
+    (tmp_path / f"checkpoint-{step}").joinpath("note").touch()
+    shutil.copytree(tmp_path / f"checkpoint-{step}", tmp_path / "checkpoint-1-backup")  # is none of the run's
+    (tmp_path / "checkpoint-1-backup" / "trainer_state.json").unlink()
     again = trainer_of(base, tmp_path, save_strategy="no")
     again.train_dataset = tasks[index].train
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 6
     assert_equal(again.learner, whole[index])
+
+
+def test_a_task_that_cannot_begin_leaves_the_trainer_as_it_was(base, tasks, tmp_path, monkeypatch):
+    trainer = learn(trainer_of(base, tmp_path), tasks[:1])
+    trainer.train_dataset, before = tasks[1].train, everything(trainer.learner)
+
+    def full(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(type(trainer.learner.strategy), "training", full)
+    with pytest.raises(MemoryError):
+        trainer.train()
+    assert trainer._task is None and differences(everything(trainer.learner), before) == []
 
 
 def test_a_checkpoint_is_of_its_task_alone(base, tasks, tmp_path):
