@@ -56,11 +56,16 @@ def on_engine(
         opened.enter_context(parallel_config("loky" if backend == "local" else backend, n_jobs=jobs))
         opened.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "A worker stopped while some jobs", UserWarning)  # loky starts another
-        work = (delayed(_numbered)(number, function, arguments) for number, arguments in enumerate(calls))
+        folder = os.getcwd() if backend == "local" else None  # loky's processes are kept, and stay where they began
+        work = (delayed(_numbered)(number, function, arguments, folder) for number, arguments in enumerate(calls))
         yield from Parallel(n_jobs=jobs, batch_size=1, return_as="generator_unordered")(work)
 
 
-def _numbered(number: int, function: Callable[..., T], arguments: tuple[Any, ...]) -> tuple[int, T]:
+def _numbered(
+    number: int, function: Callable[..., T], arguments: tuple[Any, ...], folder: str | None = None
+) -> tuple[int, T]:
+    if folder is not None:
+        os.chdir(folder)
     return number, function(*arguments)
 
 
