@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from dulbe_peft.data.store import store_path
 from dulbe_peft.utils.folders import json_sha256, library_versions
@@ -13,7 +14,7 @@ from dulbe_peft.utils.records import Record, read_record, write_record
 from dulbe_peft.verification.checks import Check, Checks
 from dulbe_peft.verification.fetching import HUB, WEB, Fetcher, on_hub
 from dulbe_peft.verification.images import Places
-from dulbe_peft.verification.measuring import mean, measure
+from dulbe_peft.verification.measuring import measure
 
 WITHIN, OUTSIDE, UNCONFIRMED, NOT_RUN = "yes", "NO", "unconfirmed", "not run"
 
@@ -92,7 +93,7 @@ class Kit:
             print(f"{check.name}: not run: {why}")
             return Outcome(row=row, check=check, problem=why)
         seconds = round(time.perf_counter() - began, 1)
-        beside = {name: mean(values) for name, values in list(seeds.items())[1:]}
+        beside = {name: fmean(values) for name, values in list(seeds.items())[1:]}
         return Outcome(row=row, check=check, here=here, beside=beside, seeds=seeds, seconds=seconds)
 
     def _digest(self, check: Check, versions: dict[str, str], machine: dict[str, str]) -> str:

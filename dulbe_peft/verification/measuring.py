@@ -1,6 +1,6 @@
 """How a check's number is measured: through the loading, resizing and tokenizing that every command uses."""
 
-from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -48,11 +48,7 @@ def measure(
     if check.measure == "zero_shot":
         return (_zero_shot(encoder, images),), {}
     seeds = _taught(check, encoder, learned, images)
-    return (mean(next(iter(seeds.values()))),), seeds
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return (fmean(next(iter(seeds.values()))),), seeds
 
 
 def _encoder(model: Any, processor: Any, args: LearnerArguments) -> Encoder:

@@ -112,6 +112,14 @@ def test_photographs_that_are_alike_may_change_neighbours_in_bfloat16_and_not_wh
         tower.check(moved, alike, None, force=False)
     tower.precision = "bfloat16"
     tower.check(moved, alike, None, force=False)
+    ends = torch.eye(16)[:2]  # classes that are told apart by more than rounding
+    between = torch.nn.functional.normalize(ends[:1] + ends[1:] + 0.02 * torch.randn(20, 16, generator=draw), dim=1)
+    other = torch.nn.functional.normalize(
+        between - 0.02 * (between @ (ends[0] - ends[1])).sign()[:, None] * (ends[0] - ends[1]), dim=1
+    )
+    assert float((between * other).sum(dim=1).min()) > backends.LEAST_COSINE["bfloat16"]
+    with pytest.raises(ValueError, match="answers equal"):
+        tower.check(other, between, lambda rows: rows @ ends.T, force=False)
     with pytest.raises(ValueError, match="least cosine"):
         tower.check(-alike, alike, None, force=False)
 
@@ -168,7 +176,9 @@ def test_equal_answers_are_those_of_classes_or_of_nearest_images():
 def test_the_learned_classifier_answers_for_the_comparison(monkeypatch):
     asked = []
     real = backends.equal_answers
-    monkeypatch.setattr(backends, "equal_answers", lambda a, b, scores: asked.append(scores) or real(a, b, scores))
+    monkeypatch.setattr(
+        backends, "equal_answers", lambda a, b, scores, *tie: asked.append(scores) or real(a, b, scores, *tie)
+    )
     learner = using("onnx")
     learner.image_embeds(PIXELS)
     assert asked[0] is None  # no names are there
