@@ -25,12 +25,6 @@ def seen_accuracies(learner: Any, tests: Tests) -> list[float | None]:
     return [_accuracy(encoded[:count], text[:classes]) for count, classes in enumerate(seen, 1)]
 
 
-def each_accuracy(learner: Any, tests: Tests) -> list[float | None]:
-    """Accuracy on each test set, among the classes of all of them, by the model as it is; None without images."""
-    text, encoded = _encoded(learner, tests)
-    return [_accuracy([part], text) for part in encoded]
-
-
 def zero_shot_retention(
     learner: Any,
     dataset: Any,

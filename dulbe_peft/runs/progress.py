@@ -34,20 +34,13 @@ class Score(Record):
     right_by_class: dict[str, Count]
 
 
-class Ahead(Record):
-    """Accuracy on each task that is still to come. The class names say which tasks these were."""
-
-    class_names: list[list[str]]
-    accuracy: list[Fraction | None]
-
-
-class Row(Record, frozen=False):
+class Row(Record):
     """What was measured after a task; without classifiers where nothing was tested."""
 
     classifiers: dict[str, Score] = {}
     baselines: dict[str, Score] = {}
     images_by_class: dict[str, Annotated[int, Field(ge=1)]] = {}
-    ahead: Ahead | None = None
+    ahead: dict[str, Any] | None = None  # of 0.2.0, which could test tasks that were still to come
 
     @model_validator(mode="after")
     def _classes_are_the_tested_ones(self) -> Self:

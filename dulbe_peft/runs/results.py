@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dulbe_peft.metrics.accuracy import accuracy_matrix, summarize, transfer_measures
+from dulbe_peft.metrics.accuracy import accuracy_matrix, summarize
 from dulbe_peft.metrics.evaluation import BASELINES
 from dulbe_peft.runs.progress import FinishedTask, Row, Score
 from dulbe_peft.training.state import Estimates
@@ -99,24 +99,9 @@ def stream_results(
     if measured:
         average = sum(measured) / len(measured)
         results["zero_shot"] = {"overall": zero_shot, "average_accuracy": average, "last_accuracy": zero_shot[-1]}
-    results |= _ahead(tasks, results["classifiers"])
     if all(name in rows[-1].classifiers for name in results["classifiers"]):
         results["classes"] = {name: _by_class(rows, name) for name in results["classifiers"]}
     return results
-
-
-def _ahead(tasks: Sequence[FinishedTask], classifiers: Mapping[str, Any]) -> dict[str, Any]:
-    """What tests on the tasks to come amount to; `{}` where a task was not tested with those that came then."""
-    names, ahead = [task.class_names for task in tasks], [task.row.ahead for task in tasks]
-    if len(tasks) < 2 or any(part is None or part.class_names != names[t:] for t, part in enumerate(ahead, 1)):
-        return {}
-    accuracies = [part.accuracy for part in ahead if part is not None]
-    found: dict[str, Any] = {"matrix": accuracies, "classifiers": {}}
-    for name, block in classifiers.items():
-        matrix = [[*learned, *part] for learned, part in zip(block["matrix"], accuracies, strict=True)]
-        if not any(value is None for row in matrix for value in row):
-            found["classifiers"][name] = transfer_measures(matrix)
-    return {"ahead": found}
 
 
 def _by_class(rows: Sequence[Row], classifier: str) -> dict[str, dict[str, float]]:

@@ -21,7 +21,6 @@ from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, Evaluation, write_predictions
 from dulbe_peft.metrics.features import FEATURES_FOLDER, SUFFIX, TaskFeatures
-from dulbe_peft.metrics.retention import each_accuracy
 from dulbe_peft.runs import progress, resume
 from dulbe_peft.runs.progress import SOURCES_FILE, FinishedTask, Row
 from dulbe_peft.runs.results import stream_results
@@ -48,7 +47,6 @@ class RunOptions:
         source: where the data of the tasks came from, for `sources.json`.
         keep_features: write all features to `features/task-001.safetensors` and so on, from which
             `metrics.features.learn_from_features` teaches other classifiers without training again.
-        test_ahead: test also on tasks that are still to come; the results then have "ahead".
         class_texts: texts of any of the classes, as in `learn_task`.
     """
 
@@ -57,7 +55,6 @@ class RunOptions:
     known_tests: Sequence[Any] | None = None
     source: dict[str, Any] | None = None
     keep_features: bool = False
-    test_ahead: bool = False
     class_texts: Mapping[str, Sequence[str]] | None = None
 
 
@@ -77,8 +74,6 @@ def run_stream(
     untested = [index + 1 for index, task in enumerate(stream) if task.test is None]
     if 0 < len(untested) < len(stream):
         raise ValueError(f"task {untested[0]} has no test data, others have: give it to all tasks or to none")
-    if options.test_ahead and (untested or not has_text(learner.state.base)):
-        raise ValueError("test_ahead needs test data of all tasks, and a model with a text tower")
     try:
         with ExitStack() as held:
             on_main_process(partial(_lock_folder, output, held))
@@ -211,14 +206,10 @@ class Run:
 
     def measure(self, count: int) -> Row:
         """What is measured after the first `count` tasks, on those of them that have test data."""
-        tests, to_come = self.tests[:count], self.tests[count:]
-        tested = [index for index, (test, names) in enumerate(tests) if test is not None and names]
-        self.evaluations = {index + 1: self.learner.evaluate_images(*tests[index]) for index in tested}
-        row = progress.measured_row([self.evaluations.get(index + 1) for index in range(count)])
-        if self.options.test_ahead:
-            found = each_accuracy(self.learner, [*((None, names) for _, names in tests), *to_come])[count:]
-            row.ahead = progress.Ahead(class_names=[list(names) for _, names in to_come], accuracy=found)
-        return row
+        tests = dict(enumerate(self.tests[:count], 1))
+        tested = [number for number, (test, names) in tests.items() if test is not None and names]
+        self.evaluations = {number: self.learner.evaluate_images(*tests[number]) for number in tested}
+        return progress.measured_row([self.evaluations.get(number) for number in tests])
 
     @property
     def newest(self) -> Path:

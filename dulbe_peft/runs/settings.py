@@ -58,7 +58,6 @@ class StreamArguments:
     revision: str | None = setting(None, "Revision of a model on the Hub.")
     attn_implementation: str | None = setting(None, "eager or sdpa. None: eager on a CPU, the faster one there.")
     store: bool = setting(True, "Where nothing is trained: keep features of images, and find them again.")
-    test_ahead: bool = setting(False, "After each task, test by class names also on the tasks that are still to come.")
     resume: bool = setting(True, "Go on after the newest valid task folder.")
     dry_run: bool = setting(False, "Print tasks, layers, parameters and the memory of what is kept, and exit.")
 

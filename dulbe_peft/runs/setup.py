@@ -46,8 +46,7 @@ class Setup:
     def run(self, **options: Any) -> dict[str, Any]:
         """Run the stream in its folder as its settings say; `options` are others of the learner's `run`."""
         options |= {"source": source_of(self.stream), "class_texts": self.class_texts()}
-        options |= {"test_ahead": self.stream.test_ahead, "resume": self.stream.resume}
-        return self.learner.run(self.tasks, self.stream.output, **options)
+        return self.learner.run(self.tasks, self.stream.output, self.stream.resume, **options)
 
 
 def look_by(learner: ClassIncrementalLearner) -> Look:

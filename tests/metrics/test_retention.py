@@ -1,4 +1,4 @@
-"""What a learner still knows of classes that it never learned, at every scale, and of tasks to come."""
+"""What a learner still knows of classes that it never learned, at every scale."""
 
 import json
 
@@ -12,10 +12,7 @@ from dulbe_peft.commands.main import main
 from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.encoders.loading import load_dual_encoder, pixel_values, tokenize
 from dulbe_peft.metrics import evaluation, retention
-from dulbe_peft.metrics.accuracy import transfer_measures
 from dulbe_peft.metrics.retention import zero_shot_retention
-from dulbe_peft.runs.progress import Ahead, FinishedTask, Row, Score
-from dulbe_peft.runs.results import stream_results
 
 
 def made(strategy="dulbe"):
@@ -24,13 +21,13 @@ def made(strategy="dulbe"):
 
 @pytest.fixture(scope="module")
 def ran(digit_folders, tmp_path_factory):
-    """A learner of two digits, of a stream of four in two tasks, the folder of the images, and the run's results."""
+    """A learner of two digits, of a stream of four in two tasks, and the folders of images and run."""
     torch.set_num_threads(1)
-    images, output = digit_folders(4, 6, 3), tmp_path_factory.mktemp("ahead")
+    images, output = digit_folders(4, 6, 3), tmp_path_factory.mktemp("retention")
     learner, tasks = made(), tasks_of(images)
-    results = learner.run(tasks, output, test_ahead=True)
+    learner.run(tasks, output)
     half = ClassIncrementalLearner.from_pretrained(output / "task-001", machine={"device": "cpu", "progress": False})
-    return half, tasks, images, output, results
+    return half, tasks, images, output
 
 
 def literal_accuracy(model, learner, images, names, choices):
@@ -88,8 +85,6 @@ def test_accuracies_among_the_classes_of_each_time_equal_loops(monkeypatch, most
                 right.append(cosines.index(max(cosines)) == int(label))
         assert found[step] == pytest.approx(sum(right) / len(right))
     assert len(set(found)) > 1, "the test would not see a mistake"
-    (whole, _, _, late) = retention.each_accuracy(None, tests)
-    assert (10 * whole + 20 * late) / 30 == pytest.approx(found[-1])
 
 
 def test_nothing_is_learned_in_a_scaled_block_and_a_frozen_model_has_nothing_to_scale(ran):
@@ -106,32 +101,8 @@ def test_nothing_is_learned_in_a_scaled_block_and_a_frozen_model_has_nothing_to_
         zero_shot_retention(frozen, second.test, scales=[2])
 
 
-def test_tasks_to_come_are_tested_by_their_names_among_all_classes(ran):
-    half, (first, second), _, output, results = ran
-    names = (*first.class_names, *second.class_names)
-    expected = literal_accuracy(half.model, half, second.test, second.class_names, names)
-    assert results["ahead"]["matrix"] == [[pytest.approx(expected)], []]
-    (a,), (b, c) = results["classifiers"]["bridge"]["matrix"]
-    assert results["ahead"]["classifiers"]["bridge"] == pytest.approx(transfer_measures([[a, expected], [b, c]]))
-    assert made().run([first, second], output, test_ahead=True)["ahead"] == results["ahead"]  # read back
-    with pytest.raises(ValueError, match="test_ahead needs test data"):
-        made().run([type(first)(first.train, None, first.class_names)], output / "other", test_ahead=True)
-
-
-def test_a_task_that_was_not_expected_has_no_figure_from_before():
-    def task(names, count, ahead):
-        score = Score(accuracy=1.0, by_task=[1.0] * count, right_by_class={})
-        return FinishedTask(class_names=names, row=Row(classifiers={"text": score}, ahead=ahead))
-
-    settings = {"adapter": {}, "arguments": {"seed": 0}, "strategy": {}}
-    expected, none = (Ahead(class_names=names, accuracy=[0.5] * len(names)) for names in ([["b"]], []))
-    for names, ahead, whole in ((["b"], expected, True), (["c"], expected, False), (["b"], None, False)):
-        found = stream_results([task(["a"], 1, ahead), task(names, 2, none)], settings, ["text"], {})
-        assert ("ahead" in found) == whole
-
-
 def test_a_saved_learner_is_measured_on_the_command_line(ran, capsys):
-    learner, (first, second), images, output, _ = ran
+    learner, (first, second), images, output = ran
     command = ["evaluate", str(output / "task-001"), "--data", str(images), "--device", "cpu", "--no-progress"]
     assert main([*command, "--zero-shot", "--scale", "0.3", "0.6"]) == 0
     captured = capsys.readouterr()
