@@ -7,13 +7,8 @@ from functools import partial
 import lives
 import pytest
 import torch
-from adapted_clip import CONFIG, PIXELS, image_features, learned, randomise, text_features
-from peft import (
-    PeftModel,
-    get_peft_model,
-    get_peft_model_state_dict,
-    set_peft_model_state_dict,
-)
+from adapted_clip import CONFIG, PIXELS, image_features, learned, random_modes, randomise, text_features
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, allocate_modes, probe_gradients
 from dulbe_peft.adapter.export import export_lora
@@ -31,18 +26,26 @@ def native(clip, folder):
         return clip.get_image_features(pixel_values=PIXELS).pooler_output
 
 
-def test_a_history_never_takes_more_than_one_matrix(tiny_clip, tmp_path):
-    """k and v, 32 x 32, become matrices at 17 columns, fc1 and fc2, 64 x 32, at 22, which seven tasks do not reach."""
+def test_the_effective_weight_is_the_paper_s_sum_and_a_history_takes_no_more_than_one_matrix(tiny_clip, tmp_path):
+    """W_t = W_0 + sum over tasks of B_S P_S' + B_R P_R', literally in float64.
+
+    k and v, 32 x 32, become matrices at 17 columns, fc1 and fc2, 64 x 32, at 22, which seven tasks do not reach.
+    """
     model = get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG))
     layers = model.dual_mode_layers()
-    expected = {name: layer.base_layer.weight.double() for name, layer in layers.items()}
-    for _ in range(7):
-        learned(model, 1)
+    expected = {name: layer.base_layer.weight.detach().double() for name, layer in layers.items()}
+    for task in range(7):
+        modes = random_modes(model)
+        model.begin_task(random_modes(model))  # modes that nobody trained leave no trace
+        model.begin_task(modes)
+        randomise((*model.shared_parameters(), *model.residual_parameters()))
         for name, layer in layers.items():
-            expected[name] = (
-                expected[name] + layer.current_up("default").double() @ layer.dulbe_P["default"].double().T
-            )
+            expected[name] += layer.dulbe_shared_B["default"].detach().double() @ modes[name].shared.double().T
+            expected[name] += layer.dulbe_residual_B["default"].detach().double() @ modes[name].residual.double().T
+        before = image_features(model)
         model.fold_task()
+        torch.testing.assert_close(image_features(model), before, atol=2e-6, rtol=1e-5)
+        assert model.history_rank == model.active_peft_config.history_rank == 3 * (task + 1)
     assert sum(layer.history_rank("default") == -1 for layer in layers.values()) == 4
     for name, layer in layers.items():
         assert nbytes(layer) <= layer.base_layer.weight.nbytes
@@ -94,9 +97,7 @@ def test_a_weighted_sum_of_adapters(tiny_clip, tmp_path, kind):
     model = learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG)), 2)
     model.add_adapter("second", DualModeLoraConfig(**CONFIG | {"residual_rank": 1}, text_rank=3))
     model.set_adapter("second")
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data.normal_(std=0.1)
+    randomise(parameter for parameter in model.parameters() if parameter.requires_grad)
     model.add_weighted_adapter(["default", "second"], [0.7, -0.4], "sum", kind, None if kind == "cat" else 4)
     assert model.active_adapters == ["second"]
     model.set_adapter("sum")
@@ -129,13 +130,16 @@ def test_what_has_no_weighted_sum_is_refused(tiny_clip):
     assert set(model.peft_config) == before
 
 
-def test_a_stream_trained_in_the_same_bases_is_warned_of(tiny_clip):
+def test_folding_nothing_and_a_stream_trained_in_the_same_bases_are_warned_of(tiny_clip):
     model = get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG, init_weights=False))
     model.fold_task()
+    with pytest.warns(UserWarning, match="nothing to fold: no mode was trained"):
+        model.fold_task()
     randomise(model.shared_parameters())
     with pytest.warns(UserWarning, match="nothing protects what that one learned"):
         model.fold_task()
     learned(model, 2).fold_task()  # bases of its own for each task: no warning
+    assert model.history_rank == 12
 
 
 @pytest.mark.parametrize(

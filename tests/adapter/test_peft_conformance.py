@@ -167,7 +167,13 @@ def test_merging_in_every_precision(case, dtype, autocast_adapter_dtype):
         with pytest.warns(UserWarning, match="Already following adapters were merged|nothing to do"):
             model.merge_adapter()
         assert torch.equal(case(model), once)
+        saved = model.state_dict()  # of the pristine base weights, also while an adapter is merged
+        plain = {key.removeprefix("base_model.model.").replace(".base_layer", ""): saved[key] for key in saved}
+        assert all(torch.equal(plain[key], value) for key, value in pristine.items())
         model.unmerge_adapter()
+        assert torch.equal(case(model), expected)
+        model.merge_adapter()
+        model.load_state_dict(saved)  # which unmerges
         assert torch.equal(case(model), expected)
         assert torch.equal(case(copy.deepcopy(model).merge_and_unload()), once)
     assert all(torch.equal(value, pristine[key]) for key, value in model.unload().state_dict().items())
@@ -202,22 +208,6 @@ def test_a_deleted_adapter_leaves_nothing(case):
         assert not any("default" in value for value in vars(layer).values() if isinstance(value, (dict, list)))
     with pytest.raises(ValueError, match="Adapter unknown does not exist"):
         model.delete_adapter("unknown")
-
-
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_changes_no_gradient(clip_case, reentrant):
-    def gradients(model):
-        clip_case(model).square().sum().backward()
-        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-    model = clip_case.adapted().train()
-    expected = gradients(copy.deepcopy(model))
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    got = gradients(model)
-    assert got.keys() == expected.keys() and all("dulbe_" in name for name in got)
-    assert all(torch.allclose(got[name], value, atol=1e-5) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("is_trainable", [False, True])

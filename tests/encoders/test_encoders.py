@@ -83,6 +83,11 @@ def paths(block, names):
     return {f"{block}.{index}.{name}" for index in range(2) for name in names}
 
 
+def text_layers(model):
+    names = (name.rpartition(".dulbe_text_A")[0] for name in model.state_dict() if "dulbe_text_A" in name)
+    return {name.removeprefix("base_model.model.") for name in names}
+
+
 def features(model, model_type):
     """Image features and, where there are texts, text features of an adapted model."""
     base, processor = model.get_base_model(), tiny.make_processor(model_type)
@@ -250,9 +255,12 @@ def test_targets_are_keys_values_and_mlp_of_the_blocks_or_all_of_their_layers(mo
     assert set(adapted(model_type, target_modules="all-linear").dual_mode_layers()) == expected
     model = adapted(model_type)
     assert set(model.dual_mode_layers()) == paths(block, names)
-    text = {name.rpartition(".dulbe_text_A")[0] for name in model.state_dict() if "dulbe_text_A" in name}
-    expected = paths(*TEXT[model_type]) if model_type in TEXT else set()
-    assert {name.removeprefix("base_model.model.") for name in text} == expected
+    assert text_layers(model) == (paths(*TEXT[model_type]) if model_type in TEXT else set())
+    trained = ("dulbe_shared_B", "dulbe_residual_B", "dulbe_text_A", "dulbe_text_B")
+    assert all(p.requires_grad == any(name in key for name in trained) for key, p in model.named_parameters())
+    with model.disable_adapter():
+        plain = features(model, model_type)
+    assert all(map(torch.equal, features(model, model_type), plain)), "what was not trained changes nothing"
 
 
 def test_the_gated_mlp_of_dinov2_giant_is_adapted():
@@ -263,7 +271,10 @@ def test_the_gated_mlp_of_dinov2_giant_is_adapted():
     assert set(model.dual_mode_layers()) == paths("encoder.layer", names)
 
 
-def test_lists_stay_inside_the_blocks_and_expressions_reach_further():
+def test_lists_stay_inside_the_blocks_of_the_vision_tower_and_expressions_reach_further():
+    one = adapted("clip", target_modules=["k_proj"], layers_to_transform=[1])
+    assert set(one.dual_mode_layers()) == {"vision_model.encoder.layers.1.self_attn.k_proj"}
+    assert text_layers(one) == paths(*TEXT["clip"])
     listed = adapted("siglip", target_modules=["fc1", "out_proj"])  # the pooling head has layers of these names
     assert set(listed.dual_mode_layers()) == paths("vision_model.encoder.layers", ["mlp.fc1", "self_attn.out_proj"])
     head = "vision_model.head.mlp.fc1"
