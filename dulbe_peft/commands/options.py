@@ -66,21 +66,6 @@ class Command(click.Command):
 
     kept = ""  # of a command that goes on where it was stopped: what is kept
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read `--scale 0.25 0.5` as `--scale 0.25 --scale 0.5`, which is all that click knows, and `--help-all`."""
-        if "--help-all" in args and any("--help-all" in parameter.opts for parameter in self.params):
-            ctx.meta["help-all"], args = True, ["--help"]
-        repeated = {name for parameter in self.params if parameter.multiple for name in parameter.opts}
-        expanded: list[str] = []
-        flag = ""
-        for arg in args:
-            if flag and not arg.startswith("-") and expanded[-1] != flag:
-                expanded.append(flag)
-            elif arg.startswith("-"):
-                flag = arg if arg in repeated else ""
-            expanded.append(arg)
-        return super().parse_args(ctx, expanded)
-
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
@@ -117,8 +102,15 @@ def command(usage: str = "[OPTIONS]", kept: str = "", settings: Sequence[click.P
 
 def run_settings(shown: Collection[str]) -> list[click.Parameter]:
     """The settings of a run as options. `--help` shows those in `shown`."""
-    every = Option(["--help-all"], help="Show all settings and exit.", is_flag=True, expose_value=False)
-    found: list[click.Parameter] = [every]
+
+    def show(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
+        if asked:
+            ctx.meta["help-all"] = True
+            click.echo(ctx.get_help())
+            ctx.exit()
+
+    how: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": show}
+    found: list[click.Parameter] = [Option(["--help-all"], help="Show all settings and exit.", **how)]
     for title, kind in GROUPS.items():
         names = field_types(kind).keys()
         found += settings_of(kind, names, title, rare=names - set(shown))
