@@ -58,5 +58,9 @@ def made_comparison(names=("4 images", "16 images"), method="DuLBE", classifier=
     return Comparison(entries=entries, scope=scope)
 
 
+def without_times(entries):
+    return [entry.model_copy(update={"seconds": 0.0, "cpu_seconds": 0.0}) for entry in entries]
+
+
 def write_into(comparison, folder):
     write_record(folder / COMPARISON_FILE, comparison)

@@ -1,5 +1,6 @@
-"""The text and the code of the README and of the pages."""
+"""The text and the code of the README and of the pages, and what setup.cfg says."""
 
+import configparser
 import re
 from pathlib import Path
 
@@ -8,6 +9,12 @@ ROOT = Path(__file__).parents[1]
 
 def text_of(page):
     return (ROOT / page).read_text(encoding="utf-8")
+
+
+def setup_cfg():
+    found = configparser.ConfigParser()
+    found.read_string(text_of("setup.cfg"))
+    return found
 
 
 def blocks(page, *languages):

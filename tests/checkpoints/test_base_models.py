@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from lives import images_of, randomness
-from peft import get_peft_model
+from small_runs import learner_of
 
-from dulbe_peft import CheckpointError, ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, Task, load_clip
+from dulbe_peft import CheckpointError, ClassIncrementalLearner, Task, load_clip
 from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.utils.folders import MANIFEST, commit_folder
 
@@ -25,18 +25,13 @@ class Noisy(list):
         return image + np.random.rand() + random.random() + torch.rand(1), label
 
 
-def learner_of(model, processor, adapted=False, **settings):
-    if adapted:
-        torch.manual_seed(0)
-        model = get_peft_model(model, DualModeLoraConfig(residual_rank=2, support_rank=8, target_modules=["fc1"]))
-    args = LearnerArguments(device="cpu", progress=False, epochs=1, batch_size=2, **settings)
-    strategy = "dulbe" if adapted else "frozen"
-    return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=("bridge",))
+def learner_with(base, strategy, **settings):
+    return learner_of(base, strategy, adapter={"target_modules": ["fc1"]}, batch_size=2, **settings)
 
 
-def saved(model, processor, adapted=False):
+def saved(base, strategy="frozen"):
     """A learner of the classes a and b, saved in the folder `out`."""
-    learner = learner_of(model, processor, adapted)
+    learner = learner_with(base, strategy)
     learner.learn_task(IMAGES, ["a", "b"])
     learner.save_pretrained("out")
     return learner
@@ -51,7 +46,7 @@ def here(tmp_path, monkeypatch):
 
 
 def test_a_relative_model_folder_is_found_from_elsewhere(here, monkeypatch):
-    learner = saved(*load_clip("models/clip"))
+    learner = saved(load_clip("models/clip"))
     expected = learner.image_embeds(IMAGES)
     monkeypatch.chdir(here)
     loaded = ClassIncrementalLearner.from_pretrained("work/out", machine={"device": "cpu"})
@@ -64,7 +59,7 @@ def test_a_relative_model_folder_is_found_from_elsewhere(here, monkeypatch):
 
 
 def test_another_base_model_is_refused_by_name(here):
-    saved(*load_clip("models/clip"), adapted=True)
+    saved(load_clip("models/clip"), "dulbe")
     other = load_clip("models/clip")[0]
     with torch.no_grad():
         other.vision_model.encoder.layers[0].mlp.fc1.weight.mul_(1.01)
@@ -78,7 +73,7 @@ def test_another_base_model_is_refused_by_name(here):
 
 def test_a_bf16_base_comes_back_as_bf16(here):
     clip, processor = load_clip("models/clip")
-    learner = saved(clip.bfloat16(), processor)
+    learner = saved((clip.bfloat16(), processor))
     loaded = ClassIncrementalLearner.from_pretrained("out", machine={"device": "cpu"})
     assert next(loaded.clip.parameters()).dtype == torch.bfloat16
     assert torch.equal(loaded.image_embeds(IMAGES), learner.image_embeds(IMAGES))
@@ -86,7 +81,7 @@ def test_a_bf16_base_comes_back_as_bf16(here):
 
 @pytest.mark.parametrize(("pattern", "kind"), [("*processor*", "image processor"), ("tokenizer.json", "tokenizer")])
 def test_missing_processor_files_are_not_replaced_by_others(here, pattern, kind):
-    saved(*load_clip("models/clip"))
+    saved(load_clip("models/clip"))
 
     def without(folder):
         shutil.copytree(here / "work" / "out", folder, dirs_exist_ok=True)
@@ -105,7 +100,7 @@ def test_augmented_images_resume_byte_for_byte(here, monkeypatch):
     tasks = [Task(Noisy(images_of(0, 1, 0, 1, seed=index)), None, names[index]) for index in range(2)]
 
     def run(count, folder, seed):
-        learner = learner_of(*load_clip("models/clip"), adapted=True, teacher="online")
+        learner = learner_with(load_clip("models/clip"), "dulbe", teacher="online")
         torch.manual_seed(seed)
         before = randomness()
         learner.run(tasks[:count], folder)

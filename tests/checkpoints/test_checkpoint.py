@@ -56,10 +56,7 @@ def test_modes_are_those_the_umask_gives(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda m: m["files"].pop("b.json"), "SHA-256 differs"),
         (lambda m: m["notes"].update(tasks=[["dog"]]), "SHA-256 differs"),
-        (lambda m: m["files"].update({"../b.json": {"sha256": "", "size": -1}}), r"files\.\.\./b\.json\.size: .*-1"),
-        (lambda m: m.pop("kind"), "kind: Field required"),
         (lambda m: m.update(format_version=2), "format_version: Input should be 1, got 2"),
     ],
 )
@@ -87,18 +84,15 @@ def test_a_missing_or_changed_file_is_named(folder):
 
 
 def test_a_folder_of_others_is_not_replaced(tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("all of it")
-    refused = r"exists and was not written by this library"
-    with pytest.raises(FileExistsError, match=rf"mine' {refused}"):
-        commit(tmp_path / "mine")
-    assert content(tmp_path) == {"mine/thesis.txt": b"all of it"}
-    (tmp_path / "mine" / "manifest.json").write_text('{"name": "a web app", "icons": []}')
-    with pytest.raises(FileExistsError, match=rf"mine' {refused}"):
-        commit(tmp_path / "mine")
-    assert len(content(tmp_path)) == 2
-    with pytest.raises(FileExistsError, match=rf"thesis\.txt' {refused}"):
-        commit(tmp_path / "mine" / "thesis.txt")
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    for name, text in (("thesis.txt", "all of it"), ("manifest.json", '{"name": "a web app", "icons": []}')):
+        (mine / name).write_text(text)
+        before = content(tmp_path)
+        for place in (mine, mine / name):
+            with pytest.raises(FileExistsError, match=rf"{place.name}' exists and was not written by this library"):
+                commit(place)
+        assert content(tmp_path) == before
 
 
 def test_a_folder_of_another_kind_is_not_replaced(folder):
@@ -120,9 +114,10 @@ def test_files_that_somebody_put_beside_ours_stay(folder):
         assert (folder / "inner" / "a.txt").read_text() == text and names(folder.parent) == ["saved"]
         assert (folder / "notes.txt").read_text() == "mine" and (folder / "inner" / "photo.jpg").read_bytes() == b"jpg"
         assert os.readlink(folder / "link") == "/nowhere"
+    before = content(folder)
     with pytest.raises(FileExistsError, match=r"notes\.txt was not written by this library and is in the way"):
         folders.commit_folder(folder, "learner", lambda new: (new / "notes.txt").write_text("ours") and None)
-    assert (folder / "notes.txt").read_text() == "mine" and (folder / "inner" / "a.txt").read_text() == "newer"
+    assert content(folder) == before
 
 
 def test_an_edited_model_card_stays_and_another_one_is_replaced(tmp_path):
@@ -147,15 +142,12 @@ def test_a_link_to_a_folder_stays_one(tmp_path):
     assert names(tmp_path / "disk") == ["saved"] and names(tmp_path) == ["disk", "saved"]
 
 
-@pytest.mark.parametrize("existing", [True, False])
-def test_whatever_fails_leaves_the_old_folder_or_the_new_one(tmp_path, existing):
+def test_whatever_fails_leaves_the_old_folder_or_the_new_one(tmp_path):
     """Each operation on a file fails once. An error names the folder; the next call leaves nothing over."""
     for at in range(200):
         error = KeyboardInterrupt() if at % 2 else OSError(errno.EACCES, os.strerror(errno.EACCES))
         folder = tmp_path / str(at) / "saved"
-        folder.parent.mkdir()
-        if existing:
-            commit(folder, "old")
+        commit(folder, "old")
         before = content(folder)
         failing = Failing(folder.parent, at, error)
         try:
@@ -184,10 +176,6 @@ def test_whatever_fails_leaves_a_file_or_none_and_nothing_beside_it(tmp_path):
     assert 5 < at < 99 and names(tmp_path / str(at)) == ["a.json"]
 
 
-def full(_):
-    raise Exception("No space left on device (os error 28)")  # word for word what tokenizers raise
-
-
 def test_leftovers_are_removed_and_nothing_else(tmp_path):
     ours = [".task-003.dulbe-tmp-a1b2c3d4", ".task-002.dulbe-tmp-a1b2c3d4.old", ".results.json.dulbe-tmp-__345678"]
     others = [".other.dulbe-tmp-a1b2c3d4", ".task-003.20251121", ".task-003.dulbe-tmp-short", ".task-003", "task-002"]
@@ -202,6 +190,7 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path):
 def test_saving_puts_back_what_a_killed_writer_moved(folder):
     folder.rename(folder.with_name(".saved.dulbe-tmp-a1b2c3d4.old"))
     folder.with_name(".saved.dulbe-tmp-a1b2c3d4").mkdir()
+    full = Mock(side_effect=Exception("No space left on device (os error 28)"))  # word for word what tokenizers raise
     with pytest.raises(OSError, match=r"saved cannot be written: No space left on device"):
         folders.commit_folder(folder, "learner", full)
     assert names(folder.parent) == ["saved"] and read_manifest(folder)

@@ -13,16 +13,11 @@ import pytest
 import torch
 from hub_stub import on_this_process
 from huggingface_hub import ModelCard
-from peft import PeftModel, get_peft_model
-from write_saved import ARGS, digits
+from peft import PeftModel
+from small_runs import learner_of
+from write_saved import digits
 
-from dulbe_peft import (
-    BridgeEnsembleHead,
-    CheckpointError,
-    ClassIncrementalLearner,
-    DualModeLoraConfig,
-    class_incremental_tasks,
-)
+from dulbe_peft import BridgeEnsembleHead, CheckpointError, ClassIncrementalLearner, class_incremental_tasks
 from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.utils.folders import json_sha256
 
@@ -40,9 +35,7 @@ def hub(monkeypatch, tmp_path):
 def learned(base, tmp_path_factory):
     """A learner of two of three tasks, the folder that its run wrote, and the tasks."""
     tasks = class_incremental_tasks(digits(0, 4), digits(4, 6), increment=2)[:3]
-    torch.manual_seed(0)
-    model = get_peft_model(copy.deepcopy(base[0]), DualModeLoraConfig(residual_rank=2, support_rank=8))
-    learner = ClassIncrementalLearner(model, base[1], args=ARGS)
+    learner = learner_of(base)
     output = tmp_path_factory.mktemp("run")
     learner.run(tasks[:2], output)
     return learner, output, tasks
@@ -162,14 +155,7 @@ def test_card_is_written_from_the_data(hub, learned):
     assert {result.dataset_name for result in card.data.eval_results} == {"digits"}
     assert card.data.model_name == "digits-learner" and card.data.library_name == "dulbe_peft"
     assert card.data.base_model is None and "pass `base_model=`" in card.text  # a folder of this machine
-    wanted = [
-        "import dulbe_peft",
-        '["zero", "one"]',
-        '"epochs": 1',
-        "docs/decisions.md",
-        "@unpublished",
-        "Fanman Meng",
-    ]
+    wanted = ["docs/decisions.md", "@unpublished", "Fanman Meng", '["zero", "one"]', '"epochs": 1']
     wanted.append(f"| bridge | {100 * figures['average_accuracy']:.2f} |")
     assert [words for words in wanted if words not in card.text] == []
 
@@ -180,7 +166,6 @@ def test_the_card_s_snippets_run(hub, learned, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     tasks[0].test[0]["image"].save("photo.jpg")
     blocks = re.findall(r"```python\n(.*?)```", hub.files("someone/learner")["README.md"].decode(), flags=re.DOTALL)
-    assert len(blocks) == 3 and all("import dulbe_peft" in block or "from dulbe_peft" in block for block in blocks)
     spaces = [{}, {}, {}]
     for block, space in zip(blocks, spaces, strict=True):
         exec(block, space)
@@ -214,9 +199,8 @@ def test_a_learner_of_pickles_is_refused_and_they_are_not_even_downloaded(hub, u
     trap = {"adapter_model.bin": pickle.dumps(_Trap())}
     manifest = json.loads(uploaded["manifest.json"])
     manifest["files"]["adapter_model.bin"] = {"sha256": "0", "size": 1}
-    del manifest["sha256"]
-    forged = json.dumps({**manifest, "sha256": json_sha256(manifest)}).encode()
-    hub.commit("someone/learner", {**uploaded, **trap, "manifest.json": forged})
+    manifest["sha256"] = json_sha256({key: value for key, value in manifest.items() if key != "sha256"})
+    hub.commit("someone/learner", {**uploaded, **trap, "manifest.json": json.dumps(manifest).encode()})
     with pytest.raises(CheckpointError, match=r"adapter_model\.bin"):
         load_from("someone/learner", base)
     hub.commit("someone/bare", trap)
@@ -228,14 +212,12 @@ def test_a_learner_of_pickles_is_refused_and_they_are_not_even_downloaded(hub, u
     assert not any(path.endswith(".bin") for _, path in hub.asked)
 
 
-@pytest.mark.parametrize("offline", [False, True])
-def test_peft_does_not_get_to_open_a_pickle(hub, uploaded, base, monkeypatch, offline):
+def test_peft_does_not_get_to_open_a_pickle(hub, uploaded, base, monkeypatch):
     """PEFT itself would read `adapter_model.bin` where there is no safetensors file."""
     files = {"adapter_config.json": uploaded["adapter_config.json"], "adapter_model.bin": pickle.dumps(_Trap())}
     hub.commit("someone/pickled", files)
-    if offline:
-        for name in files:
-            huggingface_hub.hf_hub_download("someone/pickled", name)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"adapter_model\.bin, a pickle"):
-        PeftModel.from_pretrained(copy.deepcopy(base[0]), "someone/pickled")
+    for offline in (False, True):
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+        with pytest.raises(ValueError, match=r"adapter_model\.bin, a pickle"):
+            PeftModel.from_pretrained(copy.deepcopy(base[0]), "someone/pickled")
+        huggingface_hub.hf_hub_download("someone/pickled", "adapter_model.bin")

@@ -1,16 +1,19 @@
 """Methods and classifiers side by side: what is run, what is never run twice, and what the table says."""
 
 import json
+import re
 import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from compared import without_times
 from failing_files import edited
 
 from dulbe_peft.classifiers import CLASSIFIERS
@@ -20,12 +23,12 @@ from dulbe_peft.comparison.compare import ComparisonError, compare
 from dulbe_peft.comparison.comparison_file import read_comparison
 from dulbe_peft.comparison.plan import Row, as_text, read_plan
 from dulbe_peft.comparison.summary import format_summary, make_entries
-from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.metrics.features import read_features
 from dulbe_peft.strategies import STRATEGIES
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
 
 ROOT = Path(__file__).parents[2]
+FROZEN = {"methods": {"frozen": {"strategy": "frozen"}}}
 
 
 def quiet(_):
@@ -80,11 +83,6 @@ def times(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name in ("cell.json", "learner.json")}
 
 
-def test_no_engine_starts_where_nothing_is_left_to_do(copied, content, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    assert compare(read_plan(write(copied[0] / "plan.yaml", content)), copied[0] / "out", backend="ray") == copied[1]
-
-
 def test_every_row_of_every_stream_is_there(finished):
     folder, entries, said = finished
     assert [entry.row for entry in entries] == [
@@ -98,6 +96,11 @@ def test_every_row_of_every_stream_is_there(finished):
     lines = (folder / "out" / "comparison.csv").read_text(encoding="utf-8").splitlines()
     assert len(lines) == 7 and lines[1].startswith("digits,frozen,bridge,none,,2,")
     assert "| frozen | lda |" in format_summary(entries) and "digits, 2 seeds" in format_summary(entries)
+    last = {(entry.row.method, entry.row.classifier): entry.means["last"] for entry in entries}
+    assert [entry.gain for entry in entries[:2]] == [None, None] and entries[1].differences["last"] is None
+    for entry in entries[2:]:  # what training adds is the difference to the same classifier
+        assert entry.gain.mean == pytest.approx(entry.means["last"] - last["frozen", entry.row.classifier])
+    assert entries[-1].gain == entries[-1].differences["last"]  # to the reference, which is the same row here
     # The better rate on held-back training images is taken.
     tried, ran = (sorted((folder / "out" / where).rglob("cell.json")) for where in ("choices", "runs/digits/LoRA"))
     assert [json.loads(path.read_text())["settings"]["validation_fraction"] for path in tried] == [0.2, 0.2]
@@ -124,15 +127,6 @@ def test_each_row_is_of_the_runs_with_the_rate_that_its_own_classifier_chose(cop
         assert read_cell(run).settings["learning_rate"] == entry.chosen["learning_rate"]
         assert entry.means["last"] == pytest.approx(float(answers[-1].right.float().mean()))
         assert [path.stem for path in (run / "answers").iterdir()] == [entry.row.classifier]
-
-
-def test_what_training_adds_is_the_difference_to_the_same_classifier(finished):
-    _, entries, _ = finished
-    last = {(entry.row.method, entry.row.classifier): entry.means["last"] for entry in entries}
-    assert [entry.gain for entry in entries[:2]] == [None, None] and entries[1].differences["last"] is None
-    for entry in entries[2:]:
-        assert entry.gain.mean == pytest.approx(entry.means["last"] - last["frozen", entry.row.classifier])
-    assert entries[-1].gain == entries[-1].differences["last"]  # to the reference, which is the same row here
 
 
 def test_what_a_scale_gives_and_costs_is_kept(finished):
@@ -164,10 +158,12 @@ def test_the_table_s_accuracies_are_those_of_the_answers(copied):
     assert entry.means["last"] > entry.means["average"] + 0.1
 
 
-def test_what_is_finished_is_not_run_again(copied, content):
+def test_what_is_finished_is_not_run_again(copied, content, monkeypatch):
     folder, entries, _ = copied
     before = times(folder)
-    assert compare(read_plan(folder / "plan.yaml"), folder / "out", jobs=1, log=quiet) == entries
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "ray", None)  # no engine starts where nothing is left to do
+        assert compare(read_plan(folder / "plan.yaml"), folder / "out", backend="ray", log=quiet) == entries
     more = write(folder / "more.yaml", content | {"classifiers": ["bridge", "lda", "ranpac:features=20"]})
     added = compare(read_plan(more), folder / "out", jobs=1, log=quiet)
     assert [entry.row.classifier for entry in added][-1] == "ranpac:features=20"
@@ -202,10 +198,9 @@ def test_damaged_answers_are_named_and_made_again_once_removed(copied):
     path.unlink()
     again = compare(plan, folder / "out", jobs=1, log=quiet)
     assert [entry.means for entry in again] == [entry.means for entry in entries]
-    cell = path.parents[1] / "cell.json"
-    edited(cell, "cost", {})
+    edited(path.parents[1] / "cell.json", "cost", {})
     with pytest.raises(ValueError, match="cell.json is damaged or foreign: cost"):
-        read_cell(cell.parent)
+        read_cell(path.parents[1])
 
 
 def test_answers_of_another_run_classifier_or_default_are_not_taken(copied, monkeypatch):
@@ -235,30 +230,28 @@ def test_a_file_of_somebody_s_own_is_not_replaced(content, tmp_path, capsys, nam
 def test_another_setting_in_the_place_of_a_finished_run_is_refused(finished, content):
     folder, _, _ = finished
     streams = {"digits": content["streams"]["digits"] | {"epochs": 2}}
-    changed = write(folder / "changed.yaml", content | {"streams": streams})
-    other = read_plan(changed)
+    other = read_plan(write(folder / "changed.yaml", content | {"streams": streams}))
     assert not make_entries(other, folder / "out", other.cells()), "figures of other settings are not in the table"
     with pytest.raises(ValueError, match="epochs = 1, now it is 2"):
-        compare(read_plan(changed), folder / "out", jobs=1, log=quiet)
+        compare(other, folder / "out", jobs=1, log=quiet)
 
 
-def test_other_images_under_a_finished_run_are_refused(finished, content, tmp_path):
-    folder, _, _ = finished
-    shutil.copytree(folder / "out", tmp_path / "out")
-    shutil.copytree(content["streams"]["digits"]["data"], tmp_path / "photos")
-    streams = {"digits": content["streams"]["digits"] | {"data": str(tmp_path / "photos")}}
-    for path in (tmp_path / "out").rglob("cell.json"):
-        edited(path, "settings", "data", str(tmp_path / "photos"))
-    first, *_, last = sorted((tmp_path / "photos" / "train").rglob("*.png"))
+def test_other_images_under_a_finished_run_are_refused(copied, content, tmp_path):
+    out, photos = copied[0] / "out", tmp_path / "photos"
+    shutil.copytree(content["streams"]["digits"]["data"], photos)
+    for path in out.rglob("cell.json"):
+        edited(path, "settings", "data", str(photos))
+    first, *_, last = sorted((photos / "train").rglob("*.png"))
     first.write_bytes(last.read_bytes())
+    streams = {"digits": content["streams"]["digits"] | {"data": str(photos)}}
     plan = read_plan(write(tmp_path / "plan.yaml", content | {"streams": streams}))
     with pytest.raises(ValueError, match="run on other images than are in"):
-        compare(plan, tmp_path / "out", jobs=1, log=quiet)
+        compare(plan, out, jobs=1, log=quiet)
 
 
 def test_a_classifier_that_fails_costs_no_other(copied, content, monkeypatch):
     folder, _, _ = copied
-    changes = {"methods": {"frozen": {"strategy": "frozen"}}, "classifiers": ["ridge", "prototype"], "reference": None}
+    changes = FROZEN | {"classifiers": ["ridge", "prototype"], "reference": None}
     plan = read_plan(write(folder / "failing.yaml", content | changes))
     monkeypatch.setattr(CLASSIFIERS["ridge"], "added", lambda *_: 1 / 0)
     with pytest.raises(ComparisonError, match="frozen with ridge: ZeroDivisionError"):
@@ -268,23 +261,16 @@ def test_a_classifier_that_fails_costs_no_other(copied, content, monkeypatch):
 
 def test_a_run_that_fails_costs_no_other(content, tmp_path):
     broken = {"broken": {**content["streams"]["digits"], "data": str(tmp_path / "nowhere")}}
-    plan = content | {
-        "streams": content["streams"] | broken,
-        "methods": {"frozen": {"strategy": "frozen"}},
-        "seeds": [0],
-    }
-    path = write(tmp_path / "plan.yaml", plan)
+    plan = content | FROZEN | {"streams": content["streams"] | broken, "seeds": [0]}
     with pytest.raises(ComparisonError, match=r"1 of 2 runs failed; the first: runs/broken/frozen/seed-0: .*nowhere"):
-        compare(read_plan(path), tmp_path / "out", jobs=1, log=quiet)
+        compare(read_plan(write(tmp_path / "plan.yaml", plan)), tmp_path / "out", jobs=1, log=quiet)
     assert {entry.stream for entry in read_comparison(tmp_path / "out").entries} == {"digits"}
 
 
 def test_an_interrupted_comparison_leaves_a_table(content, tmp_path, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
+    interrupted = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr("dulbe_peft.comparison.compare.finish_cell", interrupted)
-    plan = read_plan(write(tmp_path / "plan.yaml", content | {"methods": {"frozen": {"strategy": "frozen"}}}))
+    plan = read_plan(write(tmp_path / "plan.yaml", content | FROZEN))
     with pytest.raises(KeyboardInterrupt):
         compare(plan, tmp_path / "out", jobs=1, log=quiet)
     table = read_comparison(tmp_path / "out")
@@ -304,10 +290,7 @@ def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
     assert "0 runs are missing, and at least 2 whose settings are chosen" in capsys.readouterr().out
     assert main(["compare", path, "--output", str(tmp_path / "out"), "--jobs", "2"]) == 0
     assert "| LoRA | lda | linear |" in capsys.readouterr().out
-    again = read_comparison(tmp_path / "out").entries
-    assert [entry.model_copy(update={"seconds": 0.0, "cpu_seconds": 0.0}) for entry in again] == [
-        entry.model_copy(update={"seconds": 0.0, "cpu_seconds": 0.0}) for entry in entries
-    ]
+    assert without_times(read_comparison(tmp_path / "out").entries) == without_times(entries)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +298,6 @@ def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
     [
         ({"streems": {}}, "streems: Extra inputs are not permitted"),
         ({"streams": {"../a": {"model": "demo", "data": "x"}}}, "streams.../a"),
-        ({"streams": {"a": {"model": "m", "data": "x", "images_per_class": "4+4"}}}, "longtail:32, got '4+4'"),
         ({"methods": {"a": {"learning_rat": 1}}}, "method 'a' has an unknown setting 'learning_rat'"),
         ({"methods": {1: {"strategy": "frozen"}, "1": {"strategy": "lora"}}}, "'1' stands twice"),
         ({"streams": {"a": {"model": "demo"}}}, "stream 'a' names no data"),
@@ -324,17 +306,13 @@ def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
         ({"methods": {"a": {"seed": 1}}}, "method 'a' sets 'seed', which it cannot: `seeds` names them"),
         ({"methods": {"a": {"choose": {"learning_rate": ["1e-4", 0.0001]}}}}, "the entries must be different"),
         ({"classifiers": ["lda", "lda"]}, "classifiers: Value error, the entries must be different"),
-        (
-            {"reference": {"method": "LoRA", "classifier": "text"}},
-            "'LoRA with text', which is no row of this comparison",
-        ),
+        ({"reference": {"method": "LoRA", "classifier": "text"}}, "'LoRA with text', which is no row"),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(content, tmp_path, change, words):
     path = write(tmp_path / "plan.yaml", {key: v for key, v in content.items() if key != "reference"} | change)
-    with pytest.raises(ValueError, match="plan.yaml") as error:
+    with pytest.raises(ValueError, match=f"plan.yaml.*{re.escape(words)}"):
         read_plan(path)
-    assert words in str(error.value)
 
 
 def test_a_method_brings_its_own_classifier(content, tmp_path):
@@ -382,11 +360,9 @@ def test_the_file_for_my_photographs_runs(digit_folders, tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "examples" / "comparisons").glob("*.yaml")), ids=lambda path: path.stem
 )
-def test_the_files_of_comparisons_name_what_there_is(path, tmp_path, monkeypatch):
-    monkeypatch.setenv("MODEL", str(demo_model_folder()))
-    monkeypatch.setenv("OTHER_MODEL", str(demo_model_folder()))
-    monkeypatch.setenv("DATA", str(tmp_path))
-    monkeypatch.setenv("MODELS", str(tmp_path))
+def test_the_files_of_comparisons_name_what_there_is(path, monkeypatch):
+    for name in ("MODEL", "OTHER_MODEL", "DATA", "MODELS"):
+        monkeypatch.setenv(name, "demo")
     plan = read_plan(path)
     assert len(plan.seeds) == 3 and plan.cells()
     assert f"compare examples/comparisons/{path.name} --output" in path.read_text(encoding="utf-8")

@@ -7,16 +7,16 @@ import time
 from contextlib import suppress
 
 import pytest
-import yaml
+from compared import without_times
 
 from dulbe_peft.comparison.compare import compare
-from dulbe_peft.comparison.plan import read_plan
+from dulbe_peft.comparison.plan import make_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 
 @pytest.fixture(scope="module")
-def plan(digit_folders, tmp_path_factory):
+def plan(digit_folders):
     quick = {"increment": 2, "epochs": 1, "batch_size": 4, "support_rank": 8, "residual_rank": 2, "device": "cpu"}
     content = {
         "streams": {"digits": {"model": "demo", "data": str(digit_folders(6, 6, 3)), **quick}},
@@ -24,13 +24,7 @@ def plan(digit_folders, tmp_path_factory):
         "classifiers": ["bridge", "lda"],
         "seeds": [0, 1],
     }
-    path = tmp_path_factory.mktemp("plan") / "plan.yaml"
-    path.write_text(yaml.safe_dump(content), encoding="utf-8")
-    return read_plan(path)
-
-
-def without_times(entries):
-    return [entry.model_copy(update={"seconds": 0.0, "cpu_seconds": 0.0}) for entry in entries]
+    return make_plan(content)
 
 
 def test_a_worker_that_is_killed_costs_nothing(plan, tmp_path):

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from compared import entry
 from scipy.stats import friedmanchisquare, wilcoxon
 from scipy.stats import t as student
 
-from dulbe_peft.comparison.comparison_file import Entry
 from dulbe_peft.comparison.intervals import image_shares, mean_interval, mean_share
 from dulbe_peft.comparison.plan import Row
 from dulbe_peft.comparison.ranks import ranked
@@ -57,25 +57,14 @@ def test_intervals_against_a_literal_formula():
     assert (same.mean, same.low, same.high, same.clear) == (0, 0, 0, False)
 
 
-def ranked_entry(stream, name, last):
-    zeros = "calibration_error", "seconds", "cpu_seconds", "trainable_parameters", "kept_bytes"
-    numbers = dict.fromkeys(zeros, 0)
-    nothing = {
-        "gain": None,
-        "retention": None,
-        "spreads": {},
-        "differences": {},
-        "intervals": {},
-        "chosen": {},
-        "curve": [],
-    }
-    return Entry(stream=stream, row=Row("frozen", name), seeds=(0,), means={"last": last}, **nothing, **numbers)
-
-
 def test_ranks_over_streams():
     table = {"a": (0.9, 0.8, 0.7), "b": (0.9, 0.8, 0.8), "c": (0.5, 0.6, 0.4), "d": (0.9, 0.5, 0.4)}
-    entries = [ranked_entry(s, name, v) for s, values in table.items() for name, v in zip("xyz", values, strict=True)]
-    found = ranked([*entries, ranked_entry("a", "alone", 1.0)])
+    entries = [
+        entry(Row("frozen", name), value, stream=stream)
+        for stream, values in table.items()
+        for name, value in zip("xyz", values, strict=True)
+    ]
+    found = ranked([*entries, entry(Row("frozen", "alone"), 0.94, stream="a")])
     assert [(row.classifier, rank) for row, rank, _ in found.rows] == [("x", 1.25), ("y", 1.875), ("z", 2.875)]
     assert found.p == pytest.approx(friedmanchisquare(*zip(*table.values(), strict=True)).pvalue)
     x, y, z = np.array(list(table.values())).T

@@ -1,7 +1,6 @@
 """Who may import whom: a wing imports from the wings that stand in lines above its own, and nothing from below."""
 
 import ast
-import configparser
 import graphlib
 import pkgutil
 import re
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from documents import setup_cfg, text_of
 
 import dulbe_peft
 from dulbe_peft.commands.main import commands
@@ -77,24 +77,18 @@ def test_no_two_modules_import_each_other_by_whatever_way_round():
 
 
 def test_one_version_and_what_to_cite():
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg", encoding="utf-8")
-    metadata = setup["metadata"]
+    metadata, readme = setup_cfg()["metadata"], text_of("README.md")
     assert dulbe_peft.__version__ == metadata["version"]
-    assert f"## {metadata['version']}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert [cited[key] for key in ("title", "version", "license", "abstract")] == [
-        metadata[key] for key in ("name", "version", "license", "description")
-    ]
-    pages = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), yaml.BaseLoader)
-    assert pages["site_description"] == metadata["description"]
-    assert commands.help == f"{metadata['description']}." and f"\n{commands.help}\n" in (ROOT / "README.md").read_text(
-        encoding="utf-8"
-    )
+    assert f"## {metadata['version']}" in text_of("CHANGELOG.md")
+    cited = yaml.safe_load(text_of("CITATION.cff"))
+    for key, own in {"title": "name", "version": "version", "license": "license", "abstract": "description"}.items():
+        assert cited[key] == metadata[own]
+    assert yaml.load(text_of("mkdocs.yml"), yaml.BaseLoader)["site_description"] == metadata["description"]
+    assert commands.help == f"{metadata['description']}." and f"\n{commands.help}\n" in readme
     assert cited["authors"] == [{"name": metadata["author"]}]
     (paper,) = cited["references"]
     authors = ", ".join(f"{author['given-names']} {author['family-names']}" for author in paper["authors"])
-    assert f"{authors},\n*{paper['title']}*" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{authors},\n*{paper['title']}*" in readme
 
 
 def test_everything_public_is_documented():

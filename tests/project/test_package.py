@@ -1,18 +1,14 @@
 """What stands beside the package: addresses, workflows, issue templates, the list of pages, the lowest versions."""
 
-import configparser
 import re
 import runpy
 from pathlib import Path
 
 import yaml
+from documents import setup_cfg, text_of
 
 ROOT = Path(__file__).parents[2]
 SAMPLE = "https://example.org/OWNER/dulbe_peft"
-
-
-def read(path):
-    return (ROOT / path).read_text(encoding="utf-8")
 
 
 def setup_arguments(monkeypatch, repository):
@@ -28,7 +24,7 @@ def test_every_link_of_an_index_page_is_absolute_and_leads_to_a_file(monkeypatch
     found = setup_arguments(monkeypatch, SAMPLE)
     page = found["long_description"]
     links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", page)
-    assert len(links) == len(re.findall(r"\]\(([^)]+)\)", read("README.md"))) and SAMPLE in page
+    assert len(links) == len(re.findall(r"\]\(([^)]+)\)", text_of("README.md"))) and SAMPLE in page
     for image, link in [*links, *(("", address) for address in found["project_urls"].values())]:
         assert link.startswith("https://")
         place = re.fullmatch(rf"{SAMPLE}/(raw|blob)/main/([^#]+)(#.*)?", link)
@@ -39,30 +35,24 @@ def test_every_link_of_an_index_page_is_absolute_and_leads_to_a_file(monkeypatch
 
 def test_without_an_address_the_page_is_the_readme(monkeypatch):
     found = setup_arguments(monkeypatch, "")
-    assert found["long_description"] == read("README.md") and not found["url"] and not found["project_urls"]
+    assert found["long_description"] == text_of("README.md") and not found["url"] and not found["project_urls"]
 
 
 def test_workflows_and_templates_are_whole():
-    tests = yaml.safe_load(read(".github/workflows/tests.yml"))
+    tests = yaml.safe_load(text_of(".github/workflows/tests.yml"))
     steps = [step.get("run", "") for job in tests["jobs"].values() for step in job["steps"]]
     assert ".ci/run" in steps and any("constraints-lowest.txt" in step for step in steps)
     for word in " ".join(steps).split():
         if word.startswith("tests/"):
             assert (ROOT / word).exists(), word
-    publish = yaml.safe_load(read(".github/workflows/publish.yml"))["jobs"]
+    publish = yaml.safe_load(text_of(".github/workflows/publish.yml"))["jobs"]
     assert publish["build"]["if"] == "vars.PUBLISH == 'true'" and publish["publish"]["needs"] == "build"
-    forms = {
-        path.stem: yaml.safe_load(path.read_text(encoding="utf-8"))
-        for path in ROOT.glob(".github/ISSUE_TEMPLATE/*.yml")
-    }
-    asked = {
-        name: " ".join(str(field["attributes"]) for field in form.get("body", [])) for name, form in forms.items()
-    }
-    assert "`dulbe-peft env`" in asked["bug"] and "`verify.json`" in asked["verify"]
+    for form, words in (("bug", "`dulbe-peft env`"), ("verify", "`verify.json`")):
+        assert words in str(yaml.safe_load(text_of(f".github/ISSUE_TEMPLATE/{form}.yml"))["body"])
 
 
 def test_the_list_of_pages_for_programs_has_every_page():
-    listed = re.findall(r"\]\((docs/[^)]+)\)", read("llms.txt"))
+    listed = re.findall(r"\]\((docs/[^)]+)\)", text_of("llms.txt"))
     made = runpy.run_path(str(ROOT / "docs" / "llms.py"))["llms"]()
     assert re.findall(r"\]\((docs/[^)]+)\)", made) == listed  # else: python docs/llms.py
     pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
@@ -70,12 +60,13 @@ def test_the_list_of_pages_for_programs_has_every_page():
 
 
 def test_the_lowest_versions_are_those_that_setup_allows():
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    setup = setup_cfg()
     asked = setup["options"]["install_requires"].split()
     for extra in ("commands", "datasets", "heic", "onnx", "dask"):
         asked += setup["options.extras_require"][extra].split()
-    lowest = dict(line.split("==") for line in read("constraints-lowest.txt").splitlines() if not line.startswith("#"))
+    lowest = dict(
+        line.split("==") for line in text_of("constraints-lowest.txt").splitlines() if not line.startswith("#")
+    )
     for line in asked:
         name, least = line.split(">=")
         pinned = [int(part) for part in lowest[name].split(".")]
@@ -84,7 +75,7 @@ def test_the_lowest_versions_are_those_that_setup_allows():
 
 
 def test_the_table_of_the_release_note_is_that_of_the_results():
-    rows = [line for line in read("docs/release.md").splitlines() if line.startswith(("| nothing", "| DuLBE"))]
+    rows = [line for line in text_of("docs/release.md").splitlines() if line.startswith(("| nothing", "| DuLBE"))]
     assert len(rows) == 2
     for row in rows:
-        assert row.replace("| ", "| 16 images: ", 1) in read("docs/results.md")
+        assert row.replace("| ", "| 16 images: ", 1) in text_of("docs/results.md")
