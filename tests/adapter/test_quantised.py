@@ -116,17 +116,13 @@ def test_a_packed_model_learns_as_its_plain_values_do(pair, tmp_path):
     close(image_features(PeftModel.from_pretrained(bases[1], tmp_path / "lora")), image_features(plain))
 
 
-def test_a_merge_is_refused_by_the_layer_s_name_and_changes_nothing(pair):
+def test_what_needs_the_weight_itself_unpacks_it_or_is_refused_and_changes_nothing(pair):
     model = get_peft_model(pair[0], DualModeLoraConfig(**CONFIG, init_weights=False))
     expected = image_features(model)
     for merge in (model.merge_adapter, model.merge_and_unload):
         with pytest.raises(ValueError, match=r"layers\.0\.(self_attn\.k_proj|mlp\.fc1).* is quantised"):
             merge()
     assert torch.equal(image_features(model), expected)
-
-
-def test_a_strategy_that_reads_the_weight_unpacks_it_or_says_that_it_cannot(pair):
-    model = get_peft_model(pair[0], DualModeLoraConfig(**CONFIG))
     name, layer = next((name, layer) for name, layer in model.dual_mode_layers().items() if "fc1" in name)
     if isinstance(layer.base_layer, Packed):
         with pytest.raises(ValueError, match="weight of a Packed cannot be unpacked"):

@@ -106,8 +106,9 @@ def features(model, model_type):
         *((name, {"padding": True}) for name in ("clip", "metaclip_2", "chinese_clip", "altclip")),
     ],
 )
-def test_text_features_equal_the_processors_own_call(folders, name, options):
+def test_text_features_equal_the_processors_own_call_whatever_else_is_in_the_batch(folders, name, options):
     """The call of each family's documentation, without this library; SigLIP 2's says to lower the case before."""
+    model, processor = load_dual_encoder(folders[name])
     model_type = "siglip" if name == "gemma" else name
     own = tiny.make_processor(model_type, tiny.gemma_tokenizer() if name == "gemma" else None)
     texts = [text.lower() for text in ("A Photo of the Cat.", "Dog", "a digit of zero-one")]
@@ -115,13 +116,24 @@ def test_text_features_equal_the_processors_own_call(folders, name, options):
     with torch.no_grad():
         output = tiny.make_model(model_type).get_text_features(**own(text=texts, return_tensors="pt", **options))
         expected = F.normalize(output.pooler_output, dim=-1)
-        model, processor = load_dual_encoder(folders[name])
         found = unit_text_embeds(model, tokenize(processor, given, model))
         with_its_own = unit_text_embeds(model, tokenize(own, texts, model))
+        alone = torch.cat([unit_text_embeds(model, tokenize(processor, [prompt], model)) for prompt in PROMPTS])
+        turned = unit_text_embeds(model, tokenize(processor, ["the longest of all.", *reversed(PROMPTS)], model))
+        in_training = unit_text_embeds(model.train(), tokenize(processor, given, model))
     assert found.shape == (3, embed_dim(model)) and found.dtype == torch.float32
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(with_its_own, expected, atol=1e-6, rtol=1e-5)
     assert (expected[0] - expected[1]).norm() > 0.05, "these weights do not tell texts apart"
+    torch.testing.assert_close(turned[1:].flip(0), alone, atol=1e-5, rtol=1e-5)
+    assert torch.equal(in_training, found) and all(module.training for module in model.text_model.modules())
+    with pytest.raises(ValueError, match=f"tokens, the text tower takes {tiny.LONGEST}: shorten it"):
+        tokenize(processor, ["0123456789-0123456789-0123456789"], model)
+    with pytest.raises(ValueError, match="the same to the tokenizer: rename a class"):
+        tokenize(processor, ["cat", "cat"], model)
+    texts = ["1" * n for n in range(1, 30)]
+    longest = [text for text in texts if len(processor.tokenizer(text)["input_ids"]) <= tiny.LONGEST][-1]
+    assert unit_text_embeds(model, tokenize(processor, [longest], model)).isfinite().all()
 
 
 def test_a_loaded_siglip_processor_gives_no_mask(tmp_path):
@@ -160,24 +172,6 @@ def test_image_features_equal_the_models_own(folders, model_type):
             torch.testing.assert_close(expected, reference(**inputs).pooler_output)
 
 
-@pytest.mark.parametrize("name", [*tiny.WITH_TEXT, "gemma"])
-def test_padding_batch_and_order_never_change_a_text_feature(folders, name):
-    model, processor = load_dual_encoder(folders[name])
-    with torch.no_grad():
-        alone = torch.cat([unit_text_embeds(model, tokenize(processor, [prompt], model)) for prompt in PROMPTS])
-        turned = unit_text_embeds(model, tokenize(processor, ["the longest of all.", *reversed(PROMPTS)], model))
-    torch.testing.assert_close(turned[1:].flip(0), alone, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("model_type", ["clip", "altclip"])
-def test_training_mode_drops_nothing_of_a_text(model_type):
-    model, processor = tiny.make_model(model_type), tiny.make_processor(model_type)
-    tokens = tokenize(processor, PROMPTS, model)
-    expected = unit_text_embeds(model, tokens)
-    assert torch.equal(unit_text_embeds(model.train(), tokens), expected)
-    assert all(module.training for module in model.text_model.modules())
-
-
 def test_the_image_processor_decides_where_a_model_takes_images_of_any_size(tmp_path):
     tiny.save_encoder("dinov2", tmp_path)
     square = {"height": 24, "width": 24}
@@ -195,7 +189,7 @@ def test_a_folder_without_an_image_processor_gets_the_familys_own(folders, tmp_p
     assert pixels(processor).shape == (4, *image_shape(model))
 
 
-def test_other_types_are_refused_by_name_with_the_list_of_what_is_served(tmp_path):
+def test_what_is_not_served_is_refused_by_name(folders, tmp_path):
     for model_type, why in (
         ("of_nobody", ""),
         ("timm_wrapper", r" \(timm needs torchvision"),
@@ -205,46 +199,25 @@ def test_other_types_are_refused_by_name_with_the_list_of_what_is_served(tmp_pat
         with pytest.raises(ValueError, match=f"of type '{model_type}'{why}") as caught:
             load_dual_encoder(tmp_path)
         assert all(f"'{name}'" in str(caught.value) for name in ENCODERS)
-
-
-def test_load_clip_loads_clip_alone(folders):
-    assert type(load_clip(folders["clip"])[0]).__name__ == "CLIPModel"
     with pytest.raises(ValueError, match="holds a SiglipModel, expected a CLIPModel.*load_dual_encoder"):
         load_clip(folders["siglip"])
     with pytest.raises(FileNotFoundError, match=r"\./nowhere"):
         load_dual_encoder("./nowhere")
 
 
-@pytest.mark.parametrize("name", [*tiny.WITH_TEXT, "gemma"])
-def test_texts_that_are_too_long_or_the_same_are_refused(folders, name):
-    model, processor = load_dual_encoder(folders[name])
-    with pytest.raises(ValueError, match=f"tokens, the text tower takes {tiny.LONGEST}: shorten it"):
-        tokenize(processor, ["0123456789-0123456789-0123456789"], model)
-    with pytest.raises(ValueError, match="the same to the tokenizer: rename a class"):
-        tokenize(processor, ["cat", "cat"], model)
-    texts = ["1" * n for n in range(1, 30)]
-    longest = [text for text in texts if len(processor.tokenizer(text)["input_ids"]) <= tiny.LONGEST][-1]
-    assert unit_text_embeds(model, tokenize(processor, [longest], model)).isfinite().all()
-
-
-def test_image_only_encoders_refuse_texts(folders):
-    model, processor = load_dual_encoder(folders["dinov2"])
-    assert isinstance(processor, ImageOnlyProcessor) and not has_text(model)
-    named = "has no text tower, and texts are needed here: take a model of type 'clip', 'siglip'"
-    with pytest.raises(ValueError, match=named):
-        ClassIncrementalLearner(adapted("dinov2"), processor, args=LearnerArguments(**QUICK))
-
-
-def test_parts_of_models_and_of_processors_are_refused(folders):
+def test_a_learner_refuses_models_and_processors_that_lack_a_part():
     model, processor = adapted("siglip"), tiny.make_processor("siglip")
-    args = LearnerArguments(**QUICK)
-    with pytest.raises(TypeError, match="(?s)must be a SiglipProcessor or like one.*without tokenizer"):
-        ClassIncrementalLearner(model, ImageOnlyProcessor(processor.image_processor), args=args)
-    with pytest.raises(ValueError, match="statistics_tokens is 'cls', but a SiglipModel has no class token"):
-        ClassIncrementalLearner(model, processor, args=LearnerArguments(**QUICK, statistics_tokens="cls"))
-    classifier = transformers.Dinov2ForImageClassification(tiny.make_config("dinov2"))
-    with pytest.raises(ValueError, match="not the whole DINOv2 encoder: give a Dinov2Model"):
-        ClassIncrementalLearner(get_peft_model(classifier, DualModeLoraConfig(**CONFIG)), processor, args=args)
+    images_alone, config = ImageOnlyProcessor(processor.image_processor), DualModeLoraConfig(**CONFIG)
+    classifier = get_peft_model(transformers.Dinov2ForImageClassification(tiny.make_config("dinov2")), config)
+    no_text = "has no text tower, and texts are needed here: take a model of type 'clip', 'siglip'"
+    for given, beside, settings, error, words in (
+        (adapted("dinov2"), images_alone, {}, ValueError, no_text),
+        (model, images_alone, {}, TypeError, "(?s)must be a SiglipProcessor or like one.*without tokenizer"),
+        (model, processor, {"statistics_tokens": "cls"}, ValueError, "'cls', but a SiglipModel has no class token"),
+        (classifier, processor, {}, ValueError, "not the whole DINOv2 encoder: give a Dinov2Model"),
+    ):
+        with pytest.raises(error, match=words):
+            ClassIncrementalLearner(given, beside, args=LearnerArguments(**QUICK, **settings))
 
 
 @pytest.mark.parametrize("model_type", EVERY)

@@ -98,17 +98,6 @@ def test_support_rank_is_clamped(count, support_rank, residual_rank, expected):
     assert_orthonormal(found)
 
 
-@pytest.mark.parametrize("spectrum", ["random", "decaying", "decaying slowly", "flat"])
-@pytest.mark.parametrize("rows", [60, 120, 200])
-def test_bases_are_those_of_a_full_decomposition(spectrum, rows):
-    matrix = matrix_of(SPECTRA[spectrum])
-    values = SPECTRA[spectrum][: min(rows, WIDTH)].double().sqrt()
-    gradient = rotation(rows, 1)[:, : len(values)] * values @ rotation(WIDTH, 2)[: len(values)]
-    shared, residual = reference.bases(gradient, matrix, 1, 8, COUNT)
-    found = allocate_layer(gradient, historical_support(matrix, COUNT, 8), 1, 8)
-    assert max(distance(found[0], shared), distance(found[1], residual)) < 1e-6
-
-
 @few
 @given(
     seed=seeds,
@@ -127,6 +116,8 @@ def test_identities_of_the_paper(seed, rank, shared_rank, residual_rank, support
     assert shared.shape == (12, shared_rank) and residual.shape == (12, residual_rank)
     assert_orthonormal(shared, residual)
     assert_orthonormal(occupied, residual)
+    again = allocate_layer(gradient, occupied, shared_rank, residual_rank)
+    assert torch.equal(again[0], shared) and torch.equal(again[1], residual)
     inside = min(kept, shared_rank)
     torch.testing.assert_close(occupied @ (occupied.T @ shared[:, :inside]), shared[:, :inside], rtol=0, atol=1e-6)
     response = gradient.double() @ occupied.double()
@@ -166,7 +157,7 @@ def test_bases_are_float32_and_do_not_depend_on_the_gradient_s_scale_nor_on_sign
 
 @pytest.fixture
 def probe():
-    return {"k": randn(10, 12), "v": randn(10, 12, seed=1), "fc2": randn(12, 20, seed=2)}
+    return {"k": randn(10, 12), "v": randn(15, 12, seed=1), "fc2": randn(12, 20, seed=2)}
 
 
 @pytest.fixture
@@ -184,7 +175,7 @@ def test_modes_equal_the_reference(probe, stats, ranks):
     for name, gradient in probe.items():
         shared, residual = reference.bases(gradient, stats[name], *ranks)
         found = modes[name]
-        assert max(distance(found.shared, shared), distance(found.residual, residual)) < 1e-5
+        assert max(distance(found.shared, shared), distance(found.residual, residual)) < 1e-6
         assert found.shared.dtype == found.residual.dtype == torch.float32
         assert found.support_rank == ranks[2]
         whole = gradient.double().square().sum().item()
@@ -209,7 +200,7 @@ def test_a_layer_without_statistics_is_planned_as_at_the_first_task(probe, parti
     modes = allocate_modes(probe, partial, shared_rank=2, residual_rank=3)
     for name in ("k", "v"):
         shared, residual = reference.first_task_bases(probe[name], 2, 3)
-        assert max(distance(modes[name].shared, shared), distance(modes[name].residual, residual)) < 1e-5
+        assert max(distance(modes[name].shared, shared), distance(modes[name].residual, residual)) < 1e-6
         assert modes[name].support_rank == 0
     assert modes["fc2"].support_rank == (17 if partial else 0)
 
@@ -231,23 +222,11 @@ def test_errors_name_the_layer(probe, stats, kwargs, error, message):
     assert message in str(raised.value)
 
 
-@few
-@given(seed=seeds, width=st.integers(1, 12), taken=st.floats(0, 1), count=st.floats(0, 1))
-def test_a_complement_is_orthonormal_and_repeatable(seed, width, taken, count):
-    taken = round(taken * width)
-    count = round(count * (width - taken))
-    basis = torch.linalg.qr(randn(width, taken, seed=seed, dtype=torch.float64)).Q
-    found = orthonormal_complement(basis, count)
-    assert found.shape == (width, count)
-    assert_orthonormal(basis, found)
-    assert torch.equal(found, orthonormal_complement(basis, count))
-    with pytest.raises(ValueError, match="do not fit"):
-        orthonormal_complement(basis, width - taken + 1)
-
-
 def test_a_decomposition_that_fails_is_tried_another_way_and_then_names_the_matrix(monkeypatch):
     matrix = matrix_of(SPECTRA["decaying"])
     expected = historical_support(matrix, COUNT, 8)
+    with pytest.raises(ValueError, match="do not fit"):
+        orthonormal_complement(expected, WIDTH)
 
     def failing(*_, **__):
         raise linalg.LinAlgError("did not converge")
