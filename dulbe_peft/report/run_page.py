@@ -18,7 +18,6 @@ from dulbe_peft.report.html import jpeg_address, mib, percent, seconds, write_pa
 from dulbe_peft.report.run_folder import PICTURES_FOLDER, Photograph, RunFolder, read_run
 from dulbe_peft.report.shares import ClassRow, Share
 from dulbe_peft.report.table import write_table_latex
-from dulbe_peft.report.training_effects import effects_content
 from dulbe_peft.utils.files import write_csv
 from dulbe_peft.utils.records import read_record
 from dulbe_peft.utils.settings import flat_settings
@@ -101,7 +100,6 @@ def _content(run: RunFolder, key: str) -> dict[str, Any]:
         "map": None if run.learner is None else class_map(run.learner),
         "class_rows": rows,
         "matrix": matrix,
-        **effects_content(run, key),
     }
     return content | _test_content(run, key, rows) if run.tested else content
 

@@ -12,8 +12,7 @@ from pydantic_core import from_json, to_json
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.metrics import diagnostics
 from dulbe_peft.metrics.features import FEATURES_FOLDER, TaskFeatures, read_features
-from dulbe_peft.report.html import percent
-from dulbe_peft.report.plots import arrow_figure, capture_figure, depth_figure, inline_svg
+from dulbe_peft.report.plots import arrow_figure, capture_figure, depth_figure
 from dulbe_peft.report.run_folder import RunFolder, read_run
 from dulbe_peft.utils.files import replacing, write_json
 from dulbe_peft.utils.folders import check_outside_saved, check_replaceable
@@ -48,25 +47,6 @@ def read_effects(run: RunFolder) -> TrainingEffects:
         accuracy = diagnostics.depth_accuracy(head, embeds, truth)
     profile = None if head is None else diagnostics.reliability_profile(head)
     return TrainingEffects(profile, accuracy, diagnostics.drift_by_task(features), features)
-
-
-def effects_content(run: RunFolder, key: str) -> dict[str, Any]:
-    """What the page shows of it; `key` is a word that no other run of the page has."""
-    effects = read_effects(run)
-    profile, accuracy = effects.profile, effects.accuracy
-    names = ("task", "own", "old", "means", "mapped", "foretold", "coordinates", "ranks")
-    drift = [[getattr(row, name) for name in names] for row in effects.drift]
-    known = [row for row in drift if set(row[1:]) != {None}]
-    shown = [[f"{value:.4f}" if isinstance(value, float) else value for value in row] for row in known]
-    content: dict[str, Any] = {"depth_accuracy": accuracy, "depths": "", "drift": shown}
-    if profile is not None:
-        alone = [None] * len(profile.depths) if accuracy is None else accuracy.alone.tolist()
-        shares = zip(profile.mean.tolist(), profile.spread.tolist(), alone, strict=True)
-        content["depths"] = inline_svg(depth_figure(profile, accuracy), f"{key}-depths")
-        content["depth_rows"] = [
-            (f"{at:.2f}", *map(percent, row)) for at, row in zip(profile.depths.tolist(), shares, strict=True)
-        ]
-    return content
 
 
 def write_figures(run: str | Path, folder: str | Path) -> list[Path]:

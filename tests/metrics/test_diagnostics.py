@@ -27,8 +27,7 @@ from dulbe_peft.metrics.diagnostics import (
     reliability_profile,
 )
 from dulbe_peft.metrics.features import TaskFeatures
-from dulbe_peft.report import read_effects, read_run, write_report
-from dulbe_peft.report.html import percent
+from dulbe_peft.report import read_effects, read_run
 from dulbe_peft.report.inspection import inspect_task, token_relevance
 from dulbe_peft.runs.progress import known_tasks
 
@@ -238,20 +237,14 @@ def test_every_served_encoder_has_maps(model_type):
     assert maps.shape == (1, 2, 2, 2) and maps.abs().amax() > 1e-3
 
 
-def test_the_page_has_what_training_changed(trained, tmp_path):
+def test_the_effects_of_a_run_are_those_of_its_learner(trained):
     learner, folder, _ = trained
-    page = write_report(folder, tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "What training changed" in page
     found = read_effects(read_run(folder))
     assert found.accuracy.weighted == pytest.approx(known_tasks(learner)[-1].row.classifiers["bridge"].accuracy)
     assert None not in vars(found.drift[0]).values() and found.drift[0].old < 1 and found.drift[0].own < 1
     weights = learner.head.reliability.double().cpu()
-    for depth in range(learner.head.num_depths):
-        cells = (weights[:, depth].mean(), weights[:, depth].std(correction=0), found.accuracy.alone[depth])
-        row = "".join(f'<td class="number">{percent(float(value))}</td>' for value in cells)
-        assert row in page
-    assert f"{percent(found.accuracy.weighted)} %" in page
-    assert f'<td class="number">{found.drift[0].old:.4f}</td>' in page
+    torch.testing.assert_close(found.profile.mean, weights.mean(dim=0))
+    torch.testing.assert_close(found.profile.spread, weights.std(dim=0, correction=0))
 
 
 def test_the_command_writes_the_figures_of_one_run(trained, tmp_path, capsys):
@@ -266,3 +259,4 @@ def test_the_command_writes_the_figures_of_one_run(trained, tmp_path, capsys):
     found = read_effects(read_run(folder))
     assert numbers["drift"] == [vars(row) for row in found.drift]
     assert numbers["depths"]["alone"] == found.accuracy.alone.tolist()
+    assert numbers["reliability"]["spread"] == found.profile.spread.tolist()
