@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from dulbe_peft.comparison import comparison_plots as plots
 from dulbe_peft.comparison.comparison_file import Comparison, Entry, read_comparison
 from dulbe_peft.comparison.plan import Row
 from dulbe_peft.comparison.ranks import ranked
-from dulbe_peft.comparison.summary import COLUMNS, FEW, count_seeds, ordered, write_summary_csv
+from dulbe_peft.comparison.summary import COLUMNS, FEW, by_stream, count_seeds, write_summary_csv
 from dulbe_peft.metrics.accuracy import percent, signed
 from dulbe_peft.report.html import write_page
 from dulbe_peft.report.plots import inline_svg
@@ -33,7 +34,8 @@ def write_comparison_page(
     if csv is not None:
         write_summary_csv(Path(csv), comparison.entries)
     if latex is not None:
-        write_table_latex(filled(COLUMNS, comparison.entries), ordered(comparison.entries), Path(latex))
+        rows = list(chain(*by_stream(comparison.entries).values()))
+        write_table_latex(filled(COLUMNS, rows), rows, Path(latex))
     return output
 
 
@@ -41,15 +43,18 @@ def _content(comparison: Comparison, name: str) -> dict[str, Any]:
     scope, entries = comparison.scope, comparison.entries
     rows, ranks = plots.important_rows(comparison), ranked(entries)
     owners = (*scope.streams.items(), *scope.methods.items())
-    several_tested = len({entry.stream for entry in entries}) > 1
+    streams = by_stream(entries)
     return {
         "name": name,
         "scope": scope,
         "few": FEW,
         "row_columns": COLUMNS[1:],
-        "streams": [_stream(comparison, stream, number, rows) for number, stream in enumerate(scope.streams)],
+        "streams": [
+            _stream(stream, number, streams.get(stream, []), scope.reference, rows)
+            for number, stream in enumerate(scope.streams)
+        ],
         "missing": _missing(comparison),
-        "map": inline_svg(plots.streams_figure(comparison, rows), "map") if several_tested else "",
+        "map": inline_svg(plots.streams_figure(comparison, rows), "map") if len(streams) > 1 else "",
         "counts": plots.image_counts(scope.streams),
         "shown": [row.title for row in rows],
         "several": plots.best_of_each(comparison) if len(rows) < len(scope.rows) else "",
@@ -64,10 +69,8 @@ def _content(comparison: Comparison, name: str) -> dict[str, Any]:
     }
 
 
-def _stream(comparison: Comparison, stream: str, number: int, rows: Sequence[Row]) -> dict[str, Any]:
+def _stream(stream: str, number: int, entries: list[Entry], reference: Row, rows: Sequence[Row]) -> dict[str, Any]:
     """What the template shows of a stream; `number` tells its pictures from the others."""
-    entries = ordered([entry for entry in comparison.entries if entry.stream == stream])
-    reference = comparison.scope.reference
     curves = any(len(entry.curve) > 1 and entry.row in rows for entry in entries)
     others = plots.with_difference(entries)
     return {

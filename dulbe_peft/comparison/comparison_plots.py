@@ -7,7 +7,7 @@ from typing import Any
 
 from dulbe_peft.comparison.comparison_file import Comparison, Entry
 from dulbe_peft.comparison.plan import Row
-from dulbe_peft.comparison.summary import ordered
+from dulbe_peft.comparison.summary import by_stream
 from dulbe_peft.report.plots import INK, LEGEND, SERIES, line_style, new_figure, whole_numbers
 
 MOST = 24  # rows that a picture of differences still shows legibly
@@ -30,7 +30,7 @@ def important_rows(comparison: Comparison) -> list[Row]:
     for entry in comparison.entries:
         found.setdefault(entry.row, []).append(entry.means["last"])
     ranked = sorted(found, key=lambda row: (len(found[row]), math.fsum(found[row])), reverse=True)
-    won = {entry.stream: entry.row for entry in reversed(ordered(comparison.entries))}.values()
+    won = [own[0].row for own in by_stream(comparison.entries).values()]
     first = [row for row in found if row == comparison.scope.reference]
     sure = {*first, *won}
     kind = best_of_each(comparison)

@@ -205,19 +205,20 @@ def write_summary_csv(path: Path, entries: Sequence[Entry]) -> None:
     write_csv(path, list(_CSV), ([row.get(place) for place in _CSV.values()] for row in full), "surrogateescape")
 
 
-def ordered(entries: Sequence[Entry]) -> list[Entry]:
-    """The rows, the best of each stream first; the streams as they are."""
-    place = {stream: number for number, stream in enumerate(dict.fromkeys(entry.stream for entry in entries))}
-    return sorted(entries, key=lambda entry: (place[entry.stream], -entry.means["last"]))
+def by_stream(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
+    """The rows of each stream, the best first; the streams as they are."""
+    found: dict[str, list[Entry]] = {entry.stream: [] for entry in entries}
+    for entry in sorted(entries, key=lambda entry: -entry.means["last"]):
+        found[entry.stream].append(entry)
+    return found
 
 
 def format_summary(entries: Sequence[Entry]) -> str:
     """The table in Markdown, one for each stream; all shares in percent."""
-    parts = []
-    for stream in dict.fromkeys(entry.stream for entry in entries):
-        own = ordered([entry for entry in entries if entry.stream == stream])
-        parts.append(f"{stream}, {count_seeds(own)}\n\n{format_markdown(filled(COLUMNS, own)[1:], own)}")
-    return "\n\n".join(parts)
+    return "\n\n".join(
+        f"{stream}, {count_seeds(own)}\n\n{format_markdown(filled(COLUMNS, own)[1:], own)}"
+        for stream, own in by_stream(entries).items()
+    )
 
 
 def count_seeds(entries: Sequence[Entry]) -> str:
