@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Va
 
 from dulbe_peft.classifiers import parse_classifier
 from dulbe_peft.runs.settings import read_yaml, setting_values, validated
+from dulbe_peft.runs.sources import FIELDS
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.strategies.base import Strategy
 from dulbe_peft.utils.records import Fraction, Record, first_problem
@@ -33,9 +34,8 @@ _FIXED = {
     "validation_fraction": "`choose` tests on held-back training images",
 }
 # What a stream is: other images in a method's runs could not be compared with those of the others.
-_STREAM_ONLY = ["data", "train_split", "test_split", "test_fraction", "class_names", "strict", "max_tasks"]
-_STREAM_ONLY += ["class_order", "order_seed", "draw_seed", "images_per_class", "increment", "initial_increment"]
-_METHOD_FIXED = _FIXED | dict.fromkeys(_STREAM_ONLY, "it belongs to a stream, and is the same for all methods")
+_STREAM_ONLY = (*FIELDS, "class_order", "order_seed", "increment", "initial_increment")
+_METHOD_FIXED = dict.fromkeys(_STREAM_ONLY, "it belongs to a stream, and is the same for all methods") | _FIXED
 
 
 def _different(values: list[Any]) -> list[Any]:
@@ -135,8 +135,6 @@ class Plan(Scope):
         seeds = {"seed": seed, "order_seed": seed, "draw_seed": seed}
         if self.streams[stream].get("class_order") is not None:
             del seeds["order_seed"]
-        elif self.streams[stream].get("max_tasks") is not None:
-            seeds["order_seed"] = self.seeds[0]  # in another order, the first tasks would have other classes
         settings = seeds | self.streams[stream] | self.methods[method] | more
         # Features from before each task let drift be asked for later. Of augmented images there are none.
         asked = settings.get("augment", "none") == "none" or any(row.drift == "linear" for row in self.rows_of(method))

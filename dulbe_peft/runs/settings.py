@@ -52,7 +52,6 @@ class StreamArguments:
     class_texts: str | None = setting(
         None, "YAML file with texts that stand for classes, and count by their mean: 'owl: [an owl, a night bird]'."
     )
-    max_tasks: AtLeastOne | None = setting(None, "Learn the first so many tasks alone.")
     class_order: str | None = setting(None, "icarl, or a text file with a class's name or number a line.")
     order_seed: int | None = setting(None, "Seed of a random class order (1993 in the paper); none: as in the data.")
     revision: str | None = setting(None, "Revision of a model on the Hub.")

@@ -91,7 +91,7 @@ def set_up(settings: dict[str, Any]) -> Setup:
         return look_by(learner())(images)
 
     left_out: list[str] = []
-    some = stream.dry_run or stream.images_per_class is not None or stream.max_tasks is not None
+    some = stream.dry_run or stream.images_per_class is not None
     # What is wrong with the data is said before a model is loaded.
     tasks = stream_tasks(stream, left_out, None if some or strategy.adapts else look) if stream.data else []
     return Setup(stream, learner(), tasks, left_out)
@@ -119,7 +119,7 @@ def stream_tasks(stream: StreamArguments, notes: list[str] | None = None, look: 
         increment = len(names)
     how: dict[str, Any] = {"increment": increment, "initial_increment": stream.initial_increment}
     how |= {"class_order": order, "seed": stream.order_seed, "first_tasks": begun}
-    return class_incremental_tasks(train, test, **how)[: stream.max_tasks]
+    return class_incremental_tasks(train, test, **how)
 
 
 def _begun(stream: StreamArguments, names: Sequence[str]) -> list[tuple[str, ...]]:

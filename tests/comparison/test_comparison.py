@@ -304,6 +304,7 @@ def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
         ({"streams": {"a": {"model": "demo", "data": "$NOWHERE/x"}}}, "variable of the environment"),
         ({"streams": {"a": {"model": "m", "data": "x", "retention_scales": [0.5]}}}, "beside retention"),
         ({"methods": {"a": {"seed": 1}}}, "method 'a' sets 'seed', which it cannot: `seeds` names them"),
+        ({"methods": {"a": {"label_column": "kind"}}}, "it belongs to a stream, and is the same for all methods"),
         ({"methods": {"a": {"choose": {"learning_rate": ["1e-4", 0.0001]}}}}, "the entries must be different"),
         ({"classifiers": ["lda", "lda"]}, "classifiers: Value error, the entries must be different"),
         ({"reference": {"method": "LoRA", "classifier": "text"}}, "'LoRA with text', which is no row"),

@@ -68,8 +68,9 @@ def test_any_program_reads_what_the_model_sees(root, table, base):
 
 def test_learning_from_the_table_is_learning_from_images(root, table, tmp_path):
     for data, run, model in ((root, "images", FROZEN), (table, "table", FROZEN[2:])):
-        call("run", *model, "--data", data, "--increment", 3, "--max-tasks", 1, "--output", tmp_path / run)
-        call("learn", tmp_path / run, "--data", data, "--output", tmp_path / f"{run} learned", "--no-update")
+        whole, learned = tmp_path / run, tmp_path / f"{run} learned"
+        call("run", *model, "--data", data, "--increment", 3, "--output", whole)
+        call("learn", whole / "task-001", "--data", data, "--output", learned, "--no-update")
     for end in ("", " learned"):
         assert probabilities(tmp_path / f"images{end}") == probabilities(tmp_path / f"table{end}")
     learner = ClassIncrementalLearner.from_pretrained(tmp_path / "images", machine={"progress": False})

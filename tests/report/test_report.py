@@ -335,10 +335,10 @@ def test_the_page_says_what_run_and_learn_left_out(digit_folders, tmp_path):
     photos = shutil.copytree(digit_folders(4, 4, 2), tmp_path / "photos")
     (photos / "train" / "zero" / "notes.txt").write_text("mine")
     flags = ["--data", str(photos), "--device", "cpu", "--output", str(tmp_path / "june")]
-    assert main(["run", "--model", "demo", "--classifiers", "lda", "--max-tasks=1", "--increment=2", *flags]) == 0
+    assert main(["run", "--model", "demo", "--classifiers", "lda", "--increment=2", *flags]) == 0
     (photos / "train" / "two" / "broken.png").write_bytes(b"no image")
     flags[-1] = str(tmp_path / "july")
-    assert main(["learn", str(tmp_path / "june"), *flags, "--no-update"]) == 0
+    assert main(["learn", str(tmp_path / "june" / "task-001"), *flags, "--no-update"]) == 0
     for folder, name in (("june", "notes.txt"), ("july", "broken.png")):
         page = Page(write_report(tmp_path / folder))
         assert "What was left out" in page.words and name in page.words
