@@ -18,7 +18,7 @@ from peft import get_peft_model
 from benchmarks import common, models
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, class_incremental_tasks
 from dulbe_peft.data.readers import load_data
-from dulbe_peft.demo import SETTINGS, SUPPORT_RANK, demo_model_folder, digit_tasks
+from dulbe_peft.demo import SETTINGS, demo_model_folder, digit_tasks
 from dulbe_peft.streams.tasks import Task
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = common.parser(__doc__, repeats=3, model=str(demo_model_folder()))
     options.add_argument("--data", help="a data set as for `dulbe-peft run`; default: the demo's digits")
     options.add_argument("--increment", type=int, default=2, help="classes of a task")
-    options.add_argument("--support-rank", type=int, default=SUPPORT_RANK)
+    options.add_argument("--support-rank", type=int, default=16)
     options.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS), help="what to compare")
     values = common.parse(options, argv)
     found = {name: [run(values, seed, OPTIONS[name]) for seed in range(values.repeats)] for name in values.options}
