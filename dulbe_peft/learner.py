@@ -24,18 +24,17 @@ from dulbe_peft.metrics.retention import seen_accuracies
 from dulbe_peft.runs.run import RunOptions, run_stream
 from dulbe_peft.strategies import Strategy
 from dulbe_peft.streams.tasks import Task
-from dulbe_peft.training import updating
 from dulbe_peft.training.estimating import estimates_of
-from dulbe_peft.training.holding import StateHolder
 from dulbe_peft.training.locking import in_turn, scaling
 from dulbe_peft.training.preparing import check_adapter_name, check_model, checked_task, new_state
 from dulbe_peft.training.state import Estimate
 from dulbe_peft.training.trainer import TaskTrainer, learned
+from dulbe_peft.training.updating import WithoutTraining
 from dulbe_peft.utils.devices import own_randomness, usual_torch
 from dulbe_peft.utils.processes import on_main_process
 
 
-class ClassIncrementalLearner(StateHolder):
+class ClassIncrementalLearner(WithoutTraining):
     """Learns tasks of new classes, one after the other, without keeping images.
 
     Under `accelerate launch` every process calls every method with the same data; all end with the same state.
@@ -117,79 +116,6 @@ class ClassIncrementalLearner(StateHolder):
         self.profile.clear()
         with self.transaction(), own_randomness(self.args.seed, len(state.tasks)):
             self.state, self.record, self.closing = learned(trainer(state, self.encoder, images, self.log))
-
-    @in_turn
-    def update_classes(self, dataset: Any, class_names: Sequence[str] | None = None) -> None:
-        """Take in further images of known classes, without training; on any error the learner is as it was before.
-
-        Every classifier takes them in, and so does the strategy's memory where it is a sum over images. `class_names`
-        of None are those that the dataset carries, or else all seen classes.
-
-        Raises:
-            ValueError: a class has not been learned, a classifier cannot take further images of a known class, or an
-                image is of no use.
-        """
-        self._check_learned()
-        self.state = updating.with_more_images(self.state, self.encoder, dataset, class_names)
-
-    @in_turn
-    def forget_class(self, name: str) -> None:
-        """Take a class out of every classifier, so that no image is called so any more.
-
-        The model stays as it is, and so does what the class's images added to sums over all classes, such as LDA's
-        scatter. The only class that is left cannot be forgotten.
-        """
-        self.state = updating.without_class(self.state, name)
-
-    @in_turn
-    def forget_images(self, images: Any) -> None:
-        """Take single learned images out of every classifier, up to rounding as if they had not been learned.
-
-        Args:
-            images: what `predict` takes; each is known by its content, wherever it lies now.
-
-        Raises:
-            ValueError: an image has not been learned, is the only one of its class, the strategy trains the model, or
-                a classifier keeps no sums. Nothing is changed then.
-
-        Example:
-            >>> learner.forget_images("photos/train/owl/IMG_0417.jpg")  # doctest: +SKIP
-        """
-        self.state = updating.without_images(self.state, self.encoder, unlabelled_images(images))
-
-    @in_turn
-    def rename_class(self, old: str, new: str) -> None:
-        """Give a class a new name; where `new` is known, the two become one class.
-
-        Text embeddings are those of the new name, or of texts that were given for the class. Classifiers of sums are
-        then those that were taught under it, up to what was chosen on images with the old name, such as `kappa` of
-        `bayes`; what was trained with it stays.
-
-        Raises:
-            ValueError: `old` has not been learned, or a classifier cannot do it. Nothing is changed then.
-        """
-        self.state = updating.with_renamed_class(self.state, self.encoder, old, new)
-
-    @in_turn
-    def merge(self, other: Self) -> Self:
-        """Take in what another learner of the same model has learned, where nothing is trained; returns this learner.
-
-        New classes become further tasks, and images of classes that both know count as further images: the
-        classifiers are those of one learner that saw all images, up to what their own documentation says.
-
-        Raises:
-            ValueError: one of them trains the model, they differ in more than their classes, or a classifier cannot
-                be merged. Nothing is changed then.
-
-        Example:
-            >>> berlin.merge(paris).save_pretrained("both")
-        """
-        if other is self:
-            raise ValueError("a learner cannot be merged with itself: all that it has learned would count twice")
-        self._check_learned()
-        other._check_learned()
-        self.state = updating.merged_states(self.state, other.state, self.encoder.facts, other.encoder.facts)
-        return self
 
     # ------------------------------------------------------------------ using
 
