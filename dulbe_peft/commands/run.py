@@ -16,7 +16,7 @@ import click
 from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.commands.named import FOLDER, check_given, claim, say_next
 from dulbe_peft.commands.options import LABELS, OVERWRITE, File, command, run_settings
-from dulbe_peft.runs.settings import GROUPS, given_settings, pick, validated
+from dulbe_peft.runs.settings import GROUPS, given_settings, pick
 from dulbe_peft.runs.sources import check_source, data_or_labels, source_of
 from dulbe_peft.utils.settings import field_types, setting
 
@@ -41,7 +41,7 @@ def run(
     for name in ("model",) if settings.get("dry_run") else ("model", "data", "output"):
         if not settings.get(name):
             raise ValueError(f"--{name} is required")
-    stream, *_ = [pick(kind, settings) for kind in GROUPS.values()]
+    stream, adapter, args = (pick(kind, settings) for kind in GROUPS.values())
     order = None if stream.class_order == "icarl" else stream.class_order
     files = {"class_names": stream.class_names, "class_texts": stream.class_texts, "class_order": order}
     check_given(None, None if stream.revision else stream.model, vocabulary=stream.vocabulary, **files)
@@ -52,13 +52,13 @@ def run(
         claim(output, reads=reads, apart=[stream.data])
     if not stream.resume:
         click.get_current_context().meta["to go on"] = ["--resume"]
-    validated(settings)
+    _ = stream.methods  # a strategy or a classifier that is not there is said before anything steps aside
     if overwrite and not stream.dry_run:
         claim(output, reads=reads, apart=[stream.data], overwrite=True)
     from dulbe_peft.commands.dry_run import describe
     from dulbe_peft.runs.setup import set_up
 
-    setup = set_up(settings)
+    setup = set_up(stream, adapter, args)
     trains = {"epochs", "batch_size", "learning_rate", *field_types(AdapterSettings)} & set(settings)
     if trains and not setup.learner.strategy.adapts:
         flags_of = ", ".join("--" + name.replace("_", "-") for name in sorted(trains))

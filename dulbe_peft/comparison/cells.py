@@ -134,7 +134,7 @@ def train(cell: Cell, folder: Path) -> CellRecord:
 def _train(cell: Cell, folder: Path) -> CellRecord:
     # The run itself needs some classifier; those that the table shows learn from the features.
     own = {"classifiers": "prototype", "output": str(folder), "progress": False}
-    setup = set_up(cell.settings | own)
+    setup = set_up(*validated(cell.settings | own))
     if any(task.test is None for task in setup.tasks):
         raise ValueError(f"{setup.stream.data} has no test images: the setting test_fraction holds some back")
     setup.run(keep_features=True)

@@ -15,7 +15,7 @@ from urllib.parse import quote
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationError
 
 from dulbe_peft.classifiers import parse_classifier
-from dulbe_peft.runs.settings import read_yaml, setting_values, validated
+from dulbe_peft.runs.settings import StreamArguments, read_yaml, setting_values, validated
 from dulbe_peft.runs.sources import FIELDS
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.strategies.base import Strategy
@@ -100,9 +100,6 @@ class Plan(Scope):
     def rows_of(self, method: str) -> list[Row]:
         return [row for row in self.rows if row.method == method]
 
-    def strategy(self, method: str) -> Strategy:
-        return make_strategy(self.methods[method].get("strategy", "dulbe"))
-
     def cells(self, chosen: Chosen | None = None) -> Work:
         """All runs of the comparison with the rows that each serves: a run for each choice that some row has made.
 
@@ -138,7 +135,7 @@ class Plan(Scope):
         settings = seeds | self.streams[stream] | self.methods[method] | more
         # Features from before each task let drift be asked for later. Of augmented images there are none.
         asked = settings.get("augment", "none") == "none" or any(row.drift == "linear" for row in self.rows_of(method))
-        if asked and self.strategy(method).adapts:
+        if asked and _strategy(self.methods[method]).adapts:
             settings["drift"] = "linear"
         return Cell(stream, method, seed, settings, folder, self.retentions.get(stream, (None,)))
 
@@ -215,7 +212,7 @@ def make_plan(content: dict[str, Any]) -> Plan:
 
 def _rows(method: str, settings: Mapping[str, Any], file: _PlanFile) -> list[Row]:
     """The rows of a method: the file's classifiers and the method's own, with every drift that means something."""
-    strategy = make_strategy(settings.get("strategy", "dulbe"))
+    strategy = _strategy(settings)
     asked = {text: parse_classifier(text).kind for text in (*file.classifiers, *strategy.classifiers)}
     named = {asked[text].name for text in file.classifiers}
     own = [text for text in strategy.classifiers if asked[text].belongs_to and asked[text].name not in named]
@@ -224,6 +221,11 @@ def _rows(method: str, settings: Mapping[str, Any], file: _PlanFile) -> list[Row
         moves = strategy.adapts and asked[text].follows_drift()
         rows += [Row(method, text, drift) for drift in (file.drift if moves else ["none"])]
     return rows
+
+
+def _strategy(method: Mapping[str, Any]) -> Strategy:
+    """What a method trains by; where it names none, as `run` does."""
+    return make_strategy(method.get("strategy", StreamArguments.strategy))
 
 
 def _settings(owner: str, given: dict[str, Any] | None, fixed: Mapping[str, str]) -> dict[str, Any]:

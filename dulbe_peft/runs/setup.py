@@ -8,8 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dulbe_peft.arguments import AdapterSettings, LearnerArguments
 from dulbe_peft.data.names import normalized
-from dulbe_peft.runs.settings import StreamArguments, read_yaml, validated
+from dulbe_peft.runs.settings import StreamArguments, read_yaml
 from dulbe_peft.runs.sources import open_source, print_once, source_of
 from dulbe_peft.utils.extras import uncollected
 from dulbe_peft.utils.terminal import printable
@@ -60,9 +61,8 @@ def look_by(learner: ClassIncrementalLearner) -> Look:
     return lambda images: learner.readable_embeds(images)[1]
 
 
-def set_up(settings: dict[str, Any]) -> Setup:
+def set_up(stream: StreamArguments, adapter: AdapterSettings, args: LearnerArguments) -> Setup:
     """Open the data, and load the model that the settings name, with an adapter where something is trained."""
-    stream, adapter, args = validated(settings)
     strategy, classifiers = stream.methods
     with uncollected():
         import torch

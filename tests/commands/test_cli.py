@@ -247,7 +247,7 @@ def test_a_stopped_stream_prints_how_to_go_on(argv, added, number, status, capsy
     (tmp_path / argv[1] / "cat").mkdir(parents=True)
     argv = ["run", *argv, "--model", "demo", "--output", "o"]
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr("dulbe_peft.runs.setup.set_up", lambda _: signal.raise_signal(number))
+    monkeypatch.setattr("dulbe_peft.runs.setup.set_up", lambda *_: signal.raise_signal(number))
     assert main(argv) == status and signal.getsignal(signal.SIGTERM) is before
     first, second, command = capsys.readouterr().err.splitlines()
     assert first == f"dulbe-peft: stopped by {number.name}" and "finished tasks are kept" in second

@@ -317,11 +317,13 @@ def test_a_wrong_file_is_refused_by_name(content, tmp_path, change, words):
 
 
 def test_a_method_brings_its_own_classifier(content, tmp_path):
-    methods = {"RAPF": {"strategy": "rapf"}, "DuLBE": {"strategy": "dulbe"}}
+    methods = {"RAPF": {"strategy": "rapf"}, "DuLBE": {"strategy": "dulbe"}, "bare": {}}
     content = content | {"methods": methods, "classifiers": ["text"], "reference": None}
     plan = read_plan(write(tmp_path / "plan.yaml", content))
     assert [row.classifier for row in plan.rows_of("DuLBE")] == ["text"]  # text alone: nothing in it can drift
     assert [row.classifier for row in plan.rows_of("RAPF")] == ["text", "rapf"]
+    bare = next(cell for cell, _ in plan.cells() if cell.method == "bare")
+    assert "drift" not in bare.settings, "a method that names no strategy trains nothing, as `run` does"
     plan = read_plan(write(tmp_path / "plan.yaml", content | {"classifiers": ["ranpac:features=9", "lda"]}))
     # Behind a ReLU nothing can follow.
     assert [row.drift for row in plan.rows_of("DuLBE")] == ["none", "none", "linear"]
@@ -369,4 +371,4 @@ def test_the_files_of_comparisons_name_what_there_is(path, monkeypatch):
     assert f"compare examples/comparisons/{path.name} --output" in path.read_text(encoding="utf-8")
     if path.stem == "family":
         own = {name for name, cls in STRATEGIES.items() if cls.__module__.startswith("dulbe_peft.")}
-        assert {plan.strategy(method).name for method in plan.methods} == own
+        assert {method["strategy"].partition(":")[0] for method in plan.methods.values()} == own
