@@ -18,7 +18,6 @@ from dulbe_peft.data.folders import folder_content
 from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.splits import open_stream_data
-from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.report import write_figures
 from dulbe_peft.streams.protocols import rename_classes
 from dulbe_peft.streams.tasks import class_incremental_tasks
@@ -102,11 +101,6 @@ def test_the_mark_of_an_editor_is_no_part_of_a_name(tmp_path):
     path.write_text("cat", encoding="utf-16")
     with pytest.raises(ValueError, match=r"names\.txt is no text in UTF-8"):
         read_lines(path)
-
-
-def test_an_empty_path_is_not_the_current_folder():
-    with pytest.raises(ValueError, match="the path of an image is ''"):
-        unlabelled_images(["", "photo.jpg"])
 
 
 class Calling(list):
@@ -279,23 +273,28 @@ def test_modes_that_somebody_has_switched_on_are_left_on_and_not_used(calm, lear
     assert all(module.training for module in learner.model.modules())
 
 
-@contextmanager
-def refused(learner, error, words=None):
-    """The block raises, and leaves the learner as it was."""
-    before = everything(learner)
-    with pytest.raises(error, match=words):
-        yield
-    assert not differences(everything(learner), before)
-
-
 @pytest.mark.parametrize(("flag", "words"), [(True, "requires a gradient"), (False, "requires no gradient")])
 def test_other_parameters_chosen_for_training_are_an_error(learner, flag, words):
     """A base weight that is trained could not be taken back, and the saved learner would not fit its base model."""
     learner.model.requires_grad_(flag)
-    with refused(learner, ValueError, words):
+    before = everything(learner)
+    with pytest.raises(ValueError, match=words):
         learner.learn_task(*TASK)
+    assert not differences(everything(learner), before)
     learner.model.requires_grad_(False)
     learner.model.set_adapter("default")
+    live(learner)
+
+
+def test_an_interrupt_while_learning_leaves_the_learner_as_it_was(learner, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = everything(learner)
+    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+        context.setattr("dulbe_peft.training.trainer.learn_task", interrupt)
+        learner.learn_task(*TASK)
+    assert not differences(everything(learner), before)
     live(learner)
 
 
@@ -312,24 +311,3 @@ def test_a_pipe_in_a_file_s_place_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "manifest.json")
     with pytest.raises(CheckpointError, match=r"manifest\.json is no file"):
         ClassIncrementalLearner.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("at", [0, 3])
-def test_an_interrupt_while_learning_leaves_the_learner_as_it_was(learner, monkeypatch, at):
-    """Ctrl-C at an image, and while the classifiers learn what the trained model saw."""
-
-    class Interrupted(list):
-        def __getitem__(self, index):
-            if index == at:
-                raise KeyboardInterrupt
-            return super().__getitem__(index)
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    with refused(learner, KeyboardInterrupt):
-        learner.learn_task(Interrupted(TASK[0]), TASK[1])
-    with monkeypatch.context() as context, refused(learner, KeyboardInterrupt):
-        context.setattr("dulbe_peft.training.trainer.learn_task", interrupt)
-        learner.learn_task(*TASK)
-    live(learner)

@@ -24,7 +24,6 @@ from dulbe_peft import ClassIncrementalLearner, ImageFolder, LearnerArguments, l
 from dulbe_peft.commands.main import main
 from dulbe_peft.data import store as stores
 from dulbe_peft.data.images import LabelledImages, labelled_images
-from dulbe_peft.data.splits import hold_out
 from dulbe_peft.data.store import EncoderKey, FeatureStore, store_path
 from dulbe_peft.encoders.encoder import WHOLE
 from dulbe_peft.encoders.loading import image_shape
@@ -133,23 +132,6 @@ def test_images_that_are_no_files_are_known_by_pixels_size_and_type():
     sideways.getexif()[0x0112] = 3
     turned = labelled_images([(sideways, 0), (grey.rotate(180), 0)]).contents()
     assert turned[0] == turned[1] != found[0]
-
-
-def test_what_is_held_back_follows_content_and_copies_stay_together(photos, tmp_path):
-    for number in range(8):
-        for name, copy in (("a", "x"), ("a", "y"), ("b", "z")):
-            (tmp_path / name).mkdir(exist_ok=True)
-            shutil.copy(photos / "train" / "two" / f"{number}.png", tmp_path / name / f"{copy}{number}.png")
-    for number in range(8):
-        shutil.copy(photos / "train" / "one" / f"{number}.png", tmp_path / "b" / f"{number}.png")
-    images = ImageFolder(tmp_path)
-    train, test = hold_out(images, 0.3, seed=1)
-    of_a = [set(part.select(["a"]).contents()) for part in (train, test)]
-    assert not of_a[0] & of_a[1] and len(of_a[0] | of_a[1]) == 8
-    held = sorted(test.contents())
-    for file in sorted((tmp_path / "a").iterdir()):
-        file.rename(file.with_name(f"renamed-{9 - int(file.stem[1:])}{file.stem[0]}.png"))
-    assert sorted(hold_out(ImageFolder(tmp_path), 0.3, seed=1)[1].contents()) == held
 
 
 def test_a_file_that_changes_while_it_is_read_is_said(photos, tmp_path, base, monkeypatch):
@@ -337,12 +319,7 @@ def test_an_image_is_encoded_once_by_all_commands_together(photos, tmp_path, enc
     assert set(encoded.values()) == {1} and len(encoded) == 55, "zero-shot, training and tests are one pass"
     july = tmp_path / "july"
     shutil.copytree(photos, july / "photos")
-    extra = july / "photos" / "train" / "six"
-    extra.mkdir()
-    for number in range(4):
-        values = np.full((8, 8), 40 * number, dtype=np.uint8)
-        values[2:4] = 255
-        Image.fromarray(values).save(extra / f"{number}.png")
+    grey_images(july / "photos" / "train" / "six")
     call("learn", tmp_path / "out", "--data", july / "photos", "--output", july / "run", *MACHINE)
     call("evaluate", tmp_path / "out", "--data", photos, *MACHINE)
     call("features", "--model", "demo", "--data", july / "photos", *MACHINE)
