@@ -72,10 +72,3 @@ def test_the_lowest_versions_are_those_that_setup_allows():
         pinned = [int(part) for part in lowest[name].split(".")]
         wanted = [int(part) for part in least.split(".")]
         assert pinned[: len(wanted)] == wanted, line
-
-
-def test_the_table_of_the_release_note_is_that_of_the_results():
-    rows = [line for line in text_of("docs/release.md").splitlines() if line.startswith(("| nothing", "| DuLBE"))]
-    assert len(rows) == 2
-    for row in rows:
-        assert row.replace("| ", "| 16 images: ", 1) in text_of("docs/results.md")
