@@ -4,19 +4,22 @@
 
 It decodes every image, and compares all of them with each other. The page has a strip of photographs of each
 class, and shows those that are there twice side by side. With --check-labels it names the ten images that look
-most like another class than that of their folder; the table has all. The exit status is 2 where images cannot be
-read, else 0.
+most like another class than that of their folder; the table has all. --move-to sorts the suspects of the table by
+what was found, of two copies the second, so that you look at them elsewhere. The exit status is 2 where images
+cannot be read, else 0.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.commands.named import claim, say_next, words_of
-from dulbe_peft.commands.options import NO_STORE, OVERWRITE, File, Page, command, load_learner, settings_of
+from dulbe_peft.commands.named import FOLDER, claim, say_next, words_of
+from dulbe_peft.commands.options import NO_STORE, OVERWRITE, File, Folder, Page, command, load_learner, settings_of
 from dulbe_peft.runs.settings import StreamArguments
 from dulbe_peft.utils.files import write_csv
 from dulbe_peft.utils.settings import setting
@@ -35,6 +38,7 @@ DOUBTFUL = 10  # images that look like another class
 DOUBTS = "look like another class; the label may be wrong, or the picture unusual:"
 NO_DOUBTS = "no image looks more like another class than like its own"
 HEADER = ["split", "path", "finding", "detail"]
+LEFT_OUT, MOVED = "left out", "moved.csv"
 SMALL = 64  # pixels; an image with fewer shows a model of 224 pixels little
 
 
@@ -43,6 +47,7 @@ def check(
     data: str = setting(..., "images, as for run", place=True),
     page: Page | None = setting(None, "write a page with pictures, too"),
     csv: File | None = setting(None, "write split, path, finding, detail of all that is found; - is standard output"),
+    move_to: Folder | None = setting(None, "move the files that the table names, but for what is left out anyway"),
     check_labels: bool = setting(False, "name the images that look like another class; needs --model"),
     model: str | None = setting(None, "whose eyes --check-labels looks with, as for run"),
     device: str = setting("auto", "where that model runs"),
@@ -50,9 +55,11 @@ def check(
     overwrite: bool = OVERWRITE,
     **splits: str | None,
 ) -> int:
+    claim(("--move-to", move_to, FOLDER), apart=[data])
     claim(("--page", page, ".html"), ("--csv", csv, ".csv"), reads=[data], overwrite=overwrite)
     if check_labels != (model is not None):
         raise ValueError("--check-labels and --model MODEL, such as openai/clip-vit-base-patch16, go together")
+    from dulbe_peft.data.folders import ImageFolder
     from dulbe_peft.data.inventory import find_duplicates
     from dulbe_peft.data.splits import open_stream_data
 
@@ -61,6 +68,8 @@ def check(
     train, test, found = open_stream_data(data, **given, strict=False)  # type: ignore[arg-type]
     if page is not None and train.features is not None:
         raise ValueError(f"{data!r} is a table of features, which has no pictures for --page")
+    if move_to is not None and not isinstance(train, ImageFolder):
+        raise ValueError(f"--move-to moves files of folders, and {data!r} is none")
     parts = dict(zip(found.counts, [train] if test is None else [train, test], strict=True))
     found = replace(found, duplicates=find_duplicates(parts, near=True))
     tiny, words = _tiny(parts), words_of(page, csv)
@@ -75,9 +84,12 @@ def check(
     if page is not None:
         content = {"name": name, "found": found, "problems": [*found.problems(), *small]}
         _write_page(Path(page), parts, content | {"pairs": found.duplicates[:PAIRS], "doubtful": doubtful[:DOUBTFUL]})
+    rows = [*_findings(found, doubtful), *tiny]
     if csv is not None:
-        rows = ([*map(printable, row)] for row in (*_findings(found, doubtful), *tiny))
-        write_csv(csv, HEADER, rows, errors="surrogateescape")
+        write_csv(csv, HEADER, ([*map(printable, row)] for row in rows), errors="surrogateescape")
+    if move_to is not None:
+        count = _move(rows, Path(move_to), Path(data))
+        print(f"moved to {move_to}: {count}; {MOVED} there says from where", file=words)
     if page or csv:
         print(f"\nwritten: {' and '.join(filter(None, (page, csv)))}", file=words)
     print(file=words)
@@ -109,7 +121,7 @@ def _findings(found: Inventory, doubtful: list[Doubt]) -> Iterator[list[str]]:
     for image, why in found.unreadable:
         yield [image.split, image.name, "unreadable", why]
     for name, why in found.left_out:
-        yield ["", name, "left out", why]
+        yield ["", name, LEFT_OUT, why]
     kinds = dict(zip(ALIKE, ("duplicate", "same pixels", "near copy"), strict=True))
     for first, second, how in found.duplicates:
         yield [second.split, second.name, kinds[how], f"of {first.split}: {first.name}"]
@@ -151,3 +163,20 @@ def _tiny(parts: Mapping[str, LabelledImages]) -> list[list[str]]:
             rows.append((min(size), [split, images.item_name(index), "tiny", "{} x {}".format(*size)]))
     tiny = [row for width, row in rows if width < SMALL]
     return tiny if 2 * len(tiny) <= len(rows) else []
+
+
+def _move(rows: list[list[str]], folder: Path, data: Path) -> int:
+    """Move the files of the table into a folder for each finding; gives how many. Nothing is replaced."""
+    wanted = {path: finding for _, path, finding, _ in reversed(rows) if finding != LEFT_OUT}
+    moves = [(Path(path), folder / finding / Path(path).relative_to(data)) for path, finding in wanted.items()]
+    taken = [target for _, target in moves if os.path.lexists(target)] + [folder / MOVED] * (folder / MOVED).exists()
+    if taken:
+        raise FileExistsError(f"{taken[0]} is there from an earlier call: name another folder for --move-to")
+    for path in (path for path, _ in moves if path.is_symlink()):
+        raise ValueError(f"{path} is a link, which would lead nowhere from another folder: take it away by hand")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_csv(folder / MOVED, ["from", "to"], [[printable(str(path)) for path in move] for move in moves])
+    for path, target in moves:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(path, target)
+    return len(moves)

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -264,7 +265,7 @@ def test_a_model_and_the_flag_go_together(doubted, capsys):
         assert "go together" in capsys.readouterr().err
 
 
-def test_the_table_names_each_suspect_with_what_was_found(digit_folders, tmp_path, capsys):
+def test_suspects_are_moved_and_nothing_else(digit_folders, tmp_path, capsys):
     photos = shutil.copytree(digit_folders(3, 4, 2), tmp_path / "photos")
     shutil.copy(photos / "train" / "one" / "0.png", photos / "test" / "one" / "copy.png")
     (photos / "train" / "two" / "bad.png").write_bytes(b"no image")
@@ -278,13 +279,27 @@ def test_the_table_names_each_suspect_with_what_was_found(digit_folders, tmp_pat
         "unreadable": "train/two/bad.png",
         "duplicate": "test/one/copy.png",
         "tiny": "train/zero/tiny.png",
-        "left out": "train/two/notes.txt",
     }
     table = tmp_path / "t.csv"
-    assert main(["check", str(photos), "--csv", str(table)]) == 2
-    assert {(row[1], row[2]) for row in read_csv(table)[1:]} >= {(str(photos / p), f) for f, p in suspects.items()}
-    assert "narrower than 64 pixels: 1 image" in capsys.readouterr().out
-    assert {path: path.read_bytes() for path in photos.rglob("*") if path.is_file()} == before
+    assert main(["check", str(photos), "--csv", str(table), "--move-to", str(tmp_path / "odd")]) == 2
+    rows = [row for row in read_csv(table)[1:] if row[2] != "left out"]
+    assert {(row[1], row[2]) for row in rows} >= {(str(photos / p), f) for f, p in suspects.items()}
+    moved = {Path(a): Path(b) for a, b in read_csv(tmp_path / "odd" / "moved.csv")[1:]}
+    assert moved.keys() == {Path(row[1]) for row in rows}
+    assert {photos / p: tmp_path / "odd" / f / p for f, p in suspects.items()}.items() <= moved.items()
+    said = capsys.readouterr().out
+    assert f"moved to {tmp_path / 'odd'}: {len(moved)}; moved.csv there" in said
+    assert "narrower than 64 pixels: 1 image" in said
+    for path, content in before.items():
+        assert moved.get(path, path).read_bytes() == content and (path.exists() or path in moved)
+    (photos / "train" / "two" / "bad.png").write_bytes(b"no image")
+    assert main(["check", str(photos), "--move-to", str(tmp_path / "odd")]) == 2
+    assert "from an earlier call" in capsys.readouterr().err and (photos / "train" / "two" / "bad.png").exists()
+    assert main(["check", str(photos), "--move-to", str(photos / "odd")]) == 2
+    assert "never changed" in capsys.readouterr().err
+    (photos / "test" / "one" / "link.png").symlink_to("../../train/one/0.png")
+    assert main(["check", str(photos), "--move-to", str(tmp_path / "again")]) == 2
+    assert "link.png is a link" in capsys.readouterr().err and not (tmp_path / "again").exists()
 
 
 def test_a_run_decodes_every_image_once(photos, tmp_path, monkeypatch):
