@@ -4,7 +4,7 @@ import copy
 from collections.abc import MutableMapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from transformers import PreTrainedConfig
@@ -33,9 +33,30 @@ class Featurizer:
         if not isinstance(model_or_folder, (str, Path)):
             kind = type(model_or_folder).__name__
             raise TypeError(f"expected a folder or the id of a repository on the Hub, got a {kind}: save it first")
-        machine = {"num_workers": 0, "progress": False} | (machine or {})
-        LearnerArguments(**machine)
-        self._learner = OncePerProcess(partial(_load, str(model_or_folder), machine))
+        self.source = str(model_or_folder)
+        self.machine = {"num_workers": 0, "progress": False} | (machine or {})
+        LearnerArguments(**self.machine)
+        self._learner = OncePerProcess(partial(_load, self.source, self.machine))
+
+    def fit(self, images: Any = None, y: Any = None) -> Self:
+        """Nothing is learned; so it is a transformer of scikit-learn's pipelines, which clone it as its source."""
+        return self
+
+    def transform(self, images: Any) -> np.ndarray:
+        """Unit features, (n, d), float32, of a sequence of images as in a batch."""
+        return np.asarray(self({"image": images})["embedding"])
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """The arguments that it was made with."""
+        return {"model_or_folder": self.source, "machine": self.machine}
+
+    def set_params(self, **values: Any) -> Self:
+        """Change arguments."""
+        self.__init__(**self.get_params() | values)  # type: ignore[misc]
+        return self
+
+    def __sklearn_clone__(self) -> Self:
+        return copy.copy(self)
 
     def __call__(self, batch: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         """The batch with "embedding", (n, d), float32, unit rows.

@@ -1,4 +1,4 @@
-"""scikit-learn's estimator of images."""
+"""scikit-learn's estimator of images, and the model as a transformer of its pipelines."""
 
 import pickle
 
@@ -9,10 +9,12 @@ from safetensors.torch import load_file, save_file
 from sklearn.base import clone
 from sklearn.datasets import load_digits
 from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
 from tiny_encoders import save_encoder
 
+from dulbe_peft import Featurizer
 from dulbe_peft.demo import DIGITS
-from dulbe_peft.sklearn import ImageClassifier, _encoder
+from dulbe_peft.sklearn import FeatureClassifier, ImageClassifier, _encoder
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +79,15 @@ def test_what_is_no_image_is_named(images):
         ImageClassifier("demo").fit([*arrays[:-1], "gone.png"], names)
     with pytest.raises(ValueError, match="image 1 .* pixels of mode 'F' have no fixed range"):
         ImageClassifier("demo").fit([arrays[0], arrays[1] / 255], names[:2])
+
+
+def test_the_model_is_a_transformer_of_a_pipeline(images):
+    arrays, names = images
+    both = make_pipeline(Featurizer("demo"), FeatureClassifier("lda"))
+    assert cross_val_score(both, arrays, names, cv=4).mean() > 0.8
+    found = clone(both).fit(arrays, names)
+    assert found[0].transform(arrays[:3]).shape == (3, found[1].n_features_in_)
+    assert pickle.loads(pickle.dumps(found)).predict(arrays).tolist() == found.predict(arrays).tolist()
 
 
 def test_a_model_without_names_learns_from_images_alone(images, tmp_path):
