@@ -22,7 +22,7 @@ from benchmarks import common, models
 from benchmarks.prediction import SIZE
 from dulbe_peft.commands.main import main as dulbe_peft
 from dulbe_peft.data.store import VARIABLE, EncoderKey, FeatureStore
-from dulbe_peft.encoders.pixels import KnownPixels
+from dulbe_peft.encoders.pixels import PixelDataset
 
 CLASSES = 20
 
@@ -54,11 +54,11 @@ def _commands(values: Any, folder: Path) -> list[dict[str, Any]]:
         )
         place = _made(folder / month / split / f"thing {number % CLASSES}")
         os.link(file, place / Path(file).name)
-    counts, read = Counter[bytes](), KnownPixels.__getitem__
+    counts, read = Counter[bytes](), PixelDataset.__getitem__
 
-    def counted(self: KnownPixels, index: int) -> Any:
+    def counted(self: PixelDataset, index: int) -> Any:
         found = read(self, index)
-        counts[found[1]] += 1
+        counts[found[3]] += 1
         return found
 
     run = [
@@ -74,7 +74,7 @@ def _commands(values: Any, folder: Path) -> list[dict[str, Any]]:
     ]
     learn = ["learn", folder / "one", "--data", folder / "july", "--device", "cpu", "--no-progress", "--output"]
     seconds = {}
-    KnownPixels.__getitem__ = counted  # type: ignore[method-assign]
+    PixelDataset.__getitem__ = counted  # type: ignore[method-assign]
     try:
         for name, words in {"run": [*run, "one"], "again": [*run, "two"], "learn": [*learn, "three"]}.items():
             words[-1] = folder / str(words[-1])
@@ -83,7 +83,7 @@ def _commands(values: Any, folder: Path) -> list[dict[str, Any]]:
                 assert dulbe_peft([str(word) for word in words]) == 0
             seconds[name] = time.process_time() - started
     finally:
-        KnownPixels.__getitem__ = read  # type: ignore[method-assign]
+        PixelDataset.__getitem__ = read  # type: ignore[method-assign]
     where = f"{common.model_name(values.model)}, {count} photographs"
     times = max(counts.values())
     return [
@@ -101,11 +101,11 @@ def _million(rows: int, path: Path) -> list[dict[str, Any]]:
     random, width, chosen = np.random.default_rng(0), 512, list[bytes]()
     for start in range(0, rows, 10_000):
         contents = [random.bytes(32) for _ in range(min(10_000, rows - start))]
-        store.put(key, "", contents, random.normal(size=(len(contents), width)).astype(np.float32))
+        store.put(key, contents, random.normal(size=(len(contents), width)).astype(np.float32))
         chosen += contents[:: max(1, rows // 10_000)]
     chosen = chosen[:10_000]
     started = time.perf_counter()
-    assert len(store.get(key, "", chosen)) == len(chosen)
+    assert len(store.get(key, chosen)) == len(chosen)
     seconds = time.perf_counter() - started
     count, size = store.facts()
     return [

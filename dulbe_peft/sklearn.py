@@ -1,7 +1,6 @@
 """Classifiers of features and of images as scikit-learn estimators, for pipelines, cross-validation and the like."""
 
 from collections.abc import Hashable, Mapping
-from dataclasses import replace
 from functools import lru_cache
 from numbers import Number
 from typing import Any, Self
@@ -12,11 +11,9 @@ import torch
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.classifiers import Classifier, make_classifier
 from dulbe_peft.data.names import check_class_names
-from dulbe_peft.data.store import open_store
 from dulbe_peft.data.unlabelled import as_image, unlabelled_images
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.encoders.loading import has_text, load_dual_encoder, logit_scale
-from dulbe_peft.utils.devices import choose_device, has_bfloat16, settled_precision
 from dulbe_peft.utils.extras import installed
 
 with installed("an estimator"):
@@ -210,10 +207,4 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
 @lru_cache(maxsize=2)
 def _encoder(model: str) -> Encoder:
     """The model and its feature store, once in each process."""
-    args = LearnerArguments(progress=False)
-    device = choose_device(args.device)
-    args = replace(args, precision=settled_precision(args.precision, None, False, has_bfloat16(device)))
-    clip, processor = load_dual_encoder(model)
-    encoder = Encoder(clip.to(device).eval(), processor, args, device)
-    encoder.store = open_store(True)
-    return encoder
+    return Encoder.at_rest(*load_dual_encoder(model), LearnerArguments(progress=False))

@@ -93,7 +93,7 @@ def _say_same_pixels(images: LabelledImages, learner: ClassIncrementalLearner) -
     own = {features[row].tobytes(): row for row in fresh}
     learned, rows = list(of), set[int]()
     for start in range(0, len(learned), AT_ONCE):
-        found = store.get(encoder.key, "", learned[start : start + AT_ONCE]).values()
+        found = store.get(encoder.key, learned[start : start + AT_ONCE]).values()
         rows |= {own[feature.tobytes()] for feature in found if feature.tobytes() in own}
     if rows:
         what = "with the pixels of a learned one, in another file: learned again"

@@ -87,18 +87,19 @@ class LabelledImages:
         """
         return [self._content(index) for index in range(len(self))]
 
-    def note_content(self, index: int, content: bytes | None) -> bool:
-        """Take what `read` found, also in another process; False where a file had another content before.
+    def note_content(self, index: int, content: bytes | None) -> None:
+        """Take what `read` found, also in another process; a `ValueError` where a file had another content before.
 
         None is of pixel values that were kept, or of an image that cannot be read: it says nothing.
         """
         position = int(self.indices[index])
         before, entry = self._contents.get(position, (None, None))
         if content is None:
-            return True
+            return
         if entry is None and not self.stored:
             self._contents[position] = content, None
-        return entry is None or content == before
+        if entry is not None and content != before:
+            raise ValueError(f"{self.item_name(index)} changed while it was read: begin again")
 
     def _content(self, index: int) -> bytes | None:
         position = int(self.indices[index])

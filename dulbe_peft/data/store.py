@@ -39,6 +39,12 @@ class EncoderKey(NamedTuple):
     fingerprint: str
     precision: str
     backend: str
+    view: str = ""  # of the image as it is
+
+    @property
+    def way(self) -> bytes:
+        """What names it in the file; each row's checksum covers it."""
+        return hashlib.sha256(repr(tuple(self)).encode()).digest()[:16]
 
 
 def store_path() -> Path:
@@ -63,10 +69,10 @@ class FeatureStore:
         self.private = path is None
         self.path = path or Path()
 
-    def get(self, key: EncoderKey, view: str, contents: Sequence[bytes | None]) -> dict[bytes, np.ndarray]:
+    def get(self, key: EncoderKey, contents: Sequence[bytes | None]) -> dict[bytes, np.ndarray]:
         """Content -> feature, (d,), float32, of those images that are known."""
         wanted = iter(dict.fromkeys(content for content in contents if content is not None))
-        way = _way(key, view)
+        way = key.way
 
         def read(database: sqlite3.Connection) -> dict[bytes, np.ndarray]:
             found = list[Any]()
@@ -81,9 +87,9 @@ class FeatureStore:
 
         return self._used(read, {})
 
-    def put(self, key: EncoderKey, view: str, contents: Sequence[bytes | None], features: np.ndarray) -> None:
+    def put(self, key: EncoderKey, contents: Sequence[bytes | None], features: np.ndarray) -> None:
         """Keep the features, (n, d), of images; None among the contents is left out."""
-        way = _way(key, view)
+        way = key.way
         rows = [
             (way, content, embedding, zlib.crc32(way + content + embedding))
             for content, embedding in zip(contents, map(bytes, features.astype("<f4")), strict=True)
@@ -147,11 +153,6 @@ def _make(database: sqlite3.Connection) -> None:
         database.execute(f"PRAGMA application_id = {APPLICATION}")
         database.execute(f"PRAGMA user_version = {VERSION}")
     database.execute("COMMIT")
-
-
-def _way(key: EncoderKey, view: str) -> bytes:
-    """What names the way in which images were encoded; each row's checksum covers it."""
-    return hashlib.sha256(repr((*key, view)).encode()).digest()[:16]
 
 
 def _number(database: sqlite3.Connection, name: str) -> int:

@@ -6,9 +6,10 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -22,12 +23,13 @@ from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.data import decoding
 from dulbe_peft.data.features import FeatureTable
 from dulbe_peft.data.images import LabelledImages
-from dulbe_peft.data.store import EncoderKey, FeatureStore
+from dulbe_peft.data.store import EncoderKey, FeatureStore, open_store
 from dulbe_peft.encoders import backends, loading
 from dulbe_peft.encoders.patches import unpacked
-from dulbe_peft.encoders.pixels import KnownPixels, PixelDataset
+from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.encoders.text_encoder import TextEncoder
 from dulbe_peft.utils import processes
+from dulbe_peft.utils.devices import choose_device, has_bfloat16, settled_precision
 from dulbe_peft.utils.profiling import Profile
 from dulbe_peft.utils.tensors import whole_digest
 
@@ -74,6 +76,15 @@ class Encoder(TextEncoder):
         self._trains = False  # what moves at every task is not exported
         tower = loading.unit_image_embeds
         self._trained_tower = torch.compile(tower) if args.torch_compile else tower
+
+    @classmethod
+    def at_rest(cls, clip: Any, processor: Any, args: LearnerArguments) -> Self:
+        """The encoder of a model that nothing trains, on the device that `args` name and with the user's store."""
+        device = choose_device(args.device)
+        precision = settled_precision(args.precision, None, False, has_bfloat16(device))
+        made = cls(clip.to(device).eval(), processor, replace(args, precision=precision), device)
+        made.store = open_store(True)
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what a process keeps open: a copy opens the backend anew, and its learner says how it compares."""
@@ -171,7 +182,7 @@ class Encoder(TextEncoder):
         if self.adapted or self.store is None or self.store.private or not contents or unknown:
             return {}
         store, key = self.store, self.key
-        return processes.on_main_process(lambda: store.get(key, "", contents))
+        return processes.on_main_process(lambda: store.get(key, contents))
 
     @property
     def _may_export(self) -> bool:
@@ -194,7 +205,7 @@ class Encoder(TextEncoder):
         used = order[len(held) :][: backends.CALIBRATED]
 
         def pixels(rows: np.ndarray) -> Sequence[torch.Tensor]:
-            found = self.batches(KnownPixels(images, True), "calibrate", rows.tolist())
+            found = self.batches(images.skipping(), "calibrate", rows.tolist())
             return torch.cat([batch[0] for batch in found]).split(WHOLE)
 
         file = backends.exported(self.clip, loading.image_shape(self.clip, self.processor), facts)
@@ -227,22 +238,20 @@ class Encoder(TextEncoder):
         loaded = iter(self._load(images, title, parts))
         for start in starts:
             with processes.raise_in_all():
-                pixels, _, _ = next(loaded)
+                pixels, *_ = next(loaded)
             rows = slice(start, start + size)
             yield pixels.to(self.device, non_blocking=True), labels[rows], indices[rows]
         # End the processes that read images here. In a finalizer, Python would swallow a Ctrl-C that comes meanwhile.
         next(loaded, None)
 
-    def batches(
-        self, images: PixelDataset | KnownPixels, title: str, rows: Sequence[int] | None = None
-    ) -> Iterator[Any]:
+    def batches(self, images: PixelDataset, title: str, rows: Sequence[int] | None = None) -> Iterator[Any]:
         """Batches of this process's part of the images, or of some `rows`: what the data set gives for each."""
         size, part = self.args.eval_batch_size, processes.shard(range(len(images)) if rows is None else rows)
         batches = [list(part[start : start + size]) for start in range(0, len(part), size)]
         for batch in self._load(images, title, batches):
             yield send_to_device(batch, self.device, non_blocking=True)
 
-    def _load(self, images: PixelDataset | KnownPixels, title: str, batches: list[list[int]]) -> Iterator[Any]:
+    def _load(self, images: PixelDataset, title: str, batches: list[list[int]]) -> Iterator[Any]:
         # The accelerator's own wrapper would keep every data set, with its pixels, for the rest of the process.
         loader: Any = DataLoader(images, batch_sampler=batches, **self.loader_settings(len(batches)))
         hidden = not self.args.progress or processes.world()[0] > 0  # None: on a terminal alone
@@ -334,20 +343,22 @@ class Encoder(TextEncoder):
         self.calibrate(images)
         features = torch.zeros(len(images), self.embed_dim, device=self.device)
         store = None if few or self.adapted else self.store
-        view = "" if images.augment is None else json.dumps(images.augment)  # what the store calls it
-        kept = None if store is None else (store, self.key, view)
-        rows, copies = self._unknown(kept, images, features)
+        rows, copies = list(range(len(images))), dict[int, int]()
+        if store is not None:
+            key = self.key._replace(view="" if images.augment is None else json.dumps(images.augment))
+            rows, copies = self._unknown(store, key, images, features)
         tower = self.tower if rows else None
         unreadable: dict[int, str] = {}
         with processes.raise_in_all():
-            for pixels, contents, errors, index in self.batches(KnownPixels(images, skip), title, rows):
+            batches = self.batches(images.skipping() if skip else images, title, rows)
+            for pixels, _, index, contents, errors in batches:
                 features[index] = self._encoded(pixels, images, tower, few)
                 found = [content or None for content in contents]
-                self._note(images, index.tolist(), found)
+                for row, content in zip(index.tolist(), found, strict=True):
+                    images.images.note_content(row, content)
                 unreadable |= {i: error for i, error in zip(index.tolist(), errors, strict=True) if error}
-                if kept is not None:
-                    store, key, view = kept
-                    store.put(key, view, found, features[index].cpu().numpy())
+                if store is not None:
+                    store.put(key, found, features[index].cpu().numpy())
         features[list(unreadable)] = 0
         processes.sum_over_processes([features])
         for row, first in copies.items():
@@ -355,16 +366,13 @@ class Encoder(TextEncoder):
         return features, unreadable | {row: unreadable[first] for row, first in copies.items() if first in unreadable}
 
     def _unknown(
-        self, kept: tuple[FeatureStore, EncoderKey, str] | None, images: PixelDataset, features: torch.Tensor
+        self, store: FeatureStore, key: EncoderKey, images: PixelDataset, features: torch.Tensor
     ) -> tuple[list[int], dict[int, int]]:
         """The rows that must be encoded, and copies of those; fills in the `features` that the store has."""
-        if kept is None:
-            return list(range(len(images))), {}
-        store, key, view = kept
 
         def look() -> tuple[list[bytes | None], dict[bytes, Any]]:
             contents = images.images.contents()
-            return contents, store.get(key, view, contents)
+            return contents, store.get(key, contents)
 
         contents, found = processes.on_main_process(look)
         rows, copies, first = list[int](), dict[int, int](), dict[bytes, int]()
@@ -378,9 +386,3 @@ class Encoder(TextEncoder):
             rows_known = np.stack([found[contents[row] or b""] for row in known])
             features[known] = torch.from_numpy(rows_known).to(self.device)
         return rows, copies
-
-    def _note(self, images: PixelDataset, rows: Sequence[int], contents: Sequence[bytes | None]) -> None:
-        """Keep the contents that were read; a `ValueError` where a file is not the one that it was a moment ago."""
-        for row, content in zip(rows, contents, strict=True):
-            if not images.images.note_content(row, content):
-                raise ValueError(f"{images.images.item_name(row)} changed while it was read: begin again")

@@ -2,8 +2,6 @@
 
 import copy
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -15,6 +13,7 @@ from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.encoders.loading import ImageOnlyProcessor, encoder_of, image_shape, pixel_values
 
 IMAGE_RESIZES = ("crop", "squash")
+PixelRow = tuple[torch.Tensor, int, int, bytes, str]  # pixel values, label, index, content, and why it cannot be read
 
 
 def with_image_resize(processor: Any, model: Any, resize: str) -> Any:
@@ -35,8 +34,10 @@ def with_image_resize(processor: Any, model: Any, resize: str) -> Any:
     return type(processor)(image_processor=new, tokenizer=processor.tokenizer)
 
 
-class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
-    """Images as pixel values of `image_shape` with label and index, kept in memory while they fit."""
+class PixelDataset(Dataset[PixelRow]):
+    """Images as pixel values of `image_shape`, kept in memory while they fit."""
+
+    skips = False  # whether an image that cannot be read is black; else it is an error
 
     def __init__(
         self, images: LabelledImages, processor: Any, image_shape: tuple[int, ...], cache_bytes: int = 0
@@ -55,19 +56,23 @@ class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
         view.cache, view.augment = None, (kinds, seed)
         return view
 
+    def skipping(self) -> Self:
+        """The same images, of which one that cannot be read is black."""
+        part = copy.copy(self)
+        part.skips = True
+        return part
+
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int, int]:
-        with self.errors_name(index):
-            return self.read(index)[1], int(self.labels[index]), index
-
-    @contextmanager
-    def errors_name(self, index: int) -> Iterator[None]:
-        """Turn what goes wrong with an image into a `ValueError` that names it."""
+    def __getitem__(self, index: int) -> PixelRow:
+        label = int(self.labels[index])
         try:
-            yield
-        except Exception as error:
+            content, pixels = self.read(index)
+            return pixels, label, index, content or b"", ""
+        except Exception as error:  # whatever the data set of a user raises
+            if self.skips:
+                return torch.zeros(self.image_shape), label, index, b"", str(error) or type(error).__name__
             # A process that reads images hands its errors on by pickle, and not every class of errors can be.
             expected = isinstance(error, (TypeError, ValueError, OSError))
             if not expected and get_worker_info() is None:
@@ -94,23 +99,3 @@ class PixelDataset(Dataset[tuple[torch.Tensor, int, int]]):
         if self.cache is not None:
             self.cache[index] = pixels
         return content, pixels
-
-
-class KnownPixels(Dataset[tuple[torch.Tensor, bytes, str, int]]):
-    """Images as pixel values, content, error and index; with `skip`, black where an image cannot be read."""
-
-    def __init__(self, images: PixelDataset, skip: bool) -> None:
-        self.images, self.skip = images, skip
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, bytes, str, int]:
-        try:
-            with nullcontext() if self.skip else self.images.errors_name(index):
-                content, pixels = self.images.read(index)
-            return pixels, content or b"", "", index
-        except Exception as error:  # whatever the data set of a user raises
-            if not self.skip:
-                raise
-            return torch.zeros(self.images.image_shape), b"", str(error) or type(error).__name__, index

@@ -33,7 +33,7 @@ def fill_store(
     be read is left out.
     """
     key, workers, contents = learner.encoder.key, jobs_at_once(jobs, address), images.contents()
-    known = store.get(key, "", contents)
+    known = store.get(key, contents)
     lacking = {content: row for row, content in enumerate(contents) if content is not None and content not in known}
     rows = sorted(lacking.values())
     size = min(SHARD, max(64, len(rows) // (4 * workers)))
@@ -44,7 +44,7 @@ def fill_store(
         for place, (made_by, found, features) in on_engine(encode, zip(shards), workers, engine, address):
             if made_by != key:
                 raise ImportError("a worker has another processor, or other versions of torch or Pillow")
-            store.put(key, "", found, features)
+            store.put(key, found, features)
             bar.update(len(shards[place]))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from dulbe_peft.encoders.pixels import PixelRow
 from dulbe_peft.training.trainer import TaskTrainer, epoch_order
 from dulbe_peft.utils.processes import padded_shard
 
@@ -61,6 +62,6 @@ class WholeBatches(Dataset[dict[str, torch.Tensor]]):
         return {"pixel_values": pixels, "labels": labels, "index": torch.tensor(batch)}
 
 
-def collated(rows: Sequence[tuple[torch.Tensor, int, int]]) -> dict[str, torch.Tensor]:
+def collated(rows: Sequence[PixelRow]) -> dict[str, torch.Tensor]:
     """A batch of a `PixelDataset` as transformers takes it."""
     return {"pixel_values": torch.stack([row[0] for row in rows]), "labels": torch.tensor([row[1] for row in rows])}

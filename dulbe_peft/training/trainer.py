@@ -286,8 +286,8 @@ def features_and_inputs(
             return encoder.dataset_embeds(images, title), inputs
     features = torch.zeros(len(images), encoder.embed_dim, device=encoder.device)
 
-    def forward_fn(_: nn.Module, batch: Batch) -> None:
-        pixels, _labels, index = batch
+    def forward_fn(_: nn.Module, batch: Any) -> None:
+        pixels, _, index, *_ = batch
         features[index] = encoder.image_embeds(pixels)
 
     with state.resting(), raise_in_all():

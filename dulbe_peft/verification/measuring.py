@@ -9,11 +9,9 @@ import torch
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.data.images import LabelledImages
-from dulbe_peft.data.store import open_store
 from dulbe_peft.encoders import loading
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.encoders.pixels import with_image_resize
-from dulbe_peft.utils.devices import choose_device
 from dulbe_peft.verification.checks import Check, Data
 from dulbe_peft.verification.fetching import Fetcher, on_hub
 from dulbe_peft.verification.images import Places, few_shots, open_split, photograph
@@ -44,18 +42,11 @@ def measure(
         processor = with_image_resize(processor, model, check.image_resize)
     prompts: Any = {"prompt_template": list(check.templates), "class_name_style": check.class_name_style}
     args = LearnerArguments(device=device, precision="float32", **(prompts if check.templates else {}))
-    encoder = _encoder(model, processor, args)
+    encoder = Encoder.at_rest(model, processor, args)  # by its store a check that was stopped goes on
     if check.measure == "zero_shot":
         return (_zero_shot(encoder, images),), {}
     seeds = _taught(check, encoder, learned, images)
     return (fmean(next(iter(seeds.values()))),), seeds
-
-
-def _encoder(model: Any, processor: Any, args: LearnerArguments) -> Encoder:
-    device = choose_device(args.device)
-    made = Encoder(model.to(device), processor, args, device)
-    made.store = open_store(True)  # so that a check that was stopped goes on
-    return made
 
 
 @torch.no_grad()
@@ -90,7 +81,7 @@ def _taught(check: Check, encoder: Encoder, learned: LabelledImages, tested: Lab
     views = encoder
     if check.views:  # a view is resized as a whole, a photograph is resized and its centre cut out
         squash = with_image_resize(encoder.processor, encoder.clip, "squash")
-        views = _encoder(encoder.clip, squash, encoder.args)
+        views = Encoder.at_rest(encoder.clip, squash, encoder.args)
     seeds: dict[str, list[float]] = {}
     for number, seed in enumerate(check.seeds):
         places = range(len(learned)) if check.shots is None else few_shots(learned.labels, check.shots, seed)

@@ -27,7 +27,7 @@ from dulbe_peft.data.images import LabelledImages, labelled_images
 from dulbe_peft.data.store import EncoderKey, FeatureStore, store_path
 from dulbe_peft.encoders.encoder import WHOLE
 from dulbe_peft.encoders.loading import image_shape
-from dulbe_peft.encoders.pixels import KnownPixels
+from dulbe_peft.encoders.pixels import PixelDataset
 
 MACHINE = ["--device", "cpu", "--no-progress"]
 RUN = ["run", "--model", "demo", "--classifiers", "lda,prototype", *MACHINE]
@@ -54,14 +54,14 @@ def plain(photos, tmp_path_factory):
 @pytest.fixture
 def encoded(monkeypatch):
     """How often each image was encoded, by its content."""
-    counts, read = Counter(), KnownPixels.__getitem__
+    counts, read = Counter(), PixelDataset.__getitem__
 
     def counted(self, index):
         found = read(self, index)
-        counts[found[1]] += 1
+        counts[found[3]] += 1
         return found
 
-    monkeypatch.setattr(KnownPixels, "__getitem__", counted)
+    monkeypatch.setattr(PixelDataset, "__getitem__", counted)
     return counts
 
 
@@ -192,24 +192,24 @@ def test_a_processor_encodes_so_many_images_at_a_time_as_suit_its_caches(base, p
 def test_features_come_back_bit_by_bit_by_all_of_their_key(tmp_path, capsys):
     contents, features = some_features()
     store = FeatureStore(tmp_path / "new folder" / "f.sqlite")
-    store.put(KEY, "", contents, features)
-    store.put(KEY, "", [None, contents[0]], features[:2] * 0 + features[0])
-    found = FeatureStore(store.path).get(KEY, "", [*contents, None, b"unknown"])
+    store.put(KEY, contents, features)
+    store.put(KEY, [None, contents[0]], features[:2] * 0 + features[0])
+    found = FeatureStore(store.path).get(KEY, [*contents, None, b"unknown"])
     assert len(found) == 40 and store.facts()[0] == 40
     assert all(np.array_equal(found[content], row) for content, row in zip(contents, features))
-    others = (KEY._replace(fingerprint="other"), ""), (KEY._replace(precision="bfloat16"), ""), (KEY, "view")
-    assert not any(store.get(key, view, contents) for key, view in others)
+    others = [KEY._replace(fingerprint="other"), KEY._replace(precision="bfloat16"), KEY._replace(view="view")]
+    assert not any(store.get(key, contents) for key in others)
     with sqlite3.connect(store.path) as database:  # as two machines do that do not see each other's locks
-        database.execute("UPDATE features SET way = ?", (stores._way(*others[0]),))
-    assert not store.get(*others[0], contents) and "40 damaged features" in capsys.readouterr().err
+        database.execute("UPDATE features SET way = ?", (others[0].way,))
+    assert not store.get(others[0], contents) and "40 damaged features" in capsys.readouterr().err
 
 
 def test_a_private_store_goes_with_its_owner():
     contents, features = some_features()
     store = FeatureStore()
-    store.put(KEY, "", contents, features)
+    store.put(KEY, contents, features)
     folder = store.path.parent
-    assert len(store.get(KEY, "", contents)) == 40 and folder.is_dir()
+    assert len(store.get(KEY, contents)) == 40 and folder.is_dir()
     del store
     assert not folder.exists()
 
@@ -221,13 +221,13 @@ def spoil(kind, path):
         with sqlite3.connect(path) as database:
             database.execute("CREATE TABLE features (mine)")
     elif kind == "future":
-        FeatureStore(path).put(KEY, "", *some_features(1))
+        FeatureStore(path).put(KEY, *some_features(1))
         with sqlite3.connect(path) as database:
             database.execute("PRAGMA user_version = 99")
     elif kind == "folder":
         path.mkdir()
     elif kind == "cut":
-        FeatureStore(path).put(KEY, "", *some_features(400))
+        FeatureStore(path).put(KEY, *some_features(400))
         path.write_bytes(path.read_bytes()[:20000])
 
 
@@ -275,7 +275,7 @@ if seed is None:
 order = np.random.default_rng(seed).permutation(200)
 store, key = FeatureStore(Path(sys.argv[1])), EncoderKey("e", "float32", "torch")
 for part in np.array_split(order, 25):
-    store.put(key, "", [contents[i] for i in part], features[part])
+    store.put(key, [contents[i] for i in part], features[part])
 """
 
 
@@ -286,7 +286,7 @@ def test_ten_processes_fill_one_store(tmp_path):
     rng = np.random.default_rng(0)
     contents, features = [rng.bytes(32) for _ in range(200)], rng.normal(size=(200, 16)).astype(np.float32)
     store = FeatureStore(path)
-    found = store.get(EncoderKey("e", "float32", "torch"), "", contents)
+    found = store.get(EncoderKey("e", "float32", "torch"), contents)
     assert store.facts()[0] == 200 and all(np.array_equal(found[c], row) for c, row in zip(contents, features))
 
 
