@@ -5,8 +5,9 @@ import pickle
 
 import pytest
 import torch
-from adapted_clip import random_modes
+from adapted_clip import CONFIG, learned
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from reference import randn
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CLIPModel, CLIPVisionModel, CLIPVisionModelWithProjection, Trainer, TrainingArguments
@@ -14,7 +15,6 @@ from transformers import CLIPModel, CLIPVisionModel, CLIPVisionModelWithProjecti
 from dulbe_peft import DualModeLoraConfig
 from dulbe_peft.adapter.base import DualModeLayer
 
-RANKS = {"support_rank": 4, "shared_rank": 1, "residual_rank": 2}
 FILE = "adapter_model.safetensors"
 
 
@@ -33,8 +33,7 @@ class Case:
 
     def __init__(self, kind, tiny_clip):
         self.kind, self.tiny_clip, self.mlp = kind, tiny_clip, kind is MLP
-        generator = torch.Generator().manual_seed(3)
-        self.inputs = torch.randn(*((5, 10) if self.mlp else (2, 3, 16, 16)), generator=generator)
+        self.inputs = randn(*((5, 10) if self.mlp else (2, 3, 16, 16)), seed=3)
 
     def base(self):
         clip = self.tiny_clip()
@@ -47,15 +46,10 @@ class Case:
     def config(self, **fields):
         if self.mlp:
             fields = {"target_modules": ["lin0", "lin1"], "text_rank": 0, **fields}
-        return DualModeLoraConfig(**{**RANKS, "init_weights": False, **fields})
+        return DualModeLoraConfig(**{**CONFIG, "init_weights": False, **fields})
 
     def adapted(self, tasks=1, adapter_name="default", **fields):
-        model = get_peft_model(self.base(), self.config(**fields), adapter_name=adapter_name).eval()
-        for _ in range(tasks):
-            model.begin_task(random_modes(model))
-            for parameter in (*model.shared_parameters(), *model.residual_parameters()):
-                parameter.data.normal_(std=0.1)
-        return model
+        return learned(get_peft_model(self.base(), self.config(**fields), adapter_name=adapter_name), tasks)
 
     def __call__(self, model):
         inputs = self.inputs.to(next(model.parameters()).dtype)

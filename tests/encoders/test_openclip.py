@@ -155,6 +155,9 @@ def test_the_folder_loads_and_texts_are_read_at_their_end_token(tokenizer, tmp_p
     image = Image.linear_gradient("L").convert("RGB").resize((40, 20))
     pixels = pixel_values(processor, image)[None]
     squashed = pixel_values(processor, image.resize((SIDE * PATCH, SIDE * PATCH), Image.Resampling.BICUBIC))[None]
+    save_open_clip(state, tmp_path / "cropping", folder)
+    cropping, middle = load_clip(tmp_path / "cropping")[1], image.crop((10, 0, 30, 20))
+    assert torch.allclose(pixel_values(cropping, image), pixel_values(cropping, middle), atol=0.05)
     assert pixels.shape[2:] == (SIDE * PATCH, SIDE * PATCH) and torch.allclose(pixels, squashed, atol=1e-6)
     half = {name: tensor.half().float() for name, tensor in state.items()}
     expected = literal(half, pixels, padded)
@@ -162,7 +165,7 @@ def test_the_folder_loads_and_texts_are_read_at_their_end_token(tokenizer, tmp_p
     assert (found / 70 - expected / 70).abs().max() < 1e-5
 
 
-def test_what_does_not_fit_or_could_hold_more_than_tensors_is_named(tmp_path):
+def test_what_does_not_fit_or_could_hold_more_than_tensors_is_named(tokenizer, tmp_path):
     state = random_state(50)
     for name, value, message in (
         ("visual.conv1.weight", None, "'visual.conv1.weight' must be a tensor of 4 dimensions"),
@@ -185,15 +188,6 @@ def test_what_does_not_fit_or_could_hold_more_than_tensors_is_named(tmp_path):
         convert_open_clip(tmp_path / "it.pt")
     with pytest.raises(FileNotFoundError, match="is no file"):
         convert_open_clip(tmp_path / "absent.pt")
-
-
-def test_cropping_is_the_default_and_a_tokenizer_must_fit(tokenizer, tmp_path):
-    folder, vocabulary = tokenizer
     with pytest.raises(ValueError, match="it is the tokenizer of another model"):
-        save_open_clip(random_state(50), tmp_path, folder)
-    assert not list(tmp_path.iterdir())
-    save_open_clip(random_state(vocabulary), tmp_path, folder)
-    _, processor = load_clip(tmp_path)
-    image = Image.linear_gradient("L").convert("RGB").resize((40, 20))
-    middle = image.crop((10, 0, 30, 20))
-    assert torch.allclose(pixel_values(processor, image), pixel_values(processor, middle), atol=0.05)
+        save_open_clip(state, tmp_path / "out", tokenizer[0])
+    assert [path.name for path in tmp_path.iterdir()] == ["it.pt"]

@@ -13,7 +13,7 @@ from dulbe_peft import ClassIncrementalLearner, LearnerArguments, class_incremen
 from dulbe_peft.commands.main import main
 from dulbe_peft.data.readers import load_digit_images
 from dulbe_peft.deployment.parts import class_facts
-from dulbe_peft.encoders.loading import tokenize, unit_text_embeds
+from dulbe_peft.encoders.loading import unit_text_embeds
 from dulbe_peft.runs.settings import given_settings, pick
 
 TEMPLATES = ("a photo of the digit {}.", "the number {}.", "{}")
@@ -28,16 +28,14 @@ def learned_from_stream(**args):
 
 
 @torch.no_grad()
-def literal(model, processor, names, templates):
-    """Each prompt by itself, in float64 once it has left the tower."""
+def mean_of_texts(learner, *groups):
+    """The mean of each group's unit embeddings, normalised: each text by itself, in float64 once it left the tower."""
     rows = []
-    for name in names:
-        units = []
-        for template in templates:
-            ids = tokenize(processor, [template.replace("{}", name)], model)["input_ids"]
-            units.append(F.normalize(model.get_text_features(input_ids=ids).pooler_output.double()[0], dim=0))
-        rows.append(F.normalize(torch.stack(units).mean(dim=0), dim=0))
-    return torch.stack(rows)
+    for group in groups:
+        ids = [learner.processor.tokenizer([text], return_tensors="pt")["input_ids"] for text in group]
+        embeds = [learner.clip.get_text_features(input_ids=each).pooler_output.double() for each in ids]
+        rows.append(F.normalize(F.normalize(torch.cat(embeds), dim=1).mean(dim=0), dim=0))
+    return torch.stack(rows).float()
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +45,9 @@ def learned():
 
 def test_classifiers_see_the_mean_of_all_templates(learned):
     found = learned.classifiers["text"].text_embeds
-    assert (found - literal(learned.clip, learned.processor, NAMES, TEMPLATES)).abs().max() < 1e-6
-    assert (found - literal(learned.clip, learned.processor, NAMES, TEMPLATES[:1])).abs().max() > 1e-3
+    prompts = [[template.replace("{}", name) for template in TEMPLATES] for name in NAMES]
+    assert (found - mean_of_texts(learned, *prompts)).abs().max() < 1e-6
+    assert (found - mean_of_texts(learned, *(each[:1] for each in prompts))).abs().max() > 1e-3
 
 
 def adapter(learner):
@@ -102,16 +101,6 @@ def tasks():
 
 def frozen(base, **fields):
     return learner_of(base, "frozen", ("text", "bridge"), prompt_template="the digit {}.", **fields)
-
-
-def mean_of_texts(learner, *groups):
-    """The mean of each group's unit embeddings, normalised, in float64."""
-    rows = []
-    for group in groups:
-        ids = [learner.processor.tokenizer([text], return_tensors="pt")["input_ids"] for text in group]
-        embeds = [unit_text_embeds(learner.clip, {"input_ids": each}).double() for each in ids]
-        rows.append(F.normalize(torch.cat(embeds).mean(dim=0), dim=0))
-    return torch.stack(rows).float()
 
 
 def test_a_class_is_the_mean_of_its_texts(base, tasks):

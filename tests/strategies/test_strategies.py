@@ -95,28 +95,21 @@ def test_frozen_trains_nothing(monkeypatch, tmp_path):
     assert not learner.encoder.text_embeds(["a"]).requires_grad
 
 
-def test_merged_lora_merges_what_it_trained_and_lora_goes_on_with_one_pair():
-    learner, lora = (learn(make_learner(name), 0) for name in ("merged_lora", "lora"))
-    layer = next(iter(learner.model.dual_mode_layers().values()))
-    started = next(iter(kaiming_bases(NewTask(0, learner.state.adapter, learner.args)).values()))
+def test_merged_lora_merges_what_it_trained_lora_goes_on_with_one_pair_and_first_session_trains_no_more():
+    merged, lora, learner = (learn(make_learner(name), 0) for name in ("merged_lora", "lora", "first_session"))
+    layer = next(iter(merged.model.dual_mode_layers().values()))
+    started = next(iter(kaiming_bases(NewTask(0, merged.state.adapter, merged.args)).values()))
     assert layer.history_rank("default") == 3 and not layer.is_trained("default")
     assert not torch.equal(layer.dulbe_history_P["default"][:, :3], started)  # A is trained, too
     layers = lora.model.dual_mode_layers().values()
     assert all(layer.history_rank("default") == 0 and layer.is_trained("default") for layer in layers)
-
-
-def test_first_session_learns_the_first_task_as_lora_does_and_then_trains_nothing():
-    learner, lora = make_learner("first_session"), make_learner("lora")
-    for one in (learner, lora):
-        learn(one, 0)
     first = {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}
     assert all(torch.equal(tensor, first[name]) for name, tensor in lora.model.state_dict().items())
     for index in (1, 2):
         learn(learner, index)
         assert all(torch.equal(tensor, first[name]) for name, tensor in learner.model.state_dict().items())
-        assert learner.record.loss == [] and all(
-            len(c.class_names) == 2 * index + 2 for c in learner.classifiers.values()
-        )
+        counts = {len(classifier.class_names) for classifier in learner.classifiers.values()}
+        assert learner.record.loss == [] and counts == {2 * index + 2}
     learn(lora, 1)
     assert any(not torch.equal(tensor, first[name]) for name, tensor in lora.model.state_dict().items())
 
