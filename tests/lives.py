@@ -28,9 +28,9 @@ def tiny_base() -> tuple[Any, Any]:
 
 
 def tiny_learner(
-    strategy: str = "dulbe", classifiers: tuple[str, ...] = ("bridge", "lda"), **fields: Any
+    strategy: str = "dulbe", classifiers: tuple[str, ...] = ("bridge", "lda"), adapter: Any = None, **fields: Any
 ) -> ClassIncrementalLearner:
-    """The same learner every time: an adapter in one layer of each tower."""
+    """The same learner every time: an adapter in one layer of each tower; `adapter` has settings of its own."""
     clip, processor = tiny_base()
     model = copy.deepcopy(clip)
     method = make_strategy(strategy)
@@ -38,7 +38,8 @@ def tiny_learner(
         targets = list(method.target_modules or ["fc1"])
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            model = get_peft_model(model, DualModeLoraConfig(residual_rank=2, text_rank=1, target_modules=targets))
+            config = {"residual_rank": 2, "text_rank": 1, "target_modules": targets} | (adapter or {})
+            model = get_peft_model(model, DualModeLoraConfig(**config))
     args = LearnerArguments(**QUICK | fields)
     return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
 

@@ -1,18 +1,15 @@
 """Histories that become one matrix, ranks that differ from layer to layer, and sums of adapters."""
 
-import copy
 from dataclasses import replace
 from functools import partial
 
-import lives
 import pytest
 import torch
 from adapted_clip import CONFIG, PIXELS, image_features, learned, random_modes, randomise, text_features
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
-from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, allocate_modes, probe_gradients
+from dulbe_peft import DualModeLoraConfig, allocate_modes, probe_gradients
 from dulbe_peft.adapter.export import export_lora
-from dulbe_peft.strategies import make_strategy
 
 
 def nbytes(layer):
@@ -140,24 +137,3 @@ def test_folding_nothing_and_a_stream_trained_in_the_same_bases_are_warned_of(ti
         model.fold_task()
     learned(model, 2).fold_task()  # bases of its own for each task: no warning
     assert model.history_rank == 12
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["bofa", "cl_lora", "inflora", "sd_lora", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dulbe", "loda"))],
-)
-def test_strategies_take_ranks_by_layer_and_histories_that_are_matrices(name, tmp_path):
-    """Learned, and saved and loaded in between, bit for bit; only SD-LoRA, which reads them, keeps all factors."""
-    kind, (clip, processor) = make_strategy(name), lives.tiny_base()
-    targets = list(kind.target_modules or ["k_proj", "v_proj"])
-    config = DualModeLoraConfig(residual_rank=9, text_rank=1, target_modules=targets, rank_pattern={"v_proj": 12})
-    model, args = get_peft_model(copy.deepcopy(clip), config), lives.tiny_learner().args
-    learner = ClassIncrementalLearner(model, processor, args=args, strategy=kind, classifiers="bridge")
-    lives.learned(learner, 2).save_pretrained(tmp_path / "saved")
-    loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "saved", base_model=copy.deepcopy(clip))
-    images = lives.images_of(0, 1, seed=9)
-    for one in (learner, loaded):
-        lives.learn(2)(one)
-        ranks = [layer.history_rank("default") for layer in one.model.dual_mode_layers().values()]
-        assert ranks == ([30, 39] * (len(ranks) // 2) if name == "sd_lora" else [-1] * len(ranks))
-    assert torch.equal(learner.image_embeds(images), loaded.image_embeds(images))

@@ -32,10 +32,6 @@ def adapted():
     return get_peft_model(tiny.make_model("siglip2"), DualModeLoraConfig(**CONFIG, init_weights=False)).eval()
 
 
-def learner():
-    return ClassIncrementalLearner(adapted(), tiny.make_processor("siglip2"), args=LearnerArguments(**QUICK))
-
-
 def test_a_batch_is_what_the_image_processor_makes_of_it(processor, packed):
     expected = processor.image_processor(images=pictures(), return_tensors="pt")
     found = unpacked(packed)
@@ -75,25 +71,15 @@ def inputs_of(model, packed):
     return {name: torch.cat(inputs) for name, inputs in seen.items()}
 
 
-def test_a_learner_s_statistics_leave_the_padding_out(packed):
-    ours = learner()
+def test_a_learner_leaves_the_padding_out_and_what_it_cannot_read_or_use(processor, packed, tmp_path):
+    ours = ClassIncrementalLearner(adapted(), tiny.make_processor("siglip2"), args=LearnerArguments(**QUICK))
     learn(ours, 0)
     for name, tokens in inputs_of(ours.model, packed).items():
         torch.testing.assert_close(ours.memory[name].double(), reference.occupation(tokens), rtol=1e-4, atol=1e-3)
-
-
-def test_an_image_that_cannot_be_read_is_stepped_over(tmp_path):
-    ours = learner()
-    learn(ours, 0)
     (tmp_path / "broken.png").write_bytes(b"no image")
     pictures()[0].save(tmp_path / "whole.png")
     broken, whole = ours.predictions(tmp_path)
     assert broken.error and whole.error is None and ours.predict(tmp_path / "whole.png") == [whole.classes[0]]
-
-
-def test_what_needs_images_of_one_size_is_refused(processor):
-    ours = learner()
-    learn(ours, 0)
     with pytest.raises(ValueError, match="SigLIP 2 NaFlex gives each image a grid of its own"):
         relevance_maps(ours, pictures(), ours.text_embeds(["a0"]))
     with pytest.raises(ValueError, match="Siglip2ImageProcessorPil cannot crop"):

@@ -20,29 +20,18 @@ class Block(nn.Module):
 
     def __init__(self, width=6):
         super().__init__()
+        torch.manual_seed(0)
         self.k, self.v = nn.Linear(width, width), nn.Linear(width, width)
         self.fc1, self.fc2 = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.dropout = nn.Dropout(0.5)
-
-    def forward(self, hidden):
-        inside = self.dropout(hidden)
-        hidden = hidden + self.k(inside) * self.v(inside)
-        return hidden + self.fc2(self.fc1(hidden).relu())
-
-
-class Tower(nn.Module):
-    def __init__(self, blocks=2):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.dropout, self.norm = nn.Dropout(0.5), nn.LayerNorm(width)
 
     def dual_mode_layers(self):
         return {name: module for name, module in self.named_modules() if isinstance(module, nn.Linear)}
 
     def forward(self, hidden):
-        for block in self.blocks:
-            hidden = block(hidden)
-        return hidden
+        inside = self.dropout(hidden)
+        hidden = hidden + self.k(inside) * self.v(inside)
+        return self.norm(hidden + self.fc2(self.fc1(hidden).relu()))
 
 
 def batches(count=3):
@@ -111,9 +100,9 @@ def test_update_and_merge_refuse_and_change_nothing(names, tokens, message):
 
 
 def test_collect_equals_what_the_layers_read():
-    model, stats, modes = Tower(), OccupationStatistics(), []
+    model, stats, modes = Block(), OccupationStatistics(), []
     model.train()
-    model.blocks[1].eval()
+    model.norm.eval()
 
     def forward(model, batch):
         modes.append((model.training, torch.is_grad_enabled()))
@@ -121,12 +110,11 @@ def test_collect_equals_what_the_layers_read():
 
     assert collect_statistics(model, iter(batches()), forward, into=stats) is stats
     assert set(modes) == {(False, False)}
-    assert model.training and model.blocks[0].dropout.training and not model.blocks[1].training
+    assert model.training and model.dropout.training and not model.norm.training
     assert not any(module._forward_pre_hooks for module in model.modules())
     for name, tokens in inputs_of(model, batches()).items():
         torch.testing.assert_close(stats[name].double(), reference.occupation(tokens), rtol=1e-4, atol=1e-4)
-    assert list(stats) == list(model.dual_mode_layers()) and len(stats.groups) == 6
-    assert all(stats[f"blocks.{block}.k"] is stats[f"blocks.{block}.v"] for block in (0, 1))
+    assert list(stats) == list(model.dual_mode_layers()) and stats.groups == (("k", "v"), ("fc1",), ("fc2",))
     once = {name: matrix.clone() for name, matrix in stats.items()}
     collect_statistics(model, batches(), run, into=stats)
     for name, matrix in stats.items():
@@ -134,7 +122,7 @@ def test_collect_equals_what_the_layers_read():
         torch.testing.assert_close(matrix, 2 * once[name], rtol=1e-5, atol=1e-5)
 
 
-class Separate(Tower):
+class Separate(Block):
     """Every layer reads a tensor of its own, often at the address of one that is gone."""
 
     def forward(self, hidden):
@@ -144,21 +132,21 @@ class Separate(Tower):
 
 def test_sharing_is_by_identity_and_not_by_a_recycled_address():
     stats = collect_statistics(Separate(), batches(), run, into=OccupationStatistics())
-    assert len(stats.groups) == 8
+    assert len(stats.groups) == 4
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [("cls", slice(0, 1)), ("patch", slice(1, None))])
 def test_tokens_can_be_chosen(tokens, rows):
-    model, flat = Tower(), [randn(5, 6)]
+    model, flat = Block(), [randn(5, 6)]
     stats = collect_statistics(model, batches(), run, into=OccupationStatistics(), tokens=tokens)
     for name, read in inputs_of(model, batches()).items():
         torch.testing.assert_close(stats[name].double(), reference.occupation(read[:, rows]), rtol=1e-4, atol=1e-4)
     if tokens == "patch":
-        with pytest.raises(ValueError, match="'blocks.0.k' reads one token"):
+        with pytest.raises(ValueError, match="'k' reads one token"):
             collect_statistics(model, flat, run, into=OccupationStatistics(), tokens=tokens)
     else:  # a layer of one token an image has only that one
         stats = collect_statistics(model, flat, run, into=OccupationStatistics(), tokens=tokens)
-        torch.testing.assert_close(stats["blocks.0.k"].double(), reference.occupation(flat[0]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(stats["k"].double(), reference.occupation(flat[0]), rtol=1e-5, atol=1e-5)
 
 
 def failing(model, batch):
@@ -167,15 +155,14 @@ def failing(model, batch):
         raise RuntimeError("the loader failed")
 
 
-def no_second_block(model, batch):
-    model.blocks[0](batch)
+def no_mlp(model, batch):
+    model.v(model.k(batch))
 
 
 def loses_sharing(model, batch):
-    block = model.blocks[0]
     shared = batch[0, 0, 0] == batches()[0][0, 0, 0]
-    block.k(batch)
-    block.v(batch if shared else batch.clone())
+    model.k(batch)
+    model.v(batch if shared else batch.clone())
 
 
 @pytest.mark.parametrize(
@@ -183,14 +170,14 @@ def loses_sharing(model, batch):
     [
         (batches(), failing, {}, RuntimeError, "the loader failed"),
         ([], run, {}, ValueError, "batches is empty"),
-        ([*batches(1), batches(1)[0] * float("nan")], run, {}, ValueError, "'blocks.0.k' holds NaN or infinity"),
-        (batches(), no_second_block, {}, ValueError, "never reached layer 'blocks.1.k'"),
+        ([*batches(1), batches(1)[0] * float("nan")], run, {}, ValueError, "'k' holds NaN or infinity"),
+        (batches(), no_mlp, {}, ValueError, "never reached layer 'fc1'"),
         (batches(), loses_sharing, {}, ValueError, "shared their input tensor before"),
         (batches(), run, {"tokens": "some"}, ValueError, "'some'"),
     ],
 )
 def test_an_error_leaves_statistics_and_model_as_they_were(data, forward, kwargs, error, message):
-    model, stats = Tower(), OccupationStatistics()
+    model, stats = Block(), OccupationStatistics()
     collect_statistics(model, batches(), run, into=stats)
     before = {name: matrix.clone() for name, matrix in stats.items()}
     model.train()
