@@ -16,23 +16,8 @@ from dulbe_peft.adapter.base import DualModeLayer
 
 
 @pytest.fixture
-def base(tiny_clip):
-    return tiny_clip()
-
-
-@pytest.fixture
-def pristine(base):
-    return copy.deepcopy(base)
-
-
-@pytest.fixture
-def model(base, pristine):
-    return get_peft_model(base, DualModeLoraConfig(**CONFIG))
-
-
-@pytest.fixture
-def learned(model):
-    return adapted_clip.learned(model)
+def learned(tiny_clip):
+    return adapted_clip.learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG)))
 
 
 def test_previous_task_is_the_model_at_the_task_s_beginning(learned):
@@ -99,29 +84,29 @@ def test_a_history_made_in_inference_mode_and_a_base_weight_that_is_trained(lear
 
 
 @pytest.mark.parametrize("tower", [CLIPVisionModel, CLIPVisionModelWithProjection])
-def test_files_go_between_the_clip_classes(learned, pristine, tmp_path, tower):
+def test_files_go_between_the_clip_classes(learned, tiny_clip, tmp_path, tower):
     def vision(model):
         with torch.no_grad():
             return model(pixel_values=PIXELS).last_hidden_state
 
     learned.save_pretrained(tmp_path / "clip")
-    pristine.save_pretrained(tmp_path / "base")
+    tiny_clip().save_pretrained(tmp_path / "base")
     expected = vision(learned.get_base_model().vision_model)
     alone = PeftModel.from_pretrained(tower.from_pretrained(tmp_path / "base"), tmp_path / "clip")
     assert torch.equal(vision(alone), expected)
     alone.save_pretrained(tmp_path / "tower")
     with pytest.warns(UserWarning, match="missing adapter keys"):  # the text LoRA, which the tower has not
-        back = PeftModel.from_pretrained(pristine, tmp_path / "tower")
+        back = PeftModel.from_pretrained(tiny_clip(), tmp_path / "tower")
     assert torch.equal(vision(back.get_base_model().vision_model), expected)
 
 
-def test_reloading_over_a_history_of_another_length(learned, pristine, tmp_path):
+def test_reloading_over_a_history_of_another_length(learned, tiny_clip, tmp_path):
     learned.save_pretrained(tmp_path / "short")
     short = image_features(learned)
     learned.fold_task()
     learned.save_pretrained(tmp_path / "long")
     long = image_features(learned)
-    model = PeftModel.from_pretrained(pristine, tmp_path / "long")
+    model = PeftModel.from_pretrained(tiny_clip(), tmp_path / "long")
     assert torch.equal(image_features(model), long)
     model.load_adapter(tmp_path / "short", "default")
     assert torch.equal(image_features(model), short)
@@ -146,7 +131,8 @@ def test_the_configuration_is_the_same_whatever_the_order_of_a_set():
         ({"target_modules": "all-linear", "residual_rank": 39}, "= 40 exceeds in_features"),
     ],
 )
-def test_refused_injection_changes_nothing(base, pristine, fields, words):
+def test_refused_injection_changes_nothing(tiny_clip, fields, words):
+    base = tiny_clip()
     base.vision_model.attn = nn.MultiheadAttention(8, 2)
     keys, grads = base.state_dict().keys(), [p.requires_grad for p in base.parameters()]
     with pytest.raises(ValueError, match=words):
@@ -171,8 +157,8 @@ def outputs(model):
 
 
 @pytest.mark.parametrize("scale", [0, 0.25, 1.0])
-def test_a_scaled_model_has_literally_interpolated_weights(learned, pristine, scale):
-    learned, blend = learned.double(), pristine.double()
+def test_a_scaled_model_has_literally_interpolated_weights(learned, tiny_clip, scale):
+    learned, blend = learned.double(), tiny_clip().double()
     layers = {name: m for name, m in learned.base_model.model.named_modules() if isinstance(m, DualModeLayer)}
     assert {type(layer).__name__ for layer in layers.values()} == {"DualModeLinear", "TextLoraLinear"}
     expected = outputs(learned)

@@ -103,22 +103,24 @@ def test_an_archive_of_plain_tensors_is_read(case, tmp_path):
 ODD = "base_model.model.encoder.layers.7.mlp.fc1.dulbe_shared_B"
 
 
+def shorter(state):
+    return state | {key: state[key][:, :-1].contiguous() for key in state if "history_B" in key}
+
+
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
         (lambda state: {key: value for key, value in state.items() if not key.endswith("dulbe_P")}, "missing"),
         (lambda state: state | {ODD: torch.zeros(4, 1)}, r"layers\.7"),
-        (
-            lambda state: {f"elsewhere.{key}": value for key, value in state.items()},
-            "of its .* keys fits a layer",
-        ),
+        (lambda state: {f"elsewhere.{key}": state[key] for key in state}, "of its .* keys fits a layer"),
+        (shorter, "does not fit its B"),
     ],
 )
 def test_a_file_that_fits_in_part_is_an_error(case, tmp_path, edit, words):
-    case.adapted().save_pretrained(tmp_path)
+    case.adapted(2).save_pretrained(tmp_path)
     state = edit(load_file(tmp_path / FILE))
     save_file(state, tmp_path / FILE)
-    model = case.adapted()
+    model = case.adapted(2)
     expected = case(model)
     with pytest.raises(ValueError, match=words):
         PeftModel.from_pretrained(case.base(), tmp_path)
@@ -127,6 +129,9 @@ def test_a_file_that_fits_in_part_is_an_error(case, tmp_path, edit, words):
     with pytest.raises(ValueError, match=words):
         model.load_adapter(tmp_path, "default")
     assert torch.equal(case(model), expected)
+    if edit is shorter:  # which torch's own loading sees, too
+        with pytest.raises(RuntimeError, match=r"dulbe_history_P.* do not fit"):
+            model.load_state_dict(edit(model.state_dict()), strict=False)
 
 
 @pytest.mark.parametrize(
