@@ -228,7 +228,7 @@ class ClassIncrementalLearner(WithoutTraining):
             0.84
         """
         self._check_learned()
-        if self.state.newest_estimates is None:
+        if self.state.estimates.tasks != len(self.tasks):
             self.state = replace(self.state, estimates=estimates_of(self.state, self.encoder, {}))
         return self.state.estimates.each()
 

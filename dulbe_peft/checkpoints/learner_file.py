@@ -40,7 +40,7 @@ def describe(state: LearnerState, local: bool) -> LearnerFile:
         base_model=base_models.describe(state.base, *state.base_name, local),
         class_texts={name: list(state.class_texts[name]) for name in state.class_names if name in state.class_texts},
         classifiers=list(state.classifiers),
-        estimates=state.newest_estimates or Estimates(),
+        estimates=state.estimates,
         graph=state.graph,
         memory=bool(state.memory) or state.incomplete,
         source=state.source,

@@ -96,15 +96,16 @@ def calibration_error(confidence: Any, right: Any, bins: int = 15) -> float:
     return float(np.abs(gaps).sum() / len(sure))
 
 
-def summarize(matrix: np.ndarray, overall: Sequence[float | None]) -> dict[str, Any]:
+def summarize(rows: Sequence[Sequence[float | None]], overall: Sequence[float | None]) -> dict[str, Any]:
     """The four measures, A as "overall" and R as "matrix", ready for JSON; None is what was not measured."""
+    matrix = accuracy_matrix(rows)
     return {
         "average_accuracy": float(np.nanmean(np.asarray(overall, dtype=np.float64))),
         "last_accuracy": overall[-1],
         "forgetting": _plain(forgetting(matrix)),
         "backward_transfer": _plain(backward_transfer(matrix)),
         "overall": list(overall),
-        "matrix": [[_plain(value) for value in row[: step + 1].tolist()] for step, row in enumerate(matrix)],
+        "matrix": [list(row) for row in rows],
     }
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dulbe_peft.metrics.accuracy import accuracy_matrix, summarize
+from dulbe_peft.metrics.accuracy import summarize
 from dulbe_peft.metrics.evaluation import BASELINES
 from dulbe_peft.runs.progress import FinishedTask, Row, Score
 from dulbe_peft.training.state import Estimates
@@ -118,5 +118,5 @@ def _by_class(rows: Sequence[Row], classifier: str) -> dict[str, dict[str, float
 
 def _summary(scores: Sequence[Score | None]) -> dict[str, Any]:
     """The measures of one classifier, from its score in every row; None where it was not tested."""
-    matrix = [[None] * step if score is None else score.by_task for step, score in enumerate(scores, 1)]
-    return summarize(accuracy_matrix(matrix), [None if score is None else score.accuracy for score in scores])
+    rows = [[None] * step if score is None else score.by_task for step, score in enumerate(scores, 1)]
+    return summarize(rows, [None if score is None else score.accuracy for score in scores])

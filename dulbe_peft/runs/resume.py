@@ -12,7 +12,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from peft import get_peft_model_state_dict
 from pydantic import ValidationError
 
 from dulbe_peft.arguments import GONE
@@ -81,9 +80,8 @@ def beginning(state: LearnerState) -> Beginning:
     if not state.tasks:
         return Beginning(tasks=[], sha256=None)
     tensors = {f"{name}.{key}": t for name, c in state.classifiers.items() for key, t in c.tensors().items()}
-    if state.adapter is not None:
-        tensors |= get_peft_model_state_dict(state.model, save_embedding_layers=False)
-    return Beginning(tasks=[list(task) for task in state.tasks], sha256=whole_digest(tensors))
+    sha256 = whole_digest(tensors | state.adapter_tensors())
+    return Beginning(tasks=[list(task) for task in state.tasks], sha256=sha256)
 
 
 def go_on(

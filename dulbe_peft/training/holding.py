@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.classifiers import Classifier
@@ -57,8 +56,7 @@ class StateHolder(TakesTurns):
         able = args.backend != "onnx" and has_bfloat16(self.device)
         args = replace(args, precision=settled_precision(args.precision, None, state.strategy.adapts, able))
         model = state.model.to(self.device).eval()
-        if isinstance(model, PeftModel):
-            copy_from_main(get_peft_model_state_dict(model, save_embedding_layers=False).values())
+        copy_from_main(state.adapter_tensors().values())
         if args.image_resize != "processor":
             processor = with_image_resize(processor, state.base, args.image_resize)
         classifiers = {name: classifier.to(self.device) for name, classifier in state.classifiers.items()}
@@ -94,10 +92,8 @@ class StateHolder(TakesTurns):
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """A block that is done whole or not at all: where it raises, the learner becomes what it was before."""
-        before, adapter = (self.state, self.record, self.closing), dict[str, torch.Tensor]()
-        if isinstance(self.model, PeftModel):
-            now = get_peft_model_state_dict(self.model, save_embedding_layers=False)
-            adapter = {name: tensor.clone() for name, tensor in now.items()}
+        before = self.state, self.record, self.closing
+        adapter = {name: tensor.clone() for name, tensor in self.state.adapter_tensors().items()}
         try:
             yield
         except BaseException:

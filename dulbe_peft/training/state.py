@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from peft import PeftModel, set_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import nn
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
@@ -75,7 +75,8 @@ class LearnerState:
         class_texts: class -> the texts that stand for it in place of the prompt templates.
         graph: SHA-256 of the int8 graph that encodes its images, or None.
         known: which images it has learned and was tested on, by content.
-        estimates: how many images it names right, see `ClassIncrementalLearner.estimate`.
+        estimates: how many images it names right, see `ClassIncrementalLearner.estimate`; of no task where that is
+            not known, as after an update.
     """
 
     model: nn.Module
@@ -93,12 +94,6 @@ class LearnerState:
     graph: str | None = None
     known: KnownImages = field(default_factory=KnownImages)
     estimates: Estimates = field(default_factory=Estimates)
-
-    @property
-    def newest_estimates(self) -> Estimates | None:
-        """The estimates; None where the learner has changed since."""
-        found = self.estimates
-        return found if (found.tasks, found.updates) == (len(self.tasks), len(self.updates)) else None
 
     @property
     def classifier(self) -> Classifier:
@@ -158,6 +153,10 @@ class LearnerState:
             return self.config.base_model_name_or_path, self.config.revision
         config = getattr(self.model, "config", None)
         return getattr(config, "_name_or_path", "") or None, getattr(config, "_commit_hash", None)
+
+    def adapter_tensors(self) -> dict[str, torch.Tensor]:
+        """What PEFT saves of the adapter, as it is; nothing where the model has none."""
+        return {} if self.adapter is None else get_peft_model_state_dict(self.model, save_embedding_layers=False)
 
     @property
     def device(self) -> torch.device:

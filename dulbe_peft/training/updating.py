@@ -15,7 +15,7 @@ from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.strategies.base import NewTask
 from dulbe_peft.training.holding import StateHolder
 from dulbe_peft.training.locking import in_turn
-from dulbe_peft.training.state import LearnerState, Update
+from dulbe_peft.training.state import Estimates, LearnerState, Update
 from dulbe_peft.training.trainer import features_and_inputs
 from dulbe_peft.utils.processes import check_same_in_all, raise_in_all
 
@@ -244,7 +244,7 @@ def _changed(state: LearnerState, change: Callable[[Classifier], Any], update: U
     made = {name: classifier.fork() for name, classifier in state.classifiers.items()}
     for classifier in made.values():
         change(classifier)
-    return replace(state, classifiers=made, updates=[*state.updates, update], **parts)
+    return replace(state, classifiers=made, updates=[*state.updates, update], estimates=Estimates(), **parts)
 
 
 def _task_of(state: LearnerState, name: str) -> int:

@@ -122,15 +122,15 @@ def test_measures_equal_the_definitions(tasks):
 def test_what_was_not_measured_is_left_out_and_never_invented():
     """Two tasks were learned before the run, and the first one's tests were gone until the last step."""
     rows = [[None], [None, None], [None, 0.9, 0.8], [0.5, 0.7, 0.6, 1.0]]
-    summary = summarize(accuracy_matrix(rows), [None, None, 0.85, 0.7])
+    summary = summarize(rows, [None, None, 0.85, 0.7])
     assert summary["matrix"] == rows and summary["overall"] == [None, None, 0.85, 0.7]
     assert summary["average_accuracy"] == pytest.approx((0.85 + 0.7) / 2) and summary["last_accuracy"] == 0.7
     assert summary["forgetting"] == pytest.approx(((0.9 - 0.7) + (0.8 - 0.6)) / 2)
     assert summary["backward_transfer"] == pytest.approx(0.6 - 0.8), "task 2 was not measured when it came"
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
-    single, measures = summarize(accuracy_matrix([[0.4]]), [0.4]), ("last_accuracy", "forgetting", "backward_transfer")
+    single, measures = summarize([[0.4]], [0.4]), ("last_accuracy", "forgetting", "backward_transfer")
     assert [single[name] for name in measures] == [0.4, 0.0, 0.0] and single["matrix"] == [[0.4]]
-    unknown = summarize(accuracy_matrix([[0.5], [None, None]]), [0.5, None])
+    unknown = summarize([[0.5], [None, None]], [0.5, None])
     assert unknown["last_accuracy"] is None and unknown["forgetting"] is None
     assert (percent(0.123), percent(None), percent(0.123, 2)) == ("12.3", "-", "12.30")
 
