@@ -21,23 +21,13 @@ def compare(
     jobs: AtLeastOne | None = setting(None, "runs at once, at most one a core of this machine (so many)"),
     backend: Literal["local", "dask", "ray"] = setting("local", "who runs"),
     address: str | None = setting(None, "of the scheduler of dask or ray; else one starts on this machine"),
-    dry_run: bool = setting(False, "print the runs that are missing, and exit"),
     overwrite: bool = OVERWRITE,
 ) -> None:
-    from dulbe_peft.comparison.cells import is_done
     from dulbe_peft.comparison.compare import compare
     from dulbe_peft.comparison.plan import read_plan
     from dulbe_peft.comparison.summary import format_summary
 
     plan, folder = read_plan(file), Path(output)
-    if dry_run:
-        certain = [(cell, rows) for cell, rows in plan.cells() if cell.method not in plan.choices]
-        missing = [cell.folder for cell, rows in plan.trials() + certain if not is_done(cell, folder, rows)]
-        print("\n".join(missing))
-        more = len(plan.cells()) - len(certain)
-        more_words = f", and at least {more} whose settings are chosen" if more else ""
-        print(f"{len(missing)} runs are missing{more_words}")
-        return
     data = (*(stream["data"] for stream in plan.streams.values()), *(own[0] for own in plan.retentions.values()))
     claim(("--output", output, FOLDER), reads=[file], apart=data, overwrite=overwrite)
     entries = compare(plan, folder, jobs, backend, address)

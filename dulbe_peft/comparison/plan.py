@@ -30,7 +30,7 @@ _FIXED = {
     "drift": "`drift` names what to compare",
     "classifiers": "`classifiers` names those of all methods",
     "resume": "a comparison always goes on",
-    "dry_run": "it is a flag of the command",
+    "dry_run": "a comparison runs",
     "validation_fraction": "`choose` tests on held-back training images",
 }
 # What a stream is: other images in a method's runs could not be compared with those of the others.
