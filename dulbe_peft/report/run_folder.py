@@ -125,18 +125,16 @@ def read_run(folder: str | os.PathLike[str]) -> RunFolder:
             except (ValueError, KeyError, CheckpointError) as error:
                 raise ValueError(f"{newest} is not as a run writes it: {error}") from error
         results["estimates"] = learner.estimates.model_dump()
-        blocks = results.get("classifiers", {})  # release 0.2.0 sorted them; the learner's own order counts
-        names = [name for name in learner.classifiers if name in blocks]
-        if blocks:
-            results["classifiers"] = {name: blocks[name] for name in (*names, *blocks)}
+        order = learner.classifiers
         more = {"finished": finished, "base_model": learner.base_model.name, "updates": learner.updates}
-        first = next(iter(results.get("classifiers") or learner.classifiers), "")
-        more |= {"first": first, "learner": newest}
+        more["learner"] = newest
     elif results is not None:  # somebody kept the small files alone
-        newest, settings = path, {"strategy": results["strategy"], **results["configuration"]}
-        more = {"first": next(iter(results.get("classifiers", {})), "")}
+        newest, settings, order = path, {"strategy": results["strategy"], **results["configuration"]}, []
     else:
         raise ValueError(f"{path} holds neither {RESULTS_FILE} nor a finished task's folder: nothing to report")
+    if blocks := results.get("classifiers"):  # release 0.2.0 sorted them; the learner's own order counts
+        order = list(dict.fromkeys([*(name for name in order if name in blocks), *blocks]))
+        results["classifiers"] = {name: blocks[name] for name in order}
     learned = results["class_names"]
     timings = (_read(path / TIMINGS_FILE, Timings) or {"tasks": []})["tasks"]
     none = [None] * len(learned)
@@ -150,6 +148,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunFolder:
         predictions=read_predictions(newest / PREDICTIONS_FILE) if (newest / PREDICTIONS_FILE).is_file() else [],
         timings=[*timings, *none][: len(learned)],
         pictures=_pictures(path / PICTURES_FOLDER),
+        first=next(iter(order), ""),
         **more,
     )
 
