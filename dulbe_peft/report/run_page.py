@@ -11,7 +11,6 @@ from dulbe_peft.checkpoints.layout import LEARNER_FILE
 from dulbe_peft.checkpoints.learner_file import LearnerFile
 from dulbe_peft.checkpoints.loading import read_known
 from dulbe_peft.classifiers.closing import TEACHING
-from dulbe_peft.metrics.evaluation import ImageResult
 from dulbe_peft.report import plots, shares, side_by_side, verdict
 from dulbe_peft.report.class_map import class_map
 from dulbe_peft.report.html import jpeg_address, mib, percent, seconds, write_page
@@ -161,10 +160,9 @@ def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict
 def leak(run: RunFolder) -> dict[str, Any] | None:
     """The share that is right without the test images that were learned, too, that of those, and how they match."""
     copies = {(copy.task, copy.position): copy.how for copy in run.pictures.copies}
-    parts: dict[bool, list[ImageResult]] = {True: [], False: []}
-    for row in run.predictions:
-        parts[(row.task, row.position) in copies].append(row)
-    if not parts[True]:
+    known_ones = [row for row in run.predictions if (row.task, row.position) in copies]
+    others = [row for row in run.predictions if (row.task, row.position) not in copies]
+    if not known_ones:
         if run.learner is None:
             return None
         names = [name for task in read_record(run.learner / LEARNER_FILE, LearnerFile).tasks for name in task]
@@ -172,8 +170,8 @@ def leak(run: RunFolder) -> dict[str, Any] | None:
         learned = set(known.class_of())
         noted = sum(content in learned for contents in known.tested.values() for content in contents)
         return {"noted": noted} if noted else None
-    how = Counter(copies[row.task, row.position] for row in parts[True])
-    return {"without": Share.of(parts[False]) if parts[False] else None, "of": Share.of(parts[True]), "how": how}
+    how = Counter(copies[row.task, row.position] for row in known_ones)
+    return {"without": Share.of(others) if others else None, "of": Share.of(known_ones), "how": how}
 
 
 def _training(number: int, record: dict[str, Any]) -> tuple[Any, ...]:
