@@ -15,14 +15,22 @@ from dulbe_peft.metrics.evaluation import nearest
 from dulbe_peft.utils.settings import check_number
 
 Tests = Sequence[tuple[Any, Sequence[str]]]
-Encoded = tuple[torch.Tensor, torch.Tensor]
 
 
+@torch.no_grad()
 def seen_accuracies(learner: Any, tests: Tests) -> list[float | None]:
     """A_t, t = 1, 2, ...: accuracy on the first t test sets together, among their classes, by the model as it is."""
-    text, encoded = _encoded(learner, tests)
-    seen = itertools.accumulate(len(names) for _, names in tests)
-    return [_accuracy(encoded[:count], text[:classes]) for count, classes in enumerate(seen, 1)]
+    text = learner.text_embeds([name for _, names in tests for name in names])
+    encoded, classes, found = [], 0, []
+    for dataset, names in tests:
+        if dataset is not None and names:
+            images = named_images(dataset, names)
+            encoded.append((learner.image_embeds(images), torch.as_tensor(images.labels) + classes))
+        classes += len(names)
+        right = [(nearest(features, text[:classes]) == labels).tolist() for features, labels in encoded]
+        hits = list(itertools.chain(*right))
+        found.append(sum(hits) / len(hits) if hits else None)
+    return found
 
 
 def zero_shot_retention(
@@ -57,25 +65,3 @@ def zero_shot_retention(
                 found = [seen_accuracies(learner, tests)[-1] for tests in groups]
         rows.append({"scale": float(scale), "unlearned": found[0], "learned": found[1] if learned else None})
     return {"before": rows[0]["unlearned"], "after": rows[-1]["unlearned"], "scales": rows}
-
-
-@torch.no_grad()
-def _encoded(learner: Any, tests: Tests) -> tuple[torch.Tensor, list[Encoded | None]]:
-    """Text embeddings of all classes, (C, d), and of each test set its features, (n, d), and labels among them."""
-    text = learner.text_embeds([name for _, names in tests for name in names])
-    encoded: list[Encoded | None] = [None] * len(tests)
-    first = 0
-    for number, (dataset, names) in enumerate(tests):
-        if dataset is not None and names:
-            images = named_images(dataset, names)
-            encoded[number] = learner.image_embeds(images), torch.as_tensor(images.labels) + first
-        first += len(names)
-    return text, encoded
-
-
-def _accuracy(parts: Sequence[Encoded | None], text: torch.Tensor) -> float | None:
-    """The share of features, (n, d), whose nearest text is that of their label, (n,); None without any."""
-    found: list[bool] = []
-    for features, labels in filter(None, parts):
-        found += (nearest(features, text) == labels).tolist()
-    return sum(found) / len(found) if found else None

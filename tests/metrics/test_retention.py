@@ -1,6 +1,7 @@
 """What a learner still knows of classes that it never learned, at every scale."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,10 +74,13 @@ def test_accuracies_among_the_classes_of_each_time_equal_loops(monkeypatch, most
         features = 2 * text[labels] + torch.randn(5 * size, 6, generator=generator)
         parts.append((features, labels) if size in (2, 4) else None)
         first += size
-    monkeypatch.setattr(retention, "_encoded", lambda learner, tests: (text, parts))
+    monkeypatch.setattr(retention, "named_images", lambda images, names: images)
     monkeypatch.setattr(evaluation, "MOST_SCORES", most)
-    tests = [(None, ["a"] * size) for size in sizes]
-    found = retention.seen_accuracies(None, tests)
+    learner = SimpleNamespace(text_embeds=lambda names: text, image_embeds=lambda images: images.features)
+    starts = [sum(sizes[:step]) for step in range(4)]
+    images = [p and SimpleNamespace(features=p[0], labels=(p[1] - s).numpy()) for p, s in zip(parts, starts)]
+    tests = [(given, ["a"] * size) for given, size in zip(images, sizes)]
+    found = retention.seen_accuracies(learner, tests)
     for step in range(4):
         right, seen = [], sum(sizes[: step + 1])
         for part in parts[: step + 1]:
