@@ -70,7 +70,7 @@ class Twin:
         self.total = freedom + 10
         s = scatter / freedom if freedom else np.eye(self.dim)
         for _ in range(3):
-            r = self.residual(self.prior(s))
+            r = self.m - self.b - self.prior(s)
             between = sum(w * np.outer(row, row) for w, row in zip(self.w, r, strict=True)) / self.classes
             s = (scatter + 10 * between) / self.total
         self.s = s
@@ -92,18 +92,14 @@ class Twin:
         return n, self.means(rows), self.scatter(rows)
 
     def prior(self, s):
-        """a tau S e~_c, with the least-squares a, not below 0."""
-        over = SCALE * sum(w * e @ s @ e for w, e in zip(self.w, self.e, strict=True))
-        a = sum(w * e @ (m - self.b) for w, e, m in zip(self.w, self.e, self.m, strict=True)) / over
-        return max(0.0, a) * SCALE * self.e @ s
-
-    def residual(self, prior):
-        return self.m - self.b - prior
+        """a tau S e~_c."""
+        return self.slope(s) * SCALE * self.e @ s
 
     def noise(self, rho):
         return self.s + rho * self.base * np.eye(self.dim)
 
     def slope(self, s):
+        """The least-squares a, not below 0."""
         over = SCALE * sum(w * e @ s @ e for w, e in zip(self.w, self.e, strict=True))
         return max(0.0, sum(w * e @ (m - self.b) for w, e, m in zip(self.w, self.e, self.m, strict=True)) / over)
 
@@ -184,7 +180,10 @@ def test_scores_are_the_literal_ones(each, omega):
     weights, offsets = classifier.solution()
     scores = twin.scores(tests.double().numpy(), 3, 2, omega)
     close(tests.double() @ weights.T + offsets, scores)
-    close(classifier(tests), scores, 1e-4)
+    close(classifier(tests), scores, SINGLE)
+    rows = [i for i in range(len(images)) if twin.n[labels[i]] > 1]
+    left_out = [twin.scores(twin.x[[i]], 3, 2, omega, without=i)[0] for i in rows]
+    close(classifier.left_out(images[rows], labels[rows]), np.reshape(left_out, (-1, CLASSES)), SINGLE)
 
 
 @pytest.mark.parametrize("each, seed, features", [(4, 3, 7), (2, 5, 0), ([2, 6, 1, 3, 9], 3, 7)])
@@ -206,27 +205,6 @@ def test_the_choice_is_that_by_which_left_out_images_are_right(each, seed, featu
     assert classifier.choice == (*min(found)[1:], omega)
 
 
-def test_left_out_images_have_the_scores_of_learning_anew_but_for_what_is_held():
-    """With many classes, what is held as it is matters little: b, a, R, the ridge and where texts put the means."""
-    generator = torch.Generator().manual_seed(0)
-    centres, labels = torch.randn(40, 16, generator=generator), torch.arange(40).repeat_interleave(4)
-    images = F.normalize(centres[labels] + torch.randn(160, 16, generator=generator), dim=1)
-    texts = F.normalize(centres + torch.randn(40, 16, generator=generator), dim=1)
-    names = [str(c) for c in range(40)]
-
-    def learned(rows):
-        classifier = BayesClassifier(16, SCALE, kappa=4.0, rho=3.0, omega=0.5)
-        classifier.add_classes(names, images[rows], labels[rows], texts)
-        return classifier
-
-    left = learned(torch.arange(160)).left_out(images, labels)
-    anew = torch.cat([learned(torch.arange(160) != i)(images[[i]]) for i in range(0, 160, 7)])
-    right, expected = (rows.argmax(dim=1) == labels[::7] for rows in (left[::7], anew))
-    assert (right == expected).double().mean() >= 0.9
-    away = (left[::7].softmax(dim=1) - anew.softmax(dim=1)).abs().amax()
-    assert away < 0.1
-
-
 def test_random_features_are_used_where_they_help():
     """Points around both poles of a sphere, and around its equator: no plane tells them apart."""
     generator = torch.Generator().manual_seed(0)
@@ -240,9 +218,6 @@ def test_random_features_are_used_where_they_help():
         classifier.add_classes(["a", "b"], images[::2], labels[::2], torch.eye(3)[:2])
         right[features] = (classifier(images[1::2]).argmax(dim=1) == labels[1::2]).double().mean().item()
     assert classifier.choice[2] == 300 and right[300] > right[0] + 0.2
-    function, tensors = classifier.formula()
-    tests = F.normalize(images[1::2], dim=1)
-    torch.testing.assert_close(function(tests, **tensors), classifier(tests), rtol=1e-4, atol=1e-4)
 
 
 def test_the_tables_add_up_over_tasks_and_further_images():
@@ -302,16 +277,6 @@ def test_a_forgotten_class_leaves_nothing(each):
     assert len(classifier.factors) <= sum(classifier.counts.clamp(max=DIM))
     classifier.forget_class(NAMES[3])
     same_solution(classifier, taught(images, labels, order=kept, **FIXED))
-    images, labels = photos(3, seed=9)
-    classifier.add_classes([NAMES[3]], images[labels == 3], labels[labels == 3] - 3, TEXTS[[*kept, 3]])
-    assert classifier.class_names[-1] == NAMES[3]
-
-
-def test_a_share_that_is_not_kept_stays():
-    classifier = taught(*photos(4), exact_forgetting=False, **FIXED)
-    scatter, smaller = classifier.scatter.clone(), classifier.nbytes < taught(*photos(4)).nbytes
-    classifier.forget_class(NAMES[3])
-    assert smaller and torch.equal(classifier.scatter, scatter) and classifier.freedom == 15
 
 
 def test_random_features_end_where_features_move():
@@ -324,8 +289,7 @@ def test_random_features_end_where_features_move():
     for each in (classifier, plain):
         each.update_classes(F.normalize(more @ turn.float(), dim=1), known)
     assert classifier.choice == plain.choice and classifier.choice[2] == 0
-    for mine, theirs in zip(classifier.solution(), plain.solution(), strict=True):
-        close(mine, theirs)
+    same_solution(classifier, plain)
 
 
 @pytest.mark.parametrize("names", [["a"], ["a", "b"]])
@@ -354,13 +318,6 @@ def test_of_many_images_every_class_leaves_out_as_many(monkeypatch):
     close(classifier.losses, other.losses, SINGLE)
     # 1, 2, 3, 3 and 3 images of the classes stand for all of them; of a class with one, none can be left out.
     close(classifier.judged, [4 * 5, 25 * (2 / 4 + 3 / 9 + 3 / 9 + 3 / 9)], 1e-9)
-
-
-@pytest.mark.parametrize("settings", [{}, FIXED])
-def test_images_without_a_mean_direction_are_refused_with_and_without_random_features(settings):
-    row = torch.eye(DIM)[:1]
-    with pytest.raises(ValueError, match="features of class 'x' cancel out"):
-        BayesClassifier(DIM, **settings).add_classes(["x"], torch.cat([row, -row]), [0, 0], row)
 
 
 @pytest.mark.parametrize(("each", "settings"), [(4, {"features": 7}), (4, {"features": 0}), (1, {}), (4, FIXED)])

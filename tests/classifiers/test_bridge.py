@@ -43,8 +43,6 @@ def test_head_equals_the_reference_over_two_tasks():
     torch.testing.assert_close(head(TESTS).double(), literal.logits(TESTS), rtol=0, atol=5e-3)
     expected = [sum(w * a for w, a in zip(row, literal.depths, strict=True)) for row in literal.weights]
     torch.testing.assert_close(head.expected_depth().tolist(), expected, rtol=0, atol=1e-4)
-    assert (head.ensemble_prototypes.norm(dim=1) < 1 - 1e-3).all()
-    assert "embed_dim=8, num_depths=4, reliability_temperature=0.05, classes=5" in repr(head)
     scales = torch.logspace(-30, 30, 20)[:, None]
     torch.testing.assert_close(head(TESTS * scales), head(TESTS), rtol=0, atol=1e-4)
 
@@ -73,19 +71,6 @@ def test_folded_vectors_follow_every_change_of_the_state():
     head.half()
     assert head.visual_prototypes.dtype == torch.float16 and head.ensemble_prototypes is not first
     torch.testing.assert_close(head.ensemble_prototypes, first, rtol=0, atol=5e-3)
-
-
-def test_prototypes_are_those_of_all_images_at_once():
-    images, labels = photos([0, 1, 2], 20, 7)
-    early, late = torch.arange(60) % 3 == 0, BridgeEnsembleHead(DIM, num_depths=4, logit_scale=SCALE)
-    late.add_classes(["a", "b", "c"], images[early], labels[early], TEXTS[:3])
-    for rows in (~early).nonzero()[:, 0].split(7):
-        late.update_classes(images[rows], labels[rows])
-    for row in range(3):
-        total = reference.unit(images)[labels == row].sum(dim=0)
-        torch.testing.assert_close(late.visual_prototypes[row].double(), total / total.norm(), rtol=0, atol=3e-7)
-        assert float(late.lengths[row]) == pytest.approx(float(total.norm()), rel=1e-6)
-    assert late.counts.tolist() == [20, 20, 20]
 
 
 def test_reliability_is_the_weighted_mean_of_the_old_and_the_new_measurement():
@@ -117,7 +102,8 @@ def test_moving_keeps_the_weight_of_old_images_and_forgetting_drops_it():
     head, turn = make_head(), torch.linalg.qr(randn(DIM, DIM, seed=5)).Q
     head.move(turn)
     images, labels = photos([3], 9, 6)
-    head.update_classes(images @ turn, labels + 3)
+    for rows in (slice(0, 4), slice(4, 9)):
+        head.update_classes(images[rows] @ turn, labels[rows] + 3)
     total = (reference.unit(torch.cat([photos([3, 4], 5, 3)[0][:5], images])) @ turn.double()).sum(dim=0)
     torch.testing.assert_close(head.visual_prototypes[3].double(), total / total.norm(), rtol=0, atol=1e-6)
     head.forget_class("bee")

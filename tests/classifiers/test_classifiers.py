@@ -56,10 +56,6 @@ def test_unequal_counts_are_weighed_as_in_the_references(unequal):
     for name, logits in expected.items():
         found = at_once(name, images, labels)(digits.tests)
         torch.testing.assert_close(found.double(), logits, rtol=1e-4, atol=1e-3)
-        few = digits.truth % 2 == 1
-        plain = scores if name != "lda" else reference.lda_logits(images, labels.tolist(), digits.tests, None)
-        right = [(found.argmax(dim=1) == digits.truth)[few].double().mean() for found in (logits, plain)]
-        assert right[0] > right[1] + 0.1, f"{name}: classes with few images are lost"
 
 
 def test_gda_weighs_lda_by_images_that_are_really_left_out(unequal):

@@ -108,18 +108,6 @@ def test_of_many_hard_pairs_each_step_draws_some(monkeypatch):
     assert 2 < len(torch.cat(steps).unique(dim=0)) <= 6
 
 
-def test_gaussians_move_with_the_features():
-    classifier = RapfClassifier(DIM, epochs=1)
-    classifier.add_classes(["a", "b"], *features(2, 8, 0), normal(2, DIM, seed=8))
-    matrix = torch.eye(DIM).double() + 0.1 * normal(DIM, DIM, seed=11).double()
-    means, factors, map_ = classifier.means.double(), classifier.factors.double(), classifier.map.clone()
-    classifier.move(matrix)
-    torch.testing.assert_close(classifier.means.double(), means @ matrix, rtol=0, atol=1e-6)
-    sigma = classifier.factors[1].double() @ classifier.factors[1].double().T
-    torch.testing.assert_close(sigma, matrix.T @ factors[1] @ factors[1].T @ matrix, rtol=1e-4, atol=1e-6)
-    assert torch.equal(classifier.map, map_)
-
-
 SETTINGS = {"epochs": 3, "batch_size": 5, "learning_rate": 0.05, "rounds": 2, "draws": 7, "norm": 0.2, "ridge": 0.01}
 
 
