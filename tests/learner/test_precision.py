@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import write_saved
-from failing_files import seal
+from failing_files import edited
 from lives import images_of, stream, tiny_learner
 
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments
@@ -78,14 +78,11 @@ def test_a_run_goes_on_in_its_own_precision(hardware, tmp_path):
 @pytest.mark.parametrize(("old", "now"), [("no", "float32"), ("bf16", "bfloat16")])
 def test_what_release_0_2_0_called_mixed_precision_means_the_same(old, now, hardware, own_run):
     assert setting_values({"mixed_precision": old}, "a file") == {"precision": now}
-    folder = own_run / "task-002"
-    found = json.loads((folder / "learner.json").read_text())
-    del found["arguments"]["precision"]
-    found["arguments"]["mixed_precision"] = old
-    (folder / "learner.json").write_text(json.dumps(found))
-    seal(folder, "learner.json")
-    learner = ClassIncrementalLearner.from_pretrained(folder, tiny_learner("frozen").clip)
-    assert learner.args.precision == now
+    file = own_run / "task-002" / "learner.json"
+    arguments = json.loads(file.read_text())["arguments"] | {"mixed_precision": old}
+    del arguments["precision"]
+    edited(file, "arguments", arguments)
+    assert ClassIncrementalLearner.from_pretrained(file.parent, tiny_learner("frozen").clip).args.precision == now
 
 
 def test_a_file_of_0_2_0_is_of_float32_also_on_hardware_with_bfloat16(hardware, capsys):

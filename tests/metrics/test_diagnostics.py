@@ -45,15 +45,12 @@ def test_shares_of_the_gradient_equal_projections_written_out():
     energy = (grad**2).sum()
     inside = np.linalg.svd(grad @ occupied)[1] ** 2 / energy
     outside = np.linalg.svd(grad @ (np.eye(10) - occupied @ occupied.T))[1] ** 2 / energy
-    assert demand.energy == pytest.approx(energy)
-    assert demand.occupied == pytest.approx(inside.sum(), abs=1e-6)
-    assert demand.chance == 0.4
-    assert demand.shared == pytest.approx(inside[0], abs=1e-6)
-    assert demand.residual == pytest.approx(outside[:2].sum(), abs=1e-6)
-    assert demand.neither == pytest.approx(inside[1:].sum() + outside[2:].sum(), abs=1e-6)
+    assert demand.energy == pytest.approx(energy) and demand.chance == 0.4
+    found = (demand.occupied, demand.shared, demand.residual, demand.neither)
+    neither = inside[1:].sum() + outside[2:].sum()
+    assert found == pytest.approx((inside.sum(), inside[0], outside[:2].sum(), neither), abs=1e-6)
     demand = layer_demands({"a": torch.zeros(3, 4)}, None, 1, 1)["a"]
-    assert demand.occupied is None and demand.chance is None
-    assert (demand.energy, demand.shared, demand.residual) == (0, 0, 0)
+    assert (demand.occupied, demand.chance, demand.energy, demand.shared, demand.residual) == (None, None, 0, 0, 0)
 
 
 @pytest.fixture
@@ -108,17 +105,18 @@ def test_rank_similarity_is_spearmans_of_every_row_ties_included():
 
 def stream(*moves):
     """Tasks of two classes each in 6 dimensions; each later model turns all features by a matrix."""
-    centres, texts, turn, tasks = unit(2 * (len(moves) + 1), 6), unit(2 * (len(moves) + 1), 6), torch.eye(6), []
-    tests = [
-        F.normalize(centres[[2 * t, 2 * t + 1]].repeat(4, 1) + 0.3 * unit(8, 6), dim=1) for t in range(len(moves) + 1)
-    ]
-    labels = torch.arange(2).repeat(4)
+    count, labels, turn = len(moves) + 1, torch.arange(2).repeat(4), torch.eye(6)
+    centres, texts, tasks = unit(2 * count, 6), unit(2 * count, 6), []
+
+    def images(task):
+        return F.normalize(centres[2 * task + labels] + 0.3 * unit(8, 6), dim=1)
+
+    tests = [images(task) for task in range(count)]
     for t, move in enumerate([torch.eye(6), *moves]):
-        images = F.normalize(centres[[2 * t, 2 * t + 1]].repeat(4, 1) + 0.3 * unit(8, 6), dim=1)
-        before, turn = images @ turn, turn @ move
-        closing = ClosingPass((f"{t}a", f"{t}b"), images @ turn, labels, before, texts[: 2 * (t + 1)])
-        found = {s + 1: (tests[s] @ turn, labels + 2 * s) for s in range(t + 1)}
-        tasks.append(TaskFeatures(closing, found))
+        own = images(t)
+        before, turn = own @ turn, turn @ move
+        closing = ClosingPass((f"{t}a", f"{t}b"), own @ turn, labels, before, texts[: 2 * (t + 1)])
+        tasks.append(TaskFeatures(closing, {s + 1: (tests[s] @ turn, labels + 2 * s) for s in range(t + 1)}))
     return tasks
 
 
@@ -132,8 +130,7 @@ def test_drift_of_a_stream_equals_loops_over_classes():
     assert [row.task for row in found] == [2, 3]
     last, earlier, task = found[1], tasks[1], tasks[2]
     assert last.own == pytest.approx(float((task.closing.before * task.closing.features).sum(1).mean()), abs=1e-6)
-    before = torch.cat([earlier.tests[n][0] for n in (1, 2)]).double()
-    after = torch.cat([task.tests[n][0] for n in (1, 2)]).double()
+    before, after = (torch.cat([one.tests[n][0] for n in (1, 2)]).double() for one in (earlier, task))
     truth = torch.cat([task.tests[n][1] for n in (1, 2)])
     assert last.old == pytest.approx(float((before * after).sum(dim=1).mean()), abs=1e-6)
     first = earlier.closing.texts[:2].double()
@@ -183,10 +180,9 @@ def test_a_task_to_come_asks_what_learning_it_then_records(trained):
     assert all(0 < row.chance < 1 and row.shared <= row.occupied + 1e-6 for row in demands.values())
     again = ClassIncrementalLearner.from_pretrained(folder / "task-002")
     again.learn_task(tasks[2].train, tasks[2].class_names)
-    assert again.record.shared_capture == pytest.approx(np.mean([row.shared for row in demands.values()]), abs=1e-5)
-    assert again.record.residual_capture == pytest.approx(
-        np.mean([row.residual for row in demands.values()]), abs=1e-5
-    )
+    for kind in ("shared", "residual"):
+        mean = np.mean([getattr(row, kind) for row in demands.values()])
+        assert getattr(again.record, f"{kind}_capture") == pytest.approx(mean, abs=1e-5)
 
 
 def relevance_by_differences(model, pixels, prototype):
@@ -237,26 +233,19 @@ def test_every_served_encoder_has_maps(model_type):
     assert maps.shape == (1, 2, 2, 2) and maps.abs().amax() > 1e-3
 
 
-def test_the_effects_of_a_run_are_those_of_its_learner(trained):
+def test_the_figures_of_a_run_have_what_training_changed(trained, tmp_path, capsys):
     learner, folder, _ = trained
-    found = read_effects(read_run(folder))
+    out, page = tmp_path / "pictures", str(tmp_path / "page.html")
+    assert main(["report", str(folder), "--output", page, "--figures", str(out)]) == 0
+    names = {"diagnostics.json", "captures.png", "depths.png", "drift-task-002.png"}
+    said, found = capsys.readouterr().out, read_effects(read_run(folder))
+    assert {path.name for path in out.iterdir()} == names and all(str(out / name) in said for name in names)
+    numbers = json.loads((out / "diagnostics.json").read_text())
+    assert numbers["drift"] == [vars(row) for row in found.drift]
+    assert numbers["depths"]["alone"] == found.accuracy.alone.tolist()
+    assert numbers["reliability"]["spread"] == found.profile.spread.tolist()
     assert found.accuracy.weighted == pytest.approx(known_tasks(learner)[-1].row.classifiers["bridge"].accuracy)
     assert None not in vars(found.drift[0]).values() and found.drift[0].old < 1 and found.drift[0].own < 1
     weights = learner.head.reliability.double().cpu()
     torch.testing.assert_close(found.profile.mean, weights.mean(dim=0))
     torch.testing.assert_close(found.profile.spread, weights.std(dim=0, correction=0))
-
-
-def test_the_command_writes_the_figures_of_one_run(trained, tmp_path, capsys):
-    _, folder, _ = trained
-    out, page = tmp_path / "pictures", str(tmp_path / "page.html")
-    assert main(["report", str(folder), "--output", page, "--figures", str(out)]) == 0
-    names = {"diagnostics.json", "captures.png", "depths.png", "drift-task-002.png"}
-    assert {path.name for path in out.iterdir()} == names
-    said = capsys.readouterr().out
-    assert all(str(out / name) in said for name in names)
-    numbers = json.loads((out / "diagnostics.json").read_text())
-    found = read_effects(read_run(folder))
-    assert numbers["drift"] == [vars(row) for row in found.drift]
-    assert numbers["depths"]["alone"] == found.accuracy.alone.tolist()
-    assert numbers["reliability"]["spread"] == found.profile.spread.tolist()

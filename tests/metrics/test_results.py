@@ -16,7 +16,6 @@ from dulbe_peft.metrics.accuracy import (
     backward_transfer,
     calibration_error,
     forgetting,
-    percent,
     summarize,
     transfer_measures,
 )
@@ -100,10 +99,10 @@ def test_the_file_reads_back_and_no_cell_is_a_formula(tmp_path):
     assert "'=1+1" in cells and not [cell for cell in cells if cell[:1] in ("=", "+", "-", "@")]
 
 
-@pytest.mark.parametrize("text", ["=1", "'=1", "''=1", "'plain", "+", "-3", "@x", "", "a\r=1", 'say "x"\n', "é"])
-def test_any_text_comes_back_from_a_table(tmp_path, text):
-    write_csv(tmp_path / "t.csv", ["name"], [[text, 1], ["x", -0.5]])
-    assert read_csv(tmp_path / "t.csv") == [["name"], [text, "1"], ["x", "-0.5"]]
+def test_any_text_comes_back_from_a_table(tmp_path):
+    texts = ["=1", "'=1", "''=1", "'plain", "+", "-3", "@x", "", "a\r=1", 'say "x"\n', "é"]
+    write_csv(tmp_path / "t.csv", ["name"], [[text, -0.5] for text in texts])
+    assert read_csv(tmp_path / "t.csv") == [["name"], *([text, "-0.5"] for text in texts)]
 
 
 @pytest.mark.parametrize("tasks", [2, 3, 10])
@@ -132,7 +131,6 @@ def test_what_was_not_measured_is_left_out_and_never_invented():
     assert [single[name] for name in measures] == [0.4, 0.0, 0.0] and single["matrix"] == [[0.4]]
     unknown = summarize([[0.5], [None, None]], [0.5, None])
     assert unknown["last_accuracy"] is None and unknown["forgetting"] is None
-    assert (percent(0.123), percent(None), percent(0.123, 2)) == ("12.3", "-", "12.30")
 
 
 def test_the_calibration_error_equals_the_literal_one():
@@ -147,7 +145,6 @@ def test_the_calibration_error_equals_the_literal_one():
 
 
 CLASSES = [["a", "b"], ["c", "d"], ["e"]]
-SETTINGS = {"adapter": {}, "arguments": {"seed": 3}, "strategy": {"name": "frozen"}}
 
 
 def guesses(seen, task, seed, sure=0.6):
@@ -172,32 +169,26 @@ def stream():
     return [[guesses(seen, task, 10 * step + task) for task in range(step + 1)] for step, seen in enumerate((2, 4, 5))]
 
 
-def finished(steps, zero_shot=(0.5, 0.4, 0.3)):
-    tasks = zip(CLASSES, steps, zero_shot, strict=False)
-    return [
+def results_of(steps, zero_shot=(0.5, 0.4, 0.3)):
+    tasks = [
         FinishedTask(class_names=names, row=measured_row(tests), zero_shot=value, details={"images": {"a": index}})
-        for index, (names, tests, value) in enumerate(tasks)
+        for index, (names, tests, value) in enumerate(zip(CLASSES, steps, zero_shot, strict=True))
     ]
-
-
-def results_of(tasks):
-    return stream_results(tasks, SETTINGS, ("bridge", "lda"), {})
+    return stream_results(tasks, {"adapter": {}, "arguments": {"seed": 3}, "strategy": {}}, ("bridge", "lda"), {})
 
 
 def literal_accuracy(tests, name, classifier):
-    right = images = 0
+    right = []
     for test in tests:
-        for i in range(len(test.truth)):
-            if test.class_names[int(test.truth[i])] == name:
-                images += 1
-                right += int(test.classifiers[classifier][i]) == int(test.truth[i])
-    return right / images
+        for true, said in zip(test.truth.tolist(), test.classifiers[classifier].tolist(), strict=True):
+            right += [said == true] if test.class_names[true] == name else []
+    return sum(right) / len(right)
 
 
 @pytest.mark.parametrize("classifier", ["bridge", "lda"])
 def test_figures_by_class_equal_loops_over_the_images(classifier):
     steps = stream()
-    results = results_of(finished(steps))
+    results = results_of(steps)
     figures = results["classes"][classifier]
     assert set(figures["accuracy"]) == {"a", "b", "c", "d", "e"}
     assert set(figures["forgetting"]) == {"a", "b", "c", "d"}, "the last task has lost nothing yet"
@@ -221,7 +212,7 @@ def test_tasks_that_were_not_tested_are_no_figures():
     """A learner that had learned before: its first task has no tests."""
     steps = stream()
     steps[2][0] = None
-    figures = results_of(finished([[None], *steps[1:]], zero_shot=(None, 0.4, 0.3)))
+    figures = results_of([[None], *steps[1:]], zero_shot=(None, 0.4, 0.3))
     assert figures["classifiers"]["lda"]["overall"][0] is None and figures["zero_shot"]["average_accuracy"] == 0.35
     lost = figures["classes"]["lda"]["forgetting"]
     now = figures["classes"]["lda"]["accuracy"]

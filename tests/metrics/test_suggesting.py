@@ -33,10 +33,8 @@ def test_without_a_classifier_each_group_has_one_the_largest_first():
     assert all(one.proposed == "" and one.novelty is None for one in found)
     for one in found:  # the middle of its group
         own = features[labels == labels[one.row]]
-        assert float(features[one.row] @ F.normalize(own.mean(dim=0), dim=0)) >= float(
-            (own @ F.normalize(own.mean(dim=0), dim=0)).quantile(0.9)
-        )
-    assert found == suggestions(features, 4), "the same call gives the same"
+        middle = F.normalize(own.mean(dim=0), dim=0)
+        assert features[one.row] @ middle >= (own @ middle).quantile(0.9)
 
 
 def test_many_novel_images_come_first_one_a_group():
