@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from small_runs import learner_of
 
-from dulbe_peft import ClassIncrementalLearner, Featurizer, ImageFolder, LearnerArguments, Predictor, load_clip
+from dulbe_peft import Featurizer, ImageFolder, Predictor
 from dulbe_peft.demo import demo_model_folder
 
 
 @pytest.fixture(scope="module")
-def saved(digit_folders, tmp_path_factory):
+def saved(base, digit_folders, tmp_path_factory):
     """A saved learner of three digits, paths of test images, their features and answers."""
     root = digit_folders(3, 8, 3)
-    args = LearnerArguments(device="cpu", progress=False)
-    learner = ClassIncrementalLearner(*load_clip(demo_model_folder()), args=args, strategy="frozen", classifiers="lda")
+    learner = learner_of(base, "frozen", "lda")
     learner.learn_task(ImageFolder(root, "train"))
     folder = tmp_path_factory.mktemp("learners") / "digits"
     learner.save_pretrained(folder)
@@ -42,7 +42,6 @@ FORMS = {
     "arrays": lambda paths: np.stack([np.asarray(Image.open(path).convert("RGB")) for path in paths]),
     "grey": lambda paths: [np.asarray(Image.open(path))[:, :, None] for path in paths],
     "bytes": lambda paths: [Path(path).read_bytes() for path in paths],
-    "bytearrays": lambda paths: [bytearray(Path(path).read_bytes()) for path in paths],
     "stored": lambda paths: [{"bytes": Path(path).read_bytes(), "path": None} for path in paths],
     "files": lambda paths: [io.BytesIO(Path(path).read_bytes()) for path in paths],
 }
@@ -79,40 +78,27 @@ def test_a_copy_loads_nothing_twice_and_a_new_one_sees_what_was_learned_since(sa
     assert Predictor(folder)._learner() is not learner
 
 
-NO_IMAGES = {
-    "no image": lambda folder: str(folder / "note.jpg"),
-    "a folder": str,
-    "a folder's path": Path,
-    "an empty path": lambda folder: "",
-    "nothing": lambda folder: None,
-    "numbers": lambda folder: np.zeros((4, 4, 3)),
-    "several": lambda folder: np.zeros((2, 4, 4, 3), np.uint8),
-    "a list": lambda folder: [str(folder / "1.png"), str(folder / "2.png")],
-    "bytes of none": lambda folder: b"",
-    "nothing stored": lambda folder: {"bytes": None, "path": None},
-}
+def test_what_is_no_image_is_refused_by_its_number(saved, functions, tmp_path):
+    """Else a folder of three images would be answered for each of them, and the columns had other lengths."""
+    good, several = saved[1][0], [str(shutil.copy(saved[1][0], tmp_path / name)) for name in ("1.png", "2.png")]
+    note = tmp_path / "note.jpg"
+    note.write_text("no image")
+    pixels = np.zeros((2, 4, 4, 3), np.uint8)
+    nothing = ("", None, b"", {"bytes": None, "path": None})
+    for kind in (*nothing, str(note), tmp_path, str(tmp_path), several, pixels, pixels[0].astype(float)):
+        for function in functions:
+            with pytest.raises(ValueError, match="^image 1 "):
+                function({"image": [good, kind, good]})
 
 
-@pytest.mark.parametrize("kind", NO_IMAGES)
-def test_what_is_no_image_is_refused_by_its_number(saved, functions, tmp_path, kind):
-    """A folder of three images was answered for each of them, and the columns had other lengths."""
-    paths = saved[1]
-    for name in ("1.png", "2.png", "3.png"):
-        shutil.copy(paths[0], tmp_path / name)
-    (tmp_path / "note.jpg").write_text("no image")
+def test_what_is_no_batch_of_images_is_refused(saved, functions):
     for function in functions:
-        with pytest.raises(ValueError, match="^image 1 "):
-            function({"image": [paths[0], NO_IMAGES[kind](tmp_path), paths[0]]})
-
-
-@pytest.mark.parametrize("make", [Featurizer, Predictor])
-def test_what_is_no_batch_of_images_is_refused(saved, make):
-    with pytest.raises(ValueError, match=r"the batch has no column 'image'; its columns are \['picture', 'id'\]"):
-        make(saved[0])({"picture": saved[1], "id": [0]})
+        with pytest.raises(ValueError, match=r"the batch has no column 'image'; its columns are \['picture', 'id'\]"):
+            function({"picture": saved[1], "id": [0]})
     with pytest.raises(TypeError, match="save it first"):
-        make(object())
+        Predictor(object())
     with pytest.raises(ValueError, match="eval_batch_size"):
-        make(saved[0], {"eval_batch_size": 0})
+        Predictor(saved[0], {"eval_batch_size": 0})
 
 
 @pytest.mark.slow

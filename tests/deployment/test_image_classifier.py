@@ -31,13 +31,13 @@ def test_paths_images_and_arrays_give_the_same_answers(images, tmp_path):
     paths = [tmp_path / f"{number}.png" for number in range(len(pictures))]
     for picture, path in zip(pictures, paths, strict=True):
         picture.save(path)
-    learned = [ImageClassifier("demo").fit(given, names) for given in (arrays, pictures, paths, list(map(str, paths)))]
+    first, *others = (ImageClassifier("demo").fit(given, names) for given in (arrays, pictures, list(map(str, paths))))
     for given in (arrays, pictures, paths):
-        assert all(one.predict(given).tolist() == learned[0].predict(arrays).tolist() for one in learned)
-    assert learned[0].score(arrays, names) > 0.9 and learned[0].classes_.tolist() == sorted(DIGITS[:4])
-    chances = learned[0].predict_proba(paths)
+        assert all((one.predict(given) == first.predict(arrays)).all() for one in (first, *others))
+    assert first.score(arrays, names) > 0.9 and first.classes_.tolist() == sorted(DIGITS[:4])
+    chances = first.predict_proba(paths)
     assert chances.shape == (40, 4) and np.allclose(chances.sum(axis=1), 1, atol=1e-5)
-    assert (learned[0].classes_[chances.argmax(axis=1)] == learned[0].predict(arrays)).all()
+    assert (first.classes_[chances.argmax(axis=1)] == first.predict(arrays)).all()
 
 
 def test_names_are_texts_in_the_template(images):

@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import os
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,142 +18,124 @@ import pytest
 import torch
 from documents import blocks
 from PIL import Image
+from small_runs import learner_of
 from torch.nn import functional as F
 
-from dulbe_peft import (
-    ClassIncrementalLearner,
-    ImageFolder,
-    LdaClassifier,
-    LearnerArguments,
-    PrototypeClassifier,
-    load_clip,
-)
+from dulbe_peft import ClassIncrementalLearner, ImageFolder, LdaClassifier, PrototypeClassifier
 from dulbe_peft.commands.main import main
-from dulbe_peft.demo import demo_model_folder
 
 
 @pytest.fixture(scope="module")
-def world(digit_folders, tmp_path_factory):
+def world(base, digit_folders, tmp_path_factory):
     """A learner of six digits that was saved, and the folders that it learned from."""
     root = digit_folders(6, 10, 4)
-    clip, processor = load_clip(demo_model_folder())
-    args = LearnerArguments(prompt_template="a photo of the digit {}.", device="cpu", progress=False)
-    classifiers = ("ranpac:features=200", "bridge")
-    learner = ClassIncrementalLearner(clip, processor, args=args, strategy="frozen", classifiers=classifiers)
-    train, test = ImageFolder(root, "train"), ImageFolder(root, "test")
-    learner.learn_task(train)
+    learner = learner_of(base, "frozen", ("ranpac:features=200", "bridge"), prompt_template="a photo of the digit {}.")
+    test = ImageFolder(root, "test")
+    learner.learn_task(ImageFolder(root, "train"))
     folder = tmp_path_factory.mktemp("saved") / "learner"
     learner.save_pretrained(folder)
-    return SimpleNamespace(learner=learner, root=root, test=test, folder=str(folder))
-
-
-def files(world):
-    return [world.test.item_name(index) for index in range(len(world.test))]
+    files = [test.item_name(index) for index in range(len(test))]
+    features = learner.image_embeds(test)
+    return SimpleNamespace(learner=learner, root=root, test=test, files=files, features=features, folder=str(folder))
 
 
 def test_whatever_holds_the_images_the_answers_are_the_same(world):
-    images = [world.test[index]["image"] for index in range(len(world.test))]
+    predict, images = world.learner.predict, [world.test[index]["image"] for index in range(len(world.test))]
     pixels = torch.stack([world.learner.encoder.images(world.test)[i][0] for i in range(len(images))])
-    expected = world.learner.predict(images)
+    expected = predict(images)
     assert len(set(expected)) > 3
-    for given in (world.test, files(world), str(world.root / "test"), world.root / "test", pixels, list(pixels)):
-        assert world.learner.predict(given) == expected
-    assert world.learner.predict([world.root / "test", images[0]]) == [*expected, expected[0]]
-    assert world.learner.predict(images[0]) == expected[:1] == world.learner.predict(files(world)[0])
-    assert world.learner.predict((images[0], images[1])) == expected[:2]
-    assert world.learner.predict([(images[0], 3), (images[1], 4)]) == expected[:2]
-    assert world.learner.predict([]) == [] and world.learner.predictions([]) == []
+    for given in (world.test, world.files, str(world.root / "test"), world.root / "test", pixels, list(pixels)):
+        assert predict(given) == expected
+    assert predict([world.root / "test", images[0]]) == [*expected, expected[0]]
+    assert predict(images[0]) == expected[:1] == predict(world.files[0])
+    assert predict((images[0], images[1])) == expected[:2] == predict([(images[0], 3), (images[1], 4)])
+    assert predict([]) == [] and world.learner.predictions([]) == []
 
 
 def test_the_best_classes_and_their_probabilities(world):
-    features = world.learner.image_embeds(world.test)
-    probabilities = world.learner.classifier.probabilities(features).double()
-    rows = world.learner.predict(world.test, top_k=3, return_scores=True)
+    predict = world.learner.predict
+    probabilities = world.learner.classifier.probabilities(world.features).double()
+    rows = predict(world.test, top_k=3, return_scores=True)
     for row, expected in zip(rows, probabilities, strict=True):
         order = sorted(range(6), key=lambda label: -expected[label])[:3]
         assert [name for name, _ in row] == [world.learner.class_names[label] for label in order]
         assert [p for _, p in row] == pytest.approx([expected[label].item() for label in order], abs=1e-6)
-    assert world.learner.predict(world.test, top_k=3) == [[name for name, _ in row] for row in rows]
-    assert world.learner.predict(world.test, return_scores=True) == [row[0] for row in rows]
-    assert len(world.learner.predict(world.test, top_k=99)[0]) == 6
-    with pytest.raises(ValueError, match="top_k must be at least 1, got 0"):
-        world.learner.predict(world.test, top_k=0)
+    assert predict(world.test, top_k=3) == [[name for name, _ in row] for row in rows]
+    assert predict(world.test, return_scores=True) == [row[0] for row in rows]
+    assert len(predict(world.test, top_k=99)[0]) == 6
+    for wrong, words in (
+        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+        ({"top_k": 2, "coverage": 0.7}, "give one"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            predict(world.test, **wrong)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_image_that_cannot_be_read_is_stepped_over(world, tmp_path, workers):
     (tmp_path / "deep" / "er").mkdir(parents=True)
     (tmp_path / "deep" / "er" / "bad.jpg").write_bytes(b"no image")
-    Image.open(files(world)[0]).save(tmp_path / "deep" / "good.png")
-    args = LearnerArguments(prompt_template="a photo of the digit {}.", device="cpu", num_workers=workers)
-    learner = ClassIncrementalLearner.from_pretrained(world.folder, args=args)
+    shutil.copy(world.files[0], tmp_path / "deep" / "good.png")
+    learner = ClassIncrementalLearner.from_pretrained(
+        world.folder, machine={"device": "cpu", "num_workers": workers, "progress": False}
+    )
     rows = {row.image: row for row in learner.predictions([tmp_path, tmp_path / "gone.png"])}
-    assert len(rows) == 3
-    read = rows[str(tmp_path / "deep" / "good.png")]
-    assert read.error is None and list(read.classes) == world.learner.predict(files(world)[0])
-    assert "it is none of the formats JPEG" in rows[str(tmp_path / "deep" / "er" / "bad.jpg")].error
-    assert "No such file" in rows[str(tmp_path / "gone.png")].error
+    read, bad, gone = (rows.pop(str(tmp_path / name)) for name in ("deep/good.png", "deep/er/bad.jpg", "gone.png"))
+    assert not rows and read.error is None and list(read.classes) == world.learner.predict(world.files[0])
+    assert "it is none of the formats JPEG" in bad.error and "No such file" in gone.error
     with pytest.raises(ValueError, match=r"bad\.jpg\) cannot be read: it is none of"):
         learner.predict(tmp_path)
 
 
-def test_rejected_images_have_no_class(world):
-    noise = [Image.fromarray(np.random.default_rng(i).integers(0, 256, (8, 8, 3), dtype=np.uint8)) for i in range(20)]
+@pytest.fixture(scope="module")
+def noise():
+    return [Image.fromarray(np.random.default_rng(i).integers(0, 256, (8, 8, 3), dtype=np.uint8)) for i in range(20)]
+
+
+def test_rejected_images_have_no_class(world, noise):
     threshold = world.learner.classifier.rejection_threshold(0.3)
     scored = world.learner.predict(noise, return_scores=True)
     answers = world.learner.predict(noise, reject=0.3)
-    assert answers == [name if p >= threshold else None for name, p in scored]
-    assert None in answers
+    assert answers == [name if p >= threshold else None for name, p in scored] and None in answers
     assert world.learner.predict(noise, top_k=2, reject=0.3)[answers.index(None)] == []
-    known = world.learner.predict(world.test, reject=0.3)
-    assert known.count(None) / len(known) < answers.count(None) / len(answers)
 
 
-def test_answers_come_with_their_novelty(world):
+def test_answers_come_with_their_novelty(world, noise):
     learner = copy.copy(world.learner)
     lda = LdaClassifier(embed_dim=learner.encoder.embed_dim)
     learner.state = replace(learner.state, classifiers={"lda": lda})
-    features, labels = world.learner.image_embeds(world.test), torch.as_tensor(world.test.labels)
-    learner.classifier.add_classes(learner.class_names, features, labels)
-    noise = [Image.fromarray(np.random.default_rng(i).integers(0, 256, (8, 8, 3), dtype=np.uint8)) for i in range(20)]
+    lda.add_classes(learner.class_names, world.features, world.test.labels)
     answers, novelties = learner.predict(noise, top_k=2, return_novelty=True)
     assert answers == learner.predict(noise, top_k=2)
-    found = learner.classifier.novelty(learner.image_embeds(noise))
-    assert novelties == pytest.approx(found.tolist(), rel=1e-4)
-    assert min(novelties) > learner.classifier.novelty(features).max()
-    refused = learner.classifier.refused(features, 0.1).tolist()
+    assert novelties == pytest.approx(lda.novelty(learner.image_embeds(noise)).tolist(), rel=1e-4)
+    assert min(novelties) > lda.novelty(world.features).max()
+    refused = lda.refused(world.features, 0.1).tolist()
     assert [answer is None for answer in learner.predict(world.test, reject=0.1)] == refused
     assert learner.predict(noise, reject=0.1) == [None] * len(noise)
 
 
 def test_sets_cover_the_right_class(world):
-    features = world.learner.image_embeds(world.test)
-    sets = world.learner.classifier.prediction_sets(features, 0.7)
+    sets = world.learner.classifier.prediction_sets(world.features, 0.7)
     answers = world.learner.predict(world.test, coverage=0.7, return_scores=True)
     for row, members in zip(answers, sets, strict=True):
         assert {name for name, _ in row} == {world.learner.class_names[label] for label in members.nonzero()[:, 0]}
         assert [p for _, p in row] == sorted([p for _, p in row], reverse=True)
     assert world.learner.predict(world.test, coverage=0.7) == [[name for name, _ in row] for row in answers]
-    with pytest.raises(ValueError, match=r"top_k is 2 and coverage 0.7: give one of them"):
-        world.learner.predict(world.test, top_k=2, coverage=0.7)
 
 
 def test_the_command_writes_paths_classes_and_probabilities(world, tmp_path, capsys):
-    folder = str(world.root / "test")
+    folder, table, file = str(world.root / "test"), tmp_path / "a.csv", tmp_path / "a.json"
     argv = ["predict", world.folder, folder, "--top-k", "2", "--device", "cpu", "--num-workers", "0"]
-    assert main([*argv, "--csv", str(tmp_path / "a.csv"), "--json", str(tmp_path / "a.json")]) == 0
-    expected = world.learner.predict(folder, top_k=2, return_scores=True)
-    with open(tmp_path / "a.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    assert main([*argv, "--csv", str(table), "--json", str(file)]) == 0
+    expected, novelties = world.learner.predict(folder, top_k=2, return_scores=True, return_novelty=True)
+    rows, written = list(csv.DictReader(io.StringIO(table.read_text()))), json.loads(file.read_text())
     assert list(rows[0]) == ["path", "class", "probability", "novelty"] and len(rows) == 2 * len(expected)
     flat = [answer for answers in expected for answer in answers]
     assert [row["class"] for row in rows] == [name for name, _ in flat]
     assert [float(row["probability"]) for row in rows] == pytest.approx([p for _, p in flat], abs=1e-5)
-    _, novelties = world.learner.predict(folder, return_novelty=True)
     assert [float(row["novelty"]) for row in rows[::2]] == pytest.approx(novelties, abs=1e-5)
-    written = json.loads((tmp_path / "a.json").read_text())
     assert [row["classes"][0]["class"] for row in written] == [answers[0][0] for answers in expected]
-    assert {row["path"] for row in rows} == {row["path"] for row in written} == set(files(world))
+    assert {row["path"] for row in rows} == {row["path"] for row in written} == set(world.files)
     capsys.readouterr()
     assert main(argv) == 0
     first = capsys.readouterr().out.splitlines()[0].split("\t")
@@ -162,38 +145,36 @@ def test_the_command_writes_paths_classes_and_probabilities(world, tmp_path, cap
 def test_what_cannot_be_read_does_not_end_the_command(world, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.png").write_bytes(b"no")
-    paths = [str(tmp_path / name) for name in ("empty", "bad.png", "gone")]
-    argv = ["predict", "--device", "cpu", world.folder, *paths]
-    assert main([*argv, files(world)[0]]) == 0
+    argv = [
+        "predict",
+        "--device",
+        "cpu",
+        world.folder,
+        *(str(tmp_path / name) for name in ("empty", "bad.png", "gone")),
+    ]
+    assert main([*argv, world.files[0]]) == 0
     said = capsys.readouterr()
-    assert said.out.startswith(files(world)[0]) and said.out.count("\n") == 1
+    assert said.out.startswith(world.files[0]) and said.out.count("\n") == 1
     assert f"{tmp_path / 'empty'} cannot be read: the folder holds no image" in said.err
     assert "bad.png cannot be read" in said.err and "1 image, 3 could not be read" in said.err
     assert main(argv) == 2
 
 
-def test_names_that_are_not_utf_8_and_names_that_look_like_formulas(world, tmp_path, capsys, monkeypatch):
-    odd, formula = os.fsencode(tmp_path) + b"/\xff\xe9.png", "=1+1.png"
-    for name in (odd, os.fsencode(tmp_path / formula)):
-        Path(os.fsdecode(name)).write_bytes(Path(files(world)[0]).read_bytes())
+def test_standard_input_is_a_list_of_paths_or_one_line_of_error(world, tmp_path, capsys, monkeypatch):
+    """Also of names that are no UTF-8, and of one that looks like a formula."""
+    odd, formula = os.fsencode(tmp_path) + b"/\xff\xe9.png", b"=1+1.png"
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(odd + b"\r\n" + formula.encode() + b"\n")))
+    for name in (odd, formula):
+        shutil.copy(world.files[0], os.fsdecode(name))
     argv = ["predict", world.folder, "-", "--device", "cpu", "--csv", "a.csv", "--json", "a.json"]
-    assert main(argv) == 0
-    table, written = (tmp_path / "a.csv").read_bytes(), (tmp_path / "a.json").read_bytes()
-    assert odd in table and odd in written and b"\n'=1+1.png," in table
-    assert json.loads(os.fsdecode(written))[0]["path"] == os.fsdecode(odd)
-
-
-def test_standard_input_is_a_list_of_paths_or_one_line_of_error(world, capsys, monkeypatch):
-    names = files(world)[:2]
-    for data, status in (("\n".join(names).encode(), 0), (Path(names[0]).read_bytes(), 2)):
+    for data, status in ((odd + b"\r\n" + formula + b"\n", 0), (Path(world.files[0]).read_bytes(), 2)):
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
-        assert main(["predict", world.folder, "-", "--device", "cpu", "--csv", "-"]) == status
-        said = capsys.readouterr()
-        found = [(row["path"], row["class"]) for row in csv.DictReader(io.StringIO(said.out))]
-        assert found == (list(zip(names, world.learner.predict(names), strict=True)) if status == 0 else [])
-        assert ("a zero byte, which no path has" in said.err) == (status == 2)
+        assert main(argv) == status
+        assert ("a zero byte, which no path has" in capsys.readouterr().err) == (status == 2)
+    table, written = Path("a.csv").read_bytes(), json.loads(os.fsdecode(Path("a.json").read_bytes()))
+    assert odd in table and b"\n'=1+1.png," in table
+    assert [row["path"] for row in written] == [os.fsdecode(odd), "=1+1.png"]
+    assert [row["classes"][0]["class"] for row in written] == 2 * world.learner.predict(world.files[0])
 
 
 CLASSES, WIDTH = 1000, 32
