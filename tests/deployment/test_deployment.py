@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -94,37 +95,26 @@ def learned(model_type, root):
     learner = ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
     noise = np.random.default_rng(1)
     for first, names in ((0, ["cat", "dog"]), (2, ["bird", "cod"])):
-        lows = [(30 * (first + label), label) for label in (0, 1) for _ in range(3)]
-        images = [(Image.fromarray(noise.integers(low, 255, (16, 16, 3), np.uint8)), label) for low, label in lows]
-        learner.learn_task(images, names)
+        images = [noise.integers(30 * (first + label), 255, (16, 16, 3), np.uint8) for label in (0, 0, 0, 1, 1, 1)]
+        learner.learn_task(list(zip(map(Image.fromarray, images), (0, 0, 0, 1, 1, 1), strict=True)), names)
     return learner
-
-
-class Learners(dict):
-    """A learner of each type of model that a test asks for."""
-
-    def __init__(self, root):
-        super().__init__()
-        self.root = root
-
-    def __missing__(self, model_type):
-        self[model_type] = learned(model_type, self.root)
-        return self[model_type]
 
 
 @pytest.fixture(scope="module")
 def learners(tmp_path_factory):
-    return Learners(tmp_path_factory.mktemp("learners"))
+    """A learner of each type of model that a test asks for."""
+    root = tmp_path_factory.mktemp("learners")
+    return cache(lambda model_type: learned(model_type, root))
 
 
 @pytest.fixture(scope="module")
 def clip(learners):
-    return learners["clip"]
+    return learners("clip")
 
 
 def expected(learner, name):
     with torch.no_grad():
-        return learner.classifiers[name].probabilities(learner.image_embeds([(photo, -1) for photo in photos()]))
+        return learner.classifiers[name].probabilities(learner.image_embeds(photos()))
 
 
 def run_lines(root, folders, *blocked):
@@ -139,31 +129,23 @@ def run_lines(root, folders, *blocked):
     return {folder: torch.tensor(rows) for folder, rows in json.loads((root / "found.json").read_text()).items()}
 
 
-def check_lines(learners, root, formats, *blocked):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("formats", "blocked"), [(("lora", "transformers"), ()), (("onnx",), ("torch", "transformers", "peft"))]
+)
+def test_the_lines_of_the_cards_give_the_classifier_s_probabilities(learners, tmp_path, formats, blocked):
+    """Those of graphs need neither torch nor transformers."""
     cases = {}
     for model_type, rows in CASES.items():
         for kind, name in rows:
             if kind in formats:
                 folder = f"{model_type}-{kind}-{name}"
-                export_learner(learners[model_type], root / folder, kind, name)
-                cases[folder] = expected(learners[model_type], name)
-    found = run_lines(root, list(cases), *blocked)
-    for folder, probabilities in cases.items():
-        torch.testing.assert_close(
-            found[folder], probabilities, atol=1e-4, rtol=0, msg=lambda said, folder=folder: f"{folder}: {said}"
-        )
-        assert torch.equal(found[folder].argmax(dim=1), probabilities.argmax(dim=1)), folder
-        assert probabilities.std(dim=0).max() > 1e-3, folder  # the photos are told apart
-
-
-@pytest.mark.slow
-def test_the_lines_of_lora_and_of_plain_models_give_the_classifier_s_probabilities(learners, tmp_path):
-    check_lines(learners, tmp_path, ("lora", "transformers"))
-
-
-@pytest.mark.slow
-def test_the_lines_of_graphs_need_neither_torch_nor_transformers(learners, tmp_path):
-    check_lines(learners, tmp_path, ("onnx",), "torch", "transformers", "peft")
+                export_learner(learners(model_type), tmp_path / folder, kind, name)
+                cases[folder] = expected(learners(model_type), name)
+    for folder, found in run_lines(tmp_path, list(cases), *blocked).items():
+        torch.testing.assert_close(found, cases[folder], atol=1e-4, rtol=0, msg=lambda said, name=folder: name + said)
+        assert torch.equal(found.argmax(dim=1), cases[folder].argmax(dim=1)), folder
+        assert found.std(dim=0).max() > 1e-3, folder  # the photos are told apart
 
 
 def facts(root, folder="plain", file="classifier.json"):
@@ -175,22 +157,18 @@ def test_what_stands_beside_the_model(clip, learners, tmp_path):
     found = facts(tmp_path, "lora")
     assert found["class_names"] == list(clip.class_names) and found["classifier"] == "bridge"
     assert found["prompts"][0] == f"the digit {clip.class_names[0]}."
-    # Too few images to promise a threshold.
-    assert "reject_below" not in found and found["formula"].endswith("return z @ weight.T + bias\n")
-    card = (tmp_path / "lora/README.md").read_text(encoding="utf-8")
-    assert "library_name: peft" in card and "pipeline_tag: zero-shot-image-classification" in card
-    assert "pip install torch transformers peft" in card and json.dumps(clip.class_names[1]) in card
-    export_learner(learners["vit"], tmp_path / "plain", "transformers")
-    card = (tmp_path / "plain/README.md").read_text(encoding="utf-8")
-    assert "pipeline_tag: image-classification" in card and "zero-shot" not in card
+    assert "reject_below" not in found  # too few images to promise a threshold
+    export_learner(learners("vit"), tmp_path / "plain", "transformers")
     assert "prompts" not in facts(tmp_path)
+    for folder, kind in (("lora", "zero-shot-image-classification"), ("plain", "image-classification")):
+        assert f"pipeline_tag: {kind}\n" in (tmp_path / folder / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("format", ["lora", "transformers"])
 def test_the_zero_shot_pipeline_gives_the_text_classifier_s_answer(clip, tmp_path, format):
-    rows = clip.image_embeds([(photo, -1) for photo in photos()])
+    rows = clip.image_embeds(photos())
     export_learner(clip, tmp_path / "plain", format)
-    assert torch.equal(clip.image_embeds([(photo, -1) for photo in photos()]), rows), "the learner stays"
+    assert torch.equal(clip.image_embeds(photos()), rows), "the learner stays"
     classify = pipeline("zero-shot-image-classification", model=str(tmp_path / "plain"), device="cpu")
     names = list(clip.class_names)
     answers = classify(photos(), candidate_labels=names, hypothesis_template=clip.args.prompt_template)
@@ -307,7 +285,7 @@ def test_graphs_give_torch_s_probabilities_for_every_batch_size(clip, tmp_path, 
 
 @pytest.mark.slow
 def test_a_further_class_needs_no_new_encoder(learners, tmp_path):
-    learner = copy.deepcopy(learners["vit"])
+    learner = copy.deepcopy(learners("vit"))
     before = export_learner(learner, tmp_path / "before", "onnx", "prototype")
     images = [{"image": photo, "label": 0} for photo in photos()]
     learner.learn_task(images, ["hen"])
@@ -353,23 +331,23 @@ def test_javascript_loads_the_layout_of_transformers_js(clip, tmp_path):
 @pytest.mark.slow
 def test_weights_too_large_for_one_file_stand_beside_the_graph(learners, tmp_path, monkeypatch):
     monkeypatch.setattr(onnx_graphs, "LARGEST_FILE", 0)
-    folder = export_learner(learners["vit"], tmp_path / "plain", "onnx", "prototype")
+    folder = export_learner(learners("vit"), tmp_path / "plain", "onnx", "prototype")
     assert (folder / "encoder.onnx.data").stat().st_size > (folder / "encoder.onnx").stat().st_size / 10
     assert "encoder.onnx.data" in facts(tmp_path, file="manifest.json")["files"]
     with pytest.raises(ValueError, match="int8 is served for graphs below"):
-        export_learner(learners["vit"], tmp_path / "small", "onnx", "prototype", precision="int8")
+        export_learner(learners("vit"), tmp_path / "small", "onnx", "prototype", precision="int8")
 
 
 @pytest.mark.slow
 def test_a_graph_takes_images_that_are_not_square(learners, tmp_path):
-    onnxruntime, learner = pytest.importorskip("onnxruntime"), copy.deepcopy(learners["dinov2"])
+    onnxruntime, learner = pytest.importorskip("onnxruntime"), copy.deepcopy(learners("dinov2"))
     image_processor = learner.processor.image_processor
     image_processor.crop_size, image_processor.size = {"height": 16, "width": 24}, {"shortest_edge": 24}
     folder = export_learner(learner, tmp_path / "plain", "onnx", "lda")
     encoder = onnxruntime.InferenceSession(folder / "encoder.onnx")
     pixels = image_processor(images=photos(), return_tensors="pt")["pixel_values"]
     assert facts(tmp_path, file="model.json")["image_size"] == [16, 24] and pixels.shape[1:] == (3, 16, 24)
-    features = learner.image_embeds([(photo, -1) for photo in photos()]).numpy()
+    features = learner.image_embeds(photos()).numpy()
     np.testing.assert_allclose(encoder.run(None, {"pixel_values": pixels.numpy()})[0], features, atol=1e-5)
 
 
@@ -398,8 +376,8 @@ def test_bad_calls_are_named_and_write_nothing(clip, learners, tmp_path):
         (clip, {"precision": "int4"}, ValueError, "'int4'; it must be one of float32, float16, int8"),
         (clip, {"precision": "int8"}, ValueError, "is for the graphs of 'onnx' and 'transformers.js', got 'lora'"),
         (clip, {"classifier": "lad"}, ValueError, "no classifier 'lad'; its classifiers are bridge, text"),
-        (learners["siglip2"], {"format": "onnx"}, ValueError, "SigLIP 2 NaFlex has other positions for each image"),
-        (learners["vit"], {}, ValueError, "no adapter to export: its strategy 'frozen' trains nothing"),
+        (learners("siglip2"), {"format": "onnx"}, ValueError, "SigLIP 2 NaFlex has other positions for each image"),
+        (learners("vit"), {}, ValueError, "no adapter to export: its strategy 'frozen' trains nothing"),
         (fresh, {"format": "transformers"}, ValueError, "has learned no class yet"),
         (clip.model, {}, TypeError, "must be a ClassIncrementalLearner or its state, got PeftModel"),
     ):
