@@ -202,3 +202,19 @@ def test_a_turn_of_all_features_is_followed_exactly(name):
         classifier.set_text_embeds((F.normalize(digits.texts, dim=1).double() @ turn).float())
     found = classifier((digits.tests.double() @ turn).float())
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["visual_agent", "rapf", "slca", "engine", "proof", "clap4clip", "clg_cbm"])
+def test_where_rules_are_trained_what_they_keep_of_images_moves_and_the_rest_stays(name):
+    classifier, matrix = learned(name), torch.eye(DIM).double() + 0.01 * torch.randn(DIM, DIM, dtype=torch.float64)
+    expected, before = {key: value.double() for key, value in snapshot(classifier).items()}, classifier(digits.tests)
+    for key in ("means", "agents", "scatter"):
+        if key in expected:
+            expected[key] = expected[key] @ matrix
+    for key in ("factors", "scatter"):
+        if key in expected:
+            expected[key] = matrix.T @ expected[key]
+    classifier.move(matrix)
+    found = {key: value.double() for key, value in snapshot(classifier).items()}
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(classifier(digits.tests), before) == (name in ("rapf", "slca", "clg_cbm"))

@@ -79,10 +79,6 @@ def test_three_tasks_equal_the_literal_version_and_a_class_leaves_with_its_texts
     for change in ({"num_texts": state["num_texts"] + 1}, {"weight": state["weight"][:, 1:]}):
         with pytest.raises(RuntimeError, match=r"equally many texts, got \[15, 9, 9\]|weight must be \(6, 9\) for 6"):
             ClgCbmClassifier(DIM).load_state_dict(state | change)
-    classifier.move(torch.eye(DIM).flip(0))
-    moved = torch.stack([mean.flip(0) for mean, _ in old]), torch.stack([cov.flip(0, 1) for _, cov in old])
-    torch.testing.assert_close(classifier.means.double(), moved[0], rtol=0, atol=1e-5)
-    torch.testing.assert_close((classifier.factors @ classifier.factors.mT).double(), moved[1], rtol=0, atol=1e-5)
     classifier.forget_class("b")
     torch.testing.assert_close(classifier.bottleneck.double(), e[kept], rtol=0, atol=1e-3)
     torch.testing.assert_close(classifier.weight.double(), w[[0, 2, 3, 4, 5]][:, kept], rtol=0, atol=1e-3)

@@ -139,15 +139,3 @@ def test_images_that_hardly_differ_leave_numbers_that_half_precision_holds():
     assert not (means @ precision).half().isfinite().all()
     g = z.double() @ precision @ means.T - ((means @ precision) * means).sum(dim=1) / 2 - math.log(2)
     torch.testing.assert_close(classifier(z).double(), 20 * F.normalize(g, dim=1), rtol=0, atol=1e-3)
-
-
-def test_means_and_scatter_move_with_the_features():
-    classifier = taught(epochs=1)
-    matrix = torch.eye(DIM).double() + 0.1 * normal(DIM, DIM, seed=11).double()
-    means, scatter, unit = classifier.means.clone(), classifier.scatter.clone(), classifier.image_unit.clone()
-    before = classifier(normal(4, DIM, seed=3))
-    classifier.move(matrix)
-    torch.testing.assert_close(classifier.means, means @ matrix, rtol=0, atol=1e-12)
-    torch.testing.assert_close(classifier.scatter, matrix.T @ scatter @ matrix, rtol=0, atol=1e-12)
-    assert torch.equal(classifier.image_unit, unit)
-    assert not torch.equal(classifier(normal(4, DIM, seed=3)), before)

@@ -72,12 +72,11 @@ def test_rapf_s_two_tasks_equal_the_literal_version():
     classifier = RapfClassifier(DIM, 10.0, learning_rate=0.01, fusion_bias=0.4, ridge=1e-3, seed=2, **settings)
     texts = normal(5, DIM, seed=8)
     assert (torch.cdist(F.normalize(texts[:3], dim=1), F.normalize(texts[3:], dim=1)) < 1.35).sum() > 1
-    own = (6, 5, 0.3, 2, 1.35)
 
     x, y = features(3, 13, 0)
     generator = torch.Generator().manual_seed(2 * 1_000_003)
     start = (2 * torch.rand(DIM, DIM, generator=generator) - 1) / math.sqrt(DIM)
-    first = literal_map(start, x, y, texts[:3], 10.0, [], generator, *own)
+    first = literal_map(start, x, y, texts[:3], 10.0, [], generator, *settings.values())
     classifier.add_classes(["a", "b", "c"], x, y, texts[:3])
     torch.testing.assert_close(classifier.map.double(), first, rtol=0, atol=1e-4)
 
@@ -87,7 +86,7 @@ def test_rapf_s_two_tasks_equal_the_literal_version():
         old.append((rows.mean(dim=0), torch.cov(rows.T) + 1e-3 * torch.eye(DIM)))
     x2, y2 = features(2, 8, 4)
     generator = torch.Generator().manual_seed(2 * 1_000_003 + 3)
-    second = literal_map(first, x2, y2, texts, 10.0, old, generator, *own)
+    second = literal_map(first, x2, y2, texts, 10.0, old, generator, *settings.values())
     classifier.add_classes(["d", "e"], x2, y2, texts)
     torch.testing.assert_close(classifier.map.double(), fused(first, second, 0.4), rtol=0, atol=1e-3)
     assert (classifier.map.double() - first).abs().max() > 0.02

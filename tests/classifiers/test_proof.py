@@ -245,13 +245,8 @@ def literal_task(x, y, texts, old, finished, attention, generator):
 
 
 def test_proof_s_three_tasks_equal_the_literal_version():
-    classifier, texts, old, finished, attention = (
-        ProofClassifier(DIM, TAU, seed=2, **PROOF),
-        normal(7, DIM),
-        [],
-        [],
-        {},
-    )
+    classifier, texts = ProofClassifier(DIM, TAU, seed=2, **PROOF), normal(7, DIM)
+    old, finished, attention = [], [], {}
     for number, (classes, count) in enumerate(TASKS):
         x, y = features(classes, count, 5 * number)
         known = len(old)
@@ -262,25 +257,15 @@ def test_proof_s_three_tasks_equal_the_literal_version():
         classifier.add_classes([f"{number}-{c}" for c in range(classes)], x, y, seen)
         expected = torch.stack([three_scores(row, e, means, finished, now).sum(dim=0) for row in z])
         torch.testing.assert_close(classifier(x).double(), expected, rtol=0, atol=5e-4)
-        for name in SUMS:
-            total = sum(task[name] for task in (*finished, now))
-            torch.testing.assert_close(getattr(classifier, name).double(), total, rtol=0, atol=5e-5)
-        for name in ("query", "key", "value", "out", "out_shift"):
-            torch.testing.assert_close(getattr(classifier, name).double(), now[name], rtol=0, atol=5e-5)
-        torch.testing.assert_close(classifier.prompts[-1].double(), now["contexts"].flatten(), rtol=0, atol=5e-5)
         finished.append(now)
         attention = {name: now[name] for name in ("query", "key", "value", "out", "out_shift")}
         old += [(mean, int((y == c).sum())) for c, mean in enumerate(means[known:])]
-    assert (
-        attention["query"] - random_start(torch.Generator().manual_seed(2 * 1_000_003), True)["query"]
-    ).abs().max() > 0.02
-
-
-def test_an_answer_does_not_depend_on_the_other_images():
-    classifier = ProofClassifier(DIM, **PROOF)
-    x, y = features(3, 13, 0)
-    classifier.add_classes(["a", "b", "c"], x, y, normal(3, DIM))
-    torch.testing.assert_close(torch.cat([classifier(row[None]) for row in x]), classifier(x), rtol=0, atol=1e-4)
+        trained = attention | {name: sum(task[name] for task in finished) for name in SUMS}
+        for name, tensor in trained.items():
+            torch.testing.assert_close(getattr(classifier, name).double(), tensor, rtol=0, atol=5e-5)
+        torch.testing.assert_close(classifier.prompts[-1].double(), now["contexts"].flatten(), rtol=0, atol=5e-5)
+    start = random_start(torch.Generator().manual_seed(2 * 1_000_003), True)["query"]
+    assert (attention["query"] - start).abs().max() > 0.02
 
 
 MADE = {"clap4clip": partial(Clap4ClipClassifier, DIM, **CLAP), "proof": partial(ProofClassifier, DIM, **PROOF)}
@@ -297,39 +282,29 @@ def test_images_in_any_order_give_the_same_bits(make):
 
 
 @pytest.mark.parametrize(
-    ("name", "own", "fixed", "shared", "of_a_task"),
+    ("name", "own", "shared", "of_a_task"),
     [  # numbers that all classes share, and those of a task
-        ("clap4clip", "adapters", "guide", sum(map(math.prod, SHAPES.values())), 2 * DIM * (DIM + 1)),
-        ("proof", "prompts", "image_map", 6 * DIM * DIM + 3 * DIM, 2 * DIM),
+        ("clap4clip", "adapters", sum(map(math.prod, SHAPES.values())), 2 * DIM * (DIM + 1)),
+        ("proof", "prompts", 6 * DIM * DIM + 3 * DIM, 2 * DIM),
     ],
 )
-def test_means_move_with_the_features_and_what_a_task_has_leaves_with_its_last_class(
-    name, own, fixed, shared, of_a_task
-):
+def test_what_a_task_has_leaves_with_its_last_class(name, own, shared, of_a_task):
     classifier, x = MADE[name](), normal(4, DIM)
     for number, letter in enumerate("abcd"):
         classifier.add_classes([letter], x[number : number + 1], [0], normal(4, DIM)[: number + 1])
-    matrix = torch.eye(DIM).double() + 0.1 * normal(DIM, DIM, seed=11).double()
-    means, stays = classifier.means.double(), getattr(classifier, fixed).clone()
-    of_tasks, scores = getattr(classifier, own), classifier(x)
-    classifier.move(matrix)
-    torch.testing.assert_close(classifier.means.double(), means @ matrix, rtol=0, atol=1e-6)
-    assert torch.equal(getattr(classifier, fixed), stays) and not torch.allclose(classifier(x), scores, atol=1e-3)
+    of_tasks = getattr(classifier, own)
     classifier.forget_class("b")
     assert torch.equal(getattr(classifier, own), of_tasks[[0, 2, 3]]) and classifier.task.tolist() == [0, 1, 2]
     row = 4 * 2 * DIM + 2 * 8  # two vectors, two integers
     assert classifier.nbytes_with(30) == 4 * shared + 30 * (row + 4 * of_a_task)  # one class a task
-    with pytest.raises(ValueError, match=f"'{name}' classifier cannot learn more images of a known class"):
-        classifier.update_classes(x[:1], [0])
 
 
-@pytest.mark.parametrize("task", [[1, 0, 0], [0, 0, 2], [0, 0, 0]])
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
-def test_a_state_whose_tasks_do_not_fit_is_refused(make, task):
+def test_a_state_whose_tasks_do_not_fit_is_refused(make):
     classifier, x = make(), normal(3, DIM)
     classifier.add_classes(["a", "b"], x[:2], [0, 1], x[:2])
     classifier.add_classes(["c"], x[2:], [0], x)
     state = classifier.state_dict()
-    make().load_state_dict(state)
-    with pytest.raises(RuntimeError, match="task must count up from 0 to 1, got"):
-        make().load_state_dict(state | {"task": torch.tensor(task)})
+    for task in ([1, 0, 0], [0, 0, 2], [0, 0, 0]):
+        with pytest.raises(RuntimeError, match="task must count up from 0 to 1, got"):
+            make().load_state_dict(state | {"task": torch.tensor(task)})
