@@ -1,7 +1,8 @@
-"""Handwritten digits as features, and classifiers of every kind that have learned them task by task."""
+"""Handwritten digits and random classes as features, and classifiers that have learned them task by task."""
 
 import torch
 from sklearn.datasets import load_digits
+from torch.nn import functional as F
 
 from dulbe_peft.classifiers import make_classifier
 
@@ -51,28 +52,42 @@ class Digits:
         self.texts = means + 3 * torch.randn(CLASSES, DIM, generator=torch.Generator().manual_seed(1))
 
 
+def clusters(counts, dim, seed=0, spread=0.7):
+    """Unit features of overlapping classes with so many images each, their labels, and texts."""
+    generator, labels = torch.Generator().manual_seed(seed), torch.arange(len(counts))
+    labels, centres = (
+        labels.repeat_interleave(torch.tensor(counts)),
+        torch.randn(len(counts), dim, generator=generator),
+    )
+    images = centres[labels] + spread * torch.randn(len(labels), dim, generator=generator)
+    texts = centres + 0.5 * torch.randn(len(counts), dim, generator=generator)
+    return F.normalize(images, dim=1), labels, F.normalize(texts, dim=1)
+
+
+def in_tasks(classifier, images, labels, texts=None, order=None, increment=CLASSES, scale=SCALE):
+    """A classifier, or one of this name, with the classes of these labels in an order, so many at a time."""
+    if isinstance(classifier, str):
+        classifier = make_classifier(classifier, images.shape[1], scale)
+    order = list(range(int(labels.max()) + 1) if order is None else order)
+    for start in range(0, len(order), increment):
+        new = order[start : start + increment]
+        rows = torch.isin(labels, torch.tensor(new))
+        own = torch.tensor([new.index(c) for c in labels[rows].tolist()])
+        known = None if texts is None else texts[order[: start + len(new)]]
+        classifier.add_classes([f"class {c}" for c in new], images[rows], own, known)
+    return classifier
+
+
 def learned(name, order=range(CLASSES), increment=2, per_class=60, shuffle=0, text=True, scale=SCALE):
     """A classifier that has learned `order` task by task; `shuffle` is the seed of the images' order, 0 for none."""
     given = (name, tuple(order), increment, per_class, shuffle, text, scale)
-    if given in KEPT:
-        return KEPT[given].fork()
-    classifier, order = make_classifier(SPECS[name], DIM, scale), list(order)
-    for start in range(0, len(order), increment):
-        new = order[start : start + increment]
-        images, labels = task(new, per_class)
+    if given not in KEPT:
+        images, labels = task(range(CLASSES), per_class)
         if shuffle:
             mixed = torch.randperm(len(labels), generator=torch.Generator().manual_seed(shuffle))
             images, labels = images[mixed], labels[mixed]
-        texts = digits.texts[order[: start + len(new)]] if text else None
-        classifier.add_classes([f"digit {c}" for c in new], images, labels, texts)
-    KEPT[given] = classifier
-    return classifier.fork()
-
-
-def at_once(name, images, labels, texts=None):
-    classifier = make_classifier(SPECS[name], DIM, SCALE)
-    classifier.add_classes([f"digit {c}" for c in range(CLASSES)], images, labels, texts)
-    return classifier
+        KEPT[given] = in_tasks(SPECS[name], images, labels, digits.texts if text else None, order, increment, scale)
+    return KEPT[given].fork()
 
 
 def task(classes, per_class=60):

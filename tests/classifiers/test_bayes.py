@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import reference
 import torch
+from taught import in_tasks
 from torch.nn import functional as F
 
 from dulbe_peft import BayesClassifier
@@ -36,14 +37,8 @@ def photos(each=4, seed=3, noise=0.7):
     return F.normalize(CENTRES[labels] + noise * draw(seed, len(labels), DIM), dim=1), labels
 
 
-def taught(images, labels, increment=CLASSES, order=range(CLASSES), texts=TEXTS, **settings):
-    classifier, order = BayesClassifier(DIM, SCALE, **settings), list(order)
-    for start in range(0, len(order), increment):
-        new = order[start : start + increment]
-        rows = torch.cat([(labels == c).nonzero()[:, 0] for c in new])
-        own = torch.tensor([new.index(c) for c in labels[rows].tolist()])
-        classifier.add_classes([NAMES[c] for c in new], images[rows], own, texts[order[: start + len(new)]])
-    return classifier
+def taught(images, labels, increment=CLASSES, order=None, texts=TEXTS, **settings):
+    return in_tasks(BayesClassifier(DIM, SCALE, **settings), images, labels, texts, order, increment)
 
 
 def lifted(images, layer):

@@ -31,7 +31,7 @@ def test_bad_calls_are_named_and_change_nothing(tmp_path):
         return lambda: bridge.add_classes(**good | change)
 
     for call, message in (
-        (add(class_names=["digit 0", "x"]), "'digit 0', a class that was seen already"),
+        (add(class_names=["class 0", "x"]), "'class 0', a class that was seen already"),
         (add(image_embeds=math.nan * rows), "image_embeds row 0 holds NaN or infinity"),
         (add(image_embeds=0 * rows), "image_embeds row 0 is zero"),
         (add(image_embeds=rows[:, :3]), r"must be \(rows, 64\), got shape \(120, 3\)"),
@@ -88,7 +88,7 @@ def test_gradients_reach_the_features_and_copies_are_independent(name):
     for twin in (copy.deepcopy(classifier), pickle.loads(pickle.dumps(classifier)), classifier.fork()):
         assert not twin._derived  # a pickle would be twice as large
         assert torch.equal(twin(digits.tests), expected) and twin.temperature == classifier.temperature
-        twin.forget_class("digit 0")
+        twin.forget_class("class 0")
         assert torch.equal(classifier(digits.tests), expected)
 
 
@@ -145,9 +145,9 @@ def test_a_classifier_from_outside_works_with_files_and_the_hub(page, tmp_path, 
     classifier = make_classifier("median:power=2", DIM, SCALE)
     assert type(classifier) is cls and classifier.power == 2 and spec(classifier) == "median:power=2.0"
     images, labels = task(range(CLASSES))
-    classifier.add_classes([f"digit {c}" for c in range(CLASSES)], images, labels)
+    classifier.add_classes([f"class {c}" for c in range(CLASSES)], images, labels)
     assert (classifier(digits.tests).argmax(dim=1) == digits.truth).double().mean() > 0.7
-    classifier.forget_class("digit 9")
+    classifier.forget_class("class 9")
     classifier.save_pretrained(tmp_path / "saved")
     assert {path.name for path in (tmp_path / "saved").iterdir()} == {"median_config.json", "median.safetensors"}
     with on_this_process(monkeypatch, tmp_path) as hub:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from taught import CLASSES, DIM, NAMED, SCALE, SPECS, assert_equal_states, at_once, digits, learned, snapshot, task
+from taught import CLASSES, DIM, NAMED, SCALE, SPECS, assert_equal_states, digits, in_tasks, learned, snapshot, task
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers import make_classifier
@@ -54,7 +54,7 @@ def test_unequal_counts_are_weighed_as_in_the_references(unequal):
         "ridge fixed": SCALE * scores * torch.tensor([(float(counts.mean()) / n) ** 0.75 for n in counts.tolist()]),
     }
     for name, logits in expected.items():
-        found = at_once(name, images, labels)(digits.tests)
+        found = in_tasks(SPECS[name], images, labels)(digits.tests)
         torch.testing.assert_close(found.double(), logits, rtol=1e-4, atol=1e-3)
 
 
@@ -123,7 +123,7 @@ def test_classes_tasks_and_images_in_any_order_give_one_solution(name, increment
 def test_further_images_of_known_classes_are_as_if_they_had_been_there(name):
     images, labels = task(range(CLASSES))
     early = torch.arange(len(labels)) % 60 < 20
-    late, together = at_once(name, images[early], labels[early], digits.texts), learned(name, increment=10)
+    late, together = (in_tasks(SPECS[name], images[rows], labels[rows], digits.texts) for rows in (early, early >= 0))
     before, state = late.fork(), snapshot(late)
     for rows in (~early).nonzero()[:, 0].split(77):
         late.update_classes(images[rows], labels[rows])
@@ -141,16 +141,16 @@ def test_further_images_of_known_classes_are_as_if_they_had_been_there(name):
 def test_a_forgotten_class_is_gone_the_others_keep_their_scores_and_without_its_last_one_it_is_new(name):
     classifier = learned(name)
     expected, count = classifier(digits.tests), classifier.temperature
-    classifier.forget_class("digit 4")
+    classifier.forget_class("class 4")
     kept = [0, 1, 2, 3, 5, 6, 7, 8, 9]
-    assert classifier.class_names == [f"digit {c}" for c in kept]
+    assert classifier.class_names == [f"class {c}" for c in kept]
     # Scores of these depend on the classes that there are: relative to them, after they saw them, or by their mean.
     if name not in ("visual_agent", "engine", "proof", "clap4clip", "clg_cbm", "bayes"):
         torch.testing.assert_close(classifier(digits.tests), expected[:, kept], rtol=1e-5, atol=1e-4)
     assert classifier.temperature == pytest.approx(count, rel=0.2)
-    with pytest.raises(ValueError, match="'digit 4' is not known"):
-        classifier.forget_class("digit 4")
-    classifier.add_classes(["digit 4"], *task([4], 9), digits.texts[[*kept, 4]])
+    with pytest.raises(ValueError, match="'class 4' is not known"):
+        classifier.forget_class("class 4")
+    classifier.add_classes(["class 4"], *task([4], 9), digits.texts[[*kept, 4]])
     assert classifier(digits.tests).shape == (len(digits.tests), CLASSES)
     new = learned(name, range(2), per_class=9)
     for known in classifier.class_names:

@@ -2,26 +2,16 @@
 
 import pytest
 import torch
+from taught import clusters, in_tasks
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.training.estimating import left_out_share
 
 DIM, COUNTS = 6, (7, 3, 5, 2)
 
 
 def world():
-    generator = torch.Generator().manual_seed(3)
-    labels = torch.arange(len(COUNTS)).repeat_interleave(torch.tensor(COUNTS))
-    centres = torch.randn(len(COUNTS), DIM, generator=generator)
-    rows = F.normalize(centres[labels] + 0.7 * torch.randn(len(labels), DIM, generator=generator), dim=1)
-    return rows, labels, F.normalize(centres + 0.5 * torch.randn(len(COUNTS), DIM, generator=generator), dim=1)
-
-
-def learned(spec, rows, labels, texts):
-    classifier = make_classifier(spec, DIM, 20.0)
-    classifier.add_classes(list("abcd"), rows, labels, texts)
-    return classifier
+    return clusters(COUNTS, DIM, seed=3)
 
 
 # What a refit changes beside the image: the mean of the counts of `ridge`, shrinkage and degrees of freedom of `lda`.
@@ -39,17 +29,17 @@ def learned(spec, rows, labels, texts):
 )
 def test_scores_are_those_of_a_classifier_that_has_not_learned_the_image(spec, near):
     rows, labels, texts = world()
-    found = learned(spec, rows, labels, texts).left_out(rows, labels)
+    found = in_tasks(spec, rows, labels, texts).left_out(rows, labels)
     for i in range(len(rows)):
         kept = torch.arange(len(rows)) != i
-        expected = learned(spec, rows[kept], labels[kept], texts)(rows[[i]])[0].double()
+        expected = in_tasks(spec, rows[kept], labels[kept], texts)(rows[[i]])[0].double()
         assert float((found[i] - expected).abs().max()) <= near * float(expected.abs().max()), (spec, i)
     assert found.shape == (len(rows), len(COUNTS))
 
 
 def test_bofa_leaves_an_image_out_of_the_mean_and_keeps_the_text_and_their_weight():
     rows, labels, texts = world()
-    whole = learned("bofa", rows, labels, texts)
+    whole = in_tasks("bofa", rows, labels, texts)
     weight, found = float(whole.image_weight), whole.left_out(rows, labels)
     assert 0 < weight < 1
     for i in range(len(rows)):
@@ -61,7 +51,7 @@ def test_bofa_leaves_an_image_out_of_the_mean_and_keeps_the_text_and_their_weigh
 
 def test_a_share_weighs_classes_alike_and_has_wilson_s_interval():
     rows, labels, texts = world()
-    classifier = learned("text", rows, labels, texts)
+    classifier = in_tasks("text", rows, labels, texts)
     right = classifier(rows).argmax(dim=1) == labels
     p = sum(float(right[labels == c].double().mean()) for c in range(4)) / 4
     n = 4**2 / sum(1 / count for count in COUNTS)  # as many images as the unequal classes are worth

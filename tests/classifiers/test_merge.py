@@ -6,7 +6,7 @@ import pytest
 import torch
 from reference import randn
 from small_runs import learner_of
-from taught import assert_equal_states, snapshot
+from taught import assert_equal_states, in_tasks, snapshot
 
 from dulbe_peft import ImageFolder
 from dulbe_peft.classifiers import CLASSIFIERS, make_classifier
@@ -28,10 +28,7 @@ TESTS = randn(40, DIM, seed=4)
 
 def learned(spec, classes, rows=slice(None)):
     """A classifier of some classes, from some rows of the images; `classes` are in the order in which they come."""
-    rows = torch.arange(len(LABELS))[rows]
-    rows = rows[torch.isin(LABELS[rows], torch.tensor(classes))]
-    places = torch.tensor([classes.index(c) if c in classes else -1 for c in range(CLASSES)])
-    return taught_anew(spec, [NAMES[c] for c in classes], places[LABELS], rows)
+    return in_tasks(spec, IMAGES[rows], LABELS[rows], TEXTS, classes)
 
 
 def taught_anew(spec, names, labels, rows=slice(None)):

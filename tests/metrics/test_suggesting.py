@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from taught import in_tasks
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.metrics.suggesting import suggestions
 
 DIM = 16
@@ -17,12 +17,6 @@ def groups(*sizes, seed=0, spread=0.1):
     labels = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     middles = torch.eye(DIM)[: len(sizes)]
     return F.normalize(middles[labels] + spread * torch.randn(len(labels), DIM, generator=generator), dim=1), labels
-
-
-def taught(features, labels, spec="lda"):
-    classifier = make_classifier(spec, DIM, 20.0)
-    classifier.add_classes([f"class {one}" for one in range(int(labels.max()) + 1)], features, labels)
-    return classifier
 
 
 def test_without_a_classifier_each_group_has_one_the_largest_first():
@@ -40,7 +34,7 @@ def test_without_a_classifier_each_group_has_one_the_largest_first():
 def test_many_novel_images_come_first_one_a_group():
     features, labels = groups(30, 30, 30, 30)
     known = labels < 2
-    classifier = taught(features[known], labels[known])
+    classifier = in_tasks("lda", features[known], labels[known])
     fresh, of = groups(30, 30, 30, 30, seed=1)
     found = suggestions(fresh, 4, classifier)
     typical = [one for one in found if one.group]
@@ -51,7 +45,7 @@ def test_many_novel_images_come_first_one_a_group():
 
 def test_what_a_classifier_is_least_sure_of_comes_with_its_two_best_classes():
     features, labels = groups(30, 30)
-    classifier = taught(features, labels)
+    classifier = in_tasks("lda", features, labels)
     between = F.normalize(torch.eye(DIM)[0] + torch.eye(DIM)[1], dim=0)
     fresh = torch.cat([groups(20, 20, seed=1)[0], between[None]])
     unsure = next(one for one in suggestions(fresh, 6, classifier) if one.group is None)
@@ -63,8 +57,8 @@ def test_what_a_classifier_is_least_sure_of_comes_with_its_two_best_classes():
 def test_who_expects_to_be_wrong_is_not_asked_what_he_is_unsure_of():
     """A margin says little where the right class is seldom among the two best: chance is better."""
     features, labels = groups(*[8] * 6)
-    weak = taught(features, labels[torch.randperm(48, generator=torch.Generator().manual_seed(0))])
-    strong = taught(features, labels)
+    weak = in_tasks("lda", features, labels[torch.randperm(48, generator=torch.Generator().manual_seed(0))])
+    strong = in_tasks("lda", features, labels)
     fresh = groups(*[20] * 6, seed=1, spread=0.5)[0]
     assert float(weak.probabilities(fresh).amax(1).mean()) < 0.5 < float(strong.probabilities(fresh).amax(1).mean())
     rows = {}
@@ -80,7 +74,7 @@ def test_who_expects_to_be_wrong_is_not_asked_what_he_is_unsure_of():
 
 def test_no_two_are_copies_and_all_are_there_at_most_once():
     features, labels = groups(5, 5)
-    classifier = taught(features, labels)
+    classifier = in_tasks("lda", features, labels)
     fresh = groups(6, 6, seed=1)[0]
     doubled = fresh.repeat(3, 1)
     for one in (None, classifier):
@@ -97,6 +91,6 @@ def test_no_two_are_copies_and_all_are_there_at_most_once():
 def test_one_class_alone_and_classifiers_without_distances():
     features, labels = groups(10, 10)
     for spec in ("prototype", "lda"):
-        one = taught(features[labels == 0], labels[labels == 0], spec)
+        one = in_tasks(spec, features[labels == 0], labels[labels == 0])
         found = suggestions(groups(8, 8, seed=2)[0], 6, one)
         assert len(found) == 6 and all(np.isfinite(each.novelty) for each in found)
