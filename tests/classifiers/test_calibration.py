@@ -5,33 +5,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from taught import clusters, in_tasks
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers import calibration, make_classifier
+from dulbe_peft.classifiers import calibration
 from dulbe_peft.classifiers.calibration import LIMIT, MOST, TaskTemperature, fit_temperature, hold_back, temperature
 
-DIM, SCALE = 12, 20.0
-
-
-def world(classes=20, each=10, tests=50, seed=0):
-    """Features, labels and texts to learn from, and tests; classes overlap, so that half of the answers are wrong."""
-    generator = torch.Generator().manual_seed(seed)
-    centres = torch.randn(classes, DIM, generator=generator)
-
-    def images(count):
-        labels = torch.arange(classes).repeat_interleave(torch.tensor(count).repeat(classes)[:classes])
-        return centres[labels] + 1.1 * torch.randn(len(labels), DIM, generator=generator), labels
-
-    return *images(each), centres + 0.8 * torch.randn(classes, DIM, generator=generator), *images(tests)
-
-
-def learned(spec, images, labels, texts, increment=5):
-    classifier = make_classifier(spec, DIM, SCALE)
-    for start in range(0, len(texts), increment):
-        own = (labels >= start) & (labels < start + increment)
-        names = [str(c) for c in range(start, start + increment)]
-        classifier.add_classes(names, images[own], labels[own] - start, texts[: start + increment])
-    return classifier
+DIM = 12
 
 
 def test_a_fifth_of_each_class_is_held_back_whatever_the_order():
@@ -74,10 +54,9 @@ def test_temperatures_of_tasks_are_a_line_over_the_classes_that_the_newest_ones_
 
 
 def test_scores_of_a_copy_that_has_not_learned_the_images_are_kept_as_probabilities():
-    images, labels, texts, _, _ = world(5, 8)
-    classifier, twin = learned("prototype", images, labels, texts), make_classifier("prototype", DIM, SCALE)
-    held = hold_back(F.normalize(images, dim=1), labels)
-    twin.add_classes(list("abcde"), images[~held], labels[~held])
+    images, labels, _ = clusters(5 * [8], DIM)
+    held = hold_back(images, labels)
+    classifier, twin = (in_tasks("prototype", images[rows], labels[rows]) for rows in (labels >= 0, ~held))
     (task,) = classifier.calibration
     assert task.log_temperature == pytest.approx(fit_temperature(twin(images[held]), labels[held]), abs=1e-4)
     found = (twin(images[held]).double() / classifier.temperature).softmax(dim=1)
@@ -113,14 +92,13 @@ def test_a_threshold_is_an_order_statistic_of_the_newest_tasks_that_suffice(shar
     old, new = fitted(images=20, own=values[:20]), fitted(images=41, own=values)
     assert calibration.threshold([old, new], "own", share) == values[place - 1]
     assert calibration.threshold([new, old], "own", 1 / 21) == values[0]
-    assert (
-        calibration.threshold([new, old], "own", 1 / 22) == sorted([*values, *values[:20]])[1]
-    )  # 21 images are more than 20
+    both = sorted([*values, *values[:20]])
+    assert calibration.threshold([new, old], "own", 1 / 22) == both[1], "21 images are more than 20"
 
 
 def test_too_few_images_promise_nothing_and_say_how_many_it_takes():
-    images, labels, texts, *_ = world(5, 2)
-    classifier = learned("prototype", images, labels, texts)
+    images, labels, _ = clusters(5 * [2], DIM)
+    classifier = in_tasks("prototype", images, labels)
     for call, needed in (
         (lambda: classifier.rejection_threshold(0.05), 19),
         (lambda: classifier.prediction_sets(images, 0.9), 9),
@@ -134,19 +112,29 @@ def test_too_few_images_promise_nothing_and_say_how_many_it_takes():
             call()
 
 
-@pytest.mark.parametrize("each", [10, [3, 30]], ids=["equal", "unequal"])
+@pytest.mark.parametrize("each", [(10,), (3, 30)], ids=["equal", "unequal"])
 @pytest.mark.parametrize("spec", ["bayes:features=0", "lda", "bridge"])
-def test_sets_and_thresholds_hold_over_all_seen_classes(spec, each):
+def test_sets_thresholds_and_areas_hold_over_all_seen_classes(spec, each):
     """The means over eight streams of 20 classes, five a task; their standard error is about one point."""
-    covered, refused, sizes = [], [], []
+    covered, refused, sizes, lost, area, said = [], [], [], [], [], []
     for seed in range(8):
-        images, labels, texts, tests, truth = world(each=each, seed=seed)
-        classifier = learned(spec, images, labels, texts)
+        rows, labels, texts = clusters(40 * [80], DIM, seed, spread=1.1)
+        place, known = torch.arange(len(labels)) % 80, labels < 20
+        taught, tested = known & (place < torch.tensor(each)[labels % len(each)]), known & (place >= 30)
+        classifier = in_tasks(spec, rows[taught], labels[taught], texts, increment=5)
+        tests, truth = rows[tested], labels[tested]
         sets = classifier.prediction_sets(tests, 0.9)
         covered.append(sets[torch.arange(len(truth)), truth].double().mean().item())
         sizes.append(sets.sum(dim=1).double().mean().item())
         sure = classifier.probabilities(tests).amax(dim=1)
         refused.append((sure < classifier.rejection_threshold(0.1)).double().mean().item())
         assert sets.any(dim=1).all()
+        lost.append(classifier.refused(tests, 0.1).double().mean().item())
+        novel, novelty = classifier.novelty(rows[~known]), classifier.novelty(tests)
+        area.append((novel[:, None] > novelty).double().mean().item())
+        said.append(classifier.roc_area)
     assert np.mean(covered) == pytest.approx(0.91, abs=0.04) and 1 < np.mean(sizes) < 12
     assert np.mean(refused) == pytest.approx(0.09, abs=0.04)
+    assert np.mean(lost) == pytest.approx(0.09, abs=0.04)
+    if spec != "bridge":
+        assert np.mean(said) == pytest.approx(np.mean(area), abs=0.06) and 0.6 < np.mean(area) < 0.99

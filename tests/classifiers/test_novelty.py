@@ -3,23 +3,19 @@
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
+from taught import clusters, in_tasks
 
-from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.classifiers.covariance import oas_shrinkage
 from dulbe_peft.classifiers.novelty import Distances, distances, judged
 
 DIM, CLASSES, EACH = 6, 5, 9
 
 
-def world(seed=0, classes=CLASSES, each=EACH, spread=0.5):
-    """Unit features, float64, and labels of `classes`, and those of as many others."""
-    generator = torch.Generator().manual_seed(seed)
-    centres = torch.randn(2 * classes, DIM, generator=generator, dtype=torch.float64)
-    labels = torch.arange(2 * classes).repeat_interleave(each)
-    noise = torch.randn(len(labels), DIM, generator=generator, dtype=torch.float64)
-    rows = F.normalize(centres[labels] + spread * noise, dim=1).float()  # what a classifier takes in
-    return rows[labels < classes], labels[labels < classes], rows[labels >= classes]
+def world(each=EACH):
+    """Unit features and labels of some classes, texts of these, and features of as many other classes."""
+    rows, labels, texts = clusters(2 * CLASSES * [each], DIM, spread=0.5)
+    known = labels < CLASSES
+    return rows[known], labels[known], texts[:CLASSES], rows[~known]
 
 
 def shrunk(scatter, freedom, share=None, variance=None):
@@ -54,41 +50,30 @@ def literal(z, rows, labels, extra=None, freedom=None):
     return float(min((z - m) @ p @ (z - m) for m in means) - (z - middle) @ q @ (z - middle))
 
 
-def learned(spec, rows, labels, classes):
-    classifier = make_classifier(spec, DIM)
-    texts = F.normalize(torch.eye(DIM)[:, :DIM][:CLASSES] + 0.1, dim=1)
-    for c in classes:
-        own = labels == c
-        seen = [*map(int, classifier.class_names), c]
-        text = texts[seen] if classifier.needs_text else None
-        classifier.add_classes([str(c)], rows[own], torch.zeros(int(own.sum()), dtype=torch.int64), text)
-    return classifier
-
-
 SPECS = ["lda", "gda", "bayes:features=3", "bayes:exact_forgetting=False,features=0"]
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_novelty_is_the_literal_one_however_the_images_came(spec):
-    rows, labels, others = world()
-    expected = [literal(z, rows, labels) for z in others]
+    rows, labels, texts, others = world()
     first = torch.arange(len(labels)) % EACH < 4
-    updated = learned(spec, rows[first], labels[first], range(CLASSES))
+    updated = in_tasks(spec, rows[first], labels[first], texts, increment=1)
     updated.update_classes(rows[~first], labels[~first])
     first[labels == 0], first[labels == 4] = True, False  # one knows a class that the other does not
-    merged = learned(spec, rows[first], labels[first], range(4))
-    merged.merge(learned(spec, rows[~first], labels[~first], range(1, 5)))
-    whole, backwards = (learned(spec, rows, labels, order) for order in (range(CLASSES), [4, 2, 0, 3, 1]))
-    for classifier in (whole, backwards, updated, merged):
+    merged = in_tasks(spec, rows[first], labels[first], texts, range(4))
+    merged.merge(in_tasks(spec, rows[~first], labels[~first], texts, range(1, 5)))
+    backwards = in_tasks(spec, rows, labels, texts, [4, 2, 0, 3, 1], increment=1)
+    expected = [literal(z, rows, labels) for z in others]
+    for classifier in (in_tasks(spec, rows, labels, texts), backwards, updated, merged):
         np.testing.assert_allclose(classifier.novelty(others).numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_what_is_forgotten_is_as_new_as_the_sums_say(spec, tmp_path):
-    rows, labels, _ = world()
-    classifier = learned(spec, rows, labels, range(CLASSES))
+    rows, labels, texts, _ = world()
+    classifier = in_tasks(spec, rows, labels, texts, increment=1)
     before = classifier.novelty(rows[labels == 2])
-    classifier.forget_class("2")
+    classifier.forget_class("class 2")
     kept = labels != 2
     # The class's scatter stays in W where the sums cannot tell it apart.
     gone = scatter_of(rows[~kept].double(), labels[~kept])
@@ -103,7 +88,7 @@ def test_what_is_forgotten_is_as_new_as_the_sums_say(spec, tmp_path):
 
 
 def test_an_image_that_is_left_out_is_as_if_it_or_its_class_had_not_been_learned():
-    rows, labels, _ = world()
+    rows, labels, *_ = world()
     rows = rows.double()
     means = torch.stack([rows[labels == c].mean(dim=0) for c in range(CLASSES)])
     whole = Distances(means, labels.bincount(), scatter_of(rows, labels), len(rows) - CLASSES)
@@ -135,8 +120,8 @@ def test_an_image_that_is_left_out_is_as_if_it_or_its_class_had_not_been_learned
 
 
 def test_one_image_a_class_has_one_multiple_of_the_identity_for_both():
-    rows, labels, others = world(each=1)
-    classifier, centre = learned("lda", rows, labels, range(CLASSES)), rows.double().mean(dim=0)
+    rows, labels, _, others = world(each=1)
+    classifier, centre = in_tasks("lda", rows, labels), rows.double().mean(dim=0)
     expected = [
         float((rows.double() - z).square().sum(dim=1).min() - (z - centre).square().sum()) for z in others.double()
     ]
@@ -148,34 +133,9 @@ def test_one_image_a_class_has_one_multiple_of_the_identity_for_both():
 
 
 def test_others_go_by_their_largest_probability():
-    rows, labels, others = world()
-    classifier = learned("ridge", rows, labels, range(CLASSES))
+    rows, labels, _, others = world()
+    classifier = in_tasks("ridge", rows, labels)
     assert distances(classifier) is None and classifier.roc_area is None
     sure = classifier.probabilities(others).amax(dim=1)
     np.testing.assert_allclose(classifier.novelty(others).numpy(), 1 - sure.double().numpy())
     assert torch.equal(classifier.refused(others, 0.3), sure < classifier.rejection_threshold(0.3))
-
-
-@pytest.mark.parametrize(("spec", "counts"), [("lda", (12,)), ("lda", (3, 21)), ("bayes:features=0", (3, 21))])
-def test_the_promised_share_of_known_images_is_lost_and_the_area_is_the_true_one(spec, counts):
-    """The means over eight streams, each class alike."""
-    lost, area, said = [], [], []
-    for seed in range(8):
-        rows, labels, others = world(seed, classes=10, each=60, spread=0.7)
-        place = torch.arange(len(labels)) % 60
-        most = torch.tensor(counts)[labels % len(counts)]
-        generator, classifier = torch.Generator().manual_seed(seed), make_classifier(spec, DIM)
-        texts = F.normalize(torch.randn(10, DIM, generator=generator), dim=1)
-        for start in (0, 5):
-            own = (place < most) & (labels >= start) & (labels < start + 5)
-            names = [str(c) for c in range(start, start + 5)]
-            text = texts[: start + 5] if classifier.needs_text else None
-            classifier.add_classes(names, rows[own], labels[own] - start, text)
-        tests = rows[place >= 30]
-        lost.append(classifier.refused(tests, 0.1).double().mean().item())
-        known, unknown = classifier.novelty(tests), classifier.novelty(others)
-        area.append((unknown[:, None] > known).double().mean().item())
-        said.append(classifier.roc_area)
-    assert np.mean(lost) == pytest.approx(0.09, abs=0.04)
-    assert np.mean(said) == pytest.approx(np.mean(area), abs=0.06)
-    assert 0.6 < np.mean(area) < 0.99

@@ -48,14 +48,6 @@ def test_it_answers_what_the_classifier_answers_with_labels_of_any_kind(digits, 
         assert made.decision_function(X).shape == (600, 10)
 
 
-@pytest.mark.parametrize("spec", ["lda", "ranpac:features=500", "ridge"])
-def test_an_image_alone_has_the_answer_that_it_has_in_a_batch_but_for_rounding(digits, spec):
-    X, y, _ = digits
-    made = FeatureClassifier(spec).fit(X, y)
-    alone = np.concatenate([made.decision_function(row[None]) for row in X[:50]])
-    np.testing.assert_allclose(alone, made.decision_function(X[:50]), rtol=0, atol=1e-6 * np.abs(alone).max())
-
-
 def test_classes_may_arrive_later(digits):
     X, y, _ = digits
     made = FeatureClassifier("lda").partial_fit(X[y < 2], y[y < 2], classes=[0, 1, 7])

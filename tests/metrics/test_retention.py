@@ -8,7 +8,6 @@ import torch
 from small_runs import learner_of, tasks_of
 from torch.nn import functional as F
 
-from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.commands.main import main
 from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.encoders.loading import load_dual_encoder, pixel_values, tokenize
@@ -22,27 +21,26 @@ def made(strategy="dulbe"):
 
 @pytest.fixture(scope="module")
 def ran(digit_folders, tmp_path_factory):
-    """A learner of two digits, of a stream of four in two tasks, and the folders of images and run."""
+    """A learner of two digits, a stream of four in two tasks, and the folders of images and learner."""
     torch.set_num_threads(1)
     images, output = digit_folders(4, 6, 3), tmp_path_factory.mktemp("retention")
     learner, tasks = made(), tasks_of(images)
-    learner.run(tasks, output)
-    half = ClassIncrementalLearner.from_pretrained(output / "task-001", machine={"device": "cpu", "progress": False})
-    return half, tasks, images, output
+    learner.learn_task(tasks[0].train, tasks[0].class_names)
+    learner.save_pretrained(output / "learner")
+    return learner, tasks, images, output / "learner"
 
 
-def literal_accuracy(model, learner, images, names, choices):
+def literal_accuracy(model, learner, images, names):
     """The share of images whose class's prompt is nearest, one image after the other."""
     with torch.no_grad():
-        tokens = tokenize(learner.processor, [f"a photo of a {name}." for name in choices], learner.clip)
+        tokens = tokenize(learner.processor, [f"a photo of a {name}." for name in names], learner.clip)
         text = F.normalize(model.get_text_features(**tokens).pooler_output, dim=1)
-        right = 0
-        for index in range(len(images)):
-            item = images[index]
+        right = []
+        for item in (images[index] for index in range(len(images))):
             pixels = pixel_values(learner.processor, item["image"])[None]
             feature = F.normalize(model.get_image_features(pixel_values=pixels).pooler_output, dim=1)[0]
-            right += choices[int((text @ feature).argmax())] == names[item["label"]]
-    return right / len(images)
+            right.append(names[int((text @ feature).argmax())] == names[item["label"]])
+    return sum(right) / len(right)
 
 
 def test_retention_equals_a_model_whose_weights_are_blended_by_hand(ran):
@@ -59,7 +57,7 @@ def test_retention_equals_a_model_whose_weights_are_blended_by_hand(ran):
                 if hasattr(module, "get_delta_weight"):
                     blend.get_submodule(name).weight += row["scale"] * module.get_delta_weight("default")
         for task, key in ((second, "unlearned"), (first, "learned")):
-            expected = literal_accuracy(blend, learner, task.test, task.class_names, task.class_names)
+            expected = literal_accuracy(blend, learner, task.test, task.class_names)
             assert row[key] == pytest.approx(expected), (row, key)
 
 
@@ -101,13 +99,11 @@ def test_nothing_is_learned_in_a_scaled_block_and_a_frozen_model_has_nothing_to_
         assert torch.equal(frozen.image_embeds(second.test), learner.image_embeds(second.test))
     rows = zero_shot_retention(frozen, second.test, scales=[0.5])["scales"]
     assert len({row["unlearned"] for row in rows}) == 1 and rows[0]["learned"] is None
-    with pytest.raises(ValueError, match="at most 1"):
-        zero_shot_retention(frozen, second.test, scales=[2])
 
 
 def test_a_saved_learner_is_measured_on_the_command_line(ran, capsys):
-    learner, (first, second), images, output = ran
-    command = ["evaluate", str(output / "task-001"), "--data", str(images), "--device", "cpu", "--no-progress"]
+    learner, (first, second), images, folder = ran
+    command = ["evaluate", str(folder), "--data", str(images), "--device", "cpu", "--no-progress"]
     assert main([*command, "--zero-shot", "--scale", "0.3", "--scale", "0.6"]) == 0
     captured = capsys.readouterr()
     found = json.loads(captured.out)
