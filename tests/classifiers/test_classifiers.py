@@ -6,7 +6,20 @@ import numpy as np
 import pytest
 import reference
 import torch
-from taught import CLASSES, DIM, NAMED, SCALE, SPECS, assert_equal_states, digits, in_tasks, learned, snapshot, task
+from taught import (
+    CLASSES,
+    DIM,
+    NAMED,
+    SCALE,
+    SPECS,
+    assert_equal_states,
+    clusters,
+    digits,
+    in_tasks,
+    learned,
+    snapshot,
+    task,
+)
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers import make_classifier
@@ -14,6 +27,7 @@ from dulbe_peft.classifiers.calibration import hold_back
 from dulbe_peft.classifiers.closing import linear_map
 from dulbe_peft.classifiers.gda import ALPHAS, TEMPERATURES
 from dulbe_peft.classifiers.ridge import RIDGES
+from dulbe_peft.training.estimating import left_out_share
 
 JOINT = ["prototype", "lda", "lda fixed", "gda fixed", "ridge fixed", "ranpac fixed", "bayes fixed"]
 # What left-out images say of gda and bayes depends on what was known when they came.
@@ -218,3 +232,54 @@ def test_where_rules_are_trained_what_they_keep_of_images_moves_and_the_rest_sta
     found = {key: value.double() for key, value in snapshot(classifier).items()}
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(classifier(digits.tests), before) == (name in ("rapf", "slca", "clg_cbm"))
+
+
+FEW = (7, 3, 5, 2)  # images of each class
+
+
+# What a refit changes beside the image: the mean of the counts of `ridge`, shrinkage and degrees of freedom of `lda`.
+@pytest.mark.parametrize(
+    "spec, near",
+    [
+        ("text", 1e-6),
+        ("prototype", 1e-5),
+        ("ridge:ridge=0.3", 0.06),
+        ("ranpac:features=40,ridge=2", 0.06),
+        ("lda:shrinkage=0.5,prior_images=0", 0.2),
+        ("gda:shrinkage=0.5,prior_images=0,alpha=0.5", 0.2),
+        ("bridge:depths=0.3/0.3", 1e-5),
+    ],
+)
+def test_scores_are_those_of_a_classifier_that_has_not_learned_the_image(spec, near):
+    rows, labels, texts = clusters(FEW, 6, seed=3)
+    found = in_tasks(spec, rows, labels, texts).left_out(rows, labels)
+    for i in range(len(rows)):
+        kept = torch.arange(len(rows)) != i
+        expected = in_tasks(spec, rows[kept], labels[kept], texts)(rows[[i]])[0].double()
+        assert float((found[i] - expected).abs().max()) <= near * float(expected.abs().max()), (spec, i)
+    assert found.shape == (len(rows), len(FEW))
+
+
+def test_bofa_leaves_an_image_out_of_the_mean_and_keeps_the_text_and_their_weight():
+    rows, labels, texts = clusters(FEW, 6, seed=3)
+    whole = in_tasks("bofa", rows, labels, texts)
+    weight, found = float(whole.image_weight), whole.left_out(rows, labels)
+    assert 0 < weight < 1
+    for i in range(len(rows)):
+        kept = torch.arange(len(rows)) != i
+        means = torch.stack([F.normalize(rows[kept & (labels == c)].double().sum(dim=0), dim=0) for c in range(4)])
+        expected = 20 * rows[i].double() @ ((1 - weight) * texts.double() + weight * means).T
+        torch.testing.assert_close(found[i].double(), expected, atol=1e-5, rtol=0)
+
+
+def test_a_share_weighs_classes_alike_and_has_wilson_s_interval():
+    rows, labels, texts = clusters(FEW, 6, seed=3)
+    classifier = in_tasks("text", rows, labels, texts)
+    right = classifier(rows).argmax(dim=1) == labels
+    p = sum(float(right[labels == c].double().mean()) for c in range(4)) / 4
+    n = 4**2 / sum(1 / count for count in FEW)  # as many images as the unequal classes are worth
+    share, low, high = left_out_share(classifier, rows, labels)
+    assert share == pytest.approx(p) and 0 < p < 1
+    for end in (low, high):  # the ends are where p is 1.96 standard errors away
+        assert (p - end) ** 2 == pytest.approx(1.959964**2 * end * (1 - end) / n)
+    assert low < p < high

@@ -1,5 +1,6 @@
-"""What the package asks of the machine: threads, jobs and progress."""
+"""What the package asks of the machine: threads, jobs, progress, and Python's collector of garbage."""
 
+import gc
 import os
 import sys
 
@@ -11,24 +12,11 @@ from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.encoders import encoder
 from dulbe_peft.utils.devices import one_thread
 from dulbe_peft.utils.engines import jobs_at_once
+from dulbe_peft.utils.extras import uncollected
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
+def test_classifiers_learn_and_solve_in_one_thread_and_what_follows_has_its_own_again(monkeypatch):
     torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-def test_small_products_have_one_thread_and_what_follows_has_its_own_again(two_threads):
-    with pytest.raises(KeyError), one_thread():
-        assert torch.get_num_threads() == 1
-        raise KeyError
-    assert torch.get_num_threads() == 2
-
-
-def test_classifiers_learn_and_solve_in_one_thread(two_threads, monkeypatch):
     seen, real = [], torch.linalg.eigh
     classifier = make_classifier("bayes", 8, 10.0)
     monkeypatch.setattr(torch.linalg, "eigh", lambda *a, **k: seen.append(torch.get_num_threads()) or real(*a, **k))
@@ -38,6 +26,8 @@ def test_classifiers_learn_and_solve_in_one_thread(two_threads, monkeypatch):
     classifier.add_classes(["a", "b"], features, torch.arange(40) % 2, features[:2])
     classifier.probabilities(features)
     classifier.update_classes(features, torch.arange(40) % 2)
+    with pytest.raises(KeyError), one_thread():
+        raise KeyError
     assert set(seen) == {1} and torch.get_num_threads() == 2
 
 
@@ -60,3 +50,29 @@ def test_a_long_pass_shows_images_a_second_and_precision_on_a_terminal_alone(del
     learner.image_embeds(pixels)
     shown = capsys.readouterr().err
     assert ("encode, float32" in shown and "images/s" in shown) == (delay == 0)
+
+
+@pytest.fixture
+def thawed():
+    gc.unfreeze()
+    yield
+    gc.enable()
+    gc.unfreeze()
+
+
+def test_what_is_imported_is_set_aside_once_and_the_collector_is_left_as_it_was(thawed):
+    with pytest.raises(OSError, match="no model"), uncollected():
+        raise OSError("no model")  # nothing is set aside, and what was loaded of it is collected
+    assert gc.isenabled() and not gc.get_freeze_count()
+    with uncollected():
+        assert not gc.isenabled() and not gc.get_freeze_count()
+    frozen = gc.get_freeze_count()
+    assert gc.isenabled() and frozen > 1000
+    kept = [[] for _ in range(100)]
+    with uncollected():
+        pass
+    assert gc.get_freeze_count() <= frozen and len(kept) == 100  # the garbage of a second model is collected
+    gc.disable()
+    with uncollected():
+        pass
+    assert not gc.isenabled()
