@@ -16,13 +16,8 @@ def test_fusion_is_the_literal_one():
     old, new = normal(DIM, DIM, seed=1).double(), normal(DIM, DIM, seed=2).double()
     left, values, right = torch.linalg.svd(old)
     p, r = left.T @ new, torch.diag(values) @ right  # U'A_new and U'A_old
-    change = (p - r).abs()
-    expected = torch.zeros(DIM, DIM, dtype=torch.float64)
-    for i in range(DIM):
-        for j in range(DIM):
-            mask = min(1.0, float(change[i, j] / change.max()) + 0.3)
-            expected[i, j] = mask * p[i, j] + (1 - mask) * r[i, j]
-    torch.testing.assert_close(fused(old, new, 0.3), left @ expected, rtol=1e-9, atol=1e-9)
+    mask = ((p - r).abs() / (p - r).abs().max() + 0.3).clamp(max=1)
+    torch.testing.assert_close(fused(old, new, 0.3), left @ (mask * p + (1 - mask) * r), rtol=1e-9, atol=1e-9)
     assert not torch.allclose(fused(old, new, 0.3), new, atol=1e-2)
     torch.testing.assert_close(fused(old, new, 1.0), new)
     assert torch.equal(fused(old, old, 0.3), old)
@@ -80,10 +75,8 @@ def test_rapf_s_two_tasks_equal_the_literal_version():
     classifier.add_classes(["a", "b", "c"], x, y, texts[:3])
     torch.testing.assert_close(classifier.map.double(), first, rtol=0, atol=1e-4)
 
-    old = []
-    for c in range(3):
-        rows = F.normalize(x, dim=1)[y == c].double()
-        old.append((rows.mean(dim=0), torch.cov(rows.T) + 1e-3 * torch.eye(DIM)))
+    parts = [F.normalize(x, dim=1)[y == c].double() for c in range(3)]
+    old = [(part.mean(dim=0), torch.cov(part.T) + 1e-3 * torch.eye(DIM)) for part in parts]
     x2, y2 = features(2, 8, 4)
     generator = torch.Generator().manual_seed(2 * 1_000_003 + 3)
     second = literal_map(first, x2, y2, texts, 10.0, old, generator, *settings.values())
@@ -116,22 +109,16 @@ def descend(weight, bias, batches, rate_of):
     for number, loss_of in batches:
         tensors = [tensor.clone().requires_grad_() for tensor in (weight, bias)]
         slopes = torch.autograd.grad(loss_of(*tensors), tensors)
-        speeds = [
-            0.9 * speed + slope + 5e-4 * tensor for speed, slope, tensor in zip(speeds, slopes, tensors, strict=True)
-        ]
+        speeds = [0.9 * speed + slope + 5e-4 * t for speed, slope, t in zip(speeds, slopes, tensors, strict=True)]
         weight, bias = (t.detach() - rate_of(number) * speed for t, speed in zip(tensors, speeds, strict=True))
     return weight, bias
-
-
-def cross_entropy(scores, labels):
-    return -sum(torch.log_softmax(row, dim=0)[label] for row, label in zip(scores, labels, strict=True)) / len(labels)
 
 
 def literal_head(x, y, classes, generator):
     def batches():
         for _ in range(3):
             for rows in torch.randperm(len(x), generator=generator).split(5):
-                yield 0, lambda w, b, rows=rows: cross_entropy(x[rows] @ w.T + b, y[rows])
+                yield 0, lambda w, b, rows=rows: F.cross_entropy(x[rows] @ w.T + b, y[rows])
 
     start = torch.zeros(classes, DIM, dtype=torch.float64), torch.zeros(classes, dtype=torch.float64)
     return descend(*start, batches(), lambda _: 0.05)
@@ -141,12 +128,9 @@ def literal_alignment(weight, bias, gaussians, sizes, generator):
     task = [number for number, size in enumerate(sizes) for _ in range(size)]
 
     def loss_of(w, b, x, y):
-        scores = x @ w.T + b
-        rows = []
-        for row in scores:
-            norms = [row[[c for c, own in enumerate(task) if own == t]].norm() for t in range(len(sizes))]
-            rows.append(row / (sum(norms) / len(norms)) / 0.2)
-        return cross_entropy(rows, y)
+        rows, own = x @ w.T + b, torch.tensor(task)
+        norms = [rows[:, own == t].norm(dim=1, keepdim=True) for t in range(len(sizes))]
+        return F.cross_entropy(rows / (sum(norms) / len(norms)) / 0.2, y)
 
     def batches():
         for number in range(2):
@@ -171,9 +155,8 @@ def test_slca_s_three_tasks_equal_the_literal_version(tmp_path):
         generator = torch.Generator().manual_seed(2 * 1_000_003 + sum(sizes[:number]))
         own = literal_head(x, labels, classes, generator)
         weight, bias = trained = torch.cat([trained[0], own[0]]), torch.cat([trained[1], own[1]])
-        gaussians += [
-            (x[labels == c].mean(dim=0), torch.cov(x[labels == c].T) + 0.01 * torch.eye(DIM)) for c in range(classes)
-        ]
+        parts = [x[labels == c] for c in range(classes)]
+        gaussians += [(part.mean(dim=0), torch.cov(part.T) + 0.01 * torch.eye(DIM)) for part in parts]
         if number:
             weight, bias = literal_alignment(*trained, gaussians, sizes[: number + 1], generator)
             assert (weight - trained[0]).abs().max() > 0.1

@@ -14,21 +14,9 @@ from dulbe_peft.classifiers.proof import ProofClassifier
 CLAP = {"epochs": 2, "batch_size": 5, "learning_rate": 0.02, "samples": 3, "exemplars": 2}
 CLAP_TASKS = [(2, 9), (2, 6), (1, 3)]  # classes and images
 TAU, HIDDEN = 10.0, 2048
-# G's numbers in the order in which the vector has them
-SHAPES = {
-    **{
-        f"{kind} {name}": shape
-        for kind in ("self", "cross")
-        for name, shape in {"in": (3 * DIM, DIM), "in bias": (3 * DIM,), "out": (DIM, DIM), "out bias": (DIM,)}.items()
-    },
-    **{"up": (HIDDEN, DIM), "up bias": (HIDDEN,), "down": (DIM, HIDDEN), "down bias": (DIM,)},
-    **{f"norm {number}{name}": (DIM,) for number in (1, 2, 3) for name in ("", " bias")},
-}
-
-
-def parts(vector):
-    pieces = vector.split([math.prod(shape) for shape in SHAPES.values()])
-    return {name: piece.view(shape) for (name, shape), piece in zip(SHAPES.items(), pieces, strict=True)}
+# G, whose numbers the vector has in this order
+LAYER = torch.nn.TransformerDecoderLayer(DIM, 1, HIDDEN, dropout=0.0, activation="gelu", batch_first=True).double()
+SHAPES = {name: parameter.shape for name, parameter in LAYER.named_parameters()}
 
 
 def random_guide(generator):
@@ -37,7 +25,7 @@ def random_guide(generator):
         if len(shape) == 1:
             found.append(torch.full(shape, float("norm" in name and "bias" not in name)))
         else:
-            bound = math.sqrt(6 / (4 * DIM)) if name.endswith(" in") else 1 / math.sqrt(shape[1])
+            bound = math.sqrt(6 / (4 * DIM)) if "in_proj" in name else 1 / math.sqrt(shape[1])
             found.append(bound * (2 * torch.rand(math.prod(shape), generator=generator) - 1))
     return torch.cat(found).double()
 
@@ -50,27 +38,11 @@ def random_adapter(texts, generator):
 
 
 def seen_texts(guide, texts, means, task):
-    """t_c, a class at a time."""
-    g = parts(guide)
-
-    def attended(row, others, kind):
-        query, key, value = g[f"{kind} in"].split(DIM)
-        q_bias, k_bias, v_bias = g[f"{kind} in bias"].split(DIM)
-        scores = torch.stack([(query @ row + q_bias) @ (key @ one + k_bias) for one in others]) / math.sqrt(DIM)
-        taken = sum(a * (value @ one + v_bias) for a, one in zip(scores.softmax(dim=0), others, strict=True))
-        return g[f"{kind} out"] @ taken + g[f"{kind} out bias"]
-
-    def normed(row, number):
-        centred = row - row.mean()
-        return centred / (centred.square().mean() + 1e-5).sqrt() * g[f"norm {number}"] + g[f"norm {number} bias"]
-
-    found = []
-    for c, e in enumerate(texts):
-        row = normed(e + attended(e, [texts[k] for k in range(len(task)) if task[k] == task[c]], "self"), 1)
-        row = normed(row + attended(row, [v / v.norm() for v in means], "cross"), 2)
-        inner = torch.nn.functional.gelu(g["up"] @ row + g["up bias"])
-        found.append(e + normed(row + g["down"] @ inner + g["down bias"], 3))
-    return found
+    """t_c: each text with what G makes of it, which sees the texts of its task and all means."""
+    parts = zip(SHAPES.items(), guide.split([math.prod(shape) for shape in SHAPES.values()]), strict=True)
+    own, task = {name: piece.view(shape) for (name, shape), piece in parts}, torch.tensor(task)
+    given = texts[None], torch.stack([v / v.norm() for v in means])[None]
+    return texts + torch.func.functional_call(LAYER, own, given, {"tgt_mask": task[:, None] != task})[0]
 
 
 def added(adapters, seen, task):
@@ -208,15 +180,10 @@ def three_scores(z, texts, means, finished, now):
         return unit(sum(task[f"{branch}_map"] @ row + task[f"{branch}_shift"] for task in (*finished, now)))
 
     x, w, p = projected(z, "image"), [projected(e, "text") for e in texts], [projected(v, "image") for v in means]
-    tokens = [x, *w, *p, *(row for task in (*finished, now) for row in task["contexts"])]
-
-    def fused(token):
-        asked = now["query"] @ token
-        weights = torch.stack([asked @ (now["key"] @ other) for other in tokens]) / math.sqrt(DIM)
-        taken = sum(a * (now["value"] @ other) for a, other in zip(weights.softmax(dim=0), tokens, strict=True))
-        return torch.nn.functional.layer_norm(token + now["out"] @ taken + now["out_shift"], (DIM,))
-
-    seen = unit(torch.stack([fused(token) for token in tokens]))
+    tokens = torch.stack([x, *w, *p, *(row for task in (*finished, now) for row in task["contexts"])])
+    asked, keys, values = (tokens @ now[name].T for name in ("query", "key", "value"))
+    taken = (asked @ keys.T / math.sqrt(DIM)).softmax(dim=1) @ values @ now["out"].T + now["out_shift"]
+    seen = unit(torch.nn.functional.layer_norm(tokens + taken, (DIM,)))
     c = len(texts)
     return TAU * torch.stack([torch.stack(w) @ x, seen[1 + c : 1 + 2 * c] @ seen[0], seen[1 : 1 + c] @ seen[0]])
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from torch.nn import functional as F
+from taught import clusters
 
 from dulbe_peft.classifiers import Classifier, make_classifiers
 from dulbe_peft.metrics import evaluation
@@ -29,14 +29,11 @@ NAMES = ("cat", "=1+1", '<b>, "bold"', "'=quoted", "-")
 
 def learned(*specs):
     """Classifiers that learned five classes of random features, and further features with their labels."""
-    generator = torch.Generator().manual_seed(0)
-    centres = torch.randn(5, 8, generator=generator)
-    labels = torch.arange(60) % 5
-    features = F.normalize(centres[labels] + torch.randn(60, 8, generator=generator), dim=1)
-    classifiers = make_classifiers(specs, 8, 100.0)
+    features, labels, texts = clusters([12] * 5, 8, spread=1.0)
+    later, classifiers = torch.arange(60) % 12 >= 8, make_classifiers(specs, 8, 100.0)
     for classifier in classifiers.values():
-        classifier.add_classes(NAMES, features[:40], labels[:40], centres)
-    return classifiers, features[40:], labels[40:]
+        classifier.add_classes(NAMES, features[~later], labels[~later], texts)
+    return classifiers, features[later], labels[later]
 
 
 def predicted(*specs, rows=slice(None)):
@@ -61,11 +58,9 @@ def test_predictions_equal_a_loop_over_images():
             right[name] += guess == int(labels[i])
         exponents = (scores["lda"] / classifiers["lda"].temperature).exp()
         assert float(found.probability[i]) == pytest.approx(float(exponents.max() / exponents.sum()), abs=1e-5)
-    figures = found.figures()
-    assert figures["accuracy"] == figures["classifiers"]["lda"] == pytest.approx(right["lda"] / 20)
-    assert figures["classifiers"]["bridge"] == pytest.approx(right["bridge"] / 20)
-    assert figures["text_accuracy"] == pytest.approx(right["text"] / 20)
-    assert figures["class_means_accuracy"] == pytest.approx(right["class_means"] / 20)
+    figures, shares = found.figures(), {name: count / 20 for name, count in right.items()}
+    names = {"lda": "accuracy", "text": "text_accuracy", "class_means": "class_means_accuracy"}
+    assert {name: figures[called] for name, called in names.items()} | figures["classifiers"] == pytest.approx(shares)
     assert right["lda"] not in (0, 20), "the test would not see a mistake"
     assert "class_means_accuracy" not in predicted("bridge", "prototype").figures() and not predicted("lda").baselines
 
