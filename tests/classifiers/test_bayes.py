@@ -267,10 +267,9 @@ def test_random_features_end_where_features_move():
     images, labels = photos(6, noise=1.2)
     classifier, plain = taught(images, labels, features=7), taught(images, labels, features=0)
     turn = torch.linalg.qr(draw(5, DIM, DIM).double()).Q
-    for each in (classifier, plain):
-        each.move(turn)
     more, known = photos(3, seed=8)
     for each in (classifier, plain):
+        each.move(turn)
         each.update_classes(F.normalize(more @ turn.float(), dim=1), known)
     assert classifier.choice == plain.choice and classifier.choice[2] == 0
     same_solution(classifier, plain)

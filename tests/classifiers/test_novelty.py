@@ -41,10 +41,8 @@ def literal(z, rows, labels, extra=None, freedom=None):
     means = [rows[labels == c].mean(dim=0) for c in labels.unique()]
     within = scatter_of(rows, labels) + (0 if extra is None else extra)
     middle, number = rows.mean(dim=0), len(rows)
-    between = sum(
-        int((labels == c).sum()) * torch.outer(m - middle, m - middle)
-        for c, m in zip(labels.unique(), means, strict=True)
-    )
+    counts = labels.unique(return_counts=True)[1]
+    between = sum(n * torch.outer(m - middle, m - middle) for n, m in zip(counts, means, strict=True))
     p = shrunk(within, number - len(means) if freedom is None else freedom)
     q = shrunk(within + between, number - 1)
     return float(min((z - m) @ p @ (z - m) for m in means) - (z - middle) @ q @ (z - middle))
@@ -54,22 +52,19 @@ SPECS = ["lda", "gda", "bayes:features=3", "bayes:exact_forgetting=False,feature
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_novelty_is_the_literal_one_however_the_images_came(spec):
+def test_novelty_is_the_literal_one_also_after_further_images(spec):
     rows, labels, texts, others = world()
     first = torch.arange(len(labels)) % EACH < 4
-    updated = in_tasks(spec, rows[first], labels[first], texts, increment=1)
-    updated.update_classes(rows[~first], labels[~first])
-    first[labels == 0], first[labels == 4] = True, False  # one knows a class that the other does not
-    merged = in_tasks(spec, rows[first], labels[first], texts, range(4))
-    merged.merge(in_tasks(spec, rows[~first], labels[~first], texts, range(1, 5)))
-    backwards = in_tasks(spec, rows, labels, texts, [4, 2, 0, 3, 1], increment=1)
-    expected = [literal(z, rows, labels) for z in others]
-    for classifier in (in_tasks(spec, rows, labels, texts), backwards, updated, merged):
+    classifier = in_tasks(spec, rows[first], labels[first], texts, [4, 2, 0, 3, 1], increment=1)
+    order = torch.tensor([2, 4, 1, 3, 0])  # places of the classes
+    for known in (first, first | ~first):
+        expected = [literal(z, rows[known], labels[known]) for z in others]
         np.testing.assert_allclose(classifier.novelty(others).numpy(), expected, rtol=1e-4, atol=1e-5)
+        classifier.update_classes(rows[~first], order[labels[~first]])
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_what_is_forgotten_is_as_new_as_the_sums_say(spec, tmp_path):
+def test_what_is_forgotten_is_as_new_as_the_sums_say(spec):
     rows, labels, texts, _ = world()
     classifier = in_tasks(spec, rows, labels, texts, increment=1)
     before = classifier.novelty(rows[labels == 2])
@@ -82,9 +77,6 @@ def test_what_is_forgotten_is_as_new_as_the_sums_say(spec, tmp_path):
     expected = [literal(z, rows[kept], labels[kept], **stays) for z in rows[~kept]]
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5)
     assert found.mean() > before.mean() + 1
-    classifier.save_pretrained(tmp_path)
-    again = type(classifier).from_pretrained(tmp_path)
-    assert torch.equal(again.novelty(rows), classifier.novelty(rows)) and again.calibration == classifier.calibration
 
 
 def test_an_image_that_is_left_out_is_as_if_it_or_its_class_had_not_been_learned():
@@ -122,11 +114,10 @@ def test_an_image_that_is_left_out_is_as_if_it_or_its_class_had_not_been_learned
 def test_one_image_a_class_has_one_multiple_of_the_identity_for_both():
     rows, labels, _, others = world(each=1)
     classifier, centre = in_tasks("lda", rows, labels), rows.double().mean(dim=0)
-    expected = [
-        float((rows.double() - z).square().sum(dim=1).min() - (z - centre).square().sum()) for z in others.double()
-    ]
+    squares = torch.cdist(others.double(), rows.double()).square().amin(dim=1)
+    expected = (squares - (others - centre).square().sum(dim=1)).numpy()
     found = classifier.novelty(others)
-    np.testing.assert_allclose((found / found[0]).numpy(), np.array(expected) / expected[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose((found / found[0]).numpy(), expected / expected[0], rtol=1e-4, atol=1e-5)
     assert judged(classifier, rows, labels) is None
     with pytest.raises(ValueError, match="takes 19 images .*, and there are 0"):
         classifier.refused(others, 0.05)

@@ -21,11 +21,7 @@ from dulbe_peft.utils.specs import convert, format_spec, parse_spec
 
 def declared():
     """Every setting of the package: what makes its object, its name, its type, and the text that sets it, if any."""
-    for kind, own in (
-        (LearnerArguments, LearnerArguments),
-        (StreamArguments,) * 2,
-        (DualModeLoraConfig, AdapterSettings),
-    ):
+    for kind, own in ((LearnerArguments,) * 2, (StreamArguments,) * 2, (DualModeLoraConfig, AdapterSettings)):
         for name, hint in field_types(own).items():
             yield kind, name, hint, None
     for cls in CLASSIFIERS.values():
@@ -46,15 +42,12 @@ def limits():
         for part in (hint, *get_args(hint)):
             for limit in getattr(part, "__metadata__", ()):
                 if isinstance(limit, (Ge, Gt, Le)):
-                    yield pytest.param(
-                        kind, name, hint, part.__origin__, limit, text, id=f"{named(kind, name)} {limit}"
-                    )
+                    setting = kind, name, hint, part.__origin__, limit, text
+                    yield pytest.param(*setting, id=f"{named(kind, name)} {limit}")
 
 
 @pytest.mark.parametrize(("kind", "name", "hint", "number", "limit", "text"), list(limits()))
-def test_a_setting_is_taken_at_its_limit_and_refused_beyond_with_the_same_words_everywhere(
-    kind, name, hint, number, limit, text
-):
+def test_a_setting_has_a_limit_with_the_same_words_everywhere(kind, name, hint, number, limit, text):
     (edge,) = (getattr(limit, key) for key in ("ge", "gt", "le") if hasattr(limit, key))
     down = -1 if isinstance(limit, (Ge, Gt)) else 1
     beyond = edge + down if number is int else np.nextafter(float(edge), down * math.inf).item()
