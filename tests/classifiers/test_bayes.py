@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import reference
 import torch
+from scipy.special import softmax
 from taught import in_tasks
 from torch.nn import functional as F
 
@@ -57,11 +58,10 @@ class Twin:
         self.x, self.y = images, labels.numpy()
         self.dim = self.x.shape[1]
         self.classes = len(texts)
-        self.n = np.array([np.sum(self.y == c) for c in range(self.classes)])
-        self.m = self.means(range(len(self.x)))
+        self.n, self.m, scatter = self.sums(None)
         self.b, self.e = self.m.mean(axis=0), texts - texts.mean(axis=0)
         self.w = 1 / (1 / 4 + 1 / self.n)
-        scatter, freedom = self.scatter(range(len(self.x))), len(self.x) - self.classes
+        freedom = len(self.x) - self.classes
         self.total = freedom + 10
         s = scatter / freedom if freedom else np.eye(self.dim)
         for _ in range(3):
@@ -72,19 +72,13 @@ class Twin:
         share = min(0.99, reference.oas(torch.from_numpy(s), freedom + self.classes))
         self.base = share / (1 - share) * np.trace(s) / self.dim
 
-    def means(self, rows):
-        return np.stack([np.mean([self.x[i] for i in rows if self.y[i] == c], axis=0) for c in range(self.classes)])
-
-    def scatter(self, rows):
-        means = self.means(rows)
-        return sum(np.outer(self.x[i] - means[self.y[i]], self.x[i] - means[self.y[i]]) for i in rows)
-
     @functools.cache  # noqa: B019
     def sums(self, without):
         """n_c, m_c and W of all images, or of all but one."""
-        rows = [i for i in range(len(self.x)) if i != without]
-        n = np.array([sum(self.y[i] == c for i in rows) for c in range(self.classes)])[:, None]
-        return n, self.means(rows), self.scatter(rows)
+        rows = np.arange(len(self.x)) != without
+        x, y = self.x[rows], self.y[rows]
+        means = np.stack([x[y == c].mean(axis=0) for c in range(self.classes)])
+        return np.bincount(y, minlength=self.classes), means, (x - means[y]).T @ (x - means[y])
 
     def prior(self, s):
         """a tau S e~_c."""
@@ -106,7 +100,7 @@ class Twin:
         for x in tests:
             row = []
             for c in range(self.classes):
-                m, t, s = means[c] - self.b, SCALE * self.e[c], n[c, 0] / (n[c, 0] + kappa)
+                m, t, s = means[c] - self.b, SCALE * self.e[c], n[c] / (n[c] + kappa)
                 gauss = s**2 * m @ inverse @ m + 2 * s * (1 - s) * a * m @ t
                 gauss += (1 - s) ** 2 * a**2 * t @ self.noise(rho) @ t
                 beside = -s * m @ inverse @ m / 2 + (1 - s) * a * t @ self.b
@@ -122,8 +116,7 @@ class Twin:
             for o, omega in enumerate(OMEGAS):
                 scores = self.scores(self.x[[i]], 1e18, 100, omega)[0] / (a or 1)
                 for k, scale in enumerate(SCALES):
-                    p = np.exp(scale * (scores - scores.max()))
-                    found[o, k] -= np.log(p[self.y[i]] / p.sum()) * self.classes / self.n[self.y[i]]
+                    found[o, k] -= np.log(softmax(scale * scores)[self.y[i]]) * self.classes / self.n[self.y[i]]
         return found
 
     def usual_kappa(self, by_text):
@@ -140,9 +133,7 @@ class Twin:
             for k, kappa in enumerate(KAPPAS):
                 for r, rho in enumerate(RHOS):
                     scores = self.scores(self.x[[i]], kappa, rho, omega, without=i)[0]
-                    for t, temperature in enumerate(TEMPERATURES):
-                        p = np.exp((scores - scores.max()) / temperature)
-                        found[number, k, r, t] = 1 - p[self.y[i]] / p.sum()
+                    found[number, k, r] = [1 - softmax(scores / t)[self.y[i]] for t in TEMPERATURES]
         return found, self.classes / self.n[self.y[rows]]
 
     def choice(self, losses, weights, usual):
