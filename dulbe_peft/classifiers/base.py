@@ -66,7 +66,7 @@ class Classifier(CorrectedState):
         if self.needs_text:
             self.register_rows("text_embeds", self.embed_dim)
         if self.needs_each_text:
-            self.register_ragged("each_text", self.embed_dim, rows="num_texts")
+            self.register_rows("each_text", self.embed_dim, of="num_texts")
             self.register_rows("num_texts", dtype=torch.int64)
         self.register()
 
@@ -122,7 +122,7 @@ class Classifier(CorrectedState):
         for name, kept in changes.items():
             kept = kept if kept.dtype == torch.float64 else kept.cpu().double()  # some devices have no float64
             by = matrix.to(kept.device)
-            changes[name] = kept @ by if name in self._rows or name in self._ragged else by.T @ kept @ by
+            changes[name] = kept @ by if name in self._axes else by.T @ kept @ by
         return changes
 
     @torch.no_grad()
@@ -143,11 +143,6 @@ class Classifier(CorrectedState):
                 "no formula() of its own: write one, or export as onnx, which needs none"
             )
         return linear, {"weight": weight, "bias": bias}
-
-    @property
-    def reads_text(self) -> bool:
-        """Whether it takes text embeddings, which it may not need."""
-        return "text_embeds" in self._rows
 
     @classmethod
     def follows_drift(cls) -> bool:
@@ -229,7 +224,7 @@ class Classifier(CorrectedState):
     @torch.no_grad()
     def set_text_embeds(self, text_embeds: Tensor | np.ndarray) -> None:
         """Replace the text embeddings of all seen classes, (C_seen, d), after the text tower has moved."""
-        if "text_embeds" not in self._rows:
+        if not self.reads_text:
             raise ValueError(f"the {self.name!r} classifier keeps no text embeddings")
         self.install({"text_embeds": self._unit(text_embeds, "text_embeds", len(self._class_names))})
 

@@ -40,7 +40,7 @@ class ClassSums(Classifier):
         self.register_buffer("freedom", torch.zeros((), dtype=torch.int64))
         if self.exact_forgetting:
             self.register_rows("factor_rows", dtype=torch.int64)
-            self.register_ragged("factors", width, torch.float64, rows="factor_rows")
+            self.register_rows("factors", width, dtype=torch.float64, of="factor_rows")
 
     def lifted(self, images: Tensor) -> Tensor:
         """x of unit features, (n, embed_dim) to (n, d), in the type of `images`."""

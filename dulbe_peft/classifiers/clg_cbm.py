@@ -10,7 +10,7 @@ cross-entropy - mean over concepts k of cos_k + 0.001 (0.99 |W|_1 + 0.01 |W|^2 /
 cos_k = cosine over the batch of (e_k . x)^3 and (E x)_k^3     e_k: embedding of text k
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import torch
@@ -63,8 +63,8 @@ class ClgCbmClassifier(KeptGaussians):
 
     def register(self) -> None:
         super().register()
-        self.register_ragged("bottleneck", self.embed_dim, rows="num_texts")
-        self.register_across("weight", "each_text")
+        self.register_rows("bottleneck", self.embed_dim, of="num_texts")
+        self.register_rows("weight", "num_texts")
 
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         old, concepts = len(self._class_names), self.each_text.float()
@@ -105,12 +105,6 @@ class ClgCbmClassifier(KeptGaussians):
         parts = self.weight[own].float() * (self.bottleneck.float() @ self.means[own].float())
         best = parts.topk(min(check_int("k", k, 1), len(texts)))
         return [(*texts[i], value) for i, value in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
-
-    def _check(self, state: Mapping[str, Tensor], class_names: list[str]) -> None:
-        super()._check(state, class_names)
-        counts = [int(state["num_texts"].sum()), *(len(state[name]) for name in ("each_text", "bottleneck"))]
-        if len(set(counts)) > 1:
-            raise ValueError(f"num_texts, each_text and bottleneck must be of equally many texts, got {counts}")
 
 
 def with_moved(images: Tensor, labels: Tensor, means: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dulbe_peft.classifiers.checks import check_alike, unit_features
-from dulbe_peft.classifiers.state import GrowingState
+from dulbe_peft.classifiers.state import CLASSES, GrowingState
 
 
 class CorrectedState(GrowingState):
@@ -14,6 +14,11 @@ class CorrectedState(GrowingState):
 
     needs_each_text: ClassVar[bool] = False
     adds_up: ClassVar[tuple[str, ...] | None] = None  # buffers that `merged` adds; None: nothing can be merged
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether it takes text embeddings, which it may not need."""
+        return "text_embeds" in self._axes
 
     def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
         """The buffers' new values with what another classifier of the same settings has learned; here of `adds_up`.
@@ -24,7 +29,7 @@ class CorrectedState(GrowingState):
         sums = self.tensors() | self.with_new_rows(int((places >= len(self._class_names)).sum()))
         for name in (names := self.adds_up or ()):
             theirs, at = other.tensors()[name].to(sums[name]), places.to(sums[name].device)
-            sums[name] = sums[name].index_add(0, at, theirs) if name in self._rows else sums[name] + theirs
+            sums[name] = sums[name].index_add(0, at, theirs) if name in self._axes else sums[name] + theirs
         return {name: sums[name] for name in names}
 
     def sums_without(self, row: Tensor, label: int) -> dict[str, Tensor]:
@@ -36,12 +41,14 @@ class CorrectedState(GrowingState):
 
     def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
         """The buffers' new values without the classes for which `kept`, (C,), is False."""
-        tensors, left = self.tensors(), dict.fromkeys((*self._rows, *self._across), kept)
-        left |= {name: kept.repeat_interleave(tensors[rows].cpu()) for name, rows in self._ragged.items() if rows}
-        changes = {name: tensors[name][rows.to(tensors[name].device)] for name, rows in left.items()}
-        return changes | {
-            name: changes[name][:, left[ragged]] for name, ragged in self._across.items() if ragged in left
-        }
+        tensors, changes = self.tensors(), {}
+        for name, axes in self._axes.items():
+            changes[name] = tensors[name]
+            for place, axis in enumerate(axes):
+                if axis == CLASSES or axis in tensors:
+                    left = kept if axis == CLASSES else kept.repeat_interleave(tensors[axis].cpu())
+                    changes[name] = changes[name][(slice(None),) * place + (left.to(tensors[name].device),)]
+        return changes
 
     def without_image(self, image: Tensor, label: int) -> dict[str, Tensor]:
         """The buffers' new values without one learned image, a unit feature (d,), of a class that has others."""
@@ -73,7 +80,7 @@ class CorrectedState(GrowingState):
         place = {name: index for index, name in enumerate(names)}
         places = torch.tensor([place[name] for name in other._class_names], dtype=torch.int64)
         changes = self.merged(other, places)
-        if "text_embeds" in self._rows:
+        if self.reads_text:
             new = other.text_embeds[places >= len(self._class_names)]
             changes["text_embeds"] = torch.cat([self.text_embeds, new.to(self.text_embeds)])
         self.install(changes)
@@ -121,7 +128,7 @@ class CorrectedState(GrowingState):
         place = self._place(old, "renamed")
         if self.needs_each_text:
             raise ValueError(f"the {self.name!r} classifier was trained with each text of its classes: learn anew")
-        if "text_embeds" in self._rows:
+        if self.reads_text:
             if text_embed is None:
                 raise TypeError(f"the {self.name!r} classifier needs the text embedding of {new!r:.100}")
             texts = self.text_embeds.clone()
@@ -140,7 +147,7 @@ class CorrectedState(GrowingState):
         own = one.forgotten(kept)
         one.install({name: torch.zeros_like(t) for name, t in self.tensors().items() if name not in own} | own)
         rest.install(rest.forgotten(~kept))
-        if "text_embeds" in self._rows:
+        if self.reads_text:
             one.install({"text_embeds": self.text_embeds[[text]]})
         rest._class_names, one._class_names, one.calibration = [n for n in self._class_names if n != old], [new], ()
         rest.merge(one)

@@ -22,6 +22,7 @@ from dulbe_peft.utils.tensors import is_finite, read_tensors, tensor_shapes, wri
 
 T = TypeVar("T")
 EXTRA_STATE = "_extra_state"
+CLASSES = "classes"
 UNIT_ROWS = ("visual_prototypes", "text_embeds")
 LogitScale = Annotated[float, Ge(LEAST), Le(1e30)]  # logits stay finite in float32
 SOLVED = "solved."  # how the names of tensors in a file begin that follow from the others
@@ -98,9 +99,7 @@ class GrowingState(nn.Module):
         self.source: dict[str, str] | None = None
         self.calibration: tuple[TaskTemperature, ...] = ()
         self._class_names: list[str] = []
-        self._rows: set[str] = set()
-        self._ragged: dict[str, str] = {}
-        self._across: dict[str, str] = {}
+        self._axes: dict[str, tuple[int | str, ...]] = {}  # of buffers that grow, see `register_rows`
         self._derived: dict[str, Any] = {}
 
     @classmethod
@@ -126,20 +125,18 @@ class GrowingState(nn.Module):
         settings = "".join(f"{name}={value}, " for name, value in self.settings().items())
         return f"embed_dim={self.embed_dim}, {settings}classes={len(self._class_names)}"
 
-    def register_rows(self, name: str, *row_shape: int, dtype: torch.dtype = torch.float32) -> None:
-        """Register a buffer with one row a class, empty at first; `register_buffer` makes those that do not grow."""
-        self.register_buffer(name, torch.zeros(0, *row_shape, dtype=dtype))
-        self._rows.add(name)
+    def register_rows(
+        self, name: str, *row_shape: int | str, dtype: torch.dtype = torch.float32, of: str = CLASSES
+    ) -> None:
+        """Register a buffer with one row a class, empty at first; `register_buffer` makes those that do not grow.
 
-    def register_ragged(self, name: str, width: int, dtype: torch.dtype = torch.float32, rows: str = "") -> None:
-        """Register a buffer with 0 to `width` rows a class, of `width` numbers; the buffer `rows` says how many."""
-        self.register_buffer(name, torch.zeros(0, width, dtype=dtype))
-        self._ragged[name] = rows
-
-    def register_across(self, name: str, ragged: str) -> None:
-        """Register a buffer with one row a class and one column a row of the buffer `ragged`."""
-        self.register_buffer(name, torch.zeros(0, 0))
-        self._across[name] = ragged
+        `of` may name the buffer that says how many rows each class has, 0 to the width of a row, and so may an entry
+        of `row_shape` for its columns. A name of no buffer is of rows that the classifier counts itself.
+        """
+        self._axes[name] = (of, *row_shape)
+        self.register_buffer(
+            name, torch.zeros([0 if isinstance(n, str) else n for n in self._axes[name]], dtype=dtype)
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """The buffers that belong to the state, by name."""
@@ -184,17 +181,8 @@ class GrowingState(nn.Module):
 
     def with_new_rows(self, new: int) -> dict[str, Tensor]:
         """The buffers with one row a class, with zeros in rows for so many new classes."""
-        rows = {name: self.tensors()[name] for name in self._rows}
+        rows = {name: self.tensors()[name] for name, axes in self._axes.items() if axes[0] == CLASSES}
         return {name: torch.cat([rows[name], rows[name].new_zeros(new, *rows[name].shape[1:])]) for name in rows}
-
-    def shape_with(self, name: str, classes: int) -> tuple[int, ...]:
-        """The shape of a buffer with so many classes, which have as many rows each as those of today."""
-        shape = tuple(self.tensors()[name].shape)
-        if name in self._across:
-            return (classes, self.shape_with(self._across[name], classes)[0])
-        if name in self._ragged:
-            return (-(-shape[0] * classes // max(1, len(self._class_names))), *shape[1:])
-        return (classes, *shape[1:]) if name in self._rows else shape
 
     @property
     def nbytes(self) -> int:
@@ -202,9 +190,15 @@ class GrowingState(nn.Module):
         return self.nbytes_with(len(self._class_names))
 
     def nbytes_with(self, classes: int) -> int:
-        """Bytes that the kept numbers take with so many classes."""
-        tensors = self.tensors().items()
-        return sum(math.prod(self.shape_with(name, classes)) * tensor.element_size() for name, tensor in tensors)
+        """Bytes that the kept numbers take with so many classes, which have as many rows each as those of today."""
+        known, total = max(1, len(self._class_names)), 0
+        for name, tensor in self.tensors().items():
+            sizes = list(tensor.shape)
+            for place, axis in enumerate(self._axes.get(name, ())):
+                if isinstance(axis, str):
+                    sizes[place] = classes if axis == CLASSES else -(-sizes[place] * classes // known)
+            total += math.prod(sizes) * tensor.element_size()
+        return total
 
     @property
     def device(self) -> torch.device:
@@ -218,12 +212,13 @@ class GrowingState(nn.Module):
         for problem, names in (("Missing", set(buffers) - set(shapes)), ("Unexpected", set(shapes) - set(buffers))):
             if names:
                 raise ValueError(f"{problem} key(s) among the tensors: {', '.join(sorted(names)):.200}")
-        for name in buffers:
-            expected = self.shape_with(name, classes)
-            if name in self._ragged and len(shapes[name]) == 2:
-                expected = (min(shapes[name][0], classes * expected[1]), expected[1])
-            if name in self._across:
-                expected = (classes, shapes[self._across[name]][0])
+        sizes: dict[int | str, int] = {CLASSES: classes}
+        for name, buffer in buffers.items():
+            axes = self._axes.get(name, tuple(buffer.shape))
+            for axis, size in zip(axes, shapes[name]):
+                if isinstance(axis, str):  # buffers with the same axis have as many rows as the first one
+                    sizes.setdefault(axis, min(size, classes * buffer.shape[-1]))
+            expected = tuple(sizes.get(axis, axis) for axis in axes)
             if tuple(shapes[name]) != expected:
                 raise ValueError(f"{name} must be {expected} for {classes} classes, got {tuple(shapes[name])}")
 
@@ -281,6 +276,10 @@ class GrowingState(nn.Module):
             if not (((lengths - 1).abs() < 1e-2) | ((lengths == 0) & (name in self.may_be_absent))).all():
                 raise ValueError(f"{name} must hold unit vectors")
         self.check_shapes({name: tuple(tensor.shape) for name, tensor in state.items()}, len(class_names))
+        for name, axes in self._axes.items():
+            rows = state.get(str(axes[0]))
+            if rows is not None and int(rows.sum()) != len(state[name]):
+                raise ValueError(f"{axes[0]} adds up to {int(rows.sum())}, but {name} has {len(state[name])} rows")
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write `<stem>_config.json` and `<stem>.safetensors`, names that do not collide with an adapter's files."""
