@@ -41,7 +41,8 @@ class BofaClassifier(PrototypeClassifier):
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         changes = super().added(images, labels, new)
         if not self._class_names:
-            by_text, by_image = images @ self.text_embeds.T, images @ F.normalize(changes["sums"], dim=1).to(images).T
+            by_text = images @ self.text_embeds.float().T
+            by_image = images @ F.normalize(changes["sums"], dim=1).to(images).T
             weights = torch.linspace(0, 1, self.grid, device=images.device)
             right = torch.stack([(torch.lerp(by_text, by_image, w).argmax(1) == labels).sum() for w in weights])
             best = (right == right.max()).nonzero()[:, 0]
@@ -59,5 +60,5 @@ class BofaClassifier(PrototypeClassifier):
     def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
         """As of class means, with the text's share of the own class; lambda is held as it is."""
         scores, own = super().left_out(images, labels), labels[:, None]
-        by_text = self.logit_scale * (images * self.text_embeds[labels]).sum(dim=1, keepdim=True)
+        by_text = self.logit_scale * (images * self.text_embeds[labels].to(images)).sum(dim=1, keepdim=True)
         return scores.scatter(1, own, torch.lerp(by_text, scores.gather(1, own), self.image_weight.to(scores)))

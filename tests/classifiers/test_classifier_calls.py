@@ -193,7 +193,7 @@ def test_names_and_settings_make_classifiers_or_are_refused():
             parse_classifiers(text)
 
 
-@pytest.mark.parametrize("name", ["proof", "clap4clip", "clg_cbm", "slca", "rapf", "visual_agent"])
+@pytest.mark.parametrize("name", ["proof", "clap4clip", "clg_cbm", "slca", "rapf", "visual_agent", "bofa"])
 def test_a_classifier_in_float64_learns_further_tasks(name):
     classifier = make_classifier(name, DIM, SCALE).double()
     for number in range(2):
