@@ -4,13 +4,11 @@
     merged_lora    a new pair each task, merged into the weight when the task ends
     first_session  one pair, trained on the first task alone; later tasks teach the classifiers
 
-Here P = A' and dW = B P'; both factors are trained. First-session adaptation is the row to compare with: what later
-tasks' training adds, and what it costs.
+Here P = A' and dW = B P'; both factors are trained.
 
 Reference: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685, section 4.1. SLCA's base
 learns so at a small rate; with LoRA as in its successor SLCA++, arXiv 2408.08295. Panos et al., "First Session
-Adaptation: A Strong Replay-Free Baseline for Class-Incremental Learning", arXiv 2303.13199; there with FiLM layers and
-LDA.
+Adaptation: A Strong Replay-Free Baseline for Class-Incremental Learning", arXiv 2303.13199.
 """
 
 import math

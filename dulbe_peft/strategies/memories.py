@@ -6,9 +6,6 @@ directions the finished tasks occupy, and which are free.
 An energy matrix K, (d, d) in float64, says how much a task uses each direction: the energy of a unit vector v is v'Kv,
 and the energy of all directions is tr K. A method chooses K, for example X'X of the layer's inputs.
 
-    gpm        take the directions of most energy outside the occupied ones until a share of tr K is occupied
-    dual_gpm   the same, stored as a basis of whichever side has at most d/2 dimensions
-
 Reference: Saha et al., "Gradient Projection Memory for Continual Learning", arXiv 2103.09762; Liang and Li, "Adaptive
 Plasticity Improvement for Continual Learning", CVPR 2023 (DualGPM).
 """
@@ -78,7 +75,10 @@ def directions_to_take(energies: torch.Tensor, total: float, share: float) -> in
 
 
 def gpm(old: Subspace, energy: torch.Tensor, share: float, name: str, dual: bool = False) -> Subspace:
-    """The occupied directions, and those that hold `share` of K's energy; `dual`: the free side from d/2 on."""
+    """The occupied directions, and those of most energy besides, until they hold `share` of K's.
+
+    `dual`: as a basis of whichever side has at most d/2 dimensions.
+    """
     free = old.free_basis().to(energy)
     energies, vectors = eigh(free.T @ energy @ free, name)
     count = directions_to_take(energies, float(energy.trace()), share)

@@ -5,8 +5,6 @@
     n_e: mean logit of the wrong classes over task 1's images after e epochs; n_0 is the untrained model's
     E:   the last epoch before the first one with |n_0 - n_e| / n_0 > 0.1, but at least 1; later tasks train E epochs
 
-The loss is the cross-entropy over the current classes. The classifier `visual_agent` is the paper's test rule.
-
 Task 1 is trained once and stops after the epoch that crosses the limit, so it may have one epoch more than the later
 tasks. E is at most `epochs` of the learner's settings, and is `epochs` where n_0 is not positive: it is 0 for a single
 class, and may be negative for a SigLIP model.

@@ -6,8 +6,7 @@
          + soft_weight * KL(s || softmax over all seen classes k of tau z . e_k)
          + distillation * T^2 KL(softmax(t / T) || softmax over old classes j of tau z . e_j / T)    from task 2 on
 
-z_old is the feature by the model before the task. The e of s and of m are those at the start of the task. One LoRA
-pair is trained on from task to task, where the paper fine-tunes the last block of the vision tower.
+z_old is the feature by the model before the task. The e of s and of m are those at the start of the task.
 
 Reference: Yu et al., "Exploiting the Semantic Knowledge of Pre-trained Text-Encoders for Continual Learning", arXiv
 2408.01076, and the authors' public code, of which the weights, the softness 13 and the temperature 4 are.

@@ -4,9 +4,8 @@
          + distillation * T^2 (mean over images of KL(p || q) over texts + mean over texts of KL(p || q) over images)
     p, q: softmax of tau z_0 . e_0 / T and of tau z . e_0 / T        0: the pristine model, both towers
 
-Each step draws a batch of reference images. The texts are the names of their classes, or those of a file. One LoRA
-pair is trained on from task to task. With `average`, every tensor of the adapter ends the task as its mean over the
-steps, the start included, as the paper does with all weights.
+Each step draws a batch of reference images. The texts are the names of their classes, or those of a file. With
+`average`, every tensor of the adapter ends the task as its mean over the steps, the start included.
 
 Reference: Zheng et al., "Preventing Zero-Shot Transfer Degradation in Continual Learning of Vision-Language Models",
 arXiv 2303.06628, and the authors' public code, of which T = 2 and the weight are.
