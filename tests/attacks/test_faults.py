@@ -12,9 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from lives import QUICK, differences, everything, images_of, learned, tiny_base, tiny_learner
+from lives import differences, everything, images_of, learned, tiny_base, tiny_learner
 from peft import get_peft_model
-from PIL import Image
 
 from dulbe_peft import (
     BridgeEnsembleHead,
@@ -188,27 +187,3 @@ def test_an_error_names_what_is_wrong_and_changes_nothing(world, act, error, wor
     missing = [word for word in words.split() if word not in str(caught.value)]
     assert not missing, f"{missing} not in the message: {caught.value}"
     assert not differences(everything(world.learner), before) and not differences(tiny_base()[0].state_dict(), base)
-
-
-ODD_NAMES = ["../../x", "/etc/passwd", "\u202eesrever", "🦊🦊", "naïve café", "a.b", "CON", "{} {0}", "%s", "x" * 9]
-
-
-def test_odd_class_names_are_names(tmp_path):
-    """They are learned, saved, loaded and predicted, and no file is made of them."""
-    learner = tiny_learner("frozen", ("bridge",))
-    learner.learn_task(images_of(*range(len(ODD_NAMES))), ODD_NAMES)
-    learner.save_pretrained(tmp_path / "out" / "learner")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["learner"]
-    base = copy.deepcopy(tiny_base()[0])
-    loaded = ClassIncrementalLearner.from_pretrained(
-        tmp_path / "out" / "learner", base, args=LearnerArguments(**QUICK)
-    )
-    assert loaded.class_names == tuple(ODD_NAMES) and loaded.predict([Image.new("RGB", (1, 1))])[0] in ODD_NAMES
-
-
-def test_small_tasks_and_empty_questions():
-    """A task of one image, a batch of one, a class of one image, no image to predict."""
-    learner = tiny_learner(batch_size=1)
-    learner.learn_task(images_of(0), ["one"])
-    learner.learn_task(images_of(0, 1), ["two", "three"])
-    assert learner.predict([]) == []

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from lives import content, differences, everything, images_of, learned, stream, tiny_base, tiny_learner
+from lives import content, differences, everything, images_of, learned, tiny_base, tiny_learner
 from PIL import Image
 
 from dulbe_peft import CheckpointError, ClassIncrementalLearner, ImageFolder
@@ -18,7 +18,6 @@ from dulbe_peft.data.folders import folder_content
 from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.splits import open_stream_data
-from dulbe_peft.report import write_figures
 from dulbe_peft.streams.protocols import rename_classes
 from dulbe_peft.streams.tasks import class_incremental_tasks
 from dulbe_peft.utils.files import read_lines
@@ -64,24 +63,6 @@ def test_processes_that_read_images_need_open_files(monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda _: (12, 12))
     with pytest.raises(OSError, match="num_workers=1 needs 72 open files, the system allows 12: lower it"):
         tiny_learner(num_workers=1).learn_task(images_of(0, 1), ["a", "b"])
-
-
-def test_a_report_writes_through_a_link_and_replaces_no_picture_of_others(finished_run, tmp_path):
-    run, page, link = finished_run, tmp_path / "page.html", tmp_path / "link.html"
-    page.write_text("old")
-    link.symlink_to(page)
-    assert main(["report", str(run), str(run / ".." / run.name), "--output", str(link)]) == 0
-    assert link.is_symlink() and "1 run" not in page.read_text() and page.read_text() != "old"
-    assert "Several runs" not in page.read_text()
-    pictures = tmp_path / "pictures"
-    pictures.mkdir()
-    (pictures / "depths.png").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"depths\.png"):
-        write_figures(run, pictures)
-    with pytest.raises(FileExistsError, match="of the kind 'task of a run'"):
-        write_figures(run, run / "task-001" / "x")
-    files = write_figures(run, tmp_path / "figures")
-    assert write_figures(run, tmp_path / "figures") == files
 
 
 def test_a_name_that_is_not_utf8_is_left_out(tmp_path):
@@ -151,16 +132,6 @@ def test_another_active_adapter_gives_no_answers():
         learner.predict(images)
     learner.model.set_adapter("default")
     assert learner.predict(images) == answers
-
-
-def test_what_lies_in_the_place_of_a_next_task_stays(own_run):
-    for mine in (own_run / "task-003", own_run / "task-003" / "notes.txt"):
-        mine.parent.mkdir(exist_ok=True)
-        mine.write_text("mine")
-        with pytest.raises(FileExistsError, match="task-003"):
-            tiny_learner().run(stream(3), own_run)
-        assert mine.read_text() == "mine"
-        mine.unlink()
 
 
 def test_a_weight_that_the_last_step_breaks_is_named_with_what_to_lower(monkeypatch):

@@ -81,20 +81,6 @@ def test_learning_from_the_table_is_learning_from_images(root, table, tmp_path):
     assert learner.evaluate(left) == learner.evaluate(right) and learner.predict(left) == learner.predict(right)
 
 
-@pytest.mark.slow
-def test_comparing_from_features_is_comparing_from_images(root, table, tmp_path):
-    found = []
-    for data in (root, table):
-        plan = tmp_path / "plan.yaml"
-        stream = {"model": "demo", "data": str(data), "increment": 3, "device": "cpu"}
-        content = {"streams": {"digits": stream}, "methods": {"frozen": {"strategy": "frozen"}}}
-        plan.write_text(json.dumps(content | {"classifiers": ["lda", "prototype"]}))
-        call("compare", plan, "--output", tmp_path / data.stem)
-        with next((tmp_path / data.stem).glob("*.csv")).open(newline="") as file:
-            found.append([{k: v for k, v in row.items() if "second" not in k} for row in csv.DictReader(file)])
-    assert found[0] == found[1] and len(found[0]) >= 2
-
-
 def test_tables_of_other_programs(root, table, tmp_path, capsys):
     """A folder of parts as Ray or Spark leaves it: no split, other types, lengths other than 1, numbers as labels."""
     rows = parquet.read_table(table)

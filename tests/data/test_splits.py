@@ -123,6 +123,7 @@ def test_splits_are_found(tmp_path):
     assert len(open_stream_data(tmp_path, "val", "test")[0]) == 5
     for settings, words in (
         ({"test_fraction": 0.2}, r"test_fraction is 0\.2, but .* has the test split 'test': leave one out"),
+        ({"test_split": "train"}, "a split is never its own test"),
         ({"test_split": "tests"}, r"no split 'tests'; its folders are \['test', 'train', 'val'\]"),
         ({"train_split": "training"}, r"no split 'training'.*--train-split"),
     ):

@@ -88,8 +88,8 @@ def test_every_figure_of_the_page_is_the_run_s(page, runs):
         assert name not in ("bridge", "lda") or (float(board[name][2]) >= 0 and float(board[name][3]) >= 0)
     lasts = [float(row[1].split()[0]) for row in page.table("classifier", "what it is")]
     assert lasts == sorted(lasts, reverse=True)
-    steps = {name: row[1:] for row in page.table("right (%) after", "task 3") for name in row[0].split(", ")}
-    assert steps == {name: [percent(value, 1) for value in block["overall"]] for name, block in blocks.items()}
+    steps = {name: [percent(value, 1) for value in block["overall"]] for name, block in blocks.items()}
+    assert steps_of(page) == steps
     for label, *row in page.table("method", "forgetting"):
         measures = ("average_accuracy", "last_accuracy", "forgetting", "backward_transfer")
         assert row == [percent(titled[label].get(name)) for name in measures]
@@ -145,9 +145,20 @@ def test_pictures_have_their_words(page, runs):
     assert sure == sorted(sure, reverse=True)
 
 
-def is_only_text(page):
-    """The page is one file, and a class name in it is no more than a text."""
+def page_of(*given):
+    """The page of a report, which is one file."""
+    page = Page(write_report(*given))
     self_contained(page)
+    return page
+
+
+def steps_of(page):
+    """What is right after each task, by the names of the methods."""
+    return {name: row[1:] for row in page.table("right (%) after") for name in row[0].split(", ")}
+
+
+def is_only_text(page):
+    """A class name in the page is no more than a text."""
     assert "<script>alert" not in page.source and "&lt;script&gt;alert(1)&lt;/script&gt;" in page.source
 
 
@@ -186,8 +197,7 @@ def test_the_headline_is_said_also_without_the_images_that_were_learned(tmp_path
     assert {Path(rows[place]["image"]).name for place in copies} == {"copy-0.png", "copy-1.png", "near.jpg"}
     left = [row for place, row in enumerate(rows) if place not in copies]
     right = sum(row["class"] == row["predicted"] for row in left)
-    page = Page(write_report(tmp_path / "out", tmp_path / "page.html"))
-    self_contained(page)
+    page = page_of(tmp_path / "out", tmp_path / "page.html")
     assert f"{100 * right / 72:.1f} % without the 3 images that it also learned from ({right} of 72;" in page.words
     assert "2 are the same file, 1 is nearly the same picture." in page.words
     shutil.copytree(tmp_path / "out" / "task-001", tmp_path / "alone" / "task-001")
@@ -205,8 +215,7 @@ def test_the_headline_is_said_also_without_the_images_that_were_learned(tmp_path
 
 def test_where_nothing_is_trained_no_measure_of_the_paper_is_shown(runs, tmp_path):
     assert read_effects(read_run(runs["frozen"])).drift[0].old == pytest.approx(1)
-    page = Page(write_report(runs["frozen"], tmp_path / "page.html"))
-    self_contained(page)
+    page = page_of(runs["frozen"], tmp_path / "page.html")
     for word in ("A_bar", "orgetting", "loss", "apture"):
         assert word not in page.text, word
     rows = [row[0] for row in page.table("classifier", "what it is")]
@@ -219,15 +228,12 @@ def test_where_nothing_is_trained_no_measure_of_the_paper_is_shown(runs, tmp_pat
 
 def test_a_task_of_a_run_and_a_saved_learner(runs, tmp_path):
     learner = ClassIncrementalLearner.from_pretrained(runs["frozen"] / "task-002")
-    task = Page(write_report(runs["frozen"] / "task-002", tmp_path / "task.html"))
-    self_contained(task)
+    task = page_of(runs["frozen"] / "task-002", tmp_path / "task.html")
     whole = json_of(runs["frozen"] / "results.json")
-    rows = {name: row[1:] for row in task.table("right (%) after") for name in row[0].split(", ")}
-    assert rows["lda"] == [percent(value, 1) for value in whole["classifiers"]["lda"]["overall"][:2]]
+    assert steps_of(task)["lda"] == [percent(value, 1) for value in whole["classifiers"]["lda"]["overall"][:2]]
     learner.forget_class("four" if "four" in learner.class_names else learner.class_names[0])
     learner.save_pretrained(tmp_path / "saved")
-    saved = Page(write_report(tmp_path / "saved", tmp_path / "saved.html"))
-    self_contained(saved)
+    saved = page_of(tmp_path / "saved", tmp_path / "saved.html")
     assert "nothing says how good it is" in saved.words and "not finished" not in saved.words
     assert f"evaluate {tmp_path / 'saved'} --data" in saved.words and "learned 3 classes in 2 tasks" in saved.words
     assert "a class of task 1 was forgotten" in saved.words
@@ -238,12 +244,11 @@ def test_an_unfinished_run(runs, tmp_path):
     for name in ("results.json", "predictions.csv", "task-003/manifest.json"):
         (run / name).unlink()
     shutil.rmtree(run / "pictures")
-    page = Page(write_report(run, tmp_path / "page.html"))
-    self_contained(page)
+    page = page_of(run, tmp_path / "page.html")
     assert "not finished" in page.words and "the 2 tasks that it has" in page.words
     assert "learned 4 classes in 2 tasks" in page.words
     whole = json_of(runs["one"] / "results.json")
-    rows = {name: row[1:] for row in page.table("right (%) after") for name in row[0].split(", ")}
+    rows = steps_of(page)
     for name, block in (("bridge", whole["head"]), ("names alone", whole["zero_shot"])):
         assert rows[name] == [percent(value, 1) for value in block["overall"][:2]]
     assert len(rows_of(runs["one"] / "task-002" / "predictions.csv")) == len(read_run(run).predictions)
@@ -252,8 +257,7 @@ def test_an_unfinished_run(runs, tmp_path):
 def test_a_run_without_tests(tmp_path):
     run = learn(tmp_path / "run", strategy="frozen", tests=False)
     assert {"predictions.csv", "pictures", "accuracy.png"}.isdisjoint(path.name for path in run.iterdir())
-    page = Page(write_report(run, tmp_path / "page.html"))
-    self_contained(page)
+    page = page_of(run, tmp_path / "page.html")
     assert "no test images. Estimate from 12 training images of 2 of the 6 classes, each left out" in page.words
     assert page.words.count("from 12 training images") == 4
     both = Page(write_report([run, run], tmp_path / "page.html", csv=tmp_path / "t.csv"))
@@ -264,8 +268,7 @@ def test_results_alone_are_enough(runs, tmp_path):
     """Somebody kept the small files and threw the task folders away."""
     for name in ("results.json", "predictions.csv"):
         shutil.copy(runs["one"] / name, tmp_path / name)
-    page = Page(write_report(tmp_path))
-    self_contained(page)
+    page = page_of(tmp_path)
     assert page.table("class", "taken for") and "from 12 training images" in page.words
     (tmp_path / "predictions.csv").unlink()
     page = Page(write_report(tmp_path))
@@ -278,10 +281,7 @@ def test_results_alone_are_enough(runs, tmp_path):
         (None, None, "is no folder"),
         ("results.json", [], "results.json is damaged or foreign"),
         ("results.json", {"classifiers": {"lda": {}}}, "foreign: classifiers.lda.overall: Field required"),
-        ("results.json", {"tasks": [{"loss": ["x"]}]}, "foreign: tasks.0.loss.0"),
         ("results.json", {"classes": {"lda": {"accuracy": {"a": 7}}}}, "foreign: classes.lda.accuracy.a"),
-        ("results.json", {"strategy": {}}, "foreign: strategy.name: Field required"),
-        ("timings.json", {"tasks": [1]}, "timings.json is damaged or foreign: tasks"),
         ("timings.json", {"tasks": [{"phases": {"train": "x"}}]}, "foreign: tasks.0.seconds: Field required"),
         ("pictures/index.json", {"hits": [{"file": "../x.jpg"}]}, "index.json is damaged or foreign: hits"),
     ],
@@ -299,7 +299,7 @@ def test_what_is_no_run_or_a_damaged_one_is_refused_by_name(runs, file, content,
 
 
 def test_runs_stand_side_by_side_with_the_settings_that_differ(runs, tmp_path):
-    page = Page(write_report(list(runs.values()), tmp_path / "page.html"))
+    page = page_of(list(runs.values()), tmp_path / "page.html")
     is_only_text(page)
     table = {(row[0], row[2]): row for row in page.table("run", "strategy", "method")}
     for name, folder in runs.items():
@@ -316,8 +316,10 @@ def test_runs_stand_side_by_side_with_the_settings_that_differ(runs, tmp_path):
 def test_the_command_writes_the_page_and_the_table_as_csv_and_latex(runs, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     copy = shutil.copytree(runs["frozen"], tmp_path / "=50%_of & {all}")
-    command = ["report", str(runs["one"]), str(runs["two"]), str(copy), "--csv", "t.csv", "--latex", "t.tex"]
-    assert main(command) == 0
+    once_more = runs["one"] / ".." / "one"
+    Path("report.html").symlink_to("page.html")
+    command = ["report", *map(str, (runs["one"], once_more, runs["two"], copy)), "--csv", "t.csv", "--latex", "t.tex"]
+    assert main(command) == 0 and Path("report.html").is_symlink() and Path("page.html").stat().st_size
     assert capsys.readouterr().out.split()[:6] == ["written:", "report.html", "written:", "t.csv", "written:", "t.tex"]
     assert main(["report", "gone"]) == 2 and "gone is no folder" in capsys.readouterr().err
     rows = rows_of(tmp_path / "t.csv")
@@ -325,7 +327,7 @@ def test_the_command_writes_the_page_and_the_table_as_csv_and_latex(runs, tmp_pa
     found = next(row for row in rows if row["method"] == "lda" and row["run"] == "=50%_of & {all}")
     assert found["strategy"] == "frozen"
     assert float(found["last_accuracy"]) == lda["last_accuracy"], "in full"
-    assert {row["run"] for row in rows} == {"one", "two", "=50%_of & {all}"}
+    assert [row["run"] for row in rows if row["method"] == "lda"] == ["one", "two", "=50%_of & {all}"]
     latex = (tmp_path / "t.tex").read_text()
     assert r"=50\%\_of \& \{all\} & frozen & lda & " + percent(lda["last_accuracy"]) in latex
     assert all(line.count("&") - line.count(r"\&") == 6 for line in latex.splitlines() if line.endswith(r"\\"))

@@ -15,7 +15,7 @@ from dulbe_peft.metrics.evaluation import ImageResult
 from dulbe_peft.report import format_summary, plot_matrix, plot_results, read_run, write_figures
 from dulbe_peft.report.class_map import plane
 from dulbe_peft.report.html import percent
-from dulbe_peft.report.pictures import EXAMPLES, OF_A_CLASS, SIDE, choose_examples, thumbnail, write_examples
+from dulbe_peft.report.pictures import SIDE, choose_examples, thumbnail, write_examples
 from dulbe_peft.report.plots import SERIES, accuracy_figure, inline_svg, reliability_figure
 from dulbe_peft.report.shares import (
     ClassRow,
@@ -33,18 +33,9 @@ from dulbe_peft.report.verdict import next_steps
 from dulbe_peft.utils.folders import read_manifest
 
 
-def rows(count):
-    return [
-        ImageResult(f"{i}.png", "cat", "cat" if i % 2 else "dog", ((7 * i) % count) / count, 1, i, {})
-        for i in range(count)
-    ]
-
-
-def test_examples_are_the_surest_mistakes():
-    chosen = choose_examples(rows(50))
-    mistakes = sorted((row.probability for row in rows(50) if row.predicted == "dog"), reverse=True)
-    assert [row.probability for row in chosen["mistakes"]] == mistakes[:EXAMPLES]
-    assert [row.position for row in chosen["classes"]] == [0, 17, 34] and len(chosen["classes"]) == OF_A_CLASS
+def answers(*rows, task=1):
+    """(class, answer, probability) as results of one task."""
+    return [ImageResult(f"{i}.png", *row, task, i, {}) for i, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "L", "I;16"])
@@ -58,7 +49,7 @@ def test_thumbnails_are_small_and_keep_their_shape(mode, size):
     assert image.size == size  # it may be the user's own
 
 
-def test_pictures_show_the_right_images(tmp_path):
+def test_pictures_show_the_surest_mistakes_and_some_of_each_class(tmp_path):
     """Image i is all of one grey, so a picture tells which image it shows; one of them is deleted after the test."""
     for i in range(60):
         Image.new("L", (96, 96), 4 * i).save(tmp_path / f"{i}.png")
@@ -69,30 +60,29 @@ def test_pictures_show_the_right_images(tmp_path):
         def __getitem__(self, i):
             return {"image": Image.open(tmp_path / f"{i}.png").convert("RGB"), "label": 0}
 
-    chosen = choose_examples([ImageResult(str(i), "cat", "dog", i / 60, 2, i, {}) for i in range(60)])
+    chosen = choose_examples(answers(*[("cat", "dog" if i % 2 else "cat", i / 60) for i in range(60)], task=2))
     data = Files([{"image": Image.new("L", (96, 96)), "label": 0}] * 60)
     (tmp_path / "55.png").unlink()
     write_examples(tmp_path / "pictures", chosen, [None, data], ["1 file is no image"])
     index = json.loads((tmp_path / "pictures" / "index.json").read_text())
-    assert [entry["image"] for entry in index["mistakes"]] == [str(i) for i in range(59, 47, -1) if i != 55]
+    assert [entry["image"] for entry in index["mistakes"]] == [f"{i}.png" for i in range(59, 35, -2) if i != 55]
     assert index["left_out"] == ["1 file is no image"]
-    assert [entry["image"] for entry in index["classes"]] == ["0", "20", "40"]
+    assert [entry["image"] for entry in index["classes"]] == ["0.png", "20.png", "40.png"]
     for entry in index["mistakes"] + index["classes"]:
         with Image.open(tmp_path / "pictures" / entry["file"]) as picture:
-            assert abs(int(np.asarray(picture).mean()) - 4 * int(entry["image"])) <= 1
+            assert abs(int(np.asarray(picture).mean()) - 4 * int(entry["image"][:-4])) <= 1
     assert read_manifest(tmp_path / "pictures")
 
 
 def test_there_are_no_pictures_of_what_is_no_image_and_somebody_s_own_stay(tmp_path, capsys):
-    for tests in ([None], [[{"image": np.zeros(3), "label": 0}] * 4]):
-        write_examples(tmp_path / "pictures", choose_examples(rows(4)), tests)
+    chosen, mine = choose_examples(answers(("cat", "dog", 0.5))), tmp_path / "pictures" / "mine.jpg"
+    for tests in ([None], [[{"image": np.zeros(3), "label": 0}]]):
+        write_examples(mine.parent, chosen, tests)
         assert not list(tmp_path.iterdir())
-    (tmp_path / "pictures").mkdir()
-    (tmp_path / "pictures" / "mine.jpg").write_bytes(b"x")
-    write_examples(
-        tmp_path / "pictures", choose_examples(rows(4)), [[{"image": Image.new("L", (9, 9)), "label": 0}] * 4]
-    )
-    assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["mine.jpg"]
+    mine.parent.mkdir()
+    mine.write_bytes(b"x")
+    write_examples(mine.parent, chosen, [[{"image": Image.new("L", (9, 9)), "label": 0}]])
+    assert list(mine.parent.iterdir()) == [mine]
     assert "no pictures of examples" in capsys.readouterr().out
 
 
@@ -115,11 +105,6 @@ def test_one_list_of_columns_makes_every_table(tmp_path):
     write_table_latex(columns, rows, tmp_path / "t.tex")
     hard = r"\textbackslash{}\textasciitilde{}\textasciicircum{}{<}{>}{|}\#\$\& &  \\"
     assert (tmp_path / "t.tex").read_text().splitlines()[4:6] == [r"a\_b & 0.1 $\pm$ 2 $\to$ $-$1 \\", hard]
-
-
-def answers(*rows):
-    """(class, answer, probability) as results of one task."""
-    return [ImageResult(f"{i}.png", *row, 1, i, {}) for i, row in enumerate(rows)]
 
 
 def test_probabilities_against_what_is_right():
@@ -229,5 +214,11 @@ def test_pictures_in_files_are_drawn(finished_run, tmp_path):
                 assert min(picture.size) > 400 and len(picture.getcolors(10**6)) > 100
             with pytest.raises(ValueError, match="no test data"):
                 plot({"class_names": [["a"]]}, tmp_path / "x.png")
-        files = [path for path in write_figures(finished_run, tmp_path) if path.suffix == ".png"]
-    assert files and all(len(Image.open(path).getcolors(10**6)) > 20 for path in files)
+        files = write_figures(finished_run, tmp_path)
+        assert write_figures(finished_run, tmp_path) == files, "its own are replaced"
+    drawings = [Image.open(path) for path in files if path.suffix == ".png"]
+    assert drawings and all(len(drawing.getcolors(10**6)) > 20 for drawing in drawings)
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "depths.png").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"depths\.png"):
+        write_figures(finished_run, tmp_path / "others")
