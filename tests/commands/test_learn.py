@@ -1,6 +1,7 @@
 """The commands that change a finished learner: new classes, more photographs of known ones, and one class less."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -9,6 +10,7 @@ import write_saved
 from failing_files import edited
 from lives import content, differences, everything, images_of, tiny_learner
 from small_runs import learner_of, some
+from taught import assert_equal_states, snapshot
 
 from dulbe_peft import ClassIncrementalLearner, class_incremental_tasks, load_data
 from dulbe_peft.commands.main import main
@@ -19,8 +21,8 @@ from dulbe_peft.report import write_report
 from dulbe_peft.subspaces.inputs import collect_statistics
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 
-FROZEN = ["--strategy", "frozen", "--classifiers", "bridge,prototype", "--device", "cpu", "--no-progress"]
 MACHINE = ["--device", "cpu", "--no-progress"]
+FROZEN = ["--strategy", "frozen", "--classifiers", "bridge,prototype", *MACHINE]
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +61,8 @@ def test_a_month_of_new_and_known_classes(photos, june, tmp_path, capsys):
     assert content(june) == before, "the learner stays as it was"
     found, old = results_of(tmp_path / "run"), results_of(june / "run")
     assert found["class_names"] == [["one", "three"], ["two", "zero"], ["five", "four"]] and found["known_tasks"] == 2
-    assert found["head"]["matrix"][:2] == old["head"]["matrix"]
-    assert found["head"]["overall"][:2] == old["head"]["overall"]
-    assert len(found["head"]["matrix"][2]) == 3 and None not in found["head"]["matrix"][2]
-    assert found["zero_shot"]["overall"][:2] == old["zero_shot"]["overall"]
-    written = {path.name for path in (tmp_path / "run").iterdir()}
-    assert {"results.json", "sources.json", "task-003", "timings.json"} <= written
-    assert not written & {"task-001", "task-002"}
-    assert len(json.loads((tmp_path / "run" / "timings.json").read_text())["tasks"]) == 3
+    assert found["head"]["matrix"][:2] == old["head"]["matrix"] and None not in found["head"]["matrix"][2]
+    assert [path.name for path in sorted((tmp_path / "run").glob("task-*"))] == ["task-003"]
     july = ClassIncrementalLearner.from_pretrained(tmp_path / "run")
     assert july.head.counts.tolist() == [4, 3, 3, 3, 4, 4]
 
@@ -77,32 +73,20 @@ def test_a_month_of_new_and_known_classes(photos, june, tmp_path, capsys):
     assert f"with the further images: bridge {before:.2f} % before, {after:.2f} % after" in capsys.readouterr().out
     assert third["head"]["matrix"][:2] == old["head"]["matrix"] and None not in third["head"]["matrix"][2]
     assert third["class_names"] == found["class_names"]
-    loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "august-run")
-    assert loaded.head.counts.tolist() == [4, 3, 4, 3, 4, 4]
     page = write_report(tmp_path / "august-run").read_text(encoding="utf-8")
-    assert (
-        "after task 2, 1 further image" in page and "after task 3, 1 further image of known classes: two (1)" in page
-    )
+    for task, words in ((2, ""), (3, " of known classes: two (1)")):
+        assert f"after task {task}, 1 further image{words}" in page
     assert main(["forget", str(tmp_path / "august-run"), "two", "--output", str(tmp_path / "less"), *MACHINE]) == 0
     more = some(photos, tmp_path / "more", ["one"], 3)
-    shutil.rmtree(more / "test")
-    capsys.readouterr()
-    assert learn(tmp_path / "less", more, tmp_path / "last") == 2
-    assert "has learned all of its images" in capsys.readouterr().err
     assert learn(tmp_path / "less", more, tmp_path / "last", "--again") == 0
-    said = capsys.readouterr().out
-    assert "known classes get 1 further image" in said and "no test images" not in said
-    assert learn(tmp_path / "less", june / "photos", tmp_path / "back") == 0
-    said = capsys.readouterr().out
-    assert "left out, for they would count twice: 9 learned before" in said and "1 classes" not in said
-    back = ClassIncrementalLearner.from_pretrained(tmp_path / "back")
-    counts = dict(zip(back.class_names, back.head.counts.tolist()))
-    assert counts == {"one": 4, "three": 3, "zero": 3, "five": 4, "four": 4, "two": 3}
-    assert learn(june / "run", some(photos, tmp_path / "known", ["one"]), tmp_path / "again", "--no-update") == 2
-    assert "has nothing to learn" in capsys.readouterr().err and not (tmp_path / "again").exists()
     page = write_report(tmp_path / "last").read_text(encoding="utf-8")
     assert "after task 3, a class of task 2 was forgotten" in page
     assert "two" not in page.replace("compare the two reports", "")
+    assert learn(tmp_path / "less", june / "photos", tmp_path / "back") == 0
+    assert "left out, for they would count twice: 9 learned before" in capsys.readouterr().out
+    back = ClassIncrementalLearner.from_pretrained(tmp_path / "back")
+    counts = dict(zip(back.class_names, back.head.counts.tolist()))
+    assert counts == {"one": 4, "three": 3, "zero": 3, "five": 4, "four": 4, "two": 3}
 
 
 def test_it_equals_learning_by_hand(photos, june, tmp_path):
@@ -116,8 +100,7 @@ def test_it_equals_learning_by_hand(photos, june, tmp_path):
     found = ClassIncrementalLearner.from_pretrained(tmp_path / "run")
     assert found.tasks == learner.tasks and len(found.tasks) == 4
     for name, classifier in learner.classifiers.items():
-        state = found.classifiers[name].state_dict()
-        assert all(bool((value == state[key]).all()) for key, value in classifier.state_dict().items()), name
+        assert_equal_states(found.classifiers[name].state_dict(), classifier.state_dict())
 
 
 def test_tests_that_are_gone_are_said_and_left_empty(photos, june, tmp_path, capsys):
@@ -147,6 +130,8 @@ def test_a_saved_folder_learns_too_and_known_classes_can_be_left_out(photos, jun
     assert "task 1 are not used again: the run did not note where they came from" in said.err
     assert results_of(tmp_path / "run")["head"]["matrix"][:2] == [[None], [None, None]]
     assert ClassIncrementalLearner.from_pretrained(tmp_path / "run").head.counts.tolist() == [3, 3, 3, 3, 4]
+    assert learn(tmp_path / "run", data, tmp_path / "again", "--no-update") == 2
+    assert "has nothing to learn" in capsys.readouterr().err and not (tmp_path / "again").exists()
 
 
 def test_names_that_contradict_the_dataset():
@@ -160,21 +145,29 @@ def test_names_that_contradict_the_dataset():
 def test_classes_that_are_added_to_a_run_s_own_data_become_new_tasks(photos, june, tiny_model, tmp_path, capsys):
     """five comes before one in the order of names, and yet after it in the run."""
     root = shutil.copytree(june, tmp_path / "june")
-    command = ["run", "--model", str(tiny_model), "--data", str(root / "photos"), *FROZEN]
-    command += ["--output", str(root / "run")]
-    some(photos, root / "photos", ["five"])
-    for classes in (["five"], ["five", "four"]):
-        some(photos, root / "photos", classes)
+    command = [
+        "run",
+        "--model",
+        str(tiny_model),
+        "--data",
+        str(root / "photos"),
+        "--output",
+        str(root / "run"),
+        *FROZEN,
+    ]
+    for name in ("five", "four"):
+        some(photos, root / "photos", [name])
         assert main([*command, "--increment", "2"]) == 0
         assert "resuming after task-00" in capsys.readouterr().out
     tasks = [["one", "three"], ["two", "zero"], ["five"], ["four"]]
     assert results_of(root / "run")["class_names"] == tasks
-    assert main([*command, "--increment", "3"]) == 2
-    assert "task 1 has the classes ['one', 'three'] there" in capsys.readouterr().err
-    assert main([*command, "--increment", "2", "--order-seed", "1"]) == 2
-    assert "must begin with the finished tasks" in capsys.readouterr().err
-    shutil.rmtree(root / "run" / "task-004")
-    shutil.rmtree(root / "run" / "task-003")
+    for flags, words in (
+        (["--increment", "3"], "task 1 has the classes ['one', 'three'] there"),
+        (["--increment", "2", "--order-seed", "1"], "must begin with the finished tasks"),
+    ):
+        assert main([*command, *flags]) == 2 and words in capsys.readouterr().err
+    for name in ("task-003", "task-004"):
+        shutil.rmtree(root / "run" / name)
     assert main(command) == 0, "without --increment all that is new is one task"
     assert results_of(root / "run")["class_names"] == [*tasks[:2], ["five", "four"]]
 
@@ -192,15 +185,10 @@ def test_outputs_that_would_harm_a_learner_or_the_data_are_refused(june, photos,
         ["run", "--model", model, "--data", str(july), "--output", first, *FROZEN],
     ):
         assert main(command) == 2
-        said = capsys.readouterr().err
-        words = ("saved learner", "'task of a run'", "never changed: name another folder")
-        assert any(word in said for word in words), said
+        assert re.search("saved learner|'task of a run'|never changed: name another folder", capsys.readouterr().err)
     assert content(june) == before
     shutil.copytree(second, tmp_path / "copy")  # what stands beside a copy is no part of a run
     assert main(["forget", str(tmp_path / "copy"), "one", "--output", str(tmp_path / "without")]) == 0
-
-
-QUICK = {"batch_size": 8, "prompt_template": "the digit {}."}
 
 
 @pytest.fixture(scope="module")
@@ -210,45 +198,41 @@ def base(tiny_model):
 
 @pytest.fixture(scope="module")
 def digits():
-    """Handwritten digits: six images of each class to learn from, then six further ones, then four to test on."""
-    return write_saved.digits(0, 6), write_saved.digits(6, 12), write_saved.digits(12, 16), write_saved.digits(0, 12)
+    """Handwritten digits: six images of each class to learn from, then six further ones."""
+    return write_saved.digits(0, 6), write_saved.digits(6, 12)
 
 
-def taught(base, data, count=2, strategy="frozen", classifiers=("bridge", "prototype", "lda")):
+def taught(base, data, strategy="frozen", classifiers=("bridge", "prototype", "lda")):
     targets = ["visual_projection"] if strategy == "bofa" else ["k_proj", "v_proj"]
-    learner = learner_of(base, strategy, classifiers, {"target_modules": targets}, **QUICK)
-    for task in class_incremental_tasks(data, increment=2)[:count]:
+    learner = learner_of(base, strategy, classifiers, {"target_modules": targets}, prompt_template="the digit {}.")
+    for task in class_incremental_tasks(data, increment=2)[:2]:
         learner.learn_task(task.train)
     return learner
 
 
 @pytest.mark.parametrize("strategy", ["dulbe", "loda", "bofa"])
 def test_sums_of_inputs_take_the_further_images_and_the_model_stays(base, digits, strategy):
-    first, more, *_ = digits
+    first, more = digits
     learner = taught(base, first, strategy=strategy)
-    model = {name: value.clone() for name, value in learner.model.state_dict().items()}
-    before = {name: value.clone() for name, value in learner.memory.items()}
-    old = learner.memory
+    model, old = snapshot(learner.model), learner.memory
+    before = {name: value.clone() for name, value in old.items()}
     images = labelled_images(more).select(("one", "two"))
     learner.update_classes(images)
-    pixels = learner.processor.image_processor(
-        images=[images[i]["image"].convert("RGB") for i in range(len(images))], return_tensors="pt"
-    )["pixel_values"]
-    inputs = collect_statistics(
-        learner.model, [pixels], lambda _, batch: unit_image_embeds(learner.clip, batch), into=OccupationStatistics()
-    )
+    rows = [images[i]["image"].convert("RGB") for i in range(len(images))]
+    pixels = learner.processor.image_processor(images=rows, return_tensors="pt")["pixel_values"]
+    inputs, forward = OccupationStatistics(), lambda _, batch: unit_image_embeds(learner.clip, batch)
+    collect_statistics(learner.model, [pixels], forward, into=inputs)
     assert set(learner.memory) == set(before) == set(inputs)
     for name, matrix in learner.memory.items():
         torch.testing.assert_close(matrix, before[name] + inputs[name], rtol=1e-4, atol=1e-3)
         assert torch.equal(old[name], before[name]), "the old sums stay as they were"
-    assert all(torch.equal(value, model[name]) for name, value in learner.model.state_dict().items())
+    assert_equal_states(learner.model.state_dict(), model)
     learner.learn_task(class_incremental_tasks(first, increment=2)[2].train)
-    assert len(learner.tasks) == 3
 
 
 def test_labels_mean_the_names_that_the_dataset_carries(base, digits):
     learner = taught(base, digits[0], classifiers="prototype")
-    learner.update_classes(digits[1].__class__(digits[1].source[18:24], digits[1].labels[18:24]))  # threes, label 3
+    learner.update_classes(digits[1].at(range(18, 24)))  # threes, label 3 of ten
     assert learner.classifier.counts.tolist() == [6, 6, 6, 12]
     pairs = [(digits[1][0]["image"], 1)] * 2
     learner.update_classes(pairs, ("three", "zero"))

@@ -16,9 +16,11 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from documents import text_of
 from PIL import Image
 from served import photo, running, served, two_colours
 
@@ -26,23 +28,31 @@ from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.commands.main import main
 from dulbe_peft.commands.serve import _own
 from dulbe_peft.metrics.suggesting import suggestions
-from dulbe_peft.serving import App, make_server, server
+from dulbe_peft.serving import App, server
 from dulbe_peft.serving.app import MOST_UNDOS
 from dulbe_peft.serving.labelling import NEXT
 
 
-def sent(*images: Image.Image) -> list[str]:
-    texts = []
-    for image in images:
-        file = io.BytesIO()
-        image.save(file, "PNG")
-        texts.append(base64.b64encode(file.getvalue()).decode())
-    return texts
+def sent(*images: Image.Image, kind: str = "PNG") -> list[str]:
+    files = [io.BytesIO() for _ in images]
+    for image, file in zip(images, files, strict=True):
+        image.save(file, kind)
+    return [base64.b64encode(file.getvalue()).decode() for file in files]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return two_colours(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture
+def learner(folder):
+    return ClassIncrementalLearner.from_pretrained(folder)
+
+
+@pytest.fixture
+def app(learner):
+    return App(learner)
 
 
 def ask(url, content=None, **headers):
@@ -63,8 +73,7 @@ def best(url, image):
     return found["best"][0]["class"]
 
 
-def test_a_visit(folder, tmp_path):
-    learner = ClassIncrementalLearner.from_pretrained(folder)
+def test_a_visit(folder, learner, tmp_path):
     with served(folder) as url:
         assert b"<title>Try the learner</title>" in ask(url + "/")[1]
         assert ask(f"{url}/facts")[1]["classes"] == ["red", "green"]
@@ -96,8 +105,6 @@ def test_a_visit(folder, tmp_path):
         ("/../serving.py", None, {}, 404, "no such page"),
         ("/predict", {}, {"Content_Length": "99999999999"}, 413, "at most 64 MiB"),
         ("/facts", None, {"Origin": "http://evil.example"}, 403, "own address"),
-        ("/facts", None, {"Host": "evil.example:80"}, 403, "own address"),
-        ("/facts", None, {"Host": "127.0.0.1.evil.example"}, 403, "own address"),
         ("/facts", None, {"Host": "[::1"}, 403, "own address"),
         ("/undo", {}, {"Origin": "null"}, 403, "own address"),
         ("/teach", {"class": "\ud800", "images": sent(photo(2))}, {}, 400, "cannot be written as UTF-8"),
@@ -110,13 +117,13 @@ def test_what_is_refused(folder, path, content, headers, status, words):
         assert ask(f"{url}/facts")[1]["undo"] is None
 
 
+FULL = Mock(side_effect=OSError("no space left"))
 MACHINE = socket.gethostname()
 HOSTS = {  # the address to listen on -> what a browser may call it, and what it may not
     "127.0.0.1": (
         ["localhost", "127.0.0.1", "LOCALHOST:7860", "[::1]:7860"],
-        ["192.168.1.5", MACHINE, "localhost@evil"],
+        ["192.168.1.5", MACHINE, "localhost@evil", "127.0.0.1.evil.example", "evil.example/localhost"],
     ),
-    "localhost": (["localhost:8000"], ["localhost.evil.example", "evil.example/localhost", "evil.example?localhost"]),
     "0.0.0.0": (
         ["192.168.1.5:7860", "[fe80::1]", "localhost", f"{MACHINE}:80", f"{MACHINE}.local"],
         ["evil.example", ""],
@@ -140,15 +147,10 @@ def test_the_page_is_opened_by_its_own_address_alone(folder, listened):
                 assert status == 403 and "own address" in answer["error"]
 
 
-def test_no_address_is_not_the_whole_network(folder):
-    with pytest.raises(ValueError, match="the host is '', expected the address to listen on"):
-        make_server(ClassIncrementalLearner.from_pretrained(folder), "", 0)
-
-
 LARGE = {"classes": ["x" * 2**20] * 16}  # more than the buffers of a connection take
 
 
-@pytest.mark.parametrize("path", ["/facts", "/learner.zip", "/predict", "/teach", "/undo"])
+@pytest.mark.parametrize("path", ["/facts", "/learner.zip", "/teach"])
 def test_a_client_that_is_slow_to_read_holds_up_nobody(folder, monkeypatch, path):
     name = "download" if path == "/learner.zip" else path[1:]
     asked = threading.Event()
@@ -161,13 +163,12 @@ def test_a_client_that_is_slow_to_read_holds_up_nobody(folder, monkeypatch, path
         address = server.server_address[:2]
         with monkeypatch.context() as patch, socket.create_connection(address) as slow:
             patch.setattr(server.app, name, large)
-            method = "GET" if path in ("/facts", "/learner.zip") else "POST"
+            method = "POST" if path == "/teach" else "GET"
             head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             slow.sendall(f"{head}Content-Length: 2\r\n\r\n{{}}".encode())
             assert asked.wait(30)
             patch.undo()
             assert best("http://{}:{}".format(*address), photo(1)) == "green"
-            assert ask("http://{}:{}/learner.zip".format(*address))[0] == 200
             slow.settimeout(30)
             parts = iter(lambda: slow.recv(2**20), b"")
             assert b"".join(parts).partition(b"\r\n\r\n")[2] == json.dumps(LARGE).encode(), "it has all of it at last"
@@ -189,28 +190,20 @@ def test_many_ask_at_once_and_some_go_away(folder, capfd):
     with served(folder) as url:
         address = ("127.0.0.1", int(url.rpartition(":")[2]))
         for reset in (True, False):
-            gone = socket.create_connection(address)
-            gone.sendall(b"POST /teach HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
-            gone.sendall(b'Content-Length: 1000\r\n\r\n{"class": "red", "images": ["')
-            if reset:
-                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            gone.close()
+            with socket.create_connection(address) as gone:
+                gone.sendall(b"POST /teach HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+                gone.sendall(b'Content-Length: 1000\r\n\r\n{"class": "red", "images": ["')
+                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", reset, 0))
         with ThreadPoolExecutor(40) as pool:
-            taught = [
-                pool.submit(ask, f"{url}/teach", {"class": "red", "images": sent(photo(0, number))})
-                for number in range(10)
-            ]
+            rows = [{"class": "red", "images": sent(photo(0, number))} for number in range(10)]
+            taught = [pool.submit(ask, f"{url}/teach", row) for row in rows]
             found = list(pool.map(lambda _: best(url, photo(1)), range(30)))
             assert found == ["green"] * 30 and [change.result()[0] for change in taught] == [200] * 10
-        for _ in range(10):
-            status, facts = ask(f"{url}/undo", {})
-            assert status == 200
-        assert facts["undo"] is None
+        assert [ask(f"{url}/undo", {})[0] for _ in range(11)] == [200] * 10 + [400]
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_learner_that_trains_takes_corrections_and_no_new_class(folder, monkeypatch):
-    app = App(ClassIncrementalLearner.from_pretrained(folder))
+def test_a_learner_that_trains_takes_corrections_and_no_new_class(app, monkeypatch):
     monkeypatch.setattr(type(app.learner.strategy), "adapts", True)
     assert not app.facts()["teachable"]
     assert app.teach({"class": "red", "images": sent(photo(0))})["undo"] == "1 image of red"
@@ -223,7 +216,6 @@ def test_what_is_taught_is_saved_after_each_change(folder, tmp_path):
     with served(folder, output=output) as url:
         facts = ask(f"{url}/facts")[1]
         assert facts["output"] == str(output) and not facts["unsaved"] and not output.exists()
-        assert facts["counts"] == {"red": 4, "green": 4}
         facts = ask(f"{url}/teach", {"class": "blue", "images": sent(photo(2), photo(2, 1))})[1]
         assert facts["counts"] == {"red": 4, "green": 4, "blue": 2} and not facts["unsaved"]
         assert ClassIncrementalLearner.from_pretrained(output).predict(photo(2, 2)) == ["blue"]
@@ -236,14 +228,10 @@ def test_what_is_taught_is_saved_after_each_change(folder, tmp_path):
         assert again == (400, {"error": "nothing was learned: 1 photograph learned before"})
 
 
-def test_a_change_that_cannot_be_saved_is_none(folder, tmp_path, monkeypatch):
-    app = App(ClassIncrementalLearner.from_pretrained(folder), tmp_path / "taught")
+def test_a_change_that_cannot_be_saved_is_none(learner, tmp_path, monkeypatch):
+    app = App(learner, tmp_path / "taught")
     app.teach({"class": "blue", "images": sent(photo(2))})
-
-    def full(*_):
-        raise OSError("no space left")
-
-    monkeypatch.setattr(app.learner, "save_pretrained", full)
+    monkeypatch.setattr(app.learner, "save_pretrained", FULL)
     for change in (lambda: app.teach({"class": "red", "images": sent(photo(0))}), lambda: app.undo({})):
         before = app.facts()
         with pytest.raises(OSError, match="no space left"):
@@ -251,8 +239,7 @@ def test_a_change_that_cannot_be_saved_is_none(folder, tmp_path, monkeypatch):
         assert app.facts() == before and before["undo"] == "1 image of blue"
 
 
-def test_a_photograph_is_learned_once_and_that_is_said(folder):
-    app = App(ClassIncrementalLearner.from_pretrained(folder))
+def test_a_photograph_is_learned_once_and_that_is_said(app):
     found = app.teach({"class": "blue", "images": sent(photo(2), photo(2), photo(2, 1))})
     assert found["said"] == "learned: blue; left out: 1 photograph in the data twice" and found["unsaved"]
     assert found["counts"]["blue"] == 2 and app.predict({"images": sent(photo(2))})["learned"] == "blue"
@@ -267,11 +254,8 @@ def test_a_photograph_is_learned_once_and_that_is_said(folder):
     assert app.learner.state is before and not app.undo({})["unsaved"]
 
 
-def test_a_picture_that_no_browser_shows_comes_as_jpeg(folder):
-    packed = io.BytesIO()
-    photo(0).resize((2000, 1000)).save(packed, "TIFF")
-    app = App(ClassIncrementalLearner.from_pretrained(folder))
-    found = app.predict({"images": [base64.b64encode(packed.getvalue()).decode()]})["picture"]
+def test_a_picture_that_no_browser_shows_comes_as_jpeg(app):
+    found = app.predict({"images": sent(photo(0).resize((2000, 1000)), kind="TIFF")})["picture"]
     shown = Image.open(io.BytesIO(base64.b64decode(found.removeprefix("data:image/jpeg;base64,"))))
     assert (shown.format, shown.size) == ("JPEG", (1024, 512))
     assert app.predict({"images": sent(photo(0))})["picture"] is None
@@ -296,9 +280,8 @@ def test_photographs_are_labelled_a_few_at_a_time(folder, heap, tmp_path):
     output = tmp_path / "taught"
     with served(folder, output=output, photographs=heap) as url:
         work = ask(f"{url}/facts")[1]["labelling"]
-        assert (
-            work["left"] == 12 and work["labelled"] == 0 and {row["class"] for row in work["best"]} == {"red", "green"}
-        )
+        assert (work["left"], work["labelled"]) == (12, 0)
+        assert {row["class"] for row in work["best"]} == {"red", "green"}
         shown = Image.open(io.BytesIO(ask(f"{url}/photo/{work['photo']}")[1]))
         said = np.asarray(Image.open(work["name"])).astype(int)
         assert shown.format == "JPEG" and np.abs(np.asarray(shown).mean((0, 1)) - said.mean((0, 1))).max() < 9
@@ -328,8 +311,8 @@ def test_photographs_are_labelled_a_few_at_a_time(folder, heap, tmp_path):
         assert ask(f"{url}/facts")[1]["labelling"]["left"] == 7
 
 
-def test_labels_wait_and_are_taken_back_whatever_else_changes_the_learner(folder, heap):
-    app = App(ClassIncrementalLearner.from_pretrained(folder), photographs=heap)
+def test_labels_wait_and_are_taken_back_whatever_else_changes_the_learner(learner, heap):
+    app = App(learner, photographs=heap)
 
     def label(name):
         return app.label({"photo": app.facts()["labelling"]["photo"], "class": name})
@@ -344,58 +327,50 @@ def test_labels_wait_and_are_taken_back_whatever_else_changes_the_learner(folder
     found = app.undo({})  # the other one, which was learned with it, waits again
     assert found["counts"] == {"red": 4, "lime": 4} and found["labelling"]["waiting"] == 1
     assert found["undo"] == "the label red"
+    place, file = app.labelling.left[0], Path(app.labelling.facts()["name"]).read_bytes()
+    app.teach({"class": "red", "images": [base64.b64encode(file).decode()]})
+    with pytest.raises(ValueError, match="was learned as 'red' meanwhile"):
+        app.label({"photo": place, "class": "lime"})
+    assert place not in app.labelling.left and not app.waiting
     for number in range(30):
         app.teach({"class": "red", "images": sent(photo(0, 300 + number))})
     assert len(app.before) == MOST_UNDOS
 
 
-def test_a_photograph_that_was_taught_meanwhile_is_not_labelled_too(folder, heap):
-    app = App(ClassIncrementalLearner.from_pretrained(folder), None, heap)
-    place = app.labelling.left[0]
-    image = Image.open(app.labelling.facts()["name"])
-    with image:
-        file = base64.b64encode(Path(image.filename).read_bytes()).decode()
-    app.teach({"class": "red", "images": [file]})
-    with pytest.raises(ValueError, match="was learned as 'red' meanwhile"):
-        app.label({"photo": place, "class": "green"})
-    assert place not in app.labelling.left and not app.waiting
-
-
 def test_a_folder_that_a_server_holds_is_not_put_aside(folder, tmp_path, capsys):
-    output = tmp_path / "taught"
-    shutil.copytree(folder, output)
+    output = shutil.copytree(folder, tmp_path / "taught")
     with _own(str(output), str(output), None, False):
         assert main(["serve", str(folder), "--output", str(output), "--overwrite", "--port", "0"]) == 2
     assert "in use by another process" in capsys.readouterr().err
     assert output.is_dir() and not (tmp_path / "taught.old").exists()
 
 
-def test_the_order_is_that_of_suggest_and_new_after_each_few(folder, heap):
-    app = App(ClassIncrementalLearner.from_pretrained(folder), None, heap)
-    work, before = app.labelling, []
-    for count in range(10):
-        now = work.facts()
-        if count in (0, 5):
+def test_the_order_is_that_of_suggest_and_new_after_each_few(learner, heap):
+    app = App(learner, photographs=heap)
+    work = app.labelling
+    app.skip({"photo": work.left[0]})
+    first = work.reasons
+    for count in range(8):
+        if count == 5:
+            assert work.reasons is not first
             places = sorted(set(work.left) - set(work.skipped))
-            found = suggestions(work.features[places], NEXT, app.learner.classifier)
             work.left = places + work.skipped
             work.sort()
-            assert work.left[: len(found)] == [places[one.row] for one in found] and work.left != before
+            found = suggestions(work.features[places], NEXT, app.learner.classifier)
+            assert work.left == [places[one.row] for one in found] + work.skipped
             assert work.facts()["reason"] == found[0].reason
-            before, now = list(work.left), work.facts()
-        app.skip({"photo": now["photo"]}) if count == 1 else None
         now = work.facts()
         app.label({"photo": now["photo"], "class": colour(now)})
-    assert work.left == work.skipped or work.left[-1] == work.skipped[-1], "what was skipped stays last"
+    assert work.left[-1:] == work.skipped, "what was skipped stays last"
 
 
-def test_labels_that_wait_are_learned_before_the_end_and_one_that_fails_is_none(folder, heap, tmp_path, monkeypatch):
-    app = App(ClassIncrementalLearner.from_pretrained(folder), tmp_path / "taught", heap)
+def test_labels_that_wait_are_learned_before_the_end_and_one_that_fails_is_none(learner, heap, tmp_path, monkeypatch):
+    app = App(learner, tmp_path / "taught", heap)
     for _ in range(4):
         work = app.labelling.facts()
         app.label({"photo": work["photo"], "class": colour(work)})
     with monkeypatch.context() as patch:
-        patch.setattr(app.learner, "save_pretrained", lambda _: (_ for _ in ()).throw(OSError("no space left")))
+        patch.setattr(app.learner, "save_pretrained", FULL)
         before = app.facts()
         with pytest.raises(OSError, match="no space left"):
             app.label({"photo": before["labelling"]["photo"], "class": "red"})
@@ -407,27 +382,19 @@ def test_labels_that_wait_are_learned_before_the_end_and_one_that_fails_is_none(
         App(app.learner).label({"photo": 0, "class": "red"})
 
 
-def test_a_folder_without_anything_to_label_is_refused(folder, tmp_path, capsys):
-    (tmp_path / "bad.png").write_bytes(b"no image")
-    assert main(["serve", str(folder), "--photos", str(tmp_path), "--port", "0"]) == 2
-    assert "has no photograph that can be read and that the learner has not learned" in capsys.readouterr().err
-
-
 def test_the_commands_of_the_page_are_an_api(folder, tmp_path):
     """Each `curl` of the docs, as it stands there."""
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
-    text = (Path(__file__).parents[2] / "docs" / "predicting.md").read_text(encoding="utf-8")
-    commands = [line for line in text.splitlines() if "curl" in line and "127.0.0.1:7860" in line]
+    lines = text_of("docs/predicting.md").splitlines()
+    commands = [line for line in lines if "curl" in line and "127.0.0.1:7860" in line]
     photo(2).save(tmp_path / "photo.jpg")
     found = []
     with served(folder) as url:
         for line in commands:
-            line = line.replace("127.0.0.1:7860", url)
-            done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, check=True)
-            found.append(done.stdout)
-        for text, key in zip(found, ("classes", "best", "said", "said"), strict=False):
-            assert key in json.loads(text)
+            command = ["bash", "-c", line.replace("127.0.0.1:7860", url)]
+            found.append(subprocess.run(command, cwd=tmp_path, capture_output=True, check=True).stdout)
+        assert [key in json.loads(text) for text, key in zip(found, ("classes", "best"), strict=False)] == [True] * 2
         assert json.loads(found[2])["classes"][-1] == "cat" and json.loads(found[3])["classes"] == ["red", "green"]
     assert (tmp_path / "learner.zip").read_bytes()[:2] == b"PK" and len(found) == 5
 
@@ -450,8 +417,13 @@ def test_the_command_prints_the_address_and_what_is_lost(folder, monkeypatch, ca
     assert main(["serve", str(folder), "--port", "0", "--output", taught]) == 2
     assert f"serve {taught} --output {taught} goes on with what is there" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["taught"]
+    (tmp_path / "bad.png").write_bytes(b"no image")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert main(["serve", str(folder), "--port", port]) == 2
-    words = f"127.0.0.1:{port} cannot be listened on: Address already in use; take another --port or --host"
-    assert words in capsys.readouterr().err
+        for flags, words in (
+            (["--port", port], f"127.0.0.1:{port} cannot be listened on: Address already in use; take another --port"),
+            (["--port", "0", "--host", ""], "the host is '', expected the address to listen on"),
+            (["--port", "0", "--photos", str(tmp_path)], "has no photograph that can be read and that the"),
+        ):
+            assert main(["serve", str(folder), *flags]) == 2
+            assert words in capsys.readouterr().err

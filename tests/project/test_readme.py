@@ -12,11 +12,14 @@ import pytest
 import write_saved
 import yaml
 from documents import blocks, text_of
-from small_runs import parse
+from small_runs import parse, some
 
+from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.arguments import AdapterSettings, LearnerArguments
 from dulbe_peft.commands.main import main
 from dulbe_peft.comparison.plan import read_plan
+from dulbe_peft.data.decoding import image_suffixes
+from dulbe_peft.demo import DIGITS, demo_model_folder
 from dulbe_peft.runs.settings import StreamArguments
 from dulbe_peft.strategies import STRATEGIES
 from dulbe_peft.streams.tasks import class_incremental_tasks
@@ -30,12 +33,11 @@ NOT_RUN = ("needs the Hub",)
 # Pages whose Python another test runs, and looks at what comes out.
 ELSEWHERE = {
     "docs/classifiers.md": "classifiers/test_classifier_calls.py",
-    "docs/data.md": "commands/test_data_command.py",
     "docs/deploying.md": "deployment/test_deployment.py",
-    "docs/next-month.md": "commands/test_next_month.py",
 }
 # Pages whose commands run, too, block after block together with their Python.
-WALKED = ("docs/photographs.md",)
+WALKED = ("docs/data.md", "docs/next-month.md", "docs/photographs.md")
+MODEL = "openai/clip-vit-base-patch16"  # of pages; here it is the demo's
 WIDTH = 108  # of code, in characters: what a page of the docs shows at 1280 pixels without scrolling
 SETTINGS = field_types(StreamArguments) | field_types(AdapterSettings) | field_types(LearnerArguments)
 
@@ -90,22 +92,45 @@ def test_few_blocks_are_not_run_and_others_elsewhere():
     assert all(Path(page).name in text_of(f"tests/{test}") for page, test in ELSEWHERE.items())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", WALKED)
-def test_commands_of_a_page_run(page, elsewhere, capsys):
+@pytest.fixture
+def photos(elsewhere, digit_folders):
+    """Photographs of two months, in the folders that pages name."""
+    some(digit_folders(6, 5, 3), elsewhere / "photos", DIGITS[:4])
+    some(digit_folders(6, 5, 3), elsewhere / "july-photos", ["five", "four", "one", "two"])
+    return elsewhere
+
+
+@pytest.mark.parametrize("page", [WALKED[0], *(pytest.param(page, marks=pytest.mark.slow) for page in WALKED[1:])])
+def test_commands_of_a_page_run(page, photos, capsys):
     """The page from top to bottom, as a person types it."""
     namespace: dict = {"__name__": "__main__"}
     called = 0
     for number, (language, _, code) in enumerate(blocks(page, "python", "bash"), 1):
+        code = code.replace(MODEL, str(demo_model_folder()))
         if language == "python":
             exec(compile(code, f"{page} block {number}", "exec"), namespace)
             continue
         for line in code.replace("\\\n", " ").splitlines():
             program, *arguments = shlex.split(line)
             assert program == "dulbe-peft", line
-            assert main(arguments) == 0, f"{line}\n{capsys.readouterr().err}"
-            called += 1
+            if "--engine" not in arguments:  # data/test_features.py has the engines
+                assert main(arguments) == 0, f"{line}\n{capsys.readouterr().err}"
+                called += 1
     assert called >= 5
+    if page == "docs/next-month.md":
+        june = [["one", "three"], ["two", "zero"]]
+        for folder, known in (("july", [june[0] + june[1]]), ("july-too", june)):
+            results = json.loads((photos / folder / "results.json").read_text())
+            assert results["class_names"] == [*known, ["five", "four"]] and results["known_tasks"] == len(known)
+            assert None not in results["classifiers"]["bayes"]["matrix"][-1]
+        gone = {"july-without": "two", "july-too-without": "two", "july-3": "one", "july-4": "zero"}
+        for folder, name in gone.items():
+            assert name not in ClassIncrementalLearner.from_pretrained(photos / folder).class_names
+        assert ClassIncrementalLearner.from_pretrained(photos / "june-too").tasks == [tuple(names) for names in june]
+
+
+def test_the_page_of_data_names_every_suffix():
+    assert not [suffix for suffix in image_suffixes() if f"`{suffix}`" not in text_of("docs/data.md")]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])

@@ -1,6 +1,5 @@
-"""The page about training loops: its two ways end with the learner's numbers, and go on in a fresh process."""
+"""The page about training loops: what it writes by hand ends with the learner's numbers, and goes on elsewhere."""
 
-import copy
 import os
 import subprocess
 import sys
@@ -13,16 +12,11 @@ import torch
 import write_saved
 from documents import blocks
 from safetensors.torch import load_file
-from test_dual_mode_trainer import arguments, assert_equal
+from small_runs import learner_of
+from test_dual_mode_trainer import assert_equal
 from torch.utils.data import RandomSampler
 
-from dulbe_peft import (
-    ClassIncrementalLearner,
-    DualModeLoraConfig,
-    DualModeTrainer,
-    LearnerArguments,
-    class_incremental_tasks,
-)
+from dulbe_peft import class_incremental_tasks
 from dulbe_peft.training.trainer import epoch_order
 
 TRAINER, FRESH_TRAINER, BY_HAND, FRESH_BY_HAND = [code for _, _, code in blocks("docs/by-hand.md", "python")][:4]
@@ -58,25 +52,14 @@ class ByHand:
 
 
 @pytest.mark.slow
-def test_by_hand_trainer_and_learner_are_equal(small, base):
+def test_by_hand_and_the_learner_are_equal(small, base):
     """Bit for bit, over two tasks of two steps in two epochs; each teacher sees the batches that are trained on."""
     namespace: dict = {}
     exec(compile(BY_HAND, "by hand", "exec"), namespace)
-    settings = {"teacher": "online", "prompt_template": "a photo of a {}."}
-    fields = LearnerArguments(batch_size=32, eval_batch_size=32, device="cpu", progress=False, **settings)
-
-    def pristine():
-        config = DualModeLoraConfig(residual_rank=4, support_rank=16)
-        return ClassIncrementalLearner(peft.get_peft_model(copy.deepcopy(base[0]), config), base[1], args=fields)
-
-    learner, trained = pristine(), pristine()
+    settings = {"batch_size": 32, "eval_batch_size": 32, "epochs": 2, "prompt_template": "a photo of a {}."}
+    learner = learner_of(base, adapter={"residual_rank": 4, "support_rank": 16}, teacher="online", **settings)
     for task in small[:2]:
         learner.learn_task(task.train)
-        optimizer = torch.optim.Adam([p for p in trained.model.parameters() if p.requires_grad], lr=1e-3)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
-        args = arguments("out", per_device_train_batch_size=32, per_device_eval_batch_size=32)
-        DualModeTrainer(trained, args, task.train, optimizers=(optimizer, schedule), **settings).train()
-    assert_equal(learner, trained)
     assert_equal(ByHand(namespace), learner)
     found = namespace["accuracy"](small[0].test, small[0].class_names)
     assert found == learner.evaluate(small[0].test)["accuracy"]

@@ -88,34 +88,6 @@ def test_what_goes_wrong_in_one_process_is_raised_in_all_and_leaves_them_in_step
         assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-SUMS = """
-import torch
-from torch import distributed
-from dulbe_peft import OccupationStatistics
-from dulbe_peft.utils.processes import gather_objects, leave, shard
-distributed.init_process_group("gloo")
-tokens = torch.randn(90, 40, generator=torch.Generator().manual_seed(0))
-for parts in (tokens, tokens[:1]):  # of one row the second process has none
-    total, mine = OccupationStatistics(), shard(parts)
-    if len(mine):
-        total.update(["k", "v"], mine)
-    total.sum_over_processes(torch.device("cpu"))
-    torch.testing.assert_close(total["v"], parts.T @ parts, rtol=1e-5, atol=1e-3)
-    assert total.groups == (("k", "v"),)
-    first, second = gather_objects(total["k"])
-    assert torch.equal(first, second)
-leave()
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_sum_exactly_and_keep_the_same(tmp_path):
-    script = tmp_path / "sums.py"
-    script.write_text(SUMS, encoding="utf-8")
-    done = subprocess.run([sys.executable, *LAUNCH, "2", str(script)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
 def test_rows_are_shared_evenly_and_each_is_somewhere(count, monkeypatch):
     shares, parts = [], []
