@@ -44,18 +44,6 @@ def test_probe_is_the_gradient_of_the_mean_loss_and_leaves_the_model_as_it_was(m
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
-def test_a_probe_that_fails_lets_the_weights_go(model):
-    def batches():
-        yield torch.tensor([0])
-        raise RuntimeError("broken reader")
-
-    with pytest.raises(RuntimeError, match="broken reader"):
-        probe_gradients(model, batches(), loss_fn)
-    with pytest.raises(ValueError, match="loss of probe batch 0 is nan"):
-        probe_gradients(model, [torch.tensor([0])], lambda m, rows: (loss_fn(m, rows)[0] * float("nan"), 1))
-    assert all(layer._held is None for layer in model.dual_mode_layers().values())
-
-
 def losses(model):
     images, texts = features(model)
     return F.cross_entropy(10 * images @ texts.T, LABELS), (images**3).sum()
@@ -113,12 +101,22 @@ def test_gradient_checkpointing_is_exact_or_refused(model, reentrant):
         assert all(p.grad is None for p in model.parameters())
 
 
-def test_bad_losses_touch_no_gradient(model):
+def test_what_fails_touches_no_gradient_and_lets_the_weights_go(model):
     task, structure = losses(model)
     bad = float("nan") * task, float("inf") * structure, task[None]
     for arguments in ((bad[0], structure), (task, bad[1]), (bad[2], None), (task, structure, -1.0)):
         with pytest.raises(ValueError, match="finite|must be a scalar|must be at least 0"):
             route_gradients(model, *arguments)
+
+    def batches():
+        yield torch.tensor([0])
+        raise RuntimeError("broken reader")
+
+    with pytest.raises(RuntimeError, match="broken reader"):
+        probe_gradients(model, batches(), loss_fn)
+    with pytest.raises(ValueError, match="loss of probe batch 0 is nan"):
+        probe_gradients(model, [torch.tensor([0])], lambda m, rows: (loss_fn(m, rows)[0] * float("nan"), 1))
+    assert all(layer._held is None for layer in model.dual_mode_layers().values())
     assert all(p.grad is None for p in model.parameters())
 
 

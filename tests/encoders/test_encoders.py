@@ -147,7 +147,7 @@ def test_a_loaded_siglip_processor_gives_no_mask(tmp_path):
 
 
 @pytest.mark.parametrize("model_type", EVERY)
-def test_image_features_equal_the_models_own(folders, model_type):
+def test_image_features_equal_the_models_own_also_where_a_folder_has_no_image_processor(folders, tmp_path, model_type):
     model, processor = load_dual_encoder(folders[model_type])
     own, record = tiny.make_processor(model_type), ENCODERS[model_type]
     assert type(model).__name__ == record.model
@@ -170,6 +170,10 @@ def test_image_features_equal_the_models_own(folders, model_type):
     if "dino" in model_type:
         with torch.no_grad():
             torch.testing.assert_close(expected, reference(**inputs).pooler_output)
+    shutil.copytree(folders[model_type], tmp_path / "bare", ignore=shutil.ignore_patterns("*processor_config.json"))
+    model, processor = load_dual_encoder(tmp_path / "bare")
+    assert type(processor.image_processor).__name__ == record.image_processor
+    assert pixels(processor).shape == (4, *image_shape(model))
 
 
 def test_the_image_processor_decides_where_a_model_takes_images_of_any_size(tmp_path):
@@ -179,14 +183,6 @@ def test_the_image_processor_decides_where_a_model_takes_images_of_any_size(tmp_
     model, processor = load_dual_encoder(tmp_path)
     assert image_shape(model) == (3, 16, 16) and image_shape(model, processor) == (3, 24, 24)
     assert unit_image_embeds(model, pixels(processor)).shape == (4, 32)
-
-
-@pytest.mark.parametrize("model_type", EVERY)
-def test_a_folder_without_an_image_processor_gets_the_familys_own(folders, tmp_path, model_type):
-    shutil.copytree(folders[model_type], tmp_path / "bare", ignore=shutil.ignore_patterns("*processor_config.json"))
-    model, processor = load_dual_encoder(tmp_path / "bare")
-    assert type(processor.image_processor).__name__ == ENCODERS[model_type].image_processor
-    assert pixels(processor).shape == (4, *image_shape(model))
 
 
 def test_what_is_not_served_is_refused_by_name(folders, tmp_path):

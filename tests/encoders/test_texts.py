@@ -43,11 +43,15 @@ def learned():
     return learned_from_stream(prompt_template=list(TEMPLATES))
 
 
-def test_classifiers_see_the_mean_of_all_templates(learned):
+def test_classifiers_see_the_mean_of_all_templates_which_are_saved_and_exported(learned, tmp_path):
     found = learned.classifiers["text"].text_embeds
     prompts = [[template.replace("{}", name) for template in TEMPLATES] for name in NAMES]
     assert (found - mean_of_texts(learned, *prompts)).abs().max() < 1e-6
     assert (found - mean_of_texts(learned, *(each[:1] for each in prompts))).abs().max() > 1e-3
+    learned.save_pretrained(tmp_path / "it")
+    loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "it", copy.deepcopy(tiny_base()[0]))
+    assert loaded.args.prompt_template == TEMPLATES and loaded.args.training_template is None
+    assert class_facts(loaded.state, loaded.classifiers["text"])["prompts"] == prompts
 
 
 def adapter(learner):
@@ -64,14 +68,6 @@ def test_training_sees_one_template(learned):
         learner = learned_from_stream(**args)
         equal = [torch.equal(value, adapter(learned)[name]) for name, value in adapter(learner).items()]
         assert all(equal) == same, args
-
-
-def test_templates_are_saved_and_exported(learned, tmp_path):
-    learned.save_pretrained(tmp_path / "it")
-    loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "it", copy.deepcopy(tiny_base()[0]))
-    assert loaded.args.prompt_template == TEMPLATES and loaded.args.training_template is None
-    facts = class_facts(loaded.state, loaded.classifiers["text"])
-    assert facts["prompts"][1] == ["a photo of the digit b0.", "the number b0.", "b0"]
 
 
 def arguments_of(*flags):

@@ -106,17 +106,9 @@ def test_orders():
     [
         ({"increment": 0}, ValueError, "increment must be at least 1, got 0"),
         ({"increment": 1, "seed": 1, "class_order": [0, 1, 2]}, ValueError, "class_order and seed=1 are both given"),
-        (
-            {"increment": 1, "class_order": 5},
-            TypeError,
-            "class_order must be a sequence of ints or class names, got 5",
-        ),
+        ({"increment": 1, "class_order": 5}, TypeError, "class_order must be a sequence of ints or class names"),
         ({"increment": 1, "class_order": [0, 1]}, ValueError, "2 is absent"),
-        (
-            {"increment": 1, "class_order": [0, True, 2]},
-            TypeError,
-            r"class_order\[1\] must be a valid integer, got True",
-        ),
+        ({"increment": 1, "class_order": [0, True, 2]}, TypeError, r"class_order\[1\] must be a valid integer"),
         ({"increment": 1, "class_order": "imagenet"}, ValueError, "'imagenet'"),
         ({"increment": 1, "class_order": ["a", "b", "x"]}, ValueError, "names 'x'"),
         ({"increment": 1, "class_order": "icarl"}, ValueError, "100 classes of CIFAR-100, got 3"),
