@@ -1,26 +1,23 @@
 """MG-CLIP: the scaled pair against PEFT's own LoRA, the rule for the number of epochs, and the visual agent."""
 
+import copy
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from drawn import DIM, features, normal
 from peft import LoraConfig, get_peft_model
+from small_runs import learner_of
 from torch.nn import functional as F
 
-from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, load_clip
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments
 from dulbe_peft.classifiers.visual_agent import VisualAgentClassifier
 from dulbe_peft.data.images import labelled_images, named_images
-from dulbe_peft.demo import demo_model_folder, digit_tasks
+from dulbe_peft.demo import digit_tasks
 from dulbe_peft.encoders.loading import unit_image_embeds
 from dulbe_peft.strategies import NewTask
 from dulbe_peft.strategies.mg_clip import MgClip
 from dulbe_peft.training.trainer import TaskTrainer, epoch_order
-
-ARGS = LearnerArguments(
-    epochs=2, batch_size=8, prompt_template="a photo of the digit {}.", device="cpu", progress=False
-)
 
 
 @pytest.fixture(scope="module")
@@ -28,24 +25,21 @@ def tasks():
     return [([task.train[i] for i in range(12)], task.class_names) for task in digit_tasks()[:2]]
 
 
-def make_learner(args=ARGS, strategy="mg_clip", classifiers=None, **config):
-    torch.manual_seed(0)
-    clip, processor = load_clip(demo_model_folder())
-    config = {"residual_rank": 3, "text_rank": 0, "target_modules": ["k_proj", "v_proj"]} | config
-    model = get_peft_model(clip, DualModeLoraConfig(**config))
-    return ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
+def made(base, classifiers=None, text_rank=0, **fields):
+    config = {"residual_rank": 3, "text_rank": text_rank, "target_modules": ["k_proj", "v_proj"]}
+    quick = {"epochs": 2, "batch_size": 8, "prompt_template": "a photo of the digit {}."}
+    return learner_of(base, "mg_clip", classifiers, config, **quick | fields)
 
 
-def test_two_tasks_train_what_stock_lora_of_alpha_1_trains(tasks):
-    learner = make_learner()
-    layers = learner.model.dual_mode_layers()
-    bases = learner.strategy.plan(NewTask(0, learner.state.adapter, ARGS))
+def test_two_tasks_train_what_stock_lora_of_alpha_1_trains(base, tasks):
+    learner = made(base)
+    layers, args = learner.model.dual_mode_layers(), learner.args
+    bases = learner.strategy.plan(NewTask(0, learner.state.adapter, args))
     for name, modes in bases.items():  # A is Xavier-uniform
         width, down = layers[name].in_features, 4 * torch.cat([modes.shared, modes.residual], dim=1)
         bound = math.sqrt(6 / (width + 4))
         assert 0.95 * bound < down.abs().max() <= bound and abs(down.mean()) < 0.1 * bound
-    clip, _ = load_clip(demo_model_folder())
-    stock = get_peft_model(clip, LoraConfig(r=4, lora_alpha=1, target_modules=list(layers)))
+    stock = get_peft_model(copy.deepcopy(base[0]), LoraConfig(r=4, lora_alpha=1, target_modules=list(layers)))
     for name, module in stock.base_model.model.named_modules():
         if name in layers:
             down = torch.cat([bases[name].shared, bases[name].residual], dim=1)
@@ -53,12 +47,12 @@ def test_two_tasks_train_what_stock_lora_of_alpha_1_trains(tasks):
     for index, (images, names) in enumerate(tasks):
         text = learner.encoder.text_embeds(names).detach()
         data = learner.encoder.images(labelled_images(images))
-        optimizer = torch.optim.Adam([p for p in stock.parameters() if p.requires_grad], lr=ARGS.learning_rate)
+        optimizer = torch.optim.Adam([p for p in stock.parameters() if p.requires_grad], lr=args.learning_rate)
         steps = 2 * math.ceil(len(images) / 8)
-        orders = [torch.tensor(epoch_order(len(images), ARGS.seed, index, epoch)) for epoch in range(2)]
+        orders = [torch.tensor(epoch_order(len(images), args.seed, index, epoch)) for epoch in range(2)]
         rows = [batch for order in orders for batch in order.split(8)]
         for step, batch in enumerate(rows):
-            optimizer.param_groups[0]["lr"] = ARGS.learning_rate * (1 + math.cos(math.pi * step / steps)) / 2
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 + math.cos(math.pi * step / steps)) / 2
             pixels = torch.stack([data[int(i)][0] for i in batch])
             labels = torch.tensor([images[int(i)]["label"] for i in batch])
             z = unit_image_embeds(stock.get_base_model().train(), pixels)
@@ -89,7 +83,7 @@ def test_two_tasks_train_what_stock_lora_of_alpha_1_trains(tasks):
 )
 def test_the_number_of_epochs(logits, limit, chosen, trained):
     strategy, values = MgClip(), iter(logits)
-    task = NewTask(0, None, replace(ARGS, epochs=limit))
+    task = NewTask(0, None, LearnerArguments(epochs=limit))
     assert strategy.epochs(task) == limit
     epoch = 0
     while not strategy.stop_early(task, epoch, lambda: next(values)) and epoch < limit:
@@ -101,12 +95,12 @@ def test_the_number_of_epochs(logits, limit, chosen, trained):
     assert not strategy.stop_early(later, 0, None)
 
 
-def test_later_tasks_train_the_chosen_number(tasks, monkeypatch, tmp_path):
+def test_later_tasks_train_the_chosen_number(base, tasks, monkeypatch, tmp_path):
     trained, log = [], TaskTrainer._log_epoch
     monkeypatch.setattr(TaskTrainer, "_log_epoch", lambda self, *a: trained.append(self.index) or log(self, *a))
     values = iter([10.0, 10.5, 10.6, 20.0])
     monkeypatch.setattr(TaskTrainer, "_wrong_logit", lambda self: next(values))
-    learner = make_learner(replace(ARGS, epochs=4, lr_schedule="epoch"), classifiers="bridge", text_rank=2)
+    learner = made(base, "bridge", text_rank=2, epochs=4, lr_schedule="epoch")
     learner.learn_task(*tasks[0])
     learner.save_pretrained(tmp_path / "saved")
     learner.learn_task(*tasks[1])
@@ -115,8 +109,8 @@ def test_later_tasks_train_the_chosen_number(tasks, monkeypatch, tmp_path):
     assert again.memory == {"epochs": torch.tensor(2)}
 
 
-def test_the_mean_wrong_logit(tasks):
-    learner = make_learner()
+def test_the_mean_wrong_logit(base, tasks):
+    learner = made(base)
     images, names = tasks[0]
     labels = [image["label"] for image in images]
     z = learner.image_embeds([(image["image"], 0) for image in images]).double()
