@@ -2,16 +2,15 @@
 
 import copy
 
-import numpy as np
 import pytest
 import torch
-from lives import stream, tiny_base, tiny_learner
-from small_runs import learner_of, parse
+from lives import images_of, stream, tiny_base, tiny_learner
+from reference import randn
+from small_runs import parse
 from torch.nn import functional as F
 
-from dulbe_peft import ClassIncrementalLearner, LearnerArguments, class_incremental_tasks
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments, Task
 from dulbe_peft.commands.main import main
-from dulbe_peft.data.readers import load_digit_images
 from dulbe_peft.deployment.parts import class_facts
 from dulbe_peft.encoders.loading import unit_text_embeds
 from dulbe_peft.runs.settings import given_settings, pick
@@ -85,53 +84,49 @@ def test_templates_from_flags_files_and_yaml(tmp_path):
     assert LearnerArguments(prompt_template=["a {}"]) == LearnerArguments(prompt_template="a {}")
 
 
-TEXTS = {"zero": ["the digit zero.", "a round digit", "null"], "three": ["drei"]}
-DIGIT_NAMES = ("zero", "one", "two", "three")
+TEXTS = {"a0": ["the digit zero.", "a round digit", "null"], "b1": ["drei"]}
+ALL = (TEXTS["a0"], ["the digit b0."], ["the digit a1."], TEXTS["b1"])
 
 
-@pytest.fixture(scope="module")
-def tasks():
-    train, test = load_digit_images("train").at(slice(0, 120)), load_digit_images("test").at(slice(0, 120))
-    return class_incremental_tasks(train, test, increment=2)
+def frozen(**fields):
+    return tiny_learner("frozen", ("text", "bridge"), prompt_template="the digit {}.", **fields)
 
 
-def frozen(base, **fields):
-    return learner_of(base, "frozen", ("text", "bridge"), prompt_template="the digit {}.", **fields)
-
-
-def test_a_class_is_the_mean_of_its_texts(base, tasks):
-    learner = frozen(base)
-    learner.learn_task(tasks[0].train, class_texts={"zero": TEXTS["zero"]})
-    learner.learn_task(tasks[1].train, class_texts={"three": TEXTS["three"]})
-    expected = mean_of_texts(learner, TEXTS["zero"], ["the digit one."], ["the digit two."], ["drei"])
+def test_a_class_is_the_mean_of_its_texts():
+    learner = frozen()
+    for task, name in zip(stream(2), TEXTS, strict=True):
+        learner.learn_task(task.train, task.class_names, class_texts={name: TEXTS[name]})
+    expected = mean_of_texts(learner, *ALL)
     for classifier in learner.classifiers.values():
         torch.testing.assert_close(classifier.text_embeds, expected, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(learner.text_embeds(DIGIT_NAMES), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(learner.text_embeds(NAMES), expected, atol=1e-6, rtol=1e-5)
     first = mean_of_texts(learner, ["the digit zero."], ["drei"])
-    for template, wanted in ((None, first), ("a {}", mean_of_texts(learner, ["a zero"], ["a three"]))):
-        trained = frozen(base, training_template=template).encoder.tokens(["zero", "three"], TEXTS)
+    for template, wanted in ((None, first), ("a {}", mean_of_texts(learner, ["a a0"], ["a b1"]))):
+        trained = frozen(training_template=template).encoder.tokens(list(TEXTS), TEXTS)
         torch.testing.assert_close(unit_text_embeds(learner.clip, trained), wanted, atol=1e-6, rtol=1e-5)
-    learner.forget_class("zero")
-    assert learner.state.class_texts == {"three": ("drei",)}
+    learner.forget_class("a0")
+    assert learner.state.class_texts == {"b1": ("drei",)}
 
 
-def test_a_run_keeps_them_and_goes_on_with_the_same_ones(base, tasks, tmp_path):
-    learner, whole = frozen(base), frozen(base)
-    learner.run(tasks[:1], tmp_path / "run", class_texts={"zero": TEXTS["zero"]})
-    loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "run")
-    assert loaded.state.class_texts == {"zero": tuple(TEXTS["zero"])}
-    assert torch.equal(loaded.text_embeds(["zero"]), learner.text_embeds(["zero"]))
-    with pytest.raises(ValueError, match="texts of the class 'zero', which is learned, were"):
-        frozen(base).run(tasks[:2], tmp_path / "run", class_texts={"three": ["drei"]})
-    frozen(base).run(tasks[:2], tmp_path / "run", class_texts=TEXTS)
-    found = whole.run(tasks[:2], tmp_path / "whole", class_texts=TEXTS)
+def test_a_run_keeps_them_and_goes_on_with_the_same_ones(tmp_path):
+    tests = [(randn(3, 16, 16, seed=number), number % 2) for number in range(40)]
+    tasks = [Task(task.train, tests, task.class_names) for task in stream(2)]
+    learner, whole = frozen(), frozen()
+    learner.run(tasks[:1], tmp_path / "run", class_texts={"a0": TEXTS["a0"]})
+    loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "run", copy.deepcopy(tiny_base()[0]))
+    assert loaded.state.class_texts == {"a0": tuple(TEXTS["a0"])}
+    assert torch.equal(loaded.text_embeds(["a0"]), learner.text_embeds(["a0"]))
+    with pytest.raises(ValueError, match="texts of the class 'a0', which is learned, were"):
+        frozen().run(tasks, tmp_path / "run", class_texts={"b1": ["drei"]})
+    frozen().run(tasks, tmp_path / "run", class_texts=TEXTS)
+    found = whole.run(tasks, tmp_path / "whole", class_texts=TEXTS)
     file = "task-002/learner.json"
     assert (tmp_path / "run" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
-    expected = mean_of_texts(whole, TEXTS["zero"], ["the digit one."], ["the digit two."], ["drei"])
-    images = torch.cat([whole.image_embeds(task.test) for task in tasks[:2]])
-    truth = np.concatenate([task.test.labels + 2 * number for number, task in enumerate(tasks[:2])])
-    right = ((images @ expected.T).argmax(dim=1).numpy() == truth).mean()
-    assert found["zero_shot"]["last_accuracy"] == pytest.approx(right)
+    truth = torch.arange(80) % 2 + torch.arange(80) // 40 * 2
+    images = torch.cat([whole.image_embeds(task.test) for task in tasks])
+    own, names = (images @ mean_of_texts(whole, *texts).T for texts in (ALL, [[f"the digit {n}."] for n in NAMES]))
+    right, others = (float((scores.argmax(dim=1) == truth).double().mean()) for scores in (own, names))
+    assert found["zero_shot"]["last_accuracy"] == pytest.approx(right) and right != others
 
 
 def test_the_command_reads_them_from_a_file(digit_folders, tmp_path, capsys):
@@ -148,21 +143,21 @@ def test_the_command_reads_them_from_a_file(digit_folders, tmp_path, capsys):
     assert texts == {"zero": ("the digit zero.", "nought", "a round digit")}
 
 
-def test_texts_of_no_use_change_nothing(base, tasks):
-    learner = frozen(base)
+def test_texts_of_no_use_change_nothing():
+    learner, (task,) = frozen(), stream(1)
     for texts, words in (
         (["an owl"], "must map class names to lists of texts, got a list"),
         ({"nine": ["an owl"]}, r"class_texts\['nine'\] is of no class here"),
-        ({"zero": "an owl"}, r"class_texts\['zero'\] must be a list of one text or more, got 'an owl'"),
-        ({"zero": ["null", " "]}, "not blank"),
-        ({"zero": ["null " * 100]}, "tokens, the text tower takes"),
-        ({"zero": ["a", "b"], "one": ["b", "a"]}, "classes 'zero' and 'one' give the same prompt"),
-        ({"zero": ["Null"], "one": ["null"]}, "the same to the tokenizer"),
+        ({"a0": "an owl"}, r"class_texts\['a0'\] must be a list of one text or more, got 'an owl'"),
+        ({"a0": ["null", " "]}, "not blank"),
+        ({"a0": ["null " * 100]}, "tokens, the text tower takes"),
+        ({"a0": ["a", "b"], "b0": ["b", "a"]}, "classes 'a0' and 'b0' give the same prompt"),
+        ({"a0": ["Null"], "b0": ["null"]}, "the same to the tokenizer"),
         # What stands behind the end sign would not be read, so two classes could have one text.
-        ({"zero": ["null <|endoftext|> one"]}, r"holds '<\|endoftext\|>', a sign of the tokenizer's own"),
+        ({"a0": ["null <|endoftext|> one"]}, r"holds '<\|endoftext\|>', a sign of the tokenizer's own"),
     ):
         with pytest.raises((TypeError, ValueError), match=words):
-            learner.learn_task(tasks[0].train, class_texts=texts)
+            learner.learn_task(task.train, task.class_names, class_texts=texts)
     with pytest.raises(ValueError, match=r"'<\|endoftext\|>'"):
-        learner.learn_task(tasks[0].train.at(slice(None), class_names=["owl<|endoftext|>a", "owl"]))
+        learner.learn_task(images_of(0, 1), ["owl<|endoftext|>a", "owl"])
     assert not learner.tasks and not learner.state.class_texts
