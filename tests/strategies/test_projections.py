@@ -13,16 +13,13 @@ from dulbe_peft.strategies import NewTask, make_strategy
 from dulbe_peft.strategies.loda import general_pair, isolated_pair, recalibration
 from dulbe_peft.strategies.memories import FREE, OCCUPIED, Subspace, top_directions
 
-WIDTH = 12
+WIDTH = 10
 
 
-def tokens(task, decay=0.75):
-    """Inputs whose spectrum decays, in somewhat other directions for every task."""
-    generator = torch.Generator().manual_seed(task)
-    noise = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64)
-    turn = torch.linalg.qr(torch.eye(WIDTH, dtype=torch.float64) + 0.1 * noise).Q
-    scales = decay ** torch.arange(WIDTH, dtype=torch.float64)
-    return torch.randn(200, WIDTH, generator=generator, dtype=torch.float64) * scales @ turn
+def inputs(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.rand(WIDTH, dtype=torch.float64, generator=generator) ** 2
+    return torch.randn(count, WIDTH, dtype=torch.float64, generator=generator) * scales
 
 
 def projector(basis):
@@ -62,7 +59,7 @@ def literal_dual_gpm(basis, side, moment, threshold):
 
 def test_top_directions_stay_in_the_free_space_and_zeros_stand_for_the_rest():
     occupied = torch.linalg.qr(torch.randn(WIDTH, WIDTH - 2, dtype=torch.float64)).Q
-    basis = top_directions(Subspace(occupied), tokens(0).T @ tokens(0), 4, "K")
+    basis = top_directions(Subspace(occupied), inputs(200, 0).T @ inputs(200, 0), 4, "K")
     assert basis.shape == (WIDTH, 4) and (occupied.T @ basis).abs().max() < 1e-12
     torch.testing.assert_close(basis.T @ basis, torch.diag(torch.tensor([1.0, 1, 0, 0]).double()))
     line = torch.randn(WIDTH, 1, dtype=torch.float64)  # a task that uses one direction determines one column
@@ -176,17 +173,8 @@ def test_keeplora_s_three_tasks_are_those_of_the_formulas(tiny_clip):
             torch.testing.assert_close(projector(kept[name].basis), projector(occupied[name]), rtol=0, atol=1e-4)
 
 
-FEW = 10
-
-
-def inputs(count, seed):
-    generator = torch.Generator().manual_seed(seed)
-    scales = torch.rand(FEW, dtype=torch.float64, generator=generator) ** 2
-    return torch.randn(count, FEW, dtype=torch.float64, generator=generator) * scales
-
-
 def test_the_general_pair_is_completed_where_the_sum_is_empty():
-    few = torch.zeros(FEW, FEW).double()
+    few = torch.zeros(WIDTH, WIDTH).double()
     few[4, 4] = 2.0
     basis = general_pair(few, 3)
     torch.testing.assert_close(basis.T @ basis, torch.eye(3).double(), rtol=0, atol=1e-10)
@@ -196,7 +184,7 @@ def test_the_general_pair_is_completed_where_the_sum_is_empty():
 def test_statistics_with_rounding_below_zero_are_taken_and_others_refused():
     old = inputs(3, 0).T @ inputs(3, 0)  # of rank 3
     new = inputs(30, 1).T @ inputs(30, 1)
-    slightly = old - 1e-6 * float(old.trace()) * torch.eye(FEW).double()
+    slightly = old - 1e-6 * float(old.trace()) * torch.eye(WIDTH).double()
     assert torch.isfinite(isolated_pair(slightly, new, 3, ridge=1e-9)).all()
     with pytest.raises(ValueError, match="positive semi-definite"):
         isolated_pair(-old, new, 3, ridge=1e-3)
@@ -213,7 +201,7 @@ def test_recalibration_solves_the_least_squares_problem_of_old_and_new_inputs():
     torch.testing.assert_close(ours, literal, rtol=1e-8, atol=1e-10)
     shares = torch.linalg.eigvals(recalibration(basis, old.T @ old, new.T @ new)).real
     assert ((shares > 0) & (shares < 1)).all()
-    nothing_old = recalibration(basis, torch.zeros(FEW, FEW).double(), new.T @ new)
+    nothing_old = recalibration(basis, torch.zeros(WIDTH, WIDTH).double(), new.T @ new)
     torch.testing.assert_close(nothing_old, torch.eye(3).double(), rtol=0, atol=1e-8)
 
 

@@ -19,14 +19,9 @@ few = settings(max_examples=25, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**31)
 
 
-def rotation(width=WIDTH, seed=0):
-    return torch.linalg.qr(randn(width, width, seed=seed, dtype=torch.float64)).Q
-
-
-def matrix_of(values, seed=0):
-    values = torch.as_tensor(values, dtype=torch.float64)
-    axes = rotation(len(values), seed)
-    return axes * values @ axes.T
+def matrix_of(values):
+    axes = torch.linalg.qr(randn(WIDTH, WIDTH, dtype=torch.float64)).Q
+    return axes * torch.as_tensor(values, dtype=torch.float64) @ axes.T
 
 
 def steps(*levels, rest=0.0):
@@ -35,14 +30,13 @@ def steps(*levels, rest=0.0):
     return torch.tensor(values + [rest] * (WIDTH - len(values)), dtype=torch.float64)
 
 
-def tokens(width, count=200, seed=0):
+def tokens(width, seed=0):
     """Decaying spectrum, so that the top eigenvectors are well apart."""
-    return randn(count, width, seed=seed) * torch.logspace(0, -1, width)
+    return randn(200, width, seed=seed) * torch.logspace(0, -1, width)
 
 
-def statistic(width, count=200, seed=0):
-    rows = tokens(width, count, seed)
-    return rows.T @ rows
+def statistic(width, seed=0):
+    return tokens(width, seed).T @ tokens(width, seed)
 
 
 def distance(found, expected):
@@ -61,9 +55,8 @@ def energy(gradient, basis):
     return (gradient.double() @ basis.double()).square().sum().item()
 
 
-RANDOM = randn(200, WIDTH, seed=3, dtype=torch.float64)
 SPECTRA = {
-    "random": torch.linalg.svdvals(RANDOM).square(),
+    "random": torch.linalg.svdvals(randn(200, WIDTH, seed=3, dtype=torch.float64)).square(),
     "decaying": 0.7 ** torch.arange(WIDTH),
     "decaying slowly": 1.0 / torch.arange(1, WIDTH + 1),
     "far apart": torch.logspace(30, -8, WIDTH, dtype=torch.float64),
