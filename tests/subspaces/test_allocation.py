@@ -15,8 +15,6 @@ from dulbe_peft.subspaces.decompositions import orthonormal_complement
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 WIDTH, COUNT = 120, 16
-few = settings(max_examples=25, deadline=None, derandomize=True)
-seeds = st.integers(0, 2**31)
 
 
 def matrix_of(values):
@@ -81,9 +79,9 @@ def test_the_support_is_the_one_of_a_full_decomposition(spectrum):
     torch.testing.assert_close(rayleigh, values[: len(rayleigh)], rtol=1e-6, atol=1e-6 * float(values[0]))
 
 
-@few
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(
-    seed=seeds,
+    seed=st.integers(0, 2**31),
     rank=st.sampled_from([0, 1, 2, 5, 9]),
     shared_rank=st.integers(0, 3),
     residual_rank=st.integers(0, 4),
