@@ -53,18 +53,10 @@ def make_learner(name, **adapter):
     return tiny_learner(SPECS.get(name, name), tuple(few), adapter, drift="linear", epochs=2)
 
 
-def learn(learner, index):
-    task = stream(index + 1)[index]
-    learner.learn_task(task.train, task.class_names)
-    return learner
-
-
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
 def test_a_life(name, tmp_path):
     """With ranks by layer, and histories that become one matrix in two tasks where no strategy reads their factors."""
-    learner = make_learner(name, residual_rank=9, rank_pattern={"layers.1.mlp.fc1": 12})
-    for index in range(2):
-        learn(learner, index)
+    learner = learned(make_learner(name, residual_rank=9, rank_pattern={"layers.1.mlp.fc1": 12}), 2)
     learner.save_pretrained(tmp_path / "saved")
     assert set(learner.evaluate(stream(1)[0].test)["classifiers"]) == set(learner.classifiers)
     again = ClassIncrementalLearner.from_pretrained(tmp_path / "saved")
@@ -74,7 +66,7 @@ def test_a_life(name, tmp_path):
     for key, classifier in again.classifiers.items():
         torch.testing.assert_close(classifier(z), learner.classifiers[key](features), rtol=1e-4, atol=1e-4)
     for one in (learner, again):
-        learn(one, 2)
+        learned(one, 1, 2)
     assert torch.equal(again.image_embeds(IMAGES), learner.image_embeds(IMAGES))
 
     if learner.strategy.adapts:
@@ -104,7 +96,7 @@ def test_frozen_trains_nothing(monkeypatch, tmp_path):
 
 
 def test_merged_lora_merges_what_it_trained_lora_goes_on_with_one_pair_and_first_session_trains_no_more():
-    merged, lora, learner = (learn(make_learner(name), 0) for name in ("merged_lora", "lora", "first_session"))
+    merged, lora, learner = (learned(make_learner(name), 1) for name in ("merged_lora", "lora", "first_session"))
     layer = next(iter(merged.model.dual_mode_layers().values()))
     started = next(iter(kaiming_bases(NewTask(0, merged.state.adapter, merged.args)).values()))
     assert layer.history_rank("default") == 3 and not layer.is_trained("default")
@@ -114,11 +106,11 @@ def test_merged_lora_merges_what_it_trained_lora_goes_on_with_one_pair_and_first
     first = {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}
     assert all(torch.equal(tensor, first[name]) for name, tensor in lora.model.state_dict().items())
     for index in (1, 2):
-        learn(learner, index)
+        learned(learner, 1, index)
         assert all(torch.equal(tensor, first[name]) for name, tensor in learner.model.state_dict().items())
         counts = {len(classifier.class_names) for classifier in learner.classifiers.values()}
         assert learner.record.loss == [] and counts == {2 * index + 2}
-    learn(lora, 1)
+    learned(lora, 1, 1)
     assert any(not torch.equal(tensor, first[name]) for name, tensor in lora.model.state_dict().items())
 
 
