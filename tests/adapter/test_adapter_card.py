@@ -61,7 +61,7 @@ from peft import get_peft_model
 model.add_adapter("u", dulbe_peft.DualModeLoraConfig())
 clip, _ = dulbe_peft.load_clip(demo_model_folder())
 get_peft_model(clip, dulbe_peft.DualModeLoraConfig(), adapter_name="b")
-print(model.history_rank)
+print("rank", model.history_rank)
 """
 
 
@@ -75,7 +75,7 @@ def test_the_card_s_lines_run_without_a_warning_and_need_the_import(base, tmp_pa
     for placeholder, folder in (("path/to/the/base/model", demo_model_folder()), ("path/to/this/folder", tmp_path)):
         code = code.replace(placeholder, str(folder))
     whole = STRICT + code.replace(IMPORT, LOOKED_FOR) + MORE
-    for lines, expected in ((whole, "3"), (code.replace(IMPORT, "#"), "KeyError: 'DULBE'")):
+    for lines, expected in ((whole, "rank 3"), (code.replace(IMPORT, "#"), "KeyError: 'DULBE'")):
         done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
         assert expected in (done.stdout or done.stderr), done.stderr[-2000:]
 
