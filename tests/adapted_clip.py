@@ -19,6 +19,10 @@ def text_features(model):
     return model.get_text_features(input_ids=IDS).pooler_output
 
 
+def outputs(model):
+    return image_features(model), text_features(model)
+
+
 def random_modes(model):
     modes = {}
     for name, layer in model.dual_mode_layers().items():

@@ -36,9 +36,8 @@ def test_probe_is_the_gradient_of_the_mean_loss_and_leaves_the_model_as_it_was(m
     state = {key: value.clone() for key, value in model.state_dict().items()}
     flags = [p.requires_grad for p in model.parameters()]
     probe = probe_gradients(model, [torch.tensor([0, 1]), torch.tensor([2])], loss_fn)
-    assert probe.keys() == model.dual_mode_layers().keys()
-    for name, gradient in probe.items():
-        torch.testing.assert_close(gradient, plain.get_submodule(name).weight.grad, atol=1e-6, rtol=1e-4)
+    expected = {name: plain.get_submodule(name).weight.grad for name in model.dual_mode_layers()}
+    torch.testing.assert_close(probe, expected, atol=1e-6, rtol=1e-4)
     assert all(module.training for module in model.modules())
     assert all(p.grad is None for p in model.parameters()) and [p.requires_grad for p in model.parameters()] == flags
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
@@ -90,10 +89,7 @@ def test_gradient_checkpointing_is_exact_or_refused(model, reentrant):
     clip.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     clip.vision_model.embeddings.register_forward_hook(lambda *args: args[-1].requires_grad_())
     for by, wanted in zip(kinds, expected, strict=True):
-        found = gradients(by)
-        assert found.keys() == wanted.keys()
-        for name, gradient in wanted.items():
-            torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradients(by), wanted, rtol=1e-5, atol=1e-6)
     if reentrant:
         model.zero_grad(set_to_none=True)
         with pytest.raises(ValueError, match="structure_loss has no gradient in any shared mode.*use_reentrant=False"):
@@ -142,6 +138,5 @@ def test_a_half_precision_model_s_gradients_are_summed_in_float32(tiny_clip):
 
     once = probe_gradients(model, [0], loss_fn)
     often = probe_gradients(model, range(60), loss_fn)
-    for name, gradient in once.items():
-        assert gradient.dtype == torch.float32
-        torch.testing.assert_close(often[name], gradient, rtol=1e-3, atol=1e-6)
+    assert all(gradient.dtype == torch.float32 for gradient in once.values())
+    torch.testing.assert_close(often, once, rtol=1e-3, atol=1e-6)
