@@ -20,15 +20,15 @@ from dulbe_peft.classifiers.closing import linear_map
 
 def test_bad_calls_are_named_and_change_nothing(tmp_path):
     (images, labels), rows = task([0, 1]), torch.ones(120, DIM)
-    lda, bridge, trained, text = (learned(name) for name in ("lda", "bridge", "rapf", "text"))
+    lda, bridge, trained, text, clg = (learned(name) for name in ("lda", "bridge", "rapf", "text", "clg_cbm"))
     states = [snapshot(lda), snapshot(bridge)]
     text.install({"text_embeds": 1e38 * text.text_embeds})
     good = {"class_names": ["x", "y"], "image_embeds": images, "labels": labels}
     good["text_embeds"] = torch.cat([digits.texts, digits.texts[:2] + 1])
     cancelling = torch.eye(DIM)[:1] * torch.tensor([[1.0], [-1.0]])
 
-    def add(**change):
-        return lambda: bridge.add_classes(**good | change)
+    def add(to=bridge, **change):
+        return lambda: to.add_classes(**good | change)
 
     for call, message in (
         (add(class_names=["class 0", "x"]), "'class 0', a class that was seen already"),
@@ -41,6 +41,10 @@ def test_bad_calls_are_named_and_change_nothing(tmp_path):
         (add(labels=labels[:5]), r"labels must be \(120,\), one per image"),
         (add(labels=0 * labels), "class 'y' has no image"),
         (add(text_embeds=rows[:3]), "text_embeds must have 12 rows"),
+        (add(clg, each_text=(rows[:2], [0, 0])), "must have 1 to 64 texts a class, got 0 of 'y'"),
+        (add(clg, each_text=(rows[:66], [0] + 65 * [1])), "must have 1 to 64 texts a class, got 65 of 'y'"),
+        (add(clg, each_text=(rows[:2], [0, 2])), "label 2 is out of range"),
+        (add(clg, each_text=rows[:3]), "each_text must be a tuple of embeddings and of the class of each, got tensor"),
         (lambda: make_classifier("bayes", DIM).add_classes(["x"], cancelling, [0, 0]), "class 'x' cancel out"),
         (lambda: lda.move(math.nan * rows[:DIM]), "the map"),
         (lambda: lda.load_state_dict(states[0] | {"sums": lda.sums[:4]}), r"sums must be .*\(10, 64\)"),

@@ -89,20 +89,6 @@ def test_three_tasks_equal_the_literal_version_and_a_class_leaves_with_its_texts
         classifier.concepts("b")
 
 
-@pytest.mark.parametrize(
-    ("each", "message"),
-    [
-        ((normal(2, DIM), [0, 0]), "must have 1 to 6 texts a class, got 0 of 'b'"),
-        ((normal(8, DIM), [0] + 7 * [1]), "must have 1 to 6 texts a class, got 7 of 'b'"),
-        ((normal(2, DIM), [0, 2]), "label 2 is out of range"),
-        (normal(3, DIM), "each_text must be a tuple of embeddings and of the class of each, got tensor"),
-    ],
-)
-def test_wrong_texts_are_refused_by_name(each, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        ClgCbmClassifier(DIM).add_classes(["a", "b"], *features(2, 8, 0), normal(2, DIM, seed=8), each)
-
-
 def test_each_text_comes_from_the_learner_and_from_the_features_of_a_run(tmp_path):
     """Templates are the texts of a class that has none of its own."""
     texts = {"a0": ["six legs", "an ant"], "b1": ["a mane", "four legs", "a tail"]}

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -208,9 +209,8 @@ def test_every_classifier_has_a_function_that_gives_its_scores_and_that_torch_ex
         tensors = checked_formula(classifier)[2]
         linear |= {name} if "bias" in tensors else set()
         del tensors["temperature"]
-        program = torch.export.export(
-            Scores(classifier.formula()[0], tensors), (z[:7],), dynamic_shapes={"z": {0: rows}}
-        )
+        module = Scores(classifier.formula()[0], tensors)
+        program = torch.export.export(module, (z[:7],), dynamic_shapes={"z": {0: rows}})
         largest = float(classifier.logits(z).abs().max())
         torch.testing.assert_close(program.module()(z), classifier.logits(z), atol=1e-5 * largest, rtol=0, msg=name)
     assert linear == {"bridge", "text", "lda", "gda", "bofa", "ridge", "bayes", "slca", "clap4clip", "clg_cbm"}
@@ -239,8 +239,7 @@ def with_classifier(learner, cls):
     rows = random_features(classifier.embed_dim)[: 3 * len(names)]
     classifier.add_classes(names, rows, torch.arange(len(rows)) % len(names))
     twin = copy.copy(learner)
-    twin.state = copy.copy(learner.state)
-    twin.state.classifiers = learner.classifiers | {classifier.name: classifier}
+    twin.state = replace(learner.state, classifiers=learner.classifiers | {classifier.name: classifier})
     return twin
 
 
