@@ -67,7 +67,7 @@ def clusters(counts, dim, seed=0, spread=0.7):
 def in_tasks(classifier, images, labels, texts=None, order=None, increment=CLASSES, scale=SCALE):
     """A classifier, or one of this name, with the classes of these labels in an order, so many at a time."""
     if isinstance(classifier, str):
-        classifier = make_classifier(classifier, images.shape[1], scale)
+        classifier = make_classifier(SPECS.get(classifier, classifier), images.shape[1], scale)
     order = list(range(int(labels.max()) + 1) if order is None else order)
     for start in range(0, len(order), increment):
         new = order[start : start + increment]
@@ -86,7 +86,7 @@ def learned(name, order=range(CLASSES), increment=2, per_class=60, shuffle=0, te
         if shuffle:
             mixed = torch.randperm(len(labels), generator=torch.Generator().manual_seed(shuffle))
             images, labels = images[mixed], labels[mixed]
-        KEPT[given] = in_tasks(SPECS[name], images, labels, digits.texts if text else None, order, increment, scale)
+        KEPT[given] = in_tasks(name, images, labels, digits.texts if text else None, order, increment, scale)
     return KEPT[given].fork()
 
 
