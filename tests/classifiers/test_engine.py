@@ -49,8 +49,8 @@ def literal_units(x, y, texts, old_means, earlier, generator):
     for epoch in range(3):
         rate = 0.4 * (1 + math.cos(math.pi * epoch / 3)) / 2
         for batch in torch.randperm(len(x), generator=generator).split(5):
-            order = torch.randperm(old, generator=generator).tolist()
-            noise = torch.randn(old, DIM, generator=generator).double()
+            order = torch.randperm(old, generator=generator)[:4].tolist()
+            noise = torch.randn(len(order), DIM, generator=generator).double()
             drawn = [old_means[c] + 2.0 * n / 10 for c, n in zip(order, noise, strict=True)]
             images, classes = [*x[batch], *drawn], [*(y[batch] + old).tolist(), *order]
             tensors = [tensor.clone().requires_grad_() for tensor in own]
@@ -76,7 +76,8 @@ def literal_scores(tests, texts, units, tasks):
     return torch.stack(scores)
 
 
-def test_three_tasks_equal_the_literal_version():
+def test_three_tasks_equal_the_literal_version(monkeypatch):
+    monkeypatch.setattr(engine, "MOST_DRAWN", 4)  # of the five old classes of the last task
     classifier, texts, units = EngineClassifier(DIM, 20.0, **SETTINGS), normal(6, DIM, seed=8), [[], []]
     e, old, tasks, tests = F.normalize(texts.double(), dim=1), [], [], F.normalize(normal(9, DIM, seed=9), dim=1)
     for number, (classes, names) in enumerate(TASKS):
@@ -95,23 +96,6 @@ def test_three_tasks_equal_the_literal_version():
         torch.testing.assert_close(classifier.tensors()[name].double(), total, rtol=0, atol=1e-4)
     expected = literal_scores(tests.double(), e, units, tasks)
     torch.testing.assert_close(classifier(tests).double(), expected, rtol=1e-4, atol=1e-3)
-
-
-def taught(**settings):
-    classifier = EngineClassifier(DIM, **settings)
-    classifier.add_classes(["a", "b"], *features(2, 8, 0), normal(2, DIM, seed=8))
-    return classifier
-
-
-def test_of_many_old_classes_each_step_draws_some(monkeypatch):
-    monkeypatch.setattr(engine, "MOST_DRAWN", 3)
-    classifier, drawn, draw = taught(epochs=4), [], EngineClassifier._drawn
-    classifier.add_classes(list("cdefg"), *features(5, 20, 4), normal(7, DIM, seed=8))
-    monkeypatch.setattr(EngineClassifier, "_drawn", lambda *args: (drawn.append(draw(*args)), drawn[-1])[1])
-    classifier.add_classes(["h"], *features(1, 8, 6), normal(8, DIM, seed=8))
-    classes = torch.stack([each for _, each in drawn])
-    assert classes.shape[1] == 3 and len(classes.unique()) > 5
-    assert all(len(row.unique()) == 3 for row in classes)
 
 
 def test_without_spread_the_discriminant_says_nothing():
