@@ -99,8 +99,6 @@ def test_rank_similarity_is_spearmans_of_every_row_ties_included():
     before[0, :3] = 1.0
     found = rank_similarity(before, after)
     assert found.tolist() == pytest.approx([spearmanr(a, b).statistic for a, b in zip(before, after, strict=True)])
-    assert rank_similarity(before, before.exp()).tolist() == pytest.approx([1.0] * 4)
-    assert rank_similarity(before[1:], -before[1:]).tolist() == pytest.approx([-1.0] * 3)
 
 
 def stream(*moves):
