@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from drawn import DIM, features, normal
+from drawn import DIM, features, normal, step
 from lives import stream, tiny_base, tiny_learner
 from torch.nn import functional as F
 
@@ -43,19 +43,16 @@ def literal_task(x, y, texts, concepts, old, e, w):
         start = ((2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[1])).double()
         start[: before.shape[0], : before.shape[1]] = before
         own.append(start.requires_grad_())
-    adam, order = torch.optim.Adam(own, 0.05), torch.randperm(known, generator=generator).tolist()
+    adam, order = torch.optim.Adam(own), torch.randperm(known, generator=generator).tolist()
     for epoch in range(4):
-        adam.param_groups[0]["lr"] = 0.005 if epoch == 3 else 0.05
-        for step, batch in enumerate(torch.randperm(len(shown), generator=generator).split(5)):
+        for number, batch in enumerate(torch.randperm(len(shown), generator=generator).split(5)):
             pairs = [shown[i] for i in batch]
             if known:
-                replayed = [order[(2 * step + n) % known] for n in (0, 0, 0, 1, 1, 1)]
+                replayed = [order[(2 * number + n) % known] for n in (0, 0, 0, 1, 1, 1)]
                 noise = torch.randn(6, DIM, generator=generator).double()
                 roots = [torch.linalg.cholesky(old[c][1]) for c in replayed]
                 pairs += [(old[c][0] + root @ n, c) for c, root, n in zip(replayed, roots, noise, strict=True)]
-            adam.zero_grad()
-            literal_loss(*zip(*pairs, strict=True), concepts, *own).backward()
-            adam.step()
+            step(adam, 0.005 if epoch == 3 else 0.05, literal_loss(*zip(*pairs, strict=True), concepts, *own))
     return [tensor.detach() for tensor in own]
 
 

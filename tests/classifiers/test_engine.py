@@ -3,7 +3,7 @@
 import math
 
 import torch
-from drawn import DIM, features, normal
+from drawn import DIM, features, normal, step
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers import engine
@@ -42,22 +42,20 @@ def batch_loss(images, classes, new, texts, image_units, text_units):
 
 
 def literal_units(x, y, texts, old_means, earlier, generator):
-    """This task's two units, after SGD with momentum 0.9 and decay 0.05 by hand on a cosine; `earlier` stay."""
+    """This task's two units, after SGD with momentum 0.9 and decay 0.05 on a cosine; `earlier` stay."""
     rows = [(2 * torch.rand(DIM, DIM + 1, generator=generator) - 1) / math.sqrt(DIM) for _ in range(2)]
-    own = [tensor for row in rows for tensor in (row[:, :DIM].double(), row[:, DIM].double())]
-    speeds, old = [torch.zeros_like(tensor) for tensor in own], len(old_means)
+    own = [tensor.double().requires_grad_() for row in rows for tensor in (row[:, :DIM].clone(), row[:, DIM].clone())]
+    units, old = [earlier[0] + [own[:2]], earlier[1] + [own[2:]]], len(old_means)
+    sgd = torch.optim.SGD(own, momentum=0.9, weight_decay=0.05)
     for epoch in range(3):
-        rate = 0.4 * (1 + math.cos(math.pi * epoch / 3)) / 2
         for batch in torch.randperm(len(x), generator=generator).split(5):
             order = torch.randperm(old, generator=generator)[:4].tolist()
             noise = torch.randn(len(order), DIM, generator=generator).double()
             drawn = [old_means[c] + 2.0 * n / 10 for c, n in zip(order, noise, strict=True)]
             images, classes = [*x[batch], *drawn], [*(y[batch] + old).tolist(), *order]
-            tensors = [tensor.clone().requires_grad_() for tensor in own]
-            units = [earlier[0] + [tensors[:2]], earlier[1] + [tensors[2:]]]
-            slopes = torch.autograd.grad(batch_loss(images, classes, len(batch), texts, *units), tensors)
-            speeds = [0.9 * speed + slope + 0.05 * t for speed, slope, t in zip(speeds, slopes, own, strict=True)]
-            own = [tensor - rate * speed for tensor, speed in zip(own, speeds, strict=True)]
+            rate = 0.4 * (1 + math.cos(math.pi * epoch / 3)) / 2
+            step(sgd, rate, batch_loss(images, classes, len(batch), texts, *units))
+    own = [tensor.detach() for tensor in own]
     return own[:2], own[2:]
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from drawn import DIM, features, normal
+from drawn import DIM, features, normal, step
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
@@ -28,7 +28,7 @@ def literal_map(start, x, y, texts, tau, old, generator, epochs, size, draws, k,
     """The task's map in float64, one feature after the other; `old` holds (mean, covariance) of the old classes."""
     a = start.double().clone().requires_grad_()
     e, rows = F.normalize(texts.double(), dim=1), F.normalize(x.double(), dim=1)
-    adam = torch.optim.Adam([a], lr=0.01)
+    adam = torch.optim.Adam([a])
     pairs = [(i, j) for i in range(len(old)) for j in range(len(old), len(e)) if (e[i] - e[j]).norm() < distance]
 
     new = [int((y == c).sum()) for c in range(len(e) - len(old))]
@@ -42,12 +42,12 @@ def literal_map(start, x, y, texts, tau, old, generator, epochs, size, draws, k,
         return a @ feature / (a @ feature).norm()
 
     for epoch in range(epochs):
-        adam.param_groups[0]["lr"] = 0.01 * (0.1 if epoch >= 4 else 1) * (0.1 if epoch >= 10 else 1)
+        rate = 0.01 * (0.1 if epoch >= 4 else 1) * (0.1 if epoch >= 10 else 1)
         order = torch.randperm(len(old), generator=generator).tolist()
-        for step, batch in enumerate(torch.randperm(len(rows), generator=generator).split(size)):
+        for number, batch in enumerate(torch.randperm(len(rows), generator=generator).split(size)):
             shown = [(rows[i], int(y[i]) + len(old)) for i in batch]
             if old:
-                chosen = [order[(k * step + n) % len(old)] for n in range(k)]
+                chosen = [order[(k * number + n) % len(old)] for n in range(k)]
                 classes = [c for c in chosen for _ in range(int(10 * draws))]
                 shown += list(zip(draw(classes), classes, strict=True))
             losses = [-w[c] * torch.log_softmax(tau * e @ mapped(feature), dim=0)[c] for feature, c in shown]
@@ -59,9 +59,7 @@ def literal_map(start, x, y, texts, tau, old, generator, epochs, size, draws, k,
                 z = [mapped(feature) for feature in draw([i for i, _ in every])]
                 gaps = [zi @ e[j] - zi @ e[i] + 0.1 for zi, (i, j) in zip(z, every, strict=True)]
                 loss = loss + sum(gap.clamp(min=0) for gap in gaps) / len(gaps)
-            adam.zero_grad()
-            loss.backward()
-            adam.step()
+            step(adam, rate, loss)
     return a.detach()
 
 
@@ -97,63 +95,51 @@ def test_rapf_s_two_tasks_equal_the_literal_version(monkeypatch, most):
 SETTINGS = {"epochs": 3, "batch_size": 5, "learning_rate": 0.05, "rounds": 2, "draws": 7, "norm": 0.2, "ridge": 0.01}
 
 
-def descend(weight, bias, batches, rate_of):
-    """SGD with momentum 0.9 and decay 5e-4 by hand; each batch has a number for the rate, and gives its loss."""
-    speeds = [torch.zeros_like(weight), torch.zeros_like(bias)]
-    for number, loss_of in batches:
-        tensors = [tensor.clone().requires_grad_() for tensor in (weight, bias)]
-        slopes = torch.autograd.grad(loss_of(*tensors), tensors)
-        speeds = [0.9 * speed + slope + 5e-4 * t for speed, slope, t in zip(speeds, slopes, tensors, strict=True)]
-        weight, bias = (t.detach() - rate_of(number) * speed for t, speed in zip(tensors, speeds, strict=True))
-    return weight, bias
+def trained(*start):
+    """Copies of tensors to train, and SGD with momentum 0.9 and decay 5e-4."""
+    tensors = [tensor.clone().requires_grad_() for tensor in start]
+    return *tensors, torch.optim.SGD(tensors, momentum=0.9, weight_decay=5e-4)
 
 
 def literal_head(x, y, classes, generator):
-    def batches():
-        for _ in range(3):
-            for rows in torch.randperm(len(x), generator=generator).split(5):
-                yield 0, lambda w, b, rows=rows: F.cross_entropy(x[rows] @ w.T + b, y[rows])
-
-    start = torch.zeros(classes, DIM, dtype=torch.float64), torch.zeros(classes, dtype=torch.float64)
-    return descend(*start, batches(), lambda _: 0.05)
+    w, b, sgd = trained(torch.zeros(classes, DIM, dtype=torch.float64), torch.zeros(classes, dtype=torch.float64))
+    for _ in range(3):
+        for rows in torch.randperm(len(x), generator=generator).split(5):
+            step(sgd, 0.05, F.cross_entropy(x[rows] @ w.T + b, y[rows]))
+    return w.detach(), b.detach()
 
 
 def literal_alignment(weight, bias, gaussians, sizes, generator):
-    task = [number for number, size in enumerate(sizes) for _ in range(size)]
-
-    def loss_of(w, b, x, y):
-        rows, own = x @ w.T + b, torch.tensor(task)
-        norms = [rows[:, own == t].norm(dim=1, keepdim=True) for t in range(len(sizes))]
-        return F.cross_entropy(rows / (sum(norms) / len(norms)) / 0.2, y)
-
-    def batches():
-        for number in range(2):
-            noise = [torch.randn(7, DIM, generator=generator).double() for _ in task]
-            drawn = []
-            for c, (mean, covariance) in enumerate(gaussians):
-                shrunk = mean * (0.9 + 0.1 * (task[c] + 1) / len(sizes))
-                drawn += [shrunk + torch.linalg.cholesky(covariance) @ n for n in noise[c]]
-            x, y = torch.stack(drawn), torch.arange(len(task)).repeat_interleave(7)
-            for rows in torch.randperm(len(y), generator=generator).split(7):
-                yield number, lambda w, b, x=x[rows], y=y[rows]: loss_of(w, b, x, y)
-
-    return descend(weight, bias, batches(), lambda number: 0.05 * (1 + math.cos(math.pi * number / 2)) / 2)
+    task, (w, b, sgd) = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)), trained(weight, bias)
+    for number in range(2):
+        noise = [torch.randn(7, DIM, generator=generator).double() for _ in task]
+        drawn = []
+        for c, (mean, covariance) in enumerate(gaussians):
+            shrunk = mean * (0.9 + 0.1 * (int(task[c]) + 1) / len(sizes))
+            drawn += [shrunk + torch.linalg.cholesky(covariance) @ n for n in noise[c]]
+        x, y = torch.stack(drawn), torch.arange(len(task)).repeat_interleave(7)
+        for rows in torch.randperm(len(y), generator=generator).split(7):
+            scores = x[rows] @ w.T + b
+            norms = [scores[:, task == t].norm(dim=1, keepdim=True) for t in range(len(sizes))]
+            loss = F.cross_entropy(scores / (sum(norms) / len(norms)) / 0.2, y[rows])
+            step(sgd, 0.05 * (1 + math.cos(math.pi * number / 2)) / 2, loss)
+    return w.detach(), b.detach()
 
 
 def test_slca_s_three_tasks_equal_the_literal_version(tmp_path):
     classifier, gaussians, sizes = SlcaClassifier(DIM, seed=2, **SETTINGS), [], [3, 2, 2]
-    trained = torch.zeros(0, DIM, dtype=torch.float64), torch.zeros(0, dtype=torch.float64)
+    heads = torch.zeros(0, DIM, dtype=torch.float64), torch.zeros(0, dtype=torch.float64)
     for number, (classes, names) in enumerate([(3, "abc"), (2, "de"), (2, "fg")]):
         images, labels = features(classes, 13, 5 * number)
         x = math.sqrt(DIM) * torch.nn.functional.normalize(images, dim=1).double()
         generator = torch.Generator().manual_seed(2 * 1_000_003 + sum(sizes[:number]))
         own = literal_head(x, labels, classes, generator)
-        weight, bias = trained = torch.cat([trained[0], own[0]]), torch.cat([trained[1], own[1]])
+        weight, bias = heads = torch.cat([heads[0], own[0]]), torch.cat([heads[1], own[1]])
         parts = [x[labels == c] for c in range(classes)]
         gaussians += [(part.mean(dim=0), torch.cov(part.T) + 0.01 * torch.eye(DIM)) for part in parts]
         if number:
-            weight, bias = literal_alignment(*trained, gaussians, sizes[: number + 1], generator)
-            assert (weight - trained[0]).abs().max() > 0.1
+            weight, bias = literal_alignment(*heads, gaussians, sizes[: number + 1], generator)
+            assert (weight - heads[0]).abs().max() > 0.1
         classifier.add_classes(list(names), images, labels)
         classifier.save_pretrained(tmp_path)
     torch.testing.assert_close(classifier.weight.double(), weight, rtol=0, atol=1e-4)

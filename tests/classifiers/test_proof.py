@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from drawn import DIM, features, normal
+from drawn import DIM, features, normal, step
 
 from dulbe_peft.classifiers.clap4clip import Clap4ClipClassifier
 from dulbe_peft.classifiers.proof import ProofClassifier
@@ -78,21 +78,19 @@ def descend(rows, leaves, epochs, rate, rising, loss, generator):
     """Plain gradient descent on the tensors of the list `leaves`."""
     ranks = torch.tensor([float(row.float() @ torch.arange(1, DIM + 1).sin()) for row, _ in rows])
     rows = [rows[i] for i in ranks.argsort()]
-    steps = epochs * math.ceil(len(rows) / 5)
-    warm, step = int(rising * steps), 0
+    number, steps, sgd = (
+        0,
+        epochs * math.ceil(len(rows) / 5),
+        torch.optim.SGD([leaf.requires_grad_() for leaf in leaves]),
+    )
+    warm = int(rising * steps)
     for _ in range(epochs):
         for batch in torch.randperm(len(rows), generator=generator).split(5):
-            if step < warm:
-                now = rate * (step + 1) / (warm + 1)
-            else:
-                now = rate * (0.001 + 0.999 * (1 + math.cos(math.pi * (step - warm) / (steps - warm))) / 2)
-            step += 1
-            for leaf in leaves:
-                leaf.requires_grad_()
-            slopes = torch.autograd.grad(loss([rows[i] for i in batch]), leaves)
-            with torch.no_grad():
-                for leaf, slope in zip(leaves, slopes, strict=True):
-                    leaf -= now * slope
+            now = rate * (number + 1) / (warm + 1)
+            if number >= warm:
+                now = rate * (0.001 + 0.999 * (1 + math.cos(math.pi * (number - warm) / (steps - warm))) / 2)
+            number += 1
+            step(sgd, now, loss([rows[i] for i in batch]))
 
 
 def test_clap4clip_s_three_tasks_equal_the_literal_version():
@@ -114,12 +112,12 @@ def test_clap4clip_s_three_tasks_equal_the_literal_version():
         def loss(batch, tasks):
             return loss_of(batch, e, means, task, guide, adapters, tasks, generator)  # noqa: B023
 
-        started = guide.clone()
+        started = guide.detach().clone()
         descend(rows, [guide, *adapters[-1]], 2, 0.02, 0.3, lambda batch: loss(batch, [number]), generator)  # noqa: B023
         assert (guide - started).abs().max() > 0.005
         if number:
             rows = [(v / v.norm(), c) for c, v in enumerate(means) for _ in range(min(2, counts[c]))]
-            every, started = [part for adapter in adapters for part in adapter], adapters[0][1].clone()
+            every, started = [part for adapter in adapters for part in adapter], adapters[0][1].detach().clone()
             descend(rows, every, 2, 0.002, 0, lambda batch: loss(batch, range(len(adapters))), generator)
             assert (adapters[0][1] - started).abs().max() > 0.001
         classifier.add_classes([f"{number}-{c}" for c in range(classes)], x, y, texts[: known + classes])
@@ -191,24 +189,19 @@ def three_scores(z, texts, means, finished, now):
 def literal_task(x, y, texts, old, finished, attention, generator):
     """What the task has trained; `old` holds (mean, images) of the old classes."""
     now = random_start(generator, not attention) | attention
-    speeds = {name: torch.zeros_like(tensor) for name, tensor in now.items()}
+    sgd = torch.optim.SGD([tensor.requires_grad_() for tensor in now.values()], momentum=0.9, weight_decay=0.05)
     means = [mean for mean, _ in old] + [x[y == c].mean(dim=0) for c in range(len(texts) - len(old))]
     rows = list(zip(x, (y + len(old)).tolist(), strict=True))
     rows += [(mean, c) for c, (mean, count) in enumerate(old) for _ in range(min(count, 2))]
     ranks = torch.tensor([float(row.float() @ torch.arange(1, DIM + 1).sin()) for row, _ in rows])
     rows = [rows[i] for i in ranks.argsort()]
     for epoch in range(2):
-        rate = 0.03 * (1 + math.cos(math.pi * epoch / 2)) / 2
         for batch in torch.randperm(len(rows), generator=generator).split(5):
-            leaves = {name: tensor.clone().requires_grad_() for name, tensor in now.items()}
             losses = []
             for z, label in (rows[i] for i in batch):
-                losses += [-one.log_softmax(0)[label] for one in three_scores(z, texts, means, finished, leaves)]
-            slopes = torch.autograd.grad(sum(losses) / len(batch), list(leaves.values()))
-            for (name, tensor), slope in zip(now.items(), slopes, strict=True):
-                speeds[name] = 0.9 * speeds[name] + slope + 0.05 * tensor
-                now[name] = tensor - rate * speeds[name]
-    return now, means
+                losses += [-one.log_softmax(0)[label] for one in three_scores(z, texts, means, finished, now)]
+            step(sgd, 0.03 * (1 + math.cos(math.pi * epoch / 2)) / 2, sum(losses) / len(batch))
+    return {name: tensor.detach().clone() for name, tensor in now.items()}, means
 
 
 def test_proof_s_three_tasks_equal_the_literal_version():
