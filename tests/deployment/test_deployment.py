@@ -286,14 +286,21 @@ def test_graphs_give_torch_s_probabilities_for_every_batch_size(learners, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_further_class_needs_no_new_encoder(learners, tmp_path):
+def test_a_further_class_needs_no_new_encoder_and_large_weights_stand_beside_the_graph(
+    learners, tmp_path, monkeypatch
+):
     learner = copy.deepcopy(learners("vit"))
     before = export_learner(learner, tmp_path / "before", "onnx", "prototype")
-    images = [{"image": photo, "label": 0} for photo in photos()]
-    learner.learn_task(images, ["hen"])
+    learner.learn_task([{"image": photo, "label": 0} for photo in photos()], ["hen"])
     after = export_learner(learner, tmp_path / "after", "onnx", "prototype")
     assert (before / "encoder.onnx").read_bytes() == (after / "encoder.onnx").read_bytes()
     assert (before / "head.onnx").read_bytes() != (after / "head.onnx").read_bytes()
+    monkeypatch.setattr(onnx_graphs, "LARGEST_FILE", 0)
+    folder = export_learner(learner, tmp_path / "plain", "onnx", "prototype")
+    assert (folder / "encoder.onnx.data").stat().st_size > (folder / "encoder.onnx").stat().st_size / 10
+    assert "encoder.onnx.data" in facts(tmp_path, file="manifest.json")["files"]
+    with pytest.raises(ValueError, match="int8 is served for graphs below"):
+        export_learner(learner, tmp_path / "small", "onnx", "prototype", precision="int8")
 
 
 @pytest.mark.slow
@@ -328,16 +335,6 @@ def test_javascript_loads_the_layout_of_transformers_js(clip, tmp_path):
         scores = {row["label"]: row["score"] for row in json.loads(done.stdout)}
         row = torch.tensor([scores[name] for name in clip.class_names])
         torch.testing.assert_close(row, expected(clip, "bridge")[2], atol=error, rtol=0)
-
-
-@pytest.mark.slow
-def test_weights_too_large_for_one_file_stand_beside_the_graph(learners, tmp_path, monkeypatch):
-    monkeypatch.setattr(onnx_graphs, "LARGEST_FILE", 0)
-    folder = export_learner(learners("vit"), tmp_path / "plain", "onnx", "prototype")
-    assert (folder / "encoder.onnx.data").stat().st_size > (folder / "encoder.onnx").stat().st_size / 10
-    assert "encoder.onnx.data" in facts(tmp_path, file="manifest.json")["files"]
-    with pytest.raises(ValueError, match="int8 is served for graphs below"):
-        export_learner(learners("vit"), tmp_path / "small", "onnx", "prototype", precision="int8")
 
 
 @pytest.mark.slow
