@@ -105,7 +105,8 @@ def test_what_does_not_fit_is_refused_and_changes_nothing():
         ("bayes", make_classifier("bayes", DIM, 9.0), "merge where logit_scale is equal, got 20.0 and 9.0"),
     ):
         one = learned(mine, [0, 1, 2])
-        two, state = learned(theirs, [2, 3, 4]) if isinstance(theirs, str) else theirs or one, snapshot(one)
+        two = learned(theirs, [2, 3, 4]) if isinstance(theirs, str) else theirs or one
+        state = snapshot(one)
         with pytest.raises((ValueError, TypeError), match=message):
             one.merge(two)
         assert_equal_states(snapshot(one), state)
