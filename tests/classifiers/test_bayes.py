@@ -193,6 +193,8 @@ def test_the_choice_is_that_by_which_left_out_images_are_right(each, seed, featu
     tests = F.normalize(draw(2, 9, DIM), dim=1)
     rows = lifted(tests.double().numpy(), layer) if chosen else tests.double().numpy()
     close(classifier(tests), twins[chosen > 0].scores(rows, kappa, rho, omega), SINGLE)
+    function, tensors = classifier.formula()
+    close(function(tests, **tensors), classifier(tests), 1e-6)
 
 
 def test_the_tables_add_up_over_tasks_and_further_images():

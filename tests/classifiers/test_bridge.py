@@ -58,6 +58,7 @@ def test_depths_can_be_chosen():
     by_place = BridgeEnsembleHead(DIM, 3, torch.tensor([0.25, 0.5]), 0.1, logit_scale=9)
     assert by_place.settings() == {"depths": [0.25, 0.5], "reliability_temperature": 0.1}
     assert by_place.num_depths == 2 and by_place.logit_scale == 9.0
+    assert "embed_dim=8, depths=[0.25, 0.5], reliability_temperature=0.1, classes=0" in repr(by_place)
 
 
 def test_folded_vectors_follow_every_change_of_the_state():
