@@ -230,7 +230,8 @@ class ClassIncrementalLearner(WithoutTraining):
         self._check_learned()
         if self.state.estimates.tasks != len(self.tasks):
             self.state = replace(self.state, estimates=estimates_of(self.state, self.encoder, {}))
-        return self.state.estimates.each()
+        found = self.state.estimates
+        return {name: Estimate(*share, found.classes) for name, share in found.shares.items()}
 
     def scaled(self, scale: float) -> AbstractContextManager[None]:
         """Use the model with W_0 + scale * dW in the block's calls, dW being all it has learned, in both towers.

@@ -1,8 +1,8 @@
 """A comparison made by hand: four rows on two streams."""
 
-from dulbe_peft.comparison.comparison_file import COMPARISON_FILE, Comparison, Entry, Retention, Scope
+from dulbe_peft.comparison.comparison_file import COMPARISON_FILE, Comparison, Entry, Retention
 from dulbe_peft.comparison.intervals import Difference
-from dulbe_peft.comparison.plan import Row
+from dulbe_peft.comparison.plan import Plan, Row
 from dulbe_peft.utils.records import write_record
 
 REFERENCE = Row("frozen", "bridge")
@@ -54,7 +54,7 @@ def made_comparison(names=("4 images", "16 images"), method="DuLBE", classifier=
     methods = {"frozen": {"strategy": "frozen"}, method: {"strategy": "dulbe"}}
     choices = {method: {"learning_rate": [1e-4, 1e-3]}}
     rows = (REFERENCE, best, other, moved)
-    scope = Scope(streams=streams, methods=methods, choices=choices, rows=rows, seeds=(0, 1, 2), reference=REFERENCE)
+    scope = Plan(streams=streams, methods=methods, choices=choices, rows=rows, seeds=(0, 1, 2), reference=REFERENCE)
     return Comparison(entries=entries, scope=scope)
 
 

@@ -117,12 +117,12 @@ def _say_gain(before: Row, results: dict[str, Any]) -> None:
 def _update(learner: ClassIncrementalLearner, images: LabelledImages) -> None:
     """Take in the images of known classes, if there are any, and say of which and how many."""
     from dulbe_peft.data.inventory import count_images
-    from dulbe_peft.training.updating import check_update
 
     if not len(images):
         return
     try:
-        check_update(learner.state, images.class_names)
+        for classifier in learner.classifiers.values():
+            classifier.check_update()
     except ValueError as error:
         raise ValueError(f"{error}; --no-update leaves the images of known classes out") from error
     listed = ", ".join(f"{name} ({n})" for name, n in count_images({"": images})[""].items() if n)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from dulbe_peft.comparison.intervals import Difference, Measure
-from dulbe_peft.comparison.plan import Row, Scope
+from dulbe_peft.comparison.plan import Plan, Row
 from dulbe_peft.utils.records import Fraction, Record, read_record
 
 COMPARISON_FILE, CSV_FILE = "comparison.json", "comparison.csv"
@@ -54,7 +54,7 @@ class Comparison(Record):
     """What a comparison has found so far."""
 
     entries: list[Entry]
-    scope: Scope
+    scope: Plan
 
     def missing(self) -> list[tuple[str, Row, tuple[int, ...]]]:
         """Stream, row and seeds of what is not finished."""

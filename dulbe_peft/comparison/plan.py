@@ -81,8 +81,8 @@ class Cell:
     retention: tuple[Any, ...] = (None,)  # images of classes in no stream or None; then scales of the update
 
 
-class Scope(Record):
-    """What a comparison holds when all of it is finished: every row with every seed on every stream."""
+class Plan(Record):
+    """A comparison and its runs: every row with every seed on every stream."""
 
     streams: Streams
     methods: dict[str, dict[str, Any]]
@@ -90,12 +90,8 @@ class Scope(Record):
     rows: tuple[Row, ...]
     seeds: tuple[int, ...]
     reference: Row  # that all others are compared with
-
-
-class Plan(Scope):
-    """A comparison and its runs."""
-
-    retentions: dict[str, tuple[Any, ...]]  # each stream's `Cell.retention`
+    # Each stream's `Cell.retention`; `comparison.json` does not have it.
+    retentions: Annotated[dict[str, tuple[Any, ...]], Field(exclude=True)] = {}
 
     def rows_of(self, method: str) -> list[Row]:
         return [row for row in self.rows if row.method == method]

@@ -45,10 +45,6 @@ class Estimates(Record):
     classes: tuple[str, ...] = ()
     shares: dict[str, tuple[Fraction, Fraction, Fraction]] = {}
 
-    def each(self) -> dict[str, Estimate]:
-        """Classifier -> estimate."""
-        return {name: Estimate(*found, self.classes) for name, found in self.shares.items()}
-
 
 class Update(Record):
     """What a learner took in or lost without training, after so many tasks."""

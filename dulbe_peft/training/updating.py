@@ -20,13 +20,6 @@ from dulbe_peft.training.trainer import features_and_inputs
 from dulbe_peft.utils.processes import check_same_in_all, raise_in_all
 
 
-def check_update(state: LearnerState, names: Sequence[str]) -> None:
-    """Raise a `ValueError` that names the classes that have not been learned, or who cannot update."""
-    state.places(names)
-    for classifier in state.classifiers.values():
-        classifier.check_update()
-
-
 class WithoutTraining(StateHolder):
     """A learner that takes in further images, loses some, or is renamed; an error leaves its state as it is."""
 
@@ -48,7 +41,8 @@ class WithoutTraining(StateHolder):
             if adapter is not None:
                 adapter.check_unscaled()
             given = state.known_images(dataset, class_names)
-            check_update(state, given.class_names)
+            for classifier in state.classifiers.values():
+                classifier.check_update()
         check_same_in_all(given.labels.tolist(), "labels")
         encoder.profile.clear()
         with encoder.profile.phase("update"):
