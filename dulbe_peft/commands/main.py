@@ -161,6 +161,6 @@ def _stopped(ctx: click.Context | None, number: signal.Signals) -> int:
     name = ctx and ctx.invoked_subcommand
     if ctx and name and (kept := ctx.meta.get("kept") or getattr(commands.get_command(ctx, name), "kept", "")):
         given = [word for word in ctx.obj if word != "--overwrite"]  # which would put aside what is kept
-        command = [sys.executable, "-m", "dulbe_peft", *given, *ctx.meta.get("to go on", [])]
+        command = [sys.executable, "-m", "dulbe_peft", *given]
         _complain(f"{kept}; to go on:\n{shlex.join(command)}")
     return 128 + number

@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click
-
 from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.commands.named import FOLDER, check_given, claim, say_next
 from dulbe_peft.commands.options import LABELS, OVERWRITE, File, command, run_settings
@@ -50,8 +48,6 @@ def run(
     output, reads = ("--output", stream.output, FOLDER), [stream.model, config]
     if not stream.dry_run:
         claim(output, reads=reads, apart=[stream.data])
-    if not stream.resume:
-        click.get_current_context().meta["to go on"] = ["--resume"]
     _ = stream.methods  # a strategy or a classifier that is not there is said before anything steps aside
     if overwrite and not stream.dry_run:
         claim(output, reads=reads, apart=[stream.data], overwrite=True)

@@ -29,7 +29,6 @@ _FIXED = {
     "seed": "`seeds` names them",
     "drift": "`drift` names what to compare",
     "classifiers": "`classifiers` names those of all methods",
-    "resume": "a comparison always goes on",
     "dry_run": "a comparison runs",
     "validation_fraction": "`choose` tests on held-back training images",
 }

@@ -57,7 +57,6 @@ class StreamArguments:
     revision: str | None = setting(None, "Revision of a model on the Hub.")
     attn_implementation: str | None = setting(None, "eager or sdpa. None: eager on a CPU, the faster one there.")
     store: bool = setting(True, "Where nothing is trained: keep features of images, and find them again.")
-    resume: bool = setting(True, "Go on after the newest valid task folder.")
     dry_run: bool = setting(False, "Print tasks, layers, parameters and the memory of what is kept, and exit.")
 
     def __post_init__(self) -> None:

@@ -47,7 +47,7 @@ class Setup:
     def run(self, **options: Any) -> dict[str, Any]:
         """Run the stream in its folder as its settings say; `options` are others of the learner's `run`."""
         options |= {"source": source_of(self.stream), "class_texts": self.class_texts()}
-        return self.learner.run(self.tasks, self.stream.output, self.stream.resume, **options)
+        return self.learner.run(self.tasks, self.stream.output, **options)
 
 
 def look_by(learner: ClassIncrementalLearner) -> Look:
@@ -126,7 +126,7 @@ def _begun(stream: StreamArguments, names: Sequence[str]) -> list[tuple[str, ...
     """The finished tasks where they stay the first ones, also when classes were added; the last one may be smaller."""
     from dulbe_peft.checkpoints.layout import newest_task
 
-    if not (stream.output and stream.resume) or stream.class_order is not None or stream.order_seed is not None:
+    if not stream.output or stream.class_order is not None or stream.order_seed is not None:
         return []
     newest = newest_task(Path(stream.output), lambda _: None) if Path(stream.output).is_dir() else None
     finished = [] if newest is None else [tuple(task) for task in newest[1].notes["tasks"]]

@@ -174,9 +174,9 @@ def test_every_field_is_a_flag_and_yaml_takes_what_flags_take(tmp_path):
     listed = settings_from("run", "--config", str(tmp_path / "run.yaml"))
     assert listed == settings_from("run", *KEYS, "--classifiers", "bridge,lda:shrinkage=0.1")
     assert pick(DualModeLoraConfig, listed).target_modules == ["k_proj", "v_proj"]
-    (tmp_path / "run.yaml").write_text("learning_rate: 1e-3\nprecision: float32\nresume: no\nmodel: x\nseed: 3\n")
+    (tmp_path / "run.yaml").write_text("learning_rate: 1e-3\nprecision: float32\nstore: no\nmodel: x\nseed: 3\n")
     stream, _, args = validated(settings_from("run", "--config", str(tmp_path / "run.yaml")))
-    assert (args.learning_rate, args.precision, args.seed, stream.resume) == (1e-3, "float32", 3, False)
+    assert (args.learning_rate, args.precision, args.seed, stream.store) == (1e-3, "float32", 3, False)
 
 
 @pytest.mark.parametrize(
@@ -212,16 +212,16 @@ def test_wrong_input_is_one_line_and_status_2(argv, words, capsys, tmp_path, mon
 
 
 @pytest.mark.parametrize(
-    ("argv", "added", "number", "status"),
+    ("argv", "number", "status"),
     [
-        (["--data", "my photos", "--prompt-template", "it's a {}.", "--overwrite"], [], signal.SIGINT, 130),
-        (["--data", "d", "--config", "off.yaml"], ["--resume"], signal.SIGTERM, 143),
+        (["--data", "my photos", "--prompt-template", "it's a {}.", "--overwrite"], signal.SIGINT, 130),
+        (["--data", "d", "--config", "some.yaml"], signal.SIGTERM, 143),
     ],
 )
-def test_a_stopped_stream_prints_how_to_go_on(argv, added, number, status, capsys, tmp_path, monkeypatch):
+def test_a_stopped_stream_prints_how_to_go_on(argv, number, status, capsys, tmp_path, monkeypatch):
     """Also before the first batch, while the model is loaded; afterwards signals mean what they meant."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "off.yaml").write_text("resume: false")
+    (tmp_path / "some.yaml").write_text("seed: 1")
     (tmp_path / argv[1] / "cat").mkdir(parents=True)
     argv = ["run", *argv, "--model", "demo", "--output", "o"]
     before = signal.getsignal(signal.SIGTERM)
@@ -230,7 +230,7 @@ def test_a_stopped_stream_prints_how_to_go_on(argv, added, number, status, capsy
     first, second, command = capsys.readouterr().err.splitlines()
     assert first == f"dulbe-peft: stopped by {number.name}" and "finished tasks are kept" in second
     again = [word for word in argv if word != "--overwrite"]  # which would put aside what is kept
-    assert shlex.split(command) == [sys.executable, "-m", "dulbe_peft", *again, *added]
+    assert shlex.split(command) == [sys.executable, "-m", "dulbe_peft", *again]
 
 
 def test_an_error_that_sigterm_brings_about_is_sigterm_s(capsys, monkeypatch):
