@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,10 +46,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     rows = []
     for augment in values.augment:
-        encoder.args, views = replace(args, augment=augment), [features["train"]]
-        if augment != "none":
-            further = (encoder.view(pixels, 0, number) for number in range(1, values.copies + 1))
-            views += [encoder.dataset_embeds(view, augment) for view in further]
+        views = [features["train"]]
+        for number in range(1, values.copies + 1) if augment != "none" else ():
+            views.append(encoder.dataset_embeds(pixels.view(augment, args.seed, 0, number), augment))
         stacked = torch.stack(views, dim=1)  # (n, 1 + copies, d)
         forms = {"mean": F.normalize(stacked.mean(dim=1, keepdim=True), dim=2), "rows": stacked}
         for form, learned in forms.items() if augment != "none" else [("as they are", stacked)]:

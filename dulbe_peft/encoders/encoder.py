@@ -103,19 +103,15 @@ class Encoder(TextEncoder):
         cache_bytes = self.args.pixel_cache_mb * 2**20 if kept else 0
         return PixelDataset(images, self.processor, loading.image_shape(self.clip, self.processor), cache_bytes)
 
-    def view(self, images: PixelDataset, task: int, number: int) -> PixelDataset:
-        """A view of a task's images: as they are, number 0 or without augmentation, or augmented by this number."""
-        if not number or self.args.augment == "none":
-            return images
-        return images.view(self.args.augment, self.args.seed, task, number)
-
     def views(self, features: torch.Tensor, images: PixelDataset, title: str) -> torch.Tensor | None:
         """The images' own features, (n, d), and those of their augmented views: (n, 1 + copies, d); None: no views."""
         if self.way[1] == 1:
             return None
-        numbers = range(1, self.way[1])
-        views = [self.dataset_embeds(self.view(images, 0, number), f"{title} view {number}") for number in numbers]
-        return torch.stack([features, *views], dim=1)
+        views = [features]
+        for number in range(1, self.way[1]):
+            view = images.view(self.args.augment, self.args.seed, 0, number)
+            views.append(self.dataset_embeds(view, f"{title} view {number}"))
+        return torch.stack(views, dim=1)
 
     @property
     def way(self) -> tuple[str, int]:

@@ -52,6 +52,8 @@ class PixelDataset(Dataset[PixelRow]):
 
     def view(self, kinds: str, *seed: int) -> Self:
         """The same images, each changed as `augmented` changes it with the seed and the image's content."""
+        if kinds == "none":
+            return self
         view = copy.copy(self)
         view.cache, view.augment = None, (kinds, seed)
         return view

@@ -54,9 +54,7 @@ class WholeBatches(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, key: Any) -> dict[str, torch.Tensor]:
         epoch, rows, batch = key
-        images = self.images
-        if self.augment != "none":
-            images = images.view(self.augment, self.seed, self.task, epoch + 1)
+        images = self.images.view(self.augment, self.seed, self.task, epoch + 1)
         pixels = torch.stack([images[row][0] for row in rows])
         labels = torch.as_tensor(self.images.labels[batch])
         return {"pixel_values": pixels, "labels": labels, "index": torch.tensor(batch)}

@@ -215,7 +215,7 @@ class TaskTrainer:
                 losses = []
                 order = epoch_order(size, args.seed, self.index, epoch)
                 title = self.title(f"epoch {epoch + 1}/{epochs}")
-                view = encoder.view(self.images, self.index, epoch + 1)
+                view = self.images.view(args.augment, args.seed, self.index, epoch + 1)
                 for batch in encoder.training_batches(view, title, order):
                     step = self.step_of(batch)
                     self.strategy.backward(task, step)
