@@ -217,7 +217,7 @@ class GrowingState(nn.Module):
             axes = self._axes.get(name, tuple(buffer.shape))
             for axis, size in zip(axes, shapes[name]):
                 if isinstance(axis, str):  # buffers with the same axis have as many rows as the first one
-                    sizes.setdefault(axis, min(size, classes * buffer.shape[-1]))
+                    sizes.setdefault(axis, min(size, classes * axes[-1]) if isinstance(axes[-1], int) else size)
             expected = tuple(sizes.get(axis, axis) for axis in axes)
             if tuple(shapes[name]) != expected:
                 raise ValueError(f"{name} must be {expected} for {classes} classes, got {tuple(shapes[name])}")
