@@ -184,18 +184,14 @@ def test_a_commit_killed_at_any_step_leaves_the_old_folder_or_the_new_one(proces
     assert found == sorted(found, reverse=True) and {"old", "new"} == set(found)
 
 
-def wait_for(path, alive):
-    while not path.exists():
-        assert alive()
-        time.sleep(0.005)
-
-
 def test_sigterm_stops_it_with_the_command_that_goes_on(arguments, reference, tmp_path):
     output = tmp_path / "it's out"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "dulbe_peft", *arguments, "--output", str(output)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        wait_for(output / "task-001", lambda: process.poll() is None)
+        while not (output / "task-001").exists():
+            assert process.poll() is None
+            time.sleep(0.005)
         process.terminate()
         _, said = process.communicate()
     assert process.returncode == 143

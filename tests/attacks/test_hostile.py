@@ -14,7 +14,6 @@ from PIL import Image
 from dulbe_peft import CheckpointError, ClassIncrementalLearner, ImageFolder
 from dulbe_peft.commands.main import main
 from dulbe_peft.commands.named import claim
-from dulbe_peft.data.folders import folder_content
 from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.splits import open_stream_data
@@ -63,16 +62,6 @@ def test_processes_that_read_images_need_open_files(monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda _: (12, 12))
     with pytest.raises(OSError, match="num_workers=1 needs 72 open files, the system allows 12: lower it"):
         tiny_learner(num_workers=1).learn_task(images_of(0, 1), ["a", "b"])
-
-
-def test_a_name_that_is_not_utf8_is_left_out(tmp_path):
-    (tmp_path / "cat").mkdir()
-    for name in (b"1.png", b"\xff.png"):
-        with open(os.fsencode(tmp_path / "cat") + b"/" + name, "wb") as file:
-            Image.new("RGB", (4, 4)).save(file, "PNG")
-    photos = ImageFolder(tmp_path)
-    assert len(photos) == 1 and photos.left_out == [(str(tmp_path / "cat" / "\udcff.png"), "the name is not UTF-8")]
-    assert len(folder_content(tmp_path / "cat")[0]) == 2  # to predict, any name will do
 
 
 def test_the_mark_of_an_editor_is_no_part_of_a_name(tmp_path):

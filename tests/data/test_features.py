@@ -129,42 +129,36 @@ def test_features_of_others_are_refused(root, table, tmp_path, base, capsys):
 
 
 @pytest.mark.parametrize(
-    ("columns", "words"),
+    ("files", "words"),
     [
-        ({"embedding": [[1.0, 0.0], [0.0, 0.0]]}, "the embedding of row 1 of .* is zero, NaN or infinite"),
-        ({"embedding": [[1.0, 2.0, 3.0], [4.0]]}, "has embeddings of several widths"),
-        ({"label": [0.5, 1.0]}, "has the label 0.5: labels are texts, or whole numbers"),
-        ({"label": ["a", None]}, "the label None"),
-        ({"content": ["caption", None]}, "the content 'caption'"),
-        ({"content": ["0000", "0001"]}, "the content '0000'"),
-        ({"content": [b"0", b"1"]}, "the content b'"),
+        ([{"embedding": [[1.0, 0.0], [0.0, 0.0]]}], "the embedding of row 1 of .* is zero, NaN or infinite"),
+        ([{"embedding": [[1.0, 2.0, 3.0], [4.0]]}], "has embeddings of several widths"),
+        ([{"label": [0.5, 1.0]}], "has the label 0.5: labels are texts, or whole numbers"),
+        ([{"label": ["a", None]}], "the label None"),
+        ([{"content": ["caption", None]}], "the content 'caption'"),
+        ([{"content": ["0000", "0001"]}], "the content '0000'"),
+        ([{"content": [b"0", b"1"]}], "the content b'"),
+        (
+            [{}, {"label": [0, 0]}],
+            "b.parquet has a label of the type int64, and .*a.parquet of string: write",
+        ),
+        ([{}, {"class": LABELS}], "b.parquet has the columns .*class.*a.parquet has"),
+        ([{"names": ["cat", "dog"]}, {"names": ["dog", "cat"]}], "name the classes of their labels in different ways"),
+        ([{}, None], "b.parquet is damaged, or no parquet file"),
     ],
 )
-def test_a_table_that_would_be_read_wrongly_is_refused(tmp_path, columns, words):
-    with pytest.raises(ValueError, match=words):
-        load_data(written(tmp_path / "t.parquet", **{"label": LABELS, "embedding": UNIT} | columns))
-
-
-def test_parts_that_do_not_fit_together_are_refused(tmp_path):
-    for name in ("cut", "two"):
-        written(tmp_path / name / "a.parquet", label=LABELS, embedding=UNIT)
-    (tmp_path / "cut" / "b.parquet").write_bytes((tmp_path / "cut" / "a.parquet").read_bytes()[:200])
-    written(tmp_path / "two" / "b.parquet", class_=LABELS, embedding=UNIT)
-    for name, names in (("a", ["cat", "dog"]), ("b", ["dog", "cat"])):
+def test_a_table_that_would_be_read_wrongly_is_refused(tmp_path, files, words):
+    for name, columns in zip("ab", files):
+        if columns is None:
+            (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:200])
+            continue
+        names = columns.get("names")
+        own = {name: values for name, values in columns.items() if name != "names"}
+        rows = pyarrow.table({"label": [0, 1] if names else LABELS, "embedding": UNIT} | own)
         hints = {"huggingface": json.dumps({"info": {"features": {"label": {"names": names}}}})}
-        rows = pyarrow.table({"label": [0, 1], "embedding": UNIT}).replace_schema_metadata(hints)
-        (tmp_path / "names").mkdir(exist_ok=True)
-        parquet.write_table(rows, tmp_path / "names" / f"{name}.parquet")
-    for name, label in (("a", LABELS), ("b", [0] * len(LABELS))):
-        written(tmp_path / "types" / f"{name}.parquet", label=label, embedding=UNIT)
-    for name, words in (
-        ("cut", "b.parquet is damaged, or no parquet file"),
-        ("types", "b.parquet has a label of the type int64, and .*a.parquet of string: write one type"),
-        ("two", "b.parquet has the columns .*class_.*a.parquet has"),
-        ("names", "name the classes of their labels in different ways"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            load_data(tmp_path / name)
+        parquet.write_table(rows.replace_schema_metadata(hints), tmp_path / f"{name}.parquet")
+    with pytest.raises(ValueError, match=words):
+        load_data(tmp_path)
 
 
 def test_the_content_of_a_row_does_not_depend_on_other_rows(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import EpsImagePlugin, ExifTags, Image
 
-from dulbe_peft.data.folders import ImageFolder
+from dulbe_peft.data.folders import ImageFolder, folder_content
 from dulbe_peft.data.hub import hub_images
 from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.inventory import inspect_images
@@ -64,6 +64,8 @@ def test_image_folder_reads_folders_in_class_folders(folder, tmp_path):
     (folder / "train" / "empty").mkdir()
     os.mkfifo(zebra / "pipe.png")
     (zebra / "z.png").symlink_to(tmp_path / "gone.png")
+    with open(os.fsencode(zebra) + b"/\xff.png", "wb") as file:
+        file.write(encoded(90))
     for link in (folder / "far", folder / "train" / "far", folder / "train" / "far.png"):
         link.symlink_to("x" * 300)  # which cannot be looked at
     data = ImageFolder(folder, "train")
@@ -83,7 +85,9 @@ def test_image_folder_reads_folders_in_class_folders(folder, tmp_path):
         (str(zebra / "again"), "a link to a folder that is read already"),
         (str(zebra / "pipe.png"), "neither a file nor a folder"),
         (str(root / "far.png"), "not in a class folder"),
+        (str(zebra / "\udcff.png"), "the name is not UTF-8"),
     } <= set(data.left_out)
+    assert "\udcff.png" in folder_content(zebra)[0], "to predict, any name will do"
 
 
 def test_image_folder_says_what_is_missing(folder):
@@ -99,17 +103,21 @@ def test_image_folder_says_what_is_missing(folder):
             ImageFolder(root, split)
 
 
-def test_load_data_chooses_by_the_path(folder, tmp_path):
+def test_load_data_chooses_by_the_path(folder, tmp_path, monkeypatch):
     assert isinstance(load_data(folder, split="test"), ImageFolder)
     assert load_data(str(folder / "train"), split=None).class_names == ("Ant eater", "zebra")
     assert load_data("demo-digits", "test").class_names[3] == "three"
     write(tmp_path / "x.tar", b"")
+    write(tmp_path / "saved" / "state.json", b"{}")
+    write(tmp_path / "parquet" / "train.parquet", b"")
+    monkeypatch.setitem(sys.modules, "datasets", None)
     for path, words in (
         ("user/birds", 'written "hf:user/birds"'),
         ("labels.csv", "^labels.csv does not exist$"),
         (tmp_path / "x.tar", "file, it is an archive: unzip"),
+        *((at, r"pip install 'dulbe_peft\[datasets\]'") for at in ("hf:x", tmp_path / "saved", tmp_path / "parquet")),
     ):
-        with pytest.raises((FileNotFoundError, ValueError), match=words):
+        with pytest.raises((FileNotFoundError, ValueError, ImportError), match=words):
             load_data(path)
 
 
@@ -218,15 +226,6 @@ def test_load_data_asks_the_hub_by_name(datasets, monkeypatch):
     assert asked == [("user/birds", "test")] and data.item_name(1) == "hf:user/birds[1]"
     with pytest.raises(FileNotFoundError, match=r"no split None; its splits are \['train', 'test'\]"):
         load_data("hf:user/birds", None)
-
-
-def test_without_the_datasets_package_the_error_says_how_to_get_it(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    write(tmp_path / "saved" / "state.json", b"{}")
-    write(tmp_path / "parquet" / "train.parquet", b"")
-    for place in ("hf:user/birds", tmp_path / "saved", tmp_path / "parquet"):
-        with pytest.raises(ImportError, match=r"pip install 'dulbe_peft\[datasets\]'"):
-            load_data(place)
 
 
 class Listed:

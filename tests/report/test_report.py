@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pages import NAMES, Page, digits, drawn, learn, self_contained
+from pages import NAMES, Page, drawn, learn, self_contained
 from PIL import Image
 
 from dulbe_peft import ClassIncrementalLearner
@@ -131,7 +131,13 @@ def test_the_classes_and_the_confusion_matrix_equal_a_loop_over_the_predictions(
     assert {(unescape(a), unescape(b)): int(n) for a, b, n in fields} == pairs, "every field, and no other"
 
 
-def test_pictures_have_their_words(page, runs):
+def test_pictures_have_words_contents_have_all_parts_and_no_word_is_the_code_s(page, runs):
+    is_only_text(page)
+    for word in ("zero_shot", "class_means", "close (s)", "teach (s)"):
+        assert word not in page.words, word
+    links = [attributes["href"] for tag, attributes in page.tags if tag == "a"]
+    parts = [attributes["id"] for tag, attributes in page.tags if tag == "h2"]
+    assert links == [f"#{part}" for part in parts] and len(parts) > 5
     index = json_of(runs["one"] / "pictures" / "index.json")
     alternatives = [attributes["alt"] for tag, attributes in page.tags if tag == "img"]
     assert Counter(e["class"] for e in index["classes"]) == dict.fromkeys(NAMES, 3)
@@ -162,34 +168,15 @@ def is_only_text(page):
     assert "<script>alert" not in page.source and "&lt;script&gt;alert(1)&lt;/script&gt;" in page.source
 
 
-def test_no_word_of_the_code_and_every_part_is_in_the_contents(page):
-    is_only_text(page)
-    for word in ("zero_shot", "class_means", "close (s)", "teach (s)"):
-        assert word not in page.words, word
-    links = [attributes["href"] for tag, attributes in page.tags if tag == "a"]
-    parts = [attributes["id"] for tag, attributes in page.tags if tag == "h2"]
-    assert links == [f"#{part}" for part in parts] and len(parts) > 5
-
-
-def photographs(root):
-    """Six digits as files: three to learn from, twelve to test on; two test images of zero are copies, one nearly."""
-    data = digits(0, 15)
-    for index in range(len(data)):
-        item = data[index]
-        split = "train" if index % 15 < 3 else "test"
-        folder = root / split / f"d{item['label']}"
-        folder.mkdir(parents=True, exist_ok=True)
-        item["image"].convert("RGB").resize((64, 64)).save(folder / f"{index}.png")
-    for number in (0, 1):
-        shutil.copy(root / "train" / "d0" / f"{number}.png", root / "test" / "d0" / f"copy-{number}.png")
-    with Image.open(root / "train" / "d0" / "2.png") as picture:
-        picture.save(root / "test" / "d0" / "near.jpg", quality=90)
-
-
-def test_the_headline_is_said_also_without_the_images_that_were_learned(tmp_path, capsys):
-    photographs(tmp_path / "photos")
-    flags = ["--data", str(tmp_path / "photos"), "--output", str(tmp_path / "out"), "--device", "cpu"]
-    assert main(["run", "--model", "demo", "--classifiers", "text", *flags]) == 0  # names that say nothing
+def test_the_headline_is_said_also_without_the_images_that_were_learned(digit_folders, tmp_path):
+    """Two test images of zero are copies, and one nearly."""
+    photos = shutil.copytree(digit_folders(6, 3, 12), tmp_path / "photos")
+    first, second, third = sorted((photos / "train" / "zero").iterdir())
+    for number, file in enumerate((first, second)):
+        shutil.copy(file, photos / "test" / "zero" / f"copy-{number}.png")
+    Image.open(third).save(photos / "test" / "zero" / "near.jpg", quality=95)
+    flags = ["--data", str(photos), "--output", str(tmp_path / "out"), "--device", "cpu"]
+    assert main(["run", "--model", "demo", "--classifiers", "text", *flags]) == 0
     index = json_of(tmp_path / "out" / "pictures" / "index.json")
     assert Counter(copy["how"] for copy in index["copies"]) == {"the same file": 2, "nearly the same picture": 1}
     rows = rows_of(tmp_path / "out" / "predictions.csv")
@@ -207,7 +194,7 @@ def test_the_headline_is_said_also_without_the_images_that_were_learned(tmp_path
     learner = ClassIncrementalLearner.from_pretrained(tmp_path / "out")
     for example in index["mistakes"]:
         near = example["nearest"]
-        train = sorted((tmp_path / "photos" / "train").rglob("*.png"))
+        train = sorted((photos / "train").rglob("*.png"))
         cosines = learner.image_embeds([example["image"]]) @ learner.image_embeds(train).T
         assert str(train[int(cosines.argmax())]) == near["image"] and Path(near["image"]).parent.name == near["class"]
     assert page.words.count("nearest:") == len(index["mistakes"]) > 0
