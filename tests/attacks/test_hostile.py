@@ -19,7 +19,7 @@ from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.splits import open_stream_data
 from dulbe_peft.streams.protocols import rename_classes
 from dulbe_peft.streams.tasks import class_incremental_tasks
-from dulbe_peft.utils.files import read_lines
+from dulbe_peft.utils.files import read_csv, read_lines
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -69,8 +69,9 @@ def test_the_mark_of_an_editor_is_no_part_of_a_name(tmp_path):
     path.write_text("cat\n\ndog \n", encoding="utf-8-sig")
     assert read_lines(path) == ["cat", "dog"]
     path.write_text("cat", encoding="utf-16")
-    with pytest.raises(ValueError, match=r"names\.txt is no text in UTF-8"):
-        read_lines(path)
+    for read, words in ((read_lines, "is no text in UTF-8"), (read_csv, "is no CSV file in UTF-8")):
+        with pytest.raises(ValueError, match=rf"names\.txt {words}"):
+            read(path)
 
 
 class Calling(list):
