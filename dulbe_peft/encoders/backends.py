@@ -33,6 +33,7 @@ from dulbe_peft.encoders.onnx_graphs import (
     session,
     write_graph,
 )
+from dulbe_peft.utils.extras import installed
 from dulbe_peft.utils.files import read_json, replacing, write_json
 from dulbe_peft.utils.folders import file_sha256
 from dulbe_peft.utils.processes import on_main_process, world
@@ -174,7 +175,7 @@ def kept_graph(sha256: str) -> Path:
 
 def quantised(file: Path, batches: Sequence[Tensor]) -> Tower:
     """An exported tower in int8 by NNCF, calibrated on batches of pixel values."""
-    try:
+    with installed("int8"):
         variable = os.environ.get("NNCF_CI")
         os.environ["NNCF_CI"] = "1"  # or NNCF reports to its makers that it was called
         try:
@@ -182,8 +183,6 @@ def quantised(file: Path, batches: Sequence[Tensor]) -> Tower:
         finally:
             os.environ.pop("NNCF_CI") if variable is None else os.environ.update(NNCF_CI=variable)
         import onnx
-    except ImportError as error:
-        raise ImportError(f"int8 needs the package {error.name}: pip install 'dulbe_peft[openvino]'") from error
     print(f"dulbe-peft: int8 is calibrated on {sum(map(len, batches))} images", file=sys.stderr)
     nncf.set_log_level(logging.ERROR)
     data = nncf.Dataset([{PIXELS: batch.numpy()} for batch in batches])
@@ -230,10 +229,8 @@ def _plain(clip: Any) -> Any:
 
 def _compiled(file: Path, precision: str) -> tuple[Callable[[Tensor], Tensor], str]:
     """A graph as a function of rows by OpenVINO, in as many threads as torch has, and the precision beside int8."""
-    try:
+    with installed("OpenVINO"):
         import openvino
-    except ImportError as error:
-        raise ImportError(f"OpenVINO needs the package {error.name}: pip install 'dulbe_peft[openvino]'") from error
     core = openvino.Core()
     able = "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     if precision == "bfloat16" and not able:

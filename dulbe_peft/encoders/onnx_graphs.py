@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dulbe_peft.encoders.loading import encoder_of, unit_image_embeds
+from dulbe_peft.utils.extras import installed
 
 PIXELS, EMBEDDING = "pixel_values", "image_embeds"
 OPSET = 20
@@ -31,12 +32,10 @@ class ImageEncoder(nn.Module):
 
 def check_exportable(model: Any) -> None:
     """Raise an `ImportError` that names a missing package, or a `ValueError` where a model has no graph."""
-    try:
+    with installed("ONNX"):
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise ImportError(f"ONNX needs the package {error.name}: pip install 'dulbe_peft[onnx]'") from error
     if encoder_of(model).patches:
         raise ValueError(f"{encoder_of(model).title} has other positions for each image, and a graph cannot")
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 COMMANDS = {"click": "click", "joblib": "joblib", "matplotlib": "matplotlib", "sklearn": "scikit-learn"}
 # Module -> extra of other packages.
 EXTRAS = {"datasets": "datasets", "pyarrow": "datasets", "distributed": "dask", "ray": "ray"}
+EXTRAS |= {"onnx": "onnx", "onnxruntime": "onnx", "onnxscript": "onnx", "nncf": "openvino", "openvino": "openvino"}
 # Packages of which names are used that may go, with versions in which they are there.
 TESTED = {"peft": "peft>=0.21,<0.22", "transformers": "transformers>=5.18,<6"}
 
