@@ -33,10 +33,9 @@ class Featurizer:
         if not isinstance(model_or_folder, (str, Path)):
             kind = type(model_or_folder).__name__
             raise TypeError(f"expected a folder or the id of a repository on the Hub, got a {kind}: save it first")
-        self.source = str(model_or_folder)
-        self.machine = {"num_workers": 0, "progress": False} | (machine or {})
-        LearnerArguments(**self.machine)
-        self._learner = OncePerProcess(partial(_load, self.source, self.machine))
+        machine = {"num_workers": 0, "progress": False} | (machine or {})
+        LearnerArguments(**machine)
+        self._learner = OncePerProcess(partial(_load, str(model_or_folder), machine))
 
     def fit(self, images: Any = None, y: Any = None) -> Self:
         """Nothing is learned; so it is a transformer of scikit-learn's pipelines, which clone it as its source."""
@@ -45,15 +44,6 @@ class Featurizer:
     def transform(self, images: Any) -> np.ndarray:
         """Unit features, (n, d), float32, of a sequence of images as in a batch."""
         return np.asarray(self({"image": images})["embedding"])
-
-    def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """The arguments that it was made with."""
-        return {"model_or_folder": self.source, "machine": self.machine}
-
-    def set_params(self, **values: Any) -> Self:
-        """Change arguments."""
-        self.__init__(**self.get_params() | values)  # type: ignore[misc]
-        return self
 
     def __sklearn_clone__(self) -> Self:
         return copy.copy(self)
