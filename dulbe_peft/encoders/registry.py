@@ -47,56 +47,45 @@ class DualEncoder:
         return self.text_tower is None
 
 
-def _image_only(title: str, model: str, image_processor: str, **facts: Any) -> DualEncoder:
-    return DualEncoder(
-        title,
-        model,
-        image_processor,
-        embed_dim="hidden_size",
-        image_size="image_size",
-        # The last three are the layers of DINOv2 giant's gated MLP.
-        target_modules=("fc1", "fc2", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"),
-        logit_scale=None,
-        text_tower=None,
-        **facts,
-    )
-
-
-def _siglip(title: str, model: str, image_processor: str, processor: str, **facts: Any) -> DualEncoder:
-    facts |= {"embed_dim": "vision_config.hidden_size", "cls_token": False, "pooling_head": "head"}
-    return DualEncoder(title, model, image_processor, processor, padding="max_length", padding_side=None, **facts)
-
-
-def _with_bert(title: str, model: str, image_processor: str, processor: str, **facts: Any) -> DualEncoder:
-    facts |= {"text_targets": BERT_TEXT_TARGETS, "attention_mask": True, "text_dropout": True}
-    return DualEncoder(title, model, image_processor, processor, **facts)
-
+# What several types have in common.
+_IMAGE_ONLY: dict[str, Any] = {
+    "embed_dim": "hidden_size",
+    "image_size": "image_size",
+    # The last three are the layers of DINOv2 giant's gated MLP.
+    "target_modules": ("fc1", "fc2", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"),
+    "logit_scale": None,
+    "text_tower": None,
+}
+_SIGLIP: dict[str, Any] = {"embed_dim": "vision_config.hidden_size", "cls_token": False, "pooling_head": "head"}
+_SIGLIP |= {"padding": "max_length", "padding_side": None}
+_WITH_BERT: dict[str, Any] = {"text_targets": BERT_TEXT_TARGETS, "attention_mask": True, "text_dropout": True}
 
 ENCODERS: dict[str, DualEncoder] = {
     "clip": DualEncoder("CLIP", "CLIPModel", "CLIPImageProcessorPil", "CLIPProcessor"),
     # The checkpoints of SigLIP 2 with a fixed resolution are of this type too.
-    "siglip": _siglip("SigLIP", "SiglipModel", "SiglipImageProcessorPil", "SiglipProcessor"),
-    "siglip2": _siglip(
+    "siglip": DualEncoder("SigLIP", "SiglipModel", "SiglipImageProcessorPil", "SiglipProcessor", **_SIGLIP),
+    "siglip2": DualEncoder(
         "SigLIP 2 NaFlex",
         "Siglip2Model",
         "Siglip2ImageProcessorPil",
         "Siglip2Processor",
         any_image_size=True,
         patches=True,
+        **_SIGLIP,
     ),
     "metaclip_2": DualEncoder("MetaCLIP 2", "MetaClip2Model", "CLIPImageProcessorPil", "CLIPProcessor"),
-    "chinese_clip": _with_bert(
-        "Chinese-CLIP", "ChineseCLIPModel", "ChineseCLIPImageProcessorPil", "ChineseCLIPProcessor"
+    "chinese_clip": DualEncoder(
+        "Chinese-CLIP", "ChineseCLIPModel", "ChineseCLIPImageProcessorPil", "ChineseCLIPProcessor", **_WITH_BERT
     ),
-    "altclip": _with_bert(
-        "AltCLIP", "AltCLIPModel", "CLIPImageProcessorPil", "AltCLIPProcessor", offset_positions=True
+    "altclip": DualEncoder(
+        "AltCLIP", "AltCLIPModel", "CLIPImageProcessorPil", "AltCLIPProcessor", offset_positions=True, **_WITH_BERT
     ),
-    "dinov2": _image_only("DINOv2", "Dinov2Model", "BitImageProcessorPil", any_image_size=True),
-    "dinov2_with_registers": _image_only(
-        "DINOv2 with registers", "Dinov2WithRegistersModel", "BitImageProcessorPil", any_image_size=True
+    "dinov2": DualEncoder("DINOv2", "Dinov2Model", "BitImageProcessorPil", any_image_size=True, **_IMAGE_ONLY),
+    "dinov2_with_registers": DualEncoder(
+        "DINOv2 with registers", "Dinov2WithRegistersModel", "BitImageProcessorPil", any_image_size=True, **_IMAGE_ONLY
     ),
-    "dinov3_vit": _image_only("DINOv3", "DINOv3ViTModel", "ViTImageProcessorPil", any_image_size=True),
-    "vit": _image_only("ViT", "ViTModel", "ViTImageProcessorPil", unused_pooler=True),
+    "dinov3_vit": DualEncoder("DINOv3", "DINOv3ViTModel", "ViTImageProcessorPil", any_image_size=True, **_IMAGE_ONLY),
+    "vit": DualEncoder("ViT", "ViTModel", "ViTImageProcessorPil", unused_pooler=True, **_IMAGE_ONLY),
 }
 
 # CLIP's vision towers that stand alone; the adapter files of both fit a CLIPModel.
