@@ -104,7 +104,7 @@ def run_settings(shown: Collection[str]) -> list[click.Parameter]:
     """The settings of a run as options. `--help` shows those in `shown`."""
 
     def show(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
-        if asked:
+        if asked and not ctx.resilient_parsing:  # which completes a line
             ctx.meta["help-all"] = True
             click.echo(ctx.get_help())
             ctx.exit()

@@ -333,7 +333,8 @@ def test_no_file_of_another_kind_is_replaced_unless_it_is_told_to(tmp_path, caps
 
 
 def test_the_shell_completes_commands_and_flags():
-    for words, found in (("dulbe-peft pre", "plain,predict"), ("dulbe-peft predict --cl", "plain,--classifier")):
+    both = ("dulbe-peft pre", "plain,predict"), ("dulbe-peft predict --cl", "plain,--classifier")
+    for words, found in (*both, ("dulbe-peft run --help-all --classi", "plain,--classifiers")):
         given = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")), "_DULBE_PEFT_COMPLETE": "bash_complete"}
         command = [sys.executable, "-m", "dulbe_peft"]
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | given)
