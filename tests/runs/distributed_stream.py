@@ -17,12 +17,13 @@ from dulbe_peft import (
     ClassIncrementalLearner,
     DualModeLoraConfig,
     LearnerArguments,
+    OccupationStatistics,
     class_incremental_tasks,
     load_clip,
 )
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.demo import demo_model_folder, digit_images
-from dulbe_peft.utils.processes import leave, world
+from dulbe_peft.utils.processes import leave, shard, world
 
 
 def world_from_launcher() -> tuple[int, int]:
@@ -66,6 +67,17 @@ def fail_alone(learner: ClassIncrementalLearner, digits: LabelledImages, rank: i
         raise SystemExit("two tasks were learned as one")
 
 
+def sum_few_tokens() -> None:
+    """The processes end with the sums of all rows, also where the second one has none."""
+    tokens = torch.randn(90, 40, generator=torch.Generator().manual_seed(0))
+    for parts in (tokens, tokens[:1]):
+        total, mine = OccupationStatistics(), shard(parts)
+        if len(mine):
+            total.update(["k", "v"], mine)
+        total.sum_over_processes(torch.device("cpu"))
+        torch.testing.assert_close(total["v"], parts.T @ parts, rtol=1e-5, atol=1e-3)
+
+
 def make_learner(strategy: str, rank: int) -> ClassIncrementalLearner:
     clip, processor = load_clip(demo_model_folder())
     clip.set_attn_implementation("eager")
@@ -97,6 +109,7 @@ def main() -> None:
         learner = make_learner(strategy, rank)
         if world() != (rank, processes):
             raise SystemExit(f"this is process {world()}, the launcher said {(rank, size)}")
+        sum_few_tokens()
         if sys.argv[4:] and size > 1:
             fail_alone(learner, digits, rank)
         learner.run(class_incremental_tasks(digits, digits, increment=2)[:3], output / strategy)
