@@ -51,10 +51,11 @@ def test_the_effective_weight_is_the_paper_s_sum_and_a_history_takes_no_more_tha
     model.save_pretrained(tmp_path / "adapter")
     assert torch.equal(image_features(PeftModel.from_pretrained(tiny_clip(), tmp_path / "adapter")), images)
     assert torch.equal(native(tiny_clip(), tmp_path / "adapter"), images)
-    vision = PeftModel.from_pretrained(tiny_clip().vision_model, tmp_path / "adapter")
+    vision, tower = PeftModel.from_pretrained(tiny_clip().vision_model, tmp_path / "adapter"), tiny_clip().vision_model
+    tower.load_adapter(str(tmp_path / "adapter"))
     with torch.no_grad():
         states = model.get_base_model().vision_model(PIXELS).last_hidden_state
-        assert torch.equal(vision(PIXELS).last_hidden_state, states)
+        assert all(torch.equal(alone(PIXELS).last_hidden_state, states) for alone in (vision, tower))
     export_lora(model, tmp_path / "lora")
     stock = PeftModel.from_pretrained(tiny_clip(), tmp_path / "lora")
     torch.testing.assert_close(image_features(stock), images, atol=5e-6, rtol=1e-5)
