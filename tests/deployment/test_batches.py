@@ -42,6 +42,7 @@ FORMS = {
     "arrays": lambda paths: np.stack([np.asarray(Image.open(path).convert("RGB")) for path in paths]),
     "grey": lambda paths: [np.asarray(Image.open(path))[:, :, None] for path in paths],
     "bytes": lambda paths: [Path(path).read_bytes() for path in paths],
+    "bytearrays": lambda paths: [bytearray(Path(path).read_bytes()) for path in paths],
     "stored": lambda paths: [{"bytes": Path(path).read_bytes(), "path": None} for path in paths],
     "files": lambda paths: [io.BytesIO(Path(path).read_bytes()) for path in paths],
 }

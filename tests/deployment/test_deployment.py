@@ -161,8 +161,13 @@ def test_what_stands_beside_the_model(clip, learners, tmp_path):
     assert "reject_below" not in found  # too few images to promise a threshold
     export_learner(learners("vit"), tmp_path / "plain", "transformers")
     assert "prompts" not in facts(tmp_path)
-    for folder, kind in (("lora", "zero-shot-image-classification"), ("plain", "image-classification")):
-        assert f"pipeline_tag: {kind}\n" in (tmp_path / folder / "README.md").read_text(encoding="utf-8")
+    for folder, library, kind in (
+        ("lora", "peft", "zero-shot-image-classification"),
+        ("plain", "transformers", "image-classification"),
+    ):
+        card = (tmp_path / folder / "README.md").read_text(encoding="utf-8")
+        assert f"library_name: {library}\n" in card and f"pipeline_tag: {kind}\n" in card
+        assert all(json.dumps(name) in card for name in clip.class_names)
 
 
 @pytest.mark.parametrize("format", ["lora", "transformers"])
