@@ -81,10 +81,10 @@ def test_accuracies_among_the_classes_of_each_time_equal_loops(monkeypatch, most
     found = retention.seen_accuracies(learner, tests)
     for step in range(4):
         right, seen = [], sum(sizes[: step + 1])
-        for part in parts[: step + 1]:
-            for feature, label in zip(*part, strict=True) if part else ():
+        for features, labels in filter(None, parts[: step + 1]):
+            for feature, label in zip(features, labels.tolist(), strict=True):
                 cosines = [float(row @ feature) for row in text[:seen]]  # one by one, equal rows give equal numbers
-                right.append(cosines.index(max(cosines)) == int(label))
+                right.append(cosines.index(max(cosines)) == label)
         assert found[step] == pytest.approx(sum(right) / len(right))
     assert len(set(found)) > 1, "the test would not see a mistake"
 
