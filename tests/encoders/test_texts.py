@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from lives import images_of, stream, tiny_base, tiny_learner
+from lives import images_of, learned, stream, tiny_base, tiny_learner
 from reference import randn
 from small_runs import parse
 from torch.nn import functional as F
@@ -19,11 +19,8 @@ TEMPLATES = ("a photo of the digit {}.", "the number {}.", "{}")
 NAMES = ("a0", "b0", "a1", "b1")
 
 
-def learned_from_stream(**args):
-    learner = tiny_learner(classifiers=("bridge", "text"), **args)
-    for task in stream(2):
-        learner.learn_task(task.train, task.class_names)
-    return learner
+def trained(**args):
+    return learned(tiny_learner(classifiers=("bridge", "text"), **args), 2)
 
 
 @torch.no_grad()
@@ -38,16 +35,16 @@ def mean_of_texts(learner, *groups):
 
 
 @pytest.fixture(scope="module")
-def learned():
-    return learned_from_stream(prompt_template=list(TEMPLATES))
+def of_all():
+    return trained(prompt_template=list(TEMPLATES))
 
 
-def test_classifiers_see_the_mean_of_all_templates_which_are_saved_and_exported(learned, tmp_path):
-    found = learned.classifiers["text"].text_embeds
+def test_classifiers_see_the_mean_of_all_templates_which_are_saved_and_exported(of_all, tmp_path):
+    found = of_all.classifiers["text"].text_embeds
     prompts = [[template.replace("{}", name) for template in TEMPLATES] for name in NAMES]
-    assert (found - mean_of_texts(learned, *prompts)).abs().max() < 1e-6
-    assert (found - mean_of_texts(learned, *(each[:1] for each in prompts))).abs().max() > 1e-3
-    learned.save_pretrained(tmp_path / "it")
+    assert (found - mean_of_texts(of_all, *prompts)).abs().max() < 1e-6
+    assert (found - mean_of_texts(of_all, *(each[:1] for each in prompts))).abs().max() > 1e-3
+    of_all.save_pretrained(tmp_path / "it")
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "it", copy.deepcopy(tiny_base()[0]))
     assert loaded.args.prompt_template == TEMPLATES and loaded.args.training_template is None
     assert class_facts(loaded.state, loaded.classifiers["text"])["prompts"] == prompts
@@ -57,15 +54,15 @@ def adapter(learner):
     return {name: value for name, value in learner.model.state_dict().items() if "dulbe" in name}
 
 
-def test_training_sees_one_template(learned):
+def test_training_sees_one_template(of_all):
     """The same adapter comes out as with that template alone; another one gives another adapter."""
     for args, same in (
         ({"prompt_template": TEMPLATES[0]}, True),
         ({"prompt_template": list(TEMPLATES[1:]), "training_template": TEMPLATES[0]}, True),
         ({"prompt_template": TEMPLATES[1]}, False),
     ):
-        learner = learned_from_stream(**args)
-        equal = [torch.equal(value, adapter(learned)[name]) for name, value in adapter(learner).items()]
+        learner = trained(**args)
+        equal = [torch.equal(value, adapter(of_all)[name]) for name, value in adapter(learner).items()]
         assert all(equal) == same, args
 
 

@@ -122,16 +122,14 @@ def test_collect_equals_what_the_layers_read():
         torch.testing.assert_close(matrix, 2 * once[name], rtol=1e-5, atol=1e-5)
 
 
-class Separate(Block):
+def separate(model, batch):
     """Every layer reads a tensor of its own, often at the address of one that is gone."""
-
-    def forward(self, hidden):
-        for layer in self.dual_mode_layers().values():
-            layer(hidden[..., :1].expand(*hidden.shape[:-1], layer.in_features).clone())
+    for layer in model.dual_mode_layers().values():
+        layer(batch[..., :1].expand(*batch.shape[:-1], layer.in_features).clone())
 
 
 def test_sharing_is_by_identity_and_not_by_a_recycled_address():
-    stats = collect_statistics(Separate(), batches(), run, into=OccupationStatistics())
+    stats = collect_statistics(Block(), batches(), separate, into=OccupationStatistics())
     assert len(stats.groups) == 4
 
 
