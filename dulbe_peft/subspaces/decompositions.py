@@ -50,10 +50,14 @@ def eigh(matrix: torch.Tensor, name: str, count: int | None = None) -> tuple[tor
 def second_moment(statistic: torch.Tensor, name: str) -> torch.Tensor:
     """A sum of X'X, (d, d), in float64 and exactly symmetric."""
     matrix = to_float64(statistic, name)
-    # More than 1 % of the largest entry is no rounding.
+    check_symmetric(matrix, name)
+    return (matrix + matrix.T) / 2
+
+
+def check_symmetric(matrix: torch.Tensor, name: str) -> None:
+    """Raise where (d, d) is no sum of X'X; 1 % of the largest entry is more than rounding."""
     if (matrix - matrix.T).abs().max() > 1e-2 * matrix.abs().max():
         raise ValueError(f"{name} is not symmetric: expected a sum of X'X over input tokens")
-    return (matrix + matrix.T) / 2
 
 
 def fix_signs(vectors: torch.Tensor) -> torch.Tensor:

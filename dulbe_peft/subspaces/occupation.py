@@ -11,6 +11,7 @@ import torch
 from annotated_types import MinLen
 from pydantic import ValidationError
 
+from dulbe_peft.subspaces.decompositions import check_symmetric
 from dulbe_peft.utils.devices import without_autocast
 from dulbe_peft.utils.processes import on_main_process, sum_over_processes
 from dulbe_peft.utils.records import Record, first_problem
@@ -140,6 +141,7 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
             if matrix.ndim != 2 or not 0 < len(matrix) == matrix.shape[1] or matrix.dtype != torch.float32:
                 kind = f"(d_in, d_in), float32, got {tuple(matrix.shape)}, {matrix.dtype}"
                 raise ValueError(f"{path}: matrix of {group[0]!r} must be {kind}")
+            check_symmetric(matrix, f"{path}: matrix of {group[0]!r}")
             stats._matrices.update(dict.fromkeys(group, matrix.to(device)))
         return stats
 

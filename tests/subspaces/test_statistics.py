@@ -207,3 +207,6 @@ def test_files_keep_values_and_sharing_also_those_of_0_2_0_but_sketches_are_refu
             assert torch.equal(OccupationStatistics.load(path)["k"], stats["k"])
     with pytest.raises(ValueError, match="holds sketches: release 0.2.0 reads them"):
         OccupationStatistics.load(path)
+    write_tensors(path, tensors | {"fc": tensors["fc"].triu()}, metadata)
+    with pytest.raises(ValueError, match="statistics.safetensors: matrix of 'fc' is not symmetric"):
+        OccupationStatistics.load(path)
