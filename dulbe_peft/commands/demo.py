@@ -13,11 +13,12 @@ from dulbe_peft.utils.settings import setting
 @command(kept="finished tasks are kept")
 def demo(
     output: str = setting("dulbe-demo", "folder for learner, results and report"),
+    compare: bool = setting(False, "five tasks, with training and without, in one table: half a minute"),
     overwrite: bool = OVERWRITE,
 ) -> None:
     claim(("--output", output, FOLDER), overwrite=overwrite)
-    from dulbe_peft.demo import run_demo
+    from dulbe_peft.demo import compare_demo, run_demo
 
-    run_demo(output)
+    (compare_demo if compare else run_demo)(output)
     print(f"next: open {output}/report.html in a browser, then")
     say_next("check", "YOUR-FOLDER")

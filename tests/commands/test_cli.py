@@ -265,6 +265,16 @@ def test_the_demo_tells_of_three_months(tmp_path, capsys):
     assert "nearest:" in (output / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
+def test_the_demo_compares_training_with_none(tmp_path):
+    command = [sys.executable, "-m", "dulbe_peft", "demo", "--compare", "--output", str(tmp_path / "demo")]
+    said = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
+    results = json.loads((tmp_path / "demo" / "results.json").read_text())
+    assert results["zero_shot"]["last_accuracy"] > 0.5 and results["head"]["last_accuracy"] > 0.9
+    assert "before any training" in said and "task 5/5" in said and "\nfrozen bayes " in said
+    assert (tmp_path / "demo" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_help_fits_a_screen_and_all_of_it_is_there_too(capsys):
     for command, about in COMMANDS.items():
         assert main([command, "--help"]) == 0
