@@ -1,4 +1,4 @@
-"""The converter against open_clip's forward pass, written out here in plain torch."""
+"""The converter against open_clip's forward pass, written out here with PyTorch's own layers."""
 
 import math
 
@@ -6,6 +6,7 @@ import pytest
 import tiny_encoders as tiny
 import torch
 from PIL import Image
+from torch import nn
 from torch.nn import functional as F
 from transformers import CLIPTokenizer
 
@@ -27,27 +28,27 @@ def tokenizer(tmp_path_factory):
     return folder, len(vocab)
 
 
+NAMES = {"self_attn": "attn", "linear1": "mlp.c_fc", "linear2": "mlp.c_proj", "norm1": "ln_1", "norm2": "ln_2"}
+
+
+def pytorch_s(width, heads=1, act=F.gelu):
+    """PyTorch's own layer, in float64: open_clip's block under other names."""
+    options = {"batch_first": True, "norm_first": True, "dtype": torch.float64}
+    return nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, act, **options)
+
+
+def open_clip_s(name):
+    part, _, rest = name.partition(".")
+    return f"{NAMES[part]}.{rest}"
+
+
 def random_state(vocabulary, layers=2):
     """A state dict under open_clip's names."""
-
-    def tower(prefix, width):
-        state = {}
+    state = {}
+    for tower, width in (("visual.transformer", WIDTH), ("transformer", TEXT_WIDTH)):
+        shapes = {open_clip_s(name): tensor.shape for name, tensor in pytorch_s(width).state_dict().items()}
         for layer in range(layers):
-            block = f"{prefix}.resblocks.{layer}"
-            weights = {
-                "attn.in_proj_": (3 * width, width),
-                "attn.out_proj.": (width, width),
-                "mlp.c_fc.": (4 * width, width),
-                "mlp.c_proj.": (width, 4 * width),
-                "ln_1.": (width,),
-                "ln_2.": (width,),
-            }
-            for name, shape in weights.items():
-                state[f"{block}.{name}weight"] = torch.randn(shape) / 8
-                state[f"{block}.{name}bias"] = torch.randn(shape[0]) / 8
-        return state
-
-    state = tower("visual.transformer", WIDTH) | tower("transformer", TEXT_WIDTH)
+            state |= {f"{tower}.resblocks.{layer}.{name}": torch.randn(shapes[name]) / 8 for name in shapes}
     state |= {
         "positional_embedding": torch.randn(LONGEST, TEXT_WIDTH),
         "text_projection": torch.randn(TEXT_WIDTH, FEATURES),
@@ -67,24 +68,12 @@ def norm(x, state, name):
     return F.layer_norm(x, x.shape[-1:], state[f"{name}.weight"], state[f"{name}.bias"])
 
 
-def attention(x, state, name, heads, mask):
-    """Packed projection, then each head by itself."""
-    q, k, v = (x @ state[f"{name}.in_proj_weight"].T + state[f"{name}.in_proj_bias"]).chunk(3, dim=-1)
-    size = x.shape[-1] // heads
-    mixed = []
-    for head in range(heads):
-        part = slice(head * size, (head + 1) * size)
-        scores = q[..., part] @ k[..., part].transpose(1, 2) / math.sqrt(size)
-        mixed.append((scores + mask).softmax(dim=-1) @ v[..., part])
-    return torch.cat(mixed, dim=-1) @ state[f"{name}.out_proj.weight"].T + state[f"{name}.out_proj.bias"]
-
-
 def blocks(x, state, prefix, heads, mask, act):
-    for layer in range(2):
-        name = f"{prefix}.resblocks.{layer}"
-        x = x + attention(norm(x, state, f"{name}.ln_1"), state, f"{name}.attn", heads, mask)
-        hidden = norm(x, state, f"{name}.ln_2") @ state[f"{name}.mlp.c_fc.weight"].T + state[f"{name}.mlp.c_fc.bias"]
-        x = x + act(hidden) @ state[f"{name}.mlp.c_proj.weight"].T + state[f"{name}.mlp.c_proj.bias"]
+    for index in range(2):
+        layer = pytorch_s(x.shape[-1], heads, act)
+        names = {name: f"{prefix}.resblocks.{index}.{open_clip_s(name)}" for name in layer.state_dict()}
+        layer.load_state_dict({name: state[names[name]] for name in names})
+        x = layer(x, mask)
     return x
 
 
@@ -95,7 +84,7 @@ def literal(state, pixels, texts, act=F.gelu, vision_heads=WIDTH // 64, text_hea
     x = x.flatten(2).transpose(1, 2)
     first = state["visual.class_embedding"].expand(len(x), 1, -1)
     x = torch.cat([first, x], dim=1) + state["visual.positional_embedding"]
-    x = blocks(norm(x, state, "visual.ln_pre"), state, "visual.transformer", vision_heads, 0, act)
+    x = blocks(norm(x, state, "visual.ln_pre"), state, "visual.transformer", vision_heads, None, act)
     images = norm(x[:, 0], state, "visual.ln_post") @ state["visual.proj"]
     length = texts.shape[1]
     mask = torch.full((length, length), -torch.inf, dtype=torch.float64).triu(1)
