@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -17,10 +18,8 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tor
 
 def occupation(tokens: torch.Tensor) -> torch.Tensor:
     """S = sum over tokens of x x'."""
-    total = torch.zeros(tokens.shape[-1], tokens.shape[-1], dtype=torch.float64)
-    for row in tokens.double().reshape(-1, tokens.shape[-1]):
-        total += torch.outer(row, row)
-    return total
+    rows = tokens.double().flatten(0, -2)
+    return rows.T @ rows
 
 
 def support(statistic: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,17 +68,11 @@ def bidirectional_kl(
 ) -> tuple[float, float]:
     """Both terms as sums over all images, and over all classes, each times its temperature squared."""
 
-    def total(student_rows: list[list[float]], teacher_rows: list[list[float]], temperature: float) -> float:
-        divergence = 0.0
-        for student_row, teacher_row in zip(student_rows, teacher_rows, strict=True):
-            q = softmax([value / temperature for value in student_row])
-            p = softmax([value / temperature for value in teacher_row])
-            divergence += sum(a * (math.log(a) - math.log(b)) for a, b in zip(p, q, strict=True))
-        return temperature**2 * divergence
+    def total(dim: int, temperature: float) -> float:
+        p, q = ((logits.double() / temperature).softmax(dim) for logits in (teacher, student))
+        return temperature**2 * (p * (p.log() - q.log())).sum().item()
 
-    by_class = total(student.double().tolist(), teacher.double().tolist(), class_temperature)
-    by_instance = total(student.double().T.tolist(), teacher.double().T.tolist(), instance_temperature)
-    return by_class, by_instance
+    return total(1, class_temperature), total(0, instance_temperature)
 
 
 class Head:
@@ -162,9 +155,8 @@ def lda_logits(
     images, classes = unit(images), max(labels) + 1
     d, counts = images.shape[1], [labels.count(c) for c in range(classes)]
     means = [images[[i for i, own in enumerate(labels) if own == c]].mean(dim=0) for c in range(classes)]
-    scatter = torch.zeros(d, d, dtype=torch.float64)
-    for row, own in zip(images, labels, strict=True):
-        scatter += torch.outer(row - means[own], row - means[own])
+    away = images - torch.stack(means)[labels]
+    scatter = away.T @ away
     most, middle, freedom = max(counts), sum(means) / classes, len(images) - classes
     variance = scatter.trace() / freedom / d
     if whole:
@@ -184,9 +176,7 @@ def ridge_scores(
 ) -> torch.Tensor:
     """h' (H'H + lambda I)^-1 H'Y, with one-hot Y."""
     lifted = lift(unit(images))
-    truth = torch.zeros(len(labels), max(labels) + 1, dtype=torch.float64)
-    for row, own in enumerate(labels):
-        truth[row, own] = 1
+    truth = F.one_hot(torch.tensor(labels)).double()
     inverse = torch.linalg.inv(lifted.T @ lifted + ridge * torch.eye(lifted.shape[1], dtype=torch.float64))
     return lift(unit(tests)) @ inverse @ lifted.T @ truth
 

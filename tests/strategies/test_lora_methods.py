@@ -34,11 +34,9 @@ def test_the_penalty_is_the_formula_s_and_joins_the_loss(tiny_clip):
         total = 0.0
         for (name, layer), basis in zip(layers.items(), bases, strict=True):
             current = layer.dulbe_P["default"].detach().double().T  # A_t, a row for each direction
-            gradient = 2 * current
-            for row in earlier[name]:
-                for place, new in enumerate(current):
-                    total += 0.25 * float((row @ new).abs())
-                    gradient[place] += 0.25 * torch.sign(row @ new) * row
+            old = torch.stack(earlier[name])
+            total += 0.25 * float((current @ old.T).abs().sum())
+            gradient = 2 * current + 0.25 * torch.sign(current @ old.T) @ old
             torch.testing.assert_close(basis.grad.T.double(), gradient, rtol=1e-5, atol=1e-5)
             assert layer.dulbe_shared_B["default"].grad is None and not layer.dulbe_history_P["default"].requires_grad
     assert penalty.item() == pytest.approx(total, rel=1e-5)

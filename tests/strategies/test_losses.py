@@ -75,21 +75,20 @@ LABELS = torch.tensor([0, 2, 1, 2, 0])
 
 def literal_loss(z, text, start, old, before, soft_weight, softness, distillation, temperature):
     """The mean over images of both divergences, as sums over classes; `start` is the text when the task began."""
-    total = 0.0
-    for image, label in enumerate(LABELS):
-        own = start[label]
-        s = torch.stack([softness * own @ e for e in [*old, *start]]).softmax(dim=0)
-        q = torch.stack([TAU * z[image] @ e for e in [*old, *text]]).softmax(dim=0)
-        total = total + soft_weight * sum(a * (a.log() - b.log()) for a, b in zip(s, q, strict=True))
-        if len(old):
-            near = [float(own @ e) for e in old]
-            signs = [1 if value == max(near) else -1 for value in near]
-            t = [TAU * before[image] @ e + sign * max(near) for e, sign in zip(old, signs, strict=True)]
-            p = (torch.stack(t) / temperature).softmax(dim=0)
-            q = torch.stack([TAU * z[image] @ e / temperature for e in old]).softmax(dim=0)
-            divergence = sum(a * (a.log() - b.log()) for a, b in zip(p, q, strict=True))
-            total = total + distillation * temperature**2 * divergence
-    return total / len(LABELS)
+
+    def divergence(p, q):
+        return (p * (p.log() - q.log())).sum() / len(LABELS)
+
+    own = start[LABELS]
+    target = (softness * own @ torch.cat([old, start]).T).softmax(dim=1)
+    total = soft_weight * divergence(target, (TAU * z @ torch.cat([old, text]).T).softmax(dim=1))
+    if len(old):
+        near = own @ old.T
+        most = near.max(dim=1, keepdim=True).values
+        teacher = TAU * before @ old.T + torch.where(near == most, most, -most)
+        p, q = ((logits / temperature).softmax(dim=1) for logits in (teacher, TAU * z @ old.T))
+        total = total + distillation * temperature**2 * divergence(p, q)
+    return total
 
 
 @pytest.mark.parametrize("known", [0, 4])

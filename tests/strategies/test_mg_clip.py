@@ -122,26 +122,18 @@ def test_the_mean_wrong_logit(base, tasks):
 
 
 def literal_agents(images, labels, classes, epochs, size, rate, generator):
-    """Means of unit features, then Adam by hand in float64 on the cross-entropy of cosines."""
+    """Means of unit features, then Adam in float64 on the cross-entropy of cosines."""
     z = F.normalize(images.double(), dim=1)
-    agents = torch.stack([z[labels == c].mean(dim=0) for c in range(classes)])
-    first, second, step = torch.zeros_like(agents), torch.zeros_like(agents), 0
-    total = epochs * math.ceil(len(z) / size)
+    agents = torch.stack([z[labels == c].mean(dim=0) for c in range(classes)]).requires_grad_()
+    optimizer, step, total = torch.optim.Adam([agents]), 0, epochs * math.ceil(len(z) / size)
     for _ in range(epochs):
         for rows in torch.randperm(len(z), generator=generator).split(size):
-            slope = torch.zeros_like(agents)
-            for i in rows:
-                norms = agents.norm(dim=1)
-                p = torch.softmax(agents @ z[i] / norms, dim=0)
-                p[labels[i]] -= 1
-                for c in range(classes):  # d cos(z, a) / d a = (z - cos(z, a) a / |a|) / |a|
-                    direction = agents[c] / norms[c]
-                    slope[c] += p[c] * (z[i] - (z[i] @ direction) * direction) / norms[c] / len(rows)
             now = rate * (0.01 + 0.99 * (1 + math.cos(math.pi * step / total)) / 2)
-            step += 1
-            first, second = 0.9 * first + 0.1 * slope, 0.999 * second + 0.001 * slope**2
-            agents = agents - now * (first / (1 - 0.9**step)) / ((second / (1 - 0.999**step)).sqrt() + 1e-8)
-    return agents
+            optimizer.param_groups[0]["lr"], step = now, step + 1
+            optimizer.zero_grad()
+            F.cross_entropy(z[rows] @ F.normalize(agents, dim=1).T, labels[rows]).backward()
+            optimizer.step()
+    return agents.detach()
 
 
 def test_agents_equal_the_literal_ones_and_old_ones_stay():
