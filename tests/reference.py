@@ -76,60 +76,41 @@ def bidirectional_kl(
 
 
 class Head:
-    """The ensemble depth by depth: K_b classifiers, reliabilities by loops over images."""
+    """The ensemble depth by depth: K_b classifiers."""
 
     def __init__(self, depths: list[float], temperature: float = 0.05, logit_scale: float = 100.0) -> None:
         self.depths, self.temperature, self.logit_scale = depths, temperature, logit_scale
         self.visual: list[torch.Tensor] = []
-        self.text: list[torch.Tensor] = []
         self.weights: list[list[float]] = []
 
     def add_classes(self, images: torch.Tensor, labels: list[int], texts: torch.Tensor) -> None:
-        images = [row / row.norm() for row in images.double()]
-        self.text = [row / row.norm() for row in texts.double()]
-        old = len(self.visual)
-        for index in range(len(self.text) - old):
-            total = sum(row for row, label in zip(images, labels, strict=True) if label == index)
-            self.visual.append(total / total.norm())
-        for index in range(old, len(self.text)):
-            own = [row for row, label in zip(images, labels, strict=True) if label + old == index]
-            self.weights.append(softmax([value / self.temperature for value in self.rho(own, index)]))
+        images, self.text, old = unit(images), unit(texts), len(self.visual)
+        groups = [images[[i for i, own in enumerate(labels) if own == index]] for index in range(len(texts) - old)]
+        self.visual = [*self.visual, *(F.normalize(group.sum(dim=0), dim=0) for group in groups)]
+        for index, group in enumerate(groups, old):
+            self.weights.append(softmax([value / self.temperature for value in self.rho(group, index)]))
 
-    def rho(self, images: list[torch.Tensor], index: int) -> list[float]:
-        """The mean probability of the class `index` at each depth over its images, image by image."""
-        found = []
-        for depth in self.depths:
-            confidence = [softmax(self.depth_logits(row, depth))[index] for row in images]
-            found.append(sum(confidence) / len(confidence))
-        return found
+    def rho(self, images: torch.Tensor, index: int) -> list[float]:
+        """The mean probability of the class `index` at each depth over its images."""
+        return [self.depth_logits(images, depth).softmax(dim=1)[:, index].mean().item() for depth in self.depths]
 
-    def depth_logits(self, image: torch.Tensor, depth: float) -> list[float]:
-        pairs = zip(self.visual, self.text, strict=True)
-        return [self.logit_scale * float(image @ slerp(v, e, depth)) for v, e in pairs]
+    def depth_logits(self, images: torch.Tensor, depth: float) -> torch.Tensor:
+        bridges = [slerp(v, e, depth) for v, e in zip(self.visual, self.text, strict=True)]
+        return self.logit_scale * images @ torch.stack(bridges).T
 
     def logits(self, images: torch.Tensor) -> torch.Tensor:
-        rows = []
-        for image in images.double():
-            image = image / image.norm()
-            total = torch.zeros(len(self.visual), dtype=torch.float64)
-            for k, depth in enumerate(self.depths):
-                weight = torch.tensor([weights[k] for weights in self.weights], dtype=torch.float64)
-                total += weight * torch.tensor(self.depth_logits(image, depth), dtype=torch.float64)
-            rows.append(total)
-        return torch.stack(rows)
+        weights = torch.tensor(self.weights, dtype=torch.float64)
+        return sum(weights[:, k] * self.depth_logits(unit(images), depth) for k, depth in enumerate(self.depths))
 
 
 def unit(rows: torch.Tensor) -> torch.Tensor:
-    return torch.stack([row / row.norm() for row in rows.double()])
+    return F.normalize(rows.double(), dim=-1)
 
 
 def class_mean_logits(images: torch.Tensor, labels: list[int], tests: torch.Tensor, scale: float) -> torch.Tensor:
     """tau z . v_c, v_c the direction of the class's mean."""
-    images, columns = unit(images), []
-    for label in range(max(labels) + 1):
-        mean = sum(row for row, own in zip(images, labels, strict=True) if own == label)
-        columns.append(unit(tests) @ (mean / mean.norm()))
-    return scale * torch.stack(columns, dim=1)
+    sums = F.one_hot(torch.tensor(labels)).double().T @ unit(images)
+    return scale * unit(tests) @ unit(sums).T
 
 
 def oas(covariance: torch.Tensor, samples: int) -> float:
@@ -153,22 +134,20 @@ def lda_logits(
     freedom and the mean variance, those of all images.
     """
     images, classes = unit(images), max(labels) + 1
-    d, counts = images.shape[1], [labels.count(c) for c in range(classes)]
-    means = [images[[i for i, own in enumerate(labels) if own == c]].mean(dim=0) for c in range(classes)]
-    away = images - torch.stack(means)[labels]
+    d, members = images.shape[1], F.one_hot(torch.tensor(labels)).double()
+    counts = members.sum(dim=0)
+    means = members.T @ images / counts[:, None]
+    away = images - means[labels]
     scatter = away.T @ away
-    most, middle, freedom = max(counts), sum(means) / classes, len(images) - classes
+    most, middle, freedom = counts.max(), means.mean(dim=0), len(images) - classes
     variance = scatter.trace() / freedom / d
     if whole:
         most, middle, freedom, variance = whole
     shrinkage = oas(scatter / freedom, freedom) if shrinkage is None else shrinkage
     covariance = (1 - shrinkage) * scatter / freedom + shrinkage * variance * torch.eye(d, dtype=torch.float64)
-    inverse, columns = torch.linalg.inv(covariance), []
-    for mean, count in zip(means, counts, strict=True):
-        weight = count / (count + prior_images) * (most + prior_images) / most
-        drawn = middle + weight * (mean - middle)
-        columns.append(unit(tests) @ inverse @ drawn - drawn @ inverse @ drawn / 2)
-    return torch.stack(columns, dim=1)
+    inverse, weight = torch.linalg.inv(covariance), counts / (counts + prior_images) * (most + prior_images) / most
+    drawn = middle + weight[:, None] * (means - middle)
+    return unit(tests) @ inverse @ drawn.T - (drawn @ inverse * drawn).sum(dim=1) / 2
 
 
 def ridge_scores(
