@@ -13,10 +13,11 @@ from dulbe_peft import (
     class_incremental_tasks,
     load_data,
 )
-from dulbe_peft.commands.main import commands
+from dulbe_peft.commands.main import commands, main
 from dulbe_peft.strategies import make_strategy
 
 QUICK = {"epochs": 1, "batch_size": 4, "device": "cpu", "progress": False, "pixel_cache_mb": 0}
+MACHINE = ["--device", "cpu", "--no-progress"]
 
 
 def learner_of(base, strategy="dulbe", classifiers=("bridge",), adapter=None, seed=0, **fields):
@@ -46,6 +47,11 @@ def some(photos, folder, names, first=0, last=9, called=None):
                     target.mkdir(parents=True, exist_ok=True)
                     shutil.copy(file, target)
     return folder
+
+
+def call(*words):
+    """The status of a command that works quietly on the processor."""
+    return main([*map(str, words), *MACHINE])
 
 
 def parse(argv):

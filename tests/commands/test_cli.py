@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from small_runs import parse
+from small_runs import MACHINE, parse
 
 import dulbe_peft
 from dulbe_peft import STRATEGIES, ClassIncrementalLearner
@@ -30,7 +30,6 @@ from dulbe_peft.utils.when_imported import when_imported
 
 SAVED = Path(__file__).parents[1] / "saved" / "0.2.0" / "frozen"
 MODEL = str(demo_model_folder())
-MACHINE = ["--device", "cpu", "--no-progress"]
 KEYS = ["--target-modules", "k_proj,v_proj"]
 QUICK = ["--epochs", "1", "--residual-rank", "2", "--support-rank", "8", "--device", "cpu", "--no-progress"]
 
@@ -186,6 +185,8 @@ def test_every_field_is_a_flag_and_yaml_takes_what_flags_take(tmp_path):
         ("predcit", "dulbe-peft: No such command 'predcit'. Did you mean 'predict'?"),
         ("run --model m --data d --output o --images-per-class 2,x", "must be like 8, or 2,32, or longtail:32"),
         ("run --model /no/such/model --dry-run", "'/no/such/model' does not exist"),
+        ("predict june photo.jpg", "june is no saved learner, for it holds no manifest.json: name a run's folder"),
+        ("predict july photo.jpg", "july is a file and no saved learner: name a run's folder"),
         ("run --model demo --data hf: --output o", "hf: names no dataset: expected hf:NAME"),
         ("run --model m --data d --output o --class-names ''", "class_names is '', expected the path of a file"),
         ("run --config '{model: m, data: d, output: o, class_texts: \"\"}'", "class_texts is '', expected the path"),
@@ -200,8 +201,12 @@ def test_every_field_is_a_flag_and_yaml_takes_what_flags_take(tmp_path):
     ],
 )
 def test_wrong_input_is_one_line_and_status_2(argv, words, capsys, tmp_path, monkeypatch):
-    """A text with a colon or a bracket after --config is what stands in the file."""
+    """A text with a colon or a bracket after --config is what stands in the file; the Hub is asked for nothing."""
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("the Hub was asked"))
     monkeypatch.chdir(tmp_path)
+    Path("june").mkdir()
+    Path("july").touch()
+    Path("photo.jpg").touch()
     found = shlex.split(argv)
     if "--config" in found:
         (tmp_path / "bad.yaml").write_text(found[-1])
@@ -308,18 +313,6 @@ def test_run_and_report_name_the_same_classifier_by_the_estimate_and_never_by_th
     assert "estimate from 40 training images, each left out, with its 95 % interval: lda 80.0 % (70.0 to" in clear
     assert f"predict {own_run} PHOTOS --classifier lda" in clear and clear.endswith("transformers --classifier lda\n")
     assert "lda has 5.0 points more, which may be chance" in chance and chance.endswith("transformers\n")
-
-
-def test_what_is_no_learner_is_said_and_the_hub_is_not_asked(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("the Hub was asked"))
-    monkeypatch.chdir(tmp_path)
-    Path("june").mkdir()
-    Path("july").touch()
-    Path("photo.jpg").touch()
-    for name in ("june", "july"):
-        assert main(["predict", name, "photo.jpg"]) == 2
-        said = capsys.readouterr().err
-        assert "no saved learner" in said and "name a run's folder" in said and said.count("\n") == 1
 
 
 def test_no_file_of_another_kind_is_replaced_unless_it_is_told_to(tmp_path, capsys, monkeypatch):

@@ -9,24 +9,18 @@ import torch
 from lives import content
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
-from small_runs import some
+from small_runs import call, some
 
 from dulbe_peft import ClassIncrementalLearner, ImageFolder
-from dulbe_peft.commands.main import main
 from dulbe_peft.demo import DIGITS
 from dulbe_peft.report import write_report
 
-MACHINE = ["--device", "cpu", "--no-progress"]
 FIXED = "bayes:kappa=4,rho=10,lda,bridge,prototype"  # what is chosen would depend on the old name
 
 
 @pytest.fixture(scope="module")
 def photos(digit_folders):
     return digit_folders(5, 5, 2)
-
-
-def call(*words):
-    return main([*map(str, words), *MACHINE])
 
 
 @pytest.fixture(scope="module")

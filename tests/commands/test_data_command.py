@@ -23,7 +23,6 @@ from dulbe_peft.sklearn import FeatureClassifier
 from dulbe_peft.utils.files import read_csv
 
 QUICK = ["--epochs", "1", "--residual-rank", "2", "--support-rank", "8", "--device", "cpu", "--no-progress"]
-MACHINE = ["--device", "cpu", "--no-progress"]
 FROZEN = ["--strategy", "frozen", "--classifiers", "prototype"]
 
 

@@ -9,7 +9,7 @@ import torch
 import write_saved
 from failing_files import edited
 from lives import content, differences, everything, images_of, tiny_learner
-from small_runs import learner_of, some
+from small_runs import MACHINE, call, learner_of, some
 from taught import assert_equal_states, snapshot
 
 from dulbe_peft import ClassIncrementalLearner, class_incremental_tasks, load_data
@@ -21,7 +21,6 @@ from dulbe_peft.report import write_report
 from dulbe_peft.subspaces.inputs import collect_statistics
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 
-MACHINE = ["--device", "cpu", "--no-progress"]
 FROZEN = ["--strategy", "frozen", "--classifiers", "bridge,prototype", *MACHINE]
 
 
@@ -46,7 +45,7 @@ def results_of(folder):
 
 
 def learn(learner, data, output, *flags):
-    return main(["learn", str(learner), "--data", str(data), "--output", str(output), *MACHINE, *flags])
+    return call("learn", learner, "--data", data, "--output", output, *flags)
 
 
 def test_a_month_of_new_and_known_classes(photos, june, tmp_path, capsys):
@@ -76,7 +75,7 @@ def test_a_month_of_new_and_known_classes(photos, june, tmp_path, capsys):
     page = write_report(tmp_path / "august-run").read_text(encoding="utf-8")
     for task, words in ((2, ""), (3, " of known classes: two (1)")):
         assert f"after task {task}, 1 further image{words}" in page
-    assert main(["forget", str(tmp_path / "august-run"), "two", "--output", str(tmp_path / "less"), *MACHINE]) == 0
+    assert call("forget", tmp_path / "august-run", "two", "--output", tmp_path / "less") == 0
     more = some(photos, tmp_path / "more", ["one"], 3)
     assert learn(tmp_path / "less", more, tmp_path / "last", "--again") == 0
     page = write_report(tmp_path / "last").read_text(encoding="utf-8")

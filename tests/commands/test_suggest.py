@@ -7,13 +7,11 @@ from math import isfinite
 from pathlib import Path
 
 import pytest
+from small_runs import call
 
-from dulbe_peft.commands.main import main
 from dulbe_peft.demo import DIGITS, demo_model_folder
 from dulbe_peft.metrics import suggesting
 from dulbe_peft.utils.files import read_csv, write_csv
-
-MACHINE = ["--device", "cpu", "--no-progress"]
 
 
 @pytest.fixture
@@ -32,15 +30,11 @@ def heap(digit_folders, tmp_path):
     return tmp_path / "heap"
 
 
-def run(*words):
-    return main([*map(str, words), *MACHINE])
-
-
 @pytest.fixture
 def june(heap, tmp_path, capsys):
     """A learner of some of them."""
     model = ["--model", demo_model_folder(), "--classifiers", "lda"]
-    assert run("run", "--data", tmp_path / "june", *model, "--output", tmp_path / "out") == 0
+    assert call("run", "--data", tmp_path / "june", *model, "--output", tmp_path / "out") == 0
     capsys.readouterr()
     return tmp_path / "out"
 
@@ -48,7 +42,7 @@ def june(heap, tmp_path, capsys):
 def test_before_there_is_a_learner(heap, tmp_path, capsys):
     table, page = tmp_path / "label.csv", tmp_path / "label.html"
     words = ["--model", demo_model_folder(), heap, "--count", 5, "--csv", table, "--page", page]
-    assert run("suggest", *words) == 0
+    assert call("suggest", *words) == 0
     said = capsys.readouterr().out
     assert "5 photographs of 40" in said and "1 photograph in the data twice" in said
     assert "z-bad.png: it is none" in said and "neither a file nor a folder, such as" in said
@@ -64,7 +58,7 @@ def test_before_there_is_a_learner(heap, tmp_path, capsys):
 
 def test_with_a_learner_nothing_that_it_knows_is_suggested(heap, june, tmp_path, capsys):
     table = tmp_path / "label.csv"
-    assert run("suggest", june, heap, "--count", 12, "--csv", table) == 0
+    assert call("suggest", june, heap, "--count", 12, "--csv", table) == 0
     said = capsys.readouterr().out
     assert "left out: 9 photographs learned before" in said and "z-bad.png: it is none" in said
     _, *rows = read_csv(table)
@@ -78,7 +72,7 @@ def test_with_a_learner_nothing_that_it_knows_is_suggested(heap, june, tmp_path,
         (["--model", demo_model_folder()], "name the photographs"),
         ([heap], "name a saved learner"),
     ):
-        assert run("suggest", *words) == 2
+        assert call("suggest", *words) == 2
         assert why in capsys.readouterr().err
 
 
@@ -87,15 +81,15 @@ def test_a_table_of_suggestions_is_learned_once_its_guesses_are_called_labels(ju
     (tmp_path / "tables").mkdir()
     monkeypatch.chdir(tmp_path)
     table = Path("tables/label.csv")
-    assert run("suggest", "out", "heap", "--count", 9, "--csv", table) == 0
+    assert call("suggest", "out", "heap", "--count", 9, "--csv", table) == 0
     command = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("next: dulbe-peft learn "))
     words = command.removeprefix("next: dulbe-peft ").split()
-    assert run(*words) == 2 and "call the column 'label'" in capsys.readouterr().err
+    assert call(*words) == 2 and "call the column 'label'" in capsys.readouterr().err
     header, *rows = read_csv(table)
     assert all(Path(path).is_absolute() for path, *_ in rows)
     right = [[path, why, Path(path).name.split("-")[0], novelty] for path, why, _, novelty in rows]
     write_csv(table, ["label" if name == "class" else name for name in header], right)
-    assert run(*words) == 0
+    assert call(*words) == 0
     said = capsys.readouterr().out
     assert "cannot be read" not in said and "known classes get" in said
 
@@ -103,5 +97,5 @@ def test_a_table_of_suggestions_is_learned_once_its_guesses_are_called_labels(ju
 def test_a_novelty_below_zero_is_a_number_in_the_table(heap, tmp_path, monkeypatch):
     found, table = suggesting.suggestions, tmp_path / "label.csv"
     monkeypatch.setattr(suggesting, "suggestions", lambda *given: [replace(found(*given)[0], novelty=-0.7056421)])
-    assert run("suggest", "--model", demo_model_folder(), heap, "--csv", table) == 0
+    assert call("suggest", "--model", demo_model_folder(), heap, "--csv", table) == 0
     assert read_csv(table)[1][3] == "-0.705642"
