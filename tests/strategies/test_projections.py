@@ -27,6 +27,11 @@ def projector(basis):
     return basis @ basis.T
 
 
+def fewest(squares, held, wanted):
+    """How many of the squares it takes to reach `wanted` with what is held."""
+    return next(count for count in range(len(squares) + 1) if held + squares[:count].sum() >= wanted)
+
+
 def literal_dual_gpm(basis, side, moment, threshold):
     """InfLoRA's memory as it is published, but started in the mode "remove"; `moment` is C."""
     width = len(moment)
@@ -34,20 +39,13 @@ def literal_dual_gpm(basis, side, moment, threshold):
     if side == OCCUPIED:
         rest = moment - basis @ basis.T @ moment
         left, scales, _ = torch.linalg.svd(rest)
-        kept = (total - scales.square().sum()) / total
-        count = 0
-        while kept < threshold:
-            kept = kept + scales[count] ** 2 / total
-            count += 1
-        basis = torch.cat([basis, left[:, :count]], dim=1)
+        squares = scales.square() / total
+        basis = torch.cat([basis, left[:, : fewest(squares, 1 - squares.sum(), threshold)]], dim=1)
     else:
         rest = basis @ basis.T @ moment
         left, scales, _ = torch.linalg.svd(rest)
-        free = scales.square().sum() / total
-        count = 0
-        while free >= 1 - threshold:
-            free = free - scales[count] ** 2 / total
-            count += 1
+        squares = scales.square() / total
+        count = fewest(squares, 1 - squares.sum(), threshold)
         taken = left[:, :count]
         shrunk, _, _ = torch.linalg.svd(basis - taken @ taken.T @ basis, full_matrices=False)
         basis = shrunk[:, : basis.shape[1] - count]
@@ -132,11 +130,7 @@ def test_a_full_memory_trains_nothing(spec, tiny_clip):
 def literal_principal(weight, share):
     """The first right singular vectors of W (d_out x d_in), until their squares reach `share` of all."""
     _, scales, right = torch.linalg.svd(weight.double())
-    count, held = 0, 0.0
-    while held < share * float(scales.square().sum()):
-        held += float(scales[count] ** 2)
-        count += 1
-    return right[:count].T
+    return right[: fewest(scales.square(), 0, share * scales.square().sum())].T
 
 
 def test_keeplora_s_three_tasks_are_those_of_the_formulas(tiny_clip):
@@ -164,10 +158,7 @@ def test_keeplora_s_three_tasks_are_those_of_the_formulas(tiny_clip):
 
             total, rest = inputs[name].square().sum(), inputs[name] @ outside
             _, scales, right = torch.linalg.svd(rest)
-            held, count = (total - rest.square().sum()) / total, 0
-            while held < 0.85:
-                held = held + scales[count] ** 2 / total
-                count += 1
+            count = fewest(scales.square() / total, 1 - rest.square().sum() / total, 0.85)
             occupied[name] = torch.cat([occupied[name], right[:count].T], dim=1)
             assert kept[name].basis.shape == occupied[name].shape
             torch.testing.assert_close(projector(kept[name].basis), projector(occupied[name]), rtol=0, atol=1e-4)
