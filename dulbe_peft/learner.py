@@ -13,7 +13,7 @@ from torch import nn
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checkpoints import loading, locating, saving
-from dulbe_peft.classifiers import Classifier
+from dulbe_peft.classifiers import Classifier, Recipe
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.unlabelled import unlabelled_images
@@ -74,7 +74,7 @@ class ClassIncrementalLearner(WithoutTraining):
         processor: Any,
         args: LearnerArguments | None = None,
         strategy: str | Strategy = "dulbe",
-        classifiers: str | Classifier | Iterable[str | Classifier] | None = None,
+        classifiers: str | Classifier | Iterable[str | Recipe | Classifier] | None = None,
     ) -> None:
         if args is not None and not isinstance(args, LearnerArguments):
             raise TypeError(f"args must be LearnerArguments, got {type(args).__name__}")

@@ -1,6 +1,7 @@
 """The classifiers by name: what `--classifiers bridge,ranpac:features=4000` chooses from, open to others' classes."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dulbe_peft.classifiers.base import CLASSIFIERS, Classifier
@@ -25,6 +26,19 @@ from dulbe_peft.utils.specs import closest, convert, format_spec, parse_spec, sp
 Kind = TypeVar("Kind", bound=type[Classifier])
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """A class of classifiers, with the settings that somebody chose."""
+
+    kind: type[Classifier]
+    chosen: dict[str, Any]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All settings, the chosen ones and the defaults."""
+        return self.kind.setting_defaults() | self.chosen
+
+
 def register_classifier(cls: Kind) -> Kind:
     """Put a classifier's class into `CLASSIFIERS` under its `name`; returns the class, so it works as a decorator.
 
@@ -44,30 +58,31 @@ def register_classifier(cls: Kind) -> Kind:
     return cls
 
 
-def parse_classifier(text: str) -> tuple[type[Classifier], dict[str, Any]]:
-    """The class that a text asks for, and the settings that it chooses; others are refused."""
+def parse_classifier(text: str) -> Recipe:
+    """What a text asks for. A name or a setting that there is not, and a value that is not allowed, are refused."""
     name, values = parse_spec(text)
     if name not in CLASSIFIERS:
         raise ValueError(f"there is no classifier {name!r}{closest(name, CLASSIFIERS)}")
     cls = CLASSIFIERS[name]
-    return cls, convert(cls, values, f"the {name!r} classifier", hidden=("embed_dim", "logit_scale"))
+    return Recipe(cls, convert(cls, values, f"the {name!r} classifier", hidden=("embed_dim", "logit_scale")))
 
 
-def parse_classifiers(specs: str | Classifier | Iterable[str | Classifier]) -> dict[str, str | Classifier]:
-    """What somebody asks for, checked, by name, at least one and no two of one name; a text may ask for several."""
+def parse_classifiers(specs: str | Classifier | Iterable[str | Recipe | Classifier]) -> dict[str, Recipe | Classifier]:
+    """What somebody asks for, by name, at least one and no two of one name; a text may ask for several."""
     rows = split_specs(specs) if isinstance(specs, str) else [specs] if isinstance(specs, Classifier) else specs
-    found: dict[str, str | Classifier] = {}
+    found: dict[str, Recipe | Classifier] = {}
     for row in rows:
-        name = row.name if isinstance(row, Classifier) else parse_classifier(row)[0].name
+        one = row if isinstance(row, (Recipe, Classifier)) else parse_classifier(row)
+        name = (one.kind if isinstance(one, Recipe) else one).name
         if name in found:
             raise ValueError(f"the classifier {name!r} is asked for twice: a learner has one of each name")
-        found[name] = row
+        found[name] = one
     if not found:
         raise ValueError("classifiers is empty: name at least one, such as 'bridge'")
     return found
 
 
-def make_classifier(spec: str | Classifier, embed_dim: int, logit_scale: float = 100.0) -> Classifier:
+def make_classifier(spec: str | Recipe | Classifier, embed_dim: int, logit_scale: float = 100.0) -> Classifier:
     """An empty classifier from `name:key=value,key=value`; one that is given without classes is returned.
 
     >>> make_classifier("bridge:num_depths=5", embed_dim=512)
@@ -80,12 +95,12 @@ def make_classifier(spec: str | Classifier, embed_dim: int, logit_scale: float =
         if spec.embed_dim != embed_dim:
             raise ValueError(f"{who} takes {spec.embed_dim} dimensions, the model gives {embed_dim}")
         return spec
-    kind, chosen = parse_classifier(spec)
-    return kind(embed_dim=embed_dim, logit_scale=logit_scale, **chosen)
+    recipe = parse_classifier(spec) if isinstance(spec, str) else spec
+    return recipe.kind(embed_dim=embed_dim, logit_scale=logit_scale, **recipe.chosen)
 
 
 def make_classifiers(
-    specs: str | Classifier | Iterable[str | Classifier], embed_dim: int, logit_scale: float = 100.0
+    specs: str | Classifier | Iterable[str | Recipe | Classifier], embed_dim: int, logit_scale: float = 100.0
 ) -> dict[str, Classifier]:
     """Empty classifiers by name; see `parse_classifiers` and `make_classifier`."""
     return {name: make_classifier(one, embed_dim, logit_scale) for name, one in parse_classifiers(specs).items()}

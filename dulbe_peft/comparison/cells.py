@@ -246,9 +246,9 @@ def _answer_settings(cell: CellRecord, row: Row, gone: bool = False) -> dict[str
 
     With `gone`, as files of 0.2.0 have it.
     """
-    kind, chosen = parse_classifier(row.classifier)
-    settings = kind.setting_defaults() | chosen | (kind.gone if gone else {})
-    made = {"classifier": [kind.name, cell.logit_scale, settings], "drift": row.drift}
+    recipe = parse_classifier(row.classifier)
+    settings = recipe.settings | (recipe.kind.gone if gone else {})
+    made = {"classifier": [recipe.kind.name, cell.logit_scale, settings], "drift": row.drift}
     return as_json({"run": cell.settings, "text_embeds": cell.text_embeds} | made)
 
 

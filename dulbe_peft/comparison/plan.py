@@ -208,7 +208,7 @@ def make_plan(content: dict[str, Any]) -> Plan:
 def _rows(method: str, settings: Mapping[str, Any], file: _PlanFile) -> list[Row]:
     """The rows of a method: the file's classifiers and the method's own, with every drift that means something."""
     strategy = _strategy(settings)
-    asked = {text: parse_classifier(text)[0] for text in (*file.classifiers, *strategy.classifiers)}
+    asked = {text: parse_classifier(text).kind for text in (*file.classifiers, *strategy.classifiers)}
     named = {asked[text].name for text in file.classifiers}
     own = [text for text in strategy.classifiers if asked[text].belongs_to and asked[text].name not in named]
     rows = []

@@ -70,7 +70,7 @@ class StreamArguments:
 
     @cached_property
     def methods(self) -> tuple[Any, Any]:
-        """The strategy, and what is asked for as classifiers, or None; both are checked here, before any data."""
+        """The strategy, and what is asked for as classifiers, or None; both are parsed here, and nowhere else."""
         from dulbe_peft.classifiers import parse_classifiers
         from dulbe_peft.strategies import make_strategy
 

@@ -12,7 +12,7 @@ from torch import nn
 from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.classifiers import CLASSIFIERS, Classifier, make_classifiers, parse_classifiers
+from dulbe_peft.classifiers import CLASSIFIERS, Classifier, Recipe, make_classifiers, parse_classifiers
 from dulbe_peft.data.images import named_images
 from dulbe_peft.data.names import check_class_names, check_class_texts
 from dulbe_peft.encoders import loading
@@ -128,7 +128,7 @@ def new_state(
     processor: Any,
     args: LearnerArguments,
     strategy: str | Strategy,
-    classifiers: str | Classifier | Iterable[str | Classifier] | None,
+    classifiers: str | Classifier | Iterable[str | Recipe | Classifier] | None,
 ) -> LearnerState:
     """The state of a learner that has learned nothing yet, of parts that fit; the strategy's classifiers for None."""
     state = LearnerState(model, processor, args, make_strategy(strategy), {})
