@@ -5,6 +5,7 @@ import importlib
 
 import lives
 import pytest
+import stepping
 import torch
 from adapted_clip import CONFIG, PIXELS, image_features, outputs
 from peft import PeftModel, get_peft_model
@@ -142,14 +143,11 @@ def test_a_learner_over_a_packed_model_is_saved_and_loaded(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["sd_lora", "cl_lora", "lora_sub"])
 def test_strategies_that_replace_the_weight_add_to_a_packed_one(tiny_clip, strategy):
-    from stepping import adapted, features
-    from stepping import learn as learn_task
-
     kind, found = make_strategy(strategy), []
     for base in pack(tiny_clip()):
         torch.manual_seed(0)
-        adapter, memory = adapted(base), None
+        adapter, memory = stepping.adapted(base), None
         for index in range(2):
-            memory = learn_task(kind, adapter, index, memory)
-        found.append(features(adapter))
+            memory = stepping.learn(kind, adapter, index, memory)
+        found.append(stepping.features(adapter))
     close(*found)
