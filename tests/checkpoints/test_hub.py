@@ -168,6 +168,7 @@ def test_the_card_s_snippets_run(hub, learned, tmp_path, monkeypatch, capsys):
     blocks = re.findall(r"```python\n(.*?)```", hub.files("someone/learner")["README.md"].decode(), flags=re.DOTALL)
     spaces = [{}, {}, {}]
     for block, space in zip(blocks, spaces, strict=True):
+        assert "import dulbe_peft" in block or "from dulbe_peft" in block
         exec(block, space)
     assert spaces[0]["learner"].class_names == learner.class_names
     assert eval(capsys.readouterr().out.splitlines()[0])[0] in learner.class_names

@@ -119,8 +119,9 @@ def test_it_learns_what_the_learner_learns_bit_for_bit(base, tasks, whole, tmp_p
     assert scores.argmax(1).tolist() == [expected.class_names.index(name) for name in expected.predict(tasks[0].test)]
 
 
-def test_views_of_images_are_those_of_the_learner(base, tasks, tmp_path):
-    settings = PROMPT | {"augment": "crop", "copies": 1}
+@pytest.mark.parametrize("teacher", ["cached", "online"])
+def test_views_of_images_are_those_of_the_learner(base, tasks, tmp_path, teacher):
+    settings = PROMPT | {"augment": "crop", "copies": 1, "teacher": teacher}
     trainer = learn(trainer_of(base, tmp_path, settings, num_train_epochs=1), tasks[:2])
     expected = learner_of(base, batch_size=8, **settings)
     for task in tasks[:2]:
