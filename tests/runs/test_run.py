@@ -133,12 +133,15 @@ def test_data_elsewhere_and_another_machine_are_the_same_run(base, root, finishe
 
 
 def test_damaged_folders_are_named_and_stepped_over(base, photos, finished, output, capsys):
+    assert len(ClassIncrementalLearner.from_pretrained(output).tasks) == 2
     (output / "task-002" / "statistics.safetensors").write_bytes(b"")
     (output / "task-1000").mkdir()
+    assert len(ClassIncrementalLearner.from_pretrained(output).tasks) == 1, "of the newest task that is whole"
+    stepping = f"stepping over {output / 'task-002'}: {output / 'task-002' / 'statistics.safetensors'} is damaged"
+    assert stepping in capsys.readouterr().err
     make_learner(base).run(stream(photos), output)
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith(f"stepping over {output / 'task-1000'}: ")
-    assert said[1].startswith(f"stepping over {output / 'task-002'}: ") and "statistics.safetensors is" in said[1]
+    assert said[0].startswith(f"stepping over {output / 'task-1000'}: ") and said[1].startswith(stepping)
     assert said[2] == "resuming after task-001: 2 classes learned"
     (output / "task-1000").rmdir()
     assert content(output) == content(finished)
@@ -263,12 +266,3 @@ def test_another_learner_s_folder_is_refused(base, photos, whole, tmp_path):
     learner.learn_task(stream(photos)[1].train)
     with pytest.raises(ValueError, match=r"it holds the tasks .* this learner has learned \[\['two', 'zero'\]\]"):
         learner.run(stream(photos, 3), output)
-
-
-def test_a_run_s_folder_loads_its_newest_whole_task(whole, tmp_path, capsys):
-    output = shutil.copytree(whole, tmp_path / "run")
-    assert len(ClassIncrementalLearner.from_pretrained(output).tasks) == 3
-    (output / "task-003" / "head.safetensors").write_bytes(b"")
-    assert len(ClassIncrementalLearner.from_pretrained(output).tasks) == 2
-    said = capsys.readouterr()
-    assert f"stepping over {output / 'task-003'}: " in said.err and "head.safetensors is damaged" in said.err
