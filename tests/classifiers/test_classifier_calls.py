@@ -46,6 +46,7 @@ def test_bad_calls_are_named_and_change_nothing(tmp_path):
         (add(clg, each_text=(rows[:2], [0, 2])), "label 2 is out of range"),
         (add(clg, each_text=rows[:3]), "each_text must be a tuple of embeddings and of the class of each, got tensor"),
         (lambda: make_classifier("bayes", DIM).add_classes(["x"], cancelling, [0, 0]), "class 'x' cancel out"),
+        (lambda: make_classifier("bridge", DIM).add_classes(["x"], cancelling, [0, 0], rows[:1]), "'x' cancel out"),
         (lambda: lda.move(math.nan * rows[:DIM]), "the map"),
         (lambda: lda.load_state_dict(states[0] | {"sums": lda.sums[:4]}), r"sums must be .*\(10, 64\)"),
         (lambda: lda.load_state_dict(states[0] | {"_extra_state": torch.tensor([9]).byte()}), "are damaged"),
