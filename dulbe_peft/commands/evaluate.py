@@ -1,7 +1,7 @@
 """example:
   dulbe-peft evaluate out --data photos
   dulbe-peft evaluate out --data photos --reject 0.05
-  dulbe-peft evaluate out --data other-photos --zero-shot --scale 0.25 --scale 0.5
+  dulbe-peft evaluate out --data other-photos --zero-shot --scale 0.25 0.5 0.75
 
 --zero-shot asks the model's own text classifier about the classes of the data that the learner has
 not learned, before and after it learned, and with a share of what it learned for each --scale.

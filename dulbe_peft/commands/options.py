@@ -66,6 +66,18 @@ class Command(click.Command):
 
     kept = ""  # of a command that goes on where it was stopped: what is kept
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read `--image *.jpg`, which a shell makes several words of, as `--image` before each, which click knows."""
+        several = {name for parameter in self.params if parameter.multiple for name in parameter.opts}
+        expanded, flag = list[str](), ""
+        for arg in args:
+            if flag and not arg.startswith("-") and expanded[-1] != flag:
+                expanded.append(flag)
+            elif arg.startswith("-"):
+                flag = arg if arg in several else ""
+            expanded.append(arg)
+        return super().parse_args(ctx, expanded)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):

@@ -175,7 +175,7 @@ def kept_graph(sha256: str) -> Path:
 
 def quantised(file: Path, batches: Sequence[Tensor]) -> Tower:
     """An exported tower in int8 by NNCF, calibrated on batches of pixel values."""
-    with installed("int8"):
+    with installed("int8", "openvino"):
         variable = os.environ.get("NNCF_CI")
         os.environ["NNCF_CI"] = "1"  # or NNCF reports to its makers that it was called
         try:
@@ -229,7 +229,7 @@ def _plain(clip: Any) -> Any:
 
 def _compiled(file: Path, precision: str) -> tuple[Callable[[Tensor], Tensor], str]:
     """A graph as a function of rows by OpenVINO, in as many threads as torch has, and the precision beside int8."""
-    with installed("OpenVINO"):
+    with installed("OpenVINO", "openvino"):
         import openvino
     core = openvino.Core()
     able = "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")

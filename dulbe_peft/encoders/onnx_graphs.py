@@ -32,7 +32,7 @@ class ImageEncoder(nn.Module):
 
 def check_exportable(model: Any) -> None:
     """Raise an `ImportError` that names a missing package, or a `ValueError` where a model has no graph."""
-    with installed("ONNX"):
+    with installed("ONNX", "onnx"):
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401

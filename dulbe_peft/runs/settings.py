@@ -78,6 +78,7 @@ class StreamArguments:
         return make_strategy(self.strategy), asked
 
 
+_GONE = {"resume": True, "test_ahead": False, "max_tasks": None}  # settings of 0.2.0, see `still_known`
 GROUPS: dict[str, Any] = {"stream": StreamArguments, "adapter": AdapterSettings, "learner": LearnerArguments}
 
 
@@ -129,7 +130,7 @@ def setting_values(loaded: dict[str, Any], owner: str) -> dict[str, Any]:
     from dulbe_peft.utils.specs import closest
 
     hints = {name: hint for kind in GROUPS.values() for name, hint in field_types(kind).items()}
-    loaded = still_known(loaded, {name: now for name, now in GONE.items() if isinstance(now, tuple)})
+    loaded = still_known(loaded, _GONE | {name: now for name, now in GONE.items() if isinstance(now, tuple)})
     for name in loaded:
         if name not in hints:
             hint = closest(str(name), sorted(hints)).partition(" (known")[0]

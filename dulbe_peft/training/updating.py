@@ -100,6 +100,8 @@ class WithoutTraining(StateHolder):
             >>> learner.forget_images("photos/train/owl/IMG_0417.jpg")  # doctest: +SKIP
         """
         state, encoder, images = self.state, self.encoder, unlabelled_images(images)
+        if not len(images):
+            return
         if state.strategy.adapts or state.adapter is not None:
             raise ValueError(
                 f"the strategy {state.strategy.name!r} trains the model, which nothing takes back: a learner forgets "

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 COMMANDS = {"click": "click", "joblib": "joblib", "matplotlib": "matplotlib", "sklearn": "scikit-learn"}
 # Module -> extra of other packages.
 EXTRAS = {"datasets": "datasets", "pyarrow": "datasets", "distributed": "dask", "ray": "ray"}
-EXTRAS |= {"onnx": "onnx", "onnxruntime": "onnx", "onnxscript": "onnx", "nncf": "openvino", "openvino": "openvino"}
 # Packages of which names are used that may go, with versions in which they are there.
 TESTED = {"peft": "peft>=0.21,<0.22", "transformers": "transformers>=5.18,<6"}
 
@@ -32,21 +31,24 @@ def uncollected() -> Iterator[None]:
 
 
 @contextmanager
-def installed(what: str) -> Iterator[None]:
-    """Around imports that `what` needs: an `ImportError` names what is missing, and what to install."""
+def installed(what: str, extra: str = "") -> Iterator[None]:
+    """Around imports that `what` needs: an `ImportError` names what is missing, and what to install.
+
+    With an `extra`, whatever is missing is of that one, as what its packages need in turn.
+    """
     try:
         yield
     except ImportError as error:
-        said = explained(error, what)
+        said = explained(error, what, extra)
         raise said from (None if said is error else error)
 
 
-def explained(error: ImportError, what: str = "dulbe_peft") -> ImportError:
+def explained(error: ImportError, what: str = "dulbe_peft", extra: str = "") -> ImportError:
     """The error in plain words, where it is about a package that this file knows; else as it is."""
     module = error.name or ""
     package = module.partition(".")[0]
-    if isinstance(error, ModuleNotFoundError) and package in COMMANDS | EXTRAS:
-        extra, called = EXTRAS.get(package, "commands"), COMMANDS.get(package, package)
+    if isinstance(error, ModuleNotFoundError) and (extra or package in COMMANDS | EXTRAS):
+        extra, called = extra or EXTRAS.get(package, "commands"), COMMANDS.get(package, package)
         message = f"{what} needs the package {called}: pip install 'dulbe_peft[{extra}]'"
     elif package in TESTED and module and not (isinstance(error, ModuleNotFoundError) and module == package):
         from importlib.metadata import version

@@ -13,7 +13,7 @@ from hub_stub import on_this_process
 from taught import CLASSES, DIM, NAMED, SCALE, SPECS, assert_equal_states, digits, learned, snapshot, task
 from torch.nn import functional as F
 
-from dulbe_peft import CLASSIFIERS, LdaClassifier, register_classifier
+from dulbe_peft import CLASSIFIERS, LdaClassifier, PrototypeClassifier, register_classifier
 from dulbe_peft.classifiers import make_classifier, make_classifiers, parse_classifiers, spec
 from dulbe_peft.classifiers.closing import linear_map
 
@@ -131,6 +131,20 @@ def test_state_dicts_and_files_give_the_same_bits_back(name, tmp_path):
     for further in (classifier, loaded):
         further.add_classes(["x", "y"], *task([0, 1], 9), torch.cat([digits.texts, digits.texts[:2] + 1]))
     assert_equal_states(snapshot(loaded), snapshot(classifier))
+
+
+def test_a_buffer_of_any_name_is_loaded_and_stays_as_it_is(tmp_path):
+    class Marked(PrototypeClassifier):
+        def register(self):
+            super().register()
+            self.register_buffer("classes", torch.ones(3))
+
+    classifier = Marked(embed_dim=DIM)
+    classifier.add_classes(["x", "y"], *task([0, 1]))
+    classifier.forget_class("x")
+    classifier.save_pretrained(tmp_path)
+    assert_equal_states(snapshot(Marked.from_pretrained(tmp_path)), snapshot(classifier))
+    assert torch.equal(classifier.classes, torch.ones(3))
 
 
 @pytest.fixture

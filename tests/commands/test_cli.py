@@ -195,6 +195,7 @@ def test_every_field_is_a_flag_and_yaml_takes_what_flags_take(tmp_path):
         (f"predict {SAVED} photos --sort-into ''", "--sort-into is '', expected the path of a folder"),
         ("check demo-digits --page ''", "--page is '', expected the path of a .html file"),
         ("run --config 'epoch: 3'", "unknown setting 'epoch'; did you mean 'epochs'?"),
+        ("run --config 'max_tasks: 2'", "max_tasks=2 is gone: release 0.2.0 reads this"),
         ("run --config '- 1'", "must hold names and values"),
         ("run --config '!!python/object/apply:os.abort []'", "is not YAML"),
         ("run --config '&a [*a, 1]'", "must hold names and values"),

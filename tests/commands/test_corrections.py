@@ -99,7 +99,7 @@ def test_joined_classes_are_one_that_was_taught_with_both(photos, june, run, tmp
 def test_one_photograph_goes_by_what_its_file_holds(photos, june, run, tmp_path, capsys):
     wrong = tmp_path / "elsewhere.jpg"
     shutil.copy(photos / "train" / "one" / "3.png", wrong)
-    both = ["--image", wrong, "--image", photos / "train" / "two" / "0.png"]
+    both = ["--image", wrong, photos / "train" / "two" / "0.png"]
     assert call("forget", june, *both, "--output", tmp_path / "out") == 0
     assert "dropped: bridge" in capsys.readouterr().out
     anew = some(photos, tmp_path / "anew", DIGITS[:4])

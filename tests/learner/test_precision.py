@@ -77,7 +77,8 @@ def test_a_run_goes_on_in_its_own_precision(hardware, tmp_path):
 
 @pytest.mark.parametrize(("old", "now"), [("no", "float32"), ("bf16", "bfloat16")])
 def test_what_release_0_2_0_called_mixed_precision_means_the_same(old, now, hardware, own_run):
-    assert setting_values({"mixed_precision": old}, "a file") == {"precision": now}
+    usual = {"resume": True, "test_ahead": False, "max_tasks": None}
+    assert setting_values({"mixed_precision": old} | usual, "a file") == {"precision": now}
     file = own_run / "task-002" / "learner.json"
     arguments = json.loads(file.read_text())["arguments"] | {"mixed_precision": old}
     del arguments["precision"]

@@ -104,7 +104,7 @@ def test_nothing_is_learned_in_a_scaled_block_and_a_frozen_model_has_nothing_to_
 def test_a_saved_learner_is_measured_on_the_command_line(ran, capsys):
     learner, (first, second), images, folder = ran
     command = ["evaluate", str(folder), "--data", str(images), "--device", "cpu", "--no-progress"]
-    assert main([*command, "--zero-shot", "--scale", "0.3", "--scale", "0.6"]) == 0
+    assert main([*command, "--zero-shot", "--scale", "0.3", "0.6"]) == 0
     captured = capsys.readouterr()
     found = json.loads(captured.out)
     tests = [(first.test, first.class_names)]

@@ -44,6 +44,11 @@ def test_a_missing_package_is_a_sentence_that_names_the_extra():
         raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn.base")
     with pytest.raises(ModuleNotFoundError, match="No module named 'other'"), installed("a picture"):
         raise ModuleNotFoundError("No module named 'other'", name="other")
+    with (
+        pytest.raises(ImportError, match=r"ONNX needs the package other: .*'dulbe_peft\[onnx\]'"),
+        installed("ONNX", "onnx"),
+    ):
+        raise ModuleNotFoundError("No module named 'other'", name="other")
 
 
 @pytest.mark.slow
