@@ -57,6 +57,8 @@ def serve(
         from dulbe_peft.serving import make_server
 
         server = held.enter_context(make_server(loaded, host, port, names, output, photos))
+        for line in [] if server.app.labelling is None else server.app.labelling.left_out:
+            print(line)
         kept = "nothing that it learns is saved without --output" if output is None else f"saves in {output}"
         print(f"open http://{name}:{server.server_address[1]} (Ctrl-C ends it; {kept})", flush=True)
         try:

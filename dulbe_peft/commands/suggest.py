@@ -46,24 +46,16 @@ def suggest(
         raise ValueError("name the photographs: dulbe-peft suggest [LEARNER] [--model M] PHOTOS...")
     check_images(photos)
     claim(("--csv", csv, ".csv"), ("--page", page, ".html"), reads=photos, overwrite=overwrite)
-    loaded = load(learner=learner)
-    from dulbe_peft.data.folders import folder_content
-    from dulbe_peft.data.inventory import Found, Inventory
-    from dulbe_peft.data.unlabelled import unlabelled_images
-    from dulbe_peft.metrics.suggesting import suggestions
-    from dulbe_peft.utils.files import is_stream, write_csv
+    from dulbe_peft.utils.files import is_stream, step_aside, write_csv
 
-    images, words = unlabelled_images(list(photos)), words_of(csv, page)
-    rows, twice = loaded.state.known.new_rows(images)
-    said = [f"left out: {counted(len(which), 'photograph')} {reason}" for reason, which in twice.items()]
-    features, problems = loaded.readable_embeds(images.at(rows))
-    unread = [(Found("", row, images.item_name(rows[row]), ""), why) for row, why in problems.items()]
-    others = [row for path in photos if os.path.isdir(path) for row in folder_content(Path(path))[1]]
-    said += Inventory({}, unread, others).problems()
-    readable = [row for row in range(len(rows)) if row not in problems]
-    if not readable:
-        raise ValueError("\n".join(["no photograph is left to suggest", *said]))
-    images, features = images.at([rows[row] for row in readable]), features[readable]
+    if csv is not None and os.path.isfile(csv):
+        if not overwrite:
+            raise FileExistsError(f"{csv} may hold your corrections: choose another name, or --overwrite")
+        step_aside(Path(csv))
+    loaded = load(learner=learner)
+    from dulbe_peft.metrics.suggesting import new_photographs, suggestions
+
+    (images, features, said), words = new_photographs(loaded, list(photos)), words_of(csv, page)
     found = suggestions(features, count, loaded.classifier if loaded.tasks else None)
     names = [images.item_name(one.row) for one in found]
     table = None if csv is None or is_stream(csv) else csv

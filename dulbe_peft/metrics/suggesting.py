@@ -4,7 +4,11 @@ Where a classifier expects to be wrong more often than right, the right class is
 least sure of is odd rather than useful. Then the second half is drawn at random.
 """
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +17,13 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers import Classifier
 from dulbe_peft.classifiers.novelty import distances
+from dulbe_peft.data.folders import folder_content
+from dulbe_peft.data.images import LabelledImages
+from dulbe_peft.data.inventory import Found, Inventory
+from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.utils.extras import installed
 from dulbe_peft.utils.settings import check_int
+from dulbe_peft.utils.terminal import counted
 
 LOST = 0.05  # share of known images that count as novel
 KNOWS = 0.5  # mean probability of the best class, which is the share that a calibrated classifier names right
@@ -32,6 +41,21 @@ class Suggestion:
     group: int | None = None
     proposed: str = ""
     novelty: float | None = None
+
+
+def new_photographs(learner: Any, photos: Sequence[str]) -> tuple[LabelledImages, Tensor, list[str]]:
+    """The photographs that can be read and that a learner has not learned, their features, and what is left out."""
+    images = unlabelled_images(photos)
+    rows, twice = learner.state.known.new_rows(images)
+    said = [f"left out: {counted(len(which), 'photograph')} {reason}" for reason, which in twice.items()]
+    features, problems = learner.readable_embeds(images.at(rows))
+    unread = [(Found("", row, images.item_name(rows[row]), ""), why) for row, why in problems.items()]
+    others = [row for path in photos if os.path.isdir(path) for row in folder_content(Path(path))[1]]
+    said += Inventory({}, unread, others).problems()
+    readable = [row for row in range(len(rows)) if row not in problems]
+    if not readable:
+        raise ValueError("\n".join(["no photograph is left that can be read and was not learned", *said]))
+    return images.at([rows[row] for row in readable]), features[readable], said
 
 
 @torch.no_grad()

@@ -117,6 +117,7 @@ class App:
 
         self.change(learn)
         self.before.append(Change(f"{counted(len(rows) + len(moved), 'image')} of {name}", state))
+        self.trim()
         were = {state.known.class_of()[content or b""] for content in moved}
         parts = [f"learned: {name}"] + [f"no longer: {', '.join(sorted(were))}"] * bool(were)
         return self.facts() | {"said": "; ".join(parts + [f"left out: {why}"] * bool(why))}
@@ -143,6 +144,7 @@ class App:
             self.before.pop()
             work.unsay(photo)
             raise
+        self.trim()
         return self.facts() | {"said": f"{name}, {len(work.labels)} labelled"}
 
     def skip(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -192,7 +194,10 @@ class App:
         except BaseException:
             self.learner.state = before
             raise
-        while len({id(one.state) for one in self.before}) >= MOST_UNDOS:
+
+    def trim(self) -> None:
+        """Forget the oldest of too many changes."""
+        while len({id(one.state) for one in self.before}) > MOST_UNDOS:
             del self.before[0]
 
     def download(self) -> bytes:

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from dulbe_peft.data.decoding import decode_image
-from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.learner import ClassIncrementalLearner
-from dulbe_peft.metrics.suggesting import suggestions
+from dulbe_peft.metrics.suggesting import new_photographs, suggestions
 from dulbe_peft.utils.files import write_rows
 
 SIDE = 1024  # pixels of a picture for the page
@@ -22,12 +21,9 @@ class Labelling:
     """The photographs of a folder that a learner has not learned, the most useful first."""
 
     def __init__(self, learner: ClassIncrementalLearner, folder: str | Path) -> None:
-        self.learner, self.images = learner, unlabelled_images(str(folder))
-        self.features, unreadable = learner.readable_embeds(self.images)
-        new, _ = learner.state.known.new_rows(self.images)
-        self.left = [place for place in new if place not in unreadable]
-        if not self.left:
-            raise ValueError(f"{folder} has no photograph that can be read and that the learner has not learned")
+        self.learner = learner
+        self.images, self.features, self.left_out = new_photographs(learner, [str(folder)])
+        self.left = list(range(len(self.images)))
         self.labels: dict[int, str] = {}  # of this visit
         self.skipped: list[int] = []  # which come last
         self.sort()

@@ -335,6 +335,7 @@ def test_labels_wait_and_are_taken_back_whatever_else_changes_the_learner(learne
     for number in range(30):
         app.teach({"class": "red", "images": sent(photo(0, 300 + number))})
     assert len(app.before) == MOST_UNDOS
+    assert [app.undo({})["counts"]["red"] for _ in range(MOST_UNDOS)] == list(range(35, 35 - MOST_UNDOS, -1))
 
 
 def test_the_order_is_that_of_suggest_and_new_after_each_few(learner, heap):
@@ -391,7 +392,7 @@ def test_the_commands_of_the_page_are_an_api(folder, tmp_path):
     assert (tmp_path / "learner.zip").read_bytes()[:2] == b"PK" and len(found) == 5
 
 
-def test_the_command_prints_the_address_and_what_is_lost(folder, monkeypatch, capsys, tmp_path):
+def test_the_command_prints_the_address_and_what_is_lost(folder, heap, monkeypatch, capsys, tmp_path):
     def stopped(self):
         self.app.teach({"class": "red", "images": sent(photo(0))})
         raise KeyboardInterrupt
@@ -402,6 +403,9 @@ def test_the_command_prints_the_address_and_what_is_lost(folder, monkeypatch, ca
     assert "open http://127.0.0.1:" in said.out and "nothing that it learns is saved without --output" in said.out
     assert "what it was taught is not saved, and gone: --output FOLDER keeps it" in said.err
     assert "next:" not in said.out
+    assert main(["serve", str(folder), "--port", "0", "--photos", str(heap)]) == 0
+    said = capsys.readouterr().out
+    assert "1 photograph in the data twice" in said and "broken.png: it is none" in said
     taught = str(tmp_path / "taught")
     assert main(["serve", str(folder), "--port", "0", "--output", taught]) == 0
     said = capsys.readouterr()
@@ -411,14 +415,14 @@ def test_the_command_prints_the_address_and_what_is_lost(folder, monkeypatch, ca
     with _own(taught, taught, None, False):  # as a server that runs holds it
         assert main(["serve", str(folder), "--output", taught, "--overwrite", "--port", "0"]) == 2
     assert "in use by another process" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["taught"]
+    assert {path.name for path in tmp_path.iterdir()} == {"taught"}
     (tmp_path / "bad.png").write_bytes(b"no image")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for flags, words in (
             (["--port", port], f"127.0.0.1:{port} cannot be listened on: Address already in use; take another --port"),
             (["--port", "0", "--host", ""], "the host is '', expected the address to listen on"),
-            (["--port", "0", "--photos", str(tmp_path)], "has no photograph that can be read and that the"),
+            (["--port", "0", "--photos", str(tmp_path)], "no photograph is left that can be read and was not learned"),
         ):
             assert main(["serve", str(folder), *flags]) == 2
             assert words in capsys.readouterr().err

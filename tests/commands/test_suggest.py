@@ -68,7 +68,7 @@ def test_with_a_learner_nothing_that_it_knows_is_suggested(heap, june, tmp_path,
     assert all(isfinite(float(novelty)) and (name or "unlike" in why) for _, why, name, novelty in rows)
     assert any(why.startswith("unsure") for _, why, *_ in rows)
     for words, why in (
-        ([june, heap / "one-0.png"], "no photograph is left to suggest"),
+        ([june, heap / "one-0.png"], "no photograph is left that can be read and was not learned"),
         (["--model", demo_model_folder()], "name the photographs"),
         ([heap], "name a saved learner"),
     ):
@@ -87,11 +87,15 @@ def test_a_table_of_suggestions_is_learned_once_its_guesses_are_called_labels(ju
     assert call(*words) == 2 and "call the column 'label'" in capsys.readouterr().err
     header, *rows = read_csv(table)
     assert all(Path(path).is_absolute() for path, *_ in rows)
+    assert call("suggest", "out", "heap", "--csv", table) == 2
+    assert "may hold your corrections" in capsys.readouterr().err and read_csv(table)[1:] == rows
     right = [[path, why, Path(path).name.split("-")[0], novelty] for path, why, _, novelty in rows]
     write_csv(table, ["label" if name == "class" else name for name in header], right)
     assert call(*words) == 0
     said = capsys.readouterr().out
     assert "cannot be read" not in said and "known classes get" in said
+    assert call("suggest", "out", "heap", "--csv", table, "--overwrite") == 0
+    assert read_csv(Path(f"{table}.old"))[1:] == right and len(read_csv(table)) > 1
 
 
 def test_a_novelty_below_zero_is_a_number_in_the_table(heap, tmp_path, monkeypatch):
