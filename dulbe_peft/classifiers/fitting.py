@@ -104,7 +104,7 @@ class ReplayedMeans(Classifier):
     def keep_means(self, numbers: int) -> None:
         """Register the buffers; `numbers` are those of a task."""
         self.register_rows("means", self.embed_dim)
-        self.register_rows(self.by_task, numbers, of="*tasks")
+        self.register_rows(self.by_task, numbers, of=".tasks")
         self.register_rows("counts", dtype=torch.int64)
         self.register_rows("task", dtype=torch.int64)
 

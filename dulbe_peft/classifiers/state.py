@@ -22,7 +22,7 @@ from dulbe_peft.utils.tensors import is_finite, read_tensors, tensor_shapes, wri
 
 T = TypeVar("T")
 EXTRA_STATE = "_extra_state"
-CLASSES = "*classes"  # no buffer can be called so
+CLASSES = ".classes"  # no buffer can be called so
 UNIT_ROWS = ("visual_prototypes", "text_embeds")
 LogitScale = Annotated[float, Ge(LEAST), Le(1e30)]  # logits stay finite in float32
 SOLVED = "solved."  # how the names of tensors in a file begin that follow from the others

@@ -153,7 +153,8 @@ def _parameter(name: str, field: Field[Any], hint: Any, own: bool = False, **sho
         return Option([flag, name], type=click.Choice(told.pop("choice", get_args(kind))), **facts | told | shown)
     plain, *limits = get_args(kind) if get_origin(kind) is Annotated else [kind]
     words = [word for word in limits if isinstance(word, str)]
-    facts["metavar"] = words[0] if words else {int: "INTEGER", float: "FLOAT", str: "TEXT"}.get(plain, "A,B,...")
+    shows = words[0] if words else {int: "INTEGER", float: "FLOAT", str: "TEXT"}.get(plain, "A,B,...")
+    facts["metavar"] = shows + "..." * several
     facts |= {"type": plain, "multiple": True} if several else {"type": _Setting(name, hint)}
     return Option([flag, name], **facts | told | shown)
 

@@ -48,17 +48,16 @@ def suggest(
     claim(("--csv", csv, ".csv"), ("--page", page, ".html"), reads=photos, overwrite=overwrite)
     from dulbe_peft.utils.files import is_stream, step_aside, write_csv
 
-    if csv is not None and os.path.isfile(csv):
-        if not overwrite:
-            raise FileExistsError(f"{csv} may hold your corrections: choose another name, or --overwrite")
-        step_aside(Path(csv))
+    table = None if csv is None or is_stream(csv) else csv
+    there = table is not None and os.path.isfile(table) and os.path.getsize(table) > 0
+    if there and not overwrite:
+        raise FileExistsError(f"{table} may hold your corrections: choose another name, or --overwrite")
     loaded = load(learner=learner)
     from dulbe_peft.metrics.suggesting import new_photographs, suggestions
 
     (images, features, said), words = new_photographs(loaded, list(photos)), words_of(csv, page)
     found = suggestions(features, count, loaded.classifier if loaded.tasks else None)
     names = [images.item_name(one.row) for one in found]
-    table = None if csv is None or is_stream(csv) else csv
     if table is not None and Path(table).resolve().parent != Path.cwd():  # in which its paths begin
         names = [os.path.abspath(name) for name in names]
     print("\n".join([f"{counted(len(found), 'photograph')} of {len(images)}", *said]), file=words)
@@ -66,6 +65,8 @@ def suggest(
         [printable(name), one.reason, one.proposed, "" if one.novelty is None else float(f"{one.novelty:.6g}")]
         for name, one in zip(names, found, strict=True)
     ]
+    if there and table is not None:
+        step_aside(Path(table))
     if csv is not None:
         write_csv(csv, HEADER, lines, errors="surrogateescape")
     if page is not None:

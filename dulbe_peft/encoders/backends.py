@@ -57,7 +57,8 @@ class Tower:
     def __init__(self, file: Path, backend: str, precision: str) -> None:
         self.file, self.backend, self.precision = file, backend, precision
         self.sha256 = file_sha256(file)
-        self.version = f"{PACKAGES[backend]} {version(PACKAGES[backend])}"
+        with installed(f"the backend {backend}", backend):
+            self.version = f"{PACKAGES[backend]} {version(PACKAGES[backend])}"
         if backend == "onnx":
             self._run = session(file)
         else:

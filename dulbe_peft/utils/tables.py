@@ -51,8 +51,9 @@ def kept(path: str, settings: Mapping[str, Any], anew: bool = False) -> Iterator
         with partial.open("rb+") as file:
             since, content = os.fstat(file.fileno()).st_mtime, file.read()
             done = _done(partial, content, settings)
-            file.seek(content.rfind(b"\n") + 1)
-            if b"\n" not in content:
+            file.seek(content.rfind(b"\n") + 1 if done else 0)
+            if not done:
+                file.truncate()
                 file.write(_line(settings))
             yield Kept(partial, file, done, since)
         partial.unlink()
@@ -68,6 +69,8 @@ def _done(partial: Path, content: bytes, settings: Mapping[str, Any]) -> dict[st
         return {}
     try:
         before, *rows = map(json.loads, content.split(b"\n")[:-1])  # what follows the last one was cut off
+        if not rows and before.keys() == settings.keys():
+            return {}
         pairs = {name: (before.get(name), fact) for name, fact in json.loads(_line(settings)).items()}
         done = dict(rows)
     except (ValueError, TypeError, AttributeError) as error:

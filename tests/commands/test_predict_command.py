@@ -148,6 +148,12 @@ def test_what_would_mix_two_tables_is_refused(begun, tmp_path, capsys, change, w
     assert words in said and "--overwrite" in said and (tmp_path / "t.csv.partial").read_bytes() == before
 
 
+def test_a_table_that_has_no_answer_yet_begins_anew(begun, tmp_path):
+    partial = tmp_path / "t.csv.partial"
+    partial.write_bytes(partial.read_bytes().splitlines(keepends=True)[0])
+    assert main([*begun, "--top-k", "2"]) == 0 and len(read_csv(tmp_path / "t.csv")) == 1 + 2 * 12
+
+
 def test_one_image_has_one_row_and_two_have_two_names(learner, folders, tmp_path, capsys):
     images = shutil.copytree(folders / "test" / "one", tmp_path / "images")
     command = ["predict", str(learner), str(images), str(images / "8.png"), "--csv", str(tmp_path / "t.csv"), *MACHINE]

@@ -94,8 +94,18 @@ def test_a_table_of_suggestions_is_learned_once_its_guesses_are_called_labels(ju
     assert call(*words) == 0
     said = capsys.readouterr().out
     assert "cannot be read" not in said and "known classes get" in said
+    assert call("suggest", "out", "nothing", "--csv", table, "--overwrite") == 2 and read_csv(table)[1:] == right
     assert call("suggest", "out", "heap", "--csv", table, "--overwrite") == 0
     assert read_csv(Path(f"{table}.old"))[1:] == right and len(read_csv(table)) > 1
+
+
+def test_standard_output_is_written_to_and_stays(heap, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("-").write_text("mine")
+    for name in ("-", "/dev/stdout"):
+        assert call("suggest", "--model", demo_model_folder(), heap, "--csv", name, "--overwrite") == 0
+        assert capfd.readouterr().out.startswith("path,reason,class,novelty")
+    assert Path("-").read_text() == "mine" and Path("/dev/stdout").is_symlink()
 
 
 def test_a_novelty_below_zero_is_a_number_in_the_table(heap, tmp_path, monkeypatch):
