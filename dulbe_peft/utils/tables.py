@@ -51,8 +51,10 @@ def kept(path: str, settings: Mapping[str, Any], anew: bool = False) -> Iterator
         with partial.open("rb+") as file:
             since, content = os.fstat(file.fileno()).st_mtime, file.read()
             done = _done(partial, content, settings)
-            file.seek(content.rfind(b"\n") + 1 if done else 0)
-            if not done:
+            if done or content.startswith(_line(settings)):
+                file.seek(content.rfind(b"\n") + 1)
+            else:
+                file.seek(0)
                 file.truncate()
                 file.write(_line(settings))
             yield Kept(partial, file, done, since)
