@@ -84,7 +84,7 @@ def predict(
         print(NOT_TOLD.format(100 * area), file=sys.stderr)
     how = {"top_k": top_k, "reject": reject, "coverage": coverage, "novelty": bool(csv or json_file)}
     began = {"learner": loaded.checksum, "classifier": loaded.classifier.name}
-    began |= {"precision": loaded.encoder.args.precision, "backend": loaded.encoder.args.backend}
+    began["encoded in"] = loaded.encoder.way[0]
     began["images"] = json_sha256([(image, os.path.abspath(image)) for image in images])
     began["sort into"] = sort_into and os.path.realpath(sort_into)
     answers: dict[str, Prediction] = {}

@@ -49,8 +49,8 @@ def suggest(
     from dulbe_peft.utils.files import is_stream, step_aside, write_csv
 
     table = None if csv is None or is_stream(csv) else csv
-    there = table is not None and os.path.isfile(table) and os.path.getsize(table) > 0
-    if there and not overwrite:
+    corrected = table if table and os.path.isfile(table) and os.path.getsize(table) else None
+    if corrected and not overwrite:
         raise FileExistsError(f"{table} may hold your corrections: choose another name, or --overwrite")
     loaded = load(learner=learner)
     from dulbe_peft.metrics.suggesting import new_photographs, suggestions
@@ -65,8 +65,8 @@ def suggest(
         [printable(name), one.reason, one.proposed, "" if one.novelty is None else float(f"{one.novelty:.6g}")]
         for name, one in zip(names, found, strict=True)
     ]
-    if there and table is not None:
-        step_aside(Path(table))
+    if corrected:
+        step_aside(Path(corrected))
     if csv is not None:
         write_csv(csv, HEADER, lines, errors="surrogateescape")
     if page is not None:

@@ -133,7 +133,10 @@ def edited(root, command):
     ("change", "words"),
     [
         (relearned, "was begun with other settings (learner '"),
-        (lambda root, command: command.extend(["--precision", "bfloat16"]), "other settings (precision 'float32'"),
+        (
+            lambda root, command: command.extend(["--precision", "bfloat16"]),
+            "other settings (encoded in 'float32', now",
+        ),
         (elsewhere, "was begun with other settings (sort into '"),
         (lambda root, command: command.insert(2, str(root / "images" / "one")), "other settings (images '"),
         (edited, "10.png has changed since"),
