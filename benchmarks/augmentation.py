@@ -16,8 +16,9 @@ from torch.nn import functional as F
 
 from benchmarks import common
 from benchmarks.frozen import Task, draw
-from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_data, load_dual_encoder
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_dual_encoder
 from dulbe_peft.classifiers import make_classifier
+from dulbe_peft.data.readers import load_data
 from dulbe_peft.data.splits import draw_per_class
 
 

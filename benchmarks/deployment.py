@@ -15,9 +15,11 @@ from torch import nn
 from transformers import pipeline
 
 from benchmarks import common
-from dulbe_peft import ClassIncrementalLearner, export_learner, load_clip, load_data
+from dulbe_peft import ClassIncrementalLearner, load_clip
 from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.data.readers import load_data
 from dulbe_peft.demo import SETTINGS, demo_model_folder, digit_tasks
+from dulbe_peft.deployment.export import export_learner
 from dulbe_peft.deployment.parts import Head, choose_classifier, merged_model
 from dulbe_peft.encoders.loading import image_shape
 from dulbe_peft.encoders.onnx_graphs import ImageEncoder

@@ -27,9 +27,10 @@ import torch
 from transformers import CLIPImageProcessorPil, pipeline
 
 from benchmarks import common, models
-from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_data, load_dual_encoder
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_dual_encoder
 from dulbe_peft.commands.main import main as command
 from dulbe_peft.data.images import LabelledImages
+from dulbe_peft.data.readers import load_data
 from dulbe_peft.data.store import VARIABLE
 from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.encoders import backends

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from benchmarks import common, rivals
-from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_data, load_dual_encoder
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_dual_encoder
 from dulbe_peft.classifiers import Classifier, make_classifier
+from dulbe_peft.data.readers import load_data
 from dulbe_peft.metrics.accuracy import calibration_error
 
 SPECS = (*("text", "bridge", "prototype", "lda", "gda", "ridge", "ranpac:features=1000", "bayes"),)

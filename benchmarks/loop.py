@@ -32,10 +32,10 @@ from dulbe_peft import (
     class_incremental_tasks,
     cross_modal_loss,
     load_clip,
-    load_data,
 )
 from dulbe_peft.comparison.intervals import image_shares, mean_interval
 from dulbe_peft.data.images import LabelledImages
+from dulbe_peft.data.readers import load_data
 
 HEADS, MEASURES = ("bridge", "text"), ("last", "average", "forgetting")
 OURS, LORA, FROZEN = "DualModeTrainer", "plain LoRA", "nothing trained"

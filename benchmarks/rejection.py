@@ -15,8 +15,9 @@ from sklearn.metrics import roc_auc_score
 
 from benchmarks import common
 from benchmarks.frozen import encoded
-from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_data, load_dual_encoder
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_dual_encoder
 from dulbe_peft.classifiers import Classifier, make_classifier
+from dulbe_peft.data.readers import load_data
 
 SHARE, COVERAGE, KNOWN = 0.05, 0.95, 0.7
 

@@ -22,7 +22,8 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from benchmarks import common, models
-from dulbe_peft import ClassIncrementalLearner, LearnerArguments, class_incremental_tasks, load_clip, load_data
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments, class_incremental_tasks, load_clip
+from dulbe_peft.data.readers import load_data
 from dulbe_peft.runs.run import Run
 from dulbe_peft.streams.tasks import Task
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from benchmarks import common
-from dulbe_peft import ClassIncrementalLearner, LearnerArguments, class_incremental_tasks, load_data, load_dual_encoder
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments, class_incremental_tasks, load_dual_encoder
 from dulbe_peft.classifiers import make_classifier
+from dulbe_peft.data.readers import load_data
 from dulbe_peft.demo import demo_model_folder, digit_tasks
 
 SPECS = ("bridge", "prototype", "lda", "ridge", "ranpac:features=2000")

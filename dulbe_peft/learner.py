@@ -13,8 +13,9 @@ from torch import nn
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checkpoints import loading, locating, saving
-from dulbe_peft.classifiers import Classifier, Recipe
+from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
+from dulbe_peft.classifiers.registry import Recipe
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.encoders.loading import has_text
@@ -22,7 +23,7 @@ from dulbe_peft.metrics.evaluation import Evaluation, evaluate_features
 from dulbe_peft.metrics.prediction import Prediction, predict_images
 from dulbe_peft.metrics.retention import seen_accuracies
 from dulbe_peft.runs.run import RunOptions, run_stream
-from dulbe_peft.strategies import Strategy
+from dulbe_peft.strategies.base import Strategy
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.training.estimating import estimates_of
 from dulbe_peft.training.locking import in_turn, scaling

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.classifiers import Classifier, make_classifier
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.registry import make_classifier
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.unlabelled import as_image, unlabelled_images
 from dulbe_peft.encoders.encoder import Encoder

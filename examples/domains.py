@@ -18,14 +18,8 @@ import torch
 import yaml
 from peft import get_peft_model
 
-from dulbe_peft import (
-    ClassIncrementalLearner,
-    DualModeLoraConfig,
-    ImageFolder,
-    LearnerArguments,
-    Task,
-    load_dual_encoder,
-)
+from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, Task, load_dual_encoder
+from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.metrics.accuracy import transfer_measures
 from dulbe_peft.streams.protocols import rename_classes
 

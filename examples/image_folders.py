@@ -15,11 +15,11 @@ from peft import get_peft_model
 from dulbe_peft import (
     ClassIncrementalLearner,
     DualModeLoraConfig,
-    ImageFolder,
     LearnerArguments,
     class_incremental_tasks,
     load_clip,
 )
+from dulbe_peft.data.folders import ImageFolder
 
 
 def main() -> None:

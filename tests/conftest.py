@@ -24,11 +24,11 @@ import pytest
 import torch
 from PIL import Image
 from transformers import CLIPConfig, CLIPModel
+from wrapt import when_imported
 
-from dulbe_peft.utils.when_imported import when_imported
 
-
-def _leave_charts_empty():
+@when_imported("matplotlib")
+def _leave_charts_empty(matplotlib):
     """A chart is an empty picture but inside `pages.drawn`: to draw two takes as long as a short run."""
     from matplotlib.figure import Figure
 
@@ -42,7 +42,6 @@ def _leave_charts_empty():
     Figure.savefig = savefig
 
 
-when_imported("matplotlib", _leave_charts_empty)
 os.fsync = lambda _: None  # nothing here outlives the machine, and the disk takes longer than the tests
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes what it starts in the background ignore it
 

@@ -7,7 +7,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from dulbe_peft.arguments import AdapterSettings
-from dulbe_peft.classifiers import answering
+from dulbe_peft.classifiers.registry import answering
 from dulbe_peft.encoders.loading import encoder_of
 from dulbe_peft.metrics.accuracy import percent, result_rows
 from dulbe_peft.training.state import LearnerState

@@ -19,11 +19,12 @@ from dulbe_peft.arguments import MACHINE_SETTINGS, LearnerArguments
 from dulbe_peft.checkpoints import base_models, layout, learner_file, saving
 from dulbe_peft.checkpoints.learner_file import LearnerFile
 from dulbe_peft.checkpoints.locating import listed
-from dulbe_peft.classifiers import CLASSIFIERS
+from dulbe_peft.classifiers.registry import CLASSIFIERS
 from dulbe_peft.data.known import KnownImages
 from dulbe_peft.encoders.backends import has_graph
 from dulbe_peft.encoders.loading import IMAGE_PROCESSOR_FILES, check_encoder, embed_dim, has_text, load_processor
-from dulbe_peft.strategies import Memory, make_strategy
+from dulbe_peft.strategies.base import Memory
+from dulbe_peft.strategies.registry import make_strategy
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.state import LearnerState, set_adapter_state
 from dulbe_peft.utils import folders

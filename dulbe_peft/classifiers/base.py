@@ -251,8 +251,9 @@ class Classifier(CorrectedState):
         """The checked texts of all seen classes and of new ones; zeros stand for those that a rule can do without."""
         texts: dict[str, Tensor] = {}
         if text_embeds is None and self.needs_text:
-            others = ", ".join(name for name, cls in CLASSIFIERS.items() if not cls.needs_text)
-            raise TypeError(f"the {self.name!r} classifier needs text_embeds of all seen classes; {others} need none")
+            raise TypeError(
+                f"the {self.name!r} classifier needs text_embeds of all seen classes; bayes, lda and ranpac need none"
+            )
         if text_embeds is not None:
             texts["text_embeds"] = self._unit(text_embeds, "text_embeds", len(self._class_names) + len(names))
         elif self.reads_text:
@@ -379,6 +380,3 @@ class Classifier(CorrectedState):
         least = threshold(self.calibration, "own", 1 - check_share("coverage", coverage, 0.95))
         found = self.probabilities(image_embeds)
         return (found >= least) | (found == found.amax(dim=1, keepdim=True))
-
-
-CLASSIFIERS: dict[str, type[Classifier]] = {}  # by name; `register_classifier` fills it

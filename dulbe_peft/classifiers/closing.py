@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dulbe_peft.classifiers import Classifier
+from dulbe_peft.classifiers.base import Classifier
 
 TEACHING = "teach "  # and a classifier's name: what the phase is called in which it takes in a task
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dulbe_peft.commands.named import say_next
 
 if TYPE_CHECKING:
-    from dulbe_peft.classifiers import Classifier
+    from dulbe_peft.classifiers.base import Classifier
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.runs.progress import FinishedTask
 

@@ -13,10 +13,10 @@ from importlib import import_module
 
 import click
 from click.shell_completion import shell_complete
+from wrapt import register_post_import_hook
 
 from dulbe_peft.utils.extras import explained
 from dulbe_peft.utils.terminal import printable_lines
-from dulbe_peft.utils.when_imported import when_imported
 
 # What stands in the help, group by group; a command's file has its name with underscores.
 GROUPS = {
@@ -87,7 +87,9 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # file names need not be UTF-8
     # A bar for each model that is loaded says nothing to a person.
-    when_imported("transformers", lambda: import_module("transformers.utils.logging").disable_progress_bar())
+    register_post_import_hook(
+        lambda _: import_module("transformers.utils.logging").disable_progress_bar(), "transformers"
+    )
     if asked := os.environ.get("_DULBE_PEFT_COMPLETE"):
         return shell_complete(commands, {}, "dulbe-peft", "_DULBE_PEFT_COMPLETE", asked)
     terminated: list[int] = []

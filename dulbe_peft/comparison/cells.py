@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 
 from dulbe_peft.checkpoints.layout import TIMINGS_FILE, task_folders
-from dulbe_peft.classifiers import CLASSIFIERS, parse_classifier
+from dulbe_peft.classifiers.registry import CLASSIFIERS, parse_classifier
 from dulbe_peft.comparison.comparison_file import Retention
 from dulbe_peft.comparison.plan import Cell, Row
 from dulbe_peft.encoders.loading import has_text

@@ -14,11 +14,11 @@ from urllib.parse import quote
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationError
 
-from dulbe_peft.classifiers import parse_classifier
+from dulbe_peft.classifiers.registry import parse_classifier
 from dulbe_peft.runs.settings import StreamArguments, read_yaml, setting_values, validated
 from dulbe_peft.runs.sources import FIELDS
-from dulbe_peft.strategies import make_strategy
 from dulbe_peft.strategies.base import Strategy
+from dulbe_peft.strategies.registry import make_strategy
 from dulbe_peft.utils.records import Fraction, Record, first_problem
 from dulbe_peft.utils.specs import closest
 

@@ -20,7 +20,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATIO
 
 from dulbe_peft.adapter.export import write_lora
 from dulbe_peft.checkpoints.saving import PROCESSOR_FOLDER
-from dulbe_peft.classifiers import Classifier, spec
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.registry import spec
 from dulbe_peft.deployment import FORMATS, PRECISIONS
 from dulbe_peft.deployment.graph import write_for_javascript, write_graphs
 from dulbe_peft.deployment.parts import checked_formula, choose_classifier, class_facts, merged_model

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dulbe_peft.checkpoints.saving import PROCESSOR_FOLDER
-from dulbe_peft.classifiers import Classifier
+from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.deployment.parts import Head, class_facts, merged_model
 from dulbe_peft.deployment.pixels import pixel_values, processor_steps, rgb
 from dulbe_peft.encoders.loading import encoder_of, image_shape

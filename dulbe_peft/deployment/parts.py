@@ -9,8 +9,9 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from dulbe_peft.classifiers import Classifier, spec
+from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import random_features, same_scores
+from dulbe_peft.classifiers.registry import spec
 from dulbe_peft.data.names import format_prompts
 from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.training.state import LearnerState

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from dulbe_peft.classifiers import Classifier, answering
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.registry import answering
 from dulbe_peft.utils.files import read_csv, write_csv
 
 PREDICTIONS_FILE = "predictions.csv"

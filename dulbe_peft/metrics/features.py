@@ -11,8 +11,9 @@ from typing import Self
 
 import torch
 
-from dulbe_peft.classifiers import Classifier, make_classifier
+from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.closing import ClosingPass, learn_task
+from dulbe_peft.classifiers.registry import make_classifier
 from dulbe_peft.metrics.evaluation import answers
 from dulbe_peft.utils.devices import own_randomness
 from dulbe_peft.utils.tensors import read_tensors, write_tensors

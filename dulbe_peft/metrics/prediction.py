@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from dulbe_peft.classifiers import Classifier
+from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.utils.settings import check_int

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers import Classifier
+from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.novelty import distances
 from dulbe_peft.data.folders import folder_content
 from dulbe_peft.data.images import LabelledImages

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from dulbe_peft.checkpoints import learner_file
-from dulbe_peft.classifiers import CLASSIFIERS
+from dulbe_peft.classifiers.registry import CLASSIFIERS
 
 WIDTH, HEIGHT = 860, 560  # of the picture, whose letters are about 6 wide and 12 high
 _KEPT = {"visual_prototypes": "mean images", "means": "mean images", "text_embeds": "names"}

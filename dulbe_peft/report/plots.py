@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dulbe_peft.classifiers import CLASSIFIERS, answering
+from dulbe_peft.classifiers.registry import CLASSIFIERS, answering
 from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, TITLES, accuracy_matrix, result_rows
 from dulbe_peft.metrics.diagnostics import DepthAccuracy, ReliabilityProfile
 from dulbe_peft.report.shares import Share

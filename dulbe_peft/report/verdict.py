@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.classifiers.closing import TEACHING
+from dulbe_peft.classifiers.registry import CLASSIFIERS
 from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, TITLES, result_rows
 from dulbe_peft.report.run_folder import RunFolder
 from dulbe_peft.report.shares import ClassRow, ConfusionMatrix, Share, listed

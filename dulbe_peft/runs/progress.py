@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from dulbe_peft.checkpoints.layout import PROGRESS_FILE, TIMINGS_FILE
-from dulbe_peft.classifiers import answering
+from dulbe_peft.classifiers.registry import answering
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import Evaluation
 from dulbe_peft.training.holding import StateHolder

@@ -19,7 +19,7 @@ from dulbe_peft.checkpoints import layout, learner_file, loading
 from dulbe_peft.checkpoints.base_models import digest
 from dulbe_peft.checkpoints.layout import RESULTS_FILE, TIMINGS_FILE
 from dulbe_peft.checkpoints.learner_file import LearnerFile
-from dulbe_peft.classifiers import CLASSIFIERS
+from dulbe_peft.classifiers.registry import CLASSIFIERS
 from dulbe_peft.data.known import KnownImages, compared
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE

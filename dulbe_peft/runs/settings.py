@@ -71,8 +71,8 @@ class StreamArguments:
     @cached_property
     def methods(self) -> tuple[Any, Any]:
         """The strategy, and what is asked for as classifiers, or None; both are parsed here, and nowhere else."""
-        from dulbe_peft.classifiers import parse_classifiers
-        from dulbe_peft.strategies import make_strategy
+        from dulbe_peft.classifiers.registry import parse_classifiers
+        from dulbe_peft.strategies.registry import make_strategy
 
         asked = None if self.classifiers is None else list(parse_classifiers(self.classifiers).values())
         return make_strategy(self.strategy), asked

@@ -11,7 +11,7 @@ import torch
 from dulbe_peft.adapter.gradients import routed_loss
 from dulbe_peft.strategies.base import GRADIENTS, TEACHER, Modes, NewTask, Step
 from dulbe_peft.strategies.losses import bidirectional_kl
-from dulbe_peft.strategies.memories import OccupationStrategy
+from dulbe_peft.strategies.occupation import OccupationStrategy
 from dulbe_peft.subspaces.allocation import allocate_modes
 
 

@@ -1,7 +1,4 @@
-"""Training-free learning: the model stays as it is, and the classifiers learn from its features.
-
-Papers whose rule is a classifier alone add their names here; `classifiers` has the rule and the reference.
-"""
+"""Training-free learning: the model stays as it is, and the classifiers learn from its features."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,17 +13,3 @@ class Frozen(Strategy):
     name = "frozen"
     adapts = False
     classifiers: ClassVar[tuple[str, ...]] = ("bayes", "lda", "bridge", "prototype")
-
-
-def _read_by(title: str, name: str) -> type[Frozen]:
-    """The strategy of a paper whose rule is the classifier of the same name."""
-    said = f"Training-free learning that the classifier `{name}` reads; see there for the rule and its paper."
-    kind: type[Frozen] = type(title, (Frozen,), {"name": name, "classifiers": (name, "bridge"), "__doc__": said})
-    return dataclass(frozen=True)(kind)
-
-
-Rapf = _read_by("Rapf", "rapf")
-Engine = _read_by("Engine", "engine")
-Proof = _read_by("Proof", "proof")
-Clap4Clip = _read_by("Clap4Clip", "clap4clip")
-ClgCbm = _read_by("ClgCbm", "clg_cbm")

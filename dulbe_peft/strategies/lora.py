@@ -1,14 +1,11 @@
-"""Plain LoRA, in the three ways it is used on a stream of tasks.
+"""Plain LoRA, in the two ways it is used on a stream of tasks.
 
     lora           one pair (A, B) for all tasks, trained on from task to task
     merged_lora    a new pair each task, merged into the weight when the task ends
-    first_session  one pair, trained on the first task alone; later tasks teach the classifiers
 
 Here P = A' and dW = B P'; both factors are trained.
 
-Reference: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685, section 4.1. SLCA's base
-learns so at a small rate; with LoRA as in its successor SLCA++, arXiv 2408.08295. Panos et al., "First Session
-Adaptation: A Strong Replay-Free Baseline for Class-Incremental Learning", arXiv 2303.13199.
+Reference: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685, section 4.1.
 """
 
 import math
@@ -55,22 +52,3 @@ class Lora(MergedLora):
 
     def plan(self, task: NewTask) -> Modes | None:
         return None if task.index else super().plan(task)
-
-
-@dataclass(frozen=True)
-class Slca(Lora):
-    """LoRA for all tasks, read through SLCA's classifier, which is aligned anew after each task."""
-
-    name = "slca"
-    classifiers = ("slca", "bridge")
-
-
-@dataclass(frozen=True)
-class FirstSession(Lora):
-    """LoRA on the first task, both towers frozen afterwards."""
-
-    name = "first_session"
-    classifiers = ("lda", "bridge")
-
-    def epochs(self, task: NewTask) -> int:
-        return 0 if task.index else task.args.epochs

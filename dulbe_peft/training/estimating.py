@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dulbe_peft.classifiers import Classifier
+from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.training.state import Estimates, LearnerState
 

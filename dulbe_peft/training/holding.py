@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.classifiers import Classifier
+from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.closing import ClosingPass
 from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.encoders.loading import logit_scale
 from dulbe_peft.encoders.pixels import with_image_resize
-from dulbe_peft.strategies import Memory, Strategy
+from dulbe_peft.strategies.base import Memory, Strategy
 from dulbe_peft.training.locking import TakesTurns
 from dulbe_peft.training.preparing import check_adapter_name, check_tracker
 from dulbe_peft.training.state import LearnerState, set_adapter_state

@@ -12,13 +12,15 @@ from torch import nn
 from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.classifiers import CLASSIFIERS, Classifier, Recipe, make_classifiers, parse_classifiers
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.registry import CLASSIFIERS, Recipe, make_classifiers, parse_classifiers
 from dulbe_peft.data.images import named_images
 from dulbe_peft.data.names import check_class_names, check_class_texts
 from dulbe_peft.encoders import loading
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.encoders.pixels import PixelDataset
-from dulbe_peft.strategies import Strategy, make_strategy
+from dulbe_peft.strategies.base import Strategy
+from dulbe_peft.strategies.registry import make_strategy
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.processes import check_same_in_all, raise_in_all, refuse_sharded
 

@@ -13,10 +13,11 @@ from torch import nn
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.classifiers import Classifier, answering
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.registry import answering
 from dulbe_peft.data.images import LabelledImages, named_images
 from dulbe_peft.data.known import KnownImages
-from dulbe_peft.strategies import Memory, Strategy
+from dulbe_peft.strategies.base import Memory, Strategy
 from dulbe_peft.utils.records import Fraction, Record
 
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 
-from dulbe_peft.classifiers import Classifier
+from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.data.names import check_rename, learned_name
 from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.encoders.loading import has_text

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.classifiers import make_classifier
+from dulbe_peft.classifiers.registry import make_classifier
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.encoders import loading
 from dulbe_peft.encoders.encoder import Encoder

@@ -28,8 +28,9 @@ from peft import PeftModel
 from PIL import Image, features
 from safetensors import torch as safetensors
 
-from dulbe_peft import BridgeEnsembleHead, CheckpointError, ClassIncrementalLearner, ImageFolder, OccupationStatistics
+from dulbe_peft import BridgeEnsembleHead, CheckpointError, ClassIncrementalLearner, OccupationStatistics
 from dulbe_peft.commands.main import main
+from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.report import write_report
 from dulbe_peft.utils.folders import MANIFEST
 

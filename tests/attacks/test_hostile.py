@@ -11,9 +11,10 @@ import torch
 from lives import content, differences, everything, images_of, learned, tiny_base, tiny_learner
 from PIL import Image
 
-from dulbe_peft import CheckpointError, ClassIncrementalLearner, ImageFolder
+from dulbe_peft import CheckpointError, ClassIncrementalLearner
 from dulbe_peft.commands.main import main
 from dulbe_peft.commands.named import claim
+from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.splits import open_stream_data

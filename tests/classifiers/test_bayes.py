@@ -10,8 +10,7 @@ from scipy.special import softmax
 from taught import in_tasks
 from torch.nn import functional as F
 
-from dulbe_peft import BayesClassifier
-from dulbe_peft.classifiers import bayes
+from dulbe_peft.classifiers import BayesClassifier, bayes
 from dulbe_peft.classifiers.checks import unit_features
 from dulbe_peft.utils.tensors import write_tensors
 

@@ -6,9 +6,8 @@ from drawn import DIM, features, normal
 from small_runs import learner_of
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.bofa import BofaClassifier
 from dulbe_peft.demo import digit_tasks
-from dulbe_peft.strategies.bofa import Bofa
+from dulbe_peft.papers.bofa import Bofa, BofaClassifier
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ from lives import stream, tiny_base, tiny_learner
 from torch.nn import functional as F
 
 from dulbe_peft import ClassIncrementalLearner
-from dulbe_peft.classifiers import clg_cbm
-from dulbe_peft.classifiers.clg_cbm import ClgCbmClassifier
 from dulbe_peft.metrics.features import learn_from_features, read_features
+from dulbe_peft.papers import clg_cbm
+from dulbe_peft.papers.clg_cbm import ClgCbmClassifier
 
 SETTINGS = {"epochs": 4, "batch_size": 5, "learning_rate": 0.05, "alignment": 0.7, "draws": 3, "seed": 2}
 # Of each task: the number of classes, their names, the class of each text, and the order in which the texts are given.

@@ -6,8 +6,8 @@ import torch
 from drawn import DIM, features, normal, step
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers import engine
-from dulbe_peft.classifiers.engine import EngineClassifier
+from dulbe_peft.papers import engine
+from dulbe_peft.papers.engine import EngineClassifier
 
 SETTINGS = {
     "epochs": 3,

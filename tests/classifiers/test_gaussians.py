@@ -8,9 +8,9 @@ from drawn import DIM, features, normal, step
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers import rapf
-from dulbe_peft.classifiers.rapf import RapfClassifier, fused
-from dulbe_peft.classifiers.slca import SlcaClassifier, normed
+from dulbe_peft.papers import rapf
+from dulbe_peft.papers.rapf import RapfClassifier, fused
+from dulbe_peft.papers.slca import SlcaClassifier, normed
 
 
 def test_fusion_is_the_literal_one():

@@ -8,8 +8,8 @@ from reference import randn
 from small_runs import learner_of
 from taught import assert_equal_states, in_tasks, snapshot
 
-from dulbe_peft import ImageFolder
 from dulbe_peft.classifiers import CLASSIFIERS, make_classifier
+from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.known import KnownImages
 
 DIM, CLASSES = 8, 6

@@ -8,8 +8,8 @@ import pytest
 import torch
 from drawn import DIM, features, normal, step
 
-from dulbe_peft.classifiers.clap4clip import Clap4ClipClassifier
-from dulbe_peft.classifiers.proof import ProofClassifier
+from dulbe_peft.papers.clap4clip import Clap4ClipClassifier
+from dulbe_peft.papers.proof import ProofClassifier
 
 CLAP = {"epochs": 2, "batch_size": 5, "learning_rate": 0.02, "samples": 3, "exemplars": 2}
 CLAP_TASKS = [(2, 9), (2, 6), (1, 3)]  # classes and images

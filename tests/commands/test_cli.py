@@ -1,7 +1,6 @@
 """The command line, in this process where that is enough and in one of its own where it is not."""
 
 import csv
-import importlib
 import json
 import os
 import shlex
@@ -26,7 +25,6 @@ from dulbe_peft.report import read_run
 from dulbe_peft.runs.settings import GROUPS, StreamArguments, given_settings, pick, validated
 from dulbe_peft.runs.setup import stream_tasks
 from dulbe_peft.utils.settings import field_types
-from dulbe_peft.utils.when_imported import when_imported
 
 SAVED = Path(__file__).parents[1] / "saved" / "0.2.0" / "frozen"
 MODEL = str(demo_model_folder())
@@ -343,16 +341,6 @@ def test_the_shell_completes_commands_and_flags():
         command = [sys.executable, "-m", "dulbe_peft"]
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | given)
         assert done.stdout == f"{found}\n", done.stderr
-
-
-def test_two_who_wait_for_one_import_are_both_told(tmp_path, monkeypatch):
-    (tmp_path / "waited_for.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    told = []  # as of `main` that is called twice before anything has needed transformers
-    for number in range(2):
-        when_imported("waited_for", lambda number=number: told.append(number))
-    importlib.import_module("waited_for")
-    assert sorted(told) == [0, 1] and "waited_for" not in [getattr(finder, "name", "") for finder in sys.meta_path]
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from small_runs import call, some
 
-from dulbe_peft import ClassIncrementalLearner, ImageFolder
+from dulbe_peft import ClassIncrementalLearner
+from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.demo import DIGITS
 from dulbe_peft.report import write_report
 

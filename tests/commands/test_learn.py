@@ -12,9 +12,10 @@ from lives import content, differences, everything, images_of, tiny_learner
 from small_runs import MACHINE, call, learner_of, some
 from taught import assert_equal_states, snapshot
 
-from dulbe_peft import ClassIncrementalLearner, class_incremental_tasks, load_data
+from dulbe_peft import ClassIncrementalLearner, class_incremental_tasks
 from dulbe_peft.commands.main import main
 from dulbe_peft.data.images import labelled_images
+from dulbe_peft.data.readers import load_data
 from dulbe_peft.demo import DIGITS
 from dulbe_peft.encoders.loading import load_dual_encoder, unit_image_embeds
 from dulbe_peft.report import write_report

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dulbe_peft import load_data
 from dulbe_peft.commands.main import main
+from dulbe_peft.data.readers import load_data
 from dulbe_peft.data.splits import open_split, open_stream_data
 from dulbe_peft.demo import DIGITS, demo_model_folder
 

@@ -20,9 +20,10 @@ from PIL.PngImagePlugin import PngInfo
 from safetensors.torch import load_file, save_file
 from small_runs import learner_of
 
-from dulbe_peft import ClassIncrementalLearner, ImageFolder
+from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.commands.main import main
 from dulbe_peft.data import store as stores
+from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.images import LabelledImages, labelled_images
 from dulbe_peft.data.store import EncoderKey, FeatureStore, store_path
 from dulbe_peft.encoders.encoder import WHOLE

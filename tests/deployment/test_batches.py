@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 from small_runs import learner_of
 
-from dulbe_peft import Featurizer, ImageFolder, Predictor
+from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.demo import demo_model_folder
+from dulbe_peft.deployment.batches import Featurizer, Predictor
 
 
 @pytest.fixture(scope="module")

@@ -21,17 +21,11 @@ from PIL import Image
 from tiny_encoders import CONFIG, QUICK
 from transformers import pipeline
 
-from dulbe_peft import (
-    CLASSIFIERS,
-    ClassIncrementalLearner,
-    DualModeLoraConfig,
-    LearnerArguments,
-    PrototypeClassifier,
-    export_learner,
-    load_dual_encoder,
-)
+from dulbe_peft import CLASSIFIERS, ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, load_dual_encoder
+from dulbe_peft.classifiers import PrototypeClassifier
 from dulbe_peft.classifiers.checks import random_features
 from dulbe_peft.deployment import graph
+from dulbe_peft.deployment.export import export_learner
 from dulbe_peft.deployment.parts import checked_formula
 from dulbe_peft.encoders import onnx_graphs
 

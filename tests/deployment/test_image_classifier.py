@@ -12,8 +12,8 @@ from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from tiny_encoders import save_encoder
 
-from dulbe_peft import Featurizer
 from dulbe_peft.demo import DIGITS
+from dulbe_peft.deployment.batches import Featurizer
 from dulbe_peft.sklearn import FeatureClassifier, ImageClassifier, _encoder
 
 

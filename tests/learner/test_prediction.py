@@ -21,8 +21,10 @@ from PIL import Image
 from small_runs import learner_of
 from torch.nn import functional as F
 
-from dulbe_peft import ClassIncrementalLearner, ImageFolder, LdaClassifier, PrototypeClassifier
+from dulbe_peft import ClassIncrementalLearner
+from dulbe_peft.classifiers import LdaClassifier, PrototypeClassifier
 from dulbe_peft.commands.main import main
+from dulbe_peft.data.folders import ImageFolder
 
 
 @pytest.fixture(scope="module")

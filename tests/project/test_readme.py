@@ -55,7 +55,7 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     stream = class_incremental_tasks(write_saved.digits(0, 24), write_saved.digits(24, 34), increment=2)
     monkeypatch.setattr("dulbe_peft.demo.digit_tasks", lambda: stream)
-    monkeypatch.setattr("dulbe_peft.strategies.STRATEGIES", dict(STRATEGIES))
+    monkeypatch.setattr(STRATEGIES, "_classes", dict(STRATEGIES._classes))
     return tmp_path
 
 

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from dulbe_peft import LearnerArguments
 from dulbe_peft.encoders.loading import logit_scale, unit_image_embeds
+from dulbe_peft.papers.zscl import Zscl
 from dulbe_peft.strategies import NewTask, Step, make_strategy
 from dulbe_peft.strategies.losses import bidirectional_kl, cross_modal_loss
-from dulbe_peft.strategies.zscl import Zscl
 
 
 def unit(*shape, seed=0):

@@ -11,12 +11,11 @@ from small_runs import learner_of
 from torch.nn import functional as F
 
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments
-from dulbe_peft.classifiers.visual_agent import VisualAgentClassifier
 from dulbe_peft.data.images import labelled_images, named_images
 from dulbe_peft.demo import digit_tasks
 from dulbe_peft.encoders.loading import unit_image_embeds
+from dulbe_peft.papers.mg_clip import MgClip, VisualAgentClassifier
 from dulbe_peft.strategies import NewTask
-from dulbe_peft.strategies.mg_clip import MgClip
 from dulbe_peft.training.trainer import TaskTrainer, epoch_order
 
 

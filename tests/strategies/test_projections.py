@@ -9,9 +9,9 @@ from peft import get_peft_model
 from stepping import adapted, begin, end, new_task, train, update
 
 from dulbe_peft import DualModeLoraConfig, LearnerArguments, OccupationStatistics
+from dulbe_peft.papers.loda import general_pair, isolated_pair, recalibration
+from dulbe_peft.papers.projection_memory import FREE, OCCUPIED, Subspace, top_directions
 from dulbe_peft.strategies import NewTask, make_strategy
-from dulbe_peft.strategies.loda import general_pair, isolated_pair, recalibration
-from dulbe_peft.strategies.memories import FREE, OCCUPIED, Subspace, top_directions
 
 WIDTH = 10
 

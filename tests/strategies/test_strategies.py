@@ -127,7 +127,7 @@ def test_a_run_that_goes_on_ends_as_one_that_nothing_stopped(name, tmp_path):
 
 def test_a_strategy_from_outside_the_package(tmp_path, monkeypatch):
     """The one of the page."""
-    monkeypatch.setattr("dulbe_peft.strategies.STRATEGIES", dict(STRATEGIES))
+    monkeypatch.setattr(STRATEGIES, "_classes", dict(STRATEGIES._classes))
     (code,) = (code for *_, code in blocks("docs/strategies.md", "python") if "@register_strategy" in code)
     exec(code, {"__name__": "page"})
     learner = make_learner("random_bases:salt=2")
@@ -152,7 +152,7 @@ NAMESAKE = dataclass(frozen=True)(type("Other", (Strategy,), {"name": "dulbe"}))
         (make_strategy, "cl_lora:shared_blocks=1", ValueError, "shared_blocks must be less than 1"),
         (make_strategy, 3, TypeError, "must be a name"),
         (register_strategy, type("Bare", (Strategy,), {"name": "bare"}), TypeError, "dataclass"),
-        (register_strategy, NAMESAKE, ValueError, "is Dulbe already"),
+        (register_strategy, NAMESAKE, ValueError, "is dulbe_peft.strategies.dulbe:Dulbe already"),
     ],
 )
 def test_what_is_no_strategy_is_refused(call, given, error, message):

@@ -11,6 +11,7 @@ cos_k = cosine over the batch of (e_k . x)^3 and (E x)_k^3     e_k: embedding of
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -18,7 +19,8 @@ from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.fitting import KeptGaussians, fit, minibatches, task_generator, uniform
+from dulbe_peft.papers.fitting import KeptGaussians, fit, minibatches, task_generator, uniform
+from dulbe_peft.strategies.frozen import Frozen
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed, Weight, check_int
 
 MILESTONES = (30, 40, 50)  # after these epochs the learning rate falls to a tenth
@@ -124,3 +126,11 @@ def bottleneck_loss(
     cosines = (F.normalize(active**3, dim=0) * F.normalize((features @ concepts.T) ** 3, dim=0)).sum(dim=0)
     sparse = SPARSITY * (LASSO * weight.abs().sum() + (1 - LASSO) / 2 * weight.square().sum())
     return F.cross_entropy(active @ weight.T, labels) - alignment * cosines.mean() + sparse
+
+
+@dataclass(frozen=True)
+class ClgCbm(Frozen):
+    """Trains nothing; the classifier `clg_cbm` has the paper's rule."""
+
+    name = "clg_cbm"
+    classifiers = ("clg_cbm", "bridge")

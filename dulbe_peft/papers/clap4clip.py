@@ -10,12 +10,14 @@ loss: cross-entropy over draws, images and all seen classes
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.fitting import ReplayedMeans, fit, minibatches, stand_ins, task_generator
+from dulbe_peft.papers.fitting import ReplayedMeans, fit, minibatches, stand_ins, task_generator
+from dulbe_peft.strategies.frozen import Frozen
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
 HIDDEN = 2048  # width inside G
@@ -166,3 +168,11 @@ def rates(steps: int, rate: float, warmup: float) -> Iterator[float]:
     yield from (rate * (step + 1) / (rising + 1) for step in range(rising))
     for step in range(steps - rising):
         yield rate * (FINAL + (1 - FINAL) * (1 + math.cos(math.pi * step / (steps - rising))) / 2)
+
+
+@dataclass(frozen=True)
+class Clap4Clip(Frozen):
+    """Trains nothing; the classifier `clap4clip` has the paper's rule."""
+
+    name = "clap4clip"
+    classifiers = ("clap4clip", "bridge")

@@ -8,13 +8,15 @@ fusion:       A = A_old + U (M o C)                   A_old = U S V',  C = U'(A_
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.fitting import KeptGaussians, fit, minibatches, task_generator, uniform
 from dulbe_peft.classifiers.ridge import class_weights
+from dulbe_peft.papers.fitting import KeptGaussians, fit, minibatches, task_generator, uniform
+from dulbe_peft.strategies.frozen import Frozen
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
 MARGIN = 0.1
@@ -135,3 +137,11 @@ def fused(old: Tensor, new: Tensor, bias: float) -> Tensor:
 
 def _mapped(features: Tensor, map_: Tensor) -> Tensor:
     return F.normalize(features @ map_.T, dim=1)
+
+
+@dataclass(frozen=True)
+class Rapf(Frozen):
+    """Trains nothing; the classifier `rapf` has the paper's rule."""
+
+    name = "rapf"
+    classifiers = ("rapf", "bridge")

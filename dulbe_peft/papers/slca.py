@@ -1,4 +1,4 @@
-"""SLCA's classifier: a linear head that each task aligns anew on features drawn from the Gaussians of all classes.
+"""SLCA: LoRA at a small rate, and a linear head that each task aligns anew on features from all classes' Gaussians.
 
 x = sqrt(d) z,  score = W x + b
 head:       rows of a task's classes, trained on the task's features by the cross-entropy over these classes
@@ -9,6 +9,7 @@ alignment:  from task 2 on, all rows, from what their task has trained, on x ~ N
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -16,7 +17,8 @@ from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.fitting import KeptGaussians, fit, minibatches, next_task, task_generator
+from dulbe_peft.papers.fitting import KeptGaussians, fit, minibatches, next_task, task_generator
+from dulbe_peft.strategies.lora import Lora
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
 MOMENTUM, DECAY = 0.9, 5e-4  # of both trainings, as in the authors' configuration
@@ -128,3 +130,11 @@ def normed(scores: Tensor, task: Tensor) -> Tensor:
     """Scores, (n, C), over the mean over tasks, (C,), of the norm that an image's scores of a task's classes have."""
     parts = scores.split(task.unique_consecutive(return_counts=True)[1].tolist(), dim=1)  # a task's stand together
     return scores / (torch.stack([part.norm(dim=1) for part in parts]).mean(dim=0)[:, None] + 1e-7)
+
+
+@dataclass(frozen=True)
+class Slca(Lora):
+    """LoRA for all tasks, as in SLCA++, arXiv 2408.08295, read through SLCA's classifier."""
+
+    name = "slca"
+    classifiers = ("slca", "bridge")

@@ -24,8 +24,8 @@ from typing import Annotated
 import torch
 from annotated_types import Ge, Gt, Le
 
+from dulbe_peft.papers.projection_memory import ProjectionMemoryStrategy, Subspace, gpm, top_directions
 from dulbe_peft.strategies.base import INPUTS, Memory, Modes, NewTask
-from dulbe_peft.strategies.memories import ProjectionMemoryStrategy, Subspace, gpm, top_directions
 from dulbe_peft.subspaces.decompositions import to_float64
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.utils.records import Fraction

@@ -17,8 +17,14 @@ from dataclasses import dataclass
 
 import torch
 
+from dulbe_peft.papers.projection_memory import (
+    ProjectionMemoryStrategy,
+    Subspace,
+    directions_to_take,
+    gpm,
+    top_directions,
+)
 from dulbe_peft.strategies.base import GRADIENTS, Memory, Modes, NewTask
-from dulbe_peft.strategies.memories import ProjectionMemoryStrategy, Subspace, directions_to_take, gpm, top_directions
 from dulbe_peft.subspaces.decompositions import to_float64
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.utils.records import Fraction

@@ -8,13 +8,15 @@ score = tau (cos(x, w_c) + cos(x~, p~_c) + cos(x~, w~_c))          a task minimi
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.fitting import ReplayedMeans, fit, minibatches, stand_ins, task_generator
+from dulbe_peft.papers.fitting import ReplayedMeans, fit, minibatches, stand_ins, task_generator
+from dulbe_peft.strategies.frozen import Frozen
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
 MOMENTUM, DECAY = 0.9, 0.05  # of SGD, as in the authors' configurations
@@ -172,3 +174,11 @@ class ProofClassifier(ReplayedMeans):
     def _tensors(self) -> dict[str, Tensor]:
         tokens = self.text_embeds.float(), self.means.float(), self.prompts.float().view(-1, self.embed_dim)
         return beside_images(*tokens, self.logit_scale, {name: getattr(self, name).float() for name in NUMBERS})
+
+
+@dataclass(frozen=True)
+class Proof(Frozen):
+    """Trains nothing; the classifier `proof` has the paper's rule."""
+
+    name = "proof"
+    classifiers = ("proof", "bridge")

@@ -13,6 +13,7 @@ task's units. With pairs (i, j) of the batch and K(p, q) = mean over i of -log s
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -21,7 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.fitting import class_means, fit, minibatches, task_generator, uniform
+from dulbe_peft.papers.fitting import class_means, fit, minibatches, task_generator, uniform
+from dulbe_peft.strategies.frozen import Frozen
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed, Weight
 
 LENGTH = 10.0  # about the norm of CLIP's features before they are normalised
@@ -157,3 +159,11 @@ def contrast(one: Tensor, other: Tensor) -> Tensor:
 
 def _mapped(features: Tensor, unit: Tensor) -> Tensor:
     return F.normalize(features @ unit[:, :-1].T + unit[:, -1], dim=1)
+
+
+@dataclass(frozen=True)
+class Engine(Frozen):
+    """Trains nothing; the classifier `engine` has the paper's rule."""
+
+    name = "engine"
+    classifiers = ("engine", "bridge")

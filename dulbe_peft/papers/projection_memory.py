@@ -1,7 +1,4 @@
-"""What strategies remember of the inputs of finished tasks, layer by layer.
-
-Occupation statistics are S, the sum of X'X over the finished tasks. Gradient-projection memories say which input
-directions the finished tasks occupy, and which are free.
+"""Gradient-projection memories: which input directions of a layer the finished tasks occupy, and which are free.
 
 An energy matrix K, (d, d) in float64, says how much a task uses each direction: the energy of a unit vector v is v'Kv,
 and the energy of all directions is tr K. A method chooses K, for example X'X of the layer's inputs.
@@ -16,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from dulbe_peft.strategies.base import Memory, NewTask, Strategy
+from dulbe_peft.strategies.base import Memory, Strategy
 from dulbe_peft.subspaces.decompositions import (
     EPS64,
     eigh,
@@ -25,31 +22,9 @@ from dulbe_peft.subspaces.decompositions import (
     to_float64,
     top_eigenvectors,
 )
-from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 OCCUPIED, FREE = "occupied", "free"
 ROUNDING = 1e-12  # a share that is missed by less counts as reached
-
-
-def old_statistic(task: NewTask, name: str) -> torch.Tensor | None:
-    """S of the finished tasks at one layer, (d_in, d_in) in float64; None before the first."""
-    if not isinstance(task.memory, OccupationStatistics) or name not in task.memory:
-        return None
-    return to_float64(task.memory[name], f"statistics of layer {name!r}")
-
-
-@dataclass(frozen=True)
-class OccupationStrategy(Strategy):
-    """Remembers S: the inputs of every task's images, read by the model that has learned the task."""
-
-    remembers_inputs = True
-    remembers_more = True
-
-    def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
-        """S of the finished tasks + X'X."""
-        if isinstance(task.memory, OccupationStatistics):
-            inputs.merge(task.memory)  # this way round the old sums stay as they are until the task is committed
-        return inputs
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from dulbe_peft.strategies.base import INPUTS, Memory, Modes, NewTask
-from dulbe_peft.strategies.memories import OccupationStrategy, old_statistic
+from dulbe_peft.strategies.occupation import OccupationStrategy, old_statistic
 from dulbe_peft.subspaces.decompositions import fix_signs, orthonormal_complement, to_float64, top_eigenvectors
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.utils.settings import Positive

@@ -1,0 +1,1 @@
+"""Methods of other papers, one file a paper: its strategy, its classifier, or both."""

@@ -1,0 +1,77 @@
+"""Classes by name, of this package, of others that are installed, and of a program."""
+
+import subprocess
+import sys
+
+import pytest
+
+from dulbe_peft.utils.registry import Registry
+
+PLUGIN = """
+from dataclasses import dataclass
+from dulbe_peft.classifiers import PrototypeClassifier
+from dulbe_peft.strategies.frozen import Frozen
+
+class Centroid(PrototypeClassifier):
+    name = "centroid"
+
+@dataclass(frozen=True)
+class Still(Frozen):
+    name = "still"
+    classifiers = ("centroid", "lda")
+"""
+ENTRY_POINTS = """
+[dulbe_peft.classifiers]
+centroid = tiny_plugin:Centroid
+lda = tiny_plugin:Centroid
+[dulbe_peft.strategies]
+still = tiny_plugin:Still
+"""
+USE = """
+import sys, warnings
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    from dulbe_peft.classifiers import CLASSIFIERS, make_classifier
+    from dulbe_peft.strategies import STRATEGIES, make_strategy
+    assert "centroid" in CLASSIFIERS and "tiny_plugin" not in sys.modules
+    assert make_classifier("centroid", 8).name == "centroid"
+    assert make_strategy("still").classifiers == ("centroid", "lda") and {"still", "bofa"} < set(STRATEGIES)
+    assert make_classifier("lda", 8).__class__.__module__ == "dulbe_peft.classifiers.lda"
+print([str(one.message) for one in said if "tiny" in str(one.message)])
+"""
+
+
+def test_classes_of_an_installed_package_are_known_by_their_names(tmp_path):
+    (tmp_path / "tiny_plugin.py").write_text(PLUGIN)
+    info = tmp_path / "tiny_plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{USE}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "the classifier 'lda' of the package tiny-plugin is ignored: the name is taken" in done.stdout
+
+
+def test_a_class_is_imported_when_it_is_looked_up():
+    loaded = "'dulbe_peft.papers.bofa' in sys.modules"
+    lines = (
+        "import sys; from dulbe_peft.classifiers import CLASSIFIERS",
+        f"assert 'bofa' in CLASSIFIERS and not {loaded}",
+        f"CLASSIFIERS['bofa']; assert {loaded}",
+    )
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
+
+
+def test_a_name_has_one_class():
+    registry = Registry("animal", "nobody.uses", {"fraction": "fractions:Fraction"})
+    first, second = (type("Dog", (), {"name": "dog", "__module__": module}) for module in ("a", "b"))
+    registry.register(first)
+    registry.register(first)
+    assert registry["dog"] is first and list(registry) == ["fraction", "dog"] and len(registry) == 2
+    with pytest.raises(ValueError, match="the animal 'dog' is a:Dog already: choose another name for b:Dog"):
+        registry.register(second)
+    with pytest.raises(ValueError, match="leads to <class 'fractions.Fraction'>, whose name is None"):
+        registry["fraction"]
+    with pytest.raises(KeyError):
+        registry["cat"]
