@@ -194,7 +194,7 @@ def test_classes_that_cannot_be_registered_are_refused(page):
         (
             type("C", (base,), {"name": "mine", "file_stem": "head"}),
             ValueError,
-            "'head', which another classifier has",
+            "'head', which another",
         ),
     ):
         with pytest.raises(error, match=message):
