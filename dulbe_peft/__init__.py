@@ -12,7 +12,7 @@ from typing import Any
 from dulbe_peft.utils.extras import installed
 from dulbe_peft.utils.when_imported import when_imported
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 # Where each public name is at home: `__init__.pyi` lists them, for type checkers and for `__getattr__`.
 _STUB = (get_data(__name__, "__init__.pyi") or b"").decode()
