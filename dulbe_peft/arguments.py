@@ -24,11 +24,6 @@ MACHINE_SETTINGS = (
     "progress",
     "torch_compile",
 )
-# Settings of 0.2.0 that are gone, see `still_known`.
-GONE = {
-    **{"statistics": "exact", "num_depths": ..., "reliability_temperature": ...},
-    "mixed_precision": ("precision", {"no": "float32", "bf16": "bfloat16"}),
-}
 AUGMENTATIONS = ("crop", "flip", "affine")
 _LISTS_OF_NAMES = ("target_modules", "exclude_modules", "text_target_modules", "modules_to_save")
 

@@ -351,5 +351,5 @@ class ClassIncrementalLearner(WithoutTraining):
             check_model(state)
             learner = object.__new__(cls)
             learner._adopt(replace(state, source=origin or state.source))
-        learner.folder, learner.checksum = None if origin else folder.resolve(), manifest.sha256
+        learner.folder = None if origin else folder.resolve()
         return learner

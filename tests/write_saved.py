@@ -1,6 +1,7 @@
 """Write what this version saves, for a test that later versions load it: `python tests/write_saved.py FOLDER`.
 
-The folder then holds a frozen learner with several classifiers, a run that trained one, a bridge ensemble alone, and
+`tests/saved` has a folder for each release. That of the next release is written anew when what it saves changes. The
+folder then holds a frozen learner with several classifiers, a run that trained one, a bridge ensemble alone, and
 `answers.json`, what each of them answers.
 """
 
@@ -26,7 +27,9 @@ from dulbe_peft import (
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.demo import demo_model_folder, digit_images
 
-ARGS = LearnerArguments(epochs=1, batch_size=8, device="cpu", progress=False, prompt_template="the digit {}.")
+ARGS = LearnerArguments(
+    epochs=1, batch_size=8, device="cpu", precision="float32", progress=False, prompt_template="the digit {}."
+)
 
 
 def digits(start: int, stop: int) -> LabelledImages:

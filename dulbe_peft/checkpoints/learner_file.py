@@ -5,13 +5,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from dulbe_peft.arguments import GONE
 from dulbe_peft.checkpoints import base_models
 from dulbe_peft.checkpoints.layout import LEARNER_FILE
 from dulbe_peft.training.state import Estimates, LearnerState, Update
 from dulbe_peft.utils.folders import load_errors
 from dulbe_peft.utils.records import Count, Record, read_record
-from dulbe_peft.utils.settings import still_known
 
 
 class LearnerFile(Record):
@@ -20,10 +18,10 @@ class LearnerFile(Record):
     arguments: dict[str, Any]
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None
     base_model: base_models.BaseModel
-    class_texts: dict[str, list[str]] = {}
+    class_texts: dict[str, list[str]]
     classifiers: Annotated[list[str], Field(min_length=1)]
-    estimates: Estimates = Estimates()
-    graph: str | None = None
+    estimates: Estimates
+    graph: str | None
     memory: bool
     source: dict[str, str] | None
     step: Count
@@ -54,5 +52,4 @@ def describe(state: LearnerState, local: bool) -> LearnerFile:
 def read(folder: Path) -> LearnerFile:
     """What the file in a folder holds; else a `CheckpointError`."""
     with load_errors(folder):
-        found = read_record(folder / LEARNER_FILE, LearnerFile)
-        return found.model_copy(update={"arguments": still_known(found.arguments, GONE)})
+        return read_record(folder / LEARNER_FILE, LearnerFile)

@@ -99,7 +99,7 @@ def _on_this_machine(
 ) -> LearnerArguments:
     """The settings with those of the machine, in the precision that was asked for, or else in the learner's own."""
     settings = replace(args, **machine)
-    learned = saved.arguments.get("precision", "float32")
+    learned = saved.arguments["precision"]
     able = settings.backend != "onnx" and has_bfloat16(choose_device(settings.device))
     if learned == "int8":
         able = has_graph(saved.graph)
@@ -155,7 +155,7 @@ def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: se
 
 def read_known(folder: Path, names: Sequence[str], files: Container[str]) -> KnownImages:
     """Which images a saved learner of some classes has learned and was tested on."""
-    if saving.KNOWN_FILE not in files:  # release 0.2.0 noted none
+    if saving.KNOWN_FILE not in files:  # an upload without statistics has none
         return KnownImages(complete=not names)
     return KnownImages.from_arrays(*read_tensors(folder / saving.KNOWN_FILE), names)
 

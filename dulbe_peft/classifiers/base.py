@@ -343,14 +343,13 @@ class Classifier(CorrectedState):
     def refused(self, image_embeds: Tensor | np.ndarray, share: float) -> Tensor:
         """Which images are taken for none of the classes, (n,) booleans, because their novelty is too large.
 
-        An image of known classes like those of the newest tasks is refused with at most the chance `share`. Learners
-        of 0.2.0, which measured no novelty, go by the largest probability until they learn more.
+        An image of known classes like those of the newest tasks is refused with at most the chance `share`.
 
         Raises:
             ValueError: the newest tasks have too few images to promise it; the message says how many it takes.
         """
         share = check_share("reject", share, 0.05)
-        if distances(self) is None or not any(task.novelties for task in self.calibration):
+        if distances(self) is None:
             return self.probabilities(image_embeds).amax(dim=1) < self.rejection_threshold(share)
         return self.novelty(image_embeds) > calibration.novelty_threshold(self.calibration, share)
 

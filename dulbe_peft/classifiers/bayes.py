@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -91,11 +91,6 @@ class BayesClassifier(ClassSums):
         shape = len(self._features), len(self._kappas), len(self._rhos), len(TEMPERATURES)
         for name, sizes in (("losses", shape), ("judged", (2,)), ("by_text", (len(OMEGAS), len(SCALES)))):
             self.register_buffer(name, torch.zeros(sizes, dtype=torch.float64))
-
-    @classmethod
-    def _completed(cls, found: dict[str, Any]) -> dict[str, Any]:
-        table = torch.zeros(len(OMEGAS), len(SCALES))  # files of 0.2.0 have none
-        return {"by_text": table if any(isinstance(one, Tensor) for one in found.values()) else table.shape} | found
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """Texts stay. No map follows random features: their sums become 0, and an error that no choice takes."""
@@ -182,7 +177,7 @@ class BayesClassifier(ClassSums):
         return min(most, max(least, TOLD * told / max(1e-9, self._fit(0).explained(FEW_RHO))))
 
     def _told(self) -> float:
-        """The share of the labels' log-loss that the texts alone take away; 1/2 of a file of 0.2.0."""
+        """The share of the labels' log-loss that the texts alone take away; 1/2 before any image was judged."""
         worst = float(self.by_text[0, 0])
         return 1 - float(self.by_text.min()) / worst if worst else 0.5
 

@@ -57,7 +57,6 @@ class BridgeEnsembleHead(Classifier, kw_only=False):
     needs_text = True
     updates = True
     file_stem = "head"
-    gone = {"metric": "cosine"}
 
     def register(self) -> None:
         values, given = torch.linspace(0, 1, self.num_depths), vars(self).pop("depths")

@@ -39,7 +39,7 @@ class TaskTemperature(Record):
 
     log_temperature: float = Field(ge=-LIMIT, le=LIMIT)
     images: int = Field(ge=1)
-    worth: int | None = Field(ge=1, default=None)  # files of 0.2.0, where each image weighed alike, have none
+    worth: int = Field(ge=1)
     classes: int = Field(ge=2)
     own: tuple[Fraction, ...] = Field(max_length=MOST)
     largest: tuple[Fraction, ...] = Field(max_length=MOST)
@@ -115,7 +115,7 @@ def threshold(tasks: Sequence[TaskTemperature], kind: Literal["own", "largest"],
         Vovk et al., "Algorithmic Learning in a Random World", 2005; Sadinle et al., "Least Ambiguous Set-Valued
         Classifiers with Bounded Error Levels", 2019: 1 less the probability of the own class as the score.
     """
-    parts = ((np.asarray(getattr(task, kind)), task.worth or task.images) for task in tasks[::-1])
+    parts = ((np.asarray(getattr(task, kind)), task.worth) for task in tasks[::-1])
     # None are left after a merge.
     spread = [kept[np.linspace(0, len(kept) - 1, images).astype(int)] for kept, images in parts if len(kept)]
     return _order_statistic(spread, share)

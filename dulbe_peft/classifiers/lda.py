@@ -5,7 +5,7 @@ m_c = b + w_c (mu_c - b)                      b: mean of all mu_c,  w_c = n_c / 
 score = z' Sigma^-1 m_c - m_c' Sigma^-1 m_c / 2
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Gt, Le
@@ -50,14 +50,6 @@ class LdaClassifier(ClassSums):
 
     def register(self) -> None:
         self.keep_sums(self.embed_dim)
-
-    @classmethod
-    def _completed(cls, found: dict[str, Any]) -> dict[str, Any]:
-        """Files of 0.2.0 have means in place of sums."""
-        if not found.keys() >= {"means", "counts"}:
-            return found
-        means, counts = found.pop("means"), found["counts"]
-        return found | {"sums": means * counts[:, None] if isinstance(means, Tensor) else means}
 
     @property
     def means(self) -> Tensor:

@@ -17,7 +17,7 @@ from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils import hub
 from dulbe_peft.utils.devices import one_thread
 from dulbe_peft.utils.records import Record, first_problem, read_record, write_record
-from dulbe_peft.utils.settings import LEAST, check_settings, still_known
+from dulbe_peft.utils.settings import LEAST, check_settings
 from dulbe_peft.utils.tensors import is_finite, read_tensors, tensor_shapes, write_tensors
 
 T = TypeVar("T")
@@ -73,9 +73,7 @@ class GrowingState(nn.Module):
 
     name: ClassVar[str] = ""
     file_stem: ClassVar[str] = ""
-    gone: ClassVar[dict[str, Any]] = {}  # settings of files of 0.2.0, see `still_known`
     may_be_absent: ClassVar[tuple[str, ...]] = ()  # buffers of unit vectors of which rows may be zeros
-    came_later: ClassVar[dict[str, str]] = {}  # buffers that files of 0.2.0 lack -> the one that stands in there
 
     embed_dim: Annotated[int, Ge(2)]
     logit_scale: LogitScale = 100.0
@@ -313,29 +311,23 @@ class GrowingState(nn.Module):
         config = read_record(config_file, SavedClassifier)
         if config.name != cls.name:
             raise ValueError(f"{config_file} holds a classifier {config.name!r}, expected {cls.name!r}")
-        shapes, solved_shapes = _parted(cls._completed(tensor_shapes(tensors_file)))
-        arguments: Any = {"embed_dim": config.embed_dim, "logit_scale": config.logit_scale}
+        shapes, solved_shapes = _parted(tensor_shapes(tensors_file))
+        arguments: Any = {"embed_dim": config.embed_dim, "logit_scale": config.logit_scale, **config.settings}
         try:
-            arguments |= still_known(config.settings, cls.gone)
             with torch.device("meta"):
                 classifier = cls(**arguments)
             classifier.check_shapes(shapes, len(config.class_names))
             if solved_shapes and solved_shapes not in (known := classifier.solved_shapes(len(config.class_names))):
                 raise ValueError(f"what begins with {SOLVED!r} must be of the shapes {known}, got {solved_shapes}")
-            state, solved = _parted(cls._completed(read_tensors(tensors_file)[0]))
+            state, solved = _parted(read_tensors(tensors_file)[0])
             extra = ExtraState(class_names=config.class_names, calibration=config.calibration)
             classifier.load_state_dict({**state, EXTRA_STATE: extra.to_tensor()})
-            if solved:  # files of 0.2.0 have none
+            if solved:
                 classifier._derived["solved"] = {name: tensor.float() for name, tensor in solved.items()}
         except (ValueError, TypeError, RuntimeError, MemoryError) as error:
             raise ValueError(f"{cls.__name__} in {str(source)!r} cannot be loaded: {error}") from error
         classifier.source = {"repo_id": str(source), "commit": commit} if commit else config.source
         return classifier.eval()
-
-    @classmethod
-    def _completed(cls, found: dict[str, T]) -> dict[str, T]:
-        """What a file says of the tensors, with those that came after 0.2.0."""
-        return {name: found[other] for name, other in cls.came_later.items() if other in found} | found
 
     def push_to_hub(self, repo_id: str, *, commit_message: str | None = None, **options: Any) -> Any:
         """Upload what `save_pretrained` writes to a repository on the Hub; it is made where it does not exist.

@@ -161,7 +161,7 @@ def _stopped(ctx: click.Context | None, number: signal.Signals) -> int:
     """Say how to go on with a command that was stopped; returns the exit status."""
     _complain(f"dulbe-peft: stopped by {number.name}")
     name = ctx and ctx.invoked_subcommand
-    if ctx and name and (kept := ctx.meta.get("kept") or getattr(commands.get_command(ctx, name), "kept", "")):
+    if ctx and name and (kept := getattr(commands.get_command(ctx, name), "kept", "")):
         given = [word for word in ctx.obj if word != "--overwrite"]  # which would put aside what is kept
         command = [sys.executable, "-m", "dulbe_peft", *given]
         _complain(f"{kept}; to go on:\n{shlex.join(command)}")

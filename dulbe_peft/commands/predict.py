@@ -5,12 +5,12 @@
   find . -name '*.jpg' | dulbe-peft predict out -
 
 Folders are read at any depth. A file that cannot be read is reported on standard error and
-stepped over. Answers are printed as they come, and the same command goes on with a table that
-was interrupted. Novelty says how unlike all that was learned an image is. With
---reject 0.05, an image is "none of these" where its novelty is above that of all but 5 % of the
-training images, each left out. `dulbe-peft evaluate --reject` measures how many images of known
-classes that refuses. With --coverage 0.95, each image gets all classes that it may be of; the
-right one is among them for 95 of 100 images of known classes.
+stepped over. Answers are printed as they come, files are written at the end. Give a command that
+was stopped again: the feature store has what was encoded. Novelty says how unlike all that was
+learned an image is. With --reject 0.05, an image is "none of these" where its novelty is above
+that of all but 5 % of the training images, each left out. `dulbe-peft evaluate --reject` measures
+how many images of known classes that refuses. With --coverage 0.95, each image gets all classes
+that it may be of; the right one is among them for 95 of 100 images of known classes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,10 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from csv import writer
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import click
 
 from dulbe_peft.commands.named import FOLDER, check_images, claim, say_next
 from dulbe_peft.commands.options import OVERWRITE, File, Folder, Load, Share, command, learner_options
@@ -37,7 +34,6 @@ from dulbe_peft.utils.terminal import counted, printable
 if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.metrics.prediction import Prediction
-    from dulbe_peft.utils.tables import Kept
 
 NONE = "none of these"
 ROOT = "dulbe"  # of the keywords that are guesses, which tells them from a person's
@@ -76,41 +72,30 @@ def predict(
     workers = min(8, os.cpu_count() or 1)  # with a small model, reading files takes longer than the model does
     loaded = load(num_workers=workers if many else 0)
     from dulbe_peft.classifiers.calibration import HARDLY
-    from dulbe_peft.utils.folders import json_sha256
-    from dulbe_peft.utils.tables import kept, sorted_folder
+    from dulbe_peft.utils.tables import only_writer, sorted_folder
 
     area = None if reject is None else loaded.classifier.roc_area
     if area is not None and area < HARDLY:
         print(NOT_TOLD.format(100 * area), file=sys.stderr)
     how = {"top_k": top_k, "reject": reject, "coverage": coverage, "novelty": bool(csv or json_file)}
-    began = {"learner": loaded.checksum, "classifier": loaded.classifier.name}
-    began["encoded in"] = loaded.encoder.way[0]
-    began["images"] = json_sha256([(image, os.path.abspath(image)) for image in images])
-    began["sort into"] = sort_into and os.path.realpath(sort_into)
-    answers: dict[str, Prediction] = {}
+    rows: list[Prediction] = []
     with ExitStack() as opened:
         copy = opened.enter_context(sorted_folder(sort_into)) if sort_into else None
-        table = opened.enter_context(kept(csv, began | how, overwrite)) if csv and not is_stream(csv) else None
-        if table is not None:
-            click.get_current_context().meta["kept"] = f"the answers so far are kept in {table.path}"
-            answers = _answers_before(table)
-        before = len(answers)
-        for row in _answers(loaded, images, {*answers}, how, named=csv is not None):
-            answers[row.image] = row
+        if csv and not is_stream(csv):
+            opened.enter_context(only_writer(csv))
+        for row in _answers(loaded, images, how, named=csv is not None):
+            rows.append(row)
             if row.error is not None:
                 print(f"dulbe-peft: {printable(row.image)} cannot be read: {row.error}", file=sys.stderr)
                 continue
             if not (csv or json_file or exiftool):
                 print(_line(row), flush=True)
-            if copy is not None:  # before its line, which stands for the copy, too
+            if copy is not None:
                 copy(Path(row.image), row.classes[0] if row.known else NONE)
-            if table is not None:
-                table.add(row.image, asdict(row))
-        rows = list(answers.values())
         _write(rows, csv, json_file, exiftool)
     written = [file for file in (csv, json_file, exiftool, sort_into) if file not in (None, "-")]
     if csv or json_file or exiftool or sort_into or reject is not None or any(row.error is not None for row in rows):
-        _sum_up(rows[before:], before, reject is not None, written)
+        _sum_up(rows, reject is not None, written)
     if written and sort_into is None and "-" not in paths:
         which = {"classifier": loaded.classifier.name, "reject": reject, "sort_into": "sorted"}
         say_next("predict", learner, *paths, **which, to=sys.stderr)
@@ -131,27 +116,12 @@ def _images(paths: Iterable[str]) -> Iterator[str]:
         yield from (os.fsdecode(line.rstrip(b"\r")) for line in lines if line.strip())
 
 
-def _answers_before(table: Kept) -> dict[str, Prediction]:
-    """What an earlier call answered, but for images that are gone; raises where one is another image by now."""
-    from dulbe_peft.metrics.prediction import Prediction
-
-    found = {}
-    for image, row in table.done.items():
-        with suppress(OSError):
-            facts = os.stat(image)
-            if max(facts.st_mtime, facts.st_ctime) > table.since:
-                raise ValueError(f"{image} has changed since {table.path} was written: begin anew with --overwrite")
-            found[image] = Prediction(**row)
-    return found
-
-
 def _answers(
-    learner: ClassIncrementalLearner, images: list[str], done: set[str], how: dict[str, Any], named: bool
+    learner: ClassIncrementalLearner, images: list[str], how: dict[str, Any], named: bool
 ) -> Iterator[Prediction]:
     """The answers, a batch of images for each reading process at once; an image that is named twice has one.
 
-    Which images are answered together may change the last bits of a probability. So a call that goes on answers again
-    for all of a batch that was begun, and gives those of its answers that are not `done`. A table has them by `named`.
+    `named`: a table is to have them by their names.
     """
     from dulbe_peft.data.unlabelled import unlabelled_images
 
@@ -162,17 +132,14 @@ def _answers(
         raise ValueError(f"--csv would call two images {shown!r}, for it writes some characters as others: rename one")
     names, most = list(places), learner.args.eval_batch_size * max(1, learner.args.num_workers)
     size = -(-len(names) // -(-len(names) // most))  # all about alike: a last one of a few images would not be stored
-    for batch in (names[start : start + size] for start in range(0, len(names), size)):
-        if not done.issuperset(batch):
-            rows = learner.predictions(every.at([places[name] for name in batch]), **how)
-            yield from (row for row in rows if row.image not in done)
+    for start in range(0, len(names), size):
+        yield from learner.predictions(every.at([places[name] for name in names[start : start + size]]), **how)
 
 
-def _sum_up(new: list[Prediction], before: int, rejects: bool, files: list[Any]) -> None:
-    unread = sum(row.error is not None for row in new)
-    parts = [counted(len(new) - unread, "image")]
-    parts += [f"{before} were answered before"] * bool(before)
-    parts += [f"{sum(not row.known for row in new)} of them {NONE}"] * rejects
+def _sum_up(rows: list[Prediction], rejects: bool, files: list[Any]) -> None:
+    unread = sum(row.error is not None for row in rows)
+    parts = [counted(len(rows) - unread, "image")]
+    parts += [f"{sum(not row.known for row in rows)} of them {NONE}"] * rejects
     parts += [f"{unread} could not be read"] * bool(unread)
     print(", ".join(parts) + (f"; written: {' and '.join(map(str, files))}" if files else ""), file=sys.stderr)
 

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import quote
 
 import torch
-from pydantic import Field
 
 from dulbe_peft.checkpoints.layout import TIMINGS_FILE, task_folders
 from dulbe_peft.classifiers.registry import CLASSIFIERS, parse_classifier
@@ -61,7 +60,6 @@ class CellRecord(Record):
     class_names: list[list[str]]
     logit_scale: float
     text_embeds: str
-    bridge: Annotated[dict[str, Any], Field(exclude=True)] = {}  # of 0.2.0: settings that a row's classifier has now
     cost: Cost
     text: bool
     data: list[str | None]
@@ -241,14 +239,10 @@ def ask(folder: Path, row: Row, cell: CellRecord) -> None:
     write_tensors(path, tensors, {"facts": facts.model_dump_json()})
 
 
-def _answer_settings(cell: CellRecord, row: Row, gone: bool = False) -> dict[str, Any]:
-    """What tells the answers of a run and a row from those of others, and from those that other defaults gave.
-
-    With `gone`, as files of 0.2.0 have it.
-    """
+def _answer_settings(cell: CellRecord, row: Row) -> dict[str, Any]:
+    """What tells the answers of a run and a row from those of others, and from those that other defaults gave."""
     recipe = parse_classifier(row.classifier)
-    settings = recipe.settings | (recipe.kind.gone if gone else {})
-    made = {"classifier": [recipe.kind.name, cell.logit_scale, settings], "drift": row.drift}
+    made = {"classifier": [recipe.kind.name, cell.logit_scale, recipe.settings], "drift": row.drift}
     return as_json({"run": cell.settings, "text_embeds": cell.text_embeds} | made)
 
 
@@ -260,7 +254,7 @@ def read_answers(folder: Path, row: Row, cell: CellRecord) -> tuple[list[Answers
         facts = AnswersFacts.model_validate_json(metadata["facts"])
         steps = range(1, len(cell.class_names) + 1)
         answers = [Answers(*(tensors[f"{name} {step}"] for name in _TYPES)) for step in steps]
-        if facts.settings not in (_answer_settings(cell, row), _answer_settings(cell, row, gone=True)):
+        if facts.settings != _answer_settings(cell, row):
             raise ValueError("it is of another run, classifier or version")
     except (ValueError, KeyError) as error:
         raise ValueError(f"{damage(path, error)}; remove the file, and it is asked again") from error

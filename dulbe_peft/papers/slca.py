@@ -60,7 +60,6 @@ class SlcaClassifier(KeptGaussians):
     name = "slca"
     summary = "SLCA's rule: a linear layer, trained after every task on features drawn like those of all classes"
     belongs_to = "slca"
-    came_later = {"trained_weight": "weight", "trained_bias": "bias"}
 
     def register(self) -> None:
         super().register()

@@ -51,7 +51,6 @@ class Pictures(Record):
     """`pictures/index.json`: the surest mistakes, a few images a class, what is left out, copies."""
 
     mistakes: list[Example] = []
-    hits: list[Example] = []  # earlier releases showed them
     classes: list[Example] = []
     left_out: list[str] = []
     copies: list[Copy] = []
@@ -132,9 +131,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunFolder:
         newest, settings, order = path, {"strategy": results["strategy"], **results["configuration"]}, []
     else:
         raise ValueError(f"{path} holds neither {RESULTS_FILE} nor a finished task's folder: nothing to report")
-    if blocks := results.get("classifiers"):  # release 0.2.0 sorted them; the learner's own order counts
-        order = list(dict.fromkeys([*(name for name in order if name in blocks), *blocks]))
-        results["classifiers"] = {name: blocks[name] for name in order}
+    order = order or list(results.get("classifiers", {}))
     learned = results["class_names"]
     timings = (_read(path / TIMINGS_FILE, Timings) or {"tasks": []})["tasks"]
     none = [None] * len(learned)

@@ -40,7 +40,6 @@ class Row(Record):
     classifiers: dict[str, Score] = {}
     baselines: dict[str, Score] = {}
     images_by_class: dict[str, Annotated[int, Field(ge=1)]] = {}
-    ahead: dict[str, Any] | None = None  # of 0.2.0, which could test tasks that were still to come
 
     @model_validator(mode="after")
     def _classes_are_the_tested_ones(self) -> Self:

@@ -14,12 +14,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dulbe_peft.arguments import GONE
 from dulbe_peft.checkpoints import layout, learner_file, loading
 from dulbe_peft.checkpoints.base_models import digest
 from dulbe_peft.checkpoints.layout import RESULTS_FILE, TIMINGS_FILE
 from dulbe_peft.checkpoints.learner_file import LearnerFile
-from dulbe_peft.classifiers.registry import CLASSIFIERS
 from dulbe_peft.data.known import KnownImages, compared
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE
@@ -32,7 +30,7 @@ from dulbe_peft.utils import folders
 from dulbe_peft.utils.devices import has_bfloat16
 from dulbe_peft.utils.folders import CheckpointError, library_versions
 from dulbe_peft.utils.records import Record, first_problem
-from dulbe_peft.utils.settings import flat_settings, still_known
+from dulbe_peft.utils.settings import flat_settings
 from dulbe_peft.utils.tensors import whole_digest
 
 # What a run writes beside the task folders, and what its caller may draw from it.
@@ -50,7 +48,7 @@ class Beginning(Record):
     sha256: str | None
 
 
-class Identity(Record, extra="ignore"):  # release 0.2.0 noted also the finished tasks
+class Identity(Record):
     """What must be the same for a run to be the same one, beside its finished tasks."""
 
     adapter: dict[str, Any]
@@ -124,12 +122,9 @@ def check_new(learner: StateHolder, own: Sequence[Task], output: Path, resumes: 
 
 
 def newest_of_run(
-    learner: StateHolder, stream: Sequence[Task], output: Path, texts: Texts, drawn: bool
+    learner: StateHolder, stream: Sequence[Task], output: Path, texts: Texts
 ) -> tuple[Path, Identity] | None:
-    """The newest whole task folder and its run's identity, if any; raises where the run is another one.
-
-    `drawn`: the tasks have a part of their data's images, which was drawn.
-    """
+    """The newest whole task folder and its run's identity, if any; raises where the run is another one."""
     found = layout.newest_task(output, print_once)
     if found is None:
         return None
@@ -139,9 +134,6 @@ def newest_of_run(
     except ValidationError as error:
         raise CheckpointError(f"{folder / folders.MANIFEST} is damaged or foreign: {first_problem(error)}") from error
     with folders.load_errors(folder):
-        rules = {n: still_known(own, CLASSIFIERS[n].gone) for n, own in saved.classifiers.items() if n in CLASSIFIERS}
-        now = {"arguments": still_known(saved.arguments, GONE), "classifiers": saved.classifiers | rules}
-        saved = saved.model_copy(update=now)
         learned = learner_file.read(folder)
         known = loading.read_known(folder, [n for task in learned.tasks for n in task], manifest.files)
     current, began = identity_of(learner.state), saved.arguments.get("precision")
@@ -150,7 +142,7 @@ def newest_of_run(
     first = len(saved.start.tasks)
     finished = dict(enumerate(stream[: len(learned.tasks) - first], first + 1))
     differences = _differences(saved, current, learned, finished, texts)
-    images = _other_images(finished, known, drawn, learner.args.teacher == "cached")
+    images = _other_images(finished, known, learner.args.teacher == "cached")
     reason = next(chain(differences, images), None)
     if reason is not None:
         raise ValueError(f"{folder} belongs to {reason}")
@@ -211,18 +203,9 @@ def _changes(saved: Identity, current: Identity) -> str:
     return ""
 
 
-def _other_images(finished: Mapping[int, Task], known: KnownImages, drawn: bool, look: bool) -> Iterator[str]:
+def _other_images(finished: Mapping[int, Task], known: KnownImages, look: bool) -> Iterator[str]:
     """The same by the finished tasks' images, class and content; without `look`, what is no file by class alone."""
     for number, task in finished.items():
-        noted = any(known.learned.get(name) for name in task.class_names)
-        if not noted and drawn:
-            yield (
-                "a run of release 0.2.0, which drew images by their names and would draw others: finish it with that "
-                "release, or go on with `dulbe-peft learn`"
-            )
-        if not noted:
-            print_once(f"task {number} is of release 0.2.0: whether its images changed is not known")
-            continue
         for kind, noted_of, images in (("training", known.learned, task.train), ("test", known.tested, task.test)):
             _, fresh, gone = compared(images, noted_of, task.class_names, look=look or images is None or images.stored)
             if fresh or gone:

@@ -24,7 +24,7 @@ from dulbe_peft.metrics.features import FEATURES_FOLDER, SUFFIX, TaskFeatures
 from dulbe_peft.runs import progress, resume
 from dulbe_peft.runs.progress import SOURCES_FILE, FinishedTask, Row
 from dulbe_peft.runs.results import stream_results
-from dulbe_peft.runs.sources import DRAWN, print_once
+from dulbe_peft.runs.sources import print_once
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.training.holding import StateHolder
 from dulbe_peft.utils import folders
@@ -96,9 +96,8 @@ def run_stream(
 def _open(learner: StateHolder, own: list[Task], output: Path, options: RunOptions) -> "Run":
     """The run in a folder where it was left, or a new one; the learner's state is that of its newest task."""
     texts = check_class_texts(options.class_texts or {}, {name for task in own for name in task.class_names})
-    drawn = any((options.source or {}).get(name) is not None for name in DRAWN)
     past = on_main_process(partial(progress.known_tasks, learner)) if options.past is None else list(options.past)
-    find = partial(resume.newest_of_run, learner, own, output, texts, drawn)
+    find = partial(resume.newest_of_run, learner, own, output, texts)
     found = on_main_process(find) if options.resume else None
     if found is None:
         resume.check_new(learner, own, output, options.resume)

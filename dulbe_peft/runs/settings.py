@@ -11,8 +11,8 @@ from typing import Annotated, Any, get_args, get_origin
 
 from annotated_types import Gt, Lt
 
-from dulbe_peft.arguments import GONE, AdapterSettings, LearnerArguments
-from dulbe_peft.utils.settings import AtLeastOne, check_settings, check_value, field_types, setting, still_known
+from dulbe_peft.arguments import AdapterSettings, LearnerArguments
+from dulbe_peft.utils.settings import AtLeastOne, check_settings, check_value, field_types, setting
 
 Part = Annotated[float, Gt(0), Lt(1)]  # of the images
 
@@ -78,7 +78,6 @@ class StreamArguments:
         return make_strategy(self.strategy), asked
 
 
-_GONE = {"resume": True, "test_ahead": False, "max_tasks": None}  # settings of 0.2.0, see `still_known`
 GROUPS: dict[str, Any] = {"stream": StreamArguments, "adapter": AdapterSettings, "learner": LearnerArguments}
 
 
@@ -130,7 +129,6 @@ def setting_values(loaded: dict[str, Any], owner: str) -> dict[str, Any]:
     from dulbe_peft.utils.specs import closest
 
     hints = {name: hint for kind in GROUPS.values() for name, hint in field_types(kind).items()}
-    loaded = still_known(loaded, _GONE | {name: now for name, now in GONE.items() if isinstance(now, tuple)})
     for name in loaded:
         if name not in hints:
             hint = closest(str(name), sorted(hints)).partition(" (known")[0]

@@ -26,7 +26,6 @@ _READING = ("vocabulary", "image_column", "label_column")  # arguments of `load_
 DATA_FIELDS = (*_SPLITS, "strict", "class_names", *_READING)
 _DRAWS = ("validation_fraction", "images_per_class", "draw_seed")
 FIELDS = (*DATA_FIELDS, *_DRAWS)
-DRAWN = ("test_fraction", "validation_fraction", "images_per_class")  # of which one means a part of the images
 
 
 def source_of(stream: StreamArguments) -> dict[str, Any]:
@@ -181,15 +180,10 @@ def _found(
 
     from dulbe_peft.data.known import compared
 
-    noted = any(known.tested.get(name) for name in names)
-    if not noted and known.complete:
-        return None
-    if not noted:  # by release 0.2.0
-        if source.get("test") is None or any(source.get(name) for name in ("test_fraction", "validation_fraction")):
-            raise ValueError("release 0.2.0 held them back, and did not note which these were")
-        part = parts[0]
-        print_once(f"release 0.2.0 noted the test images in {source['data']}: whether they changed is not known")
-        return part.select([name for name in names if name in part.class_names])
+    if not any(known.tested.get(name) for name in names):
+        if known.complete:
+            return None
+        raise ValueError("this learner has no notes of its images")
     for part in parts:
         found, _, gone = compared(part, known.tested, names, renamed)
         if not gone:
@@ -205,7 +199,7 @@ def new_images(images: LabelledImages, known: KnownImages) -> LabelledImages:
         was = f", learned as {learned!r} before" if reason == "of another class" else ""
         print_once(f"left out, for they would count twice: {len(which)} {reason}, such as {name}{was} (--again)")
     if not known.complete:
-        print_once("release 0.2.0 began this learner and noted no images: it cannot know whether these are new")
+        print_once("this learner has no notes of its images: whether these are new is not known")
     return images.at(rows)
 
 

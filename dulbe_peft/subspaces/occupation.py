@@ -21,11 +21,9 @@ FORMAT = "dulbe-occupation-statistics-1"
 
 
 class _Layout(Record):
-    """A file's metadata: the layers that share each matrix. The other fields are in files of 0.2.0 alone."""
+    """A file's metadata: the layers that share each matrix."""
 
     groups: list[Annotated[list[str], MinLen(1)]]
-    sketch_rows: int | None = None
-    errors: dict[str, float] = {}
 
 
 class OccupationStatistics(Mapping[str, torch.Tensor]):
@@ -119,7 +117,7 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
         """Write one safetensors file, each distinct matrix once, the sharing in its metadata."""
         tensors = {names[0]: self._matrices[names[0]] for names in self.groups}
         layout = _Layout(groups=[list(names) for names in self.groups])
-        write_tensors(path, tensors, {FORMAT: layout.model_dump_json(include={"groups"})})
+        write_tensors(path, tensors, {FORMAT: layout.model_dump_json()})
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> Self:
@@ -131,8 +129,6 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
             layout = _Layout.model_validate_json(metadata[FORMAT])
         except ValidationError as error:
             raise ValueError(f"{path}: metadata is damaged or foreign: {first_problem(error)}") from error
-        if layout.sketch_rows is not None:
-            raise ValueError(f"{path} holds sketches: release 0.2.0 reads them, and later ones do not")
         if {group[0] for group in layout.groups} != set(tensors):
             raise ValueError(f"{path} holds matrices {sorted(tensors)}, its metadata lists {layout.groups}")
         stats = cls()

@@ -66,7 +66,6 @@ class StateHolder(TakesTurns):
         self.record: TaskRecord | None = None
         self.closing: ClosingPass | None = None
         self.folder: Path | None = None
-        self.checksum: str | None = None
         self.log: Log | None = None
         super().__init__()
 

@@ -124,7 +124,7 @@ class WithoutTraining(StateHolder):
             if named is None:
                 images[row]  # which says why it cannot be read
             if named is None or named not in learned:
-                unsure = "" if state.known.complete else ", as far as is known: release 0.2.0 noted no images"
+                unsure = "" if state.known.complete else ", as far as is known: this learner has no notes of images"
                 raise ValueError(f"{images.item_name(row)} has not been learned{unsure}, so it cannot be forgotten")
             rows.setdefault(named, row)
         data = encoder.images(images.at(list(rows.values())))

@@ -4,7 +4,6 @@ pydantic checks them. It is imported with the first check, so that a command's f
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import field, fields
 from functools import cache
 from numbers import Real
@@ -80,22 +79,6 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     return float(value) if isinstance(value, Real) and not isinstance(value, int) else value
-
-
-def still_known(saved: Mapping[str, Any], gone: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a file of 0.2.0 as they are called now.
-
-    `gone` has, by name, the one value that is left, or ... where another file has the setting, or its new name and
-    what each old value is there.
-    """
-    found = {name: value for name, value in saved.items() if name not in gone}
-    for name in saved.keys() & gone.keys():
-        now, old = gone[name], saved[name]
-        if isinstance(now, tuple) and old in now[1]:
-            found[now[0]] = now[1][old]
-        elif now is not ... and old != now:
-            raise ValueError(f"{name}={old!r} is gone: release 0.2.0 reads this, and later ones do not")
-    return found
 
 
 def flat_settings(settings: dict[str, Any], path: str = "") -> dict[str, Any]:

@@ -36,8 +36,8 @@ def test_the_temperature_minimises_the_loss():
 
 
 def fitted(log_temperature=0.0, images=30, classes=10, own=()):
-    own = tuple(own)
-    return TaskTemperature(log_temperature=log_temperature, images=images, classes=classes, own=own, largest=own)
+    facts = {"log_temperature": log_temperature, "images": images, "worth": images, "classes": classes}
+    return TaskTemperature(**facts, own=tuple(own), largest=tuple(own))
 
 
 def test_temperatures_of_tasks_are_a_line_over_the_classes_that_the_newest_ones_pull_most():

@@ -1,4 +1,4 @@
-"""`predict` and `evaluate` on the command line: answers that come one by one, tables that go on, images sorted."""
+"""`predict` and `evaluate` on the command line: answers that come one by one, whole tables, images sorted."""
 
 import json
 import os
@@ -7,9 +7,8 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from dataclasses import replace
-from unittest.mock import DEFAULT, Mock
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from lives import content
@@ -18,7 +17,9 @@ from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.classifiers import Classifier
 from dulbe_peft.commands.main import main
 from dulbe_peft.demo import demo_model_folder
+from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.utils.files import read_csv
+from dulbe_peft.utils.tables import only_writer
 
 MACHINE = ["--device", "cpu", "--no-progress", "--num-workers", "0"]
 
@@ -37,124 +38,126 @@ def learner(folders, tmp_path_factory):
     return out
 
 
-def test_answers_come_batch_by_batch_and_a_table_goes_on(learner, folders, tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def reads(monkeypatch):
+    """How often each image was read to be encoded, by its content."""
+    counts, read = Counter(), PixelDataset.__getitem__
+
+    def counted(self, index):
+        found = read(self, index)
+        counts[found[3]] += 1
+        return found
+
+    monkeypatch.setattr(PixelDataset, "__getitem__", counted)
+    return counts
+
+
+def test_answers_come_batch_by_batch_until_a_signal(learner, folders, capsys, monkeypatch):
+    stop_at(3, monkeypatch)
+    assert main(["predict", str(learner), str(folders / "test"), "--eval-batch-size", "2", *MACHINE]) == 130
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == 4 and captured.err == "dulbe-peft: stopped by SIGINT\n"
+
+
+def stop_at(batch, monkeypatch):
+    """Ctrl-C at a batch of `predict`, once."""
     predictions, calls = ClassIncrementalLearner.predictions, []
 
     def answer(*arguments, **keywords):
-        """Ctrl-C at the third batch of two images, of which nothing is novel."""
         calls.append(1)
-        if len(calls) == 3:
+        if len(calls) == batch:
             signal.raise_signal(signal.SIGINT)
-        return [replace(row, novelty=-7.613412345) for row in predictions(*arguments, **keywords)]
+        return predictions(*arguments, **keywords)
 
     monkeypatch.setattr(ClassIncrementalLearner, "predictions", answer)
-    command = ["predict", str(learner), str(folders / "test"), "--eval-batch-size", "2", *MACHINE]
-    assert main(command) == 130
-    captured = capsys.readouterr()
-    assert len(captured.out.splitlines()) == 4 and captured.err == "dulbe-peft: stopped by SIGINT\n"
-    calls.clear()
-    file, partial = tmp_path / "answers.csv", tmp_path / "answers.csv.partial"
-    command += ["--csv", str(file), "--top-k"]
-    assert main([*command, "2"]) == 130
-    said = capsys.readouterr().err
-    assert f"the answers so far are kept in {partial}; to go on:" in said and not file.exists()
-    assert len(partial.read_bytes().splitlines()) == 1 + 4
-    partial.write_text(partial.read_text()[:-3])  # a line that was cut off
-    assert main([*command, "3"]) == 2 and "was begun with other settings" in capsys.readouterr().err
-    calls.clear()
-    calls += "no more Ctrl-C"
-    as_json = ["--json", str(tmp_path / "answers.json")]
-    assert main([*command, "2", *as_json]) == 0 and not partial.exists()
-    assert len(calls) == len("no more Ctrl-C") + 5, "three of twelve images had whole answers"
-    assert "9 images, 3 were answered before" in capsys.readouterr().err
-    found, also = read_csv(file), json.loads((tmp_path / "answers.json").read_text())
-    assert main([*command, "2", "--overwrite"]) == 0 and read_csv(file) == found and len(found) == 1 + 2 * 12
-    assert {row[3] for row in found[1:]} == {"-7.61341"}, "a number, and no formula"
-    assert [row["path"] for row in also] == [row[0] for row in found[1::2]], "those of before stand in all files"
-    assert main([*command, "2", "--coverage", "0.75"]) == 2 and "give one of them" in capsys.readouterr().err
 
 
 @pytest.fixture
-def begun(learner, folders, tmp_path, monkeypatch, capsys):
-    """A command whose table and copies were stopped after the fifth of twelve images, by an error of the disk."""
-    images = shutil.copytree(folders / "test", tmp_path / "images")
-    shutil.copytree(learner, tmp_path / "out")
-    command = ["predict", str(tmp_path / "out"), str(images), "--csv", str(tmp_path / "t.csv")]
-    command += ["--sort-into", str(tmp_path / "sorted"), "--eval-batch-size", "4", *MACHINE]
-    full = Mock(wraps=shutil.copyfileobj, side_effect=[DEFAULT] * 5 + [OSError(28, "No space left on device")])
+def stopped(learner, digit_folders, tmp_path, monkeypatch, capsys):
+    """A command that was stopped when two of its three batches of eight images were answered."""
+    images = shutil.copytree(digit_folders(4, 8, 6) / "test", tmp_path / "images")
+    command = ["predict", str(learner), str(images), "--csv", str(tmp_path / "t.csv"), "--top-k", "2"]
+    command += ["--sort-into", str(tmp_path / "sorted"), "--eval-batch-size", "8", *MACHINE]
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "copyfileobj", full)
-        assert main(command) == 2
-    assert "No space left on device" in capsys.readouterr().err
+        stop_at(3, patch)
+        assert main(command) == 130
+    assert {path.name for path in tmp_path.iterdir()} == {"images", "sorted"}
+    assert len(content(tmp_path / "sorted")) == 16
     return command
 
 
-def test_an_answer_of_a_photograph_that_is_gone_is_in_no_table(begun, tmp_path, capsys):
-    first = min((tmp_path / "images").rglob("*.png"))
-    first.unlink()
-    assert main([*begun, "--json", str(tmp_path / "t.json")]) == 0
-    assert "7 images, 4 were answered before" in capsys.readouterr().err
-    for file in ("t.csv", "t.json"):
-        text = (tmp_path / file).read_text()
-        assert text.count(".png") == 11 and str(first) not in text
-
-
-def test_a_row_comes_after_its_copy_and_what_goes_on_ends_alike(begun, tmp_path, capsys):
-    partial, sort = tmp_path / "t.csv.partial", tmp_path / "sorted"
-    assert len(partial.read_bytes().splitlines()) == 1 + 5 and len(list(sort.rglob("*.png"))) == 5
-    assert main(begun) == 0 and "7 images, 5 were answered before" in capsys.readouterr().err
-    whole = [*begun]
+def whole(command, root, monkeypatch):
+    """The table and the sorted images of a command that nothing stops, and that knows no feature."""
+    command = [*command]
     for flag, name in (("--csv", "whole.csv"), ("--sort-into", "whole")):
-        whole[whole.index(flag) + 1] = str(tmp_path / name)
-    assert main(whole) == 0
-    assert (tmp_path / "whole.csv").read_bytes() == (tmp_path / "t.csv").read_bytes()
-    assert content(sort) == content(tmp_path / "whole") and len(content(sort)) == 12
-    assert {path.name for path in tmp_path.iterdir()} == {"images", "out", "sorted", "t.csv", "whole", "whole.csv"}
+        command[command.index(flag) + 1] = str(root / name)
+    with monkeypatch.context() as patch:
+        patch.setenv("DULBE_PEFT_STORE", str(root / "another.sqlite"))
+        assert main(command) == 0
+    return read_csv(root / "whole.csv"), content(root / "whole")
 
 
-def relearned(root, command):
-    """Another learner at the same path."""
-    (root / "out").rename(root / "other")
-    assert main(["forget", str(root / "other"), "zero", "--output", str(root / "out"), "--device", "cpu"]) == 0
+def check_equal(table, expected):
+    """Up to what other batches change in features of float32."""
+    assert [row[:2] for row in table] == [row[:2] for row in expected]
+    for column, limit in ((2, 1e-5), (3, 1e-3)):
+        found, others = ([float(row[column]) for row in rows[1:]] for rows in (table, expected))
+        assert found == pytest.approx(others, rel=1e-4, abs=limit)
 
 
-def elsewhere(root, command):
-    command[command.index("--sort-into") + 1] = str(root / "elsewhere")
+def test_a_stopped_command_given_again_encodes_what_is_missing_alone(stopped, tmp_path, reads, capsys, monkeypatch):
+    assert main([*stopped, "--json", str(tmp_path / "t.json")]) == 0
+    assert len(reads) == 8 and set(reads.values()) == {1}
+    assert "24 images; written:" in capsys.readouterr().err
+    table = read_csv(tmp_path / "t.csv")
+    assert len(table) == 1 + 2 * 24 and len(json.loads((tmp_path / "t.json").read_text())) == 24
+    expected, copies = whole(stopped, tmp_path, monkeypatch)
+    check_equal(table, expected)
+    assert content(tmp_path / "sorted") == copies and len(copies) == 24
 
 
-def edited(root, command):
-    """Another photograph under the name of one that was answered, with an old date as `cp -p` gives it."""
-    time.sleep(0.05)  # times of files are not exact
-    shutil.copy(next((root / "images" / "zero").iterdir()), root / "images" / "one" / "10.png")
-    os.utime(root / "images" / "one" / "10.png", (1, 1))
+def other_card(root):
+    """Other photographs under the same names, as old as the first ones."""
+    (root / "images").rename(root / "first card")
+    for place in (root / "first card").rglob("*.png"):
+        other = next((root / "first card" / {"one": "zero", "zero": "one"}.get(place.parent.name, "two")).iterdir())
+        copy = root / "images" / place.relative_to(root / "first card")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(other, copy)
+        os.utime(copy, ns=(place.stat().st_atime_ns, place.stat().st_mtime_ns))
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (relearned, "was begun with other settings (learner '"),
-        (
-            lambda root, command: command.extend(["--precision", "bfloat16"]),
-            "other settings (encoded in 'float32', now",
-        ),
-        (elsewhere, "was begun with other settings (sort into '"),
-        (lambda root, command: command.insert(2, str(root / "images" / "one")), "other settings (images '"),
-        (edited, "10.png has changed since"),
-    ],
-)
-def test_what_would_mix_two_tables_is_refused(begun, tmp_path, capsys, change, words):
-    before = (tmp_path / "t.csv.partial").read_bytes()
-    change(tmp_path, begun)
-    capsys.readouterr()
-    assert main(begun) == 2
-    said = capsys.readouterr().err
-    assert words in said and "--overwrite" in said and (tmp_path / "t.csv.partial").read_bytes() == before
+def test_a_swapped_folder_of_equal_names_gets_the_answers_of_its_own_photographs(stopped, tmp_path, monkeypatch):
+    assert main(stopped) == 0
+    first = read_csv(tmp_path / "t.csv")
+    other_card(tmp_path)
+    assert main(stopped) == 0
+    table = read_csv(tmp_path / "t.csv")
+    assert [row[0] for row in table] == [row[0] for row in first]
+    names = {Path(row[0]).parent.name: set() for row in table[1:]}
+    for path, name, *_ in table[1::2]:
+        names[Path(path).parent.name].add(name)
+    assert names["one"] == {"zero"} and names["zero"] == {"one"}
+    check_equal(table, whole(stopped, tmp_path, monkeypatch)[0])
 
 
-def test_a_table_that_has_no_answer_yet_begins_anew(begun, tmp_path):
-    partial = tmp_path / "t.csv.partial"
-    partial.write_bytes(partial.read_bytes().splitlines(keepends=True)[0])
-    assert main([*begun, "--top-k", "2"]) == 0 and len(read_csv(tmp_path / "t.csv")) == 1 + 2 * 12
+def test_another_learner_or_setting_gives_its_own_table(stopped, tmp_path, monkeypatch):
+    """Nothing of the stopped command stands in it, nor of a photograph that is gone."""
+    next((tmp_path / "images" / "one").iterdir()).unlink()
+    assert main(["forget", stopped[1], "zero", "--output", str(tmp_path / "out"), "--device", "cpu"]) == 0
+    other = [stopped[0], str(tmp_path / "out"), *stopped[2:], "--coverage", "0.5", "--top-k", "1"]
+    assert main(other) == 0
+    table = read_csv(tmp_path / "t.csv")
+    assert len({row[0] for row in table[1:]}) == 23 and "zero" not in {row[1] for row in table}
+    check_equal(table, whole(other, tmp_path, monkeypatch)[0])
+
+
+def test_a_second_process_on_one_table_is_refused(learner, folders, tmp_path, capsys):
+    with only_writer(str(tmp_path / "t.csv")):
+        command = ["predict", str(learner), str(folders / "test"), "--csv", str(tmp_path / "t.csv"), *MACHINE]
+        assert main(command) == 2 and "t.csv is in use by another process" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    assert main(command) == 0 and [path.name for path in tmp_path.iterdir()] == ["t.csv"]
 
 
 def test_one_image_has_one_row_and_two_have_two_names(learner, folders, tmp_path, capsys):

@@ -5,12 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import write_saved
-from failing_files import edited
 from lives import images_of, stream, tiny_learner
 
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments
-from dulbe_peft.runs.settings import setting_values
 from dulbe_peft.utils import devices
 
 
@@ -73,21 +70,3 @@ def test_a_run_goes_on_in_its_own_precision(hardware, tmp_path):
     with pytest.raises(ValueError, match="precision was 'bfloat16' and is now 'float32'"):
         tiny_learner("frozen").run(stream(2), tmp_path / "low")
     tiny_learner("frozen", precision="bfloat16").run(stream(2), tmp_path / "low")
-
-
-@pytest.mark.parametrize(("old", "now"), [("no", "float32"), ("bf16", "bfloat16")])
-def test_what_release_0_2_0_called_mixed_precision_means_the_same(old, now, hardware, own_run):
-    usual = {"resume": True, "test_ahead": False, "max_tasks": None}
-    assert setting_values({"mixed_precision": old} | usual, "a file") == {"precision": now}
-    file = own_run / "task-002" / "learner.json"
-    arguments = json.loads(file.read_text())["arguments"] | {"mixed_precision": old}
-    del arguments["precision"]
-    edited(file, "arguments", arguments)
-    assert ClassIncrementalLearner.from_pretrained(file.parent, tiny_learner("frozen").clip).args.precision == now
-
-
-def test_a_file_of_0_2_0_is_of_float32_also_on_hardware_with_bfloat16(hardware, capsys):
-    base = write_saved.load_clip(write_saved.demo_model_folder())[0]
-    folder = write_saved.Path(write_saved.__file__).parent / "saved" / "0.2.0" / "frozen"
-    assert ClassIncrementalLearner.from_pretrained(folder, base).args.precision == "float32"
-    assert "learned in" not in capsys.readouterr().err

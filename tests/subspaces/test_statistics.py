@@ -1,7 +1,6 @@
 """Sums of inputs by layer."""
 
 import copy
-import json
 
 import pytest
 import reference
@@ -199,14 +198,6 @@ def test_files_keep_values_and_sharing_also_those_of_0_2_0_but_sketches_are_refu
     loaded.update(("k", "v"), randn(7, 4))
     assert torch.equal(loaded["v"], 2 * stats["k"])
     tensors, metadata = read_tensors(path)
-    for rows in (None, 3):
-        layout = {"groups": [["k", "v"], ["fc"]], "sketch_rows": rows, "errors": {"k": 0.5} if rows else {}}
-        sketches = {name: tensor[:rows] for name, tensor in tensors.items()}
-        write_tensors(path, sketches, dict.fromkeys(metadata, json.dumps(layout)))
-        if rows is None:
-            assert torch.equal(OccupationStatistics.load(path)["k"], stats["k"])
-    with pytest.raises(ValueError, match="holds sketches: release 0.2.0 reads them"):
-        OccupationStatistics.load(path)
     write_tensors(path, tensors | {"fc": tensors["fc"].triu()}, metadata)
     with pytest.raises(ValueError, match="statistics.safetensors: matrix of 'fc' is not symmetric"):
         OccupationStatistics.load(path)
