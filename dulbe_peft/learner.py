@@ -28,7 +28,7 @@ from dulbe_peft.training.estimating import estimates_of
 from dulbe_peft.training.locking import in_turn, scaling
 from dulbe_peft.training.preparing import check_adapter_name, check_model, checked_task, new_state
 from dulbe_peft.training.state import Estimate
-from dulbe_peft.training.trainer import TaskTrainer, learned
+from dulbe_peft.training.trainer import TaskTrainer, train_task
 from dulbe_peft.training.updating import WithoutTraining
 from dulbe_peft.utils.devices import own_randomness, usual_torch
 from dulbe_peft.utils.processes import on_main_process
@@ -115,7 +115,7 @@ class ClassIncrementalLearner(WithoutTraining):
         state, images = checked_task(self.state, self.encoder, dataset, class_names, class_texts or {})
         self.profile.clear()
         with self.transaction(), own_randomness(self.args.seed, len(state.tasks)):
-            self.state, self.record, self.closing = learned(trainer(state, self.encoder, images, self.log))
+            self.state, self.record, self.closing = train_task(trainer(state, self.encoder, images, self.log))
 
     # ------------------------------------------------------------------ using
 

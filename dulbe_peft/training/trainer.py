@@ -46,7 +46,7 @@ class TaskRecord:
     expected_depth: float | None = None  # mean over the task's classes, where there is a bridge ensemble
 
 
-def learned(trainer: TaskTrainer) -> tuple[LearnerState, TaskRecord, ClosingPass]:
+def train_task(trainer: TaskTrainer) -> tuple[LearnerState, TaskRecord, ClosingPass]:
     """The state after one more task, of which the adapter alone is changed in place; and what the task showed."""
     state, encoder, images, names = trainer.state, trainer.encoder, trainer.images, trainer.names
     features, memory = trainer.learn()
