@@ -28,7 +28,6 @@ from dulbe_peft.deployment.export import export_learner as export_learner
 from dulbe_peft.encoders.loading import load_clip as load_clip
 from dulbe_peft.encoders.loading import load_dual_encoder as load_dual_encoder
 from dulbe_peft.learner import ClassIncrementalLearner as ClassIncrementalLearner
-from dulbe_peft.runs.dual_mode_trainer import DualModeTrainer as DualModeTrainer
 from dulbe_peft.strategies import STRATEGIES as STRATEGIES
 from dulbe_peft.strategies import Strategy as Strategy
 from dulbe_peft.strategies import register_strategy as register_strategy
@@ -40,6 +39,7 @@ from dulbe_peft.subspaces.allocation import allocate_modes as allocate_modes
 from dulbe_peft.subspaces.inputs import collect_statistics as collect_statistics
 from dulbe_peft.subspaces.modes import ModeBases as ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics as OccupationStatistics
+from dulbe_peft.trainer import DualModeTrainer as DualModeTrainer
 from dulbe_peft.training.state import LearnerState as LearnerState
 from dulbe_peft.utils.folders import CheckpointError as CheckpointError
 

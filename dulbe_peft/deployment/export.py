@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from huggingface_hub import ModelCardData
 from peft import PeftModel
@@ -26,7 +26,7 @@ from dulbe_peft.deployment.graph import write_for_javascript, write_graphs
 from dulbe_peft.deployment.parts import checked_formula, choose_classifier, class_facts, merged_model
 from dulbe_peft.deployment.pixels import rgb
 from dulbe_peft.encoders.loading import encoder_of, has_text
-from dulbe_peft.training.locking import locked
+from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.files import write_json
 from dulbe_peft.utils.folders import MODEL_CARD, commit_folder
@@ -38,7 +38,7 @@ FACTS_FILE, TENSORS_FILE, CODE_FILE = "classifier.json", "classifier.safetensors
 
 
 def export_learner(
-    learner: Any,
+    learner: ClassIncrementalLearner | LearnerState,
     folder: str | Path,
     format: str = "lora",
     classifier: str | None = None,
@@ -79,8 +79,8 @@ def export_learner(
         "onnx": partial(write_graphs, precision=precision),
         "transformers.js": partial(write_for_javascript, precision=precision, name=folder.name),
     }
-    with nullcontext() if isinstance(learner, LearnerState) else locked(learner, "export_learner"):
-        state = getattr(learner, "state", learner)
+    with nullcontext() if isinstance(learner, LearnerState) else learner.turn("export_learner"):
+        state = learner if isinstance(learner, LearnerState) else learner.state
         chosen = choose_classifier(state, classifier)
         if format == "lora" and state.adapter is None:
             raise ValueError(
