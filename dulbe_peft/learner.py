@@ -124,76 +124,6 @@ class ClassIncrementalLearner:
         """What another backend's features are compared by, beside their cosines."""
         return self.classifier.logits(features) if self.tasks else None
 
-    # ------------------------------------------------------------------ what the state says
-
-    @property
-    def model(self) -> nn.Module:
-        """The adapted model from `get_peft_model`, or the pristine model where nothing is trained."""
-        return self.state.model
-
-    @property
-    def clip(self) -> Any:
-        """The model under the adapter."""
-        return self.state.base
-
-    @property
-    def processor(self) -> Any:
-        """The model's processor."""
-        return self.state.processor
-
-    @property
-    def args(self) -> LearnerArguments:
-        """The settings."""
-        return self.state.args
-
-    @property
-    def strategy(self) -> Strategy:
-        """What is trained, and how."""
-        return self.state.strategy
-
-    @property
-    def memory(self) -> Memory | None:
-        """What the strategy keeps of the finished tasks."""
-        return self.state.memory
-
-    @property
-    def classifiers(self) -> dict[str, Classifier]:
-        """Name -> classifier; the first one is what `predict` uses."""
-        return self.state.classifiers
-
-    @property
-    def classifier(self) -> Classifier:
-        """The classifier that answers."""
-        return self.state.classifier
-
-    @property
-    def head(self) -> BridgeEnsembleHead:
-        """The bridge ensemble; an `AttributeError` where the learner has none."""
-        head = self.classifiers.get("bridge")
-        if not isinstance(head, BridgeEnsembleHead):
-            raise AttributeError(f"the learner has no bridge ensemble; its classifiers are {list(self.classifiers)}")
-        return head
-
-    @property
-    def tasks(self) -> list[tuple[str, ...]]:
-        """The class names of every finished task, in order."""
-        return self.state.tasks
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """All seen classes, in the order they came."""
-        return self.state.class_names
-
-    @property
-    def source(self) -> dict[str, str] | None:
-        """`repo_id` and `commit` on the Hub that the learner was loaded from, or None."""
-        return self.state.source
-
-    @property
-    def profile(self) -> Profile:
-        """Where the time of the last task went."""
-        return self.encoder.profile
-
     # ------------------------------------------------------------------ learning
 
     @in_turn
@@ -548,6 +478,76 @@ class ClassIncrementalLearner:
             learner._adopt(replace(state, source=origin or state.source))
         learner.folder, learner.checksum = None if origin else folder.resolve(), manifest.sha256
         return learner
+
+    # ------------------------------------------------------------------ what the state says
+
+    @property
+    def model(self) -> nn.Module:
+        """The adapted model from `get_peft_model`, or the pristine model where nothing is trained."""
+        return self.state.model
+
+    @property
+    def clip(self) -> Any:
+        """The model under the adapter."""
+        return self.state.base
+
+    @property
+    def processor(self) -> Any:
+        """The model's processor."""
+        return self.state.processor
+
+    @property
+    def args(self) -> LearnerArguments:
+        """The settings."""
+        return self.state.args
+
+    @property
+    def strategy(self) -> Strategy:
+        """What is trained, and how."""
+        return self.state.strategy
+
+    @property
+    def memory(self) -> Memory | None:
+        """What the strategy keeps of the finished tasks."""
+        return self.state.memory
+
+    @property
+    def classifiers(self) -> dict[str, Classifier]:
+        """Name -> classifier; the first one is what `predict` uses."""
+        return self.state.classifiers
+
+    @property
+    def classifier(self) -> Classifier:
+        """The classifier that answers."""
+        return self.state.classifier
+
+    @property
+    def head(self) -> BridgeEnsembleHead:
+        """The bridge ensemble; an `AttributeError` where the learner has none."""
+        head = self.classifiers.get("bridge")
+        if not isinstance(head, BridgeEnsembleHead):
+            raise AttributeError(f"the learner has no bridge ensemble; its classifiers are {list(self.classifiers)}")
+        return head
+
+    @property
+    def tasks(self) -> list[tuple[str, ...]]:
+        """The class names of every finished task, in order."""
+        return self.state.tasks
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """All seen classes, in the order they came."""
+        return self.state.class_names
+
+    @property
+    def source(self) -> dict[str, str] | None:
+        """`repo_id` and `commit` on the Hub that the learner was loaded from, or None."""
+        return self.state.source
+
+    @property
+    def profile(self) -> Profile:
+        """Where the time of the last task went."""
+        return self.encoder.profile
 
     # ------------------------------------------------------------------ turns, errors and copies
 

@@ -6,13 +6,15 @@ onnx             two graphs, from pixels to features and from these to probabili
 transformers.js  one graph in the layout that JavaScript loads
 """
 
+from __future__ import annotations
+
 import inspect
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from huggingface_hub import ModelCardData
 from peft import PeftModel
@@ -26,13 +28,15 @@ from dulbe_peft.deployment.graph import write_for_javascript, write_graphs
 from dulbe_peft.deployment.parts import checked_formula, choose_classifier, class_facts, merged_model
 from dulbe_peft.deployment.pixels import rgb
 from dulbe_peft.encoders.loading import encoder_of, has_text
-from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.files import write_json
 from dulbe_peft.utils.folders import MODEL_CARD, commit_folder
 from dulbe_peft.utils.hub import is_repo_id
 from dulbe_peft.utils.templates import render
 from dulbe_peft.utils.tensors import write_tensors
+
+if TYPE_CHECKING:
+    from dulbe_peft.learner import ClassIncrementalLearner
 
 FACTS_FILE, TENSORS_FILE, CODE_FILE = "classifier.json", "classifier.safetensors", "image_classifier.py"
 
