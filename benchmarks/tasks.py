@@ -24,7 +24,7 @@ from PIL import Image
 from benchmarks import common, models
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments, class_incremental_tasks, load_clip
 from dulbe_peft.data.readers import load_data
-from dulbe_peft.runs.run import Run
+from dulbe_peft.streams.run import Run
 from dulbe_peft.streams.tasks import Task
 
 NUMBERS, NEAR = (2, 20, 80), 5  # tasks that get a row; the median of so many up to each

@@ -13,7 +13,6 @@ from .classifiers.registry import register_classifier as register_classifier
 from .encoders.loading import load_clip as load_clip
 from .encoders.loading import load_dual_encoder as load_dual_encoder
 from .learner import ClassIncrementalLearner as ClassIncrementalLearner
-from .runs.dual_mode_trainer import DualModeTrainer as DualModeTrainer
 from .strategies.base import Strategy as Strategy
 from .strategies.losses import bidirectional_kl as bidirectional_kl
 from .strategies.losses import cross_modal_loss as cross_modal_loss
@@ -25,6 +24,7 @@ from .subspaces.allocation import allocate_modes as allocate_modes
 from .subspaces.inputs import collect_statistics as collect_statistics
 from .subspaces.modes import ModeBases as ModeBases
 from .subspaces.occupation import OccupationStatistics as OccupationStatistics
+from .trainer import DualModeTrainer as DualModeTrainer
 from .utils.folders import CheckpointError as CheckpointError
 
 __all__: list[str]

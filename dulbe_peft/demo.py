@@ -35,7 +35,7 @@ def run_demo(output_dir: str | Path) -> dict[str, Any]:
     """
     output, args = Path(output_dir), LearnerArguments(**SETTINGS, device="cpu")
     learner = ClassIncrementalLearner(*_clip(), args=args, strategy="frozen")
-    learner.encoder.store = FeatureStore()
+    learner.use_store(FeatureStore())
     tasks = class_incremental_tasks(
         load_digit_images("train"), load_digit_images("test"), increment=3, initial_increment=4
     )

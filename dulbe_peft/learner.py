@@ -1,13 +1,15 @@
 """A learner of growing classes: a model, a strategy that trains it, and the classifiers that read its features."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from huggingface_hub import CommitInfo
 from peft import PeftModel
 from torch import nn
 
@@ -15,27 +17,34 @@ from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checkpoints import loading, locating, saving
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
+from dulbe_peft.classifiers.closing import ClosingPass
 from dulbe_peft.classifiers.registry import Recipe
 from dulbe_peft.data.names import check_class_names
+from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.data.unlabelled import unlabelled_images
-from dulbe_peft.encoders.loading import has_text
+from dulbe_peft.encoders.encoder import Encoder
+from dulbe_peft.encoders.loading import has_text, logit_scale
+from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.metrics.evaluation import Evaluation, evaluate_features
 from dulbe_peft.metrics.prediction import Prediction, predict_images
 from dulbe_peft.metrics.retention import seen_accuracies
-from dulbe_peft.runs.run import RunOptions, run_stream
-from dulbe_peft.strategies.base import Strategy
+from dulbe_peft.strategies.base import Memory, Strategy
+from dulbe_peft.streams.run import RunOptions, run_stream
 from dulbe_peft.streams.tasks import Task
+from dulbe_peft.training import preparing, updating
 from dulbe_peft.training.estimating import estimates_of
-from dulbe_peft.training.locking import in_turn, scaling
-from dulbe_peft.training.preparing import check_adapter_name, check_model, checked_task, new_state
-from dulbe_peft.training.state import Estimate
-from dulbe_peft.training.trainer import TaskTrainer, learned
-from dulbe_peft.training.updating import WithoutTraining
-from dulbe_peft.utils.devices import own_randomness, usual_torch
+from dulbe_peft.training.state import Estimate, LearnerState
+from dulbe_peft.training.trainer import Log, TaskRecord, TaskTrainer, train_task
+from dulbe_peft.training.turns import Turns, in_turn
+from dulbe_peft.utils.devices import choose_device, own_randomness, usual_torch
 from dulbe_peft.utils.processes import on_main_process
+from dulbe_peft.utils.profiling import Profile
+
+# Makes the training loop of a task.
+MakeTrainer = Callable[[LearnerState, Encoder, PixelDataset, Log | None], TaskTrainer]
 
 
-class ClassIncrementalLearner(WithoutTraining):
+class ClassIncrementalLearner:
     """Learns tasks of new classes, one after the other, without keeping images.
 
     Under `accelerate launch` every process calls every method with the same data; all end with the same state.
@@ -50,10 +59,13 @@ class ClassIncrementalLearner(WithoutTraining):
 
     Attributes:
         state: all that is saved, see [`LearnerState`]; `tasks`, `classifiers`, `memory` and `source` are read from it.
+        encoder: reads images and class names with the model, in the batches and the precision of `args`.
+        device: where the model is.
+        precision_chosen: the precision was "auto", so that a run may go on in the one that it began with.
+        logit_scale: the factor before cosines, which the model has learned.
         record: what learning the last task showed, see `TaskRecord`; None before the first one, and after loading.
         closing: the features of the last task's training images, see `ClosingPass`; None as `record` is.
         folder: where it was loaded from, or the last task folder that its run wrote.
-        checksum: of the manifest that it was loaded with; None where it was not loaded.
         log: called with the figures of each epoch and the number of steps so far, where it is not None.
 
     Raises:
@@ -69,6 +81,16 @@ class ClassIncrementalLearner(WithoutTraining):
         Appendix "Complete Procedure", Algorithm 1.
     """
 
+    state: LearnerState
+    encoder: Encoder
+    device: torch.device
+    precision_chosen: bool
+    logit_scale: float
+    record: TaskRecord | None
+    closing: ClosingPass | None
+    folder: Path | None
+    log: Log | None
+
     def __init__(
         self,
         model: nn.Module,
@@ -79,15 +101,27 @@ class ClassIncrementalLearner(WithoutTraining):
     ) -> None:
         if args is not None and not isinstance(args, LearnerArguments):
             raise TypeError(f"args must be LearnerArguments, got {type(args).__name__}")
-        self._adopt(new_state(model, processor, args or LearnerArguments(), strategy, classifiers))
+        self._adopt(preparing.new_state(model, processor, args or LearnerArguments(), strategy, classifiers))
 
-    @property
-    def head(self) -> BridgeEnsembleHead:
-        """The bridge ensemble; an `AttributeError` where the learner has none."""
-        head = self.state.classifiers.get("bridge")
-        if not isinstance(head, BridgeEnsembleHead):
-            raise AttributeError(f"the learner has no bridge ensemble; its classifiers are {list(self.classifiers)}")
-        return head
+    def _adopt(self, state: LearnerState) -> None:
+        """Become the learner of a state, on the device that its settings name."""
+        preparing.check_tracker(state.args.log_with)
+        self._turns = Turns()
+        self.device = choose_device(state.args.device)
+        self.precision_chosen = state.args.precision == "auto"
+        self.state = preparing.on_device(state, self.device)
+        self.encoder = self._encoder(None)
+        self.logit_scale = logit_scale(self.state.base)
+        self.record = self.closing = self.folder = self.log = None
+
+    def _encoder(self, store: FeatureStore | None) -> Encoder:
+        encoder = Encoder(self.state.base, self.state.processor, self.state.args, self.device)
+        encoder.graph, encoder.store, encoder.scores = self.state.graph, store, self._scores
+        return encoder
+
+    def _scores(self, features: torch.Tensor) -> torch.Tensor | None:
+        """What another backend's features are compared by, beside their cosines."""
+        return self.classifier.logits(features) if self.tasks else None
 
     # ------------------------------------------------------------------ learning
 
@@ -97,7 +131,7 @@ class ClassIncrementalLearner(WithoutTraining):
         dataset: Any,
         class_names: Sequence[str] | None = None,
         class_texts: Mapping[str, Sequence[str]] | None = None,
-        trainer: Callable[..., TaskTrainer] = TaskTrainer,
+        trainer: MakeTrainer = TaskTrainer,
     ) -> None:
         """Learn the classes of one more task; on any error the learner is as it was before.
 
@@ -113,10 +147,100 @@ class ClassIncrementalLearner(WithoutTraining):
         Raises:
             ValueError: a class, label, text or image is of no use, or a loss, gradient or feature is not finite.
         """
-        state, images = checked_task(self.state, self.encoder, dataset, class_names, class_texts or {})
+        state, images = preparing.checked_task(self.state, self.encoder, dataset, class_names, class_texts or {})
         self.profile.clear()
         with self.transaction(), own_randomness(self.args.seed, len(state.tasks)):
-            self.state, self.record, self.closing = learned(trainer(state, self.encoder, images, self.log))
+            self.state, self.record, self.closing = train_task(trainer(state, self.encoder, images, self.log))
+
+    # ------------------------------------------------------------------ changing without training
+
+    @in_turn
+    def update_classes(self, dataset: Any, class_names: Sequence[str] | None = None) -> None:
+        """Take in further images of known classes, without training; on any error the learner is as it was before.
+
+        Every classifier takes them in, and so does the strategy's memory where it is a sum over images. `class_names`
+        of None are those that the dataset carries, or else all seen classes.
+
+        Raises:
+            ValueError: a class has not been learned, a classifier cannot take further images of a known class, or an
+                image is of no use.
+        """
+        self.state = updating.update_classes(self.state, self.encoder, dataset, class_names)
+
+    @in_turn
+    def forget_class(self, name: str) -> None:
+        """Take a class out of every classifier, so that no image is called so any more.
+
+        The model stays as it is, and so does what the class's images added to sums over all classes, such as LDA's
+        scatter. The only class that is left cannot be forgotten.
+        """
+        self.state = updating.forget_class(self.state, name)
+
+    @in_turn
+    def forget_images(self, images: Any) -> None:
+        """Take single learned images out of every classifier, up to rounding as if they had not been learned.
+
+        Args:
+            images: what `predict` takes; each is known by its content, wherever it lies now.
+
+        Raises:
+            ValueError: an image has not been learned, is the only one of its class, the strategy trains the model, or
+                a classifier keeps no sums. Nothing is changed then.
+
+        Example:
+            >>> learner.forget_images("photos/train/owl/IMG_0417.jpg")  # doctest: +SKIP
+        """
+        self.state = updating.forget_images(self.state, self.encoder, images)
+
+    @in_turn
+    def rename_class(self, old: str, new: str) -> None:
+        """Give a class a new name; where `new` is known, the two become one class.
+
+        Text embeddings are those of the new name, or of texts that were given for the class. Classifiers of sums are
+        then those that were taught under it, up to what was chosen on images with the old name, such as `kappa` of
+        `bayes`; what was trained with it stays.
+
+        Raises:
+            ValueError: `old` has not been learned, or a classifier cannot do it. Nothing is changed then.
+        """
+        self.state = updating.rename_class(self.state, self.encoder, old, new)
+
+    @in_turn
+    def merge(self, other: Self) -> Self:
+        """Take in what another learner of the same model has learned, where nothing is trained; returns this learner.
+
+        New classes become further tasks, and images of classes that both know count as further images: the
+        classifiers are those of one learner that saw all images, up to what their own documentation says.
+
+        Raises:
+            ValueError: one of them trains the model, they differ in more than their classes, or a classifier cannot
+                be merged. Nothing is changed then.
+
+        Example:
+            >>> berlin.merge(paris).save_pretrained("both")
+        """
+        self.state = updating.merge(self.state, self.encoder, other.state, other.encoder)
+        return self
+
+    @in_turn
+    def use_state(self, state: LearnerState) -> None:
+        """Go on with another state of the same model; the adapter's weights stay, and an int8 graph if it has none."""
+        self.state = state
+        self.encoder.graph = state.graph or self.encoder.graph
+
+    def keep_classifiers(self, names: Iterable[str]) -> None:
+        """Keep these classifiers alone, in this order: the first one answers."""
+        self.use_state(replace(self.state, classifiers={name: self.classifiers[name] for name in names}))
+
+    def use_store(self, store: FeatureStore | None) -> None:
+        """Look up features of images in a store, while nothing trains the model; None: nowhere."""
+        self.encoder.store = store
+
+    def change_settings(self, args: LearnerArguments) -> None:
+        """Go on with other settings on the same device; what was learned stays, and with "auto" the precision."""
+        args = replace(args, precision=self.args.precision) if args.precision == "auto" else args
+        self.use_state(replace(self.state, args=args))
+        self.encoder = self._encoder(self.encoder.store)
 
     # ------------------------------------------------------------------ using
 
@@ -187,7 +311,7 @@ class ClassIncrementalLearner(WithoutTraining):
         novelty: bool = False,
     ) -> list[Prediction]:
         """What `predict` finds, with every image's name; an image that cannot be read is stepped over."""
-        self._check_learned()
+        preparing.check_learned(self.state)
         with self.state.resting():
             data = unlabelled_images(images)
             return predict_images(self.encoder, self.classifier, data, top_k, reject, coverage, novelty)
@@ -205,7 +329,7 @@ class ClassIncrementalLearner(WithoutTraining):
     @in_turn
     def evaluate_images(self, dataset: Any, class_names: Sequence[str] | None = None) -> Evaluation:
         """The answers of every classifier to each image of a data set, arguments and errors as in `evaluate`."""
-        self._check_learned()
+        preparing.check_learned(self.state)
         data = self.state.known_images(dataset, class_names)
         images = [data.item_name(index) for index in range(len(data))]
         truth = torch.tensor(data.labels)
@@ -228,7 +352,7 @@ class ClassIncrementalLearner(WithoutTraining):
             >>> learner.estimate()["bayes"].share  # doctest: +SKIP
             0.84
         """
-        self._check_learned()
+        preparing.check_learned(self.state)
         if self.state.estimates.tasks != len(self.tasks):
             self.state = replace(self.state, estimates=estimates_of(self.state, self.encoder, {}))
         found = self.state.estimates
@@ -250,7 +374,7 @@ class ClassIncrementalLearner(WithoutTraining):
         Reference:
             Wortsman et al., "Robust fine-tuning of zero-shot models", 2022.
         """
-        return scaling(self, scale)
+        return self._turns.scaled(scale, self.state)
 
     @in_turn
     def zero_shot(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float | None]:
@@ -274,7 +398,7 @@ class ClassIncrementalLearner(WithoutTraining):
             output_dir: folder for the committed folders, `results.json`, `timings.json` and `predictions.csv`.
             resume: go on after the newest valid folder. Its finished tasks must be the first ones of `tasks`, with the
                 same data; the tasks that follow may be others than before.
-            options: fields of `dulbe_peft.runs.run.RunOptions`, such as `keep_features=True`.
+            options: fields of `dulbe_peft.streams.run.RunOptions`, such as `keep_features=True`.
 
         Returns:
             What `results.json` holds: accuracies, settings, seed and versions.
@@ -290,7 +414,7 @@ class ClassIncrementalLearner(WithoutTraining):
     @in_turn
     def save_pretrained(self, folder: str | Path) -> None:
         """Write everything needed to predict or to go on learning: one folder, put in place whole or not at all."""
-        check_adapter_name(self.model)
+        preparing.check_adapter_name(self.model)
         saving.save(self.state, Path(folder))
 
     @in_turn
@@ -302,7 +426,7 @@ class ClassIncrementalLearner(WithoutTraining):
         results: dict[str, Any] | str | Path | None = None,
         dataset_name: str | None = None,
         **commit: Any,
-    ) -> Any:
+    ) -> CommitInfo:
         """Upload what `save_pretrained` writes to a repository on the Hub, which is made where it does not exist.
 
         Args:
@@ -318,7 +442,7 @@ class ClassIncrementalLearner(WithoutTraining):
         Raises:
             ValueError: the results are of another learner.
         """
-        check_adapter_name(self.model)
+        preparing.check_adapter_name(self.model)
         return on_main_process(partial(saving.push, self.state, repo_id, statistics, results, dataset_name, **commit))
 
     @classmethod
@@ -348,8 +472,112 @@ class ClassIncrementalLearner(WithoutTraining):
         """
         folder, manifest, origin = locating.locate(source, revision, token, cache_dir)
         with usual_torch(), loading.loaded_state(folder, manifest, base_model, args, machine) as state:
-            check_model(state)
+            preparing.check_model(state)
             learner = object.__new__(cls)
             learner._adopt(replace(state, source=origin or state.source))
         learner.folder = None if origin else folder.resolve()
         return learner
+
+    # ------------------------------------------------------------------ what the state says
+
+    @property
+    def model(self) -> nn.Module:
+        """The adapted model from `get_peft_model`, or the pristine model where nothing is trained."""
+        return self.state.model
+
+    @property
+    def clip(self) -> Any:
+        """The model under the adapter."""
+        return self.state.base
+
+    @property
+    def processor(self) -> Any:
+        """The model's processor."""
+        return self.state.processor
+
+    @property
+    def args(self) -> LearnerArguments:
+        """The settings."""
+        return self.state.args
+
+    @property
+    def strategy(self) -> Strategy:
+        """What is trained, and how."""
+        return self.state.strategy
+
+    @property
+    def memory(self) -> Memory | None:
+        """What the strategy keeps of the finished tasks."""
+        return self.state.memory
+
+    @property
+    def classifiers(self) -> dict[str, Classifier]:
+        """Name -> classifier; the first one is what `predict` uses."""
+        return self.state.classifiers
+
+    @property
+    def classifier(self) -> Classifier:
+        """The classifier that answers."""
+        return self.state.classifier
+
+    @property
+    def head(self) -> BridgeEnsembleHead:
+        """The bridge ensemble; an `AttributeError` where the learner has none."""
+        head = self.classifiers.get("bridge")
+        if not isinstance(head, BridgeEnsembleHead):
+            raise AttributeError(f"the learner has no bridge ensemble; its classifiers are {list(self.classifiers)}")
+        return head
+
+    @property
+    def tasks(self) -> list[tuple[str, ...]]:
+        """The class names of every finished task, in order."""
+        return self.state.tasks
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """All seen classes, in the order they came."""
+        return self.state.class_names
+
+    @property
+    def source(self) -> dict[str, str] | None:
+        """`repo_id` and `commit` on the Hub that the learner was loaded from, or None."""
+        return self.state.source
+
+    @property
+    def profile(self) -> Profile:
+        """Where the time of the last task went."""
+        return self.encoder.profile
+
+    # ------------------------------------------------------------------ turns, errors and copies
+
+    def turn(self, name: str) -> AbstractContextManager[None]:
+        """A block in which no other thread's call changes the learner; messages call the block `name`."""
+        return self._turns.take(name, self.state)
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """A block that is done whole or not at all: where it raises, the learner becomes what it was before."""
+        before = self.state, self.record, self.closing
+        try:
+            with self.state.adapter_kept():
+                yield
+        except BaseException:
+            self.state, self.record, self.closing = before
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"log": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.encoder.scores = self._scores
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        with self.turn("__deepcopy__"):
+            twin = object.__new__(type(self))
+            twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+            return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A pickle is one of a copy, which is made while nothing is learned."""
+        return object.__reduce_ex__(copy.deepcopy(self), protocol)

@@ -85,7 +85,7 @@ def everything(learner: ClassIncrementalLearner) -> dict[str, Any]:
     found |= {f"memory {name}": value.clone() for name, value in (state.memory or {}).items()}
     found["tasks"] = list(state.tasks), state.step, state.source, state.incomplete
     found["learner"] = learner.folder, None if learner.record is None else asdict(learner.record)
-    found["turn"] = learner._lock.acquire(blocking=False) and learner._lock.release() is None
+    found["turn"] = learner._turns.lock.acquire(blocking=False) and learner._turns.lock.release() is None
     found["profile"] = list(learner.profile._phases)
     found["torch"] = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
     return found

@@ -37,7 +37,7 @@ from torch import nn
 
 from dulbe_peft.adapter.base import DualModeLayer, temporarily
 from dulbe_peft.adapter.config import DENSE, DualModeLoraConfig
-from dulbe_peft.adapter.linear import Update, Updates, add_updates, dense, fit, updated_linear
+from dulbe_peft.adapter.linear import Update, Updates, add_updates, dense, is_consistent, updated_linear
 from dulbe_peft.utils.devices import without_autocast
 
 
@@ -256,7 +256,7 @@ class DualModeLinear(DualModeLayer):
         super()._load_from_state_dict(state_dict, prefix, *args)
         for name, up in self.dulbe_history_B.items():
             down = self.dulbe_history_P[name]
-            if not fit(down, up):
+            if not is_consistent(down, up):
                 args[-1].append(
                     f"{prefix}dulbe_history_P.{name} and B do not fit: {tuple(down.shape)}, {tuple(up.shape)}"
                 )

@@ -21,7 +21,7 @@ Update = tuple[torch.Tensor | None, torch.Tensor]
 Updates = list[Update]
 
 
-def fit(down: torch.Tensor, up: torch.Tensor) -> bool:
+def is_consistent(down: torch.Tensor, up: torch.Tensor) -> bool:
     """Whether P and B are a history: they have as many columns, or P has none and B is (d_out, d_in)."""
     return up.shape[1] in (down.shape[1], down.shape[1] or len(down))
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from dulbe_peft.adapter.linear import fit
+from dulbe_peft.adapter.linear import is_consistent
 from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.adapter.targets import in_text_tower
 
@@ -67,7 +67,7 @@ def check_saved(saved: dict[str, torch.Tensor], known: dict[str, torch.Tensor], 
             raise ValueError(f"the saved adapter's {key!r} has type {saved[key].dtype}, expected floating point")
     for key in (key for key in ours if ".dulbe_history_P" in key):
         down, up = saved[key], saved[key.replace(".dulbe_history_P", ".dulbe_history_B")]
-        if not fit(down, up):
+        if not is_consistent(down, up):
             raise ValueError(f"the saved adapter's {key!r} does not fit its B: {tuple(down.shape)}, {tuple(up.shape)}")
     for key, tensor in saved.items():
         if not tensor.is_meta and not torch.isfinite(tensor).all():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dulbe_peft.commands.named import say_next
@@ -11,23 +10,24 @@ from dulbe_peft.commands.named import say_next
 if TYPE_CHECKING:
     from dulbe_peft.classifiers.base import Classifier
     from dulbe_peft.learner import ClassIncrementalLearner
-    from dulbe_peft.runs.progress import FinishedTask
+    from dulbe_peft.streams.progress import FinishedTask
 
 
 def drop_classifiers(learner: ClassIncrementalLearner, check: Callable[[Classifier], None]) -> list[str]:
     """Take out of a learner the classifiers for which a check raises an error; gives lines that say why."""
-    left, said = {}, []
+    left: list[str] = []
+    said = []
     for name, classifier in learner.classifiers.items():
         try:
             check(classifier)
-            left[name] = classifier
+            left.append(name)
         except (ValueError, TypeError) as error:
             said.append(f"dropped: {name}: {error}")
     if not left:
         raise ValueError("; ".join(line.removeprefix("dropped: ") for line in said))
-    if next(iter(left)) != learner.classifier.name:
-        said.append(f"{next(iter(left))} answers in place of {learner.classifier.name}")
-    learner.state = replace(learner.state, classifiers=left)
+    if left[0] != learner.classifier.name:
+        said.append(f"{left[0]} answers in place of {learner.classifier.name}")
+    learner.keep_classifiers(left)
     return said
 
 
@@ -35,7 +35,7 @@ def write_corrected(
     learner: ClassIncrementalLearner, output: str, said: Sequence[str], past: Sequence[FinishedTask] | None = None
 ) -> None:
     """Say what was done, and commit a learner; of its tasks, or the `past` ones, only where images came from holds."""
-    from dulbe_peft.runs.progress import FinishedTask, known_tasks
+    from dulbe_peft.streams.progress import FinishedTask, known_tasks
 
     print("\n".join(said))
     past = known_tasks(learner) if past is None else past

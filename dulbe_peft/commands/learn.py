@@ -18,12 +18,12 @@ from dulbe_peft.runs import sources
 from dulbe_peft.runs.settings import StreamArguments
 from dulbe_peft.runs.setup import look_by
 from dulbe_peft.utils.settings import AtLeastOne, setting
-from dulbe_peft.utils.terminal import counted
+from dulbe_peft.utils.terminal import counted, print_once
 
 if TYPE_CHECKING:
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.learner import ClassIncrementalLearner
-    from dulbe_peft.runs.progress import Row
+    from dulbe_peft.streams.progress import Row
     from dulbe_peft.streams.tasks import Task
 
 AT_ONCE = 4096  # features in memory
@@ -52,7 +52,7 @@ def learn(
     sources.check_source(source)
     claim(("--output", output, FOLDER), apart=[learner, data], overwrite=overwrite)
     loaded = load()
-    from dulbe_peft.runs.progress import known_tasks, renamed_classes
+    from dulbe_peft.streams.progress import known_tasks, renamed_classes
 
     notes: list[str] = []
     train, test = sources.open_source(source, notes=notes, look=look_by(loaded), known=loaded.class_names)
@@ -69,12 +69,12 @@ def learn(
     renamed = renamed_classes(loaded.state.updates)
     for name in set(new) & set(renamed):
         now = f"{learner!r} called one so that is {renamed[name]!r} by now"
-        sources.print_once(f"{name!r} is learned as a new class; {now}")
+        print_once(f"{name!r} is learned as a new class; {now}")
     tasks = _tasks(fresh, test, new, increment) if new else []
     past = known_tasks(loaded)
     tests = sources.reopen_tests(past, loaded.state.known, renamed)
     if known and no_update:
-        sources.print_once(f"left out: images of known classes ({', '.join(known)})")
+        print_once(f"left out: images of known classes ({', '.join(known)})")
     elif known:
         _update(loaded, fresh.select(known))
     results = loaded.run(tasks, output, known_tests=tests, source=source)
@@ -97,7 +97,7 @@ def _say_same_pixels(images: LabelledImages, learner: ClassIncrementalLearner) -
         rows |= {own[feature.tobytes()] for feature in found if feature.tobytes() in own}
     if rows:
         what = "with the pixels of a learned one, in another file: learned again"
-        sources.print_once(f"{counted(len(rows), 'image')} {what}, such as {images.item_name(min(rows))}")
+        print_once(f"{counted(len(rows), 'image')} {what}, such as {images.item_name(min(rows))}")
 
 
 def _say_gain(before: Row, results: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ def _say_gain(before: Row, results: dict[str, Any]) -> None:
             return
         rows.append(f"{name} {percent(score.accuracy, 2)} % before, {percent(now['last_accuracy'], 2)} % after")
     if rows:
-        sources.print_once(f"with the further images: {'; '.join(rows)}")
+        print_once(f"with the further images: {'; '.join(rows)}")
 
 
 def _update(learner: ClassIncrementalLearner, images: LabelledImages) -> None:
@@ -126,7 +126,7 @@ def _update(learner: ClassIncrementalLearner, images: LabelledImages) -> None:
     except ValueError as error:
         raise ValueError(f"{error}; --no-update leaves the images of known classes out") from error
     listed = ", ".join(f"{name} ({n})" for name, n in count_images({"": images})[""].items() if n)
-    sources.print_once(f"known classes get {counted(len(images), 'further image')}, without training: {listed}")
+    print_once(f"known classes get {counted(len(images), 'further image')}, without training: {listed}")
     learner.update_classes(images)
 
 
@@ -136,5 +136,5 @@ def _tasks(train: LabelledImages, test: LabelledImages | None, new: list[str], i
     held_out = test.select(new) if test else None
     if test and held_out is not None and len(held_out) < len(test):
         left_out = len(test) - len(held_out)
-        sources.print_once(f"test images of known classes are not used: {left_out}; evaluate tests on them")
+        print_once(f"test images of known classes are not used: {left_out}; evaluate tests on them")
     return class_incremental_tasks(train.select(new), held_out or None, increment=min(increment or len(new), len(new)))

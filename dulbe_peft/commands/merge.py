@@ -6,7 +6,6 @@ only one of them has, or that keep no sums, are dropped, and named. Where both h
 photograph, nothing is merged.
 """
 
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -30,7 +29,7 @@ def merge(
     claim(("--output", output, FOLDER), apart=[learner, other], overwrite=overwrite)
     one, two = load(), load(learner=other)
     from dulbe_peft.classifiers.checks import check_alike
-    from dulbe_peft.runs.progress import known_tasks
+    from dulbe_peft.streams.progress import known_tasks
 
     def check(mine: Any) -> None:
         if mine.name not in two.classifiers:
@@ -40,7 +39,7 @@ def merge(
 
     alone, before = two.classifiers.keys() - one.classifiers.keys(), set(one.class_names)
     said = drop_classifiers(one, check) + [f"dropped: {name}: {other} alone has it" for name in sorted(alone)]
-    two.state = replace(two.state, classifiers={name: two.classifiers[name] for name in one.classifiers})
+    two.keep_classifiers(one.classifiers)
     past = known_tasks(one) + [task for task in known_tasks(two) if set(task.class_names) - before]
     leaks = 0  # images that one was tested on, and the other has learned
     for mine, theirs in ((one.state.known, two.state.known), (two.state.known, one.state.known)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import Field, fields, replace
+from dataclasses import Field, fields
 from functools import partial, wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args, get_origin, get_type_hints
@@ -227,11 +227,10 @@ def load_learner(
         loaded = ClassIncrementalLearner.from_pretrained(learner, base_model=base and base[0], machine=given)
     elif base is not None:
         loaded = ClassIncrementalLearner(*base, args=LearnerArguments(**given), strategy="frozen")
-    loaded.encoder.store = open_store(store)
+    loaded.use_store(open_store(store))
     if first is not None:
         _check_first(first, learner, loaded.classifiers)
-        chosen = {first: loaded.classifiers[first], **loaded.classifiers}
-        loaded.state = replace(loaded.state, classifiers=chosen)
+        loaded.keep_classifiers([first, *(name for name in loaded.classifiers if name != first)])
     return loaded
 
 

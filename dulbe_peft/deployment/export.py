@@ -6,13 +6,15 @@ onnx             two graphs, from pixels to features and from these to probabili
 transformers.js  one graph in the layout that JavaScript loads
 """
 
+from __future__ import annotations
+
 import inspect
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 from huggingface_hub import ModelCardData
 from peft import PeftModel
@@ -27,7 +29,6 @@ from dulbe_peft.deployment.graph import write_for_javascript, write_graphs
 from dulbe_peft.deployment.parts import checked_formula, choose_classifier, class_facts, merged_model
 from dulbe_peft.deployment.pixels import rgb
 from dulbe_peft.encoders.loading import encoder_of, has_text
-from dulbe_peft.training.locking import locked
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.files import write_json
 from dulbe_peft.utils.folders import MODEL_CARD, commit_folder
@@ -35,11 +36,14 @@ from dulbe_peft.utils.hub import is_repo_id
 from dulbe_peft.utils.templates import render
 from dulbe_peft.utils.tensors import write_tensors
 
+if TYPE_CHECKING:
+    from dulbe_peft.learner import ClassIncrementalLearner
+
 FACTS_FILE, TENSORS_FILE, CODE_FILE = "classifier.json", "classifier.safetensors", "image_classifier.py"
 
 
 def export_learner(
-    learner: Any,
+    learner: ClassIncrementalLearner | LearnerState,
     folder: str | Path,
     format: str = "lora",
     classifier: str | None = None,
@@ -80,8 +84,8 @@ def export_learner(
         "onnx": partial(write_graphs, precision=precision),
         "transformers.js": partial(write_for_javascript, precision=precision, name=folder.name),
     }
-    with nullcontext() if isinstance(learner, LearnerState) else locked(learner, "export_learner"):
-        state = getattr(learner, "state", learner)
+    with nullcontext() if isinstance(learner, LearnerState) else learner.turn("export_learner"):
+        state = learner if isinstance(learner, LearnerState) else learner.state
         chosen = choose_classifier(state, classifier)
         if format == "lora" and state.adapter is None:
             raise ValueError(

@@ -6,7 +6,8 @@ a pair of images and the class names that their labels index.
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
@@ -17,8 +18,24 @@ from dulbe_peft.utils.settings import check_number
 Tests = Sequence[tuple[Any, Sequence[str]]]
 
 
+class Embeds(Protocol):
+    """A learner, as far as it embeds class names and images."""
+
+    def text_embeds(self, class_names: Sequence[str]) -> torch.Tensor: ...
+
+    def image_embeds(self, images: Any) -> torch.Tensor: ...
+
+
+class Scales(Embeds, Protocol):
+    """A learner whose update can be scaled, down to the pristine model."""
+
+    def zero_shot(self, tests: Tests) -> list[float | None]: ...
+
+    def scaled(self, scale: float) -> AbstractContextManager[None]: ...
+
+
 @torch.no_grad()
-def seen_accuracies(learner: Any, tests: Tests) -> list[float | None]:
+def seen_accuracies(learner: Embeds, tests: Tests) -> list[float | None]:
     """A_t, t = 1, 2, ...: accuracy on the first t test sets together, among their classes, by the model as it is."""
     text = learner.text_embeds([name for _, names in tests for name in names])
     encoded, classes, found = [], 0, []
@@ -34,7 +51,7 @@ def seen_accuracies(learner: Any, tests: Tests) -> list[float | None]:
 
 
 def zero_shot_retention(
-    learner: Any,
+    learner: Scales,
     dataset: Any,
     class_names: Sequence[str] | None = None,
     scales: Sequence[float] = (1.0,),

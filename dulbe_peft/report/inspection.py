@@ -12,8 +12,8 @@ from dulbe_peft.encoders.loading import encoder_of, unit_image_embeds
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.diagnostics import LayerDemand, layer_demands
 from dulbe_peft.subspaces.occupation import OccupationStatistics
-from dulbe_peft.training.locking import in_turn
 from dulbe_peft.training.trainer import TaskTrainer
+from dulbe_peft.training.turns import in_turn
 
 
 @in_turn

@@ -11,8 +11,8 @@ from pydantic import Field
 from dulbe_peft.checkpoints.layout import LEARNER_FILE, RESULTS_FILE, TIMINGS_FILE, newest_task
 from dulbe_peft.checkpoints.learner_file import LearnerFile
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
-from dulbe_peft.runs.progress import Timings, read_finished
-from dulbe_peft.runs.results import Results, stream_results
+from dulbe_peft.streams.progress import Timings, read_finished
+from dulbe_peft.streams.results import Results, stream_results
 from dulbe_peft.training.state import Update
 from dulbe_peft.utils.folders import CheckpointError, read_manifest
 from dulbe_peft.utils.records import Fraction, Record, read_record

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from dulbe_peft.arguments import AdapterSettings, LearnerArguments
 from dulbe_peft.data.names import normalized
 from dulbe_peft.runs.settings import StreamArguments, read_yaml
-from dulbe_peft.runs.sources import open_source, print_once, source_of
+from dulbe_peft.runs.sources import open_source, source_of
 from dulbe_peft.utils.extras import uncollected
-from dulbe_peft.utils.terminal import printable
+from dulbe_peft.utils.terminal import print_once, printable
 
 if TYPE_CHECKING:  # torch is imported when a run is set up
     from dulbe_peft.data.images import LabelledImages
@@ -84,7 +84,7 @@ def set_up(stream: StreamArguments, adapter: AdapterSettings, args: LearnerArgum
                 config.target_modules = sorted(strategy.target_modules)
             model = get_peft_model(model, config, revision=stream.revision)
         made = ClassIncrementalLearner(model, processor, args, strategy, classifiers)
-        made.encoder.store = open_store(stream.store)
+        made.use_store(open_store(stream.store))
         return made
 
     def look(images: LabelledImages) -> Mapping[int, str]:

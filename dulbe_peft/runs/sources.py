@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -12,14 +11,14 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.utils.terminal import counted, printable_lines
+from dulbe_peft.utils.terminal import counted, print_once
 
 if TYPE_CHECKING:  # numpy and Pillow are imported by the commands that need them
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.data.inventory import Look
     from dulbe_peft.data.known import KnownImages
-    from dulbe_peft.runs.progress import FinishedTask
     from dulbe_peft.runs.settings import StreamArguments
+    from dulbe_peft.streams.progress import FinishedTask
 
 _SPLITS = ("data", "train_split", "test_split", "test_fraction")  # the first arguments of `open_stream_data`
 _READING = ("vocabulary", "image_column", "label_column")  # arguments of `load_data`
@@ -214,9 +213,3 @@ def say_leaks(train: LabelledImages, test: LabelledImages | None, known: KnownIm
         if images is not None and rows:
             name = images.item_name(rows[0])
             print_once(f"{counted(len(rows), 'image')} {what}, such as {name}, so the accuracy on them says too much")
-
-
-def print_once(text: str) -> None:
-    """Print in the first of several processes alone, also before they have found each other."""
-    if os.environ.get("RANK", "0") == "0":
-        print(printable_lines(text), flush=True)

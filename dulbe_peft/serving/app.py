@@ -174,7 +174,7 @@ class App:
             raise ValueError("there is nothing to undo")
         last = self.before[-1]
         if not last.waits:
-            self.change(lambda: setattr(self.learner, "state", last.state))
+            self.change(lambda: self.learner.use_state(last.state))
         self.before.pop()
         if last.photo is not None:
             self.photographs().unsay(last.photo)
@@ -192,7 +192,7 @@ class App:
                 self.learner.save_pretrained(self.output)
                 self.kept = self.learner.state
         except BaseException:
-            self.learner.state = before
+            self.learner.use_state(before)
             raise
 
     def trim(self) -> None:

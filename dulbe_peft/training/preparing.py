@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate.tracking import filter_trackers
 from peft import PeftModel
 from torch import nn
@@ -18,11 +19,12 @@ from dulbe_peft.data.images import named_images
 from dulbe_peft.data.names import check_class_names, check_class_texts
 from dulbe_peft.encoders import loading
 from dulbe_peft.encoders.encoder import Encoder
-from dulbe_peft.encoders.pixels import PixelDataset
+from dulbe_peft.encoders.pixels import PixelDataset, with_image_resize
 from dulbe_peft.strategies.base import Strategy
 from dulbe_peft.strategies.registry import make_strategy
 from dulbe_peft.training.state import LearnerState
-from dulbe_peft.utils.processes import check_same_in_all, raise_in_all, refuse_sharded
+from dulbe_peft.utils.devices import has_bfloat16, settled_precision
+from dulbe_peft.utils.processes import check_same_in_all, copy_from_main, raise_in_all, refuse_sharded
 
 
 def check_adapter_name(model: Any) -> None:
@@ -40,6 +42,13 @@ def check_adapter_name(model: Any) -> None:
             "the model's layers have no adapter any more, as unload() and merge_and_unload() leave it: load the saved "
             "learner again, and take the adapter out of a copy of the model (copy.deepcopy)"
         )
+
+
+def check_learned(state: LearnerState) -> None:
+    """Raise where no task has been learned, or another adapter than the learner's is active."""
+    if not state.tasks:
+        raise ValueError("no task has been learned yet: call learn_task first")
+    check_adapter_name(state.model)
 
 
 def checked_task(
@@ -144,3 +153,16 @@ def new_state(
     if reads_text and not loading.has_text(clip):
         raise ValueError(f"the classifier {reads_text[0]!r} needs text, {type(clip).__name__} has no text tower")
     return replace(state, classifiers=made)
+
+
+def on_device(state: LearnerState, device: torch.device) -> LearnerState:
+    """The state with model and classifiers on a device, in a precision that is settled, and with its processor."""
+    args, processor = state.args, state.processor
+    able = args.backend != "onnx" and has_bfloat16(device)
+    args = replace(args, precision=settled_precision(args.precision, None, state.strategy.adapts, able))
+    model = state.model.to(device).eval()
+    copy_from_main(state.adapter_tensors().values())
+    if args.image_resize != "processor":
+        processor = with_image_resize(processor, state.base, args.image_resize)
+    classifiers = {name: classifier.to(device) for name, classifier in state.classifiers.items()}
+    return replace(state, args=args, model=model, processor=processor, classifiers=classifiers)

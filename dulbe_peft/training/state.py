@@ -1,7 +1,7 @@
 """What a learner is between two tasks: everything that is saved, and nothing else."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -154,6 +154,19 @@ class LearnerState:
     def adapter_tensors(self) -> dict[str, torch.Tensor]:
         """What PEFT saves of the adapter, as it is; nothing where the model has none."""
         return {} if self.adapter is None else get_peft_model_state_dict(self.model, save_embedding_layers=False)
+
+    @contextmanager
+    def adapter_kept(self) -> Iterator[None]:
+        """A block after which, where it raises, the adapter's weights are what they were before."""
+        before = {name: tensor.clone() for name, tensor in self.adapter_tensors().items()}
+        try:
+            yield
+        except BaseException:
+            if before:
+                set_adapter_state(self.model, before)
+                self.model.zero_grad(set_to_none=True)
+                self.model.eval()
+            raise
 
     @property
     def device(self) -> torch.device:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from dulbe_peft.adapter.gradients import probe_gradients
+from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.closing import ClosingPass, learn_task
 from dulbe_peft.encoders.encoder import Batch, Encoder
@@ -46,7 +47,7 @@ class TaskRecord:
     expected_depth: float | None = None  # mean over the task's classes, where there is a bridge ensemble
 
 
-def learned(trainer: TaskTrainer) -> tuple[LearnerState, TaskRecord, ClosingPass]:
+def train_task(trainer: TaskTrainer) -> tuple[LearnerState, TaskRecord, ClosingPass]:
     """The state after one more task, of which the adapter alone is changed in place; and what the task showed."""
     state, encoder, images, names = trainer.state, trainer.encoder, trainer.images, trainer.names
     features, memory = trainer.learn()
@@ -98,7 +99,7 @@ class TaskTrainer:
 
     def __init__(self, state: LearnerState, encoder: Encoder, images: PixelDataset, log: Log | None = None) -> None:
         self.state, self.model, self.strategy, self.args = state, state.model, state.strategy, state.args
-        self.adapter = cast(Any, state.adapter)  # None where nothing is trained
+        self.adapter = cast(DualModeLoraModel, state.adapter)  # None where nothing is trained
         self.encoder, self.logit_scale, self.log = encoder, logit_scale(encoder.clip), log
         self.images, self.names, self.index = images, images.images.class_names, len(state.tasks)
         self.task = NewTask(self.index, self.adapter, self.args, state.memory, encoder=encoder)

@@ -1,5 +1,6 @@
 """Words for people: texts that a terminal shows as they are, and numbers with their nouns."""
 
+import os
 import re
 
 # Control characters, and marks that turn the direction of what follows, or end a line.
@@ -20,3 +21,9 @@ def counted(number: int, noun: str) -> str:
     """A number with its noun, in the plural where there is not one."""
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{number} {noun if number == 1 else plural}"
+
+
+def print_once(text: str) -> None:
+    """Print in the first of several processes alone, also before they have found each other."""
+    if os.environ.get("RANK", "0") == "0":
+        print(printable_lines(text), flush=True)

@@ -149,8 +149,8 @@ def test_others_are_refused_and_change_nothing(base, images):
         with pytest.raises(ValueError, match=words):
             one.merge(other)
         assert one.state is before
-    for state in (before, replace(before, known=KnownImages(complete=False))):
-        one.state = state
+    for state in (before, replace(before, known=KnownImages(complete=False))):  # also as of release 0.2.0
+        one.use_state(state)
         with pytest.raises(ValueError, match="cannot be merged with itself"):
             one.merge(one)
         assert one.state is state
@@ -159,7 +159,7 @@ def test_others_are_refused_and_change_nothing(base, images):
 def test_learners_without_notes_of_their_images_say_so(base, images):
     names = list(images.class_names)
     one, other = (learner_that_has(base, images.select(part)) for part in (names[:2], names[2:]))
-    other.state = replace(other.state, known=KnownImages(complete=False))
+    other.use_state(replace(other.state, known=KnownImages(complete=False)))
     with pytest.warns(UserWarning, match="no notes of its images: those that both have learned count twice"):
         one.merge(other)
     assert not one.state.known.complete and one.state.known.learned.keys() == set(names[:2])

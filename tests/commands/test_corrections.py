@@ -162,7 +162,7 @@ def test_what_was_learned_in_another_way_is_not_taken_out(photos, june, tmp_path
     learner, file = loaded(june), photos / "train" / "one" / "0.png"
     assert learner.state.known.ways == {("float32", 1)}
     learner.state.classifiers.pop("bridge")
-    learner.state = replace(learner.state, known=replace(learner.state.known, ways=frozenset({(how, 1)})))
+    learner.use_state(replace(learner.state, known=replace(learner.state.known, ways=frozenset({(how, 1)}))))
     learner.save_pretrained(tmp_path / "saved")
     with pytest.raises(ValueError, match=f"learned in {how}, and float32 would take out other numbers"):
         loaded(tmp_path / "saved").forget_images(file)

@@ -23,7 +23,7 @@ from dulbe_peft.data.store import FeatureStore, store_path
 from dulbe_peft.encoders.loading import load_dual_encoder
 from dulbe_peft.metrics.features import learn_from_features, read_features
 from dulbe_peft.runs import encoding
-from dulbe_peft.runs.progress import known_tasks
+from dulbe_peft.streams.progress import known_tasks
 from dulbe_peft.utils.engines import on_engine
 
 pyarrow = pytest.importorskip("pyarrow")

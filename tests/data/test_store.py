@@ -138,7 +138,7 @@ def test_a_file_that_changes_while_it_is_read_is_said(photos, tmp_path, base, mo
         return read(self, index)
 
     learner = learner_of(base, "frozen")
-    learner.encoder.store = FeatureStore()
+    learner.use_store(FeatureStore())
     monkeypatch.setattr(LabelledImages, "read", edited)
     with pytest.raises(ValueError, match=r"3\.png changed while it was read: begin again"):
         learner.image_embeds(images)

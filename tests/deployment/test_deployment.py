@@ -238,7 +238,7 @@ def with_classifier(learner, cls):
     rows = random_features(classifier.embed_dim)[: 3 * len(names)]
     classifier.add_classes(names, rows, torch.arange(len(rows)) % len(names))
     twin = copy.copy(learner)
-    twin.state = replace(learner.state, classifiers=learner.classifiers | {classifier.name: classifier})
+    twin.use_state(replace(learner.state, classifiers=learner.classifiers | {classifier.name: classifier}))
     return twin
 
 

@@ -86,7 +86,7 @@ def test_what_disagrees_is_refused_with_both_numbers_and_taken_by_force(monkeypa
 
     monkeypatch.setattr(backends, "session", rotated)
     learner = using("onnx")
-    learner.encoder.store = FeatureStore()
+    learner.use_store(FeatureStore())
     with pytest.raises(ValueError, match=r"least cosine -?0\.\d+, \d+\.\d % of 10 answers equal; --force"):
         learner.image_embeds(PIXELS)
     assert learner.encoder.store.facts()[0] == 0  # nothing of it is kept

@@ -24,7 +24,7 @@ def tasks():
 
 def taught(base, tasks, store=True, classifiers=NAMES, **fields):
     learner = learner_of(base, strategy="frozen", classifiers=classifiers, **fields)
-    learner.encoder.store = open_store(True) if store else None
+    learner.use_store(open_store(True) if store else None)
     for task in tasks:
         learner.learn_task(task.train, task.class_names)
     return learner

@@ -105,7 +105,7 @@ def test_rejected_images_have_no_class(world, noise):
 def test_answers_come_with_their_novelty(world, noise):
     learner = copy.copy(world.learner)
     lda = LdaClassifier(embed_dim=learner.encoder.embed_dim)
-    learner.state = replace(learner.state, classifiers={"lda": lda})
+    learner.use_state(replace(learner.state, classifiers={"lda": lda}))
     lda.add_classes(learner.class_names, world.features, world.test.labels)
     answers, novelties = learner.predict(noise, top_k=2, return_novelty=True)
     assert answers == learner.predict(noise, top_k=2)

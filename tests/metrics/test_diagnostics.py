@@ -29,7 +29,7 @@ from dulbe_peft.metrics.diagnostics import (
 from dulbe_peft.metrics.features import TaskFeatures
 from dulbe_peft.report import read_effects, read_run
 from dulbe_peft.report.inspection import inspect_task, token_relevance
-from dulbe_peft.runs.progress import known_tasks
+from dulbe_peft.streams.progress import known_tasks
 
 
 def unit(*shape):

@@ -12,7 +12,7 @@ from small_runs import learner_of, tasks_of
 
 from dulbe_peft import CheckpointError, ClassIncrementalLearner
 from dulbe_peft.encoders.loading import load_dual_encoder
-from dulbe_peft.runs.progress import Row, known_tasks
+from dulbe_peft.streams.progress import Row, known_tasks
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.utils.folders import library_versions
 
@@ -123,7 +123,7 @@ def test_data_elsewhere_and_another_machine_are_the_same_run(base, root, finishe
     (output / "results.json").unlink()
     other = library_versions() | {"torch": "0.4", "numpy": "0.1"}
     with monkeypatch.context() as context:
-        context.setattr("dulbe_peft.runs.resume.library_versions", lambda: other)
+        context.setattr("dulbe_peft.streams.resume.library_versions", lambda: other)
         make_learner(base, pixel_cache_mb=1).run(stream(root), output)
     said = capsys.readouterr().out
     assert "task-001 was written with other versions of numpy, torch: the last" in said

@@ -1,14 +1,9 @@
 """transformers' `TrainingArguments` as a learner's settings: which are the same, and which are refused."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 from transformers import TrainingArguments
-
-from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.learner import ClassIncrementalLearner
-from dulbe_peft.strategies.dulbe import Dulbe
 
 # Settings of a learner that TrainingArguments has under names of its own.
 _NAMES = {
@@ -55,11 +50,9 @@ def check_arguments(args: TrainingArguments, settings: dict[str, Any]) -> None:
         args.dataloader_pin_memory = False
 
 
-def learner_of(
-    model: Any, processor: Any, args: TrainingArguments, settings: dict[str, Any]
-) -> ClassIncrementalLearner:
-    """A learner with the settings of `args`: a new one, or the given one, which goes on."""
-    given = {
+def learner_settings(args: TrainingArguments, settings: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `LearnerArguments`: those that `args` have under names of their own, and `settings`."""
+    return {
         "epochs": max(1, math.ceil(args.num_train_epochs)),
         "batch_size": args.per_device_train_batch_size * args.gradient_accumulation_steps * max(1, args.world_size),
         "eval_batch_size": args.per_device_eval_batch_size,
@@ -70,18 +63,3 @@ def learner_of(
         "progress": not args.disable_tqdm,
         **settings,
     }
-    if not isinstance(model, ClassIncrementalLearner):
-        learner = ClassIncrementalLearner(model, processor, args=LearnerArguments(**given))
-        layers = learner.model.dual_mode_layers().values()
-        if learner.model.history_rank or any(layer.is_trained("default") for layer in layers):
-            raise ValueError(
-                "the adapter has learned before, but a model alone brings no statistics and no classes: pass "
-                "ClassIncrementalLearner.from_pretrained(folder) in place of the model"
-            )
-        return learner
-    if not isinstance(model.strategy, Dulbe):
-        raise ValueError(f"the learner has the strategy {model.strategy.name!r}, expected 'dulbe'")
-    if model.device.type != args.device.type:
-        raise ValueError(f"the learner is on {model.device.type!r}, args ask for {args.device.type!r}")
-    model.change_settings(replace(model.args, **given))
-    return model

@@ -21,10 +21,9 @@ from dulbe_peft.checkpoints.learner_file import LearnerFile
 from dulbe_peft.data.known import KnownImages, compared
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE
-from dulbe_peft.runs.progress import SOURCES_FILE, FinishedTask, read_finished
-from dulbe_peft.runs.sources import print_once
+from dulbe_peft.streams.learning import StreamLearner
+from dulbe_peft.streams.progress import SOURCES_FILE, FinishedTask, read_finished
 from dulbe_peft.streams.tasks import Task
-from dulbe_peft.training.holding import StateHolder
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils import folders
 from dulbe_peft.utils.devices import has_bfloat16
@@ -32,6 +31,7 @@ from dulbe_peft.utils.folders import CheckpointError, library_versions
 from dulbe_peft.utils.records import Record, first_problem
 from dulbe_peft.utils.settings import flat_settings
 from dulbe_peft.utils.tensors import whole_digest
+from dulbe_peft.utils.terminal import print_once
 
 # What a run writes beside the task folders, and what its caller may draw from it.
 FILES = (RESULTS_FILE, TIMINGS_FILE, SOURCES_FILE, PREDICTIONS_FILE, "accuracy.png", "tasks.png", "pictures")
@@ -83,7 +83,7 @@ def beginning(state: LearnerState) -> Beginning:
 
 
 def go_on(
-    learner: StateHolder, folder: Path, identity: Identity, before: Sequence[FinishedTask]
+    learner: StreamLearner, folder: Path, identity: Identity, before: Sequence[FinishedTask]
 ) -> list[FinishedTask]:
     """Give a learner the state in a run's newest folder, unless it took something in since; the finished tasks."""
     if learner.args.precision != identity.arguments["precision"]:
@@ -97,8 +97,7 @@ def go_on(
                 "something else, by update_classes for instance. Load the folder to go on with what is in it, or "
                 "choose another output_dir"
             )
-        learner.state = restored
-    learner.encoder.graph = learner.state.graph
+        learner.use_state(restored)
     print_once(f"resuming after {folder.name}: {len(learner.class_names)} classes learned")
     finished = read_finished(folder, learner.tasks)
     # What is written after a commit may be missing; of known tasks the learner may know it.
@@ -107,7 +106,7 @@ def go_on(
     return finished
 
 
-def check_new(learner: StateHolder, own: Sequence[Task], output: Path, resumes: bool) -> None:
+def check_new(learner: StreamLearner, own: Sequence[Task], output: Path, resumes: bool) -> None:
     """Raise unless a run can start in a folder, and its tasks have new classes only."""
     old = layout.task_folders(output)
     if old:
@@ -122,7 +121,7 @@ def check_new(learner: StateHolder, own: Sequence[Task], output: Path, resumes: 
 
 
 def newest_of_run(
-    learner: StateHolder, stream: Sequence[Task], output: Path, texts: Texts
+    learner: StreamLearner, stream: Sequence[Task], output: Path, texts: Texts
 ) -> tuple[Path, Identity] | None:
     """The newest whole task folder and its run's identity, if any; raises where the run is another one."""
     found = layout.newest_task(output, print_once)

@@ -24,7 +24,7 @@ from dulbe_peft import (
     class_incremental_tasks,
     load_clip,
 )
-from dulbe_peft.runs.dual_mode_trainer import accuracy
+from dulbe_peft.trainer import accuracy
 
 PROMPT = {"prompt_template": "the digit {}."}
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]

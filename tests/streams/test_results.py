@@ -20,8 +20,8 @@ from dulbe_peft.metrics.accuracy import (
     transfer_measures,
 )
 from dulbe_peft.metrics.evaluation import BASELINES, Evaluation, evaluate_features, read_predictions, write_predictions
-from dulbe_peft.runs.progress import FinishedTask, measured_row
-from dulbe_peft.runs.results import stream_results
+from dulbe_peft.streams.progress import FinishedTask, measured_row
+from dulbe_peft.streams.results import stream_results
 from dulbe_peft.utils.files import read_csv, write_csv
 
 NAMES = ("cat", "=1+1", '<b>, "bold"', "'=quoted", "-")

@@ -9,29 +9,31 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from accelerate import Accelerator
 
 from dulbe_peft.checkpoints import layout, saving
 from dulbe_peft.checkpoints.layout import LEARNER_FILE, PROGRESS_FILE, RESULTS_FILE, TIMINGS_FILE
+from dulbe_peft.classifiers.closing import ClosingPass
 from dulbe_peft.data.names import check_class_texts
 from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, Evaluation, write_predictions
 from dulbe_peft.metrics.features import FEATURES_FOLDER, SUFFIX, TaskFeatures
-from dulbe_peft.runs import progress, resume
-from dulbe_peft.runs.progress import SOURCES_FILE, FinishedTask, Row
-from dulbe_peft.runs.results import stream_results
-from dulbe_peft.runs.sources import print_once
+from dulbe_peft.streams import progress, resume
+from dulbe_peft.streams.learning import StreamLearner
+from dulbe_peft.streams.progress import SOURCES_FILE, FinishedTask, Row
+from dulbe_peft.streams.results import stream_results
 from dulbe_peft.streams.tasks import Task
-from dulbe_peft.training.holding import StateHolder
+from dulbe_peft.training.trainer import TaskRecord
 from dulbe_peft.utils import folders
 from dulbe_peft.utils.files import replacing, write_json
 from dulbe_peft.utils.processes import on_main_process
 from dulbe_peft.utils.profiling import forget_peak_memory, peak_memory
 from dulbe_peft.utils.records import write_record
+from dulbe_peft.utils.terminal import print_once
 
 LOCK_FILE = ".dulbe_peft.lock"
 
@@ -59,7 +61,7 @@ class RunOptions:
 
 
 def run_stream(
-    learner: StateHolder, tasks: Iterable[Task], output_dir: str | Path, options: RunOptions
+    learner: StreamLearner, tasks: Iterable[Task], output_dir: str | Path, options: RunOptions
 ) -> dict[str, Any]:
     """Learn `tasks` one after the other; see `ClassIncrementalLearner.run`."""
     stream, output = list(tasks), Path(output_dir)
@@ -86,14 +88,14 @@ def run_stream(
                 held.callback(accelerator.end_training)
             # A model that is not trained encodes an image once, also without the user's store.
             store = learner.encoder.store
-            held.callback(lambda: setattr(learner.encoder, "store", store))  # of whichever encoder it has then
-            learner.encoder.store = store or FeatureStore()
+            held.callback(learner.use_store, store)
+            learner.use_store(store or FeatureStore())
             return _open(learner, stream, output, options).finish()
     except ChildProcessError as error:
         raise ChildProcessError(f"{error}; finished tasks are kept in {output}, run again to go on") from error
 
 
-def _open(learner: StateHolder, own: list[Task], output: Path, options: RunOptions) -> "Run":
+def _open(learner: StreamLearner, own: list[Task], output: Path, options: RunOptions) -> "Run":
     """The run in a folder where it was left, or a new one; the learner's state is that of its newest task."""
     texts = check_class_texts(options.class_texts or {}, {name for task in own for name in task.class_names})
     past = on_main_process(partial(progress.known_tasks, learner)) if options.past is None else list(options.past)
@@ -104,7 +106,7 @@ def _open(learner: StateHolder, own: list[Task], output: Path, options: RunOptio
         identity, finished = resume.identity_of(learner.state), past
     else:
         identity, finished = found[1], resume.go_on(learner, *found, past)
-    learner.state = replace(learner.state, class_texts=learner.state.class_texts | texts)
+    learner.use_state(replace(learner.state, class_texts=learner.state.class_texts | texts))
     known = len(identity.start.tasks)
     known_tests = [None] * known if options.known_tests is None else list(options.known_tests)
     if len(known_tests) != known:
@@ -126,7 +128,7 @@ def _lock_folder(output: Path, held: ExitStack) -> None:
 class Run:
     """A run on its way: the tasks that its learner had learned before it, and its own."""
 
-    learner: Any  # a `ClassIncrementalLearner`, whose module imports this one
+    learner: StreamLearner
     own: list[Task]
     output: Path
     options: RunOptions
@@ -178,12 +180,14 @@ class Run:
         learner, task = self.learner, self.own[index - self.known]
         forget_peak_memory(learner.device)
         learner.learn_task(task.train, task.class_names)
-        names, profile = list(task.class_names), learner.profile
+        names, profile = list(task.class_names), learner.encoder.profile
         if task.test is not None:
-            learner.state = replace(learner.state, known=learner.state.known.with_tested(task.test))
+            learner.use_state(replace(learner.state, known=learner.state.known.with_tested(task.test)))
         with profile.phase("test"):
             row = self.measure(index + 1)
-        done = FinishedTask(class_names=names, row=row, zero_shot=zero_shot, details=asdict(learner.record))
+        done = FinishedTask(
+            class_names=names, row=row, zero_shot=zero_shot, details=asdict(cast(TaskRecord, learner.record))
+        )
         self.finished.append(done)
         with profile.phase("save"):
             if self.options.keep_features:
@@ -233,7 +237,7 @@ class Run:
 
     def write_features(self) -> None:
         """Write the newest task's features; before the commit, so that no finished task is without them."""
-        learner, closing = self.learner, self.learner.closing
+        learner, closing = self.learner, cast(ClosingPass, self.learner.closing)
         if closing.texts is None and has_text(learner.state.base):
             each = learner.encoder.each_text_embeds(closing.class_names, learner.state.class_texts)
             closing = replace(closing, texts=learner.text_embeds(learner.class_names), each_text=each)

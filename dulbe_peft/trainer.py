@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -13,17 +13,20 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
+from dulbe_peft.adapter.model import DualModeLoraModel
+from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checkpoints import loading, saving, unfinished
 from dulbe_peft.checkpoints.layout import TASK_FILE
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.data.images import named_images
 from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.learner import ClassIncrementalLearner
-from dulbe_peft.runs.trainer_arguments import check_arguments, learner_of
+from dulbe_peft.strategies.dulbe import Dulbe
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.batches import EpochLoader, Order, WholeBatches, collated
 from dulbe_peft.training.state import LearnerState, set_adapter_state
 from dulbe_peft.training.trainer import TaskTrainer
+from dulbe_peft.training.trainer_arguments import check_arguments, learner_settings
 from dulbe_peft.utils.folders import fill_folder
 from dulbe_peft.utils.processes import raise_in_all, sum_over_processes, world
 from dulbe_peft.utils.tensors import read_tensors
@@ -80,7 +83,7 @@ class DualModeTrainer(Trainer):
     ) -> None:
         args = args or TrainingArguments(output_dir="tmp_trainer")
         check_arguments(args, settings)
-        self.learner = learner_of(model, processing_class, args, settings)
+        self.learner = _learner_of(model, processing_class, args, settings)
         self.class_names = class_names
         self._task: _LoopTask | None = None
         self._output: Any = None
@@ -159,7 +162,7 @@ class DualModeTrainer(Trainer):
                 f"{newest} goes on after the tasks {state.tasks!r:.200}, and this learner has learned "
                 f"{learned!r:.200}: start with a model that has learned nothing"
             )
-        self.learner.state = state
+        self.learner.use_state(state)
         return newest
 
     @property
@@ -301,3 +304,25 @@ class _LoopTask(TaskTrainer):
 def accuracy(found: Any) -> dict[str, float]:
     """The share of images whose highest score is that of their class; what `evaluate` gives by itself."""
     return {"accuracy": float((found.predictions.argmax(axis=1) == found.label_ids).mean())}
+
+
+def _learner_of(
+    model: nn.Module | ClassIncrementalLearner, processor: Any, args: TrainingArguments, settings: dict[str, Any]
+) -> ClassIncrementalLearner:
+    """A learner with the settings of `args`: a new one, or the given one, which goes on."""
+    given = learner_settings(args, settings)
+    if not isinstance(model, ClassIncrementalLearner):
+        learner = ClassIncrementalLearner(model, processor, args=LearnerArguments(**given))
+        adapter = cast(DualModeLoraModel, learner.state.adapter)
+        if adapter.history_rank or any(layer.is_trained("default") for layer in adapter.dual_mode_layers().values()):
+            raise ValueError(
+                "the adapter has learned before, but a model alone brings no statistics and no classes: pass "
+                "ClassIncrementalLearner.from_pretrained(folder) in place of the model"
+            )
+        return learner
+    if not isinstance(model.strategy, Dulbe):
+        raise ValueError(f"the learner has the strategy {model.strategy.name!r}, expected 'dulbe'")
+    if model.device.type != args.device.type:
+        raise ValueError(f"the learner is on {model.device.type!r}, args ask for {args.device.type!r}")
+    model.change_settings(replace(model.args, **given))
+    return model

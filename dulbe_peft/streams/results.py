@@ -5,7 +5,7 @@ from typing import Any
 
 from dulbe_peft.metrics.accuracy import summarize
 from dulbe_peft.metrics.evaluation import BASELINES
-from dulbe_peft.runs.progress import FinishedTask, Row, Score
+from dulbe_peft.streams.progress import FinishedTask, Row, Score
 from dulbe_peft.training.state import Estimates
 from dulbe_peft.utils.records import Fraction, Record
 

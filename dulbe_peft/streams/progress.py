@@ -15,7 +15,7 @@ from dulbe_peft.checkpoints.layout import PROGRESS_FILE, TIMINGS_FILE
 from dulbe_peft.classifiers.registry import answering
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import Evaluation
-from dulbe_peft.training.holding import StateHolder
+from dulbe_peft.streams.learning import StreamLearner
 from dulbe_peft.training.state import Update
 from dulbe_peft.utils.folders import CheckpointError, parse_manifest
 from dulbe_peft.utils.records import Count, Fraction, Record, read_record
@@ -85,7 +85,7 @@ class Entries(Record, Generic[T]):
 Timings, Sources = Entries[Timing], Entries[Details]  # of `timings.json` and `sources.json`
 
 
-def known_tasks(learner: StateHolder) -> list[FinishedTask]:
+def known_tasks(learner: StreamLearner) -> list[FinishedTask]:
     """What runs have measured of a learner's tasks; nothing where it comes from no run, or has other tasks by now."""
     names, found = [list(task) for task in learner.tasks], list[FinishedTask]()
     if learner.folder is not None and learner.folder.is_dir():  # it may be gone by now
