@@ -25,7 +25,7 @@ from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.encoders.loading import has_text, logit_scale
 from dulbe_peft.encoders.pixels import PixelDataset
-from dulbe_peft.metrics.evaluation import Evaluation, evaluate_features
+from dulbe_peft.metrics.evaluation import EncodedTest, Evaluation, evaluate_features
 from dulbe_peft.metrics.prediction import Prediction, predict_images
 from dulbe_peft.metrics.retention import seen_accuracies
 from dulbe_peft.strategies.base import Memory, Strategy
@@ -326,14 +326,22 @@ class ClassIncrementalLearner:
         """
         return self.evaluate_images(dataset, class_names).figures()
 
-    @in_turn
     def evaluate_images(self, dataset: Any, class_names: Sequence[str] | None = None) -> Evaluation:
         """The answers of every classifier to each image of a data set, arguments and errors as in `evaluate`."""
+        return self.evaluations([(dataset, class_names)])[0]
+
+    @in_turn
+    def evaluations(self, tests: Sequence[tuple[Any, Sequence[str] | None]]) -> list[Evaluation]:
+        """What `evaluate_images` finds of each of several data sets with their class names, read in one pass."""
         preparing.check_learned(self.state)
-        data = self.state.known_images(dataset, class_names)
-        images = [data.item_name(index) for index in range(len(data))]
-        truth = torch.tensor(data.labels)
-        return evaluate_features(self.classifiers, self.image_embeds(data), truth, self.class_names, images)
+        parts = [self.state.known_images(dataset, class_names) for dataset, class_names in tests]
+        with self.state.resting():
+            embeds = self.encoder.each_embeds(parts)
+        given = [
+            EncodedTest(features, torch.tensor(part.labels), [part.item_name(index) for index in range(len(part))])
+            for features, part in zip(embeds, parts, strict=True)
+        ]
+        return evaluate_features(self.classifiers, given, self.class_names)
 
     @in_turn
     def estimate(self) -> dict[str, Estimate]:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
+from itertools import islice
 from typing import Any, Self, cast
 
 import numpy as np
@@ -174,11 +175,22 @@ class Encoder(TextEncoder):
 
     def stored(self, contents: Sequence[bytes]) -> dict[bytes, np.ndarray]:
         """Features of images, as they are, that the user's store has, by content; none where the model is adapted."""
-        unknown = self.args.precision == "int8" and self.graph is None  # which graph it will be
-        if self.adapted or self.store is None or self.store.private or not contents or unknown:
+        if self.store is None or self.store.private or not contents:
             return {}
-        store, key = self.store, self.key
-        return processes.on_main_process(lambda: store.get(key, contents))
+        return self._kept(lambda: contents)[1]
+
+    def _kept(self, look: Callable[[], Sequence[bytes | None]]) -> tuple[Sequence[bytes | None], dict[bytes, Any]]:
+        """What a look at images found, content by content, and those of their features that the store has."""
+        store, graphless = self.store, self.args.precision == "int8" and self.graph is None  # which it will be
+        if store is None or self.adapted or graphless:
+            return [], {}
+        key = self.key
+
+        def ask() -> tuple[Sequence[bytes | None], dict[bytes, Any]]:
+            contents = look()
+            return contents, store.get(key, contents)
+
+        return processes.on_main_process(ask)
 
     @property
     def _may_export(self) -> bool:
@@ -318,6 +330,27 @@ class Encoder(TextEncoder):
     def dataset_embeds(self, images: PixelDataset, title: str = "encode") -> torch.Tensor:
         """Unit features of all images, (n, d)."""
         return self._embeds(images, title, False)[0]
+
+    def each_embeds(self, parts: Sequence[LabelledImages]) -> list[torch.Tensor]:
+        """Unit features of all images of each part, as `dataset_embeds` gives them; the store is asked once for all.
+
+        What it lacks is encoded part by part, so that a batch never depends on which other parts there are.
+        """
+        for table in {id(part.features): part.features for part in parts if part.features is not None}.values():
+            self._check_features(table)
+        pictures = [part for part in parts if part.features is None]
+        contents, found = self._kept(lambda: [content for part in pictures for content in part.contents()])
+        rest, features = iter(contents), list[torch.Tensor]()
+        for part in parts:
+            if part.features is not None:
+                features.append(torch.from_numpy(part.features.of(part)).to(self.device))
+                continue
+            rows = [found.get(content or b"") for content in islice(rest, len(part))]
+            if rows and all(row is not None for row in rows):
+                features.append(torch.from_numpy(np.stack(cast(list[np.ndarray], rows))).to(self.device))
+            else:
+                features.append(self.dataset_embeds(self.images(part)))
+        return features
 
     def readable_embeds(
         self, images: PixelDataset, title: str, passing: bool = False

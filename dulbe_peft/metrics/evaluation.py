@@ -48,42 +48,57 @@ class Evaluation:
         return (predicted == self.truth).double().mean().item()
 
 
+@dataclass(frozen=True)
+class EncodedTest:
+    """Features, (n, d), of a data set's images, with their classes `truth`, (n,), and their names."""
+
+    features: torch.Tensor
+    truth: torch.Tensor
+    images: Sequence[str]
+
+
 @torch.no_grad()
 def evaluate_features(
-    classifiers: Mapping[str, Classifier],
-    features: torch.Tensor,
-    truth: torch.Tensor,
-    class_names: Sequence[str],
-    images: Sequence[str],
-) -> Evaluation:
-    """Ask every classifier, and the two baselines, about the same features, (n, d), with classes `truth`, (n,)."""
+    classifiers: Mapping[str, Classifier], tests: Sequence[EncodedTest], class_names: Sequence[str]
+) -> list[Evaluation]:
+    """Ask every classifier, and the two baselines, about the same features of each test."""
+    parts, kept = [test.features for test in tests], dict[str, torch.Tensor]()
     prototypes = {} if "prototype" in classifiers else {"class_means": "visual_prototypes"}
-    baselines: dict[str, torch.Tensor] = {}
     for name, attribute in {"text": "text_embeds", **prototypes}.items():
-        kept: Any = next((getattr(c, attribute) for c in classifiers.values() if hasattr(c, attribute)), None)
-        if kept is not None:
-            baselines[name] = nearest(features, kept.to(features))
-    said = {name: answers(classifier, features) for name, classifier in classifiers.items()}
-    return Evaluation(
-        class_names=tuple(class_names),
-        images=tuple(images),
-        truth=truth.cpu(),
-        classifiers={name: predicted for name, (predicted, _) in said.items()},
-        baselines=baselines,
-        probability=said[answering(classifiers)][1],
-        features=features.cpu(),
-    )
+        rows: Any = next((getattr(c, attribute) for c in classifiers.values() if hasattr(c, attribute)), None)
+        if rows is not None and parts:
+            kept[name] = rows.to(parts[0])
+    said = {name: answers(classifier, parts) for name, classifier in classifiers.items()}
+    return [
+        Evaluation(
+            class_names=tuple(class_names),
+            images=tuple(test.images),
+            truth=test.truth.cpu(),
+            classifiers={name: of[number][0] for name, of in said.items()},
+            baselines={name: nearest(test.features, rows) for name, rows in kept.items()},
+            probability=said[answering(classifiers)][number][1],
+            features=test.features.cpu(),
+        )
+        for number, test in enumerate(tests)
+    ]
 
 
-def answers(classifier: Classifier, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The class that each of the features, (n, d), is taken for, and its calibrated probability; both on the CPU."""
-    parts = []
-    for part in features.split(max(1, MOST_SCORES // len(classifier.class_names))):
-        scores = classifier(part)
-        sure = (scores / classifier.temperature).softmax(dim=1).amax(dim=1)
-        parts.append((scores.argmax(dim=1).cpu(), sure.float().cpu()))
-    predicted, probability = map(torch.cat, zip(*parts, strict=True))
-    return predicted, probability
+def answers(classifier: Classifier, tests: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For each test, the class that each of its features, (n, d), is taken for, and its calibrated probability.
+
+    Both are (n,), on the CPU. A test is asked by itself: in batches of another size a product of matrices is not
+    rounded alike, so what is said of a test would depend on which other tests there are.
+    """
+    temperature, most, found = classifier.temperature, max(1, MOST_SCORES // len(classifier.class_names)), []
+    for features in tests:
+        parts = []
+        for part in features.split(most):
+            scores = classifier(part)
+            sure = (scores / temperature).softmax(dim=1).amax(dim=1)
+            parts.append((scores.argmax(dim=1).cpu(), sure.float().cpu()))
+        predicted, probability = map(torch.cat, zip(*parts, strict=True))
+        found.append((predicted, probability))
+    return found
 
 
 def nearest(features: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -109,7 +109,7 @@ def learn_from_features(
 def _answers(classifier: Classifier, task: TaskFeatures) -> Answers:
     nothing = torch.zeros(0, dtype=torch.int64)
     parts = [Answers(nothing, nothing, nothing.float(), nothing)]
-    # Task by task, as a run asks: a product of matrices is not rounded alike in batches of another size.
-    for number, (features, truth) in task.tests.items():
-        parts.append(Answers(truth, *answers(classifier, features), torch.full((len(truth),), number)))
+    said = answers(classifier, [features for features, _ in task.tests.values()])
+    for (number, (_, truth)), of in zip(task.tests.items(), said, strict=True):
+        parts.append(Answers(truth, *of, torch.full((len(truth),), number)))
     return Answers(*map(torch.cat, zip(*(vars(part).values() for part in parts), strict=True)))

@@ -211,7 +211,8 @@ class Run:
         """What is measured after the first `count` tasks, on those of them that have test data."""
         tests = dict(enumerate(self.tests[:count], 1))
         tested = [number for number, (test, names) in tests.items() if test is not None and names]
-        self.evaluations = {number: self.learner.evaluate_images(*tests[number]) for number in tested}
+        found = self.learner.evaluations([tests[number] for number in tested])
+        self.evaluations = dict(zip(tested, found, strict=True))
         return progress.measured_row([self.evaluations.get(number) for number in tests])
 
     @property

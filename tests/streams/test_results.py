@@ -19,7 +19,14 @@ from dulbe_peft.metrics.accuracy import (
     summarize,
     transfer_measures,
 )
-from dulbe_peft.metrics.evaluation import BASELINES, Evaluation, evaluate_features, read_predictions, write_predictions
+from dulbe_peft.metrics.evaluation import (
+    BASELINES,
+    EncodedTest,
+    Evaluation,
+    evaluate_features,
+    read_predictions,
+    write_predictions,
+)
 from dulbe_peft.streams.progress import FinishedTask, measured_row
 from dulbe_peft.streams.results import stream_results
 from dulbe_peft.utils.files import read_csv, write_csv
@@ -39,12 +46,13 @@ def learned(*specs):
 def predicted(*specs, rows=slice(None)):
     classifiers, features, labels = learned(*specs)
     features, labels = features[rows], labels[rows]
-    return evaluate_features(classifiers, features, labels, NAMES, [f"{i}.png" for i in range(len(labels))])
+    test = EncodedTest(features, labels, [f"{i}.png" for i in range(len(labels))])
+    return evaluate_features(classifiers, [test], NAMES)[0]
 
 
 def test_predictions_equal_a_loop_over_images():
     classifiers, features, labels = learned("lda", "bridge")
-    found = evaluate_features(classifiers, features, labels, NAMES, [""] * 20)
+    (found,) = evaluate_features(classifiers, [EncodedTest(features, labels, [""] * 20)], NAMES)
     assert list(found.classifiers) == ["lda", "bridge"] and set(found.baselines) == set(BASELINES)
     right = dict.fromkeys(("lda", "bridge", "text", "class_means"), 0)
     for i in range(20):
