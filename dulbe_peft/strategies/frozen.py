@@ -15,13 +15,13 @@ class Frozen(Strategy):
 
     name = "frozen"
     adapts = False
-    classifiers: ClassVar[tuple[str, ...]] = ("bayes", "lda", "bridge", "prototype")
+    classifiers: ClassVar[tuple[str, ...]] = ("bayes", "lda")
 
 
 def _read_by(title: str, name: str) -> type[Frozen]:
     """The strategy of a paper whose rule is the classifier of the same name."""
     said = f"Training-free learning that the classifier `{name}` reads; see there for the rule and its paper."
-    kind: type[Frozen] = type(title, (Frozen,), {"name": name, "classifiers": (name, "bridge"), "__doc__": said})
+    kind: type[Frozen] = type(title, (Frozen,), {"name": name, "classifiers": (name,), "__doc__": said})
     return dataclass(frozen=True)(kind)
 
 

@@ -62,7 +62,7 @@ class Slca(Lora):
     """LoRA for all tasks, read through SLCA's classifier, which is aligned anew after each task."""
 
     name = "slca"
-    classifiers = ("slca", "bridge")
+    classifiers = ("slca",)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class FirstSession(Lora):
     """LoRA on the first task, both towers frozen afterwards."""
 
     name = "first_session"
-    classifiers = ("lda", "bridge")
+    classifiers = ("lda",)
 
     def epochs(self, task: NewTask) -> int:
         return 0 if task.index else task.args.epochs
