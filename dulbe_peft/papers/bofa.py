@@ -39,7 +39,7 @@ class Bofa(OccupationStrategy):
     """The mean of updates that start from the same weight, each in the directions used least before it."""
 
     name = "bofa"
-    classifiers = ("bofa", "bridge", "lda")
+    classifiers = ("bofa", "lda")
     target_modules = ("visual_projection",)
 
     def plan(self, task: NewTask) -> Modes:

@@ -175,4 +175,4 @@ class Clap4Clip(Frozen):
     """Trains nothing; the classifier `clap4clip` has the paper's rule."""
 
     name = "clap4clip"
-    classifiers = ("clap4clip", "bridge")
+    classifiers = ("clap4clip",)

@@ -133,4 +133,4 @@ class ClgCbm(Frozen):
     """Trains nothing; the classifier `clg_cbm` has the paper's rule."""
 
     name = "clg_cbm"
-    classifiers = ("clg_cbm", "bridge")
+    classifiers = ("clg_cbm",)

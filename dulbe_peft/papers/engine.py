@@ -166,4 +166,4 @@ class Engine(Frozen):
     """Trains nothing; the classifier `engine` has the paper's rule."""
 
     name = "engine"
-    classifiers = ("engine", "bridge")
+    classifiers = ("engine",)

@@ -15,7 +15,7 @@ class FirstSession(Lora):
     """LoRA on the first task, both towers frozen afterwards."""
 
     name = "first_session"
-    classifiers = ("lda", "bridge")
+    classifiers = ("lda",)
 
     def epochs(self, task: NewTask) -> int:
         return 0 if task.index else task.args.epochs

@@ -46,7 +46,7 @@ class MgClip(Strategy):
     trains_bases = True
     folds = False
     orthonormal = False
-    classifiers = ("visual_agent", "bridge")
+    classifiers = ("visual_agent",)
     target_modules = ("k_proj", "v_proj")
     alpha: Positive = 1.0
     threshold: Positive = 0.1  # how far the mean wrong logit may move, as a part of its value before training

@@ -181,4 +181,4 @@ class Proof(Frozen):
     """Trains nothing; the classifier `proof` has the paper's rule."""
 
     name = "proof"
-    classifiers = ("proof", "bridge")
+    classifiers = ("proof",)

@@ -144,4 +144,4 @@ class Rapf(Frozen):
     """Trains nothing; the classifier `rapf` has the paper's rule."""
 
     name = "rapf"
-    classifiers = ("rapf", "bridge")
+    classifiers = ("rapf",)

@@ -136,4 +136,4 @@ class Slca(Lora):
     """LoRA for all tasks, as in SLCA++, arXiv 2408.08295, read through SLCA's classifier."""
 
     name = "slca"
-    classifiers = ("slca", "bridge")
+    classifiers = ("slca",)

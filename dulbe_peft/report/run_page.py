@@ -12,7 +12,6 @@ from dulbe_peft.checkpoints.learner_file import LearnerFile
 from dulbe_peft.checkpoints.loading import read_known
 from dulbe_peft.classifiers.closing import TEACHING
 from dulbe_peft.report import plots, shares, side_by_side, verdict
-from dulbe_peft.report.class_map import class_map
 from dulbe_peft.report.html import jpeg_address, mib, percent, seconds, write_page
 from dulbe_peft.report.run_folder import PICTURES_FOLDER, Photograph, RunFolder, read_run
 from dulbe_peft.report.shares import ClassRow, Share
@@ -96,7 +95,6 @@ def _content(run: RunFolder, key: str) -> dict[str, Any]:
         "loss": plots.inline_svg(plots.loss_figure(losses), f"{key}-loss") if any(losses) else "",
         "steps": verdict.next_steps(run, rows, matrix),
         "estimated": None if run.tested else verdict.estimated(run.results),
-        "map": None if run.learner is None else class_map(run.learner),
         "class_rows": rows,
         "matrix": matrix,
     }

@@ -12,4 +12,4 @@ class Frozen(Strategy):
 
     name = "frozen"
     adapts = False
-    classifiers: ClassVar[tuple[str, ...]] = ("bayes", "lda", "bridge", "prototype")
+    classifiers: ClassVar[tuple[str, ...]] = ("bayes", "lda")

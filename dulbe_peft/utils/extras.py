@@ -10,7 +10,7 @@ COMMANDS = {"click": "click", "joblib": "joblib", "matplotlib": "matplotlib", "s
 # Module -> extra of other packages.
 EXTRAS = {"datasets": "datasets", "pyarrow": "datasets", "distributed": "dask", "ray": "ray"}
 # Packages of which names are used that may go, with versions in which they are there.
-TESTED = {"peft": "peft>=0.21,<0.22", "transformers": "transformers>=5.18,<6"}
+TESTED = {"peft": "peft>=0.21,<0.22", "transformers": "transformers>=5.18,!=5.24.0,<6"}
 
 
 @contextmanager

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from pages import drawn
 from PIL import Image
 
 from dulbe_peft.metrics.evaluation import ImageResult
 from dulbe_peft.report import format_summary, plot_matrix, plot_results, read_run, write_figures
-from dulbe_peft.report.class_map import plane
 from dulbe_peft.report.html import percent
 from dulbe_peft.report.pictures import SIDE, choose_examples, thumbnail, write_examples
 from dulbe_peft.report.plots import SERIES, accuracy_figure, inline_svg, reliability_figure
@@ -146,18 +144,6 @@ def test_whether_more_photographs_would_help():
     assert more_images(table(((5, 10), 3), ((6, 10), 9)))[0] is None, "two classes say nothing"
     assert more_images(table(*few)) is None, "equally many"
     assert more_images(table(((5, 10), 3), ((6, 10), 9), ((6, 10), 9)))[1:] == (Share(5, 10), Share(12, 20), 3)
-
-
-def test_the_map_shows_what_is_alike():
-    random = torch.Generator().manual_seed(0)
-    rows = torch.nn.functional.normalize(
-        torch.eye(2, 8).repeat_interleave(3, 0) * 4 + torch.randn(6, 8, generator=random)
-    )
-    places, part = plane(rows)
-    apart = torch.cdist(places, places)
-    assert apart[0, 1:3].max() < apart[0, 3:].min() and 0.5 < part < 1
-    full = torch.cdist(rows.double(), rows.double())
-    assert (apart <= full + 1e-9).all(), "a projection brings nothing farther apart"
 
 
 def test_the_terminal_s_table_explains_itself(finished_run):
