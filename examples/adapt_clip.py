@@ -13,8 +13,10 @@ import torch
 from peft import PeftModel, get_peft_model
 
 from dulbe_peft import DualModeLoraConfig, cross_modal_loss, load_clip
-from dulbe_peft.demo import DIGITS, demo_model_folder, digit_tasks
+from dulbe_peft.data.digits import DIGITS
 from dulbe_peft.encoders.loading import tokenize, unit_image_embeds, unit_text_embeds
+from dulbe_peft.encoders.registry import demo_model_folder
+from dulbe_peft.photos.demo import digit_tasks
 
 
 def main() -> None:

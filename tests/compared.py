@@ -1,9 +1,9 @@
 """A comparison made by hand: four rows on two streams."""
 
-from dulbe_peft.comparison.comparison_file import COMPARISON_FILE, Comparison, Entry, Retention
-from dulbe_peft.comparison.intervals import Difference
-from dulbe_peft.comparison.plan import Plan, Row
 from dulbe_peft.utils.records import write_record
+from research.comparison.comparison_file import COMPARISON_FILE, Comparison, Entry, Retention
+from research.comparison.intervals import Difference
+from research.comparison.plan import Plan, Row
 
 REFERENCE = Row("frozen", "bridge")
 

@@ -81,7 +81,7 @@ def tiny_clip():
 def base():
     """The packaged demo model and its processor; tests copy the model before they adapt it."""
     from dulbe_peft import load_clip
-    from dulbe_peft.demo import demo_model_folder
+    from dulbe_peft.encoders.registry import demo_model_folder
 
     return load_clip(demo_model_folder())
 
@@ -115,7 +115,7 @@ def digit_folders(tmp_path_factory) -> Callable[[int, int, int], Path]:
     """A function that writes handwritten digits as folders of PNG files: classes, images of each to learn, to test."""
     from sklearn.datasets import load_digits
 
-    from dulbe_peft.demo import DIGITS
+    from dulbe_peft.data.digits import DIGITS
 
     def write(classes: int, train: int, test: int) -> Path:
         root, data = tmp_path_factory.mktemp("some photos"), load_digits()

@@ -51,7 +51,7 @@ def main() -> None:
     called = subprocess.run([sys.executable, "-m", "dulbe_peft", "--help"], capture_output=True, text=True)
     if importlib.util.find_spec("click") is None:
         assert (called.returncode, called.stdout) == (2, "")
-        wanted = "dulbe-peft needs the package click: pip install 'dulbe_peft[commands]'\n"
+        wanted = "dulbe-peft needs the package click: pip install 'dulbe_peft[photos]'\n"
         assert called.stderr == wanted, called.stderr
     print(f"dulbe_peft {dulbe_peft.__version__} in {Path(dulbe_peft.__file__).parent}")
 

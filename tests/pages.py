@@ -14,8 +14,9 @@ from peft import get_peft_model
 
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, load_clip
 from dulbe_peft import class_incremental_tasks as tasks_of
-from dulbe_peft.demo import DIGITS, demo_model_folder
-from dulbe_peft.report.pictures import write_pictures
+from dulbe_peft.data.digits import DIGITS
+from dulbe_peft.encoders.registry import demo_model_folder
+from dulbe_peft.photos.report.pictures import write_pictures
 from dulbe_peft.streams.tasks import Task
 
 NAMES = ("zero", "<script>alert(1)</script>", "=SUM(A1)", '50% of a_b & "c"', "four", "five")

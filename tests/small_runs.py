@@ -7,8 +7,8 @@ import torch
 from peft import get_peft_model
 
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, class_incremental_tasks
-from dulbe_peft.commands.main import commands, main
 from dulbe_peft.data.readers import load_data
+from dulbe_peft.photos.commands.main import commands, main
 from dulbe_peft.strategies import make_strategy
 
 QUICK = {"epochs": 1, "batch_size": 4, "device": "cpu", "progress": False, "pixel_cache_mb": 0}

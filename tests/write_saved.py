@@ -24,8 +24,9 @@ from dulbe_peft import (
     class_incremental_tasks,
     load_clip,
 )
+from dulbe_peft.data.digits import digit_images
 from dulbe_peft.data.images import LabelledImages
-from dulbe_peft.demo import demo_model_folder, digit_images
+from dulbe_peft.encoders.registry import demo_model_folder
 
 ARGS = LearnerArguments(
     epochs=1, batch_size=8, device="cpu", precision="float32", progress=False, prompt_template="the digit {}."

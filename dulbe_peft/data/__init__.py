@@ -1,0 +1,5 @@
+"""Images with labels: decoding them, telling them apart by content, and keeping their features."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -4,20 +4,17 @@ import os
 import re
 from functools import partial
 from pathlib import Path
-
-import numpy as np
-from PIL import Image
+from pkgutil import resolve_name
 
 from dulbe_peft.data.decoding import ARCHIVES, why_not_read
+from dulbe_peft.data.digits import load_digit_images
 from dulbe_peft.data.features import feature_splits
 from dulbe_peft.data.folders import ImageFolder, subfolders
 from dulbe_peft.data.hub import HUB_PREFIX, hub_images, hub_splits, import_datasets
 from dulbe_peft.data.images import LabelledImages, Splits
-from dulbe_peft.data.labels import label_splits
-from dulbe_peft.utils.extras import installed
 
-DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-DEMO_DIGITS = "demo-digits"  # what commands call scikit-learn's, where others are named by their path
+DEMO_DIGITS = "demo-digits"  # the name of the handwritten digits that come with the package
+LABEL_TABLES = "dulbe_peft.photos.data.labels:label_splits"  # named, not imported: tables are the application's
 _HUB_NAME = re.compile(r"(?!.*\.(?i:csv)$)[\w.-]+(/[\w.-]+)?")  # no table of labels is one
 
 
@@ -36,7 +33,7 @@ def load_data(
             with the columns `embedding` and `label`; a folder of the library `datasets`, written by `save_to_disk` or
             with files such as `train.parquet` and `test.parquet` in it or in its folder `data`; "hf:" and the name of
             a dataset on the Hugging Face hub; a CSV file with the columns path, label and perhaps split, or with
-            SourceFile and Subject, as exiftool prints them; or "demo-digits", scikit-learn's handwritten digits.
+            SourceFile and Subject, as exiftool prints them; or "demo-digits", handwritten digits that are in the package.
         split: the split to read; None for a folder of classes without splits.
         image_column: column with the images, where the dataset is one of Hugging Face.
         label_column: column with the labels, where the dataset is one of Hugging Face.
@@ -73,7 +70,8 @@ def splits(
     if found := feature_splits(path) or hub_splits(text, image_column, label_column):
         return found
     if path.suffix.lower() == ".csv" and path.is_file():
-        return label_splits(path, vocabulary)
+        tables: Splits = resolve_name(LABEL_TABLES)(path, vocabulary)
+        return tables
     if path.is_dir():
         return {name: partial(ImageFolder, path, name) for name in (*subfolders(path), None)}
     if text == DEMO_DIGITS:
@@ -88,22 +86,3 @@ def check_data(text: str) -> None:
         return
     hub = f'; a dataset of the Hugging Face hub is written "hf:{text}"' if _HUB_NAME.fullmatch(text) else ""
     raise FileNotFoundError(f"{text} does not exist{hub}")
-
-
-def digit_images(pixels: np.ndarray, labels: np.ndarray) -> LabelledImages:
-    """Images 8 x 8 of scikit-learn's handwritten digits as PIL images with a label 0 to 9."""
-    grey = (pixels * (255 / 16)).round().astype(np.uint8)
-    images = [Image.fromarray(image).convert("RGB") for image in grey]
-    return LabelledImages(list(zip(images, labels.tolist(), strict=True)), labels.astype(np.int64), DIGITS)
-
-
-def load_digit_images(split: str) -> LabelledImages:
-    """Three quarters of the digits, the split "train", or the rest, "test"."""
-    with installed("the data set of handwritten digits"):
-        from sklearn.datasets import load_digits
-        from sklearn.model_selection import train_test_split
-
-    digits = load_digits()
-    parts = train_test_split(digits.images, digits.target, test_size=0.25, random_state=0, stratify=digits.target)
-    first = 0 if split == "train" else 1
-    return digit_images(parts[first], parts[first + 2])

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dulbe_peft.data.splits import open_stream_data
+from dulbe_peft.data.readers import load_data
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.encoders.loading import logit_scale
 from dulbe_peft.encoders.pixels import PixelDataset
@@ -78,7 +78,7 @@ class Zscl(Lora):
         """The reference images, as the pristine model sees them."""
         encoder = task.encoder
         assert encoder is not None
-        images = open_stream_data(filled_in(self.reference_images))[0]
+        images = load_data(filled_in(self.reference_images))
         texts = read_lines(filled_in(self.reference_texts)) if self.reference_texts else None
         if texts == []:
             raise ValueError(f"reference_texts {self.reference_texts!r} holds no text: give one a line")

@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Module -> package of the extra `commands`.
-COMMANDS = {"click": "click", "joblib": "joblib", "matplotlib": "matplotlib", "sklearn": "scikit-learn"}
+# Module -> package of the extra `photos`.
+PHOTOS = {"click": "click", "joblib": "joblib", "matplotlib": "matplotlib", "sklearn": "scikit-learn"}
 # Module -> extra of other packages.
 EXTRAS = {"datasets": "datasets", "pyarrow": "datasets", "distributed": "dask", "ray": "ray"}
 # Packages of which names are used that may go, with versions in which they are there.
@@ -47,8 +47,8 @@ def explained(error: ImportError, what: str = "dulbe_peft", extra: str = "") -> 
     """The error in plain words, where it is about a package that this file knows; else as it is."""
     module = error.name or ""
     package = module.partition(".")[0]
-    if isinstance(error, ModuleNotFoundError) and (extra or package in COMMANDS | EXTRAS):
-        extra, called = extra or EXTRAS.get(package, "commands"), COMMANDS.get(package, package)
+    if isinstance(error, ModuleNotFoundError) and (extra or package in PHOTOS | EXTRAS):
+        extra, called = extra or EXTRAS.get(package, "photos"), PHOTOS.get(package, package)
         message = f"{what} needs the package {called}: pip install 'dulbe_peft[{extra}]'"
     elif package in TESTED and module and not (isinstance(error, ModuleNotFoundError) and module == package):
         from importlib.metadata import version

@@ -1,4 +1,4 @@
-"""The templates in `assets`: pages, model cards and texts for a terminal."""
+"""Templates of pages, model cards and texts for a terminal."""
 
 from functools import cache
 from importlib import resources
@@ -7,14 +7,14 @@ from typing import Any
 
 import jinja2
 
-ASSETS = Path(str(resources.files("dulbe_peft") / "assets"))
+CARDS = Path(str(resources.files("dulbe_peft") / "assets" / "cards"))
 
 
 @cache  # a process that writes many pages compiles each template once
-def environment() -> jinja2.Environment:
-    """Where templates are found by name; what an HTML page shows is escaped, because it may be anybody's text."""
+def environment(*folders: Path) -> jinja2.Environment:
+    """Where templates are found by name, in `folders` and then among the cards; HTML pages escape what they show."""
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader([ASSETS / "report", ASSETS / "cards"]),
+        loader=jinja2.FileSystemLoader([*folders, CARDS]),
         autoescape=jinja2.select_autoescape(["html"]),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -23,6 +23,6 @@ def environment() -> jinja2.Environment:
     )
 
 
-def render(template: str, **content: Any) -> str:
-    """A template with its content."""
-    return environment().get_template(template).render(content)
+def render(template: str, *folders: Path, **content: Any) -> str:
+    """Fill a template."""
+    return environment(*folders).get_template(template).render(content)

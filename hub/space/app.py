@@ -40,7 +40,7 @@ def teach(learner: Any, files: list[str] | None, name: str) -> tuple[Any, str]:
 def digits(learner: Any) -> tuple[Any, str]:
     """Begin anew with handwritten digits, eight of each, zero to nine."""
     from dulbe_peft.data.readers import load_data
-    from dulbe_peft.data.splits import draw_per_class
+    from dulbe_peft.photos.data.splits import draw_per_class
 
     learner = new_learner()
     learner.learn_task(draw_per_class(load_data("demo-digits", "train"), 8))

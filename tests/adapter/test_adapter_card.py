@@ -14,7 +14,7 @@ from transformers import ResNetConfig, ResNetModel
 
 from dulbe_peft import DualModeLoraConfig
 from dulbe_peft.adapter.peft_model import MARK
-from dulbe_peft.demo import demo_model_folder
+from dulbe_peft.encoders.registry import demo_model_folder
 
 # PEFT asks the Hub for a base model of this name.
 pytestmark = pytest.mark.filterwarnings("ignore:Could not find a config file")
@@ -56,7 +56,7 @@ IMPORT = "import dulbe_peft"
 LOOKED_FOR = IMPORT + ", importlib.util; importlib.util.find_spec('peft')"  # which is not imported yet
 STRICT = "import warnings; warnings.simplefilter('error')\n"
 MORE = """
-from dulbe_peft.demo import demo_model_folder
+from dulbe_peft.encoders.registry import demo_model_folder
 from peft import get_peft_model
 model.add_adapter("u", dulbe_peft.DualModeLoraConfig())
 clip, _ = dulbe_peft.load_clip(demo_model_folder())

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from lives import content
 
-from dulbe_peft.commands.main import main
-from dulbe_peft.demo import demo_model_folder
+from dulbe_peft.encoders.registry import demo_model_folder
+from dulbe_peft.photos.commands.main import main
 from dulbe_peft.utils.folders import LOCK_SUFFIX, clear_leftovers, commit_folder, read_manifest
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,9 @@ def arguments(digit_folders):
 def processes():
     """Children of a process that has imported everything, so that a kill hits the run and not the imports."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dulbe_peft.commands.main", "dulbe_peft.learner", "dulbe_peft.report"])
+    context.set_forkserver_preload(
+        ["dulbe_peft.photos.commands.main", "dulbe_peft.learner", "dulbe_peft.photos.report"]
+    )
     return context
 
 

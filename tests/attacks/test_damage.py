@@ -29,9 +29,9 @@ from PIL import Image, features
 from safetensors import torch as safetensors
 
 from dulbe_peft import BridgeEnsembleHead, CheckpointError, ClassIncrementalLearner, OccupationStatistics
-from dulbe_peft.commands.main import main
 from dulbe_peft.data.folders import ImageFolder
-from dulbe_peft.report import write_report
+from dulbe_peft.photos.commands.main import main
+from dulbe_peft.photos.report import write_report
 from dulbe_peft.utils.folders import MANIFEST
 
 DAMAGES = int(os.environ.get("DULBE_PEFT_DAMAGES", "0"))

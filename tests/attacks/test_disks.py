@@ -17,7 +17,7 @@ from failing_files import Failing
 from lives import content, differences, everything, learned, stream, tiny_base, tiny_learner
 
 from dulbe_peft import CheckpointError, ClassIncrementalLearner, export_lora
-from dulbe_peft.commands.main import main
+from dulbe_peft.photos.commands.main import main
 from dulbe_peft.utils.folders import read_manifest
 
 HOW_MANY = os.environ.get("DULBE_PEFT_DISKS", "4")

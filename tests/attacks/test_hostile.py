@@ -12,12 +12,12 @@ from lives import content, differences, everything, images_of, learned, tiny_bas
 from PIL import Image
 
 from dulbe_peft import CheckpointError, ClassIncrementalLearner
-from dulbe_peft.commands.main import main
-from dulbe_peft.commands.named import claim
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.names import check_class_names
-from dulbe_peft.data.splits import open_stream_data
+from dulbe_peft.photos.commands.main import main
+from dulbe_peft.photos.commands.named import claim
+from dulbe_peft.photos.data.splits import open_stream_data
 from dulbe_peft.streams.protocols import rename_classes
 from dulbe_peft.streams.tasks import class_incremental_tasks
 from dulbe_peft.utils.files import read_csv, read_lines

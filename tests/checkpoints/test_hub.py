@@ -18,7 +18,7 @@ from small_runs import learner_of
 from write_saved import digits
 
 from dulbe_peft import BridgeEnsembleHead, CheckpointError, ClassIncrementalLearner, class_incremental_tasks
-from dulbe_peft.demo import demo_model_folder
+from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.utils.folders import json_sha256
 
 ADAPTER, STATISTICS = "adapter_model.safetensors", "statistics.safetensors"

@@ -15,7 +15,7 @@ from PIL import EpsImagePlugin, ExifTags, Image, ImageOps
 from dulbe_peft.data import decoding
 from dulbe_peft.data.decoding import UnreadableImageError, decode_image, image_suffixes, to_rgb
 from dulbe_peft.data.images import labelled_images
-from dulbe_peft.deployment.pixels import rgb
+from dulbe_peft.photos.deployment.pixels import rgb
 
 CORNERS = np.zeros((40, 60, 3), dtype=np.uint8)  # each in another colour
 CORNERS[:20, :30], CORNERS[:20, 30:], CORNERS[20:, :30] = (255, 0, 0), (0, 255, 0), (0, 0, 255)

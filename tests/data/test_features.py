@@ -16,13 +16,13 @@ import torch
 from small_runs import QUICK, learner_of, tasks_of
 
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments
-from dulbe_peft.commands.main import main
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.data.store import FeatureStore, store_path
 from dulbe_peft.encoders.loading import load_dual_encoder
 from dulbe_peft.metrics.features import learn_from_features, read_features
-from dulbe_peft.runs import encoding
+from dulbe_peft.photos.commands.main import main
+from dulbe_peft.photos.runs import encoding
 from dulbe_peft.streams.progress import known_tasks
 from dulbe_peft.utils.engines import on_engine
 

@@ -15,10 +15,10 @@ from PIL import EpsImagePlugin, ExifTags, Image
 from dulbe_peft.data.folders import ImageFolder, folder_content
 from dulbe_peft.data.hub import hub_images
 from dulbe_peft.data.images import labelled_images
-from dulbe_peft.data.inventory import inspect_images
 from dulbe_peft.data.readers import load_data
-from dulbe_peft.data.splits import open_stream_data
 from dulbe_peft.data.unlabelled import unlabelled_images
+from dulbe_peft.photos.data.inventory import inspect_images
+from dulbe_peft.photos.data.splits import open_stream_data
 from dulbe_peft.streams.tasks import class_incremental_tasks
 
 

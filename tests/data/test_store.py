@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from small_runs import learner_of
 
 from dulbe_peft import ClassIncrementalLearner
-from dulbe_peft.commands.main import main
 from dulbe_peft.data import store as stores
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.images import LabelledImages, labelled_images
@@ -29,6 +28,7 @@ from dulbe_peft.data.store import EncoderKey, FeatureStore, store_path
 from dulbe_peft.encoders.encoder import WHOLE
 from dulbe_peft.encoders.loading import image_shape
 from dulbe_peft.encoders.pixels import PixelDataset
+from dulbe_peft.photos.commands.main import main
 
 MACHINE = ["--device", "cpu", "--no-progress"]
 RUN = ["run", "--model", "demo", "--classifiers", "lda,prototype", *MACHINE]

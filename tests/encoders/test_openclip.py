@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from transformers import CLIPTokenizer
 
 from dulbe_peft import load_clip
-from dulbe_peft.commands.main import main
 from dulbe_peft.encoders.loading import pixel_values, tokenize
 from dulbe_peft.encoders.openclip import convert_open_clip, save_open_clip
+from dulbe_peft.photos.commands.main import main
 
 WIDTH, TEXT_WIDTH, FEATURES, PATCH, SIDE, LONGEST = 128, 64, 24, 4, 3, tiny.LONGEST
 

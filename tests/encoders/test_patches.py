@@ -11,8 +11,8 @@ from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArgum
 from dulbe_peft.encoders.loading import image_shape, pixel_values, unit_image_embeds
 from dulbe_peft.encoders.patches import unpacked
 from dulbe_peft.encoders.pixels import with_image_resize
-from dulbe_peft.report.inspection import relevance_maps
 from dulbe_peft.subspaces.inputs import observed_inputs
+from research.diagnostics.inspection import relevance_maps
 
 COUNTS = [6, 4, 5, 6]  # patches of each picture
 

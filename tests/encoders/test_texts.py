@@ -10,10 +10,10 @@ from small_runs import parse
 from torch.nn import functional as F
 
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments, Task
-from dulbe_peft.commands.main import main
-from dulbe_peft.deployment.parts import class_facts
 from dulbe_peft.encoders.loading import unit_text_embeds
-from dulbe_peft.runs.settings import given_settings, pick
+from dulbe_peft.photos.commands.main import main
+from dulbe_peft.photos.deployment.parts import class_facts
+from dulbe_peft.photos.runs.settings import given_settings, pick
 
 TEMPLATES = ("a photo of the digit {}.", "the number {}.", "{}")
 NAMES = ("a0", "b0", "a1", "b1")

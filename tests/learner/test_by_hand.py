@@ -37,7 +37,7 @@ def small(monkeypatch, tmp_path):
             sampler.task, sampler.epochs = next(tasks), count()
         return iter(epoch_order(len(sampler.data_source), 0, sampler.task, next(sampler.epochs)))
 
-    monkeypatch.setattr("dulbe_peft.demo.digit_tasks", lambda: stream)
+    monkeypatch.setattr("dulbe_peft.photos.demo.digit_tasks", lambda: stream)
     monkeypatch.setattr(peft, "get_peft_model", seeded)
     monkeypatch.setattr(RandomSampler, "__iter__", in_order)
     monkeypatch.chdir(tmp_path)
@@ -88,7 +88,7 @@ def test_the_next_task_in_a_fresh_process(small, way, tmp_path, monkeypatch):
     """It ends as in the process that learned the tasks before, where nothing was saved and loaded."""
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("dulbe_peft.demo.digit_tasks", lambda: small)
+    monkeypatch.setattr("dulbe_peft.photos.demo.digit_tasks", lambda: small)
     namespace: dict = {}
     if way == "by hand":
         exec(compile(BY_HAND, way, "exec"), namespace)

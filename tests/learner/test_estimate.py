@@ -9,9 +9,9 @@ import write_saved
 from small_runs import learner_of
 
 from dulbe_peft import ClassIncrementalLearner, class_incremental_tasks
-from dulbe_peft.commands.main import main
 from dulbe_peft.data.store import open_store
-from dulbe_peft.report.verdict import estimated, recommended
+from dulbe_peft.photos.commands.main import main
+from dulbe_peft.photos.report.verdict import estimated, recommended
 from dulbe_peft.training.estimating import left_out_share
 
 NAMES = ("lda", "prototype", "visual_agent")

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.classifiers import LdaClassifier, PrototypeClassifier
-from dulbe_peft.commands.main import main
 from dulbe_peft.data.folders import ImageFolder
+from dulbe_peft.photos.commands.main import main
 
 
 @pytest.fixture(scope="module")

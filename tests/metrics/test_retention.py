@@ -8,11 +8,11 @@ import torch
 from small_runs import learner_of, tasks_of
 from torch.nn import functional as F
 
-from dulbe_peft.commands.main import main
-from dulbe_peft.demo import demo_model_folder
 from dulbe_peft.encoders.loading import load_dual_encoder, pixel_values, tokenize
+from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.metrics import evaluation, retention
 from dulbe_peft.metrics.retention import zero_shot_retention
+from dulbe_peft.photos.commands.main import main
 
 
 def made(strategy="dulbe"):

@@ -11,7 +11,7 @@ from documents import setup_cfg, text_of
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from dulbe_peft.utils.extras import COMMANDS, TESTED, installed
+from dulbe_peft.utils.extras import PHOTOS, TESTED, installed
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "dulbe_peft"
@@ -25,7 +25,7 @@ def test_packages_of_the_extra_are_imported_where_they_are_needed():
         for node in [] if free else ast.parse(path.read_bytes()).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not {name.partition(".")[0] for name in names} & set(COMMANDS), f"{path}, line {node.lineno}"
+            assert not {name.partition(".")[0] for name in names} & set(PHOTOS), f"{path}, line {node.lineno}"
 
 
 def test_the_extra_has_what_the_sentence_promises():
@@ -34,8 +34,8 @@ def test_the_extra_has_what_the_sentence_promises():
     def named(text):
         return {re.split(r"[<>=]", line)[0] for line in text.split()}
 
-    assert named(setup["options.extras_require"]["commands"]) == set(COMMANDS.values())
-    assert not named(setup["options"]["install_requires"]) & set(COMMANDS.values())
+    assert named(setup["options.extras_require"]["photos"]) == set(PHOTOS.values())
+    assert not named(setup["options"]["install_requires"]) & set(PHOTOS.values())
 
 
 def test_a_missing_package_is_a_sentence_that_names_the_extra():
@@ -88,7 +88,7 @@ sys.exit(start())
 
 def test_the_command_line_without_click_is_one_sentence():
     done = subprocess.run([sys.executable, "-c", WITHOUT_CLICK, "--help"], capture_output=True, text=True)
-    wanted = "dulbe-peft needs the package click: pip install 'dulbe_peft[commands]'\n"
+    wanted = "dulbe-peft needs the package click: pip install 'dulbe_peft[photos]'\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", wanted)
 
 

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from dulbe_peft.demo import DIGITS
+from dulbe_peft.data.digits import DIGITS
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "dulbe_peft" / "assets" / "demo_clip"

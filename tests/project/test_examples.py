@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dulbe_peft.demo import demo_model_folder
+from dulbe_peft.encoders.registry import demo_model_folder
 
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -11,7 +11,7 @@ import yaml
 from documents import setup_cfg, text_of
 
 import dulbe_peft
-from dulbe_peft.commands.main import commands
+from dulbe_peft.photos.commands.main import commands
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "dulbe_peft"

@@ -16,15 +16,16 @@ from small_runs import parse, some
 
 from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.arguments import AdapterSettings, LearnerArguments
-from dulbe_peft.commands.main import main
-from dulbe_peft.comparison.plan import read_plan
 from dulbe_peft.data.decoding import image_suffixes
-from dulbe_peft.demo import DIGITS, demo_model_folder
-from dulbe_peft.runs.settings import StreamArguments
+from dulbe_peft.data.digits import DIGITS
+from dulbe_peft.encoders.registry import demo_model_folder
+from dulbe_peft.photos.commands.main import main
+from dulbe_peft.photos.runs.settings import StreamArguments
 from dulbe_peft.strategies import STRATEGIES
 from dulbe_peft.streams.tasks import class_incremental_tasks
 from dulbe_peft.utils.settings import field_types
-from dulbe_peft.verification.checks import read_checks
+from research.comparison.plan import read_plan
+from research.verification.checks import read_checks
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
@@ -54,7 +55,7 @@ def elsewhere(tmp_path, monkeypatch):
     """A folder to work in, and 24 images of each digit; what a page registers is forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
     stream = class_incremental_tasks(write_saved.digits(0, 24), write_saved.digits(24, 34), increment=2)
-    monkeypatch.setattr("dulbe_peft.demo.digit_tasks", lambda: stream)
+    monkeypatch.setattr("dulbe_peft.photos.demo.digit_tasks", lambda: stream)
     monkeypatch.setattr(STRATEGIES, "_classes", dict(STRATEGIES._classes))
     return tmp_path
 

@@ -8,9 +8,9 @@ from stepping import SCALE, adapted, begin, end, features, images, learn, new_ta
 
 from dulbe_peft.adapter.config import DENSE
 from dulbe_peft.encoders.loading import unit_image_embeds
-from dulbe_peft.metrics.cost import trainable_parameters
 from dulbe_peft.papers.cl_lora import block_of, lower_and_upper, row_scales
 from dulbe_peft.papers.sd_lora import directions, scaled
+from dulbe_peft.photos.cost import trainable_parameters
 from dulbe_peft.strategies import Step, make_strategy
 
 

@@ -23,10 +23,10 @@ from dulbe_peft import (
     export_lora,
     register_strategy,
 )
-from dulbe_peft.comparison.plan import read_plan
-from dulbe_peft.runs.settings import pick
+from dulbe_peft.photos.runs.settings import pick
 from dulbe_peft.strategies import NewTask, make_strategy
 from dulbe_peft.strategies.lora import kaiming_bases
+from research.comparison.plan import read_plan
 
 IMAGES = images_of(0, 1, 2, 3, seed=9)
 

@@ -21,8 +21,9 @@ from dulbe_peft import (
     class_incremental_tasks,
     load_clip,
 )
+from dulbe_peft.data.digits import digit_images
 from dulbe_peft.data.images import LabelledImages
-from dulbe_peft.demo import demo_model_folder, digit_images
+from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.utils.processes import leave, shard, world
 
 

@@ -14,17 +14,18 @@ from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.classifiers import parse_classifiers
-from dulbe_peft.commands.main import main
+from dulbe_peft.data.digits import DIGITS
 from dulbe_peft.data.folders import ImageFolder
-from dulbe_peft.demo import DIGITS, demo_model_folder
 from dulbe_peft.encoders.loading import pixel_values
-from dulbe_peft.runs.settings import StreamArguments, given_settings, pick
-from dulbe_peft.runs.setup import stream_tasks
-from dulbe_peft.runs.sources import open_source
+from dulbe_peft.encoders.registry import demo_model_folder
+from dulbe_peft.photos.commands.main import main
+from dulbe_peft.photos.runs.settings import StreamArguments, given_settings, pick
+from dulbe_peft.photos.runs.setup import stream_tasks
+from dulbe_peft.photos.runs.sources import open_source
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.streams.orders import ICARL_CIFAR100_ORDER
 from dulbe_peft.streams.protocols import rename_classes
-from dulbe_peft.verification.checks import OWN_CHECKS, read_checks
+from research.verification.checks import OWN_CHECKS, read_checks
 
 FOLDER = Path(__file__).parents[2] / "examples" / "protocols"
 FILES = sorted(path.stem for path in FOLDER.glob("[ab]-*.yaml"))

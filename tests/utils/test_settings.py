@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Le
 from dulbe_peft import CLASSIFIERS, STRATEGIES, DualModeLoraConfig, LearnerArguments
 from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.classifiers import parse_classifier
-from dulbe_peft.runs.settings import StreamArguments
+from dulbe_peft.photos.runs.settings import StreamArguments
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.utils.settings import check_value, field_types
 from dulbe_peft.utils.specs import convert, format_spec, parse_spec

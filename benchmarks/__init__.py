@@ -1,5 +1,0 @@
-"""What the method costs beside what a user would run instead; `docs/performance.md` has the figures.
-
-One command a file, such as `python -m benchmarks.step --threads 2 --batch 4 --attention sdpa`, from the root of the
-repository. Every figure is a ratio of two sides that take turns in one process on the same inputs.
-"""

@@ -1,0 +1,191 @@
+"""examples:
+  dulbe-peft check photos --page photos.html --csv photos.csv
+  dulbe-peft check photos --check-labels --model openai/clip-vit-base-patch16 --page photos.html
+
+It decodes every image, and compares all of them with each other. The page has a strip of photographs of each
+class, and shows those that are there twice side by side. With --check-labels it names the ten images that look
+most like another class than that of their folder; the table has all. --move-to sorts the suspects of the table by
+what was found, of two copies the second, so that you look at them elsewhere. The exit status is 2 where images
+cannot be read, else 0.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dulbe_peft.photos.commands.named import FOLDER, claim, say_next, words_of
+from dulbe_peft.photos.commands.options import (
+    NO_STORE,
+    OVERWRITE,
+    File,
+    Folder,
+    Page,
+    command,
+    load_learner,
+    settings_of,
+)
+from dulbe_peft.photos.runs.settings import StreamArguments
+from dulbe_peft.utils.files import write_csv
+from dulbe_peft.utils.settings import setting
+from dulbe_peft.utils.terminal import counted, printable
+
+if TYPE_CHECKING:
+    from dulbe_peft.data.images import LabelledImages
+    from dulbe_peft.learner import ClassIncrementalLearner
+    from dulbe_peft.photos.data.inventory import Found, Inventory
+
+    Doubt = tuple[Found, str]  # an image, and what it looks like
+
+STRIP = 8  # thumbnails of a class
+PAIRS = 100  # duplicates on the page
+DOUBTFUL = 10  # images that look like another class
+DOUBTS = "look like another class; the label may be wrong, or the picture unusual:"
+NO_DOUBTS = "no image looks more like another class than like its own"
+HEADER = ["split", "path", "finding", "detail"]
+LEFT_OUT, MOVED = "left out", "moved.csv"
+SMALL = 64  # pixels; an image with fewer shows a model of 224 pixels little
+
+
+@command(settings=settings_of(StreamArguments, ("train_split", "test_split")))
+def check(
+    data: str = setting(..., "images, as for run", place=True),
+    page: Page | None = setting(None, "write a page with pictures, too"),
+    csv: File | None = setting(None, "write split, path, finding, detail of all that is found; - is standard output"),
+    move_to: Folder | None = setting(None, "move the files that the table names, but for what is left out anyway"),
+    check_labels: bool = setting(False, "name the images that look like another class; needs --model"),
+    model: str | None = setting(None, "whose eyes --check-labels looks with, as for run"),
+    device: str = setting("auto", "where that model runs"),
+    no_store: bool = NO_STORE,
+    overwrite: bool = OVERWRITE,
+    **splits: str | None,
+) -> int:
+    claim(("--move-to", move_to, FOLDER), apart=[data])
+    claim(("--page", page, ".html"), ("--csv", csv, ".csv"), reads=[data], overwrite=overwrite)
+    if check_labels != (model is not None):
+        raise ValueError("--check-labels and --model MODEL, such as openai/clip-vit-base-patch16, go together")
+    from dulbe_peft.data.folders import ImageFolder
+    from dulbe_peft.photos.data.inventory import find_duplicates
+    from dulbe_peft.photos.data.splits import open_stream_data
+
+    learner = None if model is None else load_learner(None, model, {"device": device}, store=not no_store)
+    given = {flag: split for flag, split in splits.items() if split is not None}
+    train, test, found = open_stream_data(data, **given, strict=False)  # type: ignore[arg-type]
+    if page is not None and train.features is not None:
+        raise ValueError(f"{data!r} is a table of features, which has no pictures for --page")
+    if move_to is not None and not isinstance(train, ImageFolder):
+        raise ValueError(f"--move-to moves files of folders, and {data!r} is none")
+    parts = dict(zip(found.counts, [train] if test is None else [train, test], strict=True))
+    found = replace(found, duplicates=find_duplicates(parts, near=True))
+    tiny, words = _tiny(parts), words_of(page, csv)
+    name = data.rpartition("/")[2] if data.startswith("hf:") else Path(data).resolve().name
+    small = ["", f"narrower than {SMALL} pixels: {counted(len(tiny), 'image')}"] if tiny else []
+    print("\n".join([found.format(), *small]), file=words)
+    doubtful: list[Doubt] = []
+    if learner is not None:
+        doubtful = _doubtful(parts, learner)
+        doubts = [f"  {printable(one.name)}: looks like {why}" for one, why in doubtful[:DOUBTFUL]]
+        print("\n".join(["", DOUBTS if doubtful else NO_DOUBTS, *doubts]), file=words)
+    if page is not None:
+        content = {"name": name, "found": found, "problems": [*found.problems(), *small]}
+        _write_page(Path(page), parts, content | {"pairs": found.duplicates[:PAIRS], "doubtful": doubtful[:DOUBTFUL]})
+    rows = [*_findings(found, doubtful), *tiny]
+    if csv is not None:
+        write_csv(csv, HEADER, ([*map(printable, row)] for row in rows), errors="surrogateescape")
+    if move_to is not None:
+        count = _move(rows, Path(move_to), Path(data))
+        print(f"moved to {move_to}: {count}; {MOVED} there says from where", file=words)
+    if page or csv:
+        print(f"\nwritten: {' and '.join(filter(None, (page, csv)))}", file=words)
+    print(file=words)
+    more = splits | {"test_fraction": 0.2 if test is None else None, "output": f"out-{name}"}
+    say_next("run", model=model or "openai/clip-vit-base-patch16", data=data, **more, to=words)
+    return 2 if found.unreadable else 0
+
+
+def _write_page(path: Path, parts: Mapping[str, LabelledImages], content: dict[str, Any]) -> None:
+    """The page, with a strip of pictures of each class to learn from."""
+    import numpy as np
+
+    from dulbe_peft.photos.report.html import write_page
+    from dulbe_peft.photos.report.pictures import picture
+
+    train, strips = next(iter(parts.values())), []
+    for label, name in enumerate(train.class_names):
+        places = np.flatnonzero(train.labels == label)
+        some = places[np.linspace(0, len(places) - 1, min(STRIP, len(places)), dtype=int)]
+        strips.append((name, len(places), [picture(train, int(index)) for index in some]))
+    shown = {"strips": strips, "picture": lambda one: picture(parts[one.split], one.place), "printable": printable}
+    write_page(path, "check.html", content | shown)
+
+
+def _findings(found: Inventory, doubtful: list[Doubt]) -> Iterator[list[str]]:
+    """The rows of the table: split, path, finding, detail."""
+    from dulbe_peft.photos.data.inventory import ALIKE
+
+    for image, why in found.unreadable:
+        yield [image.split, image.name, "unreadable", why]
+    for name, why in found.left_out:
+        yield ["", name, LEFT_OUT, why]
+    kinds = dict(zip(ALIKE, ("duplicate", "same pixels", "near copy"), strict=True))
+    for first, second, how in found.duplicates:
+        yield [second.split, second.name, kinds[how], f"of {first.split}: {first.name}"]
+    for image, why in doubtful:
+        yield [image.split, image.name, "looks like another class", why]
+
+
+def _doubtful(parts: Mapping[str, LabelledImages], learner: ClassIncrementalLearner) -> list[Doubt]:
+    """The images that look like another class, the least likely label first."""
+    import numpy as np
+
+    from dulbe_peft.encoders.loading import has_text
+    from dulbe_peft.photos.data.inventory import Found
+    from dulbe_peft.photos.doubtful_labels import doubtful_labels
+
+    names = next(iter(parts.values())).class_names
+    features = np.concatenate([learner.image_embeds(part).cpu().numpy() for part in parts.values()])
+    labels = np.concatenate([part.labels for part in parts.values()])
+    texts = learner.text_embeds(names).cpu().numpy() if has_text(learner.clip) else None
+    places = [(split, part, index) for split, part in parts.items() for index in range(len(part))]
+    rows = []
+    for number, other, share in doubtful_labels(features, labels, texts, learner.logit_scale):
+        split, part, index = places[number]
+        one = Found(split, index, part.item_name(index), names[labels[number]])
+        why = f"{printable(names[other])!r}, not like {printable(one.label)!r} (probability {share:.1%})"
+        rows.append((one, why))
+    return rows
+
+
+def _tiny(parts: Mapping[str, LabelledImages]) -> list[list[str]]:
+    """The rows of the table about small images; none where most are small, for then small is what they are."""
+    from dulbe_peft.data.decoding import open_image
+
+    rows = []
+    for split, images in parts.items():
+        for index in range(len(images)) if images.stored else ():
+            with open_image(images.given(index)) as image:
+                size = image.size
+            rows.append((min(size), [split, images.item_name(index), "tiny", "{} x {}".format(*size)]))
+    tiny = [row for width, row in rows if width < SMALL]
+    return tiny if 2 * len(tiny) <= len(rows) else []
+
+
+def _move(rows: list[list[str]], folder: Path, data: Path) -> int:
+    """Move the files of the table into a folder for each finding; gives how many. Nothing is replaced."""
+    wanted = {path: finding for _, path, finding, _ in reversed(rows) if finding != LEFT_OUT}
+    moves = [(Path(path), folder / finding / Path(path).relative_to(data)) for path, finding in wanted.items()]
+    taken = [target for _, target in moves if os.path.lexists(target)] + [folder / MOVED] * (folder / MOVED).exists()
+    if taken:
+        raise FileExistsError(f"{taken[0]} is there from an earlier call: name another folder for --move-to")
+    for path in (path for path, _ in moves if path.is_symlink()):
+        raise ValueError(f"{path} is a link, which would lead nowhere from another folder: take it away by hand")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_csv(folder / MOVED, ["from", "to"], [[printable(str(path)) for path in move] for move in moves])
+    for path, target in moves:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(path, target)
+    return len(moves)

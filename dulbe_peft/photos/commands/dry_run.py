@@ -1,0 +1,45 @@
+"""What `run --dry-run` prints: tasks, layers, parameters, and the memory of statistics and classifiers."""
+
+from collections import Counter
+from typing import Any
+
+from dulbe_peft.photos.runs.setup import Setup
+from dulbe_peft.utils.terminal import counted, printable
+
+
+def describe(setup: Setup) -> None:
+    """Print what a run would do, and what it would keep; nothing is learned."""
+    for number, task in enumerate(setup.tasks, 1):
+        tested = "none to test on" if task.test is None else f"{len(task.test)} to test on"
+        names = ", ".join(task.class_names[:5]) + (", ..." if len(task.class_names) > 5 else "")
+        classes, images = counted(len(task.class_names), "class"), counted(len(task.train), "image")
+        print(f"task {number}: {classes}, {images} to learn from, {tested}: {printable(names)}")
+    if setup.learner.strategy.adapts:
+        _describe_model(setup.learner.model, setup.learner.strategy)
+    else:
+        print("nothing is trained, no layer is adapted")
+    if not setup.tasks:
+        return
+    total = sum(len(task.class_names) for task in setup.tasks)
+    for name, classifier in setup.learner.classifiers.items():
+        print(f"classifier {name}: {classifier.nbytes_with(total) / 2**20:.2f} MiB with {counted(total, 'class')}")
+
+
+def _describe_model(model: Any, strategy: Any) -> None:
+    """One line for each kind of adapted layer, then parameters and, found by one image, what is kept of inputs."""
+    from dulbe_peft.photos.cost import statistics_bytes, trainable_parameters
+
+    config, layers = model.active_peft_config, model.dual_mode_layers()
+    # Raises where an image does not pass through a layer: better now than after the first task.
+    statistics = statistics_bytes(model)
+    kinds = Counter((n.rpartition(".")[2], layer.in_features, layer.out_features) for n, layer in layers.items())
+    for (kind, width, height), count in kinds.items():
+        support = min(config.support_rank, width - config.residual_rank)
+        ranks = f"shared {config.shared_rank}  residual {config.residual_rank}  support <= {support}"
+        print(f"{kind}  {width} -> {height}  {counted(count, 'layer')}  {ranks}")
+    trained = trainable_parameters(model, strategy)
+    total, other = trained["total"], trained["other"]
+    print(f"adapted visual layers: {len(layers)}")
+    print(f"trainable parameters: {total:,} ({total - other:,} visual, {other:,} other)")
+    if strategy.remembers_inputs:
+        print(f"statistics: {statistics / 2**20:.2f} MiB")

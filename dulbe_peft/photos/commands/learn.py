@@ -1,0 +1,140 @@
+"""example:
+  dulbe-peft learn june --data july-photos --output july
+
+june is a saved learner or a run's folder, and stays as it is. july becomes a run's folder: it has
+the results of june's tasks too. Classes of july-photos that june does not know become a new task.
+Images of classes that it knows are taken in without training. Images that june has learned are
+left out, wherever they lie now. The same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dulbe_peft.photos.commands.named import FOLDER, check_given, claim
+from dulbe_peft.photos.commands.options import LABELS, OVERWRITE, Folder, Load, command, learner_options, settings_of
+from dulbe_peft.photos.commands.run import close_run
+from dulbe_peft.photos.runs import sources
+from dulbe_peft.photos.runs.settings import StreamArguments
+from dulbe_peft.photos.runs.setup import look_by
+from dulbe_peft.utils.settings import AtLeastOne, setting
+from dulbe_peft.utils.terminal import counted, print_once
+
+if TYPE_CHECKING:
+    from dulbe_peft.data.images import LabelledImages
+    from dulbe_peft.learner import ClassIncrementalLearner
+    from dulbe_peft.streams.progress import Row
+    from dulbe_peft.streams.tasks import Task
+
+AT_ONCE = 4096  # features in memory
+
+
+@command(kept="finished tasks are kept", settings=settings_of(StreamArguments, sources.DATA_FIELDS[1:]))
+@learner_options()
+def learn(
+    learner: str,
+    load: Load,
+    data: str | None = setting(None, "images, as for run"),
+    labels: str | None = LABELS,
+    output: Folder = setting(..., "folder of the new run; never that of LEARNER"),
+    increment: AtLeastOne | None = setting(None, "new classes per task; none: all at once"),
+    no_update: bool = setting(False, "leave out images of classes that are known"),
+    again: bool = setting(False, "count images that were learned already once more"),
+    overwrite: bool = OVERWRITE,
+    **flags: Any,
+) -> None:
+    data = sources.data_or_labels(data, labels)
+    if not data:
+        raise ValueError("--data is required, or --labels")
+    stream = StreamArguments(data=data, output=output, **{n: value for n, value in flags.items() if value is not None})
+    source = {name: value for name, value in sources.source_of(stream).items() if name in sources.DATA_FIELDS}
+    check_given(class_names=stream.class_names, vocabulary=stream.vocabulary)
+    sources.check_source(source)
+    claim(("--output", output, FOLDER), apart=[learner, data], overwrite=overwrite)
+    loaded = load()
+    from dulbe_peft.streams.progress import known_tasks, renamed_classes
+
+    notes: list[str] = []
+    train, test = sources.open_source(source, notes=notes, look=look_by(loaded), known=loaded.class_names)
+    sources.say_leaks(train, test, loaded.state.known)
+    fresh = train if again else sources.new_images(train, loaded.state.known)
+    if not len(fresh):
+        raise ValueError(f"{data!r} has nothing to learn: {learner!r} has learned all of its images")
+    learned, gone = set(loaded.class_names), set(train.labels.tolist()) - set(fresh.labels.tolist())
+    known = [name for name in train.class_names if name in learned]
+    new = [name for label, name in enumerate(train.class_names) if name not in learned and label not in gone]
+    if no_update and not new:
+        raise ValueError(f"{data!r} has nothing to learn: its classes, {list(train.class_names)[:5]} ..., are known")
+    _say_same_pixels(fresh, loaded)
+    renamed = renamed_classes(loaded.state.updates)
+    for name in set(new) & set(renamed):
+        now = f"{learner!r} called one so that is {renamed[name]!r} by now"
+        print_once(f"{name!r} is learned as a new class; {now}")
+    tasks = _tasks(fresh, test, new, increment) if new else []
+    past = known_tasks(loaded)
+    tests = sources.reopen_tests(past, loaded.state.known, renamed)
+    if known and no_update:
+        print_once(f"left out: images of known classes ({', '.join(known)})")
+    elif known:
+        _update(loaded, fresh.select(known))
+    results = loaded.run(tasks, output, known_tests=tests, source=source)
+    if past and not new:
+        _say_gain(past[-1].row, results)
+    close_run(loaded, output, results, [*tests, *(task.test for task in tasks)], [train], notes)
+
+
+def _say_same_pixels(images: LabelledImages, learner: ClassIncrementalLearner) -> None:
+    """Print how many images have a feature that the store has of a learned one, as other files of its pixels have."""
+    encoder, store = learner.encoder, learner.encoder.store
+    if encoder.adapted or store is None or images.features is not None:
+        return
+    of, features = learner.state.known.class_of(), learner.image_embeds(images).cpu().numpy()
+    fresh = [row for row, content in enumerate(images.contents()) if content not in of]  # all of them but for --again
+    own = {features[row].tobytes(): row for row in fresh}
+    learned, rows = list(of), set[int]()
+    for start in range(0, len(learned), AT_ONCE):
+        found = store.get(encoder.key, learned[start : start + AT_ONCE]).values()
+        rows |= {own[feature.tobytes()] for feature in found if feature.tobytes() in own}
+    if rows:
+        what = "with the pixels of a learned one, in another file: learned again"
+        print_once(f"{counted(len(rows), 'image')} {what}, such as {images.item_name(min(rows))}")
+
+
+def _say_gain(before: Row, results: dict[str, Any]) -> None:
+    """Print what further images of known classes changed, where the tests are of the same tasks as before."""
+    from dulbe_peft.metrics.accuracy import percent
+
+    rows = []
+    for name, score in before.classifiers.items():
+        now = results.get("classifiers", {}).get(name)
+        if now is None or [one is None for one in score.by_task] != [one is None for one in now["matrix"][-1]]:
+            return
+        rows.append(f"{name} {percent(score.accuracy, 2)} % before, {percent(now['last_accuracy'], 2)} % after")
+    if rows:
+        print_once(f"with the further images: {'; '.join(rows)}")
+
+
+def _update(learner: ClassIncrementalLearner, images: LabelledImages) -> None:
+    """Take in the images of known classes, if there are any, and say of which and how many."""
+    from dulbe_peft.photos.data.inventory import count_images
+
+    if not len(images):
+        return
+    try:
+        for classifier in learner.classifiers.values():
+            classifier.check_update()
+    except ValueError as error:
+        raise ValueError(f"{error}; --no-update leaves the images of known classes out") from error
+    listed = ", ".join(f"{name} ({n})" for name, n in count_images({"": images})[""].items() if n)
+    print_once(f"known classes get {counted(len(images), 'further image')}, without training: {listed}")
+    learner.update_classes(images)
+
+
+def _tasks(train: LabelledImages, test: LabelledImages | None, new: list[str], increment: int | None) -> list[Task]:
+    from dulbe_peft.streams.tasks import class_incremental_tasks
+
+    held_out = test.select(new) if test else None
+    if test and held_out is not None and len(held_out) < len(test):
+        left_out = len(test) - len(held_out)
+        print_once(f"test images of known classes are not used: {left_out}; evaluate tests on them")
+    return class_incremental_tasks(train.select(new), held_out or None, increment=min(increment or len(new), len(new)))

@@ -1,0 +1,179 @@
+"""examples:
+  dulbe-peft predict out photo.jpg
+  dulbe-peft predict out holidays --top-k 3 --csv holidays.csv
+  dulbe-peft predict out holidays --sort-into sorted
+  find . -name '*.jpg' | dulbe-peft predict out -
+
+Folders are read at any depth. A file that cannot be read is reported on standard error and
+stepped over. Answers are printed as they come, files are written at the end. Give a command that
+was stopped again: the feature store has what was encoded. Novelty says how unlike all that was
+learned an image is. With --reject 0.05, an image is "none of these" where its novelty is above
+that of all but 5 % of the training images, each left out. `dulbe-peft evaluate --reject` measures
+how many images of known classes that refuses. With --coverage 0.95, each image gets all classes
+that it may be of; the right one is among them for 95 of 100 images of known classes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from csv import writer
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dulbe_peft.photos.commands.named import FOLDER, check_images, claim, say_next
+from dulbe_peft.photos.commands.options import OVERWRITE, File, Folder, Load, Share, command, learner_options
+from dulbe_peft.utils.files import is_stream, output_file, write_csv
+from dulbe_peft.utils.settings import setting
+from dulbe_peft.utils.terminal import counted, printable
+
+if TYPE_CHECKING:  # torch is imported by the commands that need it
+    from dulbe_peft.learner import ClassIncrementalLearner
+    from dulbe_peft.metrics.prediction import Prediction
+
+NONE = "none of these"
+ROOT = "dulbe"  # of the keywords that are guesses, which tells them from a person's
+HEADER = ["path", "class", "probability", "novelty"]
+NOT_TOLD = (
+    "unknown things cannot be told here: where each class was left out in turn, its images were more novel than those "
+    "of known classes in {:.0f} of 100 pairs; chance gives 50"
+)
+
+
+@command()
+@learner_options(choose=True)
+def predict(
+    learner: str,
+    load: Load,
+    paths: tuple[str, ...] = setting(..., "images or folders; -: paths on standard input", place=True),
+    top_k: int = setting(1, "how many classes for each image"),
+    csv: File | None = setting(None, "write path, class, probability, novelty; - is standard output"),
+    json_file: File | None = setting(None, "write the same as JSON; - is standard output", flag="--json"),
+    exiftool: File | None = setting(None, "write keywords below `dulbe`, as `exiftool -csv+=FILE` takes them"),
+    sort_into: Folder | None = setting(None, "copy each image into a folder of its class, and replace nothing"),
+    reject: Share | None = setting(None, 'answer "none of these"; accepted false alarms'),
+    coverage: Share | None = setting(None, "give so many classes that the right one is among them"),
+    overwrite: bool = OVERWRITE,
+) -> int:
+    if coverage is not None and top_k != 1:
+        raise ValueError(f"--top-k is {top_k} and --coverage {coverage}: give one of them")
+    files = ("--csv", csv, ".csv"), ("--json", json_file, ".json"), ("--exiftool", exiftool, ".csv")
+    claim(*files, reads=paths, overwrite=overwrite)
+    claim(("--sort-into", sort_into, FOLDER), apart=paths)
+    images = list(_images(paths))
+    if not images:
+        raise ValueError("standard input is empty: no path is there")
+    check_images(images)
+    many = len(images) > 64 or any(os.path.isdir(path) for path in paths)
+    workers = min(8, os.cpu_count() or 1)  # with a small model, reading files takes longer than the model does
+    loaded = load(num_workers=workers if many else 0)
+    from dulbe_peft.classifiers.calibration import HARDLY
+    from dulbe_peft.photos.tables import only_writer, sorted_folder
+
+    area = None if reject is None else loaded.classifier.roc_area
+    if area is not None and area < HARDLY:
+        print(NOT_TOLD.format(100 * area), file=sys.stderr)
+    how = {"top_k": top_k, "reject": reject, "coverage": coverage, "novelty": bool(csv or json_file)}
+    rows: list[Prediction] = []
+    with ExitStack() as opened:
+        copy = opened.enter_context(sorted_folder(sort_into)) if sort_into else None
+        if csv and not is_stream(csv):
+            opened.enter_context(only_writer(csv))
+        for row in _answers(loaded, images, how, named=csv is not None):
+            rows.append(row)
+            if row.error is not None:
+                print(f"dulbe-peft: {printable(row.image)} cannot be read: {row.error}", file=sys.stderr)
+                continue
+            if not (csv or json_file or exiftool):
+                print(_line(row), flush=True)
+            if copy is not None:
+                copy(Path(row.image), row.classes[0] if row.known else NONE)
+        _write(rows, csv, json_file, exiftool)
+    written = [file for file in (csv, json_file, exiftool, sort_into) if file not in (None, "-")]
+    if csv or json_file or exiftool or sort_into or reject is not None or any(row.error is not None for row in rows):
+        _sum_up(rows, reject is not None, written)
+    if written and sort_into is None and "-" not in paths:
+        which = {"classifier": loaded.classifier.name, "reject": reject, "sort_into": "sorted"}
+        say_next("predict", learner, *paths, **which, to=sys.stderr)
+    return 0 if any(row.error is None for row in rows) else 2
+
+
+def _images(paths: Iterable[str]) -> Iterator[str]:
+    """The paths, with those that standard input holds, one a line, in place of "-"."""
+    for path in paths:
+        if path != "-":
+            yield path
+            continue
+        if sys.stdin is None:
+            raise ValueError("standard input is closed: no path is there")
+        lines = sys.stdin.buffer.read().split(b"\n")
+        if any(b"\0" in line for line in lines):
+            raise ValueError("standard input has a zero byte, which no path has: give one path a line")
+        yield from (os.fsdecode(line.rstrip(b"\r")) for line in lines if line.strip())
+
+
+def _answers(
+    learner: ClassIncrementalLearner, images: list[str], how: dict[str, Any], named: bool
+) -> Iterator[Prediction]:
+    """The answers, a batch of images for each reading process at once; an image that is named twice has one.
+
+    `named`: a table is to have them by their names.
+    """
+    from dulbe_peft.data.unlabelled import unlabelled_images
+
+    every = unlabelled_images(images)
+    places = {every.item_name(index): index for index in range(len(every))}
+    ((shown, count),) = Counter(map(printable, places)).most_common(1)
+    if named and count > 1:
+        raise ValueError(f"--csv would call two images {shown!r}, for it writes some characters as others: rename one")
+    names, most = list(places), learner.args.eval_batch_size * max(1, learner.args.num_workers)
+    size = -(-len(names) // -(-len(names) // most))  # all about alike: a last one of a few images would not be stored
+    for start in range(0, len(names), size):
+        yield from learner.predictions(every.at([places[name] for name in names[start : start + size]]), **how)
+
+
+def _sum_up(rows: list[Prediction], rejects: bool, files: list[Any]) -> None:
+    unread = sum(row.error is not None for row in rows)
+    parts = [counted(len(rows) - unread, "image")]
+    parts += [f"{sum(not row.known for row in rows)} of them {NONE}"] * rejects
+    parts += [f"{unread} could not be read"] * bool(unread)
+    print(", ".join(parts) + (f"; written: {' and '.join(map(str, files))}" if files else ""), file=sys.stderr)
+
+
+def _line(row: Prediction) -> str:
+    names = [f"{printable(name)} {100 * p:.2f} %" for name, p in zip(row.classes, row.probabilities, strict=True)]
+    if not row.known:
+        names = [f"{NONE} (best: {names[0]})"]
+    return "\t".join([printable(row.image), *names])
+
+
+def _write(rows: list[Prediction], csv: str | None, json_file: str | None, exiftool: str | None) -> None:
+    """Write all answers into the files that are asked for; in a table, an unknown image has one row and no class."""
+    readable = [row for row in rows if row.error is None]
+    if csv:
+        lines = [
+            [printable(row.image), printable(name), f"{probability:.6f}", float(f"{row.novelty:.6g}")]
+            for row in readable
+            for name, probability in zip(row.classes if row.known else [""], row.probabilities)
+        ]
+        write_csv(csv, HEADER, lines, errors="surrogateescape")
+    if json_file:
+        with output_file(json_file) as file:
+            print(json.dumps([_as_json(row) for row in rows], indent=1, ensure_ascii=False), file=file)
+    if exiftool:  # which takes paths as they are: no apostrophe guards a formula
+        from dulbe_peft.photos.data.labels import exiftool_rows
+
+        keywords = exiftool_rows([(row.image, row.classes[0]) for row in readable if row.known], ROOT)
+        with output_file(exiftool) as file:
+            writer(file).writerows(keywords)
+
+
+def _as_json(row: Prediction) -> dict[str, Any]:
+    if row.error is not None:
+        return {"path": row.image, "error": row.error}
+    answers = [{"class": n, "probability": p} for n, p in zip(row.classes, row.probabilities, strict=True)]
+    return {"path": row.image, "known": row.known, "classes": answers, "novelty": row.novelty}

@@ -1,0 +1,60 @@
+"""example:
+  dulbe-peft report out
+  dulbe-peft report out out-frozen --output all.html --csv all.csv
+  dulbe-peft report holidays.csv
+
+The page is one file that any browser opens, also without a network. Of a table that predict --csv
+has written, it shows the photographs by the class that each was given.
+"""
+
+from pathlib import Path
+
+from dulbe_peft.photos.commands.named import claim, say_next, words_of
+from dulbe_peft.photos.commands.options import OVERWRITE, File, Page, command
+from dulbe_peft.utils.settings import setting
+
+
+@command()
+def report(
+    runs: tuple[str, ...] = setting(..., "folders that run wrote, or a table of predict --csv", place=True),
+    output: Page | None = setting(None, "the page (report.html in the folder, or here for several runs)"),
+    csv: File | None = setting(None, "write the table of results, too, with full figures"),
+    latex: File | None = setting(None, "write the table of results, too, for LaTeX"),
+    overwrite: bool = OVERWRITE,
+) -> None:
+    named = (("--output", output, ".html"), ("--csv", csv, ".csv"), ("--latex", latex, ".tex"))
+    claim(*named, reads=runs, overwrite=overwrite)
+    if any(Path(run).suffix.lower() == ".csv" and Path(run).is_file() for run in runs):
+        _contact_sheet(runs, output, csv, latex)
+        return
+    for folder in runs:
+        if (Path(folder) / "comparison.json").is_file():
+            raise ValueError(f"{folder} is a comparison: `python -m research report`, in a clone, makes its page")
+        if not Path(folder).is_dir():
+            raise FileNotFoundError(f"{folder} is no folder; a report is made of a folder that run has written")
+    from dulbe_peft.photos.report import read_run, write_report
+    from dulbe_peft.photos.report.verdict import estimated, recommended
+
+    folders = list({Path(folder).resolve(): folder for folder in runs}.values())
+    files = (output, csv, latex)
+    page = write_report(folders, *files)
+    to = words_of(*files)
+    for path in (output or page, csv, latex):
+        if path is not None:
+            print(f"written: {path}", file=to)
+    if len(folders) == 1:
+        run = read_run(folders[0])
+        best, _ = recommended(estimated(run.results), run.first)
+        how = {"format": "transformers", "classifier": best if best != run.first else None}
+        say_next("export", folders[0], f"{folders[0]}-export", **how, to=to)
+
+
+def _contact_sheet(tables: tuple[str, ...], output: str | None, *others: str | None) -> None:
+    """The page of a table of predictions."""
+    from dulbe_peft.photos.report.contact_sheet import write_contact_sheet
+
+    if len(tables) > 1 or any(others):
+        raise ValueError(f"{tables[0]} is one table of predictions: report on it alone, with no flag but --output")
+    table = Path(tables[0])
+    page = write_contact_sheet(table, Path(output) if output else table.with_name(f"{table.name}.html"))
+    print(f"written: {output or page}", file=words_of(output))

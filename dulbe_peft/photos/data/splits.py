@@ -1,0 +1,227 @@
+"""Images to learn from and images to test on: from the splits that are there, or held back by a rule."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dulbe_peft.data.folders import SPLIT_NAMES, ImageFolder, folder_content, holds_only_folders, subfolders
+from dulbe_peft.data.images import LabelledImages, Splits, labelled_images
+from dulbe_peft.data.readers import load_data, splits
+from dulbe_peft.photos.data.inventory import Inventory, Look, count_images, find_duplicates, inspect_parts, undecodable
+from dulbe_peft.utils.settings import check_int
+
+
+def hold_out(
+    dataset: Any, fraction: float, seed: int = 0, purpose: str = "test"
+) -> tuple[LabelledImages, LabelledImages]:
+    """Divide a data set into images to learn from and images to test on.
+
+    A hash of each image's content and of the seed decides. So neither names nor the order of the files nor the other
+    images matter: an image stays on its side when others come, and its copies in the class come along. At least one
+    image of a class is learned from; where a class has two or more and `fraction` of them makes half an image or more,
+    at least one is tested on.
+
+    Args:
+        dataset: a data set that carries class names.
+        fraction: of each class's images, about how many to test on; above 0 and below 1.
+        seed: another seed holds back other images.
+        purpose: another word holds back other images, independently of those held back before.
+
+    Returns:
+        The images to learn from, and the images to test on.
+
+    Raises:
+        ValueError: `fraction` is not between 0 and 1, no class has an image to spare, or there are no class names.
+
+    Example:
+        >>> train, test = hold_out(ImageFolder("photos"), 0.2)
+        >>> len(train), len(test)
+        (97, 23)
+    """
+    if not isinstance(fraction, Real) or not 0 < fraction < 1:
+        raise ValueError(f"fraction must be above 0 and below 1, got {fraction!r}: some images are left to learn from")
+    seed = check_int("seed", seed, 0)
+    images = labelled_images(dataset)
+    drawn, labels = _draws(images, seed, purpose), images.labels
+    tested = np.zeros(len(labels), dtype=bool)
+    for label in np.unique(labels):
+        members = np.flatnonzero(labels == label)
+        order = members[np.argsort(drawn[members], kind="stable")]
+        enough = int(len(members) > 1 and fraction * len(members) >= 0.5)
+        count = int(np.clip((drawn[members] < fraction).sum(), enough, len(members) - 1))
+        edge = drawn[order[count - 1]] if count else -1.0  # copies of an image have the same number
+        tested[members] = drawn[members] <= edge if (drawn[members] > edge).any() else drawn[members] < edge
+    if not tested.any():
+        raise ValueError(f"no class has enough images to hold {fraction} of them back")
+    return images.at(np.flatnonzero(~tested)), images.at(np.flatnonzero(tested))
+
+
+def draw_per_class(images: LabelledImages, count: int | Sequence[int] | str, seed: int = 0) -> LabelledImages:
+    """At most `count` images of each class; or counts that go round among them; or `longtail:32`: 32, 16, 32 / 3."""
+    seed = check_int("seed", seed, 0)
+    drawn, labels = _draws(images, seed, "draw"), images.labels
+    keys = [hashlib.sha256(f"{seed} classes\0{name}".encode()).digest() for name in images.class_names]
+    kept = []
+    for rank, label in enumerate(sorted(np.unique(labels).tolist(), key=keys.__getitem__)):
+        if isinstance(count, str):
+            number = max(1, int(count.removeprefix("longtail:")) // (rank + 1))
+        else:
+            counts = [count] if isinstance(count, int) else list(count)
+            number = check_int("count", counts[rank % len(counts)], 1)
+        members = np.flatnonzero(labels == label)
+        kept.append(members[np.argsort(drawn[members], kind="stable")[:number]])
+    return images.at(np.sort(np.concatenate(kept)))
+
+
+def _draws(images: LabelledImages, seed: int, purpose: str) -> np.ndarray:
+    """(n,): a number in [0, 1) for each image, by the seed, the purpose and the image's content."""
+    if not images.class_names:
+        raise ValueError("the dataset carries no class names; give it an attribute class_names, a sequence of strings")
+    digests = (hashlib.sha256(f"{seed} {purpose}\0".encode() + (content or b"")) for content in images.contents())
+    return np.array([int.from_bytes(digest.digest()[:8], "little") / 2**64 for digest in digests])
+
+
+def open_stream_data(
+    path: str | os.PathLike[str],
+    train_split: str = "train",
+    test_split: str = "test",
+    test_fraction: float | None = None,
+    strict: bool = True,
+    look: Look = undecodable,
+    **reading: Any,
+) -> tuple[LabelledImages, LabelledImages | None, Inventory]:
+    """Open the data of a stream, look at all of it, and decide what is learned and what is tested on.
+
+    A folder of images holds its splits, `photos/train/cat/*` and `photos/test/cat/*`, or its classes alone,
+    `photos/cat/*`; then all images are there to learn from. Other splits such as `val` are left out and counted.
+
+    Args:
+        path: what `load_data` takes.
+        train_split: name of the split to learn from.
+        test_split: name of the split to test on, where there is one.
+        test_fraction: without a test split: about how much of each class is held back, see [`hold_out`].
+        strict: raise where an image cannot be read. Else such images are left out.
+        look: what finds the images that cannot be read, with the reasons; by itself, it decodes all.
+        reading: other arguments of `load_data`.
+
+    Returns:
+        The images to learn from; those to test on, or None; and the inventory, which counts these images.
+
+    Raises:
+        FileNotFoundError: there is nothing under this path, or it lacks a split.
+        ValueError: images cannot be read, there are a test split and a fraction, or the layout is not clear.
+    """
+    found, left_out = stream_splits(path, train_split, test_split, test_fraction, **reading)
+    train = found[train_split if train_split in found else None]()
+    parts = {train_split: train}
+    if test_split in found:
+        test = found[test_split]()
+        unknown = [name for name in test.class_names if name not in set(train.class_names)]
+        if unknown:
+            more = f"({len(unknown)} such classes)"
+            raise ValueError(f"class {unknown[0]!r} has test images and no training image {more}")
+        parts[test_split] = test.select(train.class_names, others=True)
+    parts, inventory = readable(os.fspath(path), parts, strict, look, left_out)
+    for label in np.setdiff1d(train.labels, parts[train_split].labels):
+        name = train.class_names[label]
+        example, why = next(row for row in inventory.unreadable if row[0].label == name)
+        raise ValueError(
+            f"no image of the class {name!r} can be read, such as {example.name}: {why}; mend them, or take the class "
+            "away"
+        )
+    if test_fraction is not None:
+        parts[train_split], parts[test_split] = hold_out(parts[train_split], test_fraction)
+    inventory = replace(inventory, counts=count_images(parts), duplicates=find_duplicates(parts))
+    return parts[train_split], parts.get(test_split), inventory
+
+
+def stream_splits(
+    path: str | os.PathLike[str], train_split: str, test_split: str, test_fraction: float | None = None, **reading: Any
+) -> tuple[Splits, list[tuple[str, str]]]:
+    """The splits that `open_stream_data` opens, and what is left out; raises what is wrong before one is opened."""
+    if train_split == test_split:
+        raise ValueError(
+            f"train_split and test_split are both {train_split!r}, and a split is never its own test: name another "
+            "test_split"
+        )
+    text = os.fspath(path)
+    found = splits(text, **reading)
+    if {None} < found.keys():  # image files in folders, which may be splits or classes
+        names, left_out = _folder_splits(Path(text), train_split, test_split)
+        found = {name: found[name] for name in names}
+    else:
+        for name in () if list(found) == [None] else (train_split, *([test_split] if test_split != "test" else [])):
+            if name not in found:
+                raise FileNotFoundError(f"{text} has no split {name!r}; its splits are {list(found)}")
+        others = [name for name in found if name and name not in (train_split, test_split)]
+        left_out = [(f"{text}[{name}]", _unused(name)) for name in others]
+    if test_fraction is not None and test_split in found:
+        raise ValueError(
+            f"test_fraction is {test_fraction}, but {text} has the test split {test_split!r}: leave one out"
+        )
+    return found, left_out
+
+
+def readable(
+    path: str,
+    parts: dict[str, LabelledImages],
+    strict: bool,
+    look: Look,
+    left_out: Sequence[tuple[str, str]] = (),
+) -> tuple[dict[str, LabelledImages], Inventory]:
+    """The splits without images that cannot be read, and what was found; raises if `strict` and there are some."""
+    found = inspect_parts(parts, look, left_out)
+    if found.unreadable and strict:
+        first = f"{len(found.unreadable)} of the images in {path} cannot be read:"
+        advice = "mend or remove them, or leave them out: without --strict (in Python strict=False)"
+        raise ValueError("\n".join([first, *found.unreadable_lines(), advice]))
+    bad = {split: [image.place for image, _ in found.unreadable if image.split == split] for split in parts}
+    return {n: images.at(np.setdiff1d(np.arange(len(images)), bad[n])) for n, images in parts.items()}, found
+
+
+def open_split(path: str | os.PathLike[str], split: str | None, **reading: Any) -> LabelledImages:
+    """One split as `load_data` opens it, labelled by the classes of the training images, then by its own."""
+    images, folder = load_data(path, split, **reading), Path(path)
+    if not isinstance(images, ImageFolder) or split in (None, "train"):
+        return images
+    if "train" not in subfolders(folder) or not holds_only_folders(folder / "train"):
+        return images
+    names = dict.fromkeys([*ImageFolder(folder, "train").class_names, *images.class_names])
+    return images.select(tuple(names), others=True)
+
+
+def _unused(split: str) -> str:
+    return f"the split {split!r}, neither learned from nor tested on"
+
+
+def _folder_splits(folder: Path, train: str, test: str) -> tuple[list[str | None], list[tuple[str, str]]]:
+    names = subfolders(folder)
+    others = [name for name in names if name not in (train, test)]
+    if train not in names:
+        known = [name for name in names if name == test or name.lower() in SPLIT_NAMES]
+        inner = [name for name in known if holds_only_folders(folder / name)]
+        if train != "train" or test != "test" or inner:
+            hint = f"; if {inner[0]!r} is a split, name the one to learn from with --train-split" if inner else ""
+            raise FileNotFoundError(f"{folder} has no split {train!r}; its folders are {names}{hint}")
+        return [None], []
+    if test not in names:
+        if test != "test":
+            raise FileNotFoundError(f"{folder} has no split {test!r}; its folders are {names}")
+        strange = [name for name in others if name.lower() not in SPLIT_NAMES]
+        if not holds_only_folders(folder / train) and (strange or not subfolders(folder / train)):
+            return [None], []  # a class that is called like a split, trains among other vehicles
+        if strange:
+            raise ValueError(
+                f"{folder} holds {train!r}, in which there are folders alone, and beside it {strange[0]!r}. If "
+                f"{train!r} is the split to learn from, give the folder {folder / train}, or move {strange[0]!r} "
+                "elsewhere. If it is a class, put its images into it directly"
+            )
+    counts = {name: len(folder_content(folder / name)[0]) for name in others}
+    left_out = [(str(folder / name), f"{_unused(name)}, {count} images") for name, count in counts.items()]
+    return [name for name in names if name in (train, test)], left_out

@@ -1,0 +1,78 @@
+"""The embedded demo: handwritten digits, offline, with a tiny CLIP that comes with the package."""
+
+from pathlib import Path
+from typing import Any
+
+from peft import get_peft_model
+
+from dulbe_peft.adapter.config import DualModeLoraConfig
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.data.digits import load_digit_images
+from dulbe_peft.data.store import FeatureStore
+from dulbe_peft.encoders.loading import load_clip
+from dulbe_peft.encoders.registry import demo_model_folder
+from dulbe_peft.learner import ClassIncrementalLearner
+from dulbe_peft.metrics.accuracy import percent
+from dulbe_peft.photos.report import format_summary, plot_results, write_report
+from dulbe_peft.photos.report.pictures import write_pictures
+from dulbe_peft.streams.tasks import Task, class_incremental_tasks
+
+MONTHS = ("January", "February", "March")
+CLASSIFIERS = ("bridge", "bayes", "prototype", "lda", "ranpac:features=1000")
+SETTINGS: dict[str, Any] = {"epochs": 4, "prompt_template": "a photo of the digit {}."}
+
+
+def digit_tasks(increment: int = 2) -> list[Task]:
+    """The digits as a stream: three quarters of the 1,797 digits to learn from, the rest to test on."""
+    return class_incremental_tasks(load_digit_images("train"), load_digit_images("test"), increment=increment)
+
+
+def run_demo(output_dir: str | Path) -> dict[str, Any]:
+    """Three months of digits: nothing is trained, and no month is seen again; returns the results.
+
+    Each month brings new classes, and the model is tested on all of them so far. The report is `report.html`.
+    """
+    output, args = Path(output_dir), LearnerArguments(**SETTINGS, device="cpu")
+    learner = ClassIncrementalLearner(*_clip(), args=args, strategy="frozen")
+    learner.use_store(FeatureStore())
+    tasks = class_incremental_tasks(
+        load_digit_images("train"), load_digit_images("test"), increment=3, initial_increment=4
+    )
+    results = learner.run(tasks, output)
+    trains, tests = [task.train for task in tasks], [task.test for task in tasks]
+    write_pictures(output, tests, results, learner=learner, trains=trains)
+    matrix = next(iter(results["classifiers"].values()))["matrix"]
+    for month, task, row in zip(MONTHS, tasks, matrix, strict=True):
+        old = f"; of {MONTHS[0]}'s, {percent(row[0])} %" if len(row) > 1 else ""
+        print(f"{month} brought {', '.join(task.class_names)}: {percent(row[-1])} % of them are named right{old}")
+    print(f"written: {write_report(output, output / 'report.html')}, for a browser")
+    return results
+
+
+def compare_demo(output_dir: str | Path) -> dict[str, Any]:
+    """The digits in five tasks with training and without, and one table; returns the results with training."""
+    output, args, tasks = Path(output_dir), LearnerArguments(**SETTINGS, device="cpu"), digit_tasks()
+    clip, processor = _clip()
+    model = get_peft_model(clip, DualModeLoraConfig(support_rank=16))
+    trained = ClassIncrementalLearner(model, processor, args=args, classifiers=CLASSIFIERS).run(tasks, output)
+    print("the same stream with nothing trained:")
+    learner = ClassIncrementalLearner(*_clip(), args=args, strategy="frozen", classifiers=CLASSIFIERS)
+    frozen = learner.run(tasks, output / "frozen")
+    for folder, results in ((output, trained), (output / "frozen", frozen)):
+        write_pictures(folder, [task.test for task in tasks], results)
+    rows = {f"frozen {name}": block for name, block in frozen["classifiers"].items()}
+    together = trained | {"classifiers": trained["classifiers"] | rows}
+    plot_results(together, output / "accuracy.png")
+    print(format_summary(together))
+    report = write_report([output, output / "frozen"], output / "report.html")
+    print(f"written: {output / 'results.json'}, {output / 'accuracy.png'} and {report}, for a browser")
+    return trained
+
+
+def _clip() -> tuple[Any, Any]:
+    """The tiny CLIP and its processor."""
+    import torch
+
+    torch.set_num_threads(1)  # a model this small only waits for a second thread
+    torch.manual_seed(0)
+    return load_clip(demo_model_folder())

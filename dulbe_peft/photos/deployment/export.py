@@ -1,0 +1,176 @@
+"""A learner in forms that work without this package: stock LoRA, a plain model of transformers, an ONNX graph.
+
+lora             the adapter beside a base model, with the classifier, the class names and the processor
+transformers     an image classifier for pipelines: the adapter in its weights, the classifier as its head
+onnx             two graphs, from pixels to features and from these to probabilities
+transformers.js  one graph in the layout that JavaScript loads
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from huggingface_hub import ModelCardData
+from peft import PeftModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+
+from dulbe_peft.adapter.export import write_lora
+from dulbe_peft.checkpoints.saving import PROCESSOR_FOLDER
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.registry import spec
+from dulbe_peft.encoders.loading import encoder_of, has_text
+from dulbe_peft.photos.deployment import FORMATS, PRECISIONS
+from dulbe_peft.photos.deployment.graph import write_for_javascript, write_graphs
+from dulbe_peft.photos.deployment.parts import CARDS, checked_formula, choose_classifier, class_facts, merged_model
+from dulbe_peft.photos.deployment.pixels import rgb
+from dulbe_peft.training.state import LearnerState
+from dulbe_peft.utils.files import write_json
+from dulbe_peft.utils.folders import MODEL_CARD, commit_folder
+from dulbe_peft.utils.hub import is_repo_id
+from dulbe_peft.utils.templates import render
+from dulbe_peft.utils.tensors import write_tensors
+
+if TYPE_CHECKING:
+    from dulbe_peft.learner import ClassIncrementalLearner
+
+FACTS_FILE, TENSORS_FILE, CODE_FILE = "classifier.json", "classifier.safetensors", "image_classifier.py"
+
+
+def export_learner(
+    learner: ClassIncrementalLearner | LearnerState,
+    folder: str | Path,
+    format: str = "lora",
+    classifier: str | None = None,
+    compress_to: int | None = None,
+    precision: str = "float32",
+) -> Path:
+    """Write a learner in a form that works without this package; the folder's README.md has the lines that use it.
+
+    The folder is put in place whole. What an earlier export wrote there is replaced; anything else is refused.
+
+    Args:
+        learner: a [`ClassIncrementalLearner`], or its state.
+        folder: where the files go.
+        format: "lora", "transformers", "onnx" or "transformers.js".
+        classifier: name of the classifier to export; None: the first one, which `predict` uses.
+        compress_to: with "lora" alone, see [`export_lora`].
+        precision: of the weights in an ONNX graph: "float32", "float16" or "int8".
+
+    Raises:
+        FileExistsError: the folder holds something that no export wrote.
+        ImportError: a graph needs packages that are not installed.
+        ValueError: there is no such format or classifier, or the learner cannot be exported in this format.
+    """
+    if not isinstance(getattr(learner, "state", learner), LearnerState):
+        raise TypeError(f"learner must be a ClassIncrementalLearner or its state, got {type(learner).__name__}")
+    if format not in FORMATS:
+        raise ValueError(f"format is {format!r}; it must be one of {', '.join(FORMATS)}")
+    if compress_to is not None and format != "lora":
+        raise ValueError(f"compress_to={compress_to} is for the format 'lora' alone, got the format {format!r}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
+    if precision != "float32" and format not in ("onnx", "transformers.js"):
+        raise ValueError(f"precision={precision!r} is for the graphs of 'onnx' and 'transformers.js', got {format!r}")
+    folder = Path(folder)
+    writers: dict[str, Callable[[Path, LearnerState, Classifier], str]] = {
+        "lora": partial(_write_lora_folder, compress_to=compress_to),
+        "transformers": _write_pipeline,
+        "onnx": partial(write_graphs, precision=precision),
+        "transformers.js": partial(write_for_javascript, precision=precision, name=folder.name),
+    }
+    with nullcontext() if isinstance(learner, LearnerState) else learner.turn("export_learner"):
+        state = learner if isinstance(learner, LearnerState) else learner.state
+        chosen = choose_classifier(state, classifier)
+        if format == "lora" and state.adapter is None:
+            raise ValueError(
+                f"the learner has no adapter to export: its strategy {state.strategy.name!r} trains nothing; take the "
+                "format 'transformers' or 'onnx'"
+            )
+
+        def write(temporary: Path) -> None:
+            code = writers[format](temporary, state, chosen)
+            (temporary / MODEL_CARD).write_text(export_card(state, chosen, format, code), encoding="utf-8")
+
+        commit_folder(folder, "export", write)
+    return folder
+
+
+def export_card(state: LearnerState, classifier: Classifier, kind: str, code: str) -> str:
+    """README.md of an exported folder of a kind: what it is, what it needs, and the lines that use it."""
+    base = state.base_name[0] or "a base model without a name"
+    tag = "image-classification"
+    if kind == "lora":  # what a pipeline does with the folder
+        tag = "zero-shot-image-classification" if has_text(state.base) else "image-feature-extraction"
+    header = ModelCardData(
+        base_model=base if is_repo_id(base) else None,
+        library_name={"lora": "peft"}.get(kind, kind),
+        pipeline_tag=tag,
+        tags=["class-incremental-learning", state.base.config.model_type, "dulbe_peft"],
+    )
+    return render(
+        "export.md",
+        CARDS,
+        header=header.to_yaml().strip(),
+        title=encoder_of(state.base).title,
+        kind=kind,
+        base=base if is_repo_id(base) else Path(base).name,
+        strategy=state.strategy.name,
+        classifier=spec(classifier),
+        code=code.rstrip(),
+        reads_text=has_text(state.base),
+        count=len(classifier.class_names),
+        class_names=json.dumps(classifier.class_names, ensure_ascii=False),
+    )
+
+
+def _write_lora_folder(folder: Path, state: LearnerState, classifier: Classifier, compress_to: int | None) -> str:
+    """Write a stock LoRA adapter, and the classifier in two files that need no package; returns the lines for them."""
+    function, source, tensors = checked_formula(classifier)
+    write_tensors(folder / TENSORS_FILE, tensors, {"format": "pt"})
+    write_json(folder / FACTS_FILE, class_facts(state, classifier) | {"formula": source})
+    write_lora(cast(PeftModel, state.model), folder, compress_to)
+    state.processor.save_pretrained(str(folder / PROCESSOR_FOLDER))
+    return render(
+        "use_lora.txt",
+        CARDS,
+        record=encoder_of(state.base),
+        base=json.dumps(state.base_name[0] or "path/to/the/base/model"),
+        processor_folder=PROCESSOR_FOLDER,
+        tensors_file=TENSORS_FILE,
+        facts_file=FACTS_FILE,
+        rgb=inspect.getsource(rgb),
+        formula=source,
+        function=function,
+    )
+
+
+def _write_pipeline(folder: Path, state: LearnerState, classifier: Classifier) -> str:
+    """Write what transformers' `pipeline` answers from: model, head and their code; returns the lines for them."""
+    # None of transformers' own image classifiers computes the same. The type stays: the zero-shot pipeline reads it.
+    function, source, head = checked_formula(classifier)
+    model = merged_model(state)
+    config = model.config
+    config.id2label = dict(enumerate(classifier.class_names))
+    config.label2id = {name: place for place, name in config.id2label.items()}
+    config.problem_type = "single_label_classification"
+    config.head = {name: list(tensor.shape) for name, tensor in head.items()}
+    # A pipeline complains of a class whose name it does not know.
+    name = MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type, "ImageClassifier")
+    config.auto_map = {"AutoModelForImageClassification": f"{Path(CODE_FILE).stem}.{name}"}
+    weights = model.state_dict() | {f"head_{name}": tensor.contiguous() for name, tensor in head.items()}
+    # Names as the class of this folder has them: transformers renames older ones for its own classes alone.
+    model.save_pretrained(str(folder), state_dict=weights, save_original_format=False)
+    state.processor.save_pretrained(str(folder))
+    kind, record = type(model).__name__, encoder_of(model)
+    code = render(
+        "image_classifier.txt", CARDS, name=name, model=kind, record=record, formula=source, function=function
+    )
+    (folder / CODE_FILE).write_text(code, encoding="utf-8")
+    write_json(folder / FACTS_FILE, class_facts(state, classifier))
+    return render("use_pipeline.txt", CARDS)

@@ -1,0 +1,141 @@
+"""Model and classifier as ONNX graphs: an encoder and a head, or both in one for transformers.js.
+
+onnx              encoder.onnx  pixel values to unit features     head.onnx  these to probabilities
+transformers.js   onnx/model.onnx  pixel values to log-scores, in the layout that the package of this name loads
+"""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from dulbe_peft.checkpoints.saving import PROCESSOR_FOLDER
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.encoders.loading import encoder_of, image_shape
+from dulbe_peft.encoders.onnx_graphs import (
+    EMBEDDING,
+    LARGEST_FILE,
+    PIXELS,
+    ImageEncoder,
+    check_exportable,
+    is_large,
+    quiet_exporter,
+    session,
+    write_graph,
+)
+from dulbe_peft.photos.deployment.parts import CARDS, Head, class_facts, merged_model
+from dulbe_peft.photos.deployment.pixels import pixel_values, processor_steps, rgb
+from dulbe_peft.training.state import LearnerState
+from dulbe_peft.utils.files import write_json
+from dulbe_peft.utils.templates import render
+
+ENCODER_FILE, HEAD_FILE, GRAPH_FACTS_FILE = "encoder.onnx", "head.onnx", "model.json"
+PROBABILITIES, LOGITS = "probabilities", "logits"
+# By precision: how the name of the file ends, and what transformers.js calls it.
+_NAMES = {"float32": ("", "fp32"), "float16": ("_fp16", "fp16"), "int8": ("_quantized", "q8")}
+TOLERANCE = 1e-4
+CHECKED_BATCHES = (1, 3, 8)
+
+
+def write_graphs(folder: Path, state: LearnerState, classifier: Classifier, precision: str) -> str:
+    """Write encoder, of this precision, head and `model.json` into a folder; returns the lines that use them."""
+    encoder, head, shape = _parts(state, classifier)
+    steps = processor_steps(state.processor)
+    facts = class_facts(state, classifier)
+    facts |= {"image_size": list(shape[1:]), "preprocessing": steps, "precision": precision}
+    _write(folder / ENCODER_FILE, encoder, torch.zeros(2, *shape), (PIXELS, EMBEDDING), precision)
+    write_graph(folder / HEAD_FILE, head, torch.zeros(2, classifier.embed_dim), (EMBEDDING, PROBABILITIES), facts)
+    run_encoder, run_head = session(folder / ENCODER_FILE), session(folder / HEAD_FILE)
+    facts["largest_difference"] = _largest_difference(
+        lambda pixels: run_head(run_encoder(pixels)), nn.Sequential(encoder, head), shape, precision
+    )
+    write_json(folder / GRAPH_FACTS_FILE, facts)
+    state.processor.save_pretrained(str(folder / PROCESSOR_FOLDER))
+    return render(
+        "use_onnx.txt",
+        CARDS,
+        image_processor=encoder_of(state.base).image_processor,
+        processor_folder=PROCESSOR_FOLDER,
+        encoder_file=ENCODER_FILE,
+        head_file=HEAD_FILE,
+        facts_file=GRAPH_FACTS_FILE,
+        rgb=inspect.getsource(rgb),
+        # With Pillow and numpy, or with the processor where these cannot do what it does.
+        pixel_values=None if steps is None else inspect.getsource(pixel_values),
+    )
+
+
+def write_for_javascript(folder: Path, state: LearnerState, classifier: Classifier, precision: str, name: str) -> str:
+    """Write graph, configuration and image processor as transformers.js looks for them in a folder of this name."""
+    encoder, head, shape = _parts(state, classifier, probabilities=False)
+    whole, (ending, dtype) = nn.Sequential(encoder, head), _NAMES[precision]
+    path = folder / "onnx" / f"model{ending}.onnx"
+    path.parent.mkdir()
+    _write(path, whole, torch.zeros(2, *shape), (PIXELS, LOGITS), precision)
+    run = session(path)
+    _largest_difference(
+        lambda pixels: run(pixels).softmax(dim=1), lambda pixels: whole(pixels).softmax(dim=1), shape, precision
+    )
+    labels = {str(place): label for place, label in enumerate(classifier.class_names)}
+    # The package picks its class by this type, and the class does no more than run the graph.
+    config = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "id2label": labels}
+    write_json(folder / "config.json", config | {"label2id": {label: int(place) for place, label in labels.items()}})
+    settings = state.processor.image_processor.to_dict()
+    kind = str(settings["image_processor_type"]).removesuffix("Pil").removesuffix("Fast")
+    write_json(folder / "preprocessor_config.json", settings | {"image_processor_type": kind})
+    return render("use_javascript.txt", CARDS, name=name, dtype=dtype)
+
+
+def _parts(
+    state: LearnerState, classifier: Classifier, probabilities: bool = True
+) -> tuple[ImageEncoder, Head, tuple[int, ...]]:
+    """Encoder, head and shape of an image; an `ImportError` names a package that is missing."""
+    try:
+        check_exportable(state.base)
+    except ValueError as error:
+        raise ValueError(f"{error}: take 'transformers' or 'lora'") from error
+    encoder, head = ImageEncoder(merged_model(state)), Head(classifier, probabilities)
+    return encoder.eval(), head.eval(), image_shape(state.base, state.processor)
+
+
+def _write(path: Path, module: nn.Module, example: Tensor, ends: tuple[str, str], precision: str) -> None:
+    """Write one graph, and bring it to its precision."""
+    if precision != "float32" and is_large(module):
+        raise ValueError(f"{precision} is served for graphs below {LARGEST_FILE:,} bytes: take float32")
+    write_graph(path, module, example, ends)
+    if precision != "float32":
+        with quiet_exporter():
+            _reduce(path, precision)
+
+
+def _reduce(path: Path, precision: str) -> None:
+    import onnx
+
+    model = onnx.load(path)
+    if precision == "float16":
+        from onnxruntime.transformers.float16 import convert_float_to_float16
+
+        onnx.save(convert_float_to_float16(model, keep_io_types=True), path)
+        return
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+    from onnxruntime.quantization.quant_utils import add_pre_process_metadata
+
+    del model.graph.value_info[:]  # what the exporter noted of shapes contradicts what onnx infers
+    add_pre_process_metadata(model)  # else it advises to optimise the graph, which the exporter has done
+    quantize_dynamic(model, path, ["MatMul", "Gemm"], per_channel=True, weight_type=QuantType.QInt8)
+
+
+@torch.no_grad()
+def _largest_difference(
+    found: Callable[[Tensor], Tensor], expected: Callable[[Tensor], Tensor], shape: tuple[int, ...], precision: str
+) -> float:
+    """The largest difference of a probability between onnxruntime and PyTorch; too large a one is a `ValueError`."""
+    generator, largest = torch.Generator().manual_seed(0), 0.0
+    for batch in CHECKED_BATCHES:
+        pixels = torch.randn(batch, *shape, generator=generator)
+        largest = max(largest, float((found(pixels) - expected(pixels)).abs().max()))
+    if precision == "float32" and not largest <= TOLERANCE:
+        raise ValueError(f"the ONNX graph gives probabilities that differ by {largest:.1e} from PyTorch's")
+    return largest

@@ -1,0 +1,40 @@
+"""A page of photographs by the class that they were given: what `predict --csv` wrote, to look through."""
+
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+
+from dulbe_peft.data.decoding import UnreadableImageError, decode_image
+from dulbe_peft.photos.report.html import write_page
+from dulbe_peft.photos.report.pictures import as_address, thumbnail
+from dulbe_peft.utils.files import read_csv
+
+COLUMNS = ["path", "class", "probability"]
+MOST = 60  # pictures of a class
+
+
+def write_contact_sheet(table: Path, output: Path) -> Path:
+    """Write a page of the photographs in a table of `predict --csv`: each class's least sure ones first."""
+    header, *rows = read_csv(table) or [[]]
+    if header[: len(COLUMNS)] != COLUMNS:
+        raise ValueError(f"{table} begins with the columns {header[:3]}, expected {COLUMNS}, as predict --csv writes")
+    best: dict[str, tuple[str, float]] = {}
+    for line, row in enumerate(rows, 2):
+        try:
+            path, name, probability = row[0], row[1], float(row[2])
+        except (IndexError, ValueError) as error:
+            raise ValueError(f"line {line} of {table} is not as predict writes it: {error}") from error
+        best.setdefault(path, (name, probability))  # of several classes of an image, the first is the best
+    found = sorted((name == "", name, probability, path) for path, (name, probability) in best.items())
+    parts = [(name, list(rows)) for name, rows in groupby(found, key=itemgetter(1))]
+    content = {"name": table.name, "images": len(best), "parts": parts, "most": MOST, "picture": _picture}
+    write_page(output, "contact.html", content)
+    return output
+
+
+def _picture(path: str) -> str | None:
+    """A photograph as the page holds it; None of one that is gone or damaged."""
+    try:
+        return as_address(thumbnail(decode_image(path)))
+    except UnreadableImageError:
+        return None

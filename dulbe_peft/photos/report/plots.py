@@ -1,0 +1,179 @@
+"""The pictures of a stream, and of what training changed in it. Axes of accuracy run from 0 to 100.
+
+A page takes them as SVG whose colours are variables of its style sheet, so that they follow its light or dark scheme.
+"""
+
+import io
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dulbe_peft.classifiers.registry import CLASSIFIERS, answering
+from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, TITLES, accuracy_matrix, result_rows
+from dulbe_peft.photos.report.shares import Share
+from dulbe_peft.utils.extras import installed
+
+INK, GRID = "#1b1f24", "#d0d7de"
+SERIES = ("#57606a", "#9a6700", "#1a7f4b", "#0b62a8", "#a3378c", "#b3350f", "#0e7490", "#6e40aa")
+STYLES = ("^:", "s--", "v-.", "o-", "d-.", "P-", "X--", "*-")
+_DASHES = ("-", ":", "-.", "--")
+_MOST_NUMBERS = 12  # tasks of which the matrix still shows the numbers
+# Below the axes: over them it would hide a line, for none is known to be free.
+LEGEND: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "labelcolor": INK, "fontsize": 8}
+
+
+def plot_results(results: dict[str, Any], path: str | Path) -> None:
+    """Draw accuracy over all seen classes after each task, for every classifier, the text alone and zero-shot.
+
+    `results` is what `ClassIncrementalLearner.run` returned, of a stream with test data. The ending of `path` says the
+    picture's format.
+    """
+    accuracy_figure(results).savefig(path, dpi=150)
+
+
+def plot_matrix(results: dict[str, Any], path: str | Path) -> None:
+    """Draw how well each task's classes are known after each later task, by the first classifier (a file)."""
+    matrix_figure(results).savefig(path, dpi=150)
+
+
+# ---------------------------------------------------------------------- what a stream came to
+
+
+def accuracy_figure(results: dict[str, Any]) -> Any:
+    """Accuracy after each task, one line a row of the results."""
+    _check_tested(results)
+    rows = result_rows(results)
+    steps = max(len(block["overall"]) for _, block in rows)
+    classes = [sum(len(task) for task in results["class_names"][: t + 1]) for t in range(steps)]
+    words = {"xlabel": "classes seen", "ylabel": "right, of all seen classes (%)"}
+    figure, axes = new_figure(max(3.8, 3.0 + 0.1 * len(rows)), ylim=(0, 100), xticks=_thinned(classes), **words)
+    # What is known by name looks the same in every picture.
+    places = list(dict.fromkeys([*BESIDE_CLASSIFIERS, *CLASSIFIERS, *(name for name, _ in rows)]))
+    for name, block in rows:
+        # Wide, hollow marks show zero-shot also where the text classifier is as good.
+        marks = {"markersize": 9, "markerfacecolor": "none"} if name == "zero_shot" else {"markersize": 4}
+        look = {"linewidth": 1.5, "clip_on": False, **line_style(places.index(name)), **marks}
+        overall = 100 * np.array(block["overall"], dtype=np.float64)  # None is NaN
+        axes.plot(classes[: len(overall)], overall, label=TITLES.get(name, name), **look)
+    figure.legend(ncols=2, handlelength=4, **LEGEND)  # long samples show the dashes
+    return figure
+
+
+def line_style(place: int) -> dict[str, str]:
+    """Colour, mark and dash of a line; no two of the first 32 places have the same colour and the same dash."""
+    turn, series = divmod(place, len(SERIES))
+    mark, own = STYLES[(series + turn) % len(STYLES)][0], STYLES[series][1:]
+    dash = _DASHES[(_DASHES.index(own) + turn) % len(_DASHES)]
+    return {"color": SERIES[series], "marker": mark, "linestyle": dash}
+
+
+def matrix_figure(results: dict[str, Any]) -> Any:
+    """The first classifier's task matrix; what was not tested stays empty."""
+    _check_tested(results)
+    rows = results["classifiers"][answering(results["classifiers"])]["matrix"]
+    size, values = len(rows), 100 * accuracy_matrix(rows)
+    figure, axes = new_figure(4.8, xlabel="tested on the classes of task", ylabel="after learning task")
+    image = axes.imshow(values, cmap="Blues", vmin=0, vmax=100)
+    axes.grid(False)
+    for (step, task), value in np.ndenumerate(values):
+        if size <= _MOST_NUMBERS and not np.isnan(value):
+            look: Any = {"ha": "center", "va": "center", "fontsize": 7, "color": "white" if value > 60 else INK}
+            axes.text(task, step, f"{value:.1f}", **look)
+    ticks = _thinned(range(size))
+    axes.set_xticks(ticks, [str(tick + 1) for tick in ticks])
+    axes.set_yticks(ticks, [str(tick + 1) for tick in ticks])
+    bar = figure.colorbar(image, ax=axes, label="right (%)", shrink=0.8)
+    bar.ax.tick_params(color=INK, labelcolor=INK, labelsize=8)
+    return figure
+
+
+def loss_figure(losses: Sequence[Sequence[float]]) -> Any:
+    """The mean loss of every epoch, one line a task, from 0."""
+    figure, axes = new_figure(2.6, xlabel="epoch, counted over all tasks", ylabel="mean loss")
+    done = 0
+    for task in losses:
+        axes.plot(range(done + 1, done + len(task) + 1), task, "o-", color=SERIES[3], markersize=3, linewidth=1.5)
+        done += len(task)
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(whole_numbers())
+    return figure
+
+
+def reliability_figure(bins: Sequence[tuple[float, Share]]) -> Any:
+    """How many answers are right, by the probability that they were given with."""
+    words = {"xlabel": "probability that the answer was given with (%)", "ylabel": "of these are right (%)"}
+    figure, axes = new_figure(3.6, xlim=(0, 100), ylim=(0, 100), **words)
+    axes.plot([0, 100], [0, 100], "--", color=SERIES[0], linewidth=1)
+    sure, right = [100 * mean for mean, _ in bins], [100 * share.value for _, share in bins]
+    ends = abs(100 * np.transpose([share.interval for _, share in bins]) - right)  # how far they are below and above
+    axes.errorbar(sure, right, yerr=ends, fmt="o", color=SERIES[3], capsize=2, clip_on=False)
+    return figure
+
+
+# ---------------------------------------------------------------------- figures and pages
+
+
+def inline_svg(figure: Any, name: str) -> str:
+    """A figure as an `<svg>` element with the page's colours; `name`, one of its own, makes the ids unique."""
+    import matplotlib
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}), warnings.catch_warnings():
+        # A reader's fonts have more signs than matplotlib's, with which it measures the texts.
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = buffer.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    svg = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg xmlns="http://www.w3.org/2000/svg" \1>', svg, count=1)
+    svg = svg.replace("xlink:href", "href")
+    used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
+    svg = re.sub(r' id="([^"]+)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", svg)
+    svg = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", svg)
+    for number, colour in enumerate(SERIES):
+        svg = svg.replace(colour, f"var(--series-{number})")
+    return svg.replace(INK, "currentColor").replace(GRID, "var(--line)").strip()
+
+
+def new_figure(height: float, **look: Any) -> tuple[Any, Any]:
+    """A figure of a page and its axes, in the page's colours, `height` inches high; `look` is for `Axes.set`."""
+    with installed("a picture"):
+        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+    style: Any = {"font.size": 9, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK}
+    style |= {"axes.spines.top": False, "axes.spines.right": False}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(4.8, height), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot()
+    axes.tick_params(color=INK, labelcolor=INK, labelsize=8)
+    axes.grid(True, color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.set(**look)
+    return figure, axes
+
+
+def whole_numbers() -> Any:
+    """matplotlib's places of at most eight marks at whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(nbins=8, integer=True)
+
+
+def _check_tested(results: dict[str, Any]) -> None:
+    if "classifiers" not in results:
+        raise ValueError("the results hold no accuracies: the stream's tasks had no test data")
+
+
+def _thinned(values: Sequence[int]) -> list[int]:
+    """Those of some rising values whose marks do not overlap on an axis."""
+    kept: list[int] = []
+    for value in values:
+        if not kept or value - kept[-1] >= (values[-1] - values[0]) / 10:
+            kept.append(value)
+    return kept

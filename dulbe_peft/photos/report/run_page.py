@@ -1,0 +1,194 @@
+"""The report: a page about one run or learner, or about several runs side by side."""
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from dulbe_peft.checkpoints.layout import LEARNER_FILE
+from dulbe_peft.checkpoints.learner_file import LearnerFile
+from dulbe_peft.checkpoints.loading import read_known
+from dulbe_peft.classifiers.closing import TEACHING
+from dulbe_peft.photos.report import plots, shares, side_by_side, verdict
+from dulbe_peft.photos.report.html import jpeg_address, mib, percent, seconds, write_page
+from dulbe_peft.photos.report.run_folder import PICTURES_FOLDER, Photograph, RunFolder, read_run
+from dulbe_peft.photos.report.shares import ClassRow, Share
+from dulbe_peft.photos.report.table import write_table_latex
+from dulbe_peft.utils.files import write_csv
+from dulbe_peft.utils.records import read_record
+from dulbe_peft.utils.settings import flat_settings
+
+WANTED = 0.95  # of the answers right, for which the page says a probability
+# What a run calls its phases, and what they do.
+PHASES = {
+    "probe": "looking at gradients",
+    "allocate": "choosing directions",
+    "train": "training",
+    "close": "reading the training images",
+    "update": "reading further images",
+    "estimate": "leaving images out",
+    "test": "testing",
+    "save": "saving",
+}
+
+
+def write_report(
+    runs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str] | None = None,
+    csv: str | os.PathLike[str] | None = None,
+    latex: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Write a page about one run or learner, or about several runs side by side; returns its path.
+
+    The page is a single file that asks no server. Without `output` it is `report.html` in the run's folder, or in the
+    current folder for several runs. `csv` and `latex` name files for the table of results, as fractions in full and
+    as LaTeX in percent. A run need not be finished.
+    """
+    folders = [runs] if isinstance(runs, (str, os.PathLike)) else list(runs)
+    if not folders:
+        raise ValueError("a report needs the folder of at least one run, got none")
+    read = [read_run(folder) for folder in folders]
+    rows = side_by_side.run_rows(read)
+    if output is None:
+        output = read[0].folder / "report.html" if len(read) == 1 else "report.html"
+    content = {
+        "title": read[0].name if len(read) == 1 else f"{len(read)} runs",
+        "runs": [_content(run, f"run{number}") for number, run in enumerate(read)],
+        "results": rows,
+        "result_columns": side_by_side.RUN_COLUMNS,
+        "best": side_by_side.best_rows(rows),
+        "same_classes": len({frozenset(name for task in run.learned for name in task) for run in read}) == 1,
+        "differences": side_by_side.setting_differences(read),
+    }
+    write_page(Path(output), "page.html", content)
+    if csv is not None:
+        full = ((*row[:3], *map(row.measures.get, side_by_side.MEASURES)) for row in rows)
+        write_csv(Path(csv), ["run", "strategy", "method", *side_by_side.MEASURES], full, errors="surrogateescape")
+    if latex is not None:
+        write_table_latex(side_by_side.RUN_COLUMNS, rows, Path(latex))
+    return Path(output)
+
+
+def _content(run: RunFolder, key: str) -> dict[str, Any]:
+    """What the template shows of a run; `key` is a word that no other run of the page has."""
+    losses = [record.get("loss", []) for record in run.records]
+    settings = {"model": run.base_model} if run.base_model else {}
+    settings |= dict(sorted(flat_settings(run.settings).items()))
+    learned = Counter({name: count for record in run.records for name, count in record.get("images", {}).items()})
+    by_class = run.results.get("classes", {})
+    forgotten = by_class.get(run.first, {}).get("forgetting", {}) if run.trained and run.tested else {}
+    for update in run.updates:
+        learned.update(update.images)
+    rows = shares.class_rows(run.predictions, forgotten, learned)
+    matrix = shares.confusion_matrix(run.predictions) if run.predictions else None
+    content: dict[str, Any] = {
+        "run": run,
+        "key": key,
+        "model": "" if run.base_model is None else Path(run.base_model).name or run.base_model,
+        "classes": sum(len(task) for task in run.learned),
+        "task_rows": list(zip(run.learned, run.records, run.timings, strict=True)),
+        "training": [_training(number, record) for number, record in enumerate(run.records, 1)],
+        "times": _times(run.timings),
+        "settings": [(name, "" if value is None else str(value)) for name, value in settings.items()],
+        "loss": plots.inline_svg(plots.loss_figure(losses), f"{key}-loss") if any(losses) else "",
+        "steps": verdict.next_steps(run, rows, matrix),
+        "estimated": None if run.tested else verdict.estimated(run.results),
+        "class_rows": rows,
+        "matrix": matrix,
+    }
+    return content | _test_content(run, key, rows) if run.tested else content
+
+
+def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict[str, Any]:
+    """What the template shows of a run with test data."""
+    methods, blocks = verdict.leaderboard(run), run.results["classifiers"]
+    tasks = [f"task {number}" for number in range(1, len(run.learned) + 1)]
+    unknown = [None] * len(tasks)
+
+    def source(shown: Photograph) -> str:
+        return jpeg_address((run.folder / PICTURES_FOLDER / shown.file).read_bytes())
+
+    pictures = defaultdict[str, list[tuple[str, str]]](list)
+    for example in run.pictures.classes:
+        pictures[example.true].append((source(example), f"Test image of the class {example.true}"))
+    lost = [percent(row.forgetting, 1) for row in classes]
+    content: dict[str, Any] = {
+        "methods": methods,
+        "board": [
+            (row.title, row.share or percent(row.last, 1), seconds(row.seconds), mib(row.size), row.meaning)
+            for row in methods
+        ],
+        "leader": next(row for row in methods if run.first in row.names),
+        "names_alone": next((row for row in methods if "zero_shot" in row.names), None),
+        "summary": side_by_side.SUMMARY_COLUMNS,
+        "rows": side_by_side.run_rows([run]),
+        "tasks": tasks,
+        "after_tasks": [
+            (row.title, *(percent(value, 1) for value in [*row.overall, *unknown][: len(tasks)])) for row in methods
+        ],
+        "clearly": verdict.clearly_better(run),
+        "accuracy": plots.inline_svg(plots.accuracy_figure(run.results), f"{key}-accuracy") if len(tasks) > 1 else "",
+        "matrices": [
+            (name, [(task, *row, *unknown[len(row) :]) for task, row in zip(tasks, block["matrix"])])
+            for name, block in blocks.items()
+        ],
+        "source": source,
+        "class_pictures": pictures,
+        "class_table": [
+            (row.name, row.share, row.said or "never answered", pictures[row.name], row.taken_for, row.learned, points)
+            for row, points in zip(classes, lost, strict=True)
+        ],
+        "leak": leak(run),
+    }
+    if run.predictions:
+        figure = plots.reliability_figure(shares.reliability(run.predictions))
+        sure = shares.sure_answers(run.predictions)
+        content |= {
+            "reliability": plots.inline_svg(figure, f"{key}-reliability"),
+            "sure": [(f"{percent(limit, 0)} %", f"{percent(part, 0)} %", share) for limit, part, share in sure],
+            "surest": shares.surest(run.predictions, WANTED),
+            "wanted": WANTED,
+            "more": shares.more_images(classes),
+        }
+    return content
+
+
+def leak(run: RunFolder) -> dict[str, Any] | None:
+    """The share that is right without the test images that were learned, too, that of those, and how they match."""
+    copies = {(copy.task, copy.position): copy.how for copy in run.pictures.copies}
+    known_ones = [row for row in run.predictions if (row.task, row.position) in copies]
+    others = [row for row in run.predictions if (row.task, row.position) not in copies]
+    if not known_ones:
+        if run.learner is None:
+            return None
+        names = [name for task in read_record(run.learner / LEARNER_FILE, LearnerFile).tasks for name in task]
+        known = read_known(run.learner, names, os.listdir(run.learner))  # says how many there are, and not which
+        learned = set(known.class_of())
+        noted = sum(content in learned for contents in known.tested.values() for content in contents)
+        return {"noted": noted} if noted else None
+    how = Counter(copies[row.task, row.position] for row in known_ones)
+    return {"without": Share.of(others) if others else None, "of": Share.of(known_ones), "how": how}
+
+
+def _training(number: int, record: dict[str, Any]) -> tuple[Any, ...]:
+    """What training showed of a task."""
+    loss, depth = record.get("loss"), record.get("expected_depth")
+    ends = (f"{loss[0]:.3f}", f"{loss[-1]:.3f}") if loss else (None, None)
+    captures = (percent(record.get(name)) for name in ("shared_capture", "residual_capture"))
+    return (number, *ends, *captures, None if depth is None else f"{depth:.2f}")
+
+
+def _times(timings: Sequence[dict[str, Any] | None]) -> list[tuple[Any, ...]]:
+    """Titles, and the seconds of each task by what was done, all of them, and its memory."""
+    spent = [Counter[str]() for _ in timings]
+    for phases, time in zip(spent, timings, strict=True):
+        for name, value in (time or {}).get("phases", {}).items():  # all classifiers that were taught are one row
+            phases["teaching the classifiers" if name.startswith(TEACHING) else PHASES.get(name, name)] += value
+    names = list(dict.fromkeys(chain(*spent)))
+    rows: list[tuple[Any, ...]] = [("task", *names, "all", "peak memory (MiB)")]
+    for number, (phases, time) in enumerate(zip(spent, timings, strict=True), 1):
+        whole, memory = (time or {}).get("seconds"), (time or {}).get("peak_memory")
+        rows.append((number, *map(seconds, (*map(phases.get, names), whole)), mib(memory)))
+    return rows

@@ -1,0 +1,92 @@
+"""Runs side by side: a classifier of a run is a row; and what differs in the runs' settings."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from dulbe_peft.metrics.accuracy import TITLES, percent, result_rows
+from dulbe_peft.photos.report.run_folder import RunFolder, was_trained
+from dulbe_peft.photos.report.table import Column, format_text, tuple_columns
+from dulbe_peft.utils.settings import flat_settings
+
+# What `results.json` calls a measure, what people call it, and what the paper calls it.
+MEASURES = {
+    "last_accuracy": ("after the last task", "A_last"),
+    "average_accuracy": ("mean over tasks", "A_bar"),
+    "forgetting": ("forgetting", ""),
+    "backward_transfer": ("backward transfer", ""),
+}
+_LAST = "A_last: percent right after the last task."
+_MEAN = f"{_LAST} A_bar: the mean of it over all tasks."
+_TRAINED = f"{_MEAN}\nForgetting: old tasks' loss since their best. Backward transfer: gain since new."
+_LONGEST = 200  # letters of a setting's value
+
+
+class RunRow(NamedTuple):
+    """One classifier, or a baseline, of one run; `measures` is its part of `results.json`."""
+
+    run: str
+    strategy: str
+    method: str
+    measures: dict[str, Any]
+
+
+def _measure_column(name: str) -> Column[RunRow]:
+    words, short = MEASURES[name]
+
+    def show(row: RunRow) -> str:
+        return percent(row.measures[name], 2) if name in row.measures else ""
+
+    return Column(f"{words} ({short})" if short else words, show, short=short)
+
+
+_LAST_COLUMN, _MEAN_COLUMN, *_CHANGES = map(_measure_column, MEASURES)
+_RUN, _STRATEGY, _METHOD = tuple_columns("run", "strategy", "method", numbers=())
+_TITLE = replace(_METHOD, show=lambda row: TITLES.get(row.method, row.method))
+SUMMARY_COLUMNS = [_TITLE, _MEAN_COLUMN, _LAST_COLUMN, *_CHANGES]
+RUN_COLUMNS = [_RUN, _STRATEGY, _TITLE, _LAST_COLUMN, _MEAN_COLUMN, *_CHANGES]
+
+
+def format_summary(results: dict[str, Any]) -> str:
+    """A small table of the stream's figures in percent, those that say something, and below it what they are."""
+    several = len(results["class_names"]) > 1
+    trained = several and was_trained(results["tasks"])
+    columns = [_METHOD, *[_MEAN_COLUMN] * several, _LAST_COLUMN, *_CHANGES * trained]
+    words = _TRAINED if trained else _MEAN if several else _LAST
+    return f"{format_text(columns, [RunRow('', '', *row) for row in result_rows(results)])}\n{words}"
+
+
+def run_rows(runs: Sequence[RunFolder]) -> list[RunRow]:
+    """The rows of the table of several runs; runs without test data give none."""
+    return [
+        RunRow(run.name, run.strategy, method, block)
+        for run in runs
+        if run.tested
+        for method, block in result_rows(run.results)
+    ]
+
+
+def best_rows(rows: Sequence[RunRow]) -> list[RunRow]:
+    """The rows with the highest accuracy after the last task, as people read it; several where they are as good."""
+    lasts = [-1.0 if (last := row.measures.get("last_accuracy")) is None else round(last, 4) for row in rows]
+    return [row for row, last in zip(rows, lasts, strict=True) if last == max(lasts) >= 0]
+
+
+def setting_differences(runs: Sequence[RunFolder]) -> list[tuple[str, ...]]:
+    """Titles, and the settings that differ: dotted name, each run's value; what a run lacks as a whole is one row."""
+    settings = [
+        flat_settings(run.settings)
+        | {"classes": " | ".join(", ".join(task) for task in run.learned), "base_model": run.base_model}
+        for run in runs
+    ]
+    owners = [{name.rpartition(".")[0] for name in own} for own in settings]
+    rows: dict[str, list[str]] = {}
+    for name in sorted(set().union(*settings)):
+        owner = name.rpartition(".")[0]
+        if all(owner in own for own in owners):
+            rows[name] = ["–" if own.get(name) is None else str(own[name]) for own in settings]
+        else:  # such as the adapter, where a run has none
+            rows[owner] = ["yes" if owner in own else "–" for own in owners]
+    different = {name: row for name, row in rows.items() if len(set(row)) > 1}
+    shown = [(n, *(f"{v[:_LONGEST]} …" if len(v) > _LONGEST else v for v in row)) for n, row in different.items()]
+    return [("setting", *(run.name for run in runs)), *shown]

@@ -1,4 +1,0 @@
-"""A page in the browser to try a learner: drop photographs, correct answers, add classes, undo, download."""
-
-from dulbe_peft.serving.app import App as App
-from dulbe_peft.serving.server import make_server as make_server

@@ -1,0 +1,1 @@
+"""Comparisons, published numbers, diagnostics and benchmarks: run from a clone, in no wheel."""

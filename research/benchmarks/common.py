@@ -1,0 +1,196 @@
+"""What all benchmarks share: sides that take turns, ratios pair by pair, options, and the JSON they write."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import torch
+import transformers
+from PIL import Image
+from threadpoolctl import threadpool_limits
+
+import dulbe_peft
+from research.benchmarks.models import SIZES
+
+RESULTS = Path(__file__).parent / "results"
+Times = dict[str, dict[str, list[float]]]
+
+
+def compare(sides: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 1) -> Times:
+    """Seconds of each side in each round; the order turns round from one round to the next (A B, B A, A B, ...).
+
+    Args:
+        sides: name -> what is measured.
+        repeats: rounds that count.
+        warmup: rounds before them that do not.
+
+    Returns:
+        Side -> "wall" and "cpu" -> seconds of every round. CPU time is that of all threads of this process: on a
+        machine that others use too it is the steadier of the two.
+    """
+    times: Times = {name: {"wall": [], "cpu": []} for name in sides}
+    for number in range(-warmup, repeats):
+        for name in list(sides) if number % 2 == 0 else reversed(list(sides)):
+            wall, cpu = time.perf_counter(), time.process_time()
+            sides[name]()
+            if number >= 0:
+                times[name]["wall"].append(time.perf_counter() - wall)
+                times[name]["cpu"].append(time.process_time() - cpu)
+    return times
+
+
+def ratio(times: Times, ours: str, other: str) -> dict[str, Any]:
+    """The ratios `ours / other` of all rounds, by wall clock and by CPU time, and the median seconds of both."""
+    found: dict[str, Any] = {
+        clock: spread([a / b for a, b in zip(times[ours][clock], times[other][clock], strict=True)])
+        for clock in ("wall", "cpu")
+    }
+    found["seconds"] = {name: rounded(statistics.median(times[name]["wall"])) for name in (ours, other)}
+    return found
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, quartiles and extremes."""
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    figures = {"median": statistics.median(values), "q1": low, "q3": high, "min": min(values), "max": max(values)}
+    return {name: rounded(value) for name, value in figures.items()} | {"rounds": len(values)}
+
+
+def rounded(value: float) -> float:
+    """Four significant digits."""
+    return float(f"{value:.4g}")
+
+
+def row(what: str, times: Times, ours: str, other: str, goal: float | None = None) -> dict[str, Any]:
+    """One line of the table: a ratio of times."""
+    return {"what": what, "goal": goal, "ratio": ratio(times, ours, other)}
+
+
+def value_row(what: str, value: float, unit: str, goal: str | None = None) -> dict[str, Any]:
+    """One line of the table: a figure that is no ratio of times."""
+    return {"what": what, "goal": goal, "value": value, "unit": unit}
+
+
+INSTRUCTIONS = ("avx2", "avx512_f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8")
+
+
+def parser(description: str | None, repeats: int, model: str | None = "vit-b-16") -> argparse.ArgumentParser:
+    """The options that every benchmark has."""
+    options = argparse.ArgumentParser(description=description)
+    if model is not None:
+        names = ", ".join(SIZES)
+        options.add_argument("--model", default=model, help=f"{names} (random weights), or a folder with a CLIP model")
+    options.add_argument("--repeats", type=int, default=repeats, help="rounds that count")
+    options.add_argument("--threads", type=int, default=1)
+    options.add_argument("--quick", action="store_true", help="the smallest model, one round: does it run?")
+    options.add_argument("--out", type=Path, help="JSON file; default: research/benchmarks/results/<benchmark>.json")
+    return options
+
+
+def stream_parser(description: str | None, repeats: int) -> argparse.ArgumentParser:
+    """The options of a benchmark that teaches a stream."""
+    options = parser(description, repeats, model=None)
+    options.add_argument("--clip", default="demo", help="as --model of `dulbe-peft run`")
+    options.add_argument("--data", default="demo-digits", help="as for `dulbe-peft run`")
+    options.add_argument("--stream", help="the stream's name in the tables; default: the name of the data")
+    return options
+
+
+def parse(options: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options' values; sets the number of threads and the seed."""
+    values = options.parse_args(argv)
+    if values.quick:
+        values.repeats = 1
+        if hasattr(values, "model"):
+            values.model = "tiny"
+    torch.set_num_threads(values.threads)
+    threadpool_limits(values.threads)  # SciPy's linear algebra has threads of its own
+    torch.manual_seed(0)
+    return values
+
+
+def write(name: str, values: argparse.Namespace, argv: Sequence[str] | None, rows: list[dict[str, Any]]) -> None:
+    """Write the rows with the command, its settings and the machine; print them too."""
+    given = sys.argv[1:] if argv is None else argv
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(values).items()}
+    for key in ("out", "quick"):
+        del settings[key]
+    hidden = [os.path.basename(item) if os.path.exists(item) else item for item in _without(given, "--out")]
+    report = {
+        "benchmark": name,
+        "command": shlex.join(["python", "-m", f"benchmarks.{name}", *hidden]),
+        "settings": {key: _basename(value) for key, value in settings.items()},
+        "machine": machine(),
+        "rows": rows,
+    }
+    path = values.out or RESULTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    for line in rows:
+        print(json.dumps(line, ensure_ascii=False))
+
+
+def _without(arguments: Sequence[str], flag: str) -> list[str]:
+    """The arguments but a flag and its value."""
+    kept = list(arguments)
+    while flag in kept:
+        position = kept.index(flag)
+        del kept[position : position + 2]
+    return kept
+
+
+def _basename(value: Any) -> Any:
+    """A path's last part: where a file lies on a machine is nobody's business."""
+    return os.path.basename(value) if isinstance(value, str) and os.sep in value else value
+
+
+def machine() -> dict[str, Any]:
+    """Versions, processor, and how many programs wanted it in the last minute."""
+    return {
+        "versions": {
+            "python": platform.python_version(),
+            **{m.__name__: str(m.__version__) for m in (dulbe_peft, torch, transformers, peft)},
+        },
+        "cpu": _cpu_name(),
+        "instructions": [name for name in INSTRUCTIONS if torch.cpu.get_capabilities().get(name)],
+        "cores": os.cpu_count(),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def model_name(name: str) -> str:
+    """How the table calls a model."""
+    return {"vit-b-16": "ViT-B/16", "vit-b-32": "ViT-B/32"}.get(name, os.path.basename(name))
+
+
+def photographs(folder: Path, count: int, size: tuple[int, int]) -> list[str]:
+    """JPEG files of smooth random colours, of one size."""
+    generator, files = np.random.default_rng(0), []
+    for number in range(count):
+        coarse = Image.fromarray(generator.integers(0, 256, (12, 16, 3), dtype=np.uint8))
+        path = folder / f"{number:05d}.jpg"
+        coarse.resize(size, Image.Resampling.BICUBIC).save(path, quality=90)
+        files.append(str(path))
+    return files

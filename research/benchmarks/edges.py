@@ -1,0 +1,162 @@
+"""Classifiers where names are strong, weak or absent, images are few, and classes few: nothing is trained.
+
+A line of `EDGES` changes what `frozen` measures. Names become unit vectors near the means of `SPARE`
+training images of each class that nobody learns from, or near S^-1 of them, with noise of so many times their spread;
+`mixed` adds the model's own. `common` adds one direction to all features, as real networks have, `gap` another one to
+all names, and `power` makes features heavy-tailed. `lone4` gives four images to four of five classes, and one to the
+fifth.
+
+    python -m research.benchmarks.edges --clip glyph-clip --data handwriting --stream handwriting --increment 11
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from research.benchmarks import common
+from research.benchmarks.frozen import draw, encoded, figures
+
+SPECS = ("text", "bridge", "lda", "gda", "ranpac:features=1000", "bayes")
+SPARE = 10
+COUNTS = ("1", "2", "4")
+UNEVEN = ("lone4", "2/32", "30/rank")
+EDGES: dict[str, dict[str, Any]] = {
+    "own names": {"counts": (*COUNTS, *UNEVEN)},
+    "no names": {"names": "none", "counts": (*COUNTS, "16", *UNEVEN)},
+    "names shuffled": {"names": "shuffled", "counts": (*COUNTS, *UNEVEN)},
+    **{
+        f"near the means, noise {noise:g}": {
+            "names": "means",
+            "noise": noise,
+            "common": 2.0,
+            "counts": ("1", "2"),
+        }
+        for noise in (0.5, 1.0, 2.0, 4.0)
+    },
+    "near S^-1 of the means": {"names": "inverse", "noise": 1.0, "gap": 2.0, "counts": ("1", "2")},
+    "mixed with own names": {"names": "mixed", "noise": 1.0, "common": 2.0, "gap": 2.0, "counts": ("1", "2")},
+    "heavy tails, near the means": {
+        "names": "means",
+        "noise": 1.0,
+        "common": 2.0,
+        "power": 3.0,
+        "counts": COUNTS,
+    },
+    **{f"{number} classes": {"classes": number, "counts": COUNTS} for number in (3, 6, 12)},
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = common.stream_parser(__doc__, repeats=10)
+    options.add_argument("--increment", type=int, default=2, help="classes per task")
+    options.add_argument("--edges", nargs="+", default=list(EDGES), choices=EDGES)
+    options.add_argument("--prompt-template", default="a photo of a {}.")
+    options.add_argument(
+        "--held-back", type=int, default=0, help="test on so many training images, to choose settings"
+    )
+    values = common.parse(options, argv)
+    features, rows = encoded(values), []
+    stream = values.stream or common.model_name(values.data)
+    for edge in values.edges[:1] if values.quick else values.edges:
+        counts = EDGES[edge]["counts"]
+        for count in counts[:1] if values.quick else counts:
+            found = [measured(features, edge, count, values, seed) for seed in range(values.repeats)]
+            for spec in found[0]:
+                each = [common.rounded(100 * one[spec]) for one in found]
+                row = common.value_row(
+                    f"{stream}, {edge}, {count} images a class, {spec}", statistics.fmean(each), "%"
+                )
+                row["value"] = common.rounded(row["value"])
+                rows.append(row | {"stream": stream, "edge": edge, "counts": count, "classifier": spec, "each": each})
+    common.write("edges", values, argv, rows)
+
+
+def measured(features: dict[str, Any], edge: str, counts: str, values: Any, seed: int) -> dict[str, float]:
+    """A_last of each classifier, as a fraction, in one draw."""
+    settings = {key: value for key, value in EDGES[edge].items() if key != "counts"}
+    made = changed(features, seed, **settings)
+    tasks = draw(made, counts, values.increment, seed, values.held_back)
+    specs = (
+        SPECS if made["text"] is not None else [spec for spec in SPECS if spec.startswith(("lda", "ranpac", "bayes"))]
+    )
+    return {spec: figures(spec, made, tasks)["A_last"] for spec in specs}
+
+
+def changed(
+    features: dict[str, Any],
+    seed: int,
+    names: str = "own",
+    noise: float = 0.0,
+    common: float = 0.0,
+    gap: float = 0.0,
+    power: float = 1.0,
+    classes: int | None = None,
+) -> dict[str, Any]:
+    """The features and texts of an edge."""
+    generator = torch.Generator().manual_seed(seed)
+    width = features["train"].shape[1]
+
+    def direction() -> Tensor:
+        return normalize(torch.randn(width, generator=generator), dim=0)
+
+    found = dict(features)
+    if classes:
+        kept = torch.randperm(len(found["names"]), generator=generator)[:classes]
+        found["names"] = [found["names"][label] for label in kept.tolist()]
+        found["text"] = found["text"][kept]
+        for images, labels in (("train", "y"), ("test", "truth")):
+            rows = torch.isin(found[labels], kept)
+            found[images], own = found[images][rows], found[labels][rows]
+            found[labels] = (own[:, None] == kept).int().argmax(dim=1)
+    if power != 1:
+        middle = found["train"].mean(dim=0)
+        turn = torch.linalg.svd(found["train"] - middle, full_matrices=False).Vh.T
+        for key in ("train", "test"):
+            turned = (found[key] - middle) @ turn
+            found[key] = normalize(turned.sign() * turned.abs() ** power, dim=1)
+    if common:
+        shift = common * direction()
+        for key in ("train", "test"):
+            found[key] = normalize(found[key] + shift, dim=1)
+    if names == "none":
+        found["text"] = None
+    elif names == "shuffled":
+        found["text"] = found["text"][torch.randperm(len(found["text"]), generator=generator)]
+    elif names != "own":
+        found |= renamed(found, names, noise, gap * direction(), generator)
+    return found
+
+
+def renamed(
+    found: dict[str, Any], names: str, noise: float, gap: Tensor, generator: torch.Generator
+) -> dict[str, Any]:
+    """Texts near the means of spare images, or near S^-1 of them, and the images that are left."""
+    order = torch.randperm(len(found["y"]), generator=generator)
+    spare = torch.cat([order[found["y"][order] == label][:SPARE] for label in range(len(found["names"]))])
+    left = torch.ones(len(found["y"]), dtype=torch.bool)
+    left[spare] = False
+    images = found["train"][spare].view(len(found["names"]), -1, found["train"].shape[1])
+    means = images.mean(dim=1)
+    middle, near = means.mean(dim=0), means - means.mean(dim=0)
+    if names == "inverse":
+        rows = (images - means[:, None]).flatten(0, 1)
+        noises = rows.T @ rows / len(rows)
+        near = torch.linalg.solve(noises + 0.3 * noises.trace() / len(noises) * torch.eye(len(noises)), near.T).T
+    size = near.norm(dim=1).mean()
+    near = near / size + noise * torch.randn(near.shape, generator=generator) / math.sqrt(near.shape[1])
+    if names == "mixed":
+        own = found["text"] - found["text"].mean(dim=0)
+        near = near / near.norm(dim=1).mean() + own / own.norm(dim=1).mean()
+    common = gap if gap.any() else middle / size if names != "inverse" else 0 * middle
+    return {"text": normalize(near + common, dim=1), "train": found["train"][left], "y": found["y"][left]}
+
+
+if __name__ == "__main__":
+    main()

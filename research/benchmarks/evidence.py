@@ -1,0 +1,214 @@
+"""The tables of accuracies in the docs, each from the files that it cites."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from research.comparison.summary import FEW
+
+Row = dict[str, str]
+
+
+def frozen(
+    results: Path,
+    classifiers: str,
+    figure: str = "A_last",
+    streams: str = "",
+    counts: str = "",
+    by: str = "counts",
+    folder: str = "frozen",
+) -> list[list[str]]:
+    """One line a stream and number of images, or `by=streams` their means, the best bold; then the mean of lines.
+
+    `classifiers` and `counts` have commas between them, `streams` semicolons; none of them are all there are.
+    """
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for path in sorted(results.glob(f"{folder}/*.json")):
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            wanted = not counts or row["counts"] in counts.split(",")
+            if row["figure"] == figure and wanted and (not streams or row["stream"] in streams.split(";")):
+                found.setdefault((row["stream"], row["counts"]), {})[row["classifier"]] = row["value"]
+    columns = classifiers.split(",")
+    found = {key: row for key, row in found.items() if set(columns) <= set(row)}
+
+    def means(rows: Collection[dict[str, float]]) -> list[str]:
+        best = {"ECE": min, "covered": None}.get(figure, max)
+        return best_bold([sum(row[name] for row in rows) / len(rows) for name in columns], best)
+
+    groups: dict[str, list[dict[str, float]]] = {}
+    for (stream, count), row in found.items():
+        groups.setdefault(f"{stream}, {count}" if by == "counts" else stream, []).append(row)
+    lines = [[name, *means(rows)] for name, rows in groups.items()]
+    head = "images a class" if by == "counts" else "mean of the stream's lines"
+    return [[head, *map(short, columns)], *lines, ["mean of the lines", *means(found.values())]]
+
+
+def edges(results: Path, counts: str, classifiers: str, behind: str) -> list[list[str]]:
+    """One line an edge and number of images where `bayes` is so far behind the best of a stream: their means."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    columns = classifiers.split(",")
+    for path in sorted(results.glob("edges/*.json")):
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            if row["counts"] in counts.split(","):
+                key = (f"{row['edge']}, {row['counts']}", row["stream"])
+                found.setdefault(key, {})[row["classifier"]] = row["value"]
+    lines = []
+    for name in dict.fromkeys(key[0] for key in found):
+        rows = [row for key, row in found.items() if key[0] == name]
+        cells = [f"{sum(row[each] for row in rows) / len(rows):.1f}" if each in rows[0] else "" for each in columns]
+        far = max(max(value for each, value in row.items() if each != "bayes") - row["bayes"] for row in rows)
+        if far > float(behind):
+            lines.append([name, *cells, f"{far:+.1f}".replace("-", "−")])
+    return [["names, images a class", *map(short, columns), "furthest behind the best of a stream"], *lines]
+
+
+def trained(results: Path, file: str, classifiers: str, streams: str = "", without: str = "") -> list[list[str]]:
+    """One line a stream and method, but those whose name ends so: A_last, and what training adds, see `gained`."""
+    rows, columns = compared(results, file), classifiers.split(",")
+    lines = [
+        [f"{stream}: {named(method)}", *(gained(rows.get((stream, method, name))) for name in columns)]
+        for stream, method in dict.fromkeys(key[:2] for key in rows)
+        if not (without and method.endswith(without)) and (not streams or stream in streams.split(";"))
+    ]
+    return [["", *map(short, columns)], *lines]
+
+
+def family(results: Path, file: str, stream: str, classifiers: str) -> list[list[str]]:
+    """One line a method: A_last and the difference to no training, and what the model still knows."""
+    rows, columns = compared(results, file), classifiers.split(",")
+    lines, head = [], ["method", *map(short, columns), "still known"]
+    for method in methods_of(rows, stream):
+        each = [rows[stream, method, name] for name in columns]
+        if method != "frozen" and each[0]["trainable_parameters"] == "0":  # its own classifier alone is another
+            continue
+        known = percent(each[0]["retention"]) if each[0]["retention"] else ""
+        lines.append([named(method), *(gained(row, interval=False) for row in each), known])
+    shown = [any(line[place] for line in lines) for place in range(len(head))]
+    return [[cell for cell, full in zip(line, shown, strict=True) if full] for line in (head, *lines)]
+
+
+def costs(results: Path, kinds: str) -> list[list[str]]:
+    """One line a strategy or classifier of `family`; `kinds` are the beginnings of what was measured."""
+    columns, found = kinds.split(","), dict[str, dict[str, str]]()
+    for row in json.loads((results / "family.json").read_text(encoding="utf-8"))["rows"]:
+        name, _, what = row["what"].partition(": ")
+        for kind in columns:
+            if what.startswith(kind):
+                figure = row["value"] if "value" in row else row["ratio"]["wall"]["median"]
+                found.setdefault(name, {})[kind] = f"{figure:.2f}"
+    return [["", *columns], *([name, *(row.get(kind, "") for kind in columns)] for name, row in found.items())]
+
+
+def beside(results: Path, folder: str, figures: str, counts: str = "") -> list[list[str]]:
+    """One line a stream and number of images, one column a figure, as the mean over its draws."""
+    found: dict[tuple[str, ...], dict[str, float]] = {}
+    for parts, values in figures_of(results, folder, r"(.+), (\S+) images a class, (.+): (.+)"):
+        if not counts or parts[1] in counts.split(","):
+            found.setdefault((parts[2], parts[1]), {})[parts[3]] = values[0]
+    columns = figures.split(";")
+    cells = [[f"{row[name]:.1f}" if name in row else "" for name in columns] for row in found.values()]
+    return [["data", "images a class", *columns], *([*key, *row] for key, row in zip(found, cells, strict=True))]
+
+
+def estimates(results: Path, classifiers: str, counts: str) -> list[list[str]]:
+    """One line a stream and number of images, one column a classifier: the test, and the estimate beside it."""
+    found: dict[tuple[str, ...], dict[str, dict[str, float]]] = {}
+    for parts, values in figures_of(results, "estimates", r"(.+), (\S+) images a class, (.+): (.+)"):
+        if parts[1] in counts.split(","):
+            found.setdefault((parts[2], parts[1]), {}).setdefault(short(parts[0]), {})[parts[3]] = values[0]
+    columns = classifiers.split(",")
+    cells = [[f"{row[name]['test']:.1f} / {row[name]['estimate']:.1f}" for name in columns] for row in found.values()]
+    head = ["data", "images a class", *(f"`{name}`" for name in columns)]
+    return [head, *([*key, *row] for key, row in zip(found, cells, strict=True))]
+
+
+def order(results: Path, classifier: str) -> list[list[str]]:
+    """One line a stream: the range, over draws and numbers of images, of answers of a classifier that change."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for path in sorted(results.glob("order/*.json")):
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            if row["classifier"] == classifier:
+                found.setdefault(row["stream"], {}).setdefault(row["figure"], []).extend(row["each"])
+    lines = [
+        [stream, *(f"{min(each):.0f} to {max(each):.0f} %" for each in figures.values())]
+        for stream, figures in sorted(found.items())
+    ]
+    return [["stream", *next(iter(found.values()))], *lines]
+
+
+def suggest(results: Path, labels: str, ways: str) -> list[list[str]]:
+    """One line a stream and number of labels bought for each class: accuracy by how they were chosen, best bold."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for path in sorted(results.glob("suggest/*.json")):
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            if str(row["labels"]) in labels.split(",") and row["way"] in ways.split(","):
+                found.setdefault((row["stream"], str(row["labels"])), {})[row["way"]] = row["value"]
+    lines = [[*key, *best_bold(list(row.values()), max)] for key, row in found.items()]
+    return [["stream", "labels a class", *next(iter(found.values()))], *lines]
+
+
+def figures_of(results: Path, folder: str, pattern: str) -> Iterator[tuple[tuple[str, ...], list[float]]]:
+    """The parts of each figure's name in a folder, with its mean and the value of every draw."""
+    for path in sorted((results / folder).glob("*.json")):
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            found = re.fullmatch(pattern, row["what"])
+            if found is None:
+                raise ValueError(f"{path} has a figure of another kind: {row['what']}")
+            yield found.groups(), [row["value"], *row["each"]]
+
+
+def compared(results: Path, file: str) -> dict[tuple[str, str, str], Row]:
+    """(stream, method, classifier) -> the row of a comparison; the one whose drift is linear, where there are two."""
+    with (results / f"comparisons/{file}.csv").open(newline="", encoding="utf-8") as lines:
+        rows = sorted(csv.DictReader(lines), key=lambda row: row["drift"] == "linear")
+    return {(row["stream"], row["method"], short(row["classifier"])): row for row in rows}
+
+
+def methods_of(rows: Iterable[tuple[str, str, str]], stream: str) -> list[str]:
+    return list(dict.fromkeys(method for each, method, _ in rows if each == stream))
+
+
+def named(method: str) -> str:
+    return {"frozen": "nothing trained"}.get(method, method)
+
+
+def short(classifier: str) -> str:
+    """The classifier without the setting that all tables share."""
+    return classifier.removesuffix(":features=1000")
+
+
+def gained(row: Row | None, interval: bool = True) -> str:
+    """A_last, and interval or mean of what training adds: bold where clearly above zero, in italics where below."""
+    if row is None:  # not measured
+        return ""
+    figure = percent(row["last"])
+    if row["method"] == "frozen" or not row["gain"]:
+        return figure
+    added = f"{signed(row['gain_low'])} to {signed(row['gain_high'])}" if interval else signed(row["gain"])
+    text = f"{figure} ({added})"
+    if int(row["seeds"]) <= FEW:  # too few for an interval: a sign says so
+        return f"{text} †"
+    return f"**{text}**" if float(row["gain_low"]) > 0 else f"*{text}*" if float(row["gain_high"]) < 0 else text
+
+
+def percent(share: str) -> str:
+    return f"{100 * float(share):.1f}"
+
+
+def signed(share: str) -> str:
+    text = f"{100 * float(share):+.1f}"
+    return "0.0" if float(text) == 0 else text.replace("-", "−")
+
+
+def best_bold(figures: list[float], best: Callable[..., float] | None) -> list[str]:
+    texts = [f"{figure:.1f}" for figure in figures]
+    return [f"**{text}**" if best and float(text) == best(map(float, texts)) else text for text in texts]
+
+
+_TABLES = (frozen, edges, trained, family, costs, beside, estimates, order, suggest)
+TABLES: dict[str, Any] = {table.__name__: table for table in _TABLES}

@@ -1,0 +1,209 @@
+"""Every classifier on a stream where nothing is trained, by the number of images a class, equal or not.
+
+Every image is encoded once. Each draw has its own order of the classes and its own images. `--counts` takes
+
+    8          8 images of every class
+    2/32       2 and 32 images by turns
+    40/rank    40 images of the first class of a random order, 20 of the second, 13 of the third, ...: a long tail
+    lone4      4 images of a class, but 1 of every fifth
+    4+4        4 images of every class, and from the second task on 4 further ones of every third class known so far
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_dual_encoder
+from dulbe_peft.classifiers import Classifier, make_classifier
+from dulbe_peft.data.readers import load_data
+from dulbe_peft.metrics.accuracy import calibration_error
+from research.benchmarks import common, rivals
+
+SPECS = (*("text", "bridge", "prototype", "lda", "gda", "ridge", "ranpac:features=1000", "bayes"),)
+FEW = 8  # images: a class with fewer is one of few images in the tables
+
+
+@dataclass
+class Task:
+    """New `classes` with their features, (n, d), and labels in the stream; `further` images of known classes."""
+
+    classes: list[int]
+    train: torch.Tensor
+    y: list[int]
+    further: torch.Tensor
+    further_y: list[int]
+    test: torch.Tensor
+    truth: list[int]
+    counts: list[int] = field(default_factory=list)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = stream_options(__doc__, ["1", "2", "4", "8", "16", "100"], SPECS)
+    options.add_argument("--first-seed", type=int, default=0)
+    options.add_argument(
+        "--held-back", type=int, default=0, help="test on so many training images of each class, to choose settings"
+    )
+    options.add_argument("--shuffled-texts", action="store_true", help="give every class another one's text")
+    options.add_argument("--coverage", type=float, help="how often the right class is in sets of this promise, too")
+    values = common.parse(options, argv)
+
+    def measure(spec: str, features: dict[str, Any], tasks: list[Task]) -> dict[str, float]:
+        own = rivals.figures if spec in rivals.RIVALS else partial(figures, coverage=values.coverage)
+        return own(spec, features, tasks)
+
+    what = "{stream}, {counts} images a class, {classifier}: {figure}"
+    rows = measured(values, measure, what, values.first_seed, values.held_back)
+    common.write("frozen", values, argv, rows)
+
+
+def stream_options(
+    description: str | None, counts: Sequence[str], classifiers: Sequence[str]
+) -> argparse.ArgumentParser:
+    """The options of what learns a stream with several classifiers and numbers of images."""
+    options = common.stream_parser(description, repeats=3)
+    options.add_argument("--increment", type=int, default=2, help="classes per task")
+    options.add_argument("--counts", nargs="+", default=list(counts))
+    options.add_argument("--classifiers", nargs="+", default=list(classifiers))
+    options.add_argument("--prompt-template", default="a photo of the digit {}.")
+    return options
+
+
+def measured(
+    values: Any,
+    measure: Callable[[str, dict[str, Any], list[Task]], dict[str, float]],
+    what: str,
+    first_seed: int = 0,
+    held_back: int = 0,
+) -> list[dict[str, Any]]:
+    """A row a number of images, classifier and figure: the mean over the draws, in percent, and each of them."""
+    features, rows = encoded(values), []
+    for counts in values.counts[:1] if values.quick else values.counts:
+        seeds = range(first_seed, first_seed + values.repeats)
+        draws = [draw(features, counts, values.increment, seed, held_back) for seed in seeds]
+        for spec in values.classifiers:
+            found = [measure(spec, features, tasks[:2] if values.quick else tasks) for tasks in draws]
+            key = {"stream": values.stream or common.model_name(values.data), "counts": counts, "classifier": spec}
+            for figure in found[0]:
+                each = [common.rounded(100 * one[figure]) for one in found]
+                said = what.format(**key, figure=figure)
+                value = common.value_row(said, common.rounded(statistics.fmean(each)), "%")
+                rows.append(value | key | {"figure": figure, "each": each})
+    return rows
+
+
+def encoded(values: Any) -> dict[str, Any]:
+    """Unit features and labels of the training and of the test images, the classes' text embeddings, and tau."""
+    train, test = (load_data(values.data, split) for split in ("train", "test"))
+    model, processor = load_dual_encoder(values.clip)
+    args = LearnerArguments(prompt_template=values.prompt_template, progress=False, device="cpu")
+    learner = ClassIncrementalLearner(model, processor, args=args, strategy="frozen", classifiers="prototype")
+    texts = learner.encoder.text_embeds(train.class_names)
+    if getattr(values, "shuffled_texts", False):
+        texts = texts[torch.randperm(len(texts), generator=torch.Generator().manual_seed(0))]
+    return {
+        "train": learner.image_embeds(train),
+        "y": torch.as_tensor(train.labels),
+        "test": learner.image_embeds(test),
+        "truth": torch.as_tensor(test.labels),
+        "text": texts,
+        "names": train.class_names,
+        "scale": learner.logit_scale,
+    }
+
+
+def images_of(counts: str, classes: int, generator: torch.Generator) -> tuple[list[int], int]:
+    """How many images each class of a stream has when it comes, and how many further ones some have each month."""
+    first, _, further = counts.partition("+")
+    if first.endswith("/rank"):
+        most = int(first.removesuffix("/rank"))
+        ranks = torch.randperm(classes, generator=generator).tolist()
+        return [max(1, round(most / (1 + rank))) for rank in ranks], int(further or 0)
+    if first.startswith("lone"):
+        return [1 if place % 5 == 0 else int(first.removeprefix("lone")) for place in range(classes)], 0
+    turns = [int(part) for part in first.split("/")]
+    return [turns[place % len(turns)] for place in range(classes)], int(further or 0)
+
+
+def draw(features: dict[str, Any], counts: str, increment: int, seed: int, held_back: int = 0) -> list[Task]:
+    """The tasks of a stream."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(features["names"]), generator=generator)
+    wanted, monthly = images_of(counts, len(order), generator)
+    pools, tests = [], []
+    for label in order.tolist():
+        rows = (features["y"] == label).nonzero()[:, 0]
+        rows = rows[torch.randperm(len(rows), generator=generator)]
+        pools.append(features["train"][rows[: len(rows) - held_back]])
+        own = features["train"][rows[len(rows) - held_back :]] if held_back else None
+        tests.append(features["test"][features["truth"] == label] if own is None else own)
+    used = [min(count, len(pool)) for count, pool in zip(wanted, pools, strict=True)]
+    tasks = []
+    for start in range(0, len(order), increment):
+        places = range(start, min(start + increment, len(order)))
+        known = range(0, start, 3) if monthly else range(0)
+        more = [pools[place][used[place] : used[place] + monthly] for place in known]
+        for place, images in zip(known, more, strict=True):
+            used[place] += len(images)
+        tasks.append(
+            Task(
+                classes=order[start : start + increment].tolist(),
+                train=torch.cat([pools[place][: used[place]] for place in places]),
+                y=[place - start for place in places for _ in range(used[place])],
+                further=torch.cat([*more, features["train"][:0]]),
+                further_y=[place for place, images in zip(known, more, strict=True) for _ in images],
+                test=torch.cat([tests[place] for place in places]),
+                truth=[place for place in places for _ in tests[place]],
+            )
+        )
+    tasks[-1].counts = used
+    return tasks
+
+
+def learned(spec: str, features: dict[str, Any], tasks: Sequence[Task]) -> Classifier:
+    """A classifier that has learned the tasks one after the other, without further images of known classes."""
+    classifier = make_classifier(spec, features["train"].shape[1], features["scale"])
+    seen: list[int] = []
+    for task in tasks:
+        seen += task.classes
+        names = [features["names"][label] for label in task.classes]
+        classifier.add_classes(names, task.train, task.y, features["text"][seen])
+    return classifier
+
+
+@torch.no_grad()
+def figures(spec: str, features: dict[str, Any], tasks: list[Task], coverage: float | None = None) -> dict[str, float]:
+    """A_last, that of classes with few and with many images, A_bar and the calibration error, as fractions."""
+    classifier = make_classifier(spec, features["train"].shape[1], features["scale"])
+    seen: list[int] = []
+    overall, texts = [], features["text"]
+    for number, task in enumerate(tasks, start=1):
+        seen += task.classes
+        names = [features["names"][label] for label in task.classes]
+        classifier.add_classes(names, task.train, task.y, texts[seen] if texts is not None else None)
+        if task.further_y and spec.partition(":")[0] != "text":
+            classifier.update_classes(task.further, task.further_y)
+        truth = torch.tensor([place for past in tasks[:number] for place in past.truth])
+        tests = torch.cat([past.test for past in tasks[:number]])
+        sure, said = classifier.probabilities(tests).max(dim=1)
+        right = said == truth
+        overall.append(right.double().mean().item())
+    found = {"A_last": overall[-1], "A_bar": statistics.fmean(overall), "ECE": calibration_error(sure, right)}
+    if coverage:
+        sets = classifier.prediction_sets(tests, coverage)
+        found["covered"] = sets.gather(1, truth[:, None]).double().mean().item()
+    counts = tasks[-1].counts or [FEW] * len(seen)  # without the last task nobody asks
+    few = torch.tensor(counts)[truth] < FEW
+    if few.any() and not few.all():
+        found |= {"few": right[few].double().mean().item(), "many": right[~few].double().mean().item()}
+    return found
+
+
+if __name__ == "__main__":
+    main()

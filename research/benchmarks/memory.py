@@ -1,0 +1,92 @@
+"""Peak memory of training steps beside stock LoRA's, as the operating system counts it; a fresh process for each.
+
+Linux only: the count is the resident set's peak, VmHWM. Reported with and without what Python and the imported
+libraries take before there is a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from research.benchmarks import common, models, ours, stock
+
+STATUS = Path("/proc/self/status")
+RESET_PEAK = Path("/proc/self/clear_refs")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = common.parser(__doc__, repeats=3)
+    options.add_argument("--batch", type=int, default=4)
+    options.add_argument("--attention", default="sdpa")
+    options.add_argument("--side", choices=("ours", "stock"), help=argparse.SUPPRESS)
+    values = common.parse(options, argv)
+    if values.side:
+        print(json.dumps(measure(values)))
+        return
+    found: dict[str, list[dict[str, float]]] = {"ours": [], "stock": []}
+    for number in range(values.repeats):
+        for side in ("ours", "stock") if number % 2 == 0 else ("stock", "ours"):
+            found[side].append(in_process(side, values))
+    where = f"{common.model_name(values.model)}, {values.attention}, batch {values.batch}"
+    rows = []
+    for key, what, goal in (
+        ("peak", "peak memory, routed / stock LoRA step", 1.35),
+        ("model", "the same without Python and libraries", None),
+        ("step", "of it above what was there before the first step", None),
+    ):
+        pairs = zip(found["ours"], found["stock"], strict=True)
+        ratio: dict[str, Any] = {"bytes": common.spread([a[key] / b[key] for a, b in pairs])}
+        ratio["MiB"] = {side: common.rounded(median(run[key] for run in runs)) for side, runs in found.items()}
+        rows.append({"what": f"{what}, {where}", "goal": goal, "ratio": ratio})
+    del values.side
+    common.write("memory", values, argv, rows)
+
+
+def in_process(side: str, values: Any) -> dict[str, float]:
+    """Figures of one side in a process of its own, in MiB."""
+    options = {"--model": values.model, "--batch": values.batch, "--attention": values.attention, "--side": side}
+    flags = [str(item) for pair in options.items() for item in pair]
+    command = [sys.executable, "-m", "research.benchmarks.memory", *flags, "--threads", str(values.threads)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found: dict[str, float] = json.loads(said.splitlines()[-1])
+    return found
+
+
+def measure(values: Any) -> dict[str, float]:
+    """Peak of three steps: in all, above the imported libraries, and above what was there before them."""
+    libraries = resident("VmRSS")
+    tower = models.vision_tower(values.model, values.attention)
+    batch = (models.pixels(values.batch, tower.config.image_size), torch.arange(values.batch) % 10)
+    text, old_text = (models.unit(10, tower.config.projection_dim, seed) for seed in (2, 3))
+    if values.side == "ours":
+        model = ours.adapted(tower, tasks=1)
+        arguments: tuple[Any, ...] = (batch, text, old_text, ours.teacher_embeds(model, batch[0]))
+        step: Any = ours.step
+    else:
+        model, arguments, step = stock.lora(tower), (batch, text), stock.step
+    optimizer = stock.adam(model)
+    RESET_PEAK.write_text("5")
+    before = resident("VmRSS")
+    for _ in range(3):
+        step(model, optimizer, *arguments)
+    peak = resident("VmHWM")
+    return {"peak": peak, "model": peak - libraries, "step": peak - before}
+
+
+def resident(field: str) -> float:
+    """A figure of the operating system about this process, in MiB."""
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) / 1024
+
+
+if __name__ == "__main__":
+    main()

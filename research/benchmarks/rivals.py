@@ -1,0 +1,116 @@
+"""Rules of other papers that keep every feature, so that no classifier of the library is one of them.
+
+Each is a function of unit features z (n, d), labels y (n,), unit texts e (C, d), the logit scale tau and features to
+judge, (m, d), and gives scores, (m, C). It sees all classes at once. The first setting of its grid is for one image a
+class; else the one is taken that is right most often on a fifth of each class's images, which the rule has not seen.
+
+    python -m research.benchmarks.frozen --classifiers tip_adapter proker ranpac_and_text whitened_bridge linear_probe
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.neighbors import KNeighborsClassifier
+from torch import Tensor
+from torch.nn import functional as F
+
+from dulbe_peft.classifiers import make_classifier
+from dulbe_peft.classifiers.calibration import hold_back
+from dulbe_peft.classifiers.geodesics import bridge_prototypes, reliability
+from dulbe_peft.classifiers.lda import shrunk_covariance
+
+
+def tip_adapter(z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor, alpha: float, beta: float) -> Tensor:
+    """tau z'e_c + alpha sum over the class's images s of exp(-beta (1 - z's))          (Zhang et al., 2207.09519)"""
+    near = (-beta * (1 - tests @ z.T)).exp()
+    return tau * tests @ e.T + alpha * near @ F.one_hot(y, len(e)).to(near)
+
+
+def proker(z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor, beta: float, ridge: float) -> Tensor:
+    """z'e + k(z, S) (K + lambda I)^-1 (Y - S e), k(a, b) = exp(-beta |a - b|^2 / 2)     (Bendou et al., 2501.11175)"""
+    z, e, tests = z.double(), e.double(), tests.double()
+    kernel = (beta * (z @ z.T - 1)).exp()
+    left = F.one_hot(y, len(e)).to(z) - z @ e.T
+    weights = torch.linalg.solve(kernel + ridge * torch.eye(len(z), dtype=z.dtype), left)
+    return tests @ e.T + (beta * (tests @ z.T - 1)).exp() @ weights
+
+
+def ranpac_and_text(z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor, share: float) -> Tensor:
+    """log p of RanPAC + share log p of the text classifier      (McDonnell et al., 2307.02251, with texts added)"""
+    classifier = make_classifier("ranpac:features=1000", z.shape[1], tau)
+    classifier.add_classes([str(label) for label in range(len(e))], z, y)
+    return classifier.probabilities(tests).log() + share * (tau * tests @ e.T).log_softmax(dim=1)
+
+
+def whitened_bridge(z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor, beta: float) -> Tensor:
+    """The bridge ensemble of DuLBE on (z - m) Sigma^-1/2 at length 1, m the mean of what is turned: texts, or classes.
+
+    Sigma is the covariance within the classes, as `lda` estimates it. Every class needs an image.
+    """
+    lda = make_classifier("lda", z.shape[1], tau)
+    lda.add_classes([str(label) for label in range(len(e))], z, y)
+    covariance = shrunk_covariance(lda.scatter, int(lda.freedom), "oas", 1 / tau)
+    variances, directions = torch.linalg.eigh(covariance)
+    matrix, centre = (directions * variances.clamp_min(1e-12).rsqrt()) @ directions.T, lda.means.mean(dim=0)
+    pairs = (z, centre), (tests, centre), (lda.means, centre), (e, e.double().mean(dim=0))
+    z, tests, means, e = (F.normalize((rows.double() - mean) @ matrix, dim=1).float() for rows, mean in pairs)
+    bridges = bridge_prototypes(means, e, torch.linspace(0, 1, 10))
+    weights = (reliability(z, y, bridges, tau) / beta).softmax(dim=1)
+    return tau * tests @ (weights[:, :, None] * bridges).sum(dim=1).T
+
+
+def nearest_images(z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor, neighbours: int) -> Tensor:
+    """The share of the k nearest images that each class has; nearer ones weigh more."""
+    rule = KNeighborsClassifier(min(neighbours, len(z)), weights="distance", metric="cosine").fit(z.numpy(), y.numpy())
+    return torch.from_numpy(rule.predict_proba(tests.numpy()))
+
+
+def linear_probe(z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor, strength: float) -> Tensor:
+    """Logistic regression on the features, with a penalty of 1 / strength."""
+    rule = LogisticRegression(C=strength, max_iter=2000).fit(z.numpy(), y.numpy())
+    return torch.from_numpy(rule.predict_log_proba(tests.numpy()))
+
+
+def _grid(**values: tuple[Any, ...]) -> list[dict[str, Any]]:
+    return [dict(zip(values, one, strict=True)) for one in product(*values.values())]
+
+
+RIVALS: dict[str, tuple[Callable[..., Tensor], list[dict[str, Any]]]] = {
+    "tip_adapter": (tip_adapter, _grid(alpha=(1.0, 0.3, 3.0, 10.0, 30.0), beta=(5.5, 1.0, 2.0, 10.0, 20.0, 40.0))),
+    "proker": (proker, _grid(beta=(5.5, 1.0, 2.0, 10.0, 20.0), ridge=(1.0, 0.01, 0.1, 10.0, 100.0))),
+    "ranpac_and_text": (ranpac_and_text, _grid(share=(0.3, 0.0, 0.1, 1.0, 3.0))),
+    "whitened_bridge": (whitened_bridge, _grid(beta=(0.05,))),
+    "nearest_images": (nearest_images, _grid(neighbours=(1, 3, 5, 10, 20))),
+    "linear_probe": (linear_probe, _grid(strength=(100.0, 1.0, 10.0, 1000.0))),
+}
+
+
+@torch.no_grad()
+def scores(name: str, z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor) -> Tensor:
+    """The scores of a rival, (m, C), with the setting that held-back images of `z` choose."""
+    rule, grid = RIVALS[name]
+    held, setting = hold_back(z, y), grid[0]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The number of unique classes")  # few images a class are no regression
+        if held.any():
+            fitted = [rule(z[~held], y[~held], e, tau, z[held], **each).argmax(dim=1) for each in grid]
+            setting = grid[max(range(len(grid)), key=lambda place: int((fitted[place] == y[held]).sum()))]
+        return rule(z, y, e, tau, tests, **setting)
+
+
+def figures(name: str, features: dict[str, Any], tasks: Sequence[Any]) -> dict[str, float]:
+    """A_last, as a fraction, on a stream of `research.benchmarks.frozen.draw`, all of its tasks at once."""
+    classes = [label for task in tasks for label in task.classes]
+    starts = [sum(len(task.classes) for task in tasks[:place]) for place in range(len(tasks))]
+    labels = [start + label for start, task in zip(starts, tasks, strict=True) for label in task.y]
+    labels += [label for task in tasks for label in task.further_y]
+    images = torch.cat([*(task.train for task in tasks), *(task.further for task in tasks)])
+    tests, truth = torch.cat([task.test for task in tasks]), [label for task in tasks for label in task.truth]
+    found = scores(name, images, torch.tensor(labels), features["text"][classes], features["scale"], tests)
+    return {"A_last": (found.argmax(dim=1) == torch.tensor(truth)).double().mean().item()}

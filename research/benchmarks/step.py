@@ -1,0 +1,68 @@
+"""One routed training step beside one of stock LoRA, and beside the literal one.
+
+The vision tower alone: text embeddings are given, so no side is diluted by a text tower. The second task of ten
+classes: a history of rank 9, ten old classes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from itertools import combinations
+
+import torch
+
+from research.benchmarks import common, literal, models, ours, stock
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = common.parser(__doc__, repeats=15)
+    options.add_argument("--batch", type=int, nargs="+", default=[4], help="images per step; several are measured")
+    options.add_argument("--attention", nargs="+", default=["sdpa"], help="sdpa, eager, or both")
+    options.add_argument("--without-literal", action="store_true")
+    values = common.parse(options, argv)
+    rows = []
+    for batch in values.batch:
+        routed = {}
+        for attention in values.attention:
+            sides = make_sides(values.model, attention, batch, literal_too=not values.without_literal)
+            times = common.compare(sides, values.repeats)
+            where = f"{common.model_name(values.model)}, {attention}, batch {batch}"
+            rows.append(common.row(f"routed step / stock LoRA step, {where}", times, "ours", "stock", 1.40))
+            if not values.without_literal:
+                rows.append(common.row(f"routed step / literal step, {where}", times, "ours", "literal"))
+                rows.append(common.row(f"literal step / stock LoRA step, {where}", times, "literal", "stock"))
+            routed[attention] = sides["ours"]
+        for one, other in combinations(routed, 2):
+            times = common.compare({one: routed[one], other: routed[other]}, values.repeats)
+            where = f"{common.model_name(values.model)}, batch {batch}"
+            rows.append(common.row(f"routed step with {one} / with {other}, {where}", times, one, other))
+    common.write("step", values, argv, rows)
+
+
+def make_sides(model: str, attention: str, batch_size: int, literal_too: bool) -> dict[str, partial[None]]:
+    """The steps to compare, all on the same images, labels and embeddings."""
+    tower = models.vision_tower(model, attention)
+    settings = tower.config
+    classes = min(10, batch_size)
+    batch = (models.pixels(batch_size, settings.image_size), torch.arange(batch_size) % classes)
+    text = models.unit(10, settings.projection_dim, seed=2)
+    old_text = models.unit(10, settings.projection_dim, seed=3)
+    lora = stock.lora(copy.deepcopy(tower))
+    routed = ours.adapted(copy.deepcopy(tower), tasks=1)
+    teacher = ours.teacher_embeds(routed, batch[0])
+    sides = {
+        "ours": partial(ours.step, routed, stock.adam(routed), batch, text, old_text, teacher),
+        "stock": partial(stock.step, lora, stock.adam(lora), batch, text),
+    }
+    if literal_too:
+        student = ours.literal_twin(routed, tower)
+        arguments = (models.encode, batch, text, old_text, models.LOGIT_SCALE)
+        adam = stock.adam(student)
+        sides["literal"] = partial(literal.step, student, copy.deepcopy(student), adam, *arguments)
+    return sides
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Accuracy against labels bought: what `suggest` chooses, beside chance, the least sure alone, and clusters alone.
+
+Each way begins without a label and buys one a class at a time. A class is known once one of its images was bought;
+test images of all classes count. The classifier learns anew from all that was bought.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dulbe_peft.classifiers import Classifier, make_classifier
+from dulbe_peft.photos.suggesting import suggestions
+from research.benchmarks import common, frozen
+
+Way = Callable[[torch.Tensor, int, Classifier | None, int], list[int]]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = common.stream_parser(__doc__, repeats=3)
+    options.add_argument("--only", default="", help="how the names of the classes begin")
+    options.add_argument("--most", type=int, default=8, help="labels a class")
+    options.add_argument("--classifier", default="bayes")
+    options.add_argument("--prompt-template", default="a photo of the digit {}.")
+    values = common.parse(options, argv)
+    features = part(frozen.encoded(values), values.only)
+    rows = []
+    most = 1 if values.quick else values.most
+    for name, way in WAYS.items():
+        curves = [curve(features, way, values.classifier, most, seed) for seed in range(values.repeats)]
+        for number, each in enumerate(zip(*curves, strict=True), start=1):
+            each = [common.rounded(100 * value) for value in each]
+            stream = values.stream or common.model_name(values.data)
+            what = f"{stream}, {number} labels a class, {name}"
+            row = common.value_row(what, common.rounded(statistics.fmean(each)), "%")
+            rows.append(row | {"stream": stream, "labels": number, "way": name, "each": each})
+    common.write("suggest", values, argv, rows)
+
+
+def part(features: dict[str, Any], begins: str) -> dict[str, Any]:
+    """The features of some classes."""
+    kept = [label for label, name in enumerate(features["names"]) if name.startswith(begins)]
+    place = {label: number for number, label in enumerate(kept)}
+    found = {**features, "names": [features["names"][label] for label in kept], "text": features["text"][kept]}
+    for images, labels in (("train", "y"), ("test", "truth")):
+        rows = [row for row, label in enumerate(features[labels].tolist()) if label in place]
+        found[images] = features[images][rows]
+        found[labels] = torch.tensor([place[label] for label in features[labels][rows].tolist()])
+    return found
+
+
+def curve(features: dict[str, Any], way: Way, spec: str, most: int, seed: int) -> list[float]:
+    """The share of test images that are right with 1, 2, ... labels a class."""
+    generator = torch.Generator().manual_seed(seed)
+    left = torch.randperm(len(features["train"]), generator=generator)  # nobody profits from the order of the files
+    bought, classifier, found = left[:0], None, []
+    for _ in range(most):
+        chosen = way(features["train"][left], len(features["names"]), classifier, seed)
+        bought = torch.cat([bought, left[chosen]])
+        kept = torch.ones(len(left), dtype=torch.bool)
+        kept[chosen] = False
+        left = left[kept]
+        labels, rows = features["y"][bought].unique(return_inverse=True)
+        classifier = make_classifier(spec, features["train"].shape[1], features["scale"])
+        names = [features["names"][label] for label in labels.tolist()]
+        classifier.add_classes(names, features["train"][bought], rows, features["text"][labels])
+        answers = labels[classifier(features["test"]).argmax(dim=1)]
+        found.append((answers == features["truth"]).double().mean().item())
+    return found
+
+
+def by_chance(features: torch.Tensor, count: int, classifier: Classifier | None, seed: int) -> list[int]:
+    return list(range(min(count, len(features))))
+
+
+def least_sure(features: torch.Tensor, count: int, classifier: Classifier | None, seed: int) -> list[int]:
+    """The largest entropy."""
+    if classifier is None:
+        return by_chance(features, count, classifier, seed)
+    shares = classifier.probabilities(features).double().clamp_min(1e-30)
+    return (shares * shares.log()).sum(dim=1).argsort()[:count].tolist()
+
+
+def clusters(features: torch.Tensor, count: int, classifier: Classifier | None, seed: int) -> list[int]:
+    return [one.row for one in suggestions(features, count, seed=seed)]
+
+
+def suggested(features: torch.Tensor, count: int, classifier: Classifier | None, seed: int) -> list[int]:
+    return [one.row for one in suggestions(features, count, classifier, seed)]
+
+
+WAYS: dict[str, Way] = {
+    "at random": by_chance,
+    "least sure alone": least_sure,
+    "clusters alone": clusters,
+    "suggest": suggested,
+}
+
+if __name__ == "__main__":
+    main()

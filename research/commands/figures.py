@@ -1,0 +1,22 @@
+"""example:
+  python -m research figures out --output pictures
+
+Nothing is measured anew: a figure whose facts the run did not keep is left out.
+"""
+
+from dulbe_peft.photos.commands.named import FOLDER, claim
+from dulbe_peft.photos.commands.options import OVERWRITE, Folder, command
+from dulbe_peft.utils.settings import setting
+
+
+@command()
+def figures(
+    run: str = setting(..., "folder that run has written", place=True),
+    output: Folder = setting(..., "folder for the pictures, and for their numbers in diagnostics.json"),
+    overwrite: bool = OVERWRITE,
+) -> None:
+    claim(("--output", output, FOLDER), reads=[run], overwrite=overwrite)
+    from research.diagnostics.training_effects import write_figures
+
+    for path in write_figures(run, output):
+        print(f"written: {path}")

@@ -1,0 +1,33 @@
+"""example:
+  python -m research report comparison
+  python -m research report comparison --output all.html --csv all.csv
+
+The page is one file that any browser opens, also without a network.
+"""
+
+from pathlib import Path
+
+from dulbe_peft.photos.commands.named import claim, words_of
+from dulbe_peft.photos.commands.options import OVERWRITE, File, Page, command
+from dulbe_peft.utils.settings import setting
+
+
+@command()
+def report(
+    comparison: str = setting(..., "folder that compare wrote", place=True),
+    output: Page | None = setting(None, "the page (report.html in the folder)"),
+    csv: File | None = setting(None, "write the table of results, too, with full figures"),
+    latex: File | None = setting(None, "write the table of results, too, for LaTeX"),
+    overwrite: bool = OVERWRITE,
+) -> None:
+    named = (("--output", output, ".html"), ("--csv", csv, ".csv"), ("--latex", latex, ".tex"))
+    claim(*named, reads=[comparison], overwrite=overwrite)
+    from research.comparison.comparison_file import COMPARISON_FILE
+    from research.comparison.comparison_page import write_comparison_page
+
+    if not (Path(comparison) / COMPARISON_FILE).is_file():
+        raise FileNotFoundError(f"{comparison} has no {COMPARISON_FILE}, which `python -m research compare` writes")
+    page = write_comparison_page(comparison, output, csv, latex)
+    for path in (output or page, csv, latex):
+        if path is not None:
+            print(f"written: {path}", file=words_of(output, csv, latex))

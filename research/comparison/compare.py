@@ -1,0 +1,97 @@
+"""A whole comparison: choose settings, run what is missing, write the table."""
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from dulbe_peft.utils.engines import BACKENDS, jobs_at_once, on_engine
+from dulbe_peft.utils.folders import check_outside_saved, check_replaceable
+from dulbe_peft.utils.records import write_record
+from dulbe_peft.utils.settings import check_int
+from research.comparison.cells import finish_cell, is_done
+from research.comparison.comparison_file import COMPARISON_FILE, CSV_FILE, Comparison, Entry
+from research.comparison.intervals import mean_share
+from research.comparison.plan import Chosen, Plan, Work, as_text
+from research.comparison.summary import make_entries, read_row, write_summary_csv
+
+
+class ComparisonError(ValueError):
+    """Some runs of a comparison failed; the others are finished and in the table."""
+
+
+def compare(
+    plan: Plan,
+    output: str | Path,
+    jobs: int | None = None,
+    backend: str = "local",
+    address: str | None = None,
+    log: Callable[[str], None] = print,
+) -> list[Entry]:
+    """Run what is missing of a comparison, and write `comparison.json` and `comparison.csv`.
+
+    Every stream is trained once for each method and seed. Every classifier then learns from the features that the run
+    kept. A run that fails costs no other: the table has what is finished, and the error names the first reason.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {list(BACKENDS)}, got {backend!r}")
+    if jobs is not None:
+        check_int("jobs", jobs, 1)
+    output = Path(output).absolute()
+    check_outside_saved(output, "write a comparison")
+    check_replaceable([output / COMPARISON_FILE, output / CSV_FILE], Comparison)
+    finish = partial(_finish, output, jobs_at_once(jobs, address), backend, address, log)
+    tried = plan.trials()
+    failed = finish(tried)
+    chosen = _choose(plan, tried, output, log)
+    work = plan.cells(chosen)
+    try:
+        failed += finish(work)
+    finally:  # also of a comparison that is interrupted, a table says what is finished and what is missing
+        entries = make_entries(plan, output, work, chosen)
+        output.mkdir(parents=True, exist_ok=True)
+        write_record(output / COMPARISON_FILE, Comparison(entries=entries, scope=plan))
+        write_summary_csv(output / CSV_FILE, entries)
+    if failed:
+        raise ComparisonError(f"{len(failed)} of {len(tried) + len(work)} runs failed; the first: {failed[0]}")
+    return entries
+
+
+def _finish(
+    output: Path, jobs: int, backend: str, address: str | None, log: Callable[[str], None], work: Work
+) -> list[str]:
+    """Finish what is missing; gives what failed, and why."""
+    missing = [(cell, rows) for cell, rows in work if not is_done(cell, output, rows)]
+    if not missing:  # an engine takes long to start
+        return []
+    log(f"{len(missing)} of {len(work)} runs are to be finished, {jobs} at once")
+    threads = 1 if jobs > 1 or backend != "local" else None
+    calls = [(cell, output, rows, threads) for cell, rows in missing]
+    done = on_engine(finish_cell, calls, jobs, backend, address)  # on machines that all see `output`
+    if backend == "local" and (jobs == 1 or len(calls) == 1):
+        done = ((index, finish_cell(*call)) for index, call in enumerate(calls))
+    failed = []
+    for count, (index, problem) in enumerate(done, 1):
+        folder = missing[index][0].folder
+        log(f"{count}/{len(missing)} {folder}" + (f" failed: {problem}" if problem else ""))
+        if problem:
+            failed.append(f"{folder}: {problem}")
+    return failed
+
+
+def _choose(plan: Plan, work: Work, output: Path, log: Callable[[str], None]) -> Chosen:
+    """The settings with which each row is best on held-back training images, of those of its method that it tried."""
+    chosen: Chosen = {}
+    for stream, method in itertools.product(plan.streams, plan.choices):
+        best_for: dict[str, list[str]] = {}
+        trials = [cell for cell, _ in work if (cell.stream, cell.method) == (stream, method)]
+        for row in plan.rows_of(method):
+            tried = ((read_row(output / cell.folder, row, cell), cell) for cell in trials)
+            found = [(mean_share(read.shares["last"]), cell.settings) for read, cell in tried if read is not None]
+            if found:  # else it needs text where the model has none, or its runs failed
+                best = max(found, key=lambda pair: pair[0])[1]
+                chosen[stream, row] = {name: best[name] for name in plan.choices[method]}
+                best_for.setdefault(as_text(chosen[stream, row]), []).append(row.title.removeprefix(f"{method} with "))
+        for values, names in best_for.items():
+            log(f"{stream}, {method}: {values} is best on held-back training images for {'; '.join(names)}")
+    return chosen

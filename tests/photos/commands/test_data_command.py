@@ -1,0 +1,260 @@
+"""What `check` and `run` say of the data, and what a file that cannot be read does to a stream."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lives import content
+from PIL import Image, ImageEnhance
+from sklearn.model_selection import StratifiedKFold, cross_val_predict
+
+from dulbe_peft.data import decoding
+from dulbe_peft.data.folders import ImageFolder
+from dulbe_peft.data.readers import load_data
+from dulbe_peft.encoders.registry import demo_model_folder
+from dulbe_peft.photos.commands.main import main
+from dulbe_peft.photos.data.inventory import NEAR, SIDE, Inventory, find_duplicates
+from dulbe_peft.photos.doubtful_labels import doubtful_labels
+from dulbe_peft.photos.report.html import write_page
+from dulbe_peft.sklearn import FeatureClassifier
+from dulbe_peft.utils.files import read_csv
+
+QUICK = ["--epochs", "1", "--residual-rank", "2", "--support-rank", "8", "--device", "cpu", "--no-progress"]
+FROZEN = ["--strategy", "frozen", "--classifiers", "prototype"]
+
+
+@pytest.fixture
+def photos(digit_folders, tmp_path):
+    """Four digits, one, three, two and zero, with five images each to learn and three to test, to be damaged."""
+    return shutil.copytree(digit_folders(4, 5, 3), tmp_path / "photos")
+
+
+def run(photos, *more: str) -> int:
+    return main(["run", "--model", str(demo_model_folder()), "--data", str(photos), *QUICK, *more])
+
+
+def test_unreadable_images_are_left_out_and_said_or_stop_a_run_before_the_model_is_loaded(photos, tmp_path, capsys):
+    bad, out = photos / "train" / "two" / "1.png", str(tmp_path / "out")
+    bad.write_bytes(bad.read_bytes()[:60])
+    (photos / "test" / "two" / "notes.txt").write_text("x")
+    assert main(["check", str(photos)]) == 2
+    assert capsys.readouterr().out.endswith(" --output out-photos\n")
+    assert run(photos, "--output", out, "--strict", *FROZEN) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("dulbe-peft: 1 of the images") and f"{bad}: " in said and "--strict" in said
+    assert run(photos, "--output", out, *FROZEN) == 0
+    said = capsys.readouterr().out
+    assert f"  {bad}: " in said and "files ending in .txt are not read, such as" in said
+    assert said.startswith("4 classes; images: 19 in train, 12 in test; left out: 1; cannot be read: 1\n")
+    other = photos / "test" / "two" / "x.png"
+    other.write_bytes(bad.read_bytes())
+    capsys.readouterr()
+    assert main(["evaluate", out, "--data", str(photos), "--device", "cpu", "--strict"]) == 2
+    assert str(other) in capsys.readouterr().err
+    assert main(["evaluate", out, "--data", str(photos), "--device", "cpu"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["num_images"] == 12 and str(other) in said.err
+    encoded = ["features", out, "--data", str(photos), "--device", "cpu", "--output"]
+    assert main([*encoded, str(tmp_path / "none"), "--strict"]) == 2 and not (tmp_path / "none").exists()
+    for number, split in enumerate(([], ["--split", "train"])):
+        assert main([*encoded, str(tmp_path / f"{number}.parquet"), *split]) == 0
+        assert len(load_data(tmp_path / f"{number}.parquet", "train")) == 19
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        ("dulbe", ["k_proj  96 -> 96  4 layers  shared 1  residual 2  support <= 8", "statistics: 1.28 MiB"]),
+        ("frozen", ["nothing is trained, no layer is adapted"]),
+        ("bofa", ["visual_projection  96 -> 64  1 layer "]),
+    ],
+)
+def test_a_dry_run_opens_the_data(photos, capsys, strategy, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert run(photos, "--dry-run", "--increment", "2", "--strategy", strategy) == 0
+    said = capsys.readouterr().out
+    words = [*words, "task 1: 2 classes, 10 images to learn from, 6 to test on: one, three", " MiB with 4 classes"]
+    assert all(word in said for word in words) and sorted(tmp_path.rglob("*")) == before
+
+
+def test_names_of_no_visual_layer_stop_a_run_before_it_trains(photos, tmp_path, capsys):
+    for names in ("text_projection", "k_porj"):
+        flags = ["--output", str(tmp_path / "out"), "--target-modules", names]
+        assert run(photos, *flags, "--strategy", "dulbe") == 2
+        said = capsys.readouterr().err
+        assert names in said and ("text_target_modules" in said) == names.startswith("text")
+        assert not (tmp_path / "out").exists()
+    assert run(photos, *flags, "--dry-run", *FROZEN) == 0
+    assert "--target-modules changes nothing" in capsys.readouterr().err
+
+
+def test_check_finds_what_is_there_twice(photos, tmp_path, capsys):
+    """The same file across splits and in two classes, and a picture that was saved again, smaller and brighter."""
+    shutil.copy(photos / "train" / "one" / "1.png", photos / "test" / "one" / "copy.png")
+    shutil.copy(photos / "train" / "two" / "2.png", photos / "train" / "zero" / "copy\x1b[2J.png")
+    noise = np.random.default_rng(0).integers(0, 256, (12, 12), dtype=np.uint8)
+    large = Image.fromarray(noise).resize((480, 480), Image.Resampling.BICUBIC)
+    large.save(photos / "train" / "three" / "large.png")
+    again = ImageEnhance.Brightness(large.resize((200, 200))).enhance(1.05)
+    again.save(photos / "test" / "three" / "again.jpg", quality=60)
+    (photos / "train" / "rare").mkdir()
+    large.rotate(90).save(photos / "train" / "rare" / "1.png")
+    (photos / "test" / "one" / "notes.txt").write_text("x")
+    (photos / "test" / "one" / "bad\x1b.png").write_bytes(b"x")
+    assert main(["check", str(photos), "--page", str(tmp_path / "page.html"), "--csv", str(tmp_path / "t.csv")]) == 2
+    header, bad, *rows = read_csv(tmp_path / "t.csv")
+    assert header == ["split", "path", "finding", "detail"] and bad[3].startswith("it is none of the formats JPEG")
+    assert bad[:3] == ["test", rf"{photos}/test/one/bad\x1b.png", "unreadable"] and sorted(rows) == [
+        ["", f"{photos}/test/one/notes.txt", "left out", "files ending in .txt are not read"],
+        ["test", f"{photos}/test/one/copy.png", "duplicate", f"of train: {photos}/train/one/1.png"],
+        ["test", f"{photos}/test/three/again.jpg", "near copy", f"of train: {photos}/train/three/large.png"],
+        ["train", rf"{photos}/train/zero/copy\x1b[2J.png", "duplicate", f"of train: {photos}/train/two/2.png"],
+    ]
+    for name in ("notes.txt", "bad\x1b.png"):
+        (photos / "test" / "one" / name).unlink()
+    capsys.readouterr()
+    assert main(["check", str(photos), "--page", str(tmp_path / "page.html")]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"5 classes +23 +14\n", said) and "fewer than 4 images in train: rare (1)" in said
+    for words, first, second in (
+        ("the same file both learned from and tested on", "train: ?/train/one/1.png", "test: ?/test/one/copy.png"),
+        ("the same file in two classes", "train: ?/train/two/2.png", r"train: ?/train/zero/copy\x1b[2J.png"),
+        ("nearly the same picture both learned", "train: ?/train/three/large.png", "test: ?/test/three/again.jpg"),
+    ):
+        pair = f"  {first}  =  {second}".replace("?", str(photos))
+        assert re.search(rf"{words}.*: 1 pair\n{re.escape(pair)}\n", said)
+    assert "\x1b" not in said and "narrower" not in said, "digits are small, all of them"
+    assert said.endswith(f" run --model openai/clip-vit-base-patch16 --data {photos} --output out-photos\n")
+    pictures = re.findall(r'<img[^>]* src="([^"]+)"', (tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert len(pictures) == 23 + 6 and all(source.startswith("data:image/jpeg;base64,") for source in pictures)
+    assert run(photos, "--dry-run", *FROZEN) == 0
+    said = capsys.readouterr().out
+    assert "so the accuracy says too much: 1 pair" in said and "nearly" not in said  # a run compares files alone
+
+
+def test_duplicates_are_those_of_a_literal_comparison(tmp_path):
+    """Every pair's correlation of grey thumbnails in float64; of pairs with one image, that with its first one."""
+    generator = np.random.default_rng(0)
+    pictures = [generator.integers(0, 256, (16, 16)).astype(float) for _ in range(4)]
+    pictures += [pictures[0] * 0.9 + 9, pictures[0] + generator.normal(0, 5, (16, 16)), *np.full((2, 16, 16), 40.0)]
+    pictures[-1] += 1
+    (tmp_path / "a").mkdir()
+    for number, picture in enumerate(pictures):
+        Image.fromarray(picture.clip(0, 255).astype(np.uint8)).save(tmp_path / "a" / f"{number}.png")
+    images = ImageFolder(tmp_path)
+    rows = [np.asarray(images.image(i).convert("L"), dtype=float).ravel() for i in range(len(images))]
+    textured = [i for i, row in enumerate(rows) if row.std() > 1]
+    expected = {(i, j) for i in textured for j in textured if i < j and np.corrcoef(rows[i], rows[j])[0, 1] > NEAR}
+    found = {(row.first.place, row.second.place) for row in find_duplicates({"train": images}, near=True)}
+    assert SIDE == 16 and found == {(0, 4), (0, 5)} and expected == {(0, 4), (0, 5), (4, 5)}
+    assert find_duplicates({"train": images}) == []
+
+
+def test_what_cannot_be_read_is_said_with_what_would_help(photos, tmp_path, capsys, monkeypatch):
+    (photos / "train" / "one" / "phone.heic").write_bytes(b"x")
+    monkeypatch.setattr("dulbe_peft.data.folders.image_suffixes", lambda: (".png",))
+    assert main(["check", str(photos)]) == 0
+    assert 'need a package: pip install "dulbe_peft[heic]", such as' in capsys.readouterr().out
+    (photos / "train" / "one" / "1.png").write_bytes(b"x")
+    assert main(["check", str(photos)]) == 2
+    assert "cannot be read: 1" in capsys.readouterr().out
+    archive = shutil.make_archive(str(tmp_path / "photos"), "zip", photos)
+    for command in (["check", archive], ["run", "--model", "demo", "--data", archive, "--output", "o"]):
+        assert main(command) == 2 and "it is an archive: unzip it" in capsys.readouterr().err
+
+
+def clouds(counts):
+    generator = np.random.default_rng(0)
+    centres, labels = generator.normal(size=(len(counts), 16)), np.repeat(np.arange(len(counts)), counts)
+    return (centres[labels] + 0.3 * generator.normal(size=(len(labels), 16))).astype(np.float32), labels
+
+
+def test_the_order_is_that_of_cleanlab_and_clear_classes_and_lone_images_have_no_doubts():
+    for counts in ([5, 1, 1], [30, 30]):
+        assert doubtful_labels(*clouds(counts), None, 10.0) == []
+    features, labels = clouds([20] * 4)
+    labels[::9] = (labels[::9] + 1) % 4
+    found = doubtful_labels(features, labels, None, 10.0)
+    folds = StratifiedKFold(5, shuffle=True, random_state=0)
+    made = FeatureClassifier("bayes", logit_scale=10.0)
+    probabilities = cross_val_predict(made, features, labels, cv=folds, method="predict_proba")
+    scores = probabilities[np.arange(len(labels)), labels]  # cleanlab's "self_confidence"
+    wrong = [row for row in np.argsort(scores, kind="stable") if probabilities[row].argmax() != labels[row]]
+    assert [number for number, _, _ in found] == wrong and len(wrong) >= 9
+
+
+def test_the_command_names_them_and_shows_them(digit_folders, tmp_path, capsys):
+    doubted = shutil.copytree(digit_folders(4, 12, 4), tmp_path / "photos")
+    for words in (["--check-labels"], ["--model", "demo"]):
+        assert main(["check", str(doubted), *words]) == 2
+        assert "go together" in capsys.readouterr().err
+    for source, target in (("train/two/1.png", "train/one/x.png"), ("test/three/14.png", "test/zero/y\x1b.png")):
+        (doubted / source).rename(doubted / target)
+    page, table = tmp_path / "page.html", tmp_path / "t.csv"
+    command = ["check", str(doubted), "--check-labels", "--model", str(demo_model_folder()), "--device", "cpu"]
+    assert main([*command, "--page", str(page), "--csv", str(table)]) == 0
+    assert {tuple(row[:3]) for row in read_csv(table)} >= {
+        ("train", f"{doubted}/train/one/x.png", "looks like another class"),
+        ("test", rf"{doubted}/test/zero/y\x1b.png", "looks like another class"),
+    }
+    said = capsys.readouterr().out
+    lines = said[said.index("look like another class") :].split("\n\n")[0].splitlines()[1:]
+    assert 2 <= len(lines) <= 10
+    first = lines[0] + lines[1]
+    assert re.search(r"train/one/x\.png: looks like 'two', not like 'one' \(probability [0-9.]+%\)", first)
+    assert r"test/zero/y\x1b.png: looks like 'three', not like 'zero'" in first
+    text = page.read_text(encoding="utf-8")
+    part = text[text.index("Labels to look at") : text.index("The classes")]
+    assert part.count("data:image/jpeg") == len(lines) and "one/x.png" in part
+
+
+def test_a_page_shows_names_that_are_not_utf8(tmp_path):
+    empty = dict.fromkeys(("problems", "strips", "pairs", "doubtful"), ())
+    write_page(tmp_path / "page.html", "check.html", {"name": "\udcff.png", "found": Inventory({}), **empty})
+    assert "\\udcff.png" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_suspects_are_moved_and_nothing_else(photos, tmp_path, capsys):
+    shutil.copy(photos / "train" / "one" / "0.png", photos / "test" / "one" / "copy.png")
+    for path in photos.rglob("*.png"):
+        with Image.open(path) as image:
+            image.resize((80, 80)).save(path)
+    Image.new("RGB", (20, 90), "red").save(photos / "train" / "zero" / "tiny.png")
+    bad, odd, table = photos / "train" / "two" / "bad.png", tmp_path / "odd", tmp_path / "t.csv"
+    bad.write_bytes(b"no image")
+    bad.with_name("notes.txt").write_text("mine")
+    before = content(photos)
+    suspects = {"unreadable": "train/two/bad.png", "duplicate": "test/one/copy.png", "tiny": "train/zero/tiny.png"}
+    assert main(["check", str(photos), "--csv", str(table), "--move-to", str(odd)]) == 2
+    rows = [row for row in read_csv(table)[1:] if row[2] != "left out"]
+    assert {(row[1], row[2]) for row in rows} >= {(str(photos / p), f) for f, p in suspects.items()}
+    moved = dict(read_csv(odd / "moved.csv")[1:])
+    assert moved.keys() == {row[1] for row in rows}
+    assert {str(photos / p): str(odd / f / p) for f, p in suspects.items()}.items() <= moved.items()
+    said = capsys.readouterr().out
+    assert f"moved to {odd}: {len(moved)}; moved.csv there" in said and "narrower than 64 pixels: 1 image" in said
+    for name, file in before.items():
+        place = str(photos / name)
+        assert Path(moved.get(place, place)).read_bytes() == file and Path(place).exists() == (place not in moved)
+    bad.write_bytes(b"no image")
+    (photos / "test" / "one" / "link.png").symlink_to("../../train/one/0.png")
+    again = tmp_path / "again"
+    for place, words in ((odd, "from an earlier call"), (photos / "odd", "never changed"), (again, "is a link")):
+        assert main(["check", str(photos), "--move-to", str(place)]) == 2
+        assert words in capsys.readouterr().err and bad.exists()
+    assert not again.exists()
+
+
+def test_a_run_decodes_every_image_once(photos, tmp_path, monkeypatch):
+    """What cannot be read is found while images are encoded, and the features stand in the store then."""
+    (photos / "train" / "two" / "bad.png").write_bytes(b"x")
+    decoded = []
+    read = decoding.to_rgb
+    monkeypatch.setattr("dulbe_peft.photos.report.pictures.write_pictures", lambda *_: None)
+    monkeypatch.setattr(decoding, "to_rgb", lambda image: decoded.append(1) or read(image))
+    assert run(photos, "--output", str(tmp_path / "out"), "--num-workers", "0", *FROZEN) == 0
+    assert len(decoded) == 4 * (5 + 3)

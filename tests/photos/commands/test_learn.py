@@ -1,0 +1,253 @@
+"""The commands that change a finished learner: new classes, more photographs of known ones, and one class less."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+import write_saved
+from failing_files import edited
+from lives import content, differences, everything, images_of, tiny_learner
+from small_runs import MACHINE, call, learner_of, some
+from taught import assert_equal_states, snapshot
+
+from dulbe_peft import ClassIncrementalLearner, class_incremental_tasks
+from dulbe_peft.data.digits import DIGITS
+from dulbe_peft.data.images import labelled_images
+from dulbe_peft.data.readers import load_data
+from dulbe_peft.encoders.loading import load_dual_encoder, unit_image_embeds
+from dulbe_peft.photos.commands.main import main
+from dulbe_peft.photos.report import write_report
+from dulbe_peft.subspaces.inputs import collect_statistics
+from dulbe_peft.subspaces.occupation import OccupationStatistics
+
+FROZEN = ["--strategy", "frozen", "--classifiers", "bridge,prototype", *MACHINE]
+
+
+@pytest.fixture(scope="module")
+def photos(digit_folders):
+    """Handwritten digits zero to five, four images of each to learn from and two to test on."""
+    return digit_folders(6, 4, 2)
+
+
+@pytest.fixture(scope="module")
+def june(photos, tiny_model, tmp_path_factory):
+    """A run over zero to three, learned from all but the last image of each, and its data."""
+    root = tmp_path_factory.mktemp("june")
+    data = some(photos, root / "photos", DIGITS[:4], 0, 3)
+    command = ["run", "--model", str(tiny_model), "--data", str(data), "--output", str(root / "run")]
+    assert main([*command, "--increment", "2", *FROZEN]) == 0
+    return root
+
+
+def results_of(folder):
+    return json.loads((folder / "results.json").read_text())
+
+
+def learn(learner, data, output, *flags):
+    return call("learn", learner, "--data", data, "--output", output, *flags)
+
+
+def test_a_month_of_new_and_known_classes(photos, june, tmp_path, capsys):
+    data = some(photos, tmp_path / "july", ["five", "one", "four"], 3)
+    some(photos, data, ["five", "four"])
+    before = content(june)
+    assert learn(june / "run", data, tmp_path / "run") == 0
+    said = capsys.readouterr().out
+    assert "known classes get 1 further image, without training: one (1)" in said
+    assert "fewer than" not in said, "july has one image of a class of which june has more"
+    assert "task 3/3: 6 classes" in said and "written: " in said
+    assert content(june) == before, "the learner stays as it was"
+    found, old = results_of(tmp_path / "run"), results_of(june / "run")
+    assert found["class_names"] == [["one", "three"], ["two", "zero"], ["five", "four"]] and found["known_tasks"] == 2
+    assert found["head"]["matrix"][:2] == old["head"]["matrix"] and None not in found["head"]["matrix"][2]
+    assert [path.name for path in sorted((tmp_path / "run").glob("task-*"))] == ["task-003"]
+    july = ClassIncrementalLearner.from_pretrained(tmp_path / "run")
+    assert july.head.counts.tolist() == [4, 3, 3, 3, 4, 4]
+
+    august = some(photos, tmp_path / "august", ["two"], 3)
+    assert learn(tmp_path / "run", august, tmp_path / "august-run") == 0, "sources go from run to run"
+    third = results_of(tmp_path / "august-run")
+    before, after = (100 * figures["head"]["overall"][2] for figures in (found, third))
+    assert f"with the further images: bridge {before:.2f} % before, {after:.2f} % after" in capsys.readouterr().out
+    assert third["head"]["matrix"][:2] == old["head"]["matrix"] and None not in third["head"]["matrix"][2]
+    assert third["class_names"] == found["class_names"]
+    page = write_report(tmp_path / "august-run").read_text(encoding="utf-8")
+    for task, words in ((2, ""), (3, " of known classes: two (1)")):
+        assert f"after task {task}, 1 further image{words}" in page
+    assert call("forget", tmp_path / "august-run", "two", "--output", tmp_path / "less") == 0
+    more = some(photos, tmp_path / "more", ["one"], 3)
+    assert learn(tmp_path / "less", more, tmp_path / "last", "--again") == 0
+    page = write_report(tmp_path / "last").read_text(encoding="utf-8")
+    assert "after task 3, a class of task 2 was forgotten" in page
+    assert "two" not in page.replace("compare the two reports", "")
+    assert learn(tmp_path / "less", june / "photos", tmp_path / "back") == 0
+    assert "left out, for they would count twice: 9 learned before" in capsys.readouterr().out
+    back = ClassIncrementalLearner.from_pretrained(tmp_path / "back")
+    counts = dict(zip(back.class_names, back.head.counts.tolist()))
+    assert counts == {"one": 4, "three": 3, "zero": 3, "five": 4, "four": 4, "two": 3}
+
+
+def test_it_equals_learning_by_hand(photos, june, tmp_path):
+    data = some(photos, tmp_path / "july", ["five", "four"])
+    images = load_data(some(photos, data, ["one"], 3))
+    assert learn(june / "run", data, tmp_path / "run", "--increment", "1") == 0
+    learner = ClassIncrementalLearner.from_pretrained(june / "run")
+    learner.update_classes(images.select(["one"]))
+    for name in ("five", "four"):
+        learner.learn_task(images.select([name]))
+    found = ClassIncrementalLearner.from_pretrained(tmp_path / "run")
+    assert found.tasks == learner.tasks and len(found.tasks) == 4
+    for name, classifier in learner.classifiers.items():
+        assert_equal_states(found.classifiers[name].state_dict(), classifier.state_dict())
+
+
+def test_tests_that_are_gone_are_said_and_left_empty(photos, june, tmp_path, capsys):
+    root = shutil.copytree(june, tmp_path / "june")
+    for task, data in enumerate((tmp_path / "nowhere", root / "photos")):
+        edited(root / "run" / "sources.json", "tasks", task, "data", str(data))
+    (root / "photos" / "test" / "two" / "5.png").unlink()
+    assert learn(root / "run", some(photos, tmp_path / "july", ["five", "four"]), tmp_path / "run") == 0
+    said = capsys.readouterr()
+    assert "6 classes, tested on the images of task 3 only, " in said.out
+    assert f"the test images of task 1 are not used again: {tmp_path / 'nowhere'} does not exist" in said.err
+    assert "task 2 are not used again: those in" in said.err
+    found, old = results_of(tmp_path / "run"), results_of(root / "run")
+    assert found["head"]["matrix"][2][:2] == [None, None] and found["head"]["matrix"][2][2] is not None
+    assert found["head"]["matrix"][:2] == old["head"]["matrix"]
+    assert learn(root / "run", some(photos, tmp_path / "more", ["two"], 3), tmp_path / "new") == 0
+    assert "with the further images" not in capsys.readouterr().out
+    assert results_of(tmp_path / "new")["head"]["last_accuracy"] is None
+
+
+def test_a_saved_folder_learns_too_and_known_classes_can_be_left_out(photos, june, tmp_path, capsys):
+    ClassIncrementalLearner.from_pretrained(june / "run").save_pretrained(tmp_path / "saved")
+    data = some(photos, tmp_path / "july", ["five", "one"])
+    assert learn(tmp_path / "saved", data, tmp_path / "run", "--no-update") == 0
+    said = capsys.readouterr()
+    assert "left out: images of known classes (one)" in said.out
+    assert "task 1 are not used again: the run did not note where they came from" in said.err
+    assert results_of(tmp_path / "run")["head"]["matrix"][:2] == [[None], [None, None]]
+    assert ClassIncrementalLearner.from_pretrained(tmp_path / "run").head.counts.tolist() == [3, 3, 3, 3, 4]
+    assert learn(tmp_path / "run", data, tmp_path / "again", "--no-update") == 2
+    assert "has nothing to learn" in capsys.readouterr().err and not (tmp_path / "again").exists()
+
+
+def test_names_that_contradict_the_dataset():
+    class Named(list):
+        class_names = ("one", "zero")
+
+    with pytest.raises(ValueError, match="label 0 is 'zero' in class_names, but 'one' in the dataset's own names"):
+        tiny_learner().learn_task(Named(images_of(0, 1)), ["zero", "one"])
+
+
+def test_classes_that_are_added_to_a_run_s_own_data_become_new_tasks(photos, june, tiny_model, tmp_path, capsys):
+    """five comes before one in the order of names, and yet after it in the run."""
+    root = shutil.copytree(june, tmp_path / "june")
+    command = [
+        "run",
+        "--model",
+        str(tiny_model),
+        "--data",
+        str(root / "photos"),
+        "--output",
+        str(root / "run"),
+        *FROZEN,
+    ]
+    for name in ("five", "four"):
+        some(photos, root / "photos", [name])
+        assert main([*command, "--increment", "2"]) == 0
+        assert "resuming after task-00" in capsys.readouterr().out
+    tasks = [["one", "three"], ["two", "zero"], ["five"], ["four"]]
+    assert results_of(root / "run")["class_names"] == tasks
+    for flags, words in (
+        (["--increment", "3"], "task 1 has the classes ['one', 'three'] there"),
+        (["--increment", "2", "--order-seed", "1"], "must begin with the finished tasks"),
+    ):
+        assert main([*command, *flags]) == 2 and words in capsys.readouterr().err
+    for name in ("task-003", "task-004"):
+        shutil.rmtree(root / "run" / name)
+    assert main(command) == 0, "without --increment all that is new is one task"
+    assert results_of(root / "run")["class_names"] == [*tasks[:2], ["five", "four"]]
+
+
+def test_outputs_that_would_harm_a_learner_or_the_data_are_refused(june, photos, tiny_model, tmp_path, capsys):
+    before = content(june)
+    july = some(photos, tmp_path / "july", ["four"], 0)
+    first, second, model = str(june / "run" / "task-001"), str(june / "run" / "task-002"), str(tiny_model)
+    for command in (
+        ["forget", second, "one", "--output", first],
+        ["forget", str(june / "run"), "one", "--output", second],
+        ["learn", second, "--data", str(july), "--output", first],
+        *(["learn", str(june / "run"), "--data", str(july), "--output", str(june / w)] for w in ("run", "run/new")),
+        ["run", "--model", model, "--data", str(july), "--output", str(july / "train")],
+        ["run", "--model", model, "--data", str(july), "--output", first, *FROZEN],
+    ):
+        assert main(command) == 2
+        assert re.search("saved learner|'task of a run'|never changed: name another folder", capsys.readouterr().err)
+    assert content(june) == before
+    shutil.copytree(second, tmp_path / "copy")  # what stands beside a copy is no part of a run
+    assert main(["forget", str(tmp_path / "copy"), "one", "--output", str(tmp_path / "without")]) == 0
+
+
+@pytest.fixture(scope="module")
+def base(tiny_model):
+    return load_dual_encoder(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def digits():
+    """Handwritten digits: six images of each class to learn from, then six further ones."""
+    return write_saved.digits(0, 6), write_saved.digits(6, 12)
+
+
+def taught(base, data, strategy="frozen", classifiers=("bridge", "prototype", "lda")):
+    targets = ["visual_projection"] if strategy == "bofa" else ["k_proj", "v_proj"]
+    learner = learner_of(base, strategy, classifiers, {"target_modules": targets}, prompt_template="the digit {}.")
+    for task in class_incremental_tasks(data, increment=2)[:2]:
+        learner.learn_task(task.train)
+    return learner
+
+
+@pytest.mark.parametrize("strategy", ["dulbe", "loda", "bofa"])
+def test_sums_of_inputs_take_the_further_images_and_the_model_stays(base, digits, strategy):
+    first, more = digits
+    learner = taught(base, first, strategy=strategy)
+    model, old = snapshot(learner.model), learner.memory
+    before = {name: value.clone() for name, value in old.items()}
+    images = labelled_images(more).select(("one", "two"))
+    learner.update_classes(images)
+    rows = [images[i]["image"].convert("RGB") for i in range(len(images))]
+    pixels = learner.processor.image_processor(images=rows, return_tensors="pt")["pixel_values"]
+    inputs, forward = OccupationStatistics(), lambda _, batch: unit_image_embeds(learner.clip, batch)
+    collect_statistics(learner.model, [pixels], forward, into=inputs)
+    assert set(learner.memory) == set(before) == set(inputs)
+    for name, matrix in learner.memory.items():
+        torch.testing.assert_close(matrix, before[name] + inputs[name], rtol=1e-4, atol=1e-3)
+        assert torch.equal(old[name], before[name]), "the old sums stay as they were"
+    assert_equal_states(learner.model.state_dict(), model)
+    learner.learn_task(class_incremental_tasks(first, increment=2)[2].train)
+
+
+def test_labels_mean_the_names_that_the_dataset_carries(base, digits):
+    learner = taught(base, digits[0], classifiers="prototype")
+    learner.update_classes(digits[1].at(range(18, 24)))  # threes, label 3 of ten
+    assert learner.classifier.counts.tolist() == [6, 6, 6, 12]
+    pairs = [(digits[1][0]["image"], 1)] * 2
+    learner.update_classes(pairs, ("three", "zero"))
+    assert learner.classifier.counts.tolist() == [8, 6, 6, 12]
+    learner.update_classes(pairs)  # nobody names them: all seen classes, in the order they came
+    assert learner.classifier.counts.tolist() == [8, 8, 6, 12]
+
+
+def test_a_task_may_lose_all_its_classes_and_is_still_counted(base, digits, tmp_path):
+    learner = taught(base, digits[0], strategy="dulbe")
+    for name in ("zero", "one"):
+        learner.forget_class(name)
+    learner.save_pretrained(tmp_path / "saved")
+    loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "saved")
+    for one in (loaded, learner):
+        one.learn_task(class_incremental_tasks(digits[0], increment=2)[2].train)
+    assert set(differences(everything(loaded), everything(learner))) <= {"learner"}
+    assert loaded.tasks == [(), ("two", "three"), ("four", "five")]

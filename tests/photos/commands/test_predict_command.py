@@ -1,0 +1,294 @@
+"""`predict` and `evaluate` on the command line: answers that come one by one, whole tables, images sorted."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from lives import content
+
+from dulbe_peft import ClassIncrementalLearner
+from dulbe_peft.classifiers import Classifier
+from dulbe_peft.encoders.pixels import PixelDataset
+from dulbe_peft.encoders.registry import demo_model_folder
+from dulbe_peft.photos.commands.main import main
+from dulbe_peft.photos.tables import only_writer
+from dulbe_peft.utils.files import read_csv
+
+MACHINE = ["--device", "cpu", "--no-progress", "--num-workers", "0"]
+
+
+@pytest.fixture(scope="module")
+def folders(digit_folders):
+    return digit_folders(4, 8, 3)
+
+
+@pytest.fixture(scope="module")
+def learner(folders, tmp_path_factory):
+    """A run over one, three, two and zero."""
+    out = tmp_path_factory.mktemp("learned") / "out"
+    command = ["run", "--model", str(demo_model_folder()), "--data", str(folders), "--output", str(out), *MACHINE]
+    assert main([*command, "--classifiers", "bridge,lda"]) == 0
+    return out
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """How often each image was read to be encoded, by its content."""
+    counts, read = Counter(), PixelDataset.__getitem__
+
+    def counted(self, index):
+        found = read(self, index)
+        counts[found[3]] += 1
+        return found
+
+    monkeypatch.setattr(PixelDataset, "__getitem__", counted)
+    return counts
+
+
+def test_answers_come_batch_by_batch_until_a_signal(learner, folders, capsys, monkeypatch):
+    stop_at(3, monkeypatch)
+    assert main(["predict", str(learner), str(folders / "test"), "--eval-batch-size", "2", *MACHINE]) == 130
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == 4 and captured.err == "dulbe-peft: stopped by SIGINT\n"
+
+
+def stop_at(batch, monkeypatch):
+    """Ctrl-C at a batch of `predict`, once."""
+    predictions, calls = ClassIncrementalLearner.predictions, []
+
+    def answer(*arguments, **keywords):
+        calls.append(1)
+        if len(calls) == batch:
+            signal.raise_signal(signal.SIGINT)
+        return predictions(*arguments, **keywords)
+
+    monkeypatch.setattr(ClassIncrementalLearner, "predictions", answer)
+
+
+@pytest.fixture
+def stopped(learner, digit_folders, tmp_path, monkeypatch, capsys):
+    """A command that was stopped when two of its three batches of eight images were answered."""
+    images = shutil.copytree(digit_folders(4, 8, 6) / "test", tmp_path / "images")
+    command = ["predict", str(learner), str(images), "--csv", str(tmp_path / "t.csv"), "--top-k", "2"]
+    command += ["--sort-into", str(tmp_path / "sorted"), "--eval-batch-size", "8", *MACHINE]
+    with monkeypatch.context() as patch:
+        stop_at(3, patch)
+        assert main(command) == 130
+    assert {path.name for path in tmp_path.iterdir()} == {"images", "sorted"}
+    assert len(content(tmp_path / "sorted")) == 16
+    return command
+
+
+def whole(command, root, monkeypatch):
+    """The table and the sorted images of a command that nothing stops, and that knows no feature."""
+    command = [*command]
+    for flag, name in (("--csv", "whole.csv"), ("--sort-into", "whole")):
+        command[command.index(flag) + 1] = str(root / name)
+    with monkeypatch.context() as patch:
+        patch.setenv("DULBE_PEFT_STORE", str(root / "another.sqlite"))
+        assert main(command) == 0
+    return read_csv(root / "whole.csv"), content(root / "whole")
+
+
+def check_equal(table, expected):
+    """Up to what other batches change in features of float32."""
+    assert [row[:2] for row in table] == [row[:2] for row in expected]
+    for column, limit in ((2, 1e-5), (3, 1e-3)):
+        found, others = ([float(row[column]) for row in rows[1:]] for rows in (table, expected))
+        assert found == pytest.approx(others, rel=1e-4, abs=limit)
+
+
+def test_a_stopped_command_given_again_encodes_what_is_missing_alone(stopped, tmp_path, reads, capsys, monkeypatch):
+    assert main([*stopped, "--json", str(tmp_path / "t.json")]) == 0
+    assert len(reads) == 8 and set(reads.values()) == {1}
+    assert "24 images; written:" in capsys.readouterr().err
+    table = read_csv(tmp_path / "t.csv")
+    assert len(table) == 1 + 2 * 24 and len(json.loads((tmp_path / "t.json").read_text())) == 24
+    expected, copies = whole(stopped, tmp_path, monkeypatch)
+    check_equal(table, expected)
+    assert content(tmp_path / "sorted") == copies and len(copies) == 24
+
+
+def other_card(root):
+    """Other photographs under the same names, as old as the first ones."""
+    (root / "images").rename(root / "first card")
+    for place in (root / "first card").rglob("*.png"):
+        other = next((root / "first card" / {"one": "zero", "zero": "one"}.get(place.parent.name, "two")).iterdir())
+        copy = root / "images" / place.relative_to(root / "first card")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(other, copy)
+        os.utime(copy, ns=(place.stat().st_atime_ns, place.stat().st_mtime_ns))
+
+
+def test_a_swapped_folder_of_equal_names_gets_the_answers_of_its_own_photographs(stopped, tmp_path, monkeypatch):
+    assert main(stopped) == 0
+    first = read_csv(tmp_path / "t.csv")
+    other_card(tmp_path)
+    assert main(stopped) == 0
+    table = read_csv(tmp_path / "t.csv")
+    assert [row[0] for row in table] == [row[0] for row in first]
+    names = {Path(row[0]).parent.name: set() for row in table[1:]}
+    for path, name, *_ in table[1::2]:
+        names[Path(path).parent.name].add(name)
+    assert names["one"] == {"zero"} and names["zero"] == {"one"}
+    check_equal(table, whole(stopped, tmp_path, monkeypatch)[0])
+
+
+def test_another_learner_or_setting_gives_its_own_table(stopped, tmp_path, monkeypatch):
+    """Nothing of the stopped command stands in it, nor of a photograph that is gone."""
+    next((tmp_path / "images" / "one").iterdir()).unlink()
+    assert main(["forget", stopped[1], "zero", "--output", str(tmp_path / "out"), "--device", "cpu"]) == 0
+    other = [stopped[0], str(tmp_path / "out"), *stopped[2:], "--coverage", "0.5", "--top-k", "1"]
+    assert main(other) == 0
+    table = read_csv(tmp_path / "t.csv")
+    assert len({row[0] for row in table[1:]}) == 23 and "zero" not in {row[1] for row in table}
+    check_equal(table, whole(other, tmp_path, monkeypatch)[0])
+
+
+def test_a_second_process_on_one_table_is_refused(learner, folders, tmp_path, capsys):
+    with only_writer(str(tmp_path / "t.csv")):
+        command = ["predict", str(learner), str(folders / "test"), "--csv", str(tmp_path / "t.csv"), *MACHINE]
+        assert main(command) == 2 and "t.csv is in use by another process" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    assert main(command) == 0 and [path.name for path in tmp_path.iterdir()] == ["t.csv"]
+
+
+def test_one_image_has_one_row_and_two_have_two_names(learner, folders, tmp_path, capsys):
+    images = shutil.copytree(folders / "test" / "one", tmp_path / "images")
+    command = ["predict", str(learner), str(images), str(images / "8.png"), "--csv", str(tmp_path / "t.csv"), *MACHINE]
+    assert main(command) == 0 and len(read_csv(tmp_path / "t.csv")) == 1 + 3
+    for name in ("a\nb.png", r"a\nb.png", "\udcff.png"):
+        shutil.copy(images / "8.png", images / name)
+    assert main(command) == 2 and r"would call two images" in capsys.readouterr().err
+    (images / "a\nb.png").unlink()
+    assert main(command) == 0 and b"/\xff.png,one," in (tmp_path / "t.csv").read_bytes()
+
+
+def test_copies_are_no_further_images(learner, folders, tmp_path, capsys):
+    images = shutil.copytree(folders / "test" / "one", tmp_path / "images")
+    for place in (images, images / "sorted"):
+        assert main(["predict", str(learner), str(images), "--sort-into", str(place), *MACHINE]) == 2
+        assert "which is never changed: name another folder" in capsys.readouterr().err
+
+
+OUTPUTS = {
+    "predict --csv": ["predict", "{learner}", "{photos}", "--csv"],
+    "predict --json": ["predict", "{learner}", "{photos}", "--json"],
+    "report --output": ["report", "{learner}", "--output"],
+    "report --latex": ["report", "{learner}", "--latex"],
+    "check --csv": ["check", "{photos}", "--csv"],
+}
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_a_pipe_and_standard_output_are_written_to(learner, folders, tmp_path, capfd, output):
+    command = [word.format(learner=learner, photos=folders) for word in OUTPUTS[output]]
+    machine = MACHINE if command[0] == "predict" else []
+    suffix = {"--json": "json", "--latex": "tex", "--csv": "csv"}.get(command[-1], "html")
+    file = tmp_path / f"file.{suffix}"
+    assert main([*command, str(file), *machine]) == 0
+    pipe, found = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    assert main([*command, str(pipe), *machine]) == 0 and pipe.is_fifo()
+    reader.join(20)
+    assert found == [file.read_bytes()] and found[0]
+    for name in ("-", "/dev/stdout") if machine else ("-",):
+        capfd.readouterr()
+        assert main([*command, name, *machine]) == 0
+        assert capfd.readouterr().out.encode() == found[0]
+    assert sorted(tmp_path.iterdir()) == [file, pipe]
+
+
+def test_images_are_sorted_into_folders_and_nothing_is_replaced(learner, folders, tmp_path, monkeypatch, capsys):
+    images = shutil.copytree(folders / "test" / "one", tmp_path / "images")
+    (images / "again").mkdir()
+    shutil.copy(folders / "test" / "one" / "8.png", images / "again" / "9.png")  # another image with the same name
+    (images / "no.png").write_bytes(b"x")
+    command = ["predict", str(learner), str(images), "--sort-into", str(tmp_path / "sorted"), *MACHINE]
+    for _ in range(2):
+        assert main(command) == 0
+        assert content(tmp_path / "sorted").keys() == {"one/10.png", "one/8.png", "one/9-2.png", "one/9.png"}
+    said = capsys.readouterr()
+    assert "no.png cannot be read" in said.err and said.out.count("one") >= 8
+    for area in (0.5, 0.9):
+        monkeypatch.setattr(Classifier, "roc_area", area)
+        assert main([*command, "--reject", "0.99"]) == 0 and (tmp_path / "sorted" / "none of these").is_dir()
+        assert ("unknown things cannot be told here" in capsys.readouterr().err) == (area == 0.5)
+
+
+def test_names_reach_the_terminal_and_tables_without_what_acts_on_them(learner, folders, tmp_path, capsys):
+    images = tmp_path / "images"
+    images.mkdir()
+    name = "a\r=1+1\n\x1b[2J\u202eb.png"
+    shutil.copy(folders / "test" / "one" / "8.png", images / name)
+    (images / f"not {name}").write_bytes(b"x")
+    shown = r"a\r=1+1\n\x1b[2J\u202eb.png"
+    assert main(["predict", str(learner), str(images), *MACHINE]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith(f"{images}/{shown}\t") and said.out.count("\n") == 1
+    assert f"not {shown} cannot be read" in said.err and "\x1b" not in said.err
+    file = tmp_path / "table.csv"
+    assert main(["predict", str(learner), str(images), "--csv", str(file), *MACHINE]) == 0
+    assert [row[0] for row in read_csv(file)] == ["path", f"{images}/{shown}"]
+    assert main(["predict", str(learner), str(tmp_path / "\x1b[2J"), *MACHINE]) == 2
+    assert "\x1b" not in capsys.readouterr().err
+
+
+def test_strangers_alone_can_be_measured(learner, folders, tmp_path, capsys):
+    shutil.copytree(folders / "test" / "one", tmp_path / "test" / "nine\u202e")
+    command = ["evaluate", str(learner), "--data", str(tmp_path), *MACHINE]
+    assert main(command) == 2 and "--reject measures" in capsys.readouterr().err
+    assert main([*command, "--reject", "0.25"]) == 0
+    said = capsys.readouterr()
+    figures = json.loads(said.out)["rejection"]
+    assert figures["refused"] is None and f"{100 * figures['found']:.2f} % of those of other classes" in said.err
+    shutil.copytree(folders / "test", tmp_path / "test", dirs_exist_ok=True)
+    assert main([*command, "--reject", "0.25"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert r"not learned: nine\u202e (3 images)" in said.err and found["rejection"]["found"] == figures["found"]
+    rows = ClassIncrementalLearner.from_pretrained(learner).predictions(str(folders / "test"), reject=0.25)
+    assert found["rejection"]["refused"] == pytest.approx(sum(not row.known for row in rows) / len(rows))
+
+
+@pytest.mark.parametrize(
+    ("redirection", "status", "words"),
+    [
+        (">&-", 2, "standard output is closed"),
+        (">/dev/full", 2, "standard output cannot be written to: No space left on device"),
+        ("2>&-", 0, ""),
+        (">/dev/full 2>/dev/full", 2, ""),
+    ],
+)
+def test_closed_and_full_streams_end_in_a_message_and_a_status(redirection, status, words):
+    command = f"{sys.executable} -m dulbe_peft --help {redirection}"
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=buffered)
+    assert done.returncode == status and words in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == bool(words)
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_starting_up_is_one_line(tmp_path):
+    """Whatever is being imported when the signal comes."""
+    output = str(tmp_path / "o")
+    for module in ("click", "torch", "transformers", "peft"):
+        script = (
+            "import signal, sys\n"
+            f"sys.addaudithook(lambda event, arguments: event == 'import' and arguments[0] == {module!r} "
+            "and signal.raise_signal(signal.SIGINT))\n"
+            f"sys.argv = ['', 'run', '--model', 'demo', '--data', 'demo-digits', '--output', {output!r}]\n"
+            "from dulbe_peft.__main__ import start\nsys.exit(start())"
+        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert done.returncode == 130, done.stderr
+        assert done.stderr.startswith("dulbe-peft: stopped by SIGINT\n") and "Traceback" not in done.stderr

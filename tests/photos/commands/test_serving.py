@@ -1,0 +1,428 @@
+"""The page to try a learner: what it can ask for, what is refused, and the command."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import shutil
+import socket
+import struct
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from documents import text_of
+from PIL import Image
+from served import photo, running, served, two_colours
+
+from dulbe_peft import ClassIncrementalLearner
+from dulbe_peft.photos.commands.main import main
+from dulbe_peft.photos.commands.serve import _own
+from dulbe_peft.photos.serving import App, server
+from dulbe_peft.photos.serving.app import MOST_UNDOS
+from dulbe_peft.photos.serving.labelling import NEXT
+from dulbe_peft.photos.suggesting import suggestions
+
+
+def sent(*images: Image.Image, kind: str = "PNG") -> list[str]:
+    files = [io.BytesIO() for _ in images]
+    for image, file in zip(images, files, strict=True):
+        image.save(file, kind)
+    return [base64.b64encode(file.getvalue()).decode() for file in files]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return two_colours(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture
+def learner(folder):
+    return ClassIncrementalLearner.from_pretrained(folder)
+
+
+@pytest.fixture
+def app(learner):
+    return App(learner)
+
+
+def ask(url, content=None, **headers):
+    """Status and answer."""
+    data = None if content is None else content if isinstance(content, bytes) else json.dumps(content).encode()
+    headers = {"Content-Type": "application/json"} | {name.replace("_", "-"): text for name, text in headers.items()}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=30) as answer:
+            body = answer.read()
+            return answer.status, json.loads(body) if "json" in answer.headers["Content-Type"] else body
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def best(url, image):
+    status, found = ask(f"{url}/predict", {"images": sent(image)})
+    assert status == 200 and sum(row["probability"] for row in found["best"]) == pytest.approx(1, abs=1e-5)
+    return found["best"][0]["class"]
+
+
+def test_a_visit(folder, learner, tmp_path):
+    with served(folder) as url:
+        assert b"<title>Try the learner</title>" in ask(url + "/")[1]
+        assert ask(f"{url}/facts")[1]["classes"] == ["red", "green"]
+        assert best(url, photo(0)) == learner.predict(photo(0))[0] == "red"
+        before = ask(f"{url}/predict", {"images": sent(photo(2))})[1]
+        status, facts = ask(f"{url}/teach", {"class": " blue ", "images": sent(photo(2), photo(2, 1))})
+        assert status == 200 and facts["classes"][-1] == "blue" and facts["undo"] == "2 images of blue"
+        assert best(url, photo(2)) == "blue"
+        ask(f"{url}/teach", {"class": "red", "images": sent(photo(0))})  # corrects an answer
+        (tmp_path / "learner.zip").write_bytes(ask(f"{url}/learner.zip")[1])
+        assert ask(f"{url}/undo", {})[1]["undo"] == "2 images of blue"
+        taken_back = ask(f"{url}/undo", {})[1]
+        assert taken_back.pop("said") == "taken back: 2 images of blue" and taken_back == ask(f"{url}/facts")[1]
+        assert ask(f"{url}/predict", {"images": sent(photo(2))})[1] == before
+        assert ask(f"{url}/undo", {}) == (400, {"error": "there is nothing to undo"})
+    with zipfile.ZipFile(tmp_path / "learner.zip") as archive:
+        archive.extractall(tmp_path)
+    assert ClassIncrementalLearner.from_pretrained(tmp_path / "learner").predict(photo(2)) == ["blue"]
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "headers", "status", "words"),
+    [
+        ("/predict", {"images": ["!"]}, {}, 400, "image 1 cannot be read"),
+        ("/predict", b"[" * 10**5, {}, 400, ""),
+        ("/predict", {"images": []}, {"Content_Type": "text/plain"}, 400, "as the page does"),
+        ("/teach", {"class": " ", "images": sent(photo(0))}, {}, 400, "needs a name"),
+        ("/teach", {"class": "red", "images": sent(photo(0)) * 201}, {}, 400, "from 1 to 200 images"),
+        ("/../serving.py", None, {}, 404, "no such page"),
+        ("/predict", {}, {"Content_Length": "99999999999"}, 413, "at most 64 MiB"),
+        ("/facts", None, {"Origin": "http://evil.example"}, 403, "own address"),
+        ("/facts", None, {"Host": "[::1"}, 403, "own address"),
+        ("/undo", {}, {"Origin": "null"}, 403, "own address"),
+        ("/teach", {"class": "\ud800", "images": sent(photo(2))}, {}, 400, "cannot be written as UTF-8"),
+    ],
+)
+def test_what_is_refused(folder, path, content, headers, status, words):
+    with served(folder) as url:
+        found, answer = ask(url + path, content, **headers)
+        assert found == status and words in answer["error"]
+        assert ask(f"{url}/facts")[1]["undo"] is None
+
+
+FULL = Mock(side_effect=OSError("no space left"))
+MACHINE = socket.gethostname()
+HOSTS = {  # the address to listen on -> what a browser may call it, and what it may not
+    "127.0.0.1": (
+        ["localhost", "127.0.0.1", "LOCALHOST:7860", "[::1]:7860"],
+        ["192.168.1.5", MACHINE, "localhost@evil", "127.0.0.1.evil.example", "evil.example/localhost"],
+    ),
+    "0.0.0.0": (
+        ["192.168.1.5:7860", "[fe80::1]", "localhost", f"{MACHINE}:80", f"{MACHINE}.local"],
+        ["evil.example", ""],
+    ),
+}
+
+
+@pytest.mark.parametrize("listened", HOSTS)
+def test_the_page_is_opened_by_its_own_address_alone(folder, listened):
+    """The name of another website may lead here: what its script asks for has that name."""
+    with running(folder, host=listened, names=["Photos.example.org"]) as server:
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        own, others = HOSTS[listened]
+        for host in (*own, "photos.example.org:443"):
+            with urllib.request.urlopen(urllib.request.Request(url, headers={"Host": host}), timeout=30) as answer:
+                assert "frame-ancestors 'none'" in answer.headers["Content-Security-Policy"]
+            assert ask(f"{url}/facts", Host=host, Origin=f"http://{host}")[0] == 200
+        for host in (*others, "1e100.net", "127.0.0.1.nip.io"):
+            for path, content in (("/", None), ("/facts", None), ("/learner.zip", None), ("/undo", {})):
+                status, answer = ask(url + path, content, Host=host)
+                assert status == 403 and "own address" in answer["error"]
+
+
+LARGE = {"classes": ["x" * 2**20] * 16}  # more than the buffers of a connection take
+
+
+@pytest.mark.parametrize("path", ["/facts", "/learner.zip", "/teach"])
+def test_a_client_that_is_slow_to_read_holds_up_nobody(folder, monkeypatch, path):
+    name = "download" if path == "/learner.zip" else path[1:]
+    asked = threading.Event()
+
+    def large(*_):
+        asked.set()
+        return json.dumps(LARGE).encode() if name == "download" else LARGE
+
+    with running(folder) as server:
+        address = server.server_address[:2]
+        with monkeypatch.context() as patch, socket.create_connection(address) as slow:
+            patch.setattr(server.app, name, large)
+            method = "POST" if path == "/teach" else "GET"
+            head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            slow.sendall(f"{head}Content-Length: 2\r\n\r\n{{}}".encode())
+            assert asked.wait(30)
+            patch.undo()
+            assert best("http://{}:{}".format(*address), photo(1)) == "green"
+            slow.settimeout(30)
+            parts = iter(lambda: slow.recv(2**20), b"")
+            assert b"".join(parts).partition(b"\r\n\r\n")[2] == json.dumps(LARGE).encode(), "it has all of it at last"
+
+
+def test_clients_that_are_slow_to_send_hold_up_nobody(folder):
+    head = b"POST /teach HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
+    with running(folder) as server, ExitStack() as opened:
+        address = server.server_address[:2]
+        for sent_so_far in (b"", head[:9], head[:-2], head, head + b'{"class'):
+            for _ in range(20):
+                opened.enter_context(socket.create_connection(address)).sendall(sent_so_far)
+        assert best("http://{}:{}".format(*address), photo(1)) == "green"
+        assert ask("http://{}:{}/facts".format(*address))[1]["undo"] is None
+
+
+def test_many_ask_at_once_and_some_go_away(folder, capfd):
+    """Thirty images and ten corrections at once, after uploads that end in the middle: none is lost."""
+    with served(folder) as url:
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        for reset in (True, False):
+            with socket.create_connection(address) as gone:
+                gone.sendall(b"POST /teach HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+                gone.sendall(b'Content-Length: 1000\r\n\r\n{"class": "red", "images": ["')
+                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", reset, 0))
+        with ThreadPoolExecutor(40) as pool:
+            rows = [{"class": "red", "images": sent(photo(0, number))} for number in range(10)]
+            taught = [pool.submit(ask, f"{url}/teach", row) for row in rows]
+            found = list(pool.map(lambda _: best(url, photo(1)), range(30)))
+            assert found == ["green"] * 30 and [change.result()[0] for change in taught] == [200] * 10
+        assert [ask(f"{url}/undo", {})[0] for _ in range(11)] == [200] * 10 + [400]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_learner_that_trains_takes_corrections_and_no_new_class(app, monkeypatch):
+    monkeypatch.setattr(type(app.learner.strategy), "adapts", True)
+    assert not app.facts()["teachable"]
+    assert app.teach({"class": "red", "images": sent(photo(0))})["undo"] == "1 image of red"
+    with pytest.raises(ValueError, match="'blue' is a new class.*dulbe-peft learn"):
+        app.teach({"class": "blue", "images": sent(photo(2))})
+
+
+def test_what_is_taught_is_saved_after_each_change(folder, tmp_path):
+    output = tmp_path / "taught"
+    with served(folder, output=output) as url:
+        facts = ask(f"{url}/facts")[1]
+        assert facts["output"] == str(output) and not facts["unsaved"] and not output.exists()
+        facts = ask(f"{url}/teach", {"class": "blue", "images": sent(photo(2), photo(2, 1))})[1]
+        assert facts["counts"] == {"red": 4, "green": 4, "blue": 2} and not facts["unsaved"]
+        assert ClassIncrementalLearner.from_pretrained(output).predict(photo(2, 2)) == ["blue"]
+        ask(f"{url}/undo", {})
+        assert ClassIncrementalLearner.from_pretrained(output).class_names == ("red", "green")
+        ask(f"{url}/teach", {"class": "red", "images": sent(photo(0, 1))})
+    with served(output, output=output) as url:  # the next day
+        assert ask(f"{url}/facts")[1]["counts"] == {"red": 5, "green": 4}
+        again = ask(f"{url}/teach", {"class": "red", "images": sent(photo(0, 1))})
+        assert again == (400, {"error": "nothing was learned: 1 photograph learned before"})
+
+
+def test_a_change_that_cannot_be_saved_is_none(learner, tmp_path, monkeypatch):
+    app = App(learner, tmp_path / "taught")
+    app.teach({"class": "blue", "images": sent(photo(2))})
+    monkeypatch.setattr(app.learner, "save_pretrained", FULL)
+    for change in (lambda: app.teach({"class": "red", "images": sent(photo(0))}), lambda: app.undo({})):
+        before = app.facts()
+        with pytest.raises(OSError, match="no space left"):
+            change()
+        assert app.facts() == before and before["undo"] == "1 image of blue"
+
+
+def test_a_photograph_is_learned_once_and_that_is_said(app):
+    found = app.teach({"class": "blue", "images": sent(photo(2), photo(2), photo(2, 1))})
+    assert found["said"] == "learned: blue; left out: 1 photograph in the data twice" and found["unsaved"]
+    assert found["counts"]["blue"] == 2 and app.predict({"images": sent(photo(2))})["learned"] == "blue"
+    assert app.predict({"images": sent(photo(0))})["learned"] is None
+    before = app.learner.state
+    found = app.teach({"class": "red", "images": sent(photo(2), photo(2))})
+    assert found["said"] == "learned: red; no longer: blue" and found["counts"] == {"red": 5, "green": 4, "blue": 1}
+    assert app.predict({"images": sent(photo(2))})["learned"] == "red"
+    with pytest.raises(ValueError, match="'blue' has one image alone"):
+        app.teach({"class": "red", "images": sent(photo(2, 1))})
+    app.undo({})
+    assert app.learner.state is before and not app.undo({})["unsaved"]
+
+
+def test_a_picture_that_no_browser_shows_comes_as_jpeg(app):
+    found = app.predict({"images": sent(photo(0).resize((2000, 1000)), kind="TIFF")})["picture"]
+    shown = Image.open(io.BytesIO(base64.b64decode(found.removeprefix("data:image/jpeg;base64,"))))
+    assert (shown.format, shown.size) == ("JPEG", (1024, 512))
+    assert app.predict({"images": sent(photo(0))})["picture"] is None
+
+
+@pytest.fixture(scope="module")
+def heap(tmp_path_factory):
+    """Twelve photographs of three colours that nobody has labelled, a copy of one, and a file that is none."""
+    root = tmp_path_factory.mktemp("heap")
+    for number in range(12):
+        photo(number % 3, 100 + number).save(root / f"{('red', 'green', 'blue')[number % 3]}-{number}.png")
+    shutil.copy(root / "red-0.png", root / "red-copy.png")
+    (root / "broken.png").write_bytes(b"no photograph")
+    return root
+
+
+def colour(work):
+    return Path(work["name"]).name.partition("-")[0]
+
+
+def test_photographs_are_labelled_a_few_at_a_time(folder, heap, tmp_path):
+    output = tmp_path / "taught"
+    with served(folder, output=output, photographs=heap) as url:
+        work = ask(f"{url}/facts")[1]["labelling"]
+        assert (work["left"], work["labelled"]) == (12, 0)
+        assert {row["class"] for row in work["best"]} == {"red", "green"}
+        shown = Image.open(io.BytesIO(ask(f"{url}/photo/{work['photo']}")[1]))
+        said = np.asarray(Image.open(work["name"])).astype(int)
+        assert shown.format == "JPEG" and np.abs(np.asarray(shown).mean((0, 1)) - said.mean((0, 1))).max() < 9
+        skipped = work["photo"]
+        work = ask(f"{url}/skip", {"photo": skipped})[1]["labelling"]
+        assert work["left"] == 12 and work["photo"] != skipped
+        names = {}
+        for count in range(1, 12):
+            names[work["name"]] = colour(work)
+            facts = ask(f"{url}/label", {"photo": work["photo"], "class": colour(work)})[1]
+            work = facts["labelling"]
+            assert (work["labelled"], work["waiting"], work["left"]) == (count, count % 5, 12 - count)
+            assert sum(facts["counts"].values()) == 8 + count - count % 5
+        assert ClassIncrementalLearner.from_pretrained(output).class_names[:2] == ("red", "green")
+        assert facts["undo"] == f"the label {list(names.values())[-1]}" and facts["unsaved"], "it waits for others"
+        for count in (10, 9):  # the second of them was learned with four others
+            work = ask(f"{url}/undo", {})[1]["labelling"]
+            name = names.popitem()[0]
+            assert (work["labelled"], work["name"], work["waiting"]) == (count, name, count % 5)
+        assert sum(ask(f"{url}/facts")[1]["counts"].values()) == 13
+        rows = ask(f"{url}/labels.csv")[1].decode().splitlines()
+        assert rows == ["path,label", *(f"{name},{said}" for name, said in names.items())]
+        again = ask(f"{url}/label", {"photo": -5, "class": "red"})
+        assert again[0] == 400 and "is not to be labelled any more" in again[1]["error"]
+        assert ask(f"{url}/photo/999")[0] == 404
+    with served(output, output=output, photographs=heap) as url:  # what was learned is not asked again
+        assert ask(f"{url}/facts")[1]["labelling"]["left"] == 7
+
+
+def test_labels_wait_and_are_taken_back_whatever_else_changes_the_learner(learner, heap):
+    app = App(learner, photographs=heap)
+
+    def label(name):
+        return app.label({"photo": app.facts()["labelling"]["photo"], "class": name})
+
+    label("red")
+    app.learner.rename_class("green", "lime")
+    assert label("lime")["labelling"]["waiting"] == 2
+    assert app.undo({})["labelling"]["waiting"] == 1 and app.learner.class_names == ("red", "lime")
+    label("lime")
+    app.finish()
+    assert app.facts()["counts"] == {"red": 5, "lime": 5} and not app.facts()["labelling"]["waiting"]
+    found = app.undo({})  # the other one, which was learned with it, waits again
+    assert found["counts"] == {"red": 4, "lime": 4} and found["labelling"]["waiting"] == 1
+    assert found["undo"] == "the label red"
+    place, file = app.labelling.left[0], Path(app.labelling.facts()["name"]).read_bytes()
+    app.teach({"class": "red", "images": [base64.b64encode(file).decode()]})
+    with pytest.raises(ValueError, match="was learned as 'red' meanwhile"):
+        app.label({"photo": place, "class": "lime"})
+    assert place not in app.labelling.left and not app.waiting
+    for number in range(30):
+        app.teach({"class": "red", "images": sent(photo(0, 300 + number))})
+    assert len(app.before) == MOST_UNDOS
+    assert [app.undo({})["counts"]["red"] for _ in range(MOST_UNDOS)] == list(range(35, 35 - MOST_UNDOS, -1))
+
+
+def test_the_order_is_that_of_suggest_and_new_after_each_few(learner, heap):
+    app = App(learner, photographs=heap)
+    work = app.labelling
+    app.skip({"photo": work.left[0]})
+    first = work.reasons
+    for count in range(8):
+        if count == 5:
+            assert work.reasons is not first
+            places = sorted(set(work.left) - set(work.skipped))
+            work.left = places + work.skipped
+            work.sort()
+            found = suggestions(work.features[places], NEXT, app.learner.classifier)
+            assert work.left == [places[one.row] for one in found] + work.skipped
+            assert work.facts()["reason"] == found[0].reason
+        now = work.facts()
+        app.label({"photo": now["photo"], "class": colour(now)})
+    assert work.left[-1:] == work.skipped, "what was skipped stays last"
+
+
+def test_labels_that_wait_are_learned_before_the_end_and_one_that_fails_is_none(learner, heap, tmp_path, monkeypatch):
+    app = App(learner, tmp_path / "taught", heap)
+    for _ in range(4):
+        work = app.labelling.facts()
+        app.label({"photo": work["photo"], "class": colour(work)})
+    with monkeypatch.context() as patch:
+        patch.setattr(app.learner, "save_pretrained", FULL)
+        before = app.facts()
+        with pytest.raises(OSError, match="no space left"):
+            app.label({"photo": before["labelling"]["photo"], "class": "red"})
+        assert app.facts() == before and before["labelling"]["waiting"] == 4
+    app.finish()
+    known = ClassIncrementalLearner.from_pretrained(tmp_path / "taught").state.known
+    assert sum(map(len, known.learned.values())) == 12 and not app.waiting
+    with pytest.raises(ValueError, match="start with --photos FOLDER"):
+        App(app.learner).label({"photo": 0, "class": "red"})
+
+
+def test_the_commands_of_the_page_are_an_api(folder, tmp_path):
+    """Each `curl` of the docs, as it stands there."""
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    lines = text_of("docs/predicting.md").splitlines()
+    commands = [line for line in lines if "curl" in line and "127.0.0.1:7860" in line]
+    photo(2).save(tmp_path / "photo.jpg")
+    found = []
+    with served(folder) as url:
+        for line in commands:
+            command = ["bash", "-c", line.replace("127.0.0.1:7860", url)]
+            found.append(subprocess.run(command, cwd=tmp_path, capture_output=True, check=True).stdout)
+        assert [key in json.loads(text) for text, key in zip(found, ("classes", "best"), strict=False)] == [True] * 2
+        assert json.loads(found[2])["classes"][-1] == "cat" and json.loads(found[3])["classes"] == ["red", "green"]
+    assert (tmp_path / "learner.zip").read_bytes()[:2] == b"PK" and len(found) == 5
+
+
+def test_the_command_prints_the_address_and_what_is_lost(folder, heap, monkeypatch, capsys, tmp_path):
+    def stopped(self):
+        self.app.teach({"class": "red", "images": sent(photo(0))})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(server.PageServer, "serve_forever", stopped)
+    assert main(["serve", str(folder), "--port", "0"]) == 0
+    said = capsys.readouterr()
+    assert "open http://127.0.0.1:" in said.out and "nothing that it learns is saved without --output" in said.out
+    assert "what it was taught is not saved, and gone: --output FOLDER keeps it" in said.err
+    assert "next:" not in said.out
+    assert main(["serve", str(folder), "--port", "0", "--photos", str(heap)]) == 0
+    said = capsys.readouterr().out
+    assert "1 photograph in the data twice" in said and "broken.png: it is none" in said
+    taught = str(tmp_path / "taught")
+    assert main(["serve", str(folder), "--port", "0", "--output", taught]) == 0
+    said = capsys.readouterr()
+    assert "not saved" not in said.err and said.out.endswith(f"next: dulbe-peft predict {taught} PHOTOS\n")
+    assert main(["serve", str(folder), "--port", "0", "--output", taught]) == 2
+    assert f"serve {taught} --output {taught} goes on with what is there" in capsys.readouterr().err
+    with _own(taught, taught, None, False):  # as a server that runs holds it
+        assert main(["serve", str(folder), "--output", taught, "--overwrite", "--port", "0"]) == 2
+    assert "in use by another process" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"taught"}
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for flags, words in (
+            (["--port", port], f"127.0.0.1:{port} cannot be listened on: Address already in use; take another --port"),
+            (["--port", "0", "--host", ""], "the host is '', expected the address to listen on"),
+            (["--port", "0", "--photos", str(tmp_path)], "no photograph is left that can be read and was not learned"),
+        ):
+            assert main(["serve", str(folder), *flags]) == 2
+            assert words in capsys.readouterr().err

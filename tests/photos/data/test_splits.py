@@ -1,0 +1,177 @@
+"""Taking stock of images, holding some of them back, and finding out what a folder holds."""
+
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dulbe_peft.data.folders import ImageFolder
+from dulbe_peft.photos.data.inventory import inspect_images
+from dulbe_peft.photos.data.splits import draw_per_class, hold_out, open_stream_data
+from dulbe_peft.streams.tasks import class_incremental_tasks
+
+
+def photos(root: Path, counts: dict[str, int]) -> Path:
+    for name, count in counts.items():
+        (root / name).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            Image.new("RGB", (6, 5), (number % 256, 0, 90)).save(root / name / f"{number}.jpg")
+    return root
+
+
+def names(dataset) -> set[str]:
+    return {Path(dataset.item_name(index)).as_posix() for index in range(len(dataset))}
+
+
+def counts_of(dataset) -> list[int]:
+    return np.bincount(dataset.labels, minlength=len(dataset.class_names)).tolist()
+
+
+def test_an_inventory_counts_and_names(tmp_path):
+    train = photos(tmp_path / "train", {"cat": 3, "dog": 2})
+    for odd in ("cat/notes.txt", "cat/raw.CR2", "cat/.hidden.jpg", "readme.md", "dog/0.jpg"):
+        (train / odd).write_text("no image")
+    (train / "fox").mkdir()
+    data = ImageFolder(tmp_path, "train")
+    found, task = inspect_images(data), class_incremental_tasks(data, increment=1)[1]
+    assert [image.place for image, _ in inspect_images(task.train).unreadable] == [0]
+    assert inspect_images([(Image.new("RGB", (4, 4)), 1)]).counts == {"images": {"0": 0, "1": 1}}
+    assert found.counts == {"train": {"cat": 3, "dog": 2}}
+    bad = str(train / "dog" / "0.jpg")
+    assert [image[:3] for image, _ in found.unreadable] == [("train", 3, bad)]
+    assert sorted(found.left_out) == sorted(data.left_out) and "files ending in .md are not read" in found.format()
+    assert found.summary() == "2 classes; images: 5 in train; left out: 5; cannot be read: 1"
+    table = ["class       train", "cat             3", "dog             2", "2 classes       5"]
+    assert found.format().splitlines()[:4] == table
+    assert f"  {bad}: it is none of the formats JPEG, PNG" in found.format()
+
+
+def test_hold_out_follows_content_and_ignores_names_order_and_other_images(tmp_path):
+    data = ImageFolder(photos(tmp_path / "one", {"a": 60, "b": 60, "c": 1, "d": 2}))
+    train, test = hold_out(data, 0.25)
+    assert names(train) | names(test) == names(data) and not names(train) & names(test)
+    a, b, c, d = counts_of(test)
+    assert 6 <= a <= 26 and 6 <= b <= 26 and (c, d) == (0, 1)
+    assert all(test[index]["label"] == test.labels[index] for index in range(len(test)))
+    copies = data.at([0, 0, 0, 0, 59, 59])
+    for kept, held in (hold_out(copies, 0.4, seed) for seed in range(9)):
+        assert not set(kept.contents()) & set(held.contents()), "copies stay together"
+    for file in photos(tmp_path / "two", {"d": 2, "c": 1, "b": 60, "a": 60}).glob("*/*"):
+        file.rename(file.with_name(f"renamed-{99 - int(file.stem)}.jpg"))
+    assert sorted(hold_out(ImageFolder(tmp_path / "two"), 0.25)[1].contents()) == sorted(test.contents())
+    assert names(hold_out(data, 0.25, seed=1)[1]) != names(test)
+    rows = random.Random(0).sample(range(len(data)), len(data))
+    assert names(hold_out(data.at(rows), 0.25)[1]) == names(test)
+    photos(tmp_path / "one", {"a": 90, "aa": 5})
+    more_train, more_test = hold_out(ImageFolder(tmp_path / "one"), 0.25)
+    assert names(train) <= names(more_train) and names(test) < names(more_test)
+
+
+def test_hold_out_leaves_something_to_learn_from(tmp_path):
+    data = ImageFolder(photos(tmp_path, {"a": 2, "b": 5}))
+    assert counts_of(hold_out(data, 0.99)[0]) == [1, 1]
+    few = ImageFolder(photos(tmp_path / "few", {"a": 1, "b": 1}))
+    for images, fraction, words in (
+        *((data, wrong, "fraction must be") for wrong in (0, 1, 1.5, float("nan"))),
+        (few, 0.5, "no class has enough images"),
+        ([(Image.new("RGB", (4, 4)), 0)] * 3, 0.5, "carries no class names"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            hold_out(images, fraction)
+
+
+def test_images_are_held_back_twice_independently(tmp_path):
+    """Half of them for tests, then half of the others to choose settings: the second half is no leftover."""
+    rest, _ = hold_out(ImageFolder(photos(tmp_path, {"a": 200, "b": 200}), None), 0.5)
+    left, chosen = hold_out(rest, 0.5, purpose="validation")
+    assert abs(len(chosen) / len(rest) - 0.5) < 0.15 and not names(left) & names(chosen)
+    assert abs(len(names(draw_per_class(rest, 50)) & names(chosen)) / 100 - 0.5) < 0.2
+
+
+def test_drawn_images_are_so_many_a_class_and_nested(tmp_path):
+    data = ImageFolder(photos(tmp_path, dict.fromkeys("abcdef", 13)), None)
+    few, more = (draw_per_class(data, count, seed=3) for count in (1, 3))
+    assert counts_of(few) == [1] * 6 and set(few.indices) <= set(more.indices) and more.class_names == data.class_names
+    assert not np.array_equal(draw_per_class(data, 1, seed=4).indices, few.indices)
+    assert len(draw_per_class(data, 10**6)) == len(data)
+    with pytest.raises(ValueError, match="count"):
+        draw_per_class(data, 0)
+    several = [counts_of(draw_per_class(data, [2, 9], seed)) for seed in range(5)]
+    assert sorted(several[0]) == [2, 2, 2, 9, 9, 9] and len(set(map(tuple, several))) > 1, "the seed says which"
+    assert sorted(counts_of(draw_per_class(data, "longtail:12"))) == [2, 2, 3, 4, 6, 12]
+    assert set(draw_per_class(data, [2, 9]).indices) <= set(draw_per_class(data, 9).indices)
+
+
+def test_splits_are_found(tmp_path):
+    for split, counts in (("train", {"ant": 1, "cat": 3}), ("test", {"cat": 2}), ("val", {"cat": 4, "dog": 1})):
+        photos(tmp_path / split, counts)
+    train, test, found = open_stream_data(tmp_path)
+    assert test.class_names == train.class_names and test[1]["label"] == 1, "a class without test images is learned"
+    assert found.counts == {"train": {"ant": 1, "cat": 3}, "test": {"ant": 0, "cat": 2}}
+    assert "cat             3       2" in found.format()
+    why = "the split 'val', neither learned from nor tested on, 5 images"
+    assert found.left_out == [(str(tmp_path / "val"), why)]
+    assert len(open_stream_data(tmp_path, "val", "test")[0]) == 5
+    for settings, words in (
+        ({"test_fraction": 0.2}, r"test_fraction is 0\.2, but .* has the test split 'test': leave one out"),
+        ({"test_split": "train"}, "a split is never its own test"),
+        ({"test_split": "tests"}, r"no split 'tests'; its folders are \['test', 'train', 'val'\]"),
+        ({"train_split": "training"}, r"no split 'training'.*--train-split"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=words):
+            open_stream_data(tmp_path, **settings)
+
+
+def test_a_folder_of_classes_is_all_there_to_learn_from(tmp_path):
+    photos(tmp_path, {"cat": 30, "dog": 30})
+    train, test, found = open_stream_data(tmp_path)
+    assert len(train) == 60 and test is None and found.summary() == "2 classes; images: 60 in train"
+    photos(tmp_path / "split" / "train", {"cat": 20, "dog": 20})
+    assert open_stream_data(tmp_path / "split")[1] is None
+    shutil.rmtree(tmp_path / "split")
+    train, test, found = open_stream_data(tmp_path, test_fraction=0.3)
+    assert len(train) + len(test) == 60 and list(found.counts["test"].values()) == counts_of(test)
+
+
+@pytest.mark.parametrize(
+    ("folders", "found"),
+    [
+        (["bus", "train"], ("bus", "train")),  # a class that is called like a split
+        (["bus", "train", "plain/old"], ("bus", "plain", "train")),
+        (["train", "train/bus", "train/car"], ("bus", "car")),  # an image beside the classes
+        (["train", "train/bus", "train/car", "val/bus"], ("bus", "car")),
+        (["train/cat", "extra/x"], "'train', in which there are folders alone, and beside it 'extra'"),
+        (["Train/cat", "Test/cat"], r"no split 'train'; its folders are \['Test', 'Train'\].*--train-split"),
+        (["test/cat", "val/cat"], r"no split 'train'.*if 'test' is a split"),
+        (["train/cat", "test/dog"], "class 'dog' has test images and no training image"),
+    ],
+)
+def test_folders_that_could_mean_two_things(tmp_path, folders, found):
+    photos(tmp_path, dict.fromkeys(folders, 1))
+    if isinstance(found, tuple):
+        assert open_stream_data(tmp_path)[0].class_names == found
+        return
+    with pytest.raises((ValueError, FileNotFoundError), match=found):
+        open_stream_data(tmp_path)
+
+
+def test_unreadable_images_are_one_error_or_left_out(tmp_path):
+    photos(tmp_path / "train", {"cat": 4, "dog": 4})
+    photos(tmp_path / "test", {"cat": 2, "dog": 2})
+    bad = [tmp_path / "train" / "cat" / "1.jpg", tmp_path / "test" / "dog" / "0.jpg"]
+    for path in bad:
+        path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(ValueError, match="^2 of the images") as error:
+        open_stream_data(tmp_path)
+    assert all(word in str(error.value) for word in ("--strict", *map(str, bad)))
+    train, test, found = open_stream_data(tmp_path, strict=False)
+    assert (len(train), len(test), len(found.unreadable)) == (7, 3, 2)
+    assert not {path.as_posix() for path in bad} & (names(train) | names(test))
+    assert [train[index]["label"] for index in range(7)] == [0, 0, 0, 1, 1, 1, 1]
+    for path in (tmp_path / "train" / "dog").iterdir():
+        path.write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"no image of the class 'dog' can be read, such as .*0\.jpg: it is none of"):
+        open_stream_data(tmp_path, strict=False)

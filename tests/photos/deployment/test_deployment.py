@@ -1,0 +1,371 @@
+"""Exports of whole learners: the lines of their cards run where this package is not, and nothing is lost."""
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_encoders as tiny
+import torch
+from documents import blocks
+from peft import get_peft_model
+from PIL import Image
+from tiny_encoders import CONFIG, QUICK
+from transformers import pipeline
+
+from dulbe_peft import CLASSIFIERS, ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, load_dual_encoder
+from dulbe_peft.classifiers import PrototypeClassifier
+from dulbe_peft.classifiers.checks import random_features
+from dulbe_peft.encoders import onnx_graphs
+from dulbe_peft.photos.deployment import graph
+from dulbe_peft.photos.deployment.export import export_learner
+from dulbe_peft.photos.deployment.parts import checked_formula
+
+SHAPES = ((20, 26), (64, 48), (16, 16), (7, 90), (33, 31))
+WIDE = ("ranpac:features=50", "bayes:features=50")
+WITH_TEXT = ("bridge", "text", "lda", *WIDE, "visual_agent", "bofa", "ridge", "gda")
+WITH_TEXT += ("rapf:epochs=2", "slca:epochs=1", "engine", "proof:epochs=1", "clap4clip:epochs=1")
+WITH_TEXT += ("clg_cbm:epochs=30,learning_rate=0.03",)
+IMAGES_ALONE = ("ranpac:features=50", "lda", "prototype")
+# model type -> the formats and the classifier of each
+CASES = {
+    "clip": [("lora", name.partition(":")[0]) for name in WITH_TEXT]
+    + [("transformers", "bridge"), ("onnx", "ranpac")],
+    "siglip": [("lora", "bridge"), ("transformers", "lda"), ("onnx", "bridge")],
+    "siglip2": [("lora", "bridge"), ("transformers", "lda")],
+    "dinov2": [("transformers", "lda"), ("onnx", "lda")],
+    "vit": [("transformers", "prototype")],
+}
+TORCH_READER = """
+    import json, re, sys
+    from pathlib import Path
+    sys.modules["dulbe_peft"] = None  # any import of it fails
+    blocked = sys.argv[2:]
+    for name in blocked:
+        sys.modules[name] = None
+    root = Path(sys.argv[1])
+    found = {}
+    for folder in json.loads((root / "cases.json").read_text()):
+        text = (root / folder / "README.md").read_text(encoding="utf-8")
+        (code,) = re.findall(r"```python\\n(.*?)```", text, flags=re.DOTALL)
+        code = code.replace("path/to/this/folder", str(root / folder))
+        found[folder] = []
+        for photo in sorted((root / "photos").iterdir()):
+            space = {"__name__": "lines"}
+            exec(code.replace("photo.jpg", str(photo)), space)
+            if "classify" in space:
+                scores = {row["label"]: row["score"] for row in space["classify"](str(photo), top_k=None)}
+                names = space["classify"].model.config.id2label
+                found[folder].append([scores[names[place]] for place in range(len(names))])
+            else:
+                found[folder].append([float(p) for p in space["probabilities"][0]])
+    (root / "found.json").write_text(json.dumps(found))
+    assert not any(name.startswith("dulbe") and module for name, module in sys.modules.items())
+"""
+
+
+def photos():
+    noise = np.random.default_rng(3)
+    return [Image.fromarray(noise.integers(0, 256, (h, w, 3), dtype=np.uint8)) for w, h in SHAPES]
+
+
+def learned(model_type, root):
+    """A learner of two tasks, three images a class; its adapter, where it has one, changes what the model says."""
+    torch.manual_seed(0)
+    folder = tiny.save_encoder(model_type, root / "bases" / model_type)
+    model, processor = load_dual_encoder(folder)
+    args = LearnerArguments(**{**QUICK, "learning_rate": 0.01})
+    text = model_type not in tiny.IMAGE_ONLY
+    if text:
+        model = get_peft_model(model, DualModeLoraConfig(**CONFIG))
+    strategy, classifiers = ("dulbe", WITH_TEXT) if text else ("frozen", IMAGES_ALONE)
+    learner = ClassIncrementalLearner(model, processor, args=args, strategy=strategy, classifiers=classifiers)
+    noise = np.random.default_rng(1)
+    for first, names in ((0, ["cat", "dog"]), (2, ["bird", "cod"])):
+        images = [noise.integers(30 * (first + label), 255, (16, 16, 3), np.uint8) for label in (0, 0, 0, 1, 1, 1)]
+        learner.learn_task(list(zip(map(Image.fromarray, images), (0, 0, 0, 1, 1, 1), strict=True)), names)
+    return learner
+
+
+@pytest.fixture(scope="module")
+def learners(tmp_path_factory):
+    """A learner of each type of model that a test asks for."""
+    root = tmp_path_factory.mktemp("learners")
+    return cache(lambda model_type: learned(model_type, root))
+
+
+@pytest.fixture(scope="module")
+def clip(learners):
+    return learners("clip")
+
+
+def expected(learner, name):
+    with torch.no_grad():
+        return learner.classifiers[name].probabilities(learner.image_embeds(photos()))
+
+
+def run_lines(root, folders, *blocked):
+    """What the lines in the folders' cards give for the photos, in one process that cannot import this package."""
+    (root / "photos").mkdir(exist_ok=True)
+    for number, photo in enumerate(photos()):
+        photo.save(root / "photos" / f"{number}.png")
+    (root / "cases.json").write_text(json.dumps(folders))
+    command = [sys.executable, "-c", textwrap.dedent(TORCH_READER), str(root), *blocked]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {folder: torch.tensor(rows) for folder, rows in json.loads((root / "found.json").read_text()).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("formats", "blocked"), [(("lora", "transformers"), ()), (("onnx",), ("torch", "transformers", "peft"))]
+)
+def test_the_lines_of_the_cards_give_the_classifier_s_probabilities(learners, tmp_path, formats, blocked):
+    """Those of graphs need neither torch nor transformers."""
+    cases = {}
+    for model_type, rows in CASES.items():
+        for kind, name in rows:
+            if kind in formats:
+                folder = f"{model_type}-{kind}-{name}"
+                export_learner(learners(model_type), tmp_path / folder, kind, name)
+                cases[folder] = expected(learners(model_type), name)
+    for folder, found in run_lines(tmp_path, list(cases), *blocked).items():
+        torch.testing.assert_close(found, cases[folder], atol=1e-4, rtol=0, msg=lambda said, name=folder: name + said)
+        assert torch.equal(found.argmax(dim=1), cases[folder].argmax(dim=1)), folder
+        assert found.std(dim=0).max() > 1e-3, folder  # the photos are told apart
+
+
+def facts(root, folder="plain", file="classifier.json"):
+    return json.loads((root / folder / file).read_text(encoding="utf-8"))
+
+
+def test_what_stands_beside_the_model(clip, learners, tmp_path):
+    export_learner(clip, tmp_path / "lora")
+    found = facts(tmp_path, "lora")
+    assert found["class_names"] == list(clip.class_names) and found["classifier"] == "bridge"
+    assert found["prompts"][0] == f"the digit {clip.class_names[0]}."
+    assert "reject_below" not in found  # too few images to promise a threshold
+    export_learner(learners("vit"), tmp_path / "plain", "transformers")
+    assert "prompts" not in facts(tmp_path)
+    for folder, library, kind in (
+        ("lora", "peft", "zero-shot-image-classification"),
+        ("plain", "transformers", "image-classification"),
+    ):
+        card = (tmp_path / folder / "README.md").read_text(encoding="utf-8")
+        assert f"library_name: {library}\n" in card and f"pipeline_tag: {kind}\n" in card
+        assert all(json.dumps(name) in card for name in clip.class_names)
+
+
+@pytest.mark.parametrize("format", ["lora", "transformers"])
+def test_the_zero_shot_pipeline_gives_the_text_classifier_s_answer(clip, tmp_path, format):
+    rows = clip.image_embeds(photos())
+    export_learner(clip, tmp_path / "plain", format)
+    assert torch.equal(clip.image_embeds(photos()), rows), "the learner stays"
+    classify = pipeline("zero-shot-image-classification", model=str(tmp_path / "plain"), device="cpu")
+    names = list(clip.class_names)
+    answers = classify(photos(), candidate_labels=names, hypothesis_template=clip.args.prompt_template)
+    for row, answer in zip(expected(clip, "text"), answers, strict=True):
+        assert max(answer, key=lambda entry: entry["score"])["label"] == names[int(row.argmax())]
+
+
+@pytest.mark.slow
+def test_the_lines_of_the_page_and_of_the_cards_run_and_agree(tmp_path, monkeypatch, capsys):
+    learn, plain = (code for *_, code in blocks("docs/deploying.md", "python"))
+    monkeypatch.chdir(tmp_path)
+    exec(learn, {"__name__": "page"})
+    said = [capsys.readouterr().out]
+    for folder in ("exported", "exported-onnx"):
+        card = (tmp_path / folder / "README.md").read_text(encoding="utf-8").replace("path/to/this/folder", folder)
+        (code,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
+        assert folder != "exported" or code == plain
+        exec(code, {"__name__": "card"})
+        said.append(capsys.readouterr().out)
+    assert said[1].split()[0] == said[2].split()[0] == said[0].strip("[']\n")
+    assert float(said[1].split()[1]) == pytest.approx(float(said[2].split()[1]), abs=1e-4)
+
+
+class Scores(torch.nn.Module):
+    def __init__(self, function, tensors):
+        super().__init__()
+        self.function, self.given = function, tensors
+
+    def forward(self, z):
+        return self.function(z, **self.given)
+
+
+def test_every_classifier_has_a_function_that_gives_its_scores_and_that_torch_exports(clip):
+    z = random_features(16)
+    rows, linear = torch.export.Dim("rows"), set()
+    for name, classifier in clip.classifiers.items():
+        tensors = checked_formula(classifier)[2]
+        linear |= {name} if "bias" in tensors else set()
+        del tensors["temperature"]
+        module = Scores(classifier.formula()[0], tensors)
+        program = torch.export.export(module, (z[:7],), dynamic_shapes={"z": {0: rows}})
+        largest = float(classifier.logits(z).abs().max())
+        torch.testing.assert_close(program.module()(z), classifier.logits(z), atol=1e-5 * largest, rtol=0, msg=name)
+    assert linear == {"bridge", "text", "lda", "gda", "bofa", "ridge", "bayes", "slca", "clap4clip", "clg_cbm"}
+    assert {*clip.classifiers, "prototype"} == set(CLASSIFIERS)  # that one is in CASES
+
+
+class Squares(PrototypeClassifier):
+    """Scores that are no line in the features."""
+
+    name = "squares_of_the_test"
+
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        return super().logits(images) ** 2
+
+
+class Nameless(Squares):
+    name = "nameless_of_the_test"
+
+    def formula(self):
+        return lambda z, weight: (self.logit_scale * z @ weight.T) ** 2, {"weight": self.visual_prototypes}
+
+
+def with_classifier(learner, cls):
+    """The same learner with one more classifier."""
+    names, classifier = list(learner.class_names), cls(embed_dim=learner.encoder.embed_dim)
+    rows = random_features(classifier.embed_dim)[: 3 * len(names)]
+    classifier.add_classes(names, rows, torch.arange(len(rows)) % len(names))
+    twin = copy.copy(learner)
+    twin.use_state(replace(learner.state, classifiers=learner.classifiers | {classifier.name: classifier}))
+    return twin
+
+
+def test_a_classifier_that_cannot_be_a_function_is_refused_by_name(clip, tmp_path):
+    for cls, words in (
+        (Squares, "'squares_of_the_test' classifier is not linear"),
+        (Nameless, "must give a function that stands in a module"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            export_learner(with_classifier(clip, cls), tmp_path / "out", "transformers", cls.name)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_graphs_give_torch_s_probabilities_for_every_batch_size(learners, tmp_path, recwarn, capfd):
+    """Also of images that are not square, and of a classifier of one's own that has no formula."""
+    import onnx
+    import onnxruntime
+
+    learner = with_classifier(copy.deepcopy(learners("dinov2")), Squares)
+    image_processor = learner.processor.image_processor
+    image_processor.crop_size, image_processor.size = {"height": 16, "width": 24}, {"shortest_edge": 24}
+    capfd.readouterr()
+    export_learner(learner, tmp_path / "plain", "onnx", Squares.name)
+    assert not recwarn.list and capfd.readouterr().err == ""
+    found = facts(tmp_path, file="model.json")
+    sessions = []
+    for name in ("encoder", "head"):
+        path = tmp_path / f"plain/{name}.onnx"
+        onnx.checker.check_model(onnx.load(path), full_check=True)
+        sessions.append(onnxruntime.InferenceSession(path))
+    inside = {entry.key: json.loads(entry.value) for entry in onnx.load(path).metadata_props}
+    assert inside == {key: value for key, value in found.items() if key != "largest_difference"}
+    assert 0 <= found["largest_difference"] < 1e-4 and found["image_size"] == [16, 24]
+    pixels = torch.as_tensor(image_processor(images=photos(), return_tensors="pt")["pixel_values"])
+    for batch in (pixels[:1], pixels[1:4], torch.cat([pixels, -pixels, pixels])):
+        with torch.no_grad():
+            z = learner.encoder.image_embeds(batch)
+        (features,) = sessions[0].run(None, {"pixel_values": batch.numpy()})
+        torch.testing.assert_close(torch.from_numpy(features), z, atol=1e-5, rtol=0)
+        (answer,) = sessions[1].run(None, {"image_embeds": features})
+        expected = learner.classifiers[Squares.name].probabilities(z)
+        torch.testing.assert_close(torch.from_numpy(answer), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_further_class_needs_no_new_encoder_and_large_weights_stand_beside_the_graph(
+    learners, tmp_path, monkeypatch
+):
+    learner = copy.deepcopy(learners("vit"))
+    before = export_learner(learner, tmp_path / "before", "onnx", "prototype")
+    learner.learn_task([{"image": photo, "label": 0} for photo in photos()], ["hen"])
+    after = export_learner(learner, tmp_path / "after", "onnx", "prototype")
+    assert (before / "encoder.onnx").read_bytes() == (after / "encoder.onnx").read_bytes()
+    assert (before / "head.onnx").read_bytes() != (after / "head.onnx").read_bytes()
+    monkeypatch.setattr(onnx_graphs, "LARGEST_FILE", 0)
+    folder = export_learner(learner, tmp_path / "plain", "onnx", "prototype")
+    assert (folder / "encoder.onnx.data").stat().st_size > (folder / "encoder.onnx").stat().st_size / 10
+    assert "encoder.onnx.data" in facts(tmp_path, file="manifest.json")["files"]
+    with pytest.raises(ValueError, match="int8 is served for graphs below"):
+        export_learner(learner, tmp_path / "small", "onnx", "prototype", precision="int8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "size", "error"), [("float16", 0.9, 0.02), ("int8", 0.9, 0.2)])
+def test_smaller_graphs_say_nearly_the_same(clip, tmp_path, precision, size, error):
+    whole = export_learner(clip, tmp_path / "whole", "onnx", "bridge")
+    folder = export_learner(clip, tmp_path / "small", "onnx", "bridge", precision=precision)
+    assert (folder / "encoder.onnx").stat().st_size < size * (whole / "encoder.onnx").stat().st_size
+    found = facts(tmp_path, "small", "model.json")
+    assert found["precision"] == precision and 0 < found["largest_difference"] < error
+    rows = run_lines(tmp_path, ["small"], "torch", "transformers")["small"]
+    torch.testing.assert_close(rows, expected(clip, "bridge"), atol=error, rtol=0)
+
+
+@pytest.mark.slow
+def test_javascript_loads_the_layout_of_transformers_js(clip, tmp_path):
+    """With the packages of a folder that the environment names, where `npm install @huggingface/transformers` ran."""
+    if not (root := os.environ.get("TRANSFORMERS_JS")):
+        pytest.skip("TRANSFORMERS_JS names no folder with node_modules")
+    photos()[2].save(tmp_path / "photo.png")  # of the model's size: its resizing is another one than Pillow's
+    for precision, error in (("float32", 1e-3), ("float16", 0.02), ("int8", 0.2)):
+        folder = export_learner(clip, tmp_path / precision, "transformers.js", "bridge", precision=precision)
+        text = (folder / "README.md").read_text(encoding="utf-8")
+        (code,) = re.findall(r"```javascript\n(.*?)```", text, flags=re.DOTALL)
+        code = code.replace("path/to/the/folder/above", str(tmp_path))
+        code = code.replace("photo.jpg", str(tmp_path / "photo.png"))
+        script = Path(root, f"{tmp_path.name}.mjs")
+        script.write_text(code.replace("console.log(", "console.log(JSON.stringify(").replace("));", ")));"))
+        done = subprocess.run(["node", str(script)], capture_output=True, text=True)
+        script.unlink()
+        assert done.returncode == 0, done.stderr
+        scores = {row["label"]: row["score"] for row in json.loads(done.stdout)}
+        row = torch.tensor([scores[name] for name in clip.class_names])
+        torch.testing.assert_close(row, expected(clip, "bridge")[2], atol=error, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_graph_that_differs_is_refused(clip, tmp_path, monkeypatch):
+    monkeypatch.setattr(graph, "TOLERANCE", -1.0)
+    with pytest.raises(ValueError, match="differ by .* from PyTorch's"):
+        export_learner(clip, tmp_path / "onnx", "onnx")
+    assert not (tmp_path / "onnx").exists()
+
+
+def test_a_missing_package_is_named(clip, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(ImportError, match=r"onnxscript: pip install 'dulbe_peft\[onnx\]'"):
+        export_learner(clip, tmp_path / "onnx", "onnx")
+    assert not (tmp_path / "onnx").exists()
+
+
+def test_bad_calls_are_named_and_write_nothing(clip, learners, tmp_path):
+    fresh = ClassIncrementalLearner(
+        tiny.make_model("vit"), clip.processor, args=LearnerArguments(**QUICK), strategy="frozen"
+    )
+    for learner, options, error, words in (
+        (clip, {"format": "tflite"}, ValueError, "'tflite'; it must be one of lora, transformers, onnx"),
+        (clip, {"format": "onnx", "compress_to": 3}, ValueError, "compress_to=3 is for the format 'lora'"),
+        (clip, {"precision": "int4"}, ValueError, "'int4'; it must be one of float32, float16, int8"),
+        (clip, {"precision": "int8"}, ValueError, "is for the graphs of 'onnx' and 'transformers.js', got 'lora'"),
+        (clip, {"classifier": "lad"}, ValueError, "no classifier 'lad'; its classifiers are bridge, text"),
+        (learners("siglip2"), {"format": "onnx"}, ValueError, "SigLIP 2 NaFlex has other positions for each image"),
+        (learners("vit"), {}, ValueError, "no adapter to export: its strategy 'frozen' trains nothing"),
+        (fresh, {"format": "transformers"}, ValueError, "has learned no class yet"),
+        (clip.model, {}, TypeError, "must be a ClassIncrementalLearner or its state, got PeftModel"),
+    ):
+        with pytest.raises(error, match=re.escape(words)):
+            export_learner(learner, tmp_path / "out", **options)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,310 @@
+"""The report, the page to try a learner and the docs in headless Chromium, where it and Playwright are installed."""
+
+import base64
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import served
+import torch
+from compared import made_comparison, write_into
+from pages import drawn, learn
+from PIL import Image
+
+from dulbe_peft import ClassIncrementalLearner
+from dulbe_peft.photos.report import write_report
+from dulbe_peft.photos.serving import app
+from research.comparison.comparison_page import write_comparison_page
+
+pytestmark = pytest.mark.slow
+CHROMIUM = os.environ.get("DULBE_PEFT_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+ROOT = Path(__file__).parents[2]
+# The contrast of every text with what lies behind it, by WCAG 2: relative luminance, colours with alpha blended.
+CONTRASTS = """() => {
+  const numbers = colour => (colour.match(/[\\d.]+/g) || []).map(Number);
+  const behind = element => {
+    let layers = [];
+    for (let e = element; e; e = e.parentElement) layers.unshift(numbers(getComputedStyle(e).backgroundColor));
+    return layers.reduce((under, [r, g, b, a = 1]) => [r, g, b].map((c, i) => a * c + (1 - a) * under[i]), [0, 0, 0]);
+  };
+  const light = rgb => rgb.map(c => c / 255).map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  const found = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const element = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || element.closest("style")) continue;
+    const style = getComputedStyle(element), svg = element.closest("svg");
+    const [high, low] = [light(numbers(svg ? style.fill : style.color)), light(behind(element))].sort((a, b) => b - a);
+    found.push([(high + 0.05) / (low + 0.05), walker.currentNode.data.trim().slice(0, 40)]);
+  }
+  return found;
+}"""
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """The report of a run, that of two runs, and that of a comparison."""
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("reports")
+    runs = [learn(root / f"seed-{seed}", strategy="frozen", seed=seed) for seed in (0, 1)]
+    write_into(made_comparison(), root)
+    with drawn():
+        one, two = write_report(runs[0], root / "one.html"), write_report(runs, root / "two.html")
+        return [one, two, write_comparison_page(root, root / "comparison.html")]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed")
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["one run", "two runs", "comparison"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1300])
+def test_the_report_in_a_browser(pages, browser, which, scheme, width):
+    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page, address = context.new_page(), pages[which].as_uri()
+    asked, said = [], []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto(address)
+    page.evaluate("document.querySelectorAll('details').forEach(part => part.open = true)")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width, "the page scrolls sideways"
+    wide = "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).length"
+    assert which != 2 or width < 1300 or page.evaluate(wide) == 0, "no column lies off the page"
+    pictures = page.evaluate("[...document.images].map(i => [i.complete && i.naturalWidth > 0, i.alt])")
+    assert bool(pictures) == (which != 2) and all(loaded and alt for loaded, alt in pictures)
+    charts = page.evaluate("[...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect().height)")
+    assert charts and min(charts) > 100
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
+    assert dark == (scheme == "dark")
+    faint = [(round(ratio, 2), text) for ratio, text in page.evaluate(CONTRASTS) if ratio < 4.5]
+    assert not faint, "texts with too little contrast"
+    # A class is called 50% of something, which a column takes for a number.
+    body = "[...document.querySelectorAll('table.sort')].find(table => !table.tBodies[0].innerText.includes('50%'))"
+    order = f"[...{body}.tBodies[0].rows].map(row => row.cells[0].textContent)"
+    before = page.evaluate(order)
+    page.evaluate(f"{body}.tHead.querySelector('button').click()")
+    assert page.evaluate(order) == sorted(before, key=str.casefold), "a click on a column's head sorts by it"
+    if pictures:
+        side = "document.images[0].getBoundingClientRect().width"
+        small, _, large = (page.evaluate(what) for what in (side, "document.images[0].focus()", side))
+        assert large > 3 * small, "a click enlarges a picture"
+    assert [url for url in asked if not url.startswith("data:")] == [address] and not said
+    context.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return served.two_colours(tmp_path_factory.mktemp("served"))
+
+
+SCRIPT = "<img src=x>"  # a page that took it for HTML would ask for the picture
+DROP = """([files, where]) => {
+  const data = new DataTransfer();
+  for (const [name, text] of files)
+    data.items.add(new File([Uint8Array.from(atob(text), c => c.charCodeAt(0))], name));
+  const event = { dataTransfer: data, bubbles: true, cancelable: true };
+  for (const kind of ["dragover", "drop"]) document.querySelector(where).dispatchEvent(new DragEvent(kind, event));
+}"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Photographs of three colours, one that is none, and a large one."""
+    root = tmp_path_factory.mktemp("photos")
+    for colour, name in enumerate(("red.jpg", "green.png", "blue.png", "blue 2.webp")):
+        served.photo(min(colour, 2)).save(root / name)
+    (root / "broken.jpg").write_bytes(b"no photograph")
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (400, 400, 3), dtype=np.uint8)).save(root / "large.png")
+    return root
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1300])
+def test_a_visit_with_a_browser(folder, files, browser, tmp_path, monkeypatch, width, scheme):
+    monkeypatch.setattr(app, "MOST_BYTES", 2**18)
+    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page, said, asked = context.new_page(), [], []
+    for event in ("console", "pageerror", "dialog"):
+        page.on(event, lambda what: said.append(str(what)))
+    page.on("request", lambda request: asked.append(request.url))
+
+    def drop(*names, where):
+        read = [(name, base64.b64encode((files / name).read_bytes()).decode()) for name in names]
+        page.evaluate(DROP, [read, where])
+
+    def read(place):
+        """The classes and shares of a card."""
+        card = page.locator("article").nth(place)
+        card.locator("form, .warn, .done").first.wait_for()
+        return card.locator(".bar span").all_inner_texts(), [
+            float(text[:-2]) for text in card.locator("b").all_inner_texts()
+        ]
+
+    def wait(text):
+        page.get_by_text(text, exact=True).wait_for()
+
+    with served.served(folder) as url:
+        page.goto(url)
+        wait("2 classes, classifier prototype")
+        drop("red.jpg", "green.png", where="h1")
+        page.locator("article").nth(1).wait_for()
+        (first, shares), (second, _) = read(1), read(0)
+        assert first == ["red", "green"] and second == ["green", "red"] and sum(shares) == pytest.approx(100, abs=0.2)
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.id") == "files", "the keyboard reaches the field"
+        page.set_input_files("#files", [files / "broken.jpg"])
+        page.get_by_text("broken.jpg: image 1 cannot be read").wait_for()
+
+        card = page.locator("article").nth(2)
+        card.get_by_role("button", name="✓ red is right").click()
+        card.get_by_text("✓ It has learned this photograph as red").wait_for()
+        page.locator("#undo").click()
+        wait("taken back: 1 image of red")
+        card.get_by_role("button", name="✓ red is right").wait_for()
+        assert card.locator("figcaption").inner_text() == "red.jpg"
+        card = page.locator("article").nth(1)
+        card.get_by_label("the right class").fill("red")
+        card.get_by_role("button", name="Teach this").click()
+        wait("learned: red")
+        wait("Undo: 1 image of red")
+        card.get_by_text("✓ It has learned this photograph as red").wait_for()
+        assert page.locator("#counts li").all_inner_texts() == ["red\n5", "green\n4"]
+        assert page.get_by_text("Not saved: what it was taught is gone when the server stops.").is_visible()
+        page.fill("#name", SCRIPT)
+        page.set_input_files("#examples", [files / "large.png"])
+        page.get_by_role("button", name="Learn").click()
+        page.get_by_text("MiB as they are sent; send at most 0.25 MiB at once").wait_for()
+        page.set_input_files("#examples", [files / "blue.png", files / "blue 2.webp"])
+        page.get_by_role("button", name="Learn").click()
+        wait("3 classes, classifier prototype")
+        drop("blue.png", where="#drop")
+        page.locator("article").nth(3).wait_for()
+        assert read(0)[0][0] == SCRIPT
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, "the page scrolls sideways"
+        faint = [(round(ratio, 2), text) for ratio, text in page.evaluate(CONTRASTS) if ratio < 4.5]
+        assert not faint, "texts with too little contrast"
+
+        with page.expect_download() as download:
+            page.get_by_role("link", name="Download the learner").click()
+        download.value.save_as(tmp_path / "learner.zip")
+        for left in ("Undo: 1 image of red", "Undo"):
+            page.locator("#undo").click()
+            wait(left)
+        wait("2 classes, classifier prototype")
+        assert page.locator("#undo").is_disabled()
+        assert len(said) == 1 and "400 (Bad Request)" in said[0], "the broken file's answer, and nothing else"
+        assert {address.startswith((url, "blob:", "data:")) for address in asked} == {True}
+    context.close()
+    with zipfile.ZipFile(tmp_path / "learner.zip") as archive:
+        archive.extractall(tmp_path)
+    learner = ClassIncrementalLearner.from_pretrained(tmp_path / "learner")
+    assert learner.predict(Image.open(files / "blue.png")) == [SCRIPT]
+
+
+def test_a_hundred_photographs_are_labelled_with_the_keyboard_alone(folder, browser, tmp_path):
+    heap, output = tmp_path / "heap", tmp_path / "taught"
+    heap.mkdir()
+    for number in range(100):
+        served.photo(number % 3, 100 + number).save(heap / f"{('red', 'green', SCRIPT)[number % 3]}-{number}.png")
+    page, said = browser.new_page(viewport={"width": 1300, "height": 900}), []
+    for event in ("console", "pageerror", "dialog"):
+        page.on(event, lambda what: said.append(str(what)))
+    with served.served(folder, output=output, photographs=heap) as url:
+        page.goto(url)
+        left, taken_back = 100, False
+        while left:
+            page.get_by_text(f"{100 - left} labelled, {left} left").wait_for()
+            name = Path(page.locator("#photo").get_attribute("alt")).name.rpartition("-")[0]
+            proposed = page.evaluate(
+                "[...document.querySelectorAll('#proposed button')].map(b => b.childNodes[1].data)"
+            )
+            if name in proposed:
+                page.keyboard.press(str(1 + proposed.index(name)))
+            else:
+                page.keyboard.type(name)
+                page.keyboard.press("Enter")
+            left -= 1
+            if left == 50 and not taken_back:
+                page.get_by_text("50 labelled, 50 left").wait_for()
+                page.keyboard.press("Backspace")
+                page.get_by_text("49 labelled, 51 left").wait_for()
+                page.get_by_text("Not all is in").wait_for()
+                page.keyboard.press("Space")
+                page.get_by_text("skipped").wait_for()
+                left, taken_back = 51, True
+                width = page.viewport_size
+                page.set_viewport_size({"width": 390, "height": 844})
+                box = page.locator("#undo").bounding_box()
+                assert page.evaluate("scrollY") == 0 and 500 < box["y"] <= 844 - box["height"], "a thumb finds it"
+                page.set_viewport_size(width)
+        page.get_by_text("All are labelled.").wait_for()
+        assert page.locator("#undo").is_visible() and not page.locator("#named").is_visible()
+        page.get_by_text("after each change").wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 1300 and not said
+    page.locator("#undo").click()
+    page.get_by_text("The server does not answer.").wait_for()
+    page.close()
+    learned = ClassIncrementalLearner.from_pretrained(output)
+    assert learned.class_names == ("red", "green", SCRIPT)
+    assert sum(map(len, learned.state.known.learned.values())) == 108
+
+
+# What is wider than its place, by its text, and the width of the page.
+TOO_WIDE = """() => [
+  [...document.querySelectorAll("pre, pre code, table, .md-typeset__scrollwrap")]
+    .filter(box => box.clientWidth && box.scrollWidth > box.clientWidth + 1).map(box => box.innerText.slice(0, 80)),
+  document.documentElement.scrollWidth]"""
+
+
+def needs_the_pages_packages(*more):
+    for name in ("mkdocs", "mkdocstrings", "latex2mathml", *more):
+        pytest.importorskip(name)
+
+
+def build(site, theme=None):
+    """Build the pages in strict mode, where a warning is an error. With -q there would be no warnings to count."""
+    config = ROOT / "mkdocs.yml"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config), "-d", str(site)]
+    command += ["--theme", theme] if theme else []
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return site
+
+
+def test_pages_build_with_a_theme_that_comes_with_mkdocs(tmp_path):
+    needs_the_pages_packages()
+    site = build(tmp_path / "site", theme="readthedocs")
+    pages = sorted(ROOT.glob("docs/*.md"))
+    assert len(pages) > 15
+    assert all((site / page.stem / "index.html").is_file() or page.stem == "index" for page in pages)
+    start = (site / "index.html").read_text(encoding="utf-8")
+    assert '<img alt="A new task' in start and (site / "images" / "method.svg").is_file()
+    assert "<math" in (site / "method" / "index.html").read_text(encoding="utf-8")
+
+
+def test_nothing_scrolls_sideways_at_1280_pixels(tmp_path, browser):
+    needs_the_pages_packages("material")
+    site = build(tmp_path / "site")
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    for path in sorted(site.rglob("index.html")):
+        page.goto(path.as_uri())
+        wide, width = page.evaluate(TOO_WIDE)
+        assert not wide and width <= 1280, f"{path.relative_to(site)}: {wide}, {width}"
+    page.close()

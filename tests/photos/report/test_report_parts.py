@@ -1,0 +1,205 @@
+"""Parts of a report: tables, shares, the next step, the confusion matrix, the map, and the pictures of examples."""
+
+import dataclasses
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pages import drawn
+from PIL import Image
+
+from dulbe_peft.metrics.evaluation import ImageResult
+from dulbe_peft.photos.report import format_summary, plot_matrix, plot_results, read_run, write_figures
+from dulbe_peft.photos.report.html import percent
+from dulbe_peft.photos.report.pictures import SIDE, choose_examples, thumbnail, write_examples
+from dulbe_peft.photos.report.plots import SERIES, accuracy_figure, inline_svg, reliability_figure
+from dulbe_peft.photos.report.shares import (
+    ClassRow,
+    Share,
+    class_rows,
+    confusion_matrix,
+    more_images,
+    reliability,
+    sure_answers,
+    surest,
+)
+from dulbe_peft.photos.report.side_by_side import RunRow, best_rows
+from dulbe_peft.photos.report.table import Column, format_markdown, format_text, write_table_latex
+from dulbe_peft.photos.report.verdict import next_steps
+from dulbe_peft.utils.folders import read_manifest
+
+
+def answers(*rows, task=1):
+    """(class, answer, probability) as results of one task."""
+    return [ImageResult(f"{i}.png", *row, task, i, {}) for i, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "L", "I;16"])
+@pytest.mark.parametrize("size", [(8, 8), (640, 100), (3, 96), (97, 97)])
+def test_thumbnails_are_small_and_keep_their_shape(mode, size):
+    image = Image.fromarray(np.full(size[::-1], 9, np.uint8)).convert("L")
+    image = Image.new("I;16", size) if mode == "I;16" else image.convert(mode)
+    small = thumbnail(image)
+    assert small.mode == "RGB" and max(small.size) <= SIDE and max(small.size) > SIDE / 2
+    assert small.size[0] / small.size[1] == pytest.approx(size[0] / size[1], rel=0.1)
+    assert image.size == size  # it may be the user's own
+
+
+def test_pictures_show_the_surest_mistakes_and_some_of_each_class(tmp_path):
+    """Image i is all of one grey, so a picture tells which image it shows; one of them is deleted after the test."""
+    for i in range(60):
+        Image.new("L", (96, 96), 4 * i).save(tmp_path / f"{i}.png")
+
+    class Files(list):
+        labels = np.zeros(60, dtype=np.int64)
+
+        def __getitem__(self, i):
+            return {"image": Image.open(tmp_path / f"{i}.png").convert("RGB"), "label": 0}
+
+    chosen = choose_examples(answers(*[("cat", "dog" if i % 2 else "cat", i / 60) for i in range(60)], task=2))
+    data = Files([{"image": Image.new("L", (96, 96)), "label": 0}] * 60)
+    (tmp_path / "55.png").unlink()
+    write_examples(tmp_path / "pictures", chosen, [None, data], ["1 file is no image"])
+    index = json.loads((tmp_path / "pictures" / "index.json").read_text())
+    assert [entry["image"] for entry in index["mistakes"]] == [f"{i}.png" for i in range(59, 35, -2) if i != 55]
+    assert index["left_out"] == ["1 file is no image"]
+    assert [entry["image"] for entry in index["classes"]] == ["0.png", "20.png", "40.png"]
+    for entry in index["mistakes"] + index["classes"]:
+        with Image.open(tmp_path / "pictures" / entry["file"]) as picture:
+            assert abs(int(np.asarray(picture).mean()) - 4 * int(entry["image"][:-4])) <= 1
+    assert read_manifest(tmp_path / "pictures")
+
+
+def test_there_are_no_pictures_of_what_is_no_image_and_somebody_s_own_stay(tmp_path, capsys):
+    chosen, mine = choose_examples(answers(("cat", "dog", 0.5))), tmp_path / "pictures" / "mine.jpg"
+    for tests in ([None], [[{"image": np.zeros(3), "label": 0}]]):
+        write_examples(mine.parent, chosen, tests)
+        assert not list(tmp_path.iterdir())
+    mine.parent.mkdir()
+    mine.write_bytes(b"x")
+    write_examples(mine.parent, chosen, [[{"image": Image.new("L", (9, 9)), "label": 0}]])
+    assert list(mine.parent.iterdir()) == [mine]
+    assert "no pictures of examples" in capsys.readouterr().out
+
+
+def test_rows_that_are_equally_good_as_people_read_it_are_all_the_best():
+    rows = [RunRow(f"{n}", "", "", {"last_accuracy": n}) for n in (0.91234, 0.91231, 0.9)]
+    assert best_rows(rows) == rows[:2] and best_rows(rows[1:]) == rows[1:2]
+
+
+def test_one_list_of_columns_makes_every_table(tmp_path):
+    columns = [
+        Column("name", lambda row: row[0], number=False),
+        Column("share (%)", lambda row: "" if row[1] is None else f"{row[1]:.1f} ± 2 → -1", short="share"),
+    ]
+    good = replace(columns[1], bold=lambda row: row[1] is not None)
+    rows = [("a_b", 0.123456), ("\\~^<>|#$&", None)]
+    lines = format_text(columns, rows).splitlines()
+    assert lines == ["name              share", "a_b        0.1 ± 2 → -1", r"\~^<>|#$&"]
+    assert format_markdown(columns, rows).splitlines()[1:3] == ["| --- | ---: |", "| a_b | 0.1 ± 2 → -1 |"]
+    assert format_markdown([good], rows).splitlines()[2:] == ["| **0.1 ± 2 → -1** |", "|  |"]
+    write_table_latex(columns, rows, tmp_path / "t.tex")
+    hard = r"\textbackslash{}\textasciitilde{}\textasciicircum{}{<}{>}{|}\#\$\& &  \\"
+    assert (tmp_path / "t.tex").read_text().splitlines()[4:6] == [r"a\_b & 0.1 $\pm$ 2 $\to$ $-$1 \\", hard]
+
+
+def test_probabilities_against_what_is_right():
+    rows = answers(("a", "a", 0.85), ("a", "b", 0.83), ("b", "b", 0.97), ("b", "a", 0.41), ("b", "b", 1.0))
+    assert [(round(mean, 3), share) for mean, share in reliability(rows)] == [
+        (0.41, Share(0, 1)),
+        (0.84, Share(1, 2)),
+        (0.985, Share(2, 2)),
+    ]
+    assert [(t, part, share) for t, part, share in sure_answers(rows) if t in (0.8, 0.9)] == [
+        (0.8, 0.8, Share(3, 4)),
+        (0.9, 0.4, Share(2, 2)),
+    ]
+    line, marks = reliability_figure(reliability(rows)).axes[0].lines[:2]
+    assert list(line.get_xdata()) == list(line.get_ydata()) and marks.get_ydata() == pytest.approx([0, 50, 100])
+
+
+def test_above_which_probability_the_answers_are_right_often_enough():
+    rows = [ImageResult("", "a", "a" if i != 35 else "b", 1 - i / 100, 1, i, {}) for i in range(60)]
+    rows += [ImageResult("", "a", "b", 0.2, 1, 60, {})] * 20
+    for wanted in (0.9, 0.97, 1.0):
+        found = None
+        for limit in sorted({row.probability for row in rows} | {0.0}):  # a loop over all limits
+            own = [row for row in rows if row.probability > limit]
+            if len(own) >= 20 and sum(row.right for row in own) >= wanted * len(own) and found is None:
+                found = (limit, Share.of(own))
+        assert surest(rows, wanted) == found and found is not None
+    assert surest(rows[60:], 0.5) is None and surest(rows[:60], 0.95) == (0.0, Share(59, 60))
+
+
+def test_whether_more_photographs_would_help():
+    def table(*shares):
+        return [ClassRow(str(i), Share(*share), None, None, [], count) for i, (share, count) in enumerate(shares)]
+
+    few, many = [((i % 3, 10), 5) for i in range(8)], [((7 + i % 3, 10), 50) for i in range(8)]
+    assert more_images(table(*few, *many)) == (True, Share(7, 80), Share(63, 80), 5)
+    turned = [(share, 55 - count) for share, count in few + many]
+    assert more_images(table(*turned))[0] is False
+    assert more_images(table(((5, 10), 3), ((6, 10), 9)))[0] is None, "two classes say nothing"
+    assert more_images(table(*few)) is None, "equally many"
+    assert more_images(table(((5, 10), 3), ((6, 10), 9), ((6, 10), 9)))[1:] == (Share(5, 10), Share(12, 20), 3)
+
+
+def test_the_terminal_s_table_explains_itself(finished_run):
+    results = json.loads((finished_run / "results.json").read_text())
+    head, *rows = format_summary(results).splitlines()
+    assert [row.split()[0] for row in rows[:5]] == ["zero_shot", "text", "class_means", "bridge", "lda"]
+    bridge = results["classifiers"]["bridge"]
+    assert rows[3].split()[1:3] == [percent(bridge["average_accuracy"]), percent(bridge["last_accuracy"])]
+    assert max(map(len, [head, *rows])) <= 80
+    assert all(word.lower() in " ".join(rows[5:]).lower() for word in (*head.split()[1:4], "backward transfer"))
+    still = results | {"tasks": [record | {"loss": []} for record in results["tasks"]]}
+    assert "forgetting" not in format_summary(still) and "A_bar" in format_summary(still)
+    assert "A_bar" not in format_summary(still | {"class_names": [["all"]]})
+
+
+def test_the_next_step_is_the_most_useful_one(finished_run):
+    run = dataclasses.replace(read_run(finished_run), folder=Path("my run"))
+
+    def steps(rows, learned=None):
+        own = dataclasses.replace(run, predictions=rows)
+        return next_steps(own, class_rows(rows, {}, learned or {}), confusion_matrix(rows) if rows else None)
+
+    assert steps([])[0][1] == "dulbe-peft evaluate 'my run' --data PHOTOS"
+    good = [ImageResult(f"{i}", "a", "a", 0.9, 1, i, {"lda": "a"}) for i in range(400)]
+    assert steps(good) == [("Let it name new photographs.", "dulbe-peft predict 'my run' PHOTOS")]
+    assert "more than 20 images" in steps(good[:19] + answers(("b", "a", 0.5)))[-2][0]
+    crabs = good + answers(*[("crab", "lobster", 0.5)] * 8)
+    found = steps(crabs, {"crab": 3, "a": 50})
+    assert "clearly below the others: crab (0 of 8 right, learned from 3)." in found[0][0]
+    assert "Look at crab and lobster: 8 of 8" in found[1][0]
+
+
+def test_pictures_of_a_page_take_its_colours(finished_run):
+    results = json.loads((finished_run / "results.json").read_text())
+    with drawn():
+        svg, again = (inline_svg(accuracy_figure(results), "x") for _ in range(2))
+    assert svg.startswith("<svg") and "var(--series-3)" in svg and "currentColor" in svg
+    assert not [colour for colour in SERIES if colour in svg] and "<script" not in svg
+    assert svg == again, "the same results give the same picture"
+    assert accuracy_figure(results).axes[0].get_ylim() == (0, 100), "no axis is cut"
+
+
+def test_pictures_in_files_are_drawn(finished_run, tmp_path):
+    results = json.loads((finished_run / "results.json").read_text())
+    with drawn():
+        for number, plot in enumerate((plot_results, plot_matrix)):
+            plot(results, tmp_path / f"{number}.png")
+            with Image.open(tmp_path / f"{number}.png") as picture:
+                assert min(picture.size) > 400 and len(picture.getcolors(10**6)) > 100
+            with pytest.raises(ValueError, match="no test data"):
+                plot({"class_names": [["a"]]}, tmp_path / "x.png")
+        files = write_figures(finished_run, tmp_path)
+        assert write_figures(finished_run, tmp_path) == files, "its own are replaced"
+    drawings = [Image.open(path) for path in files if path.suffix == ".png"]
+    assert drawings and all(len(drawing.getcolors(10**6)) > 20 for drawing in drawings)
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "depths.png").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"depths\.png"):
+        write_figures(finished_run, tmp_path / "others")

@@ -1,0 +1,51 @@
+"""One process writes a table or sorts into a folder; copies are whole."""
+
+import os
+
+import pytest
+
+from dulbe_peft.photos import tables
+from dulbe_peft.photos.tables import only_writer, sorted_folder
+from dulbe_peft.utils.files import TEMPORARY_MARK
+from dulbe_peft.utils.folders import CheckpointError
+
+
+def test_of_two_on_one_table_or_in_one_folder_the_second_is_refused(tmp_path):
+    (tmp_path / "link.csv").symlink_to("t.csv")
+    words = r"link\.csv is in use by another process"
+    table, link = only_writer(str(tmp_path / "t.csv")), only_writer(str(tmp_path / "link.csv"))
+    with table, pytest.raises(CheckpointError, match=words), link:
+        pass
+    folder = str(tmp_path / "sorted")
+    with sorted_folder(folder), pytest.raises(CheckpointError, match="sorted is in use"), sorted_folder(folder):
+        pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.csv"]
+
+
+def test_copies_are_whole_and_replace_nothing(tmp_path, monkeypatch):
+    long, place = f"{'n' * 250}.png", tmp_path / "sorted" / "a%2Fb"
+    for name in ("1.png", "2.png", long):
+        (tmp_path / name).write_bytes(name.encode())
+    place.mkdir(parents=True)
+    (place / "1.png").write_bytes(b"another picture")
+    (place / "1-2.png").symlink_to("nowhere")
+    (place / f".2.png{TEMPORARY_MARK}abcd_123").mkdir()  # of a copy that was killed
+    with sorted_folder(str(tmp_path / "sorted")) as copy:
+        for name in ("1.png", "2.png", long, "1.png"):
+            copy(tmp_path / name, "a/b")
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+            patch.setattr(tables.shutil, "copyfileobj", lambda source, target: target.write(b"x") and no_space())
+            copy(tmp_path / "1.png", "full")
+        with pytest.raises(OSError, match=r"No such file or directory: '.*gone\.png'"):
+            copy(tmp_path / "gone.png", "a/b")
+    assert {path.name: path.read_bytes() for path in place.iterdir() if path.exists()} == {
+        "1.png": b"another picture",
+        "1-3.png": b"1.png",
+        "2.png": b"2.png",
+        long: long.encode(),
+    }
+    assert os.readlink(place / "1-2.png") == "nowhere" and not list((tmp_path / "sorted" / "full").iterdir())
+
+
+def no_space():
+    raise OSError(28, "No space left on device")

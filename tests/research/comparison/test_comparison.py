@@ -1,0 +1,373 @@
+"""Methods and classifiers side by side: what is run, what is never run twice, and what the table says."""
+
+import json
+import re
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from compared import without_times
+from failing_files import edited
+
+from dulbe_peft.classifiers import CLASSIFIERS
+from dulbe_peft.metrics.features import read_features
+from dulbe_peft.photos.commands.main import main
+from dulbe_peft.strategies import STRATEGIES
+from dulbe_peft.utils.tensors import read_tensors, write_tensors
+from research.comparison.cells import answers_path, read_answers, read_cell
+from research.comparison.compare import ComparisonError, compare
+from research.comparison.comparison_file import read_comparison
+from research.comparison.plan import Row, as_text, read_plan
+from research.comparison.summary import format_summary, make_entries
+
+ROOT = Path(__file__).parents[2]
+FROZEN = {"methods": {"frozen": {"strategy": "frozen"}}}
+
+
+def quiet(_):
+    """Nobody is told anything."""
+
+
+def write(path, content):
+    path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def content(digit_folders, tiny_model):
+    """Four digits in two tasks, with and without training, two seeds, on a tiny model."""
+    quick = {"increment": 2, "epochs": 1, "batch_size": 4, "support_rank": 8, "residual_rank": 2, "device": "cpu"}
+    root = str(digit_folders(4, 6, 3))
+    data = {"data": root, "retention": root, "retention_scales": [0.5]}
+    return {
+        "streams": {"digits": {"model": str(tiny_model), **data, **quick}},
+        "methods": {
+            "frozen": {"strategy": "frozen"},
+            "LoRA": {"strategy": "lora", "choose": {"learning_rate": ["1e-4", 0.1]}},
+        },
+        "classifiers": ["bridge", "lda"],
+        "drift": ["none", "linear"],
+        "seeds": [0, 1],
+        "reference": {"method": "frozen", "classifier": "lda"},
+    }
+
+
+@pytest.fixture(scope="module")
+def finished(content, tmp_path_factory):
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("comparison")
+    said: list[str] = []
+    entries = compare(read_plan(write(folder / "plan.yaml", content)), folder / "out", jobs=1, log=said.append)
+    return folder, entries, said
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """The same in a folder of its own, for tests that write there."""
+    shutil.copytree(finished[0], tmp_path / "copied")
+    return tmp_path / "copied", *finished[1:]
+
+
+def run_of(folder, entry, seed=0):
+    return folder / "out" / "runs" / "digits" / entry.row.method / as_text(entry.chosen) / f"seed-{seed}"
+
+
+def times(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name in ("cell.json", "learner.json")}
+
+
+def test_every_row_of_every_stream_is_there(finished):
+    folder, entries, said = finished
+    assert [entry.row for entry in entries] == [
+        Row("frozen", "bridge"),
+        Row("frozen", "lda"),
+        *[Row("LoRA", name, drift) for name in ("bridge", "lda") for drift in ("none", "linear")],
+    ]
+    assert all(entry.seeds == (0, 1) and entry.retention for entry in entries)
+    found = read_comparison(folder / "out")
+    assert found.missing() == [] and found.entries == entries
+    lines = (folder / "out" / "comparison.csv").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 7 and lines[1].startswith("digits,frozen,bridge,none,,2,")
+    assert "| frozen | lda |" in format_summary(entries) and "digits, 2 seeds" in format_summary(entries)
+    last = {(entry.row.method, entry.row.classifier): entry.means["last"] for entry in entries}
+    assert [entry.gain for entry in entries[:2]] == [None, None] and entries[1].differences["last"] is None
+    for entry in entries[2:]:  # what training adds is the difference to the same classifier
+        assert entry.gain.mean == pytest.approx(entry.means["last"] - last["frozen", entry.row.classifier])
+    assert entries[-1].gain == entries[-1].differences["last"]  # to the reference, which is the same row here
+    # The better rate on held-back training images is taken.
+    tried, ran = (sorted((folder / "out" / where).rglob("cell.json")) for where in ("choices", "runs/digits/LoRA"))
+    assert [json.loads(path.read_text())["settings"]["validation_fraction"] for path in tried] == [0.2, 0.2]
+    rates = {entry.chosen["learning_rate"] for entry in entries[2:]}
+    assert sum("best on held-back training images" in line for line in said) == len(rates)
+    assert {json.loads(path.read_text())["settings"]["learning_rate"] for path in ran} == rates
+
+
+def test_each_row_is_of_the_runs_with_the_rate_that_its_own_classifier_chose(copied, content, monkeypatch):
+    folder, _, _ = copied
+    content = content | {"seeds": [0], "drift": ["none"]}
+    shutil.rmtree(folder / "out" / "runs" / "digits" / "LoRA")
+
+    def judged(run, row, cell):
+        return SimpleNamespace(shares={"last": np.full(4, float(("0.1" in run.name) == (row.classifier == "lda")))})
+
+    monkeypatch.setattr("research.comparison.compare.read_row", judged)
+    plan = read_plan(write(folder / "plan.yaml", content))
+    entries = compare(plan, folder / "out", jobs=1, log=quiet)
+    assert [entry.chosen.get("learning_rate") for entry in entries] == [None, None, 1e-4, 0.1]
+    for entry in entries[2:]:
+        run = run_of(folder, entry)
+        answers, _ = read_answers(run, entry.row, read_cell(run))
+        assert read_cell(run).settings["learning_rate"] == entry.chosen["learning_rate"]
+        assert entry.means["last"] == pytest.approx(float(answers[-1].right.float().mean()))
+        assert [path.stem for path in (run / "answers").iterdir()] == [entry.row.classifier]
+
+
+def test_what_a_scale_gives_and_costs_is_kept(finished):
+    folder, entries, _ = finished
+    for entry in (entries[0], entries[-1]):
+        found = [json.loads((run_of(folder, entry, seed) / "cell.json").read_text())["retention"] for seed in (0, 1)]
+        assert all([point["scale"] for point in one["scales"]] == [0, 0.5, 1] for one in found)
+        for one in found:  # here the classes of `retention` are those of the stream
+            assert all(point["learned"] == pytest.approx(point["unlearned"]) for point in one["scales"])
+            assert (one["before"], one["after"]) == tuple(one["scales"][end]["unlearned"] for end in (0, -1))
+        assert entry.retention.scales[1].learned == pytest.approx(np.mean([o["scales"][1]["learned"] for o in found]))
+
+
+def test_the_table_s_accuracies_are_those_of_the_answers(copied):
+    """The digits are easy: some answers are made wrong, so that the two measures differ."""
+    folder, plan = copied[0] / "out", read_plan(copied[0] / "plan.yaml")
+    row, accuracies = Row("frozen", "lda"), []
+    for seed in (0, 1):
+        run = folder / "runs" / "digits" / "frozen" / f"seed-{seed}"
+        tensors, metadata = read_tensors(answers_path(run, row))
+        tensors["predicted 1"] = 1 - tensors["truth 1"]
+        tensors["predicted 2"][seed] = 3 - tensors["truth 2"][seed]
+        write_tensors(answers_path(run, row), tensors, metadata)
+        answers, _ = read_answers(run, row, read_cell(run))
+        accuracies.append([float(step.right.float().mean()) for step in answers])
+    entry = next(entry for entry in make_entries(plan, folder, plan.cells()) if entry.row == row)
+    assert entry.means["last"] == pytest.approx(np.mean([last for _, last in accuracies]))
+    assert entry.means["average"] == pytest.approx(np.mean(accuracies))
+    assert entry.means["last"] > entry.means["average"] + 0.1
+
+
+def test_what_is_finished_is_not_run_again(copied, content, monkeypatch):
+    folder, entries, _ = copied
+    before = times(folder)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "ray", None)  # no engine starts where nothing is left to do
+        assert compare(read_plan(folder / "plan.yaml"), folder / "out", backend="ray", log=quiet) == entries
+    more = write(folder / "more.yaml", content | {"classifiers": ["bridge", "lda", "ranpac:features=20"]})
+    added = compare(read_plan(more), folder / "out", jobs=1, log=quiet)
+    assert [entry.row.classifier for entry in added][-1] == "ranpac:features=20"
+    assert times(folder) == before  # a classifier that is added later trains nothing
+
+
+def test_answers_of_0_2_0_are_read_where_they_are_the_same_classifier_s(copied):
+    run, row = copied[0] / "out" / "runs" / "digits" / "frozen" / "seed-0", Row("frozen", "bridge")
+    cell = json.loads((run / "cell.json").read_text())
+    cell["bridge"] = {"num_depths": 10, "reliability_temperature": 0.05}
+    (run / "cell.json").write_text(json.dumps(cell))
+    tensors, metadata = read_tensors(answers_path(run, row))
+    facts = json.loads(metadata["facts"])
+
+    def read(metric):
+        facts["settings"]["classifier"][2]["metric"] = metric
+        write_tensors(answers_path(run, row), tensors, {"facts": json.dumps(facts)})
+        return read_answers(run, row, read_cell(run))[0]
+
+    assert torch.equal(read("cosine")[-1].truth, tensors["truth 2"])
+    with pytest.raises(ValueError, match="of another run, classifier or version"):
+        read("whitened")
+
+
+def test_damaged_answers_are_named_and_made_again_once_removed(copied):
+    folder, entries, _ = copied
+    path = folder / "out" / "runs" / "digits" / "frozen" / "seed-0" / "answers" / "bridge.safetensors"
+    path.write_bytes(path.read_bytes()[:500])
+    plan = read_plan(folder / "plan.yaml")
+    with pytest.raises(ValueError, match="bridge.safetensors is damaged .*; remove the file"):
+        compare(plan, folder / "out", jobs=1, log=quiet)
+    path.unlink()
+    again = compare(plan, folder / "out", jobs=1, log=quiet)
+    assert [entry.means for entry in again] == [entry.means for entry in entries]
+    edited(path.parents[1] / "cell.json", "cost", {})
+    with pytest.raises(ValueError, match="cell.json is damaged or foreign: cost"):
+        read_cell(path.parents[1])
+
+
+def test_answers_of_another_run_classifier_or_default_are_not_taken(copied, monkeypatch):
+    folder, entries, _ = copied
+    run, lda = run_of(folder, entries[-2]), Row("LoRA", "lda")
+    cell = read_cell(run)
+    read_answers(run, lda, cell)
+    shutil.copy(answers_path(run.parent / "seed-1", lda), answers_path(run, Row("LoRA", "bridge")))
+    shutil.copy(answers_path(run, lda), answers_path(run, replace(lda, drift="linear")))
+    shutil.copy(answers_path(run, lda), answers_path(run, Row("LoRA", "ridge")))
+    for row in (Row("LoRA", "bridge"), replace(lda, drift="linear"), Row("LoRA", "ridge")):
+        with pytest.raises(ValueError, match="of another run, classifier or version; remove the file"):
+            read_answers(run, row, cell)
+    monkeypatch.setattr(CLASSIFIERS["lda"], "setting_defaults", lambda: {"shrinkage": "another default"})
+    with pytest.raises(ValueError, match="of another run, classifier or version"):
+        read_answers(run, lda, cell)
+
+
+@pytest.mark.parametrize("name, text", [("comparison.json", '{"mine": 1}'), ("comparison.csv", "")])
+def test_a_file_of_somebody_s_own_is_not_replaced(content, tmp_path, capsys, name, text):
+    (tmp_path / name).write_text(text)
+    assert main(["compare", str(write(tmp_path / "c.yaml", content)), "--output", str(tmp_path)]) == 2
+    assert str(tmp_path / name) in capsys.readouterr().err
+    assert (tmp_path / name).read_text() == text and not (tmp_path / "runs").exists()
+
+
+def test_another_setting_in_the_place_of_a_finished_run_is_refused(finished, content):
+    folder, _, _ = finished
+    streams = {"digits": content["streams"]["digits"] | {"epochs": 2}}
+    other = read_plan(write(folder / "changed.yaml", content | {"streams": streams}))
+    assert not make_entries(other, folder / "out", other.cells()), "figures of other settings are not in the table"
+    with pytest.raises(ValueError, match="epochs = 1, now it is 2"):
+        compare(other, folder / "out", jobs=1, log=quiet)
+
+
+def test_other_images_under_a_finished_run_are_refused(copied, content, tmp_path):
+    out, photos = copied[0] / "out", tmp_path / "photos"
+    shutil.copytree(content["streams"]["digits"]["data"], photos)
+    for path in out.rglob("cell.json"):
+        edited(path, "settings", "data", str(photos))
+    first, *_, last = sorted((photos / "train").rglob("*.png"))
+    first.write_bytes(last.read_bytes())
+    streams = {"digits": content["streams"]["digits"] | {"data": str(photos)}}
+    plan = read_plan(write(tmp_path / "plan.yaml", content | {"streams": streams}))
+    with pytest.raises(ValueError, match="run on other images than are in"):
+        compare(plan, out, jobs=1, log=quiet)
+
+
+def test_a_classifier_that_fails_costs_no_other(copied, content, monkeypatch):
+    folder, _, _ = copied
+    changes = FROZEN | {"classifiers": ["ridge", "prototype"], "reference": None}
+    plan = read_plan(write(folder / "failing.yaml", content | changes))
+    monkeypatch.setattr(CLASSIFIERS["ridge"], "added", lambda *_: 1 / 0)
+    with pytest.raises(ComparisonError, match="frozen with ridge: ZeroDivisionError"):
+        compare(plan, folder / "out", jobs=1, log=quiet)
+    assert "prototype" in {entry.row.classifier for entry in read_comparison(folder / "out").entries}
+
+
+def test_a_run_that_fails_costs_no_other(content, tmp_path):
+    broken = {"broken": {**content["streams"]["digits"], "data": str(tmp_path / "nowhere")}}
+    plan = content | FROZEN | {"streams": content["streams"] | broken, "seeds": [0]}
+    with pytest.raises(ComparisonError, match=r"1 of 2 runs failed; the first: runs/broken/frozen/seed-0: .*nowhere"):
+        compare(read_plan(write(tmp_path / "plan.yaml", plan)), tmp_path / "out", jobs=1, log=quiet)
+    assert {entry.stream for entry in read_comparison(tmp_path / "out").entries} == {"digits"}
+
+
+def test_an_interrupted_comparison_leaves_a_table(content, tmp_path, monkeypatch):
+    interrupted = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr("research.comparison.compare.finish_cell", interrupted)
+    plan = read_plan(write(tmp_path / "plan.yaml", content | FROZEN))
+    with pytest.raises(KeyboardInterrupt):
+        compare(plan, tmp_path / "out", jobs=1, log=quiet)
+    table = read_comparison(tmp_path / "out")
+    assert table.entries == [] and table.scope.reference == Row("frozen", "lda")
+    assert table.missing() == [("digits", row, (0, 1)) for row in plan.rows_of("frozen")]
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
+    """By the command, with a run that was cut short: its last task is gone, and nothing says that it is finished."""
+    folder, entries, _ = finished
+    shutil.copytree(folder / "out", tmp_path / "out")
+    for run in (tmp_path / "out" / "runs" / "digits" / "LoRA").iterdir():
+        shutil.rmtree(run)
+    path = str(folder / "plan.yaml")
+    assert main(["compare", path, "--output", str(tmp_path / "out"), "--jobs", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "2 of 4 runs are to be finished" in said and "| LoRA | lda | linear |" in said
+    assert without_times(read_comparison(tmp_path / "out").entries) == without_times(entries)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"streems": {}}, "streems: Extra inputs are not permitted"),
+        ({"streams": {"../a": {"model": "demo", "data": "x"}}}, "streams.../a"),
+        ({"methods": {"a": {"learning_rat": 1}}}, "method 'a' has an unknown setting 'learning_rat'"),
+        ({"methods": {1: {"strategy": "frozen"}, "1": {"strategy": "lora"}}}, "'1' stands twice"),
+        ({"streams": {"a": {"model": "demo"}}}, "stream 'a' names no data"),
+        ({"streams": {"a": {"model": "demo", "data": "$NOWHERE/x"}}}, "variable of the environment"),
+        ({"streams": {"a": {"model": "m", "data": "x", "retention_scales": [0.5]}}}, "beside retention"),
+        ({"methods": {"a": {"seed": 1}}}, "method 'a' sets 'seed', which it cannot: `seeds` names them"),
+        ({"methods": {"a": {"label_column": "kind"}}}, "it belongs to a stream, and is the same for all methods"),
+        ({"methods": {"a": {"choose": {"learning_rate": ["1e-4", 0.0001]}}}}, "the entries must be different"),
+        ({"classifiers": ["lda", "lda"]}, "classifiers: Value error, the entries must be different"),
+        ({"reference": {"method": "LoRA", "classifier": "text"}}, "'LoRA with text', which is no row"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(content, tmp_path, change, words):
+    path = write(tmp_path / "plan.yaml", {key: v for key, v in content.items() if key != "reference"} | change)
+    with pytest.raises(ValueError, match=f"plan.yaml.*{re.escape(words)}"):
+        read_plan(path)
+
+
+def test_a_method_brings_its_own_classifier(content, tmp_path):
+    methods = {"RAPF": {"strategy": "rapf"}, "DuLBE": {"strategy": "dulbe"}, "bare": {}}
+    content = content | {"methods": methods, "classifiers": ["text"], "reference": None}
+    plan = read_plan(write(tmp_path / "plan.yaml", content))
+    assert [row.classifier for row in plan.rows_of("DuLBE")] == ["text"]  # text alone: nothing in it can drift
+    assert [row.classifier for row in plan.rows_of("RAPF")] == ["text", "rapf"]
+    bare = next(cell for cell, _ in plan.cells() if cell.method == "bare")
+    assert "drift" not in bare.settings, "a method that names no strategy trains nothing, as `run` does"
+    plan = read_plan(write(tmp_path / "plan.yaml", content | {"classifiers": ["ranpac:features=9", "lda"]}))
+    # Behind a ReLU nothing can follow.
+    assert [row.drift for row in plan.rows_of("DuLBE")] == ["none", "none", "linear"]
+
+
+def test_a_method_that_trains_on_augmented_views_is_compared(content, tmp_path):
+    methods = {"plain": {"strategy": "lora"}, "views": {"strategy": "lora", "augment": "affine", "copies": 1}}
+    mine = content | {"methods": methods, "classifiers": ["lda"], "drift": ["none"], "seeds": [0], "reference": None}
+    plan = read_plan(write(tmp_path / "plan.yaml", mine))
+    assert [cell.settings.get("drift") for cell, _ in plan.cells()] == ["linear", None] * len(plan.streams)
+    plain, views = compare(plan, tmp_path / "out", jobs=1)
+    assert [entry.row.method for entry in (plain, views)] == ["plain", "views"]
+    features = [read_features(tmp_path / "out" / cell.folder) for cell, _ in plan.cells()]
+    assert not torch.equal(features[0][0].closing.features, features[1][0].closing.features)
+    with pytest.raises(ValueError, match="augment and drift='linear'"):
+        other = read_plan(write(tmp_path / "plan.yaml", mine | {"drift": ["none", "linear"]}))
+        compare(other, tmp_path / "other", jobs=1)
+
+
+@pytest.mark.slow
+def test_the_file_for_my_photographs_runs(digit_folders, tmp_path, monkeypatch, capsys):
+    """As a person runs it, on the folder that it names; the model is the demo's, and everything is small."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(digit_folders(4, 8, 3), "photos")
+    content = yaml.safe_load((ROOT / "examples" / "comparisons" / "my_photographs.yaml").read_text(encoding="utf-8"))
+    small = {"model": "demo", "increment": 2, "epochs": 1, "support_rank": 8, "residual_rank": 2, "device": "cpu"}
+    content["streams"]["my photographs"] |= small
+    write(tmp_path / "mine.yaml", content)
+    assert main(["compare", "mine.yaml", "--output", "out"]) == 0
+    table = read_comparison(tmp_path / "out")
+    assert table.scope.reference == Row("frozen", "bayes") and table.missing() == []
+    assert {entry.row.method for entry in table.entries} == {"frozen", "LoRA", "DuLBE"}
+    assert all(entry.seeds == (0, 1, 2) and entry.differences["last"] for entry in table.entries[1:])
+    assert main(["report", "out"]) == 0 and "my photographs" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "examples" / "comparisons").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_the_files_of_comparisons_name_what_there_is(path, monkeypatch):
+    for name in ("MODEL", "OTHER_MODEL", "DATA", "MODELS"):
+        monkeypatch.setenv(name, "demo")
+    plan = read_plan(path)
+    assert len(plan.seeds) == 3 and plan.cells()
+    assert f"compare examples/comparisons/{path.name} --output" in path.read_text(encoding="utf-8")
+    if path.stem == "family":
+        own = {name for name, cls in STRATEGIES.items() if cls.__module__.startswith("dulbe_peft.")}
+        assert {method["strategy"].partition(":")[0] for method in plan.methods.values()} == own

@@ -1,0 +1,186 @@
+"""The page about a comparison: what it says of clear and unclear differences, its figures, and any name."""
+
+import re
+
+import pytest
+from compared import CLEAR, REFERENCE, UNCLEAR, WORSE, entry, made_comparison, write_into
+from failing_files import edited
+from pages import Page, drawn, self_contained
+
+from dulbe_peft.photos.commands.main import main
+from dulbe_peft.utils.files import read_csv
+from research.comparison.comparison_file import Comparison, read_comparison
+from research.comparison.comparison_page import lead, write_comparison_page
+from research.comparison.comparison_plots import (
+    MOST,
+    cost_figure,
+    curves_figure,
+    forest_figure,
+    image_counts,
+    important_rows,
+    streams_figure,
+    with_difference,
+)
+from research.comparison.plan import Row
+from research.comparison.summary import COLUMNS, write_summary_csv
+
+TITLES = [column.title for column in COLUMNS if column.show and column.title != "seeds"][1:]  # of three seeds
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "compared"
+    path.mkdir()
+    write_into(made_comparison(), path)
+    write_summary_csv(path / "comparison.csv", made_comparison().entries)
+    return path
+
+
+def changed(record, **fields):
+    return record.model_copy(update=fields)
+
+
+def beside(*others, seeds=(0, 1, 2)):
+    """What is said of the reference, which has 80 %, and of rows with these accuracies and differences."""
+    rows = [entry(Row("DuLBE", str(n)), *other) for n, other in enumerate(others)]
+    return lead([entry(REFERENCE, 0.8, seeds=seeds), *rows], REFERENCE)
+
+
+def test_the_first_sentence_says_what_the_differences_say():
+    clear = beside((0.85, CLEAR), (0.7, WORSE))
+    assert clear.startswith("DuLBE with 0 names most test images right after the last task: 85.0 %. It is clearly")
+    assert "frozen with bridge, which has 80.0 %" in clear and "+2.0 to +8.0, leaves out zero." in clear
+    unclear = beside((0.81, UNCLEAR), (0.81, UNCLEAR))
+    assert "not distinguishable from the reference" in unclear and "-2.0 to +4.0, holds zero" in unclear
+    assert "clearly" not in unclear and "One other has the same accuracy." in unclear
+    first = beside((0.8, UNCLEAR), (0.7, WORSE))
+    assert first.startswith("No row is better than the reference, frozen with bridge. It names 80.0 % of")
+    assert first.endswith("One of the 2 others is clearly worse.")
+    for unknown in (beside((0.9,), seeds=(1,)), lead([entry(Row("DuLBE", "lda"), 0.9)], REFERENCE)):
+        assert "No seed is finished for both" in unknown and "better than" not in unknown
+
+
+def test_the_page_has_all_figures(folder):
+    assert read_comparison(folder) == made_comparison()
+    page = Page(write_comparison_page(folder))
+    self_contained(page)
+    text = page.words
+    assert "4 images: DuLBE with lda names most" in text and "16 images: frozen with ranpac:features=9 names" in text
+    assert "4 rows on 2 streams, planned with 3 seeds (0, 1, 2)" in text and "With one seed" not in text
+    cells = [[[cell.replace("(", " (").replace("  ", " ") for cell in row] for row in table] for table in page.tables]
+    first, second = (table for table in cells if table[0][:2] == ["method", "classifier"])
+
+    def row(method, classifier, drift, last, *rest):
+        figures = [f"{value:.1f} ({value - 1:.1f} to {value + 1:.1f})" for value in (last, last + 3)]
+        costs = ["7.9", "12", "10", "28,800", "3.0"]
+        chosen = "learning_rate=0.001" if method == "DuLBE" else ""
+        return [method, classifier, drift, chosen, *figures, "2.0 (+1.0 to +3.0)", *rest[:2], *costs, *rest[2:]]
+
+    assert first == [
+        TITLES,
+        row("DuLBE", "lda", "", 85, *2 * ["+5.0 (+2.0 to +8.0)"], "90.0 → 85.0"),
+        row("frozen", "ranpac:features=9", "", 81, "+1.0 (-2.0 to +4.0)", "", ""),
+        row("frozen (reference)", "bridge", "", 80, "", "", "90.0 → 90.0"),
+        row("DuLBE", "lda", "linear", 70, *2 * ["-10.0 (-15.0 to -5.0)"], "90.0 → 85.0"),
+    ]
+    assert page.source.count("<strong>85.0</strong><br><small>(84.0 to 86.0)</small>") == 1
+    assert page.source.count("<strong>") == 4, "clearly better: A_last, A_bar; of the lead the names of both streams"
+    assert second[0] == ["method", "classifier", "seeds", *TITLES[4:-1]] and "2 to 3 seeds" in text
+    assert [line[2] for line in second[1:]] == ["", "", "2, few"]
+    meant = re.findall("<dt>(.+)</dt><dd>.+</dd>", page.source)
+    assert meant == [column.title for column in COLUMNS][1:], "the page says what each column means"
+    assert page.table("method", "tried") == [["DuLBE", "learning_rate = 0.0001, 0.001"]]
+    missing = [["16 images", "DuLBE", "lda", "2"], ["16 images", "DuLBE", "lda (drift linear)", "0, 1, 2"]]
+    assert page.table("stream", "classifiers", "seeds") == missing
+    settings = dict(page.table("stream or method"))
+    assert settings["16 images"] == "data = demo-digits; images_per_class = 16; model = demo"
+    assert page.source.count("<svg") == 7, "one of the streams; of each one differences, curves and costs"
+
+
+def test_a_page_of_one_seed_and_one_of_nothing_finished(tmp_path):
+    table = made_comparison()
+    scope = changed(table.scope, streams={"4 images": table.scope.streams["4 images"]}, seeds=(0,))
+    entries = [changed(one, seeds=(0,)) for one in table.entries[:4]]
+    write_into(Comparison(entries=entries, scope=scope), tmp_path)
+    page = Page(write_comparison_page(tmp_path, tmp_path / "page.html"))
+    self_contained(page)
+    assert "With one seed, an interval speaks of the test images alone." in page.words
+    assert "not finished" not in page.words and "Settings to choose from" in page.words
+    assert page.source.count("<svg") == 3 and "4 images: DuLBE" not in page.words
+    write_into(changed(table, entries=[]), tmp_path)
+    page = Page(write_comparison_page(tmp_path))
+    self_contained(page)
+    assert page.table("stream", "classifiers")[0] == ["4 images", "frozen", "all", "0, 1, 2"]
+    assert "Nothing is finished yet." in page.text and "<svg" not in page.source
+
+
+def test_a_name_is_only_a_text(tmp_path):
+    names = ("<script>alert(1)</script>", '50% $x_{1}$ & "c" 数')
+    write_into(made_comparison(names, method="_<b>$\\frac$", classifier="<i>&amp;"), tmp_path)
+    with drawn():
+        page = Page(write_comparison_page(tmp_path, latex=tmp_path / "t.tex"))
+    self_contained(page)
+    assert not {"b", "i"} & {tag for tag, _ in page.tags}
+    for name in names:
+        assert [1 for level, text in page.headings if (level, text) == (2, name)], name
+    assert page.text.count("_<b>$\\frac$ with <i>&amp;") >= 4, "in the lead, the legend and the pictures"
+    assert r"\_{<}b{>}\$\textbackslash{}frac\$" in (tmp_path / "t.tex").read_text(encoding="utf-8")
+
+
+def test_the_map_from_images_to_accuracy():
+    table = made_comparison()
+    assert image_counts(table.scope.streams) == {"4 images": 4, "16 images": 16}
+    for change in ({"epochs": 2}, {"images_per_class": None}, {"images_per_class": 16}):
+        first = {**table.scope.streams["4 images"], **change}
+        assert image_counts({**table.scope.streams, "4 images": first}) == {}, change
+    rows = important_rows(table)
+    assert rows == [REFERENCE, Row("DuLBE", "lda"), Row("frozen", "ranpac:features=9")]
+    figure = streams_figure(table, rows)
+    axes = figure.axes[0]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["4", "16"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [row.title for row in rows]
+    lines = [container.lines[0] for container in axes.containers]
+    assert [list(line.get_xdata()) for line in lines] == [[4, 16]] * 3
+    assert [list(line.get_ydata()) for line in lines] == [pytest.approx(y) for y in ([80, 90], [85, 90], [81, 91])]
+
+
+def test_curves_costs_and_differences_are_drawn_with_their_intervals():
+    entries = made_comparison().entries[:4]
+    lines = curves_figure(entries, [REFERENCE, Row("DuLBE", "lda")]).axes[0].lines
+    assert [list(line.get_ydata()) for line in lines] == [pytest.approx([86, 80]), pytest.approx([91, 85])]
+    frozen, dulbe = cost_figure(entries).axes[0].lines
+    assert list(frozen.get_ydata()) == [80, 81] and list(dulbe.get_ydata()) == [85, 70]
+    assert set(dulbe.get_xdata()) == {9.6}, "the CPU's seconds where they are known"
+    rows = with_difference(entries)
+    assert [row.differences["last"] for row in rows] == [CLEAR, UNCLEAR, WORSE]
+    axes = forest_figure(rows).axes[0]
+    zero, *lines = axes.lines
+    assert list(zero.get_xdata()) == [0, 0]
+    assert [list(line.get_xdata()) for line in lines[::2]] == [[2, 8], [-2, 4], [-15, -5]]
+    assert [line.get_xdata()[0] for line in lines[1::2]] == [5, 1, -10]
+    assert [line.get_markerfacecolor() == "none" for line in lines[1::2]] == [False, True, False]
+    many = [entry(Row("a", str(place)), 0.5, CLEAR) for place in range(MOST + 5)]
+    assert len(forest_figure(many).axes[0].texts) == MOST
+
+
+def test_the_command(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(folder), "--csv", "a.csv", "--latex", "a.tex"]) == 0
+    assert capsys.readouterr().out.split()[1:6:2] == [str(folder / "report.html"), "a.csv", "a.tex"]
+    assert (tmp_path / "a.csv").read_bytes() == (folder / "comparison.csv").read_bytes()
+    header, *rows = read_csv(tmp_path / "a.csv")
+    row = dict(zip(header, rows[2], strict=True))
+    assert (row["classifier"], row["last"], row["last_low"], row["seeds"]) == ("lda", "0.85", "0.02", "3")
+    lines = (tmp_path / "a.tex").read_text(encoding="utf-8").splitlines()
+    start = r"4 images & DuLBE & lda &  & learning\_rate=0.001 &  & \textbf{85.0 (84.0 to 86.0)} & \textbf{88.0"
+    assert lines[4].startswith(start)
+    assert lines[4].endswith(r"& 28,800 & 3.0 & 90.0 $\to$ 85.0 \\")
+    assert all(line.count("&") == 16 for line in lines if line.endswith(r"\\"))
+    (tmp_path / "run").mkdir()
+    for folders in (["run", str(folder)], [str(folder), "run"]):
+        assert main(["report", *folders, "--output", "b.html"]) == 2
+        assert f"{folder} is a comparison: report on it alone" in capsys.readouterr().err
+    edited(folder / "comparison.json", "entries", 0, "means", "last", 99)
+    assert main(["report", str(folder), "--output", "b.html"]) == 2
+    assert "comparison.json is damaged or foreign: entries.0.means.last: " in capsys.readouterr().err
+    assert not (tmp_path / "b.html").exists()

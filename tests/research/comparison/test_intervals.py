@@ -1,0 +1,73 @@
+"""Intervals and ranks against literal formulas."""
+
+import numpy as np
+import pytest
+import torch
+from compared import entry
+from scipy.stats import friedmanchisquare, wilcoxon
+from scipy.stats import t as student
+
+from dulbe_peft.metrics.accuracy import accuracy_matrix, forgetting
+from dulbe_peft.metrics.features import Answers
+from research.comparison.intervals import image_shares, mean_interval, mean_share
+from research.comparison.plan import Row
+from research.comparison.ranks import ranked
+
+
+def answers_of(orders, seed):
+    """Answers of a stream of two classes a task, three images of each, right at random; and the classes."""
+    random = np.random.default_rng(seed)
+    found = []
+    for count in range(2, len(orders) + 1, 2):
+        truth = torch.arange(count).repeat_interleave(3)
+        predicted = torch.where(torch.from_numpy(random.random(len(truth)) < 0.6), truth, (truth + 1) % count)
+        found.append(Answers(truth, predicted, torch.rand(len(truth)), truth // 2 + 1))
+    return found
+
+
+def test_shares_of_images_add_up_to_the_measures():
+    names = ["d", "a", "c", "b", "f", "e"]
+    found = answers_of(names, 0)
+    shares = image_shares(found, names)
+    accuracies = [float(step.right.float().mean()) for step in found]
+    assert shares["last"].mean() == pytest.approx(accuracies[-1])
+    assert shares["average"].mean() == pytest.approx(np.mean(accuracies))
+    by_task = [[float(s.right[s.task == i].double().mean()) for i in range(1, t + 1)] for t, s in enumerate(found, 1)]
+    assert shares["forgetting"].mean() == pytest.approx(forgetting(accuracy_matrix(by_task)))
+    # The images stand by the names of their classes: those of class a first, which was the second to come.
+    assert shares["last"][:3].tolist() == found[-1].right[3:6].double().tolist()
+    assert not image_shares(found[:1], names)["forgetting"].any()
+    all_right = np.full(10, 1 + 1e-15)
+    assert all_right.mean() > 1 and mean_share(all_right) == 1
+
+
+def test_intervals_against_a_literal_formula():
+    values = np.random.default_rng(0).normal(0.1, 1, (3, 40))
+    seeds, images = values.mean(axis=1), values.mean(axis=0)
+    a = sum((x - values.mean()) ** 2 for x in seeds) / 2 / 3
+    b = sum((x - values.mean()) ** 2 for x in images) / 39 / 40
+    half = student.ppf(0.975, (a + b) ** 2 / (a**2 / 2 + b**2 / 39)) * (a + b) ** 0.5
+    found = mean_interval(values)
+    assert (found.mean, found.low, found.high) == pytest.approx(
+        (values.mean(), values.mean() - half, values.mean() + half)
+    )
+    one = mean_interval(values[:1])
+    assert one.high - one.mean == pytest.approx(student.ppf(0.975, 39) * values[0].std(ddof=1) / 40**0.5)
+    same = mean_interval(np.zeros((3, 40)))
+    assert (same.mean, same.low, same.high, same.clear) == (0, 0, 0, False)
+
+
+def test_ranks_over_streams():
+    table = {"a": (0.9, 0.8, 0.7), "b": (0.9, 0.8, 0.8), "c": (0.5, 0.6, 0.4), "d": (0.9, 0.5, 0.4)}
+    entries = [
+        entry(Row("frozen", name), value, stream=stream)
+        for stream, values in table.items()
+        for name, value in zip("xyz", values, strict=True)
+    ]
+    found = ranked([*entries, entry(Row("frozen", "alone"), 0.94, stream="a")])
+    assert [(row.classifier, rank) for row, rank, _ in found.rows] == [("x", 1.25), ("y", 1.875), ("z", 2.875)]
+    assert found.p == pytest.approx(friedmanchisquare(*zip(*table.values(), strict=True)).pvalue)
+    x, y, z = np.array(list(table.values())).T
+    alone = sorted(wilcoxon(x, other).pvalue for other in (y, z))
+    assert [p for *_, p in found.rows] == [None, *sorted([max(2 * alone[0], alone[1]), 2 * alone[0]], reverse=True)]
+    assert found.smallest == 0.125 and ranked(entries[:6]) is None

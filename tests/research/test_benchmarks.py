@@ -1,0 +1,153 @@
+"""The benchmarks measure equals against equals, and every one of them runs."""
+
+import copy
+import importlib
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import reference
+import torch
+from reference import randn
+from torch.nn import functional as F
+
+from research.benchmarks import common, edges, literal, models, ours, rivals, stock, table
+
+ROOT = Path(__file__).parents[2]
+TOOLS = {"__init__", "common", "evidence", "literal", "models", "ours", "rivals", "stock", "table"}
+BENCHMARKS = sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - TOOLS)
+MODULES = {name: importlib.import_module(f"benchmarks.{name}") for name in BENCHMARKS}  # the slow ones, too
+SLOW = {"accuracy", "augmentation", "deployment", "edges", "encode", "family", "frozen", "loop", "memory", "rejection"}
+SLOW |= {"store", "stream", "tasks"}
+# The figures of "memory" are those that Linux has.
+LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+MARKS = {name: [pytest.mark.slow] * (name in SLOW) + [LINUX] * (name == "memory") for name in BENCHMARKS}
+DEPRECATED = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+
+
+def up_projections(routed, twin):
+    """Pairs of the same parameter in both models, with a name."""
+    simple = literal.layers(twin)
+    for name, layer in routed.dual_mode_layers().items():
+        yield f"{name} shared", layer.dulbe_shared_B["default"], simple[name].shared_up.weight
+        yield f"{name} residual", layer.dulbe_residual_B["default"], simple[name].residual_up.weight
+
+
+def test_parameters_after_ten_steps_of_adam_equal_the_literal_ones():
+    """From the same small B in both, so that every gradient is one of a model in the middle of its training."""
+    tower = models.vision_tower("tiny", "eager")
+    routed = ours.adapted(copy.deepcopy(tower), tasks=1)
+    twin = ours.literal_twin(routed, tower)
+    batch, text, old_text = (models.pixels(6, 16), torch.arange(6) % 3), models.unit(3, 16, 2), models.unit(5, 16, 3)
+    teacher, reference = copy.deepcopy(twin), ours.teacher_embeds(routed, batch[0])
+    with torch.no_grad():
+        for _, fast, simple in up_projections(routed, twin):
+            simple.copy_(fast.copy_(1e-2 * torch.randn(fast.shape)))
+    before = [fast.detach().clone() for _, fast, _ in up_projections(routed, twin)]
+    optimizers = [stock.adam(model) for model in (routed, twin)]
+    for _ in range(10):
+        ours.step(routed, optimizers[0], batch, text, old_text, reference)
+        literal.step(twin, teacher, optimizers[1], models.encode, batch, text, old_text, 100.0)
+    for (name, fast, slow), start in zip(up_projections(routed, twin), before, strict=True):
+        assert (fast - start).abs().max() > 5e-3, name
+        # Ten steps of 1e-3: a hundredth of one step.
+        torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.filterwarnings(DEPRECATED)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS[n]) for n in BENCHMARKS])
+def test_every_benchmark_runs_and_writes_its_figures(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    out = tmp_path / f"{name}.json"
+    argv = ["--quick", "--out", str(out)]
+    MODULES[name].main(argv)
+    report = json.loads(out.read_text(encoding="utf-8"))
+    assert report["benchmark"] == name and report["command"] == f"python -m benchmarks.{name} --quick"
+    assert all(row["what"] in table.line(row) for row in report["rows"])
+    assert str(tmp_path) not in out.read_text(encoding="utf-8")
+
+
+def test_sides_take_turns_and_ratios_are_taken_pair_by_pair():
+    calls = []
+    times = common.compare({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repeats=2)
+    assert "".join(calls) in ("abbaab", "baabba")
+    assert all(len(seconds) == 2 for side in times.values() for seconds in side.values())
+    known = {"a": {"wall": [1.0, 6.0, 3.0], "cpu": [1.0] * 3}, "b": {"wall": [2.0, 3.0, 3.0], "cpu": [2.0] * 3}}
+    found = common.ratio(known, "a", "b")
+    assert found["wall"] | {"q1": 0, "q3": 0} == {"median": 1.0, "min": 0.5, "max": 2.0, "q1": 0, "q3": 0, "rounds": 3}
+    assert found["cpu"]["median"] == 0.5 and found["seconds"] == {"a": 3.0, "b": 3.0}
+
+
+@pytest.mark.parametrize("path", table.PAGES, ids=lambda path: path.name)
+def test_tables_of_pages_are_those_of_the_files(path):
+    text = path.read_text(encoding="utf-8")
+    assert table.page(text, common.RESULTS) == text, "run python -m research.benchmarks.table"
+
+
+def test_every_benchmark_has_its_command_on_some_page():
+    text = "".join(path.read_text(encoding="utf-8") for path in table.PAGES)
+    assert not [name for name in BENCHMARKS if f"benchmarks.{name}" not in text]
+
+
+def test_names_near_the_means_are_made_of_images_that_nobody_learns():
+    rows, labels = F.normalize(randn(60, 8, seed=0), dim=1), torch.arange(60) % 3
+    found = {"train": rows, "y": labels, "test": rows, "truth": labels, "names": ["a", "b", "c"]}
+    found["text"] = F.normalize(randn(3, 8, seed=1), dim=1)
+    made = edges.changed(found, seed=0, names="means")
+    spare = torch.cdist(rows, made["train"]).amin(dim=1) > 1e-3
+    assert spare.sum() == 3 * edges.SPARE and len(made["train"]) == 30
+    means = torch.stack([rows[spare & (labels == label)].mean(dim=0) for label in range(3)])
+    torch.testing.assert_close(made["text"], F.normalize(means, dim=1))
+    assert edges.changed(found, seed=0, names="none")["text"] is None
+    few = edges.changed(found, seed=0, classes=2)
+    places = [["a", "b", "c"].index(name) for name in few["names"]]
+    for place, label in enumerate(places):
+        torch.testing.assert_close(few["train"][few["y"] == place], rows[labels == label])
+
+
+def test_no_result_names_a_path_of_the_machine_that_measured_it():
+    files = [path for path in common.RESULTS.rglob("*") if path.suffix in (".json", ".csv", ".txt")]
+    assert len(files) > 30
+    named = {path.name: found for path in files if (found := re.findall(r'["\s,](/\w+/\S+)', path.read_text()))}
+    assert not named
+
+
+LABELS = torch.arange(30) % 3
+Z = F.normalize(randn(3, 8, seed=1)[LABELS] + randn(30, 8, seed=2), dim=1)
+TEXTS, QUERIES = F.normalize(randn(3, 8, seed=3), dim=1), F.normalize(randn(5, 8, seed=4), dim=1)
+
+
+def test_tip_adapter_and_proker_are_the_literal_ones():
+    tip = rivals.tip_adapter(Z, LABELS, TEXTS, 20.0, QUERIES, 2.0, 5.0)
+    found = rivals.proker(Z, LABELS, TEXTS, 20.0, QUERIES, 3.0, 0.5)
+    z, e, tests = Z.double(), TEXTS.double(), QUERIES.double()
+    kernel = torch.tensor([[math.exp(-3 * float((a - b).square().sum()) / 2) for b in z] for a in z]).double()
+    weights = torch.linalg.inv(kernel + 0.5 * torch.eye(30).double()) @ (F.one_hot(LABELS, 3).double() - z @ e.T)
+    for row, test in enumerate(tests):
+        for c in range(3):
+            cache = sum(math.exp(-5 * (1 - float(test @ s))) for s, label in zip(z, LABELS, strict=True) if label == c)
+            assert float(tip[row, c]) == pytest.approx(20 * float(test @ e[c]) + 2 * cache, abs=1e-3)
+            near = sum(math.exp(-3 * float((test - z[i]).square().sum()) / 2) * weights[i, c] for i in range(30))
+            assert float(found[row, c]) == pytest.approx(float(test @ e[c] + near), abs=1e-5)
+
+
+def test_the_whitened_bridge_is_the_literal_one():
+    z, e, tests, tau = Z.double(), TEXTS.double(), QUERIES.double(), 20.0
+    means = torch.stack([z[c == LABELS].mean(dim=0) for c in range(3)])
+    pooled = sum(torch.outer(x - means[c], x - means[c]) for x, c in zip(z, LABELS.tolist(), strict=True)) / 27
+    share = reference.oas(pooled, 27)
+    sigma = (1 - share) * pooled + share * pooled.trace() / 8 * torch.eye(8, dtype=torch.float64)
+    variances, directions = torch.linalg.eigh(sigma)
+    matrix = directions @ torch.diag(variances**-0.5) @ directions.T
+    z, tests, visual = (reference.unit((rows - means.mean(dim=0)) @ matrix) for rows in (z, tests, means))
+    depths = [k / 9 for k in range(10)]
+    head = reference.Head(depths, logit_scale=tau)
+    head.visual, head.text = visual, reference.unit((e - e.mean(dim=0)) @ matrix)
+    found = rivals.whitened_bridge(Z, LABELS, TEXTS, tau, QUERIES, beta=0.05)
+    for c in range(3):
+        weights = reference.softmax([rho / 0.05 for rho in head.rho(z[c == LABELS], c)])
+        bridge = [reference.slerp(head.visual[c], head.text[c], depth) for depth in depths]
+        expected = tau * tests @ sum(w * b for w, b in zip(weights, bridge, strict=True))
+        torch.testing.assert_close(found[:, c].double(), expected, rtol=0, atol=2e-3)

@@ -1,0 +1,249 @@
+"""The measures of the paper's diagnostic figures, against loops in float64 that follow their definitions."""
+
+import copy
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import reference
+import torch
+from scipy.stats import spearmanr
+from small_runs import learner_of, tasks_of
+from tiny_encoders import IMAGE_SIZE, OF_ONE_SIZE, make_model
+from torch.nn import functional as F
+
+from dulbe_peft import BridgeEnsembleHead, ClassIncrementalLearner
+from dulbe_peft.classifiers.closing import ClosingPass, linear_map
+from dulbe_peft.encoders.loading import unit_image_embeds
+from dulbe_peft.metrics.features import TaskFeatures
+from dulbe_peft.photos.commands.main import main
+from dulbe_peft.photos.report import read_effects, read_run
+from dulbe_peft.streams.progress import known_tasks
+from research.diagnostics.inspection import inspect_task, token_relevance
+from research.diagnostics.measures import (
+    coordinate_drift,
+    coordinate_plane,
+    depth_accuracy,
+    drift_by_task,
+    layer_demands,
+    rank_similarity,
+    reliability_profile,
+)
+
+
+def unit(*shape):
+    return F.normalize(torch.randn(*shape), dim=-1)
+
+
+def test_shares_of_the_gradient_equal_projections_written_out():
+    gradient, tokens = torch.randn(6, 10), torch.randn(40, 10) * torch.linspace(3, 0.1, 10)
+    history = tokens.T @ tokens
+    demand = layer_demands({"a": gradient}, {"a": history}, 1, 2, support_rank=4)["a"]
+    grad, (_, vectors) = gradient.double().numpy(), np.linalg.eigh(history.double().numpy())
+    occupied = vectors[:, ::-1][:, :4]
+    energy = (grad**2).sum()
+    inside = np.linalg.svd(grad @ occupied)[1] ** 2 / energy
+    outside = np.linalg.svd(grad @ (np.eye(10) - occupied @ occupied.T))[1] ** 2 / energy
+    assert demand.energy == pytest.approx(energy) and demand.chance == 0.4
+    found = (demand.occupied, demand.shared, demand.residual, demand.neither)
+    neither = inside[1:].sum() + outside[2:].sum()
+    assert found == pytest.approx((inside.sum(), inside[0], outside[:2].sum(), neither), abs=1e-6)
+    demand = layer_demands({"a": torch.zeros(3, 4)}, None, 1, 1)["a"]
+    assert (demand.occupied, demand.chance, demand.energy, demand.shared, demand.residual) == (None, None, 0, 0, 0)
+
+
+@pytest.fixture
+def head():
+    head = BridgeEnsembleHead(8, num_depths=4, reliability_temperature=0.05, logit_scale=10.0)
+    labels = torch.arange(5).repeat(6)
+    centres = unit(5, 8)
+    head.add_classes(list("abcde"), F.normalize(centres[labels] + 0.4 * torch.randn(30, 8), dim=1), labels, unit(5, 8))
+    return head, F.normalize(centres[labels] + 0.6 * torch.randn(30, 8), dim=1), labels
+
+
+def test_accuracy_of_depths_equals_loops_over_images(head):
+    head, features, labels = head
+    found = depth_accuracy(head, features, labels)
+    visual, texts = head.visual_prototypes.double(), head.text_embeds.double()
+    bridges = [[reference.slerp(visual[c], texts[c], float(a)) for a in head.depths.double()] for c in range(5)]
+    hits = {"uniform": 0, "weighted": 0}
+    alone = torch.zeros(5, 4, dtype=torch.float64)
+    for feature, label in zip(features.double(), labels.tolist(), strict=True):
+        scores = torch.tensor([[float(feature @ b) for b in row] for row in bridges], dtype=torch.float64)
+        alone[label] += scores.argmax(dim=0) == label
+        hits["uniform"] += int(scores.sum(dim=1).argmax()) == label
+        hits["weighted"] += int((scores * head.reliability.double()).sum(dim=1).argmax()) == label
+    assert torch.allclose(found.classes, alone / 6)
+    assert torch.allclose(found.alone, alone.sum(dim=0) / 30)
+    assert found.uniform == pytest.approx(hits["uniform"] / 30)
+    assert found.weighted == pytest.approx(hits["weighted"] / 30)
+    assert len(set(found.alone.tolist())) > 1, "all depths tell the same: the test would not see them swapped"
+    profile, weights = reliability_profile(head), head.reliability.double().numpy()
+    assert np.allclose(profile.mean, weights.mean(axis=0)) and np.allclose(profile.spread, weights.std(axis=0))
+    assert np.allclose(profile.expected, weights @ np.linspace(0, 1, 4), atol=1e-6)
+
+
+def test_the_plane_keeps_all_drift_of_two_coordinates_and_the_most_of_more():
+    before, after, texts = unit(20, 6), unit(20, 6), unit(5, 6)
+    start, end = coordinate_plane(before, after, texts[:2])
+    assert torch.allclose((end - start).norm(dim=1), coordinate_drift(before, after, texts[:2]))
+    start, end = coordinate_plane(before, after, texts)
+    places = (torch.cat([before, after]).double() @ texts.double().T).numpy()
+    values = np.linalg.svd(places - places.mean(axis=0))[1]
+    assert np.allclose(np.linalg.norm(torch.cat([start, end]).numpy(), axis=0), values[:2])
+
+
+def test_rank_similarity_is_spearmans_of_every_row_ties_included():
+    before, after = torch.randn(4, 6), torch.randn(4, 6)
+    before[0, :3] = 1.0
+    found = rank_similarity(before, after)
+    assert found.tolist() == pytest.approx([spearmanr(a, b).statistic for a, b in zip(before, after, strict=True)])
+
+
+def stream(*moves):
+    """Tasks of two classes each in 6 dimensions; each later model turns all features by a matrix."""
+    count, labels, turn = len(moves) + 1, torch.arange(2).repeat(4), torch.eye(6)
+    centres, texts, tasks = unit(2 * count, 6), unit(2 * count, 6), []
+
+    def images(task):
+        return F.normalize(centres[2 * task + labels] + 0.3 * unit(8, 6), dim=1)
+
+    tests = [images(task) for task in range(count)]
+    for t, move in enumerate([torch.eye(6), *moves]):
+        own = images(t)
+        before, turn = own @ turn, turn @ move
+        closing = ClosingPass((f"{t}a", f"{t}b"), own @ turn, labels, before, texts[: 2 * (t + 1)])
+        tasks.append(TaskFeatures(closing, {s + 1: (tests[s] @ turn, labels + 2 * s) for s in range(t + 1)}))
+    return tasks
+
+
+def rotation():
+    return torch.linalg.qr(torch.eye(6) + 0.3 * torch.randn(6, 6)).Q
+
+
+def test_drift_of_a_stream_equals_loops_over_classes():
+    tasks = stream(rotation(), rotation())
+    found = drift_by_task(tasks)
+    assert [row.task for row in found] == [2, 3]
+    last, earlier, task = found[1], tasks[1], tasks[2]
+    assert last.own == pytest.approx(float((task.closing.before * task.closing.features).sum(1).mean()), abs=1e-6)
+    before, after = (torch.cat([one.tests[n][0] for n in (1, 2)]).double() for one in (earlier, task))
+    truth = torch.cat([task.tests[n][1] for n in (1, 2)])
+    assert last.old == pytest.approx(float((before * after).sum(dim=1).mean()), abs=1e-6)
+    first = earlier.closing.texts[:2].double()
+    assert last.coordinates == pytest.approx(float(((after - before) @ first.T).norm(dim=1).mean()), abs=1e-6)
+    matrix = linear_map(task.closing.before, task.closing.features)
+    means, mapped, ranks, foretold = [], [], [], []
+    for c in range(4):
+        old, new = (F.normalize(part[truth == c].mean(dim=0), dim=0) for part in (before, after))
+        means.append(float(old @ new))
+        mapped.append(float(new @ F.normalize(old @ matrix, dim=0)))
+        texts = earlier.closing.texts.double()
+        ranks.append(spearmanr(texts @ old, texts @ new).statistic)
+        closing = tasks[c // 2].closing
+        stored = F.normalize(closing.features[closing.labels == c % 2].double().mean(dim=0), dim=0)
+        foretold.append(float(stored @ F.normalize(stored @ matrix, dim=0)))
+    for name, values in (("means", means), ("mapped", mapped), ("ranks", ranks), ("foretold", foretold)):
+        assert getattr(last, name) == pytest.approx(np.mean(values), abs=1e-5), name
+    still = drift_by_task(stream(torch.eye(6)))[0]
+    assert still.old == pytest.approx(1) and still.ranks == pytest.approx(1) and still.coordinates < 1e-6
+
+
+def test_drift_leaves_out_what_was_not_kept():
+    one, two = stream(rotation())
+    bare = TaskFeatures(ClosingPass(two.closing.class_names, two.closing.features, two.closing.labels), {})
+    row = drift_by_task([one, bare])[0]
+    assert row.task == 2 and {value for name, value in vars(row).items() if name != "task"} == {None}
+    textless = drift_by_task([TaskFeatures(replace(one.closing, texts=None), one.tests), two])[0]
+    assert textless.ranks is None and textless.old is not None
+
+
+@pytest.fixture(scope="module")
+def trained(base, digit_folders, tmp_path_factory):
+    """A learner of two tasks, its folder, and the stream of three tasks."""
+    torch.set_num_threads(1)
+    learner = learner_of(base, classifiers=None, drift="linear")
+    tasks, folder = tasks_of(digit_folders(6, 6, 3)), tmp_path_factory.mktemp("run")
+    learner.run(tasks[:2], folder, keep_features=True)
+    return learner, folder, tasks
+
+
+def test_a_task_to_come_asks_what_learning_it_then_records(trained):
+    learner, folder, tasks = trained
+    before = copy.deepcopy(learner.model.state_dict())
+    demands = inspect_task(learner, tasks[2].train, tasks[2].class_names)
+    assert all(torch.equal(value, before[name]) for name, value in learner.model.state_dict().items())
+    assert list(demands) == list(learner.state.adapter.dual_mode_layers())
+    assert all(0 < row.chance < 1 and row.shared <= row.occupied + 1e-6 for row in demands.values())
+    again = ClassIncrementalLearner.from_pretrained(folder / "task-002")
+    again.learn_task(tasks[2].train, tasks[2].class_names)
+    for kind in ("shared", "residual"):
+        mean = np.mean([getattr(row, kind) for row in demands.values()])
+        assert getattr(again.record, f"{kind}_capture") == pytest.approx(mean, abs=1e-5)
+
+
+def relevance_by_differences(model, pixels, prototype):
+    """Gradient times activation from central differences: nothing here asks autograd or a hook."""
+    tower = model.vision_model
+    block = tower.encoder.layers[1]
+    residual = tower.encoder.layers[0](tower.pre_layrnorm(tower.embeddings(pixels)), attention_mask=None)
+    normed = block.layer_norm1(residual)
+
+    def similarity(tokens):
+        hidden = residual + block.self_attn(hidden_states=tokens, attention_mask=None)[0]
+        hidden = hidden + block.mlp(block.layer_norm2(hidden))
+        pooled = tower.post_layernorm(hidden[:, 0])
+        return (F.normalize(model.visual_projection(pooled), dim=1) @ prototype)[0]
+
+    relevance = torch.zeros(normed.shape[1], dtype=torch.float64)
+    for token in range(normed.shape[1]):
+        for channel in range(normed.shape[2]):
+            step = torch.zeros_like(normed)
+            step[0, token, channel] = 1e-5
+            slope = (similarity(normed + step) - similarity(normed - step)) / 2e-5
+            relevance[token] += slope * normed[0, token, channel]
+    return relevance[1:].reshape(2, 2)
+
+
+def test_relevance_equals_finite_differences(tiny_clip, monkeypatch):
+    model = tiny_clip().double()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    monkeypatch.setattr(
+        "dulbe_peft.encoders.loading._unit", lambda out: F.normalize(getattr(out, "pooler_output", out), dim=1)
+    )
+    pixels, prototypes = torch.randn(2, 3, 16, 16, dtype=torch.float64), unit(3, 16).double()
+    found = token_relevance(model, pixels, prototypes)
+    assert found.shape == (2, 3, 2, 2) and not found.requires_grad
+    with torch.no_grad():
+        expected = relevance_by_differences(model, pixels[1:], prototypes[2])
+    assert torch.allclose(found[1, 2], expected, rtol=1e-5, atol=1e-8)
+    assert expected.abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("model_type", OF_ONE_SIZE)
+def test_every_served_encoder_has_maps(model_type):
+    model = make_model(model_type).eval()
+    pixels = torch.randn(1, 3, IMAGE_SIZE, IMAGE_SIZE)
+    width = unit_image_embeds(model, pixels).shape[1]
+    maps = token_relevance(model, pixels, unit(2, width))
+    assert maps.shape == (1, 2, 2, 2) and maps.abs().amax() > 1e-3
+
+
+def test_the_figures_of_a_run_have_what_training_changed(trained, tmp_path, capsys):
+    learner, folder, _ = trained
+    out, page = tmp_path / "pictures", str(tmp_path / "page.html")
+    assert main(["report", str(folder), "--output", page, "--figures", str(out)]) == 0
+    names = {"diagnostics.json", "captures.png", "depths.png", "drift-task-002.png"}
+    said, found = capsys.readouterr().out, read_effects(read_run(folder))
+    assert {path.name for path in out.iterdir()} == names and all(str(out / name) in said for name in names)
+    numbers = json.loads((out / "diagnostics.json").read_text())
+    assert numbers["drift"] == [vars(row) for row in found.drift]
+    assert numbers["depths"]["alone"] == found.accuracy.alone.tolist()
+    assert numbers["reliability"]["spread"] == found.profile.spread.tolist()
+    assert found.accuracy.weighted == pytest.approx(known_tasks(learner)[-1].row.classifiers["bridge"].accuracy)
+    assert None not in vars(found.drift[0]).values() and found.drift[0].old < 1 and found.drift[0].own < 1
+    weights = learner.head.reliability.double().cpu()
+    torch.testing.assert_close(found.profile.mean, weights.mean(dim=0))
+    torch.testing.assert_close(found.profile.spread, weights.std(dim=0, correction=0))
