@@ -10,7 +10,8 @@ import tiny_encoders as tiny
 from PIL import Image
 from tiny_encoders import QUICK
 
-from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_dual_encoder, serving
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_dual_encoder
+from dulbe_peft.photos import serving
 
 
 def photo(colour: int, number: int = 0) -> Image.Image:

@@ -33,7 +33,7 @@ def load_data(
             with the columns `embedding` and `label`; a folder of the library `datasets`, written by `save_to_disk` or
             with files such as `train.parquet` and `test.parquet` in it or in its folder `data`; "hf:" and the name of
             a dataset on the Hugging Face hub; a CSV file with the columns path, label and perhaps split, or with
-            SourceFile and Subject, as exiftool prints them; or "demo-digits", handwritten digits that are in the package.
+            SourceFile and Subject, as exiftool prints them; or "demo-digits", the package's handwritten digits.
         split: the split to read; None for a folder of classes without splits.
         image_column: column with the images, where the dataset is one of Hugging Face.
         label_column: column with the labels, where the dataset is one of Hugging Face.

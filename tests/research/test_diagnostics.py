@@ -18,7 +18,7 @@ from dulbe_peft.classifiers.closing import ClosingPass, linear_map
 from dulbe_peft.encoders.loading import unit_image_embeds
 from dulbe_peft.metrics.features import TaskFeatures
 from dulbe_peft.photos.commands.main import main
-from dulbe_peft.photos.report import read_effects, read_run
+from dulbe_peft.photos.report import read_run
 from dulbe_peft.streams.progress import known_tasks
 from research.diagnostics.inspection import inspect_task, token_relevance
 from research.diagnostics.measures import (
@@ -30,6 +30,7 @@ from research.diagnostics.measures import (
     rank_similarity,
     reliability_profile,
 )
+from research.diagnostics.training_effects import read_effects
 
 
 def unit(*shape):

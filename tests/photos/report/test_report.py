@@ -17,9 +17,10 @@ from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.metrics.accuracy import TITLES
 from dulbe_peft.photos.commands.main import main
-from dulbe_peft.photos.report import read_effects, read_run, write_report
+from dulbe_peft.photos.report import read_run, write_report
 from dulbe_peft.photos.report.html import percent
 from dulbe_peft.photos.report.verdict import leaderboard, summary
+from research.diagnostics.training_effects import read_effects
 
 
 @pytest.fixture(scope="module")

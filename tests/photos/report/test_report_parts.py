@@ -11,7 +11,7 @@ from pages import drawn
 from PIL import Image
 
 from dulbe_peft.metrics.evaluation import ImageResult
-from dulbe_peft.photos.report import format_summary, plot_matrix, plot_results, read_run, write_figures
+from dulbe_peft.photos.report import format_summary, plot_matrix, plot_results, read_run
 from dulbe_peft.photos.report.html import percent
 from dulbe_peft.photos.report.pictures import SIDE, choose_examples, thumbnail, write_examples
 from dulbe_peft.photos.report.plots import SERIES, accuracy_figure, inline_svg, reliability_figure
@@ -29,6 +29,7 @@ from dulbe_peft.photos.report.side_by_side import RunRow, best_rows
 from dulbe_peft.photos.report.table import Column, format_markdown, format_text, write_table_latex
 from dulbe_peft.photos.report.verdict import next_steps
 from dulbe_peft.utils.folders import read_manifest
+from research.diagnostics.training_effects import write_figures
 
 
 def answers(*rows, task=1):
