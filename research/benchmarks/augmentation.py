@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_dual_encoder
-from dulbe_peft.classifiers import make_classifier
+from dulbe_peft.classifiers.registry import make_classifier
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.photos.data.splits import draw_per_class
 from research.benchmarks import common

@@ -19,10 +19,10 @@ from torch.nn import functional as F
 from transformers import CLIPModel
 
 from dulbe_peft import CLASSIFIERS, STRATEGIES, ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
-from dulbe_peft.classifiers import make_classifier
+from dulbe_peft.classifiers.registry import make_classifier
 from dulbe_peft.encoders.loading import unit_image_embeds, unit_text_embeds
 from dulbe_peft.photos.cost import memory_bytes, statistics_bytes, trainable_parameters
-from dulbe_peft.strategies import make_strategy
+from dulbe_peft.strategies.registry import make_strategy
 from research.benchmarks import common, models, stock
 
 REFERRING = {"zscl": "zscl:reference_images=demo-digits"}

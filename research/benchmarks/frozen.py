@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_dual_encoder
-from dulbe_peft.classifiers import Classifier, make_classifier
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.registry import make_classifier
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.metrics.accuracy import calibration_error
 from research.benchmarks import common, rivals

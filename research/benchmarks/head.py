@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from dulbe_peft import BridgeEnsembleHead
-from dulbe_peft.classifiers import make_classifier
+from dulbe_peft.classifiers.registry import make_classifier
 from research.benchmarks import common, literal, models
 
 # Classes, those of the last task, images of each, width.

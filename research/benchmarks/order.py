@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dulbe_peft.classifiers import Classifier
+from dulbe_peft.classifiers.base import Classifier
 from research.benchmarks import common
 from research.benchmarks.frozen import Task, learned, measured, stream_options
 

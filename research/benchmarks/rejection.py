@@ -14,7 +14,8 @@ import torch
 from sklearn.metrics import roc_auc_score
 
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_dual_encoder
-from dulbe_peft.classifiers import Classifier, make_classifier
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.registry import make_classifier
 from dulbe_peft.data.readers import load_data
 from research.benchmarks import common
 from research.benchmarks.frozen import encoded

@@ -20,10 +20,10 @@ from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.classifiers.calibration import hold_back
 from dulbe_peft.classifiers.geodesics import bridge_prototypes, reliability
 from dulbe_peft.classifiers.lda import shrunk_covariance
+from dulbe_peft.classifiers.registry import make_classifier
 
 
 def tip_adapter(z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor, alpha: float, beta: float) -> Tensor:

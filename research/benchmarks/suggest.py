@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from dulbe_peft.classifiers import Classifier, make_classifier
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.registry import make_classifier
 from dulbe_peft.photos.suggesting import suggestions
 from research.benchmarks import common, frozen
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments, class_incremental_tasks, load_dual_encoder
-from dulbe_peft.classifiers import make_classifier
+from dulbe_peft.classifiers.registry import make_classifier
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.photos.demo import digit_tasks

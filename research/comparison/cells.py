@@ -78,8 +78,8 @@ class AnswersFacts(Record):
     settings: dict[str, Any]
 
 
-def finish_cell(cell: Cell, output: Path, rows: Sequence[Row], threads: int | None = None) -> str | None:
-    """Do what is missing of a cell, in a process of its own; returns None, or why it failed."""
+def finish_cell(cell: Cell, output: Path, rows: Sequence[Row], threads: int | None = None) -> tuple[str, str | None]:
+    """Do what is missing of a cell, in a process of its own; returns its folder, and why it failed or None."""
     if threads is not None:
         torch.set_num_threads(threads)
     folder, problems = output / cell.folder, []
@@ -94,7 +94,7 @@ def finish_cell(cell: Cell, output: Path, rows: Sequence[Row], threads: int | No
                     problems.append(f"{row.title}: {type(error).__name__}: {error}")
     except Exception as error:  # whatever it is, the other runs go on
         problems.append(f"{type(error).__name__}: {error}")
-    return "; ".join(problems) or None
+    return cell.folder, "; ".join(problems) or None
 
 
 def is_done(cell: Cell, output: Path, rows: Sequence[Row]) -> bool:

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from dulbe_peft.utils.engines import BACKENDS, jobs_at_once, on_engine
 from dulbe_peft.utils.folders import check_outside_saved, check_replaceable
 from dulbe_peft.utils.records import write_record
 from dulbe_peft.utils.settings import check_int
+from dulbe_peft.utils.workers import ENGINES, jobs_at_once, side_by_side
 from research.comparison.cells import finish_cell, is_done
 from research.comparison.comparison_file import COMPARISON_FILE, CSV_FILE, Comparison, Entry
 from research.comparison.intervals import mean_share
@@ -33,8 +33,8 @@ def compare(
     Every stream is trained once for each method and seed. Every classifier then learns from the features that the run
     kept. A run that fails costs no other: the table has what is finished, and the error names the first reason.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {list(BACKENDS)}, got {backend!r}")
+    if backend not in ENGINES:
+        raise ValueError(f"backend must be one of {list(ENGINES)}, got {backend!r}")
     if jobs is not None:
         check_int("jobs", jobs, 1)
     output = Path(output).absolute()
@@ -67,12 +67,11 @@ def _finish(
     log(f"{len(missing)} of {len(work)} runs are to be finished, {jobs} at once")
     threads = 1 if jobs > 1 or backend != "local" else None
     calls = [(cell, output, rows, threads) for cell, rows in missing]
-    done = on_engine(finish_cell, calls, jobs, backend, address)  # on machines that all see `output`
+    done = side_by_side(finish_cell, calls, jobs, backend, address)  # on machines that all see `output`
     if backend == "local" and (jobs == 1 or len(calls) == 1):
-        done = ((index, finish_cell(*call)) for index, call in enumerate(calls))
+        done = (finish_cell(*call) for call in calls)
     failed = []
-    for count, (index, problem) in enumerate(done, 1):
-        folder = missing[index][0].folder
+    for count, (folder, problem) in enumerate(done, 1):
         log(f"{count}/{len(missing)} {folder}" + (f" failed: {problem}" if problem else ""))
         if problem:
             failed.append(f"{folder}: {problem}")

@@ -6,8 +6,6 @@ import os
 import shutil
 import signal
 import sys
-import threading
-import time
 from contextlib import contextmanager
 
 import numpy as np
@@ -24,7 +22,7 @@ from dulbe_peft.metrics.features import learn_from_features, read_features
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.runs import encoding
 from dulbe_peft.streams.progress import known_tasks
-from dulbe_peft.utils.engines import on_engine
+from dulbe_peft.utils.workers import side_by_side
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -200,42 +198,46 @@ def test_an_engine_that_is_not_installed_is_asked_for_once(root, monkeypatch, ca
 @contextmanager
 def two_workers(engine):
     """The options that name a cluster, where it does not start with the command, and what finds its workers."""
-    if engine == "ray":
-        psutil = pytest.importorskip("psutil")
-        started = psutil.Process()
-        yield [], lambda: [p.pid for p in started.children(recursive=True) if "ray::_numbered" in "".join(p.cmdline())]
-    else:
+    if engine == "dask":
         distributed = pytest.importorskip("distributed")
         with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
             yield ["--address", cluster.scheduler_address], lambda: [nanny.pid for nanny in cluster.workers.values()]
+        return
+    pytest.importorskip({"local": "joblib"}.get(engine, engine))
+    psutil, mark = pytest.importorskip("psutil"), {"local": "loky", "ray": "ray::PoolActor"}[engine]
+    started = psutil.Process()
+    yield [], lambda: [p.pid for p in started.children(recursive=True) if mark in " ".join(p.cmdline())]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("engine", ["dask", "ray"])
-def test_the_shard_of_a_killed_worker_is_done_again(root, table, tmp_path, monkeypatch, engine):
-    pytest.importorskip({"dask": "distributed"}.get(engine, engine))
+@pytest.mark.parametrize("engine", ["local", "dask", "ray"])
+def test_a_killed_worker_costs_its_shard_at_most(root, table, tmp_path, monkeypatch, capsys, engine):
+    """Dask encodes it again; with the others the command says so, keeps what is done, and repeated does the rest."""
     command = ["features", "--model", "demo", "--device", "cpu", "--data", root, "--output", tmp_path / "f.parquet"]
     killed, arrived = list[int](), list[int]()
     monkeypatch.setattr(encoding, "SHARD", 2)
+    monkeypatch.setattr(encoding, "jobs_at_once", lambda jobs, address: jobs)
     with two_workers(engine) as (address, workers):
 
-        def note_what_arrived(function, calls, *rest):
-            for place, answer in on_engine(function, calls, *rest):
-                arrived.append(place)
-                yield place, answer
+        def kill_one_of_those_that_work(*given):
+            for result in side_by_side(*given):
+                arrived.append(len(result[1]))
+                yield result
+                if len(arrived) == 2:
+                    killed.append(workers()[-1])
+                    os.kill(killed[0], signal.SIGKILL)
 
-        def kill_one_that_works():
-            while len(arrived) < 2 or not (working := workers()):
-                time.sleep(0.01)
-            killed.append(working[0])
-            os.kill(working[0], signal.SIGKILL)
-
-        monkeypatch.setattr(encoding, "on_engine", note_what_arrived)
-        threading.Thread(target=kill_one_that_works, daemon=True).start()
-        call(*command, "--engine", engine, *address, "--jobs", 2)
-    assert killed and len(arrived) >= 2
-    assert parquet.read_table(tmp_path / "f.parquet").equals(parquet.read_table(table))
+        monkeypatch.setattr(encoding, "side_by_side", kill_one_of_those_that_work)
+        command += ["--engine", engine, *address, "--jobs", 2]
+        call(*command, expected=0 if engine == "dask" else 2)
+        if engine != "dask":
+            assert "a worker died" in capsys.readouterr().err
+            kept = FeatureStore(store_path()).facts()[0]
+            assert 4 <= kept == sum(arrived) < 52
+            call(*command)
+            assert sum(arrived) == 52, "what was done is not done again"
+    assert killed and parquet.read_table(tmp_path / "f.parquet").equals(parquet.read_table(table))
 
 
 CLASSIFIERS = ("bridge", "text", "prototype", "lda", "ridge", "ranpac:features=50")

@@ -15,7 +15,7 @@ from dulbe_peft.checkpoints.saving import TRANSFORMERS_CONFIG
 from dulbe_peft.data.unlabelled import as_image
 from dulbe_peft.encoders.loading import load_dual_encoder
 from dulbe_peft.learner import ClassIncrementalLearner
-from dulbe_peft.utils.engines import OncePerProcess
+from dulbe_peft.utils.workers import OncePerProcess
 
 
 class Featurizer:

@@ -1,4 +1,4 @@
-"""Images encoded on an engine: workers encode what the feature store lacks, and this process writes it."""
+"""Images encoded side by side: workers encode what the feature store lacks, and this process writes it."""
 
 import copy
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.store import EncoderKey, FeatureStore
 from dulbe_peft.encoders.encoder import UNSHOWN
 from dulbe_peft.learner import ClassIncrementalLearner
-from dulbe_peft.utils.engines import OncePerProcess, jobs_at_once, on_engine
+from dulbe_peft.utils.workers import OncePerProcess, jobs_at_once, side_by_side
 
 SHARD = 2048  # images of a call at most
 Encoded = tuple[EncoderKey, list[bytes | None], np.ndarray]
@@ -41,11 +41,11 @@ def fill_store(
     shown: dict[str, Any] = {"unit": " images", "delay": UNSHOWN, "disable": None if learner.args.progress else True}
     encode = partial(_encode, OncePerProcess(load))
     with tqdm(total=len(rows), desc=f"encode, {key.precision}", **shown) as bar:
-        for place, (made_by, found, features) in on_engine(encode, zip(shards), workers, engine, address):
+        for made_by, found, features in side_by_side(encode, zip(shards), workers, engine, address):
             if made_by != key:
                 raise ImportError("a worker has another processor, or other versions of torch or Pillow")
             store.put(key, found, features)
-            bar.update(len(shards[place]))
+            bar.update(len(found))
 
 
 def _encode(load: OncePerProcess[ClassIncrementalLearner], images: LabelledImages) -> Encoded:
