@@ -10,7 +10,6 @@ import tempfile
 import uuid
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ["ATEN_CPU_CAPABILITY"] = "avx2"  # so that "auto" is float32 on every machine, also in further processes
 STORES = tempfile.mkdtemp(prefix="dulbe-peft-store-")
 atexit.register(shutil.rmtree, STORES, ignore_errors=True)
 os.environ["DULBE_PEFT_STORE"] = os.path.join(STORES, "features.sqlite")
@@ -25,6 +24,10 @@ import torch
 from PIL import Image
 from transformers import CLIPConfig, CLIPModel
 from wrapt import when_imported
+
+torch.cpu.get_capabilities = dict  # so that "auto" is float32 on every machine, whose kernels stay its own
+THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))  # of a test process: models so small only wait for a second one
+torch.set_num_threads(THREADS)
 
 
 @when_imported("matplotlib")
@@ -57,8 +60,9 @@ def _imported_objects_are_not_searched_for_garbage():
 def _deterministic(monkeypatch):
     # Each test that encodes images has a feature store of its own.
     monkeypatch.setenv("DULBE_PEFT_STORE", os.path.join(STORES, uuid.uuid4().hex))
-    torch.set_num_threads(1)
     torch.manual_seed(0)
+    yield
+    torch.set_num_threads(THREADS)
 
 
 @pytest.fixture

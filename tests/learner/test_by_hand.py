@@ -73,7 +73,7 @@ import write_saved
 from safetensors.torch import save_file
 from dulbe_peft import class_incremental_tasks, demo
 
-torch.set_num_threads(1)
+torch.set_num_threads({threads})
 stream = class_incremental_tasks(write_saved.digits(0, 20), write_saved.digits(20, 23), increment=2)
 demo.digit_tasks = lambda: stream
 {before}
@@ -103,7 +103,7 @@ def test_the_next_task_in_a_fresh_process(small, way, tmp_path, monkeypatch):
         go_on = "trainer.train_dataset = august.train\ntrainer.train()"
     exec(go_on, namespace)
     script = tmp_path / "fresh.py"
-    script.write_text(FRESH.format(before=before, code=code), encoding="utf-8")
+    script.write_text(FRESH.format(threads=torch.get_num_threads(), before=before, code=code), encoding="utf-8")
     path = {"PYTHONPATH": f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(
         [sys.executable, str(script), "state"], capture_output=True, text=True, env={**os.environ, **path}

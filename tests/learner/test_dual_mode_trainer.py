@@ -69,7 +69,6 @@ def learn(trainer, tasks):
 @pytest.fixture(scope="module")
 def whole(base, tasks, tmp_path_factory):
     """What a trainer that nothing disturbs has after each of the tasks."""
-    torch.set_num_threads(1)
     trainer, found = trainer_of(base, tmp_path_factory.mktemp("whole")), []
     for task in tasks:
         learn(trainer, [task])

@@ -163,7 +163,6 @@ def test_drift_leaves_out_what_was_not_kept():
 @pytest.fixture(scope="module")
 def trained(base, digit_folders, tmp_path_factory):
     """A learner of two tasks, its folder, and the stream of three tasks."""
-    torch.set_num_threads(1)
     learner = learner_of(base, classifiers=None, drift="linear")
     tasks, folder = tasks_of(digit_folders(6, 6, 3)), tmp_path_factory.mktemp("run")
     learner.run(tasks[:2], folder, keep_features=True)

@@ -54,7 +54,6 @@ def results_of(output):
 @pytest.fixture(scope="module")
 def finished(base, photos, tmp_path_factory):
     """A run of two trained tasks."""
-    torch.set_num_threads(1)  # as every test has it, but this comes before them
     output = tmp_path_factory.mktemp("finished") / "run"
     make_learner(base).run(stream(photos), output)
     return output
@@ -69,7 +68,6 @@ def output(finished, tmp_path):
 @pytest.fixture(scope="module")
 def whole(base, photos, tmp_path_factory):
     """A run of three tasks without training."""
-    torch.set_num_threads(1)
     output = tmp_path_factory.mktemp("whole") / "run"
     frozen(base).run(stream(photos, 3), output)
     return output

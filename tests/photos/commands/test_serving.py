@@ -118,7 +118,7 @@ def test_what_is_refused(folder, path, content, headers, status, words):
 
 
 FULL = Mock(side_effect=OSError("no space left"))
-MACHINE = socket.gethostname()
+MACHINE = "studio"
 HOSTS = {  # the address to listen on -> what a browser may call it, and what it may not
     "127.0.0.1": (
         ["localhost", "127.0.0.1", "LOCALHOST:7860", "[::1]:7860"],
@@ -132,8 +132,9 @@ HOSTS = {  # the address to listen on -> what a browser may call it, and what it
 
 
 @pytest.mark.parametrize("listened", HOSTS)
-def test_the_page_is_opened_by_its_own_address_alone(folder, listened):
+def test_the_page_is_opened_by_its_own_address_alone(folder, listened, monkeypatch):
     """The name of another website may lead here: what its script asks for has that name."""
+    monkeypatch.setattr(socket, "gethostname", lambda: MACHINE)
     with running(folder, host=listened, names=["Photos.example.org"]) as server:
         url = f"http://127.0.0.1:{server.server_address[1]}"
         own, others = HOSTS[listened]

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import served
-import torch
 from compared import made_comparison, write_into
 from pages import drawn, learn
 from PIL import Image
@@ -50,7 +49,6 @@ CONTRASTS = """() => {
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     """The report of a run, that of two runs, and that of a comparison."""
-    torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("reports")
     runs = [learn(root / f"seed-{seed}", strategy="frozen", seed=seed) for seed in (0, 1)]
     write_into(made_comparison(), root)

@@ -9,7 +9,6 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-import torch
 from pages import NAMES, Page, drawn, learn, self_contained
 from PIL import Image
 
@@ -26,7 +25,6 @@ from research.diagnostics.training_effects import read_effects
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Three finished runs: one that trains, and two that do not and differ in their seed."""
-    torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("runs")
     return {
         "one": learn(root / "one"),

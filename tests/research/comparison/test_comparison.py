@@ -61,7 +61,6 @@ def content(digit_folders, tiny_model):
 
 @pytest.fixture(scope="module")
 def finished(content, tmp_path_factory):
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("comparison")
     said: list[str] = []
     entries = compare(read_plan(write(folder / "plan.yaml", content)), folder / "out", jobs=1, log=said.append)
