@@ -184,7 +184,7 @@ def test_an_error_leaves_statistics_and_model_as_they_were(data, forward, kwargs
     assert model.training and not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_files_keep_values_and_sharing_also_those_of_0_2_0_but_sketches_are_refused(tmp_path):
+def test_files_keep_values_and_sharing_and_what_is_damaged_is_refused(tmp_path):
     stats, path = OccupationStatistics(), tmp_path / "statistics.safetensors"
     OccupationStatistics().save(path)
     assert len(OccupationStatistics.load(path)) == 0

@@ -169,24 +169,6 @@ def test_what_is_finished_is_not_run_again(copied, content, monkeypatch):
     assert times(folder) == before  # a classifier that is added later trains nothing
 
 
-def test_answers_of_0_2_0_are_read_where_they_are_the_same_classifier_s(copied):
-    run, row = copied[0] / "out" / "runs" / "digits" / "frozen" / "seed-0", Row("frozen", "bridge")
-    cell = json.loads((run / "cell.json").read_text())
-    cell["bridge"] = {"num_depths": 10, "reliability_temperature": 0.05}
-    (run / "cell.json").write_text(json.dumps(cell))
-    tensors, metadata = read_tensors(answers_path(run, row))
-    facts = json.loads(metadata["facts"])
-
-    def read(metric):
-        facts["settings"]["classifier"][2]["metric"] = metric
-        write_tensors(answers_path(run, row), tensors, {"facts": json.dumps(facts)})
-        return read_answers(run, row, read_cell(run))[0]
-
-    assert torch.equal(read("cosine")[-1].truth, tensors["truth 2"])
-    with pytest.raises(ValueError, match="of another run, classifier or version"):
-        read("whitened")
-
-
 def test_damaged_answers_are_named_and_made_again_once_removed(copied):
     folder, entries, _ = copied
     path = folder / "out" / "runs" / "digits" / "frozen" / "seed-0" / "answers" / "bridge.safetensors"
