@@ -1,7 +1,9 @@
 """Write `llms.txt`, the list of pages for programs that read, from the documentation: `python docs/llms.py`."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -16,17 +18,26 @@ def llms() -> str:
     nav = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), yaml.BaseLoader)["nav"]
     lines = ["# dulbe_peft", "", f"> {what}", ""]
     lines += [
-        '`pip install -c constraints.txt ".[commands]"` installs it; `dulbe-peft --help` lists the commands.',
+        '`pip install -c constraints.txt ".[photos]"` installs it; `dulbe-peft --help` lists the commands.',
         "",
     ]
     for section in nav:
         ((title, pages),) = section.items()
         lines += [f"## {title}", ""]
-        for page in pages:
-            ((name, path),) = page.items()
+        for name, path in pages_of(pages):
             lines.append(f"- [{name}](docs/{path}): {first_sentence(DOCS / path)}")
         lines.append("")
     return "\n".join(lines)
+
+
+def pages_of(entry: Any) -> Iterator[tuple[str, str]]:
+    """The (title, path) of every page below an entry of the navigation."""
+    for page in entry if isinstance(entry, list) else [{"Start": entry}]:
+        ((name, path),) = page.items()
+        if isinstance(path, list):
+            yield from pages_of(path)
+        else:
+            yield name, path
 
 
 def first_sentence(path: Path) -> str:

@@ -16,7 +16,7 @@ from dulbe_peft import DualModeLoraConfig, cross_modal_loss, load_clip
 from dulbe_peft.data.digits import DIGITS
 from dulbe_peft.encoders.loading import tokenize, unit_image_embeds, unit_text_embeds
 from dulbe_peft.encoders.registry import demo_model_folder
-from dulbe_peft.photos.demo import digit_tasks
+from dulbe_peft.streams.digits import digit_tasks
 
 
 def main() -> None:

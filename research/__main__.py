@@ -16,5 +16,11 @@ commands = Commands(
     "python -m research", "research.commands", GROUPS, help="Compare methods, and measure what papers have published."
 )
 
+
+def run(argv: list[str] | None = None) -> int:
+    """Run a command; returns the exit status, as `dulbe-peft` does."""
+    return main(argv, commands)
+
+
 if __name__ == "__main__":
-    sys.exit(main(commands=commands))
+    sys.exit(run())

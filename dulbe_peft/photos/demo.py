@@ -7,24 +7,17 @@ from peft import get_peft_model
 
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.data.digits import load_digit_images
 from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.encoders.loading import load_clip
-from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.photos.report import format_summary, plot_results, write_report
 from dulbe_peft.photos.report.pictures import write_pictures
-from dulbe_peft.streams.tasks import Task, class_incremental_tasks
+from dulbe_peft.streams.digits import digit_tasks
 
 MONTHS = ("January", "February", "March")
 CLASSIFIERS = ("bridge", "bayes", "prototype", "lda", "ranpac:features=1000")
 SETTINGS: dict[str, Any] = {"epochs": 4, "prompt_template": "a photo of the digit {}."}
-
-
-def digit_tasks(increment: int = 2) -> list[Task]:
-    """The digits as a stream: three quarters of the 1,797 digits to learn from, the rest to test on."""
-    return class_incremental_tasks(load_digit_images("train"), load_digit_images("test"), increment=increment)
 
 
 def run_demo(output_dir: str | Path) -> dict[str, Any]:
@@ -35,9 +28,7 @@ def run_demo(output_dir: str | Path) -> dict[str, Any]:
     output, args = Path(output_dir), LearnerArguments(**SETTINGS, device="cpu")
     learner = ClassIncrementalLearner(*_clip(), args=args, strategy="frozen")
     learner.use_store(FeatureStore())
-    tasks = class_incremental_tasks(
-        load_digit_images("train"), load_digit_images("test"), increment=3, initial_increment=4
-    )
+    tasks = digit_tasks(increment=3, initial_increment=4)
     results = learner.run(tasks, output)
     trains, tests = [task.train for task in tasks], [task.test for task in tasks]
     write_pictures(output, tests, results, learner=learner, trains=trains)
@@ -75,4 +66,4 @@ def _clip() -> tuple[Any, Any]:
 
     torch.set_num_threads(1)  # a model this small only waits for a second thread
     torch.manual_seed(0)
-    return load_clip(demo_model_folder())
+    return load_clip("demo")

@@ -18,7 +18,8 @@ from peft import get_peft_model
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, class_incremental_tasks
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.encoders.registry import demo_model_folder
-from dulbe_peft.photos.demo import SETTINGS, digit_tasks
+from dulbe_peft.photos.demo import SETTINGS
+from dulbe_peft.streams.digits import digit_tasks
 from dulbe_peft.streams.tasks import Task
 from research.benchmarks import common, models
 

@@ -130,7 +130,7 @@ def write(name: str, values: argparse.Namespace, argv: Sequence[str] | None, row
     hidden = [os.path.basename(item) if os.path.exists(item) else item for item in _without(given, "--out")]
     report = {
         "benchmark": name,
-        "command": shlex.join(["python", "-m", f"benchmarks.{name}", *hidden]),
+        "command": shlex.join(["python", "-m", f"research.benchmarks.{name}", *hidden]),
         "settings": {key: _basename(value) for key, value in settings.items()},
         "machine": machine(),
         "rows": rows,

@@ -20,9 +20,10 @@ from dulbe_peft.data.readers import load_data
 from dulbe_peft.encoders.loading import image_shape
 from dulbe_peft.encoders.onnx_graphs import ImageEncoder
 from dulbe_peft.encoders.registry import demo_model_folder
-from dulbe_peft.photos.demo import SETTINGS, digit_tasks
+from dulbe_peft.photos.demo import SETTINGS
 from dulbe_peft.photos.deployment.export import export_learner
 from dulbe_peft.photos.deployment.parts import Head, choose_classifier, merged_model
+from dulbe_peft.streams.digits import digit_tasks
 from research.benchmarks import common
 
 FORMATS = ("lora", "transformers", "onnx", "onnx float16", "onnx int8")

@@ -15,7 +15,7 @@ from typing import Any
 from research.benchmarks import evidence
 from research.benchmarks.common import RESULTS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
@@ -53,7 +53,7 @@ def figures(results: Path, benchmarks: str, without: str) -> str:
         programs = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "dulbe_peft")
         accelerator = f", {machine['accelerator']}" if machine.get("accelerator") else ""
         where = f"{machine['cpu']}, {machine['cores']} cores{accelerator}; {programs}"
-        commands.setdefault(where, {})[f"`benchmarks.{report['benchmark']}`"] = None
+        commands.setdefault(where, {})[f"`research.benchmarks.{report['benchmark']}`"] = None
     return "\n".join([*rows, "", *(f"- {where}: {', '.join(called)}" for where, called in commands.items())])
 
 

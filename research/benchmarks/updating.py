@@ -15,7 +15,7 @@ from dulbe_peft import ClassIncrementalLearner, LearnerArguments, class_incremen
 from dulbe_peft.classifiers.registry import make_classifier
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.encoders.registry import demo_model_folder
-from dulbe_peft.photos.demo import digit_tasks
+from dulbe_peft.streams.digits import digit_tasks
 from research.benchmarks import common
 
 SPECS = ("bridge", "prototype", "lda", "ridge", "ranpac:features=2000")

@@ -7,7 +7,7 @@ from small_runs import learner_of
 from torch.nn import functional as F
 
 from dulbe_peft.papers.bofa import Bofa, BofaClassifier
-from dulbe_peft.photos.demo import digit_tasks
+from dulbe_peft.streams.digits import digit_tasks
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from dulbe_peft import ClassIncrementalLearner, LearnerArguments
 from dulbe_peft.data.images import labelled_images, named_images
 from dulbe_peft.encoders.loading import unit_image_embeds
 from dulbe_peft.papers.mg_clip import MgClip, VisualAgentClassifier
-from dulbe_peft.photos.demo import digit_tasks
 from dulbe_peft.strategies import NewTask
+from dulbe_peft.streams.digits import digit_tasks
 from dulbe_peft.training.trainer import TaskTrainer, epoch_order
 
 

@@ -16,7 +16,7 @@ from dulbe_peft.utils.extras import PHOTOS, TESTED, installed
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "dulbe_peft"
 # Where such a package may be imported at the top; elsewhere it is inside a function, where it is asked for.
-AT_THE_TOP = ("commands/", "sklearn.py")
+AT_THE_TOP = ("photos/commands/", "sklearn.py")
 
 
 def test_packages_of_the_extra_are_imported_where_they_are_needed():
@@ -39,7 +39,7 @@ def test_the_extra_has_what_the_sentence_promises():
 
 
 def test_a_missing_package_is_a_sentence_that_names_the_extra():
-    message = r"a picture needs the package scikit-learn: pip install 'dulbe_peft\[commands\]'"
+    message = r"a picture needs the package scikit-learn: pip install 'dulbe_peft\[photos\]'"
     with pytest.raises(ImportError, match=message), installed("a picture"):
         raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn.base")
     with pytest.raises(ModuleNotFoundError, match="No module named 'other'"), installed("a picture"):
@@ -81,7 +81,7 @@ def test_what_is_said_to_work_is_what_setup_allows_and_ci_installs():
 WITHOUT_CLICK = """
 import sys
 sys.modules["click"] = None
-from dulbe_peft.__main__ import start
+from dulbe_peft.photos.__main__ import start
 sys.exit(start())
 """
 

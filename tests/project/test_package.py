@@ -62,7 +62,7 @@ def test_the_list_of_pages_for_programs_has_every_page():
 def test_the_lowest_versions_are_those_that_setup_allows():
     setup = setup_cfg()
     asked = setup["options"]["install_requires"].split()
-    for extra in ("commands", "datasets", "heic", "onnx", "dask"):
+    for extra in ("photos", "datasets", "heic", "onnx", "dask"):
         asked += setup["options.extras_require"][extra].split()
     lowest = dict(
         line.split("==") for line in text_of("constraints-lowest.txt").splitlines() if not line.startswith("#")

@@ -34,7 +34,7 @@ NOT_RUN = ("needs the Hub",)
 # Pages whose Python another test runs, and looks at what comes out.
 ELSEWHERE = {
     "docs/classifiers.md": "classifiers/test_classifier_calls.py",
-    "docs/deploying.md": "deployment/test_deployment.py",
+    "docs/deploying.md": "photos/deployment/test_deployment.py",
 }
 # Pages whose commands run, too, block after block together with their Python.
 WALKED = ("docs/data.md", "docs/next-month.md", "docs/photographs.md")
@@ -55,7 +55,7 @@ def elsewhere(tmp_path, monkeypatch):
     """A folder to work in, and 24 images of each digit; what a page registers is forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
     stream = class_incremental_tasks(write_saved.digits(0, 24), write_saved.digits(24, 34), increment=2)
-    monkeypatch.setattr("dulbe_peft.photos.demo.digit_tasks", lambda: stream)
+    monkeypatch.setattr("dulbe_peft.streams.digits.digit_tasks", lambda: stream)
     monkeypatch.setattr(STRATEGIES, "_classes", dict(STRATEGIES._classes))
     return tmp_path
 
@@ -156,11 +156,26 @@ def test_the_tests_behind_the_promises_exist():
     assert all((ROOT / name).is_file() for name in files)
 
 
-def test_start_page_links_every_page():
-    linked = re.findall(r"\]\(([\w/-]+\.md)\)", text_of("docs/index.md"))
+def parts():
+    """The three parts of the docs by their titles, each with its pages, the start page first."""
+    nav = yaml.load(text_of("mkdocs.yml"), yaml.BaseLoader)["nav"][1:]
+    return {title: re.findall(r"[\w/-]+\.md", str(pages)) for part in nav for title, pages in part.items()}
+
+
+def test_start_pages_link_every_page_of_their_parts():
     pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")} - {"index.md"}
-    assert set(linked) == pages
-    assert pages <= set(re.findall(r"[\w/-]+\.md", text_of("mkdocs.yml")))
+    assert sorted(page for part in parts().values() for page in part) == sorted(pages)
+    start = text_of("docs/index.md")
+    for first, *others in parts().values():
+        assert f"]({first})" in start
+        linked = set(re.findall(r"\]\(([\w/-]+\.md)\)", text_of(f"docs/{first}") + start))
+        assert set(others) <= linked, first
+
+
+def test_no_page_of_the_library_needs_the_application():
+    for page in parts()["The adapter"]:
+        code = "".join(code for *_, code in blocks(f"docs/{page}", "python", "bash"))
+        assert "dulbe_peft.photos" not in code and "research" not in code, page
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -17,8 +17,8 @@ from research.benchmarks import common, edges, literal, models, ours, rivals, st
 
 ROOT = Path(__file__).parents[2]
 TOOLS = {"__init__", "common", "evidence", "literal", "models", "ours", "rivals", "stock", "table"}
-BENCHMARKS = sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - TOOLS)
-MODULES = {name: importlib.import_module(f"benchmarks.{name}") for name in BENCHMARKS}  # the slow ones, too
+BENCHMARKS = sorted({path.stem for path in (ROOT / "research" / "benchmarks").glob("*.py")} - TOOLS)
+MODULES = {name: importlib.import_module(f"research.benchmarks.{name}") for name in BENCHMARKS}  # the slow ones, too
 SLOW = {"accuracy", "augmentation", "deployment", "edges", "encode", "family", "frozen", "loop", "memory", "rejection"}
 SLOW |= {"store", "stream", "tasks"}
 # The figures of "memory" are those that Linux has.
@@ -64,7 +64,7 @@ def test_every_benchmark_runs_and_writes_its_figures(name, tmp_path, monkeypatch
     argv = ["--quick", "--out", str(out)]
     MODULES[name].main(argv)
     report = json.loads(out.read_text(encoding="utf-8"))
-    assert report["benchmark"] == name and report["command"] == f"python -m benchmarks.{name} --quick"
+    assert report["benchmark"] == name and report["command"] == f"python -m research.benchmarks.{name} --quick"
     assert all(row["what"] in table.line(row) for row in report["rows"])
     assert str(tmp_path) not in out.read_text(encoding="utf-8")
 
@@ -88,7 +88,7 @@ def test_tables_of_pages_are_those_of_the_files(path):
 
 def test_every_benchmark_has_its_command_on_some_page():
     text = "".join(path.read_text(encoding="utf-8") for path in table.PAGES)
-    assert not [name for name in BENCHMARKS if f"benchmarks.{name}" not in text]
+    assert not [name for name in BENCHMARKS if f"research.benchmarks.{name}" not in text]
 
 
 def test_names_near_the_means_are_made_of_images_that_nobody_learns():

@@ -17,9 +17,9 @@ from dulbe_peft import BridgeEnsembleHead, ClassIncrementalLearner
 from dulbe_peft.classifiers.closing import ClosingPass, linear_map
 from dulbe_peft.encoders.loading import unit_image_embeds
 from dulbe_peft.metrics.features import TaskFeatures
-from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.report import read_run
 from dulbe_peft.streams.progress import known_tasks
+from research.__main__ import run
 from research.diagnostics.inspection import inspect_task, token_relevance
 from research.diagnostics.measures import (
     coordinate_drift,
@@ -233,8 +233,8 @@ def test_every_served_encoder_has_maps(model_type):
 
 def test_the_figures_of_a_run_have_what_training_changed(trained, tmp_path, capsys):
     learner, folder, _ = trained
-    out, page = tmp_path / "pictures", str(tmp_path / "page.html")
-    assert main(["report", str(folder), "--output", page, "--figures", str(out)]) == 0
+    out = tmp_path / "pictures"
+    assert run(["figures", str(folder), "--output", str(out)]) == 0
     names = {"diagnostics.json", "captures.png", "depths.png", "drift-task-002.png"}
     said, found = capsys.readouterr().out, read_effects(read_run(folder))
     assert {path.name for path in out.iterdir()} == names and all(str(out / name) in said for name in names)

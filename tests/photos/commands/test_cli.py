@@ -26,7 +26,7 @@ from dulbe_peft.photos.runs.settings import GROUPS, StreamArguments, given_setti
 from dulbe_peft.photos.runs.setup import stream_tasks
 from dulbe_peft.utils.settings import field_types
 
-SAVED = Path(__file__).parents[1] / "saved" / "0.3.0" / "frozen"
+SAVED = Path(__file__).parents[2] / "saved" / "0.3.0" / "frozen"
 MODEL = str(demo_model_folder())
 KEYS = ["--target-modules", "k_proj,v_proj"]
 QUICK = ["--epochs", "1", "--residual-rank", "2", "--support-rank", "8", "--device", "cpu", "--no-progress"]

@@ -22,7 +22,7 @@ from research.comparison.comparison_page import write_comparison_page
 
 pytestmark = pytest.mark.slow
 CHROMIUM = os.environ.get("DULBE_PEFT_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # The contrast of every text with what lies behind it, by WCAG 2: relative luminance, colours with alpha blended.
 CONTRASTS = """() => {
   const numbers = colour => (colour.match(/[\\d.]+/g) || []).map(Number);

@@ -18,16 +18,16 @@ from failing_files import edited
 
 from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.metrics.features import read_features
-from dulbe_peft.photos.commands.main import main
 from dulbe_peft.strategies import STRATEGIES
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
+from research.__main__ import run as main
 from research.comparison.cells import answers_path, read_answers, read_cell
 from research.comparison.compare import ComparisonError, compare
 from research.comparison.comparison_file import read_comparison
 from research.comparison.plan import Row, as_text, read_plan
 from research.comparison.summary import format_summary, make_entries
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FROZEN = {"methods": {"frozen": {"strategy": "frozen"}}}
 
 

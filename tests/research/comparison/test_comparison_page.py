@@ -7,8 +7,9 @@ from compared import CLEAR, REFERENCE, UNCLEAR, WORSE, entry, made_comparison, w
 from failing_files import edited
 from pages import Page, drawn, self_contained
 
-from dulbe_peft.photos.commands.main import main
+from dulbe_peft.photos.commands.main import main as dulbe_peft_main
 from dulbe_peft.utils.files import read_csv
+from research.__main__ import run as main
 from research.comparison.comparison_file import Comparison, read_comparison
 from research.comparison.comparison_page import lead, write_comparison_page
 from research.comparison.comparison_plots import (
@@ -177,9 +178,10 @@ def test_the_command(folder, tmp_path, capsys, monkeypatch):
     assert lines[4].endswith(r"& 28,800 & 3.0 & 90.0 $\to$ 85.0 \\")
     assert all(line.count("&") == 16 for line in lines if line.endswith(r"\\"))
     (tmp_path / "run").mkdir()
-    for folders in (["run", str(folder)], [str(folder), "run"]):
-        assert main(["report", *folders, "--output", "b.html"]) == 2
-        assert f"{folder} is a comparison: report on it alone" in capsys.readouterr().err
+    assert main(["report", "run", "--output", "b.html"]) == 2
+    assert "run has no comparison.json, which `python -m research compare` writes" in capsys.readouterr().err
+    assert dulbe_peft_main(["report", str(folder)]) == 2
+    assert "is a comparison: `python -m research report`, in a clone, makes its page" in capsys.readouterr().err
     edited(folder / "comparison.json", "entries", 0, "means", "last", 99)
     assert main(["report", str(folder), "--output", "b.html"]) == 2
     assert "comparison.json is damaged or foreign: entries.0.means.last: " in capsys.readouterr().err

@@ -22,7 +22,7 @@ from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.data.augmentation import augmented
 from dulbe_peft.encoders.loading import load_dual_encoder, pixel_values, unit_image_embeds
 from dulbe_peft.encoders.pixels import with_image_resize
-from dulbe_peft.photos.commands.main import main
+from research.__main__ import run as main
 from research.verification import kit
 from research.verification.checks import OWN_CHECKS, read_checks
 from research.verification.fetching import Fetcher
