@@ -6,12 +6,12 @@ import sys
 
 import pytest
 import torch
+from dulbe_peft.utils.engines import jobs_at_once
 from lives import images_of, tiny_learner
 
 from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.encoders import encoder
 from dulbe_peft.utils.devices import one_thread
-from dulbe_peft.utils.engines import jobs_at_once
 from dulbe_peft.utils.extras import uncollected
 
 
