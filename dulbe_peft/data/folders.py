@@ -1,7 +1,7 @@
 """Images in folders, one folder per class."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +16,33 @@ SPLIT_NAMES = ("train", "training", "test", "testing", "val", "valid", "validati
 
 def folder_content(folder: Path) -> tuple[list[str], list[tuple[str, str]]]:
     """Sorted paths of the images below a folder, and path and reason of what is left out; links are followed once."""
-    images, left_out, entered = list[str](), list[tuple[str, str]](), set[tuple[int, int]]()
+    images, left_out = list[str](), list[tuple[str, str]]()
     start = len(os.path.join(folder, ""))
+    for path in _files_below(folder, left_out):
+        suffix = os.path.splitext(path)[1].lower()
+        if suffix not in image_suffixes():
+            left_out.append((path, why_not_read(suffix)))
+        elif _is_image(path):
+            images.append(path[start:].replace(os.sep, "/"))
+        else:
+            left_out.append((path, "neither a file nor a folder"))
+    return sorted(images), left_out
+
+
+def holds_image(folder: Path) -> bool:
+    """Whether there is an image below a folder, of which no more is walked than up to the first one."""
+    return any(map(_is_image, _files_below(folder, [])))
+
+
+def _is_image(path: str) -> bool:
+    if os.path.splitext(path)[1].lower() not in image_suffixes():
+        return False
+    return os.path.isfile(path) or (os.path.islink(path) and not os.path.exists(path))  # reading says it leads nowhere
+
+
+def _files_below(folder: Path, left_out: list[tuple[str, str]]) -> Iterator[str]:
+    """Paths of the files below a folder that are not hidden; what is passed over comes into `left_out`."""
+    entered = set[tuple[int, int]]()
     for here, folders, files in os.walk(folder, onerror=_cannot_be_read, followlinks=True):
         status = os.stat(here)
         if (status.st_dev, status.st_ino) in entered:
@@ -30,15 +55,7 @@ def folder_content(folder: Path) -> tuple[list[str], list[tuple[str, str]]]:
         seen = sorted(name for name in files if name[0] != ".")
         if here != str(folder) and not folders and not seen:
             left_out.append((here, "an empty folder"))
-        for name in seen:
-            path, suffix = os.path.join(here, name), os.path.splitext(name)[1].lower()
-            if suffix not in image_suffixes():
-                left_out.append((path, why_not_read(suffix)))
-            elif os.path.isfile(path) or (os.path.islink(path) and not os.path.exists(path)):
-                images.append(path[start:].replace(os.sep, "/"))  # reading says that a link leads to nothing
-            else:
-                left_out.append((path, "neither a file nor a folder"))
-    return sorted(images), left_out
+        yield from (os.path.join(here, name) for name in seen)
 
 
 def _cannot_be_read(error: OSError) -> None:

@@ -224,7 +224,7 @@ def test_a_killed_worker_costs_its_shard_at_most(root, table, tmp_path, monkeypa
             for result in side_by_side(*given):
                 arrived.append(len(result[1]))
                 yield result
-                if len(arrived) == 2:
+                if len(arrived) == 2 and not killed:
                     killed.append(workers()[-1])
                     os.kill(killed[0], signal.SIGKILL)
 
@@ -233,10 +233,11 @@ def test_a_killed_worker_costs_its_shard_at_most(root, table, tmp_path, monkeypa
         call(*command, expected=0 if engine == "dask" else 2)
         if engine != "dask":
             assert "a worker died" in capsys.readouterr().err
-            kept = FeatureStore(store_path()).facts()[0]
-            assert 4 <= kept == sum(arrived) < 52
+            kept = FeatureStore(store_path()).facts()[0]  # of this machine's workers, which write into it, too
+            assert 4 <= sum(arrived) <= kept < 52
+            arrived.clear()
             call(*command)
-            assert sum(arrived) == 52, "what was done is not done again"
+            assert sum(arrived) == 52 - kept, "what was done is not done again"
     assert killed and parquet.read_table(tmp_path / "f.parquet").equals(parquet.read_table(table))
 
 

@@ -11,6 +11,7 @@ from PIL import Image
 from small_runs import learner_of, tasks_of
 
 from dulbe_peft import CheckpointError, ClassIncrementalLearner
+from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.encoders.loading import load_dual_encoder
 from dulbe_peft.streams.progress import Row, known_tasks
 from dulbe_peft.streams.tasks import Task
@@ -264,3 +265,31 @@ def test_another_learner_s_folder_is_refused(base, photos, whole, tmp_path):
     learner.learn_task(stream(photos)[1].train)
     with pytest.raises(ValueError, match=r"it holds the tasks .* this learner has learned \[\['two', 'zero'\]\]"):
         learner.run(stream(photos, 3), output)
+
+
+@pytest.mark.parametrize("strategy", ["frozen", "dulbe"])
+def test_tests_in_one_pass_say_what_each_says_by_itself(base, photos, monkeypatch, strategy):
+    """The store is asked once for all of them, and what it lacks is encoded test by test."""
+    learner, tasks = make_learner(base, strategy=strategy, classifiers=("bridge", "lda")), stream(photos, 3)
+    for task in tasks:
+        learner.learn_task(task.train, task.class_names)
+    tests = [(task.test, task.class_names) for task in tasks]
+    asked, get = [], FeatureStore.get
+    monkeypatch.setattr(FeatureStore, "get", lambda *given: asked.append(len(given[2])) or get(*given))
+    learner.encoder.store = FeatureStore()
+    alone = [learner.evaluate_images(*test) for test in tests[:2]]
+    learner.evaluate_images(*tests[0])
+    asked.clear()
+    together = learner.evaluations(tests)
+    alone.append(learner.evaluate_images(*tests[2]))
+    assert asked[:2] == ([12, 4] if strategy == "frozen" else []), "of the last test the store knows nothing"
+    asked.clear()
+    for found in (together, learner.evaluations(tests)):
+        for one, other in zip(found, alone, strict=True):
+            assert (one.images, one.class_names) == (other.images, other.class_names)
+            for kind in ("classifiers", "baselines"):
+                left, right = getattr(one, kind), getattr(other, kind)
+                assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+            for name in ("truth", "probability", "features"):
+                assert torch.equal(getattr(one, name), getattr(other, name)), name
+    assert asked == ([12] if strategy == "frozen" else [])

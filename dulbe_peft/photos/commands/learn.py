@@ -77,9 +77,10 @@ def learn(
         print_once(f"left out: images of known classes ({', '.join(known)})")
     elif known:
         _update(loaded, fresh.select(known))
-    results = loaded.run(tasks, output, known_tests=tests, source=source)
-    if past and not new:
-        _say_gain(past[-1].row, results)
+    before = past[-1].row if past else None
+    results = loaded.run(tasks, output, past=past, known_tests=tests, source=source)
+    if before is not None and not new:
+        _say_gain(before, results)
     close_run(loaded, output, results, [*tests, *(task.test for task in tasks)], [train], notes)
 
 

@@ -39,11 +39,11 @@ def check_given(
 
 def check_images(paths: Sequence[str]) -> None:
     """Raise where not one of some images and folders of images is there."""
-    from dulbe_peft.data.folders import folder_content
+    from dulbe_peft.data.folders import holds_image
 
     for path in paths:
         with suppress(OSError):  # what cannot be read is said of it later
-            if folder_content(Path(path))[0] if os.path.isdir(path) else os.path.lexists(path):
+            if holds_image(Path(path)) if os.path.isdir(path) else os.path.lexists(path):
                 return
     why = "holds no image" if os.path.isdir(paths[0]) else "does not exist"
     raise FileNotFoundError(f"{printable(paths[0])} {why}" + (", nor do the others" if paths[1:] else ""))

@@ -16,6 +16,8 @@ from dulbe_peft.data.readers import load_data, splits
 from dulbe_peft.photos.data.inventory import Inventory, Look, count_images, find_duplicates, inspect_parts, undecodable
 from dulbe_peft.utils.settings import check_int
 
+Unused = tuple[str, str, Path | None]  # where a split is that is not opened, its name, and its folder where it is one
+
 
 def hold_out(
     dataset: Any, fraction: float, seed: int = 0, purpose: str = "test"
@@ -117,7 +119,8 @@ def open_stream_data(
         FileNotFoundError: there is nothing under this path, or it lacks a split.
         ValueError: images cannot be read, there are a test split and a fraction, or the layout is not clear.
     """
-    found, left_out = stream_splits(path, train_split, test_split, test_fraction, **reading)
+    found, others = stream_splits(path, train_split, test_split, test_fraction, **reading)
+    left_out = [(place, _unused(name, folder)) for place, name, folder in others]
     train = found[train_split if train_split in found else None]()
     parts = {train_split: train}
     if test_split in found:
@@ -143,8 +146,8 @@ def open_stream_data(
 
 def stream_splits(
     path: str | os.PathLike[str], train_split: str, test_split: str, test_fraction: float | None = None, **reading: Any
-) -> tuple[Splits, list[tuple[str, str]]]:
-    """The splits that `open_stream_data` opens, and what is left out; raises what is wrong before one is opened."""
+) -> tuple[Splits, list[Unused]]:
+    """The splits that `open_stream_data` opens, and the others; raises what is wrong before any is opened."""
     if train_split == test_split:
         raise ValueError(
             f"train_split and test_split are both {train_split!r}, and a split is never its own test: name another "
@@ -153,19 +156,19 @@ def stream_splits(
     text = os.fspath(path)
     found = splits(text, **reading)
     if {None} < found.keys():  # image files in folders, which may be splits or classes
-        names, left_out = _folder_splits(Path(text), train_split, test_split)
+        names, others = _folder_splits(Path(text), train_split, test_split)
         found = {name: found[name] for name in names}
     else:
         for name in () if list(found) == [None] else (train_split, *([test_split] if test_split != "test" else [])):
             if name not in found:
                 raise FileNotFoundError(f"{text} has no split {name!r}; its splits are {list(found)}")
-        others = [name for name in found if name and name not in (train_split, test_split)]
-        left_out = [(f"{text}[{name}]", _unused(name)) for name in others]
+        unused = [name for name in found if name and name not in (train_split, test_split)]
+        others = [(f"{text}[{name}]", name, None) for name in unused]
     if test_fraction is not None and test_split in found:
         raise ValueError(
             f"test_fraction is {test_fraction}, but {text} has the test split {test_split!r}: leave one out"
         )
-    return found, left_out
+    return found, others
 
 
 def readable(
@@ -196,11 +199,12 @@ def open_split(path: str | os.PathLike[str], split: str | None, **reading: Any) 
     return images.select(tuple(names), others=True)
 
 
-def _unused(split: str) -> str:
-    return f"the split {split!r}, neither learned from nor tested on"
+def _unused(split: str, folder: Path | None) -> str:
+    count = "" if folder is None else f", {len(folder_content(folder)[0])} images"
+    return f"the split {split!r}, neither learned from nor tested on{count}"
 
 
-def _folder_splits(folder: Path, train: str, test: str) -> tuple[list[str | None], list[tuple[str, str]]]:
+def _folder_splits(folder: Path, train: str, test: str) -> tuple[list[str | None], list[Unused]]:
     names = subfolders(folder)
     others = [name for name in names if name not in (train, test)]
     if train not in names:
@@ -222,6 +226,5 @@ def _folder_splits(folder: Path, train: str, test: str) -> tuple[list[str | None
                 f"{train!r} is the split to learn from, give the folder {folder / train}, or move {strange[0]!r} "
                 "elsewhere. If it is a class, put its images into it directly"
             )
-    counts = {name: len(folder_content(folder / name)[0]) for name in others}
-    left_out = [(str(folder / name), f"{_unused(name)}, {count} images") for name, count in counts.items()]
-    return [name for name in names if name in (train, test)], left_out
+    unused: list[Unused] = [(str(folder / name), name, folder / name) for name in others]
+    return [name for name in names if name in (train, test)], unused

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from dulbe_peft.data.readers import load_data
 from dulbe_peft.encoders.loading import load_dual_encoder, unit_image_embeds
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.report import write_report
+from dulbe_peft.streams import progress
 from dulbe_peft.subspaces.inputs import collect_statistics
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 
@@ -49,11 +51,15 @@ def learn(learner, data, output, *flags):
     return call("learn", learner, "--data", data, "--output", output, *flags)
 
 
-def test_a_month_of_new_and_known_classes(photos, june, tmp_path, capsys):
+def test_a_month_of_new_and_known_classes(photos, june, tmp_path, capsys, monkeypatch):
     data = some(photos, tmp_path / "july", ["five", "one", "four"], 3)
     some(photos, data, ["five", "four"])
     before = content(june)
-    assert learn(june / "run", data, tmp_path / "run") == 0
+    with monkeypatch.context() as patch:
+        asked = Mock(side_effect=progress.known_tasks)
+        patch.setattr(progress, "known_tasks", asked)
+        assert learn(june / "run", data, tmp_path / "run") == 0
+    assert asked.call_count == 1, "what is known of june's tasks is read once"
     said = capsys.readouterr().out
     assert "known classes get 1 further image, without training: one (1)" in said
     assert "fewer than" not in said, "july has one image of a class of which june has more"

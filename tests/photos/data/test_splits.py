@@ -1,16 +1,19 @@
 """Taking stock of images, holding some of them back, and finding out what a folder holds."""
 
+import os
 import random
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from dulbe_peft.data.folders import ImageFolder
+from dulbe_peft.data.folders import ImageFolder, folder_content, holds_image
 from dulbe_peft.photos.data.inventory import inspect_images
 from dulbe_peft.photos.data.splits import draw_per_class, hold_out, open_stream_data
+from dulbe_peft.photos.runs.sources import check_source
 from dulbe_peft.streams.tasks import class_incremental_tasks
 
 
@@ -105,7 +108,7 @@ def test_drawn_images_are_so_many_a_class_and_nested(tmp_path):
     assert set(draw_per_class(data, [2, 9]).indices) <= set(draw_per_class(data, 9).indices)
 
 
-def test_splits_are_found(tmp_path):
+def test_splits_are_found(tmp_path, monkeypatch):
     for split, counts in (("train", {"ant": 1, "cat": 3}), ("test", {"cat": 2}), ("val", {"cat": 4, "dog": 1})):
         photos(tmp_path / split, counts)
     train, test, found = open_stream_data(tmp_path)
@@ -114,6 +117,10 @@ def test_splits_are_found(tmp_path):
     assert "cat             3       2" in found.format()
     why = "the split 'val', neither learned from nor tested on, 5 images"
     assert found.left_out == [(str(tmp_path / "val"), why)]
+    walked = Mock(side_effect=os.walk)
+    monkeypatch.setattr(os, "walk", walked)
+    check_source({"data": str(tmp_path), "train_split": "train", "test_split": "test"})
+    assert not walked.called, "a look before the images are opened reads the names of folders alone"
     assert len(open_stream_data(tmp_path, "val", "test")[0]) == 5
     for settings, words in (
         ({"test_fraction": 0.2}, r"test_fraction is 0\.2, but .* has the test split 'test': leave one out"),
@@ -123,6 +130,24 @@ def test_splits_are_found(tmp_path):
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=words):
             open_stream_data(tmp_path, **settings)
+
+
+def test_whether_a_folder_holds_an_image_is_known_at_the_first(tmp_path, monkeypatch):
+    root = tmp_path / "heap"
+    for name in ("notes.txt", ".hidden.jpg", ".hidden/1.jpg", "empty/more/list.csv", "folder.jpg/"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).mkdir() if name.endswith("/") else (root / name).touch()
+    (root / "round").symlink_to(root)
+    assert not folder_content(root)[0] and not holds_image(root)
+    (root / "gone.jpg").symlink_to(root / "nowhere")
+    assert folder_content(root)[0] == ["gone.jpg"] and holds_image(root)
+    photos(root, {"cat": 3, "dog": 3})
+    entered = list[str]()
+    walk = os.walk
+    monkeypatch.setattr(
+        os, "walk", lambda *given, **how: (entered.append(row[0]) or row for row in walk(*given, **how))
+    )
+    assert holds_image(root) and entered == [str(root)]
 
 
 def test_a_folder_of_classes_is_all_there_to_learn_from(tmp_path):
