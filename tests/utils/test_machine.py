@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from dulbe_peft.utils.engines import jobs_at_once
 from lives import images_of, tiny_learner
 
 from dulbe_peft.classifiers import make_classifier
