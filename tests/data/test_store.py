@@ -160,9 +160,9 @@ def test_features_do_not_depend_on_what_else_is_in_the_batch(base, photos, threa
     learner, images = learner_of(base, "frozen"), ImageFolder(photos, "train")
     torch.set_num_threads(threads)
     whole = learner.image_embeds(images)
-    for size in (1, 3, WHOLE - 1, WHOLE, 13, 31):
-        for rows in (range(size), range(40 - size, 40), range(size)[::-1]):
-            assert torch.equal(learner.image_embeds(images.at(list(rows))), whole[list(rows)]), rows
+    for size in (1, WHOLE - 1, 13):
+        rows = list(range(40 - size, 40))[::-1]  # none is where it was
+        assert torch.equal(learner.image_embeds(images.at(rows)), whole[rows]), rows
 
 
 @pytest.mark.parametrize("alike", [True, False])
