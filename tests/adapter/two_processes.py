@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import CLIPConfig, CLIPModel
 
 from dulbe_peft import (
+    BridgeEnsembleHead,
     DualModeLoraConfig,
     OccupationStatistics,
     allocate_modes,
@@ -137,6 +138,32 @@ def routing(model):
         model.zero_grad()
 
 
+class Answers(nn.Module):
+    """A head beside a parameter, without which DDP wraps nothing."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.head, self.scale = head, nn.Parameter(torch.ones(()))
+
+    def forward(self, embeds):
+        return self.scale * self.head(embeds)
+
+
+def buffers():
+    """DDP copies the first process's buffers over the others', and these answer by them."""
+    features, head = torch.randn(6, 16, generator=torch.Generator().manual_seed(3)), BridgeEnsembleHead(16)
+    head.add_classes(["a", "b"], features, torch.arange(6) % 2, features[:2])
+    parallel = DistributedDataParallel(Answers(head))
+    parallel(features)
+    if world()[0]:
+        head.text_embeds.copy_(F.normalize(features[2:4], dim=1))
+        head(features)
+    embeds = head.text_embeds.clone()
+    found = parallel(features).detach()
+    assert world()[0] == 0 or not torch.equal(head.text_embeds, embeds)
+    assert torch.equal(found, copy.deepcopy(head)(features))
+
+
 def main() -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
@@ -144,6 +171,7 @@ def main() -> None:
     model = adapted_clip.learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**adapted_clip.CONFIG)))
     sums(model)
     routing(model)
+    buffers()
     probe = probe_gradients(model, [PARTS[world()[0]]], loss_fn)
     model.begin_task(allocate_modes(probe, None, config=model.active_config))
     print("ended", world()[0])
