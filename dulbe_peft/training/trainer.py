@@ -161,6 +161,8 @@ class TaskTrainer:
                 if any(m.shared_capture or m.residual_capture for m in modes.values()):
                     self.record.shared_capture = sum(m.shared_capture for m in modes.values()) / len(modes)
                     self.record.residual_capture = sum(m.residual_capture for m in modes.values()) / len(modes)
+            else:
+                self.adapter.note_beginning()
 
     def title(self, phase: str) -> str:
         """What a progress bar says."""

@@ -47,8 +47,8 @@ def identity(tensors: Collection[torch.Tensor], samples: bool = False) -> tuple[
     """Return a key of what has been computed from tensors: another one where one is replaced or written to.
 
     PyTorch does not count writes through `.data`, to tensors of inference mode, or by collective operations, as when
-    DDP copies buffers: with `samples`, 256 values of each tensor are a part of the key. As long as the key is kept, the
-    tensors must be, so that their ids stay unique.
+    DDP copies buffers: with `samples`, 256 values of each tensor are a part of the key. As long as the key is kept,
+    the tensors must be, so that their ids stay unique.
     """
     key = tuple((id(t), t.data_ptr(), -1 if t.is_inference() else t._version) for t in tensors)
     return key + tuple(_samples(t.detach().flatten()).numpy().tobytes() for t in tensors) if samples else key

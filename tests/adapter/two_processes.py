@@ -1,4 +1,4 @@
-"""What test_two_processes.py launches in two processes: each has a part of the data, and ends with the whole's numbers."""
+"""What test_two_processes.py launches in two processes: each has a part of the data, all get the whole's numbers."""
 
 import copy
 import re
