@@ -20,10 +20,20 @@ from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.mixed_batches import Rows, rows_with_adapters
 from dulbe_peft.adapter.peft_model import extend_peft_model
 from dulbe_peft.adapter.registration import DULBE, PREFIX
-from dulbe_peft.adapter.saved import KEY_RENAMES, MisfitError, check_saved, whose
+from dulbe_peft.adapter.saved import (
+    KEY_RENAMES,
+    MisfitError,
+    base_digests,
+    check_saved,
+    check_tower,
+    innermost,
+    tower_of,
+    warn_of_another_base,
+    whose,
+)
 from dulbe_peft.adapter.targets import check_targets, find_target, in_text_tower
 from dulbe_peft.adapter.text import TextLoraLinear
-from dulbe_peft.encoders.registry import CLIP_VISION_TYPES, ENCODERS
+from dulbe_peft.encoders.registry import CLIP_VISION_TYPES, ENCODERS, type_of
 from dulbe_peft.subspaces.allocation import allocate_modes
 from dulbe_peft.subspaces.modes import ModeBases, check_modes
 from dulbe_peft.utils.processes import copy_from_main
@@ -58,7 +68,12 @@ class DualModeLoraModel(BaseTuner):
         """Inject as PEFT does, after a check of the name, which becomes a part of parameter and folder names."""
         if not adapter_name or set(adapter_name) & set("./\\") or hasattr(nn.ParameterDict, adapter_name):
             raise ValueError(f"adapter name {adapter_name!r} is empty, has one of ./\\, or is taken by ParameterDict")
+        config = cast(DualModeLoraConfig, self.peft_config[adapter_name])
+        tower = tower_of(type_of(model))
+        check_tower(config, model, tower)
         super().inject_adapter(model, adapter_name, *args, **kwargs)
+        config.tower = config.tower or tower
+        warn_of_another_base(config, model)
 
     def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:  # type: ignore[override]
         return find_target(peft_config, self.model, key)
@@ -357,6 +372,7 @@ class DualModeLoraModel(BaseTuner):
     ) -> Any:
         """Select the adapter's entries, and bring the configuration that is written next in line with them."""
         config.set_history(_history_ranks(model, adapter_name))
+        config.base_digests = base_digests(model)
         for layer in layers_of(model, adapter_name, DualModeLinear).values():
             layer.forget_weight()  # what was written through .data is saved, so it counts here, too
         return super()._get_adapter_state_dict(model=model, config=config, adapter_name=adapter_name, **kwargs)
@@ -367,7 +383,8 @@ class DualModeLoraModel(BaseTuner):
     ) -> dict[str, torch.Tensor]:
         """Fit a file's keys to the model, also between `CLIPModel` and the stand-alone vision towers, or raise."""
         known = model.state_dict()
-        renamed = [{rename(key): value for key, value in state_dict.items()} for rename in KEY_RENAMES]
+        renames = KEY_RENAMES[:1] if tower_of(type_of(innermost(model))) == "text" else KEY_RENAMES
+        renamed = [{rename(key): value for key, value in state_dict.items()} for rename in renames]
         remap = super()._remap_adapter_state_dict_for_load
         best = max(
             (remap(model, config, adapter_name, state) for state in renamed),

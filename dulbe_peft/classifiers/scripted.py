@@ -7,6 +7,9 @@ from torch.nn import functional as F
 class LinearScores(nn.Module):
     """Logits of features, (n, d), which are normalised here: z W' + b. Nothing is checked."""
 
+    weight: Tensor
+    bias: Tensor
+
     def __init__(self, weight: Tensor, bias: Tensor) -> None:
         super().__init__()
         self.register_buffer("weight", weight)

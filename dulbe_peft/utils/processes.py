@@ -149,7 +149,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside what DDP, accelerate or `torch.compile` put around it."""
     while True:
         parallel = isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel))
-        inner = model.module if parallel else model._modules.get("_orig_mod")
+        inner: Any = model.module if parallel else model._modules.get("_orig_mod")
         if inner is None:
             return model
         model = inner

@@ -69,6 +69,15 @@ def weights_digest(weights: Mapping[str, torch.Tensor]) -> str:
     return _digest(weights, _samples)
 
 
+def rounded_digest(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> str:
+    """Return the SHA-256 of the weights' names, shapes and 256 values of each, rounded to a type."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        values = tensor.detach().flatten()[:: max(1, tensor.numel() // SAMPLES)].to(dtype).double().cpu()
+        found.update(f"{name} {tuple(tensor.shape)}".encode() + values.numpy().tobytes())
+    return found.hexdigest()
+
+
 def whole_digest(weights: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 of the weights' names, shapes, types and all values."""
     return _digest(weights, lambda flat: flat.contiguous().view(torch.uint8))
