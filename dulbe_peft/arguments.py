@@ -57,6 +57,11 @@ class AdapterSettings:
     init_weights: bool = setting(True, "True: B starts at zero, the output is the base model's. False: random B.")
     layers_to_transform: list[int] | int | None = setting(None, "Indices of the vision blocks to adapt; None: all.")
     layers_pattern: list[str] | str | None = setting(None, "Name of the nn.ModuleList that layers_to_transform means.")
+    fold: Literal["weight", "factors"] = setting(
+        "weight",
+        "How the vision tower has its finished tasks: as one folded weight a layer, kept beside the base model's, or "
+        "as factors, which take less memory, and more time with every task.",
+    )
     modules_to_save: list[str] | None = setting(None, "Further modules to train in full and to save with the adapter.")
 
     def __post_init__(self) -> None:

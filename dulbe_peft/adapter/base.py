@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from accelerate.utils import align_module_device
+from peft.tuners._buffer_dict import BufferDict
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge, onload_layer
 from peft.utils.quantization_utils import resolve_quantization_backend
 from torch import nn
 
 from dulbe_peft.adapter.linear import add_updates
+
+_FORWARD = nn.Linear.forward
 
 
 def quantization(layer: nn.Module) -> Any:
@@ -48,8 +52,9 @@ def layers_of(model: nn.Module, adapter: str, kind: type[nn.Module] | None = Non
 class DualModeLayer(BaseTunerLayer, nn.Module):
     """A linear layer and the adapters' updates of it, beside the base weight or, after `merge`, in it.
 
-    A layer has `updates(adapter)`, the whole update as factors; `get_delta_weight(adapter)`, the same as a matrix,
-    (d_out, d_in), in at least float32; and `scaled(adapter, scale)`, a block in which W_0 + scale * dW is used.
+    A layer has `updates(adapter)`, the whole update as factors; `get_delta_weight(adapter, dtype)`, the same as a
+    matrix, (d_out, d_in), in at least this type; and `scaled(adapter, scale)`, a block in which W_0 + scale * dW is
+    used.
     """
 
     if TYPE_CHECKING:  # PEFT's base class carries no types
@@ -62,23 +67,42 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
         self._pristine_weight: torch.Tensor | None = None
-        linear = self._linear
-        self.quantization_backend = quantization(linear)
-        own_forward = getattr(linear.forward, "__func__", None) is not nn.Linear.forward
-        # It computes otherwise than x W' + bias from a plain weight. All updates are added to what it returns, and the
-        # weight is never read or written.
-        self.packed = own_forward or type(linear.weight) is not nn.Parameter
-        self.in_features: int = linear.in_features
-        self.out_features: int = linear.out_features
+        self.in_features: int = self._linear.in_features
+        self.out_features: int = self._linear.out_features
         self.register_state_dict_post_hook(_restore_pristine)
 
     @property
     def _linear(self) -> Any:
         return self.get_base_layer()
 
+    @property
+    def packed(self) -> bool:
+        """Whether the base layer is quantised, or of a class that computes otherwise: no update fits its weight."""
+        linear = self._linear
+        return type(linear._parameters.get("weight")) is not nn.Parameter or type(linear).forward is not _FORWARD
+
+    @property
+    def plain(self) -> bool:
+        """Whether the base layer is, at this moment, x W' + bias from a weight that is here, with nothing around it.
+
+        Where it is not, because it is packed, has hooks or a forward of its own, or its weight is offloaded, it is
+        called, and all updates are added to what it returns.
+        """
+        linear = self._linear
+        return not (
+            linear._forward_hooks
+            or linear._forward_pre_hooks
+            or linear._backward_hooks
+            or linear._backward_pre_hooks
+            or "forward" in linear.__dict__
+            or type(linear).forward is not _FORWARD
+            or type(weight := linear._parameters.get("weight")) is not nn.Parameter
+            or weight.is_meta
+        )
+
     def get_base_weight(self) -> torch.Tensor:
         """W_0, (d_out, d_in), of a quantised layer as PEFT unpacks it."""
-        backend = self.quantization_backend
+        backend = quantization(self._linear)
         weight: torch.Tensor = self._linear.weight if backend is None else backend.get_base_weight(self._linear)
         if not weight.is_floating_point() or weight.shape != (self.out_features, self.in_features):
             raise ValueError(f"the weight of a {type(self._linear).__name__} cannot be unpacked, and is needed here")
@@ -93,9 +117,10 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
         """Write updates, of the active adapters by default, into the base weight, and keep the pristine weight."""
         for name in self.adapters_here(check_adapters_to_merge(self, adapter_names)):
             weight = self._linear.weight
+            dtype = torch.promote_types(weight.dtype, torch.float32)
             with torch.no_grad():
-                delta = self.get_delta_weight(name).to(weight.device)
-                merged = (weight.data.float() + delta).to(weight.dtype)
+                delta = self.get_delta_weight(name, dtype).to(weight.device)
+                merged = (weight.data.to(dtype) + delta).to(weight.dtype)
             if safe_merge and not torch.isfinite(merged).all():
                 raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
             if self._pristine_weight is None:
@@ -109,6 +134,9 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
             return
         weight = self._linear.weight
+        if weight.is_meta:  # offloaded: PEFT brings it here and takes it away again
+            with onload_layer(self):
+                return self.unmerge()
         weight.data = self._pristine_weight.to(device=weight.device, dtype=weight.dtype)
         self._pristine_weight = None
         self.merged_adapters.clear()
@@ -120,7 +148,9 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
             self.unmerge()
         if self.disable_adapters or self.merged:
             return self.base_layer(x, *args, **kwargs)
-        return self._adapted_forward(x) if adapter_names is None else self._mixed_forward(x, adapter_names)
+        offloaded = [part for part in self._modules.values() if part is not None and "_hf_hook" in part.__dict__]
+        with _onloaded(offloaded) if offloaded else nullcontext():
+            return self._adapted_forward(x) if adapter_names is None else self._mixed_forward(x, adapter_names)
 
     def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
         updates = [update for name in self.adapters_here(self.active_adapters) for update in self.updates(name)]
@@ -154,6 +184,16 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
 
     def __repr__(self) -> str:
         return "dulbe." + super().__repr__()
+
+
+@contextmanager
+def _onloaded(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Have the parameters here that accelerate offloaded; the base layer's own hook does so for its own."""
+    with ExitStack() as stack:
+        for module in modules:
+            if isinstance(module, (nn.ParameterDict, BufferDict)):
+                stack.enter_context(align_module_device(module))
+        yield
 
 
 def _restore_pristine(layer: DualModeLayer, state_dict: dict[str, Any], prefix: str, _: Any) -> None:

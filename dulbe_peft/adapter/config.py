@@ -20,6 +20,13 @@ from dulbe_peft.utils.settings import check_int, setting
 from dulbe_peft.utils.tensors import tensor_shapes
 
 DENSE = -1  # the rank of a history that is one matrix
+# LoRA's settings, and what this method has in their place.
+_OF_LORA = {
+    "r": "this method has two ranks instead, shared_rank and residual_rank",
+    "lora_alpha": "the update has no scale here; text_alpha is that of the text tower's LoRA",
+    "lora_dropout": "the modes have no dropout here, as their bases are planned from all of the gradient",
+    "bias": "the biases stay the base model's, which every adapter and every earlier task shares",
+}
 MAX_HISTORY_RANK = 2**20  # 100,000 tasks; no model grows more, and a file that claims more is refused
 
 
@@ -34,6 +41,17 @@ def _holds_only_tensors(path: Path) -> bool:
         return zipfile.is_zipfile(path) and not get_unsafe_globals_in_checkpoint(path)
     except Exception:  # a damaged archive: the reader of opcodes promises no kinds of errors
         return False
+
+
+def _history_ranks(file: Path) -> dict[str, int]:
+    """Return the rank of each layer's history in an adapter's file, of which the header alone is read."""
+    shapes, ranks = tensor_shapes(file), {}
+    for name, down in shapes.items():
+        layer, found, _ = name.rpartition(".dulbe_history_P")
+        up = shapes.get(f"{layer}.dulbe_history_B", ())
+        if found and len(down) == len(up) == 2:
+            ranks[layer] = down[1] if down[1] == up[1] else DENSE
+    return ranks
 
 
 @dataclass
@@ -52,18 +70,24 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
         default_factory=dict,
         metadata={"help": "Name ending of a vision layer, or a regular expression of it -> its own residual_rank."},
     )
-    history_rank: int = setting(0, "Rank of the folded history; kept up to date by the library, never set by hand.")
+    history_rank: int = setting(0, "Rank of the folded history; the library reads it from the layers or the file.")
     history_pattern: dict[str, int] = field(
         default_factory=dict,
         metadata={
-            "help": "Layer -> rank of its history where it is another one, -1 where the history is one matrix; kept "
-            "up to date by the library, never set by hand."
+            "help": "Layer -> rank of its history where it is another one, -1 where the history is one matrix; the "
+            "library reads it from the layers or the file."
         },
     )
 
+    tower: str | None = setting(None, "vision or text, the tower that the modes are for; kept by the library.")
+    base_digests: dict[str, str] = field(
+        default_factory=dict,
+        metadata={"help": "What tells the base model's weights from others, by tower and type; kept by the library."},
+    )
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        if "r" in kwargs:
-            raise TypeError(f"r={kwargs['r']!r}: this method has two ranks instead, shared_rank and residual_rank")
+        for name in _OF_LORA.keys() & kwargs.keys():
+            raise TypeError(f"{name}={kwargs[name]!r} is of LoRA: {_OF_LORA[name]}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -103,10 +127,7 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
         config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
         file = Path(source) / prefix / SAFETENSORS_WEIGHTS_NAME
         if file.is_file() and isinstance(config, cls):
-            # Its header alone, before memory is taken for what the configuration claims.
-            ranks = {shape[-1] for name, shape in tensor_shapes(file).items() if ".dulbe_history_P" in name and shape}
-            if ranks - {config.history_rank, *(max(0, rank) for rank in config.history_pattern.values())}:
-                raise ValueError(f"history_rank is {config.history_rank}, but {file} has a history of {sorted(ranks)}")
+            config.set_history(_history_ranks(file))
         return config
 
     def ranks_of(self, layer: str) -> tuple[int, int]:

@@ -1,40 +1,69 @@
 """Gradients of the method: the probe that plans a task, and the routing that trains it."""
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from dulbe_peft.adapter.base import DualModeLayer
+from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.utils.devices import evaluating
+from dulbe_peft.utils.processes import gather_objects, raise_in_all, sum_over_processes, unwrapped, world
 from dulbe_peft.utils.settings import check_number
+
+
+class GradientProbe(dict[str, torch.Tensor]):
+    """Layer name -> G, (out_features, in_features), and the configuration of the adapter that was probed."""
+
+    def __init__(self, gradients: Mapping[str, torch.Tensor], config: DualModeLoraConfig) -> None:
+        super().__init__(gradients)
+        self.config = config
 
 
 def probe_gradients(
     model: nn.Module, batches: Iterable[Any], loss_fn: Callable[[nn.Module, Any], tuple[torch.Tensor, int]]
-) -> dict[str, torch.Tensor]:
-    """Gradient of a data set's mean loss by every adapted layer's weight, in evaluation mode and without a step.
+) -> GradientProbe:
+    """Return the gradient of a data set's mean loss by every adapted layer's weight, without a step.
+
+    The model runs in evaluation mode. Where `torch.distributed` is initialised, every process has to call this, with
+    batches of its own, of which it may have none; all get the gradient of the mean over all samples of all processes.
 
     Args:
-        model: a model from `get_peft_model` with one active dual-mode adapter.
+        model: a model from `get_peft_model` with one active dual-mode adapter; also inside DDP or accelerate's
+            wrappers, without which `loss_fn` is given it.
         batches: any iterable; each element is handed to `loss_fn`.
         loss_fn: `loss_fn(model, batch) -> (loss, n)`, the batch's mean loss, a scalar, and its number of samples.
 
     Returns:
-        Layer name -> G, (out_features, in_features), in at least float32, on the base weight's device.
+        Layer name -> G, (out_features, in_features), in at least float32, on the base weight's device. Its attribute
+        `config` is the adapter's configuration, from which `allocate_modes` takes the ranks.
 
     Raises:
         ValueError: there is no batch, a loss is not finite, or no loss depends on an adapted layer.
+        TypeError: the model does not come from `get_peft_model`, or `loss_fn` returns no pair.
 
     Reference:
         Section "Gradient-Demand Dual-Mode Subspace Allocation"; appendix "Prospective-gradient estimation".
     """
-    if not hasattr(model, "dual_mode_layers"):
-        raise TypeError(f"model must come from get_peft_model, got {type(model).__name__}")
-    layers: dict[str, DualModeLinear] = model.dual_mode_layers()  # type: ignore[operator]
-    model.check_unmerged()  # type: ignore[operator]
+    tuner = tuner_of(model)
+    with raise_in_all():
+        sums, size = summed_gradients(tuner, batches, loss_fn)
+    sum_over_processes(sums.values())
+    total = sum(gather_objects(size))
+    if not total:
+        raise ValueError("batches is empty: the probe needs at least one batch of the new task's data")
+    return GradientProbe({name: gradient.div_(total) for name, gradient in sums.items()}, tuner.active_config)
+
+
+def summed_gradients(
+    model: Any, batches: Iterable[Any], loss_fn: Callable[[nn.Module, Any], tuple[torch.Tensor, int]]
+) -> tuple[dict[str, torch.Tensor], int]:
+    """Return the sum over this process's samples of the loss's gradients, and the number of samples."""
+    layers: dict[str, DualModeLinear] = model.dual_mode_layers()
+    model.check_unmerged()
     adapter = next(iter(layers.values())).active_adapters[0]
     losses: list[torch.Tensor] = []
     total = 0
@@ -53,14 +82,27 @@ def probe_gradients(
             (loss * size).backward(inputs=list(weights.values()))
             losses.append(loss.detach())
             total += size
-    if not total:
-        raise ValueError("batches is empty: the probe needs at least one batch of the new task's data")
-    if all(weight.grad is None for weight in weights.values()):
+    if total and all(weight.grad is None for weight in weights.values()):
         raise ValueError("the loss of loss_fn has no gradient in any adapted layer: it must run the vision tower")
-    bad = [index for index, finite in enumerate(torch.isfinite(torch.stack(losses)).tolist()) if not finite]
-    if bad:
-        raise ValueError(f"loss of probe batch {bad[0]} is {losses[bad[0]].item()}, expected a finite number")
-    return {n: torch.zeros_like(w) if w.grad is None else w.grad.div_(total) for n, w in weights.items()}
+    finite = torch.isfinite(torch.stack(losses)).tolist() if losses else []
+    if not all(finite):
+        bad = finite.index(False)
+        raise ValueError(f"loss of probe batch {bad} is {losses[bad].item()}, expected a finite number")
+    return {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in weights.items()}, total
+
+
+def tuner_of(model: nn.Module) -> Any:
+    """Return a model from `get_peft_model` without what DDP or accelerate put around it; refuse any other model."""
+    inner = unwrapped(model)
+    if hasattr(inner, "dual_mode_layers"):
+        return inner
+    if any(isinstance(module, DualModeLayer) for module in inner.modules()):
+        raise TypeError(
+            f"the adapter of this {type(inner).__name__} was injected, by add_adapter, load_adapter or "
+            "inject_adapter_in_model: it can be used and saved so, but not planned or trained task by task, which a "
+            "model from get_peft_model or PeftModel.from_pretrained can"
+        )
+    raise TypeError(f"model must come from get_peft_model(..., DualModeLoraConfig(...)), got {type(inner).__name__}")
 
 
 def route_gradients(
@@ -74,8 +116,12 @@ def route_gradients(
     `task_loss` reaches every trainable parameter, those outside the model too; `structure_weight * structure_loss`
     reaches B_S of every layer and nothing else. Both losses may come from one forward pass.
 
+    Where `torch.distributed` is initialised, every process has to call this, and the gradients of the model's
+    parameters are summed over the processes: a loss that is a mean over the rows of one process is to be divided by
+    the number of processes. A model inside DDP is left to DDP, which takes the mean.
+
     Args:
-        model: a model from `get_peft_model` with one active dual-mode adapter.
+        model: a model from `get_peft_model` with one active dual-mode adapter; also inside DDP.
         task_loss: scalar, cross-entropy over the current classes.
         structure_loss: scalar, `bidirectional_kl` over the old classes; None at the first task.
         structure_weight: lambda, at least 0.
@@ -83,11 +129,41 @@ def route_gradients(
     Raises:
         ValueError: a loss is no scalar, has no gradient where it is meant to have one, or (on the CPU, where looking
             is free) is not finite. No gradient is touched then.
+        TypeError: the model does not come from `get_peft_model`.
 
     Reference:
         Section "Routed Cross-Modal Training", "Gradient Routing".
     """
-    routed_loss(model, task_loss, structure_loss, structure_weight).backward()
+    with _summed_over_processes(model):
+        routed_loss(model, task_loss, structure_loss, structure_weight).backward()
+
+
+@contextmanager
+def _summed_over_processes(model: nn.Module) -> Iterator[None]:
+    """Add to `.grad` the sum over all processes of what the block accumulates; on an error in one process, nothing."""
+    if world()[1] == 1 or isinstance(model, nn.parallel.DistributedDataParallel):
+        yield
+        return
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        with raise_in_all():
+            yield
+        reached = zip(*gather_objects([parameter.grad is not None for parameter in parameters]), strict=True)
+        summed = [parameter for parameter, anywhere in zip(parameters, map(any, reached), strict=True) if anywhere]
+        for parameter in summed:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        sum_over_processes(parameter.grad for parameter in summed if parameter.grad is not None)
+    except BaseException:
+        for parameter in parameters:
+            parameter.grad = None
+        raise
+    finally:
+        for parameter, old in zip(parameters, before, strict=True):
+            if old is not None:
+                parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
 
 
 def routed_loss(
@@ -102,6 +178,7 @@ def routed_loss(
     It holds the gradient g of the structure loss by B_S, and sum(g B_S) has this gradient and no other. `scale` is
     that of a `torch.amp.GradScaler`: half precision would lose g without it.
     """
+    tuner = tuner_of(model)
     losses = {"task_loss": task_loss} | ({} if structure_loss is None else {"structure_loss": structure_loss})
     for name, loss in losses.items():
         if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
@@ -111,7 +188,7 @@ def routed_loss(
     check_number("structure_weight", structure_weight, least=0)
     if not task_loss.requires_grad:
         raise ValueError("task_loss does not depend on any trainable parameter")
-    shared = [p for p in model.shared_parameters() if p.requires_grad and p.numel()]  # type: ignore[operator]
+    shared = [p for p in tuner.shared_parameters() if p.requires_grad and p.numel()]
     if structure_loss is None or structure_weight == 0 or not shared:
         return task_loss
     routed: tuple[torch.Tensor | None, ...] = ()

@@ -11,8 +11,11 @@ and it keeps the pristine one beside it, so `unmerge` is exact too.
 The history is a pair of factors until these would take more than one matrix, r (d_in + d_out) > d_in d_out. From then
 on B_hist holds the sum of all updates, (d_out, d_in), and P_hist, which would be the identity, has no column.
 
-A packed base layer, such as a quantised one, has no weight to fold into. There every weight below is what is added to
-the base layer's output, W - W_0, and the normal state adds the factors of the history.
+The base layer is not called where it is a linear layer as transformers makes it; the weight below takes its place.
+Where it is not `plain`, as it is quantised, has hooks or a forward of its own, or its weight is offloaded, it is
+called. Every weight below is then W - W_0, added to its output, and the normal state adds the history's factors.
+Which of the two is decided in every pass. With `fold="factors"` the normal state adds these factors to a plain layer,
+too: nothing is cached, and every pass takes a product more.
 
 Which weight a forward pass of the vision tower's layer uses, and whether it adds the current modes:
 
@@ -37,12 +40,14 @@ from torch import nn
 
 from dulbe_peft.adapter.base import DualModeLayer, temporarily
 from dulbe_peft.adapter.config import DENSE, DualModeLoraConfig
-from dulbe_peft.adapter.linear import Update, Updates, add_updates, dense, is_consistent, updated_linear
+from dulbe_peft.adapter.linear import Update, Updates, add_updates, dense, is_consistent, joined, updated_linear
 from dulbe_peft.utils.devices import without_autocast
+from dulbe_peft.utils.tensors import has_values, identity
 
 
 class _Held(NamedTuple):
     weight: torch.Tensor
+    beside: bool  # the weight is W - W_0
     updates: Callable[[], Updates]
     modes: bool
 
@@ -63,7 +68,7 @@ class DualModeLinear(DualModeLayer):
     """
 
     adapter_layer_names = ("dulbe_shared_B", "dulbe_residual_B")
-    other_param_names = ("dulbe_P", "dulbe_history_P", "dulbe_history_B")
+    other_param_names = ("dulbe_P", "dulbe_history_P", "dulbe_history_B", "folds")
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: DualModeLoraConfig, key: str = "") -> None:
         super().__init__(base_layer)
@@ -74,6 +79,7 @@ class DualModeLinear(DualModeLayer):
         self.dulbe_residual_B = nn.ParameterDict({})
         # (cache key, source tensors, weight); the sources are kept alive so their ids stay unique.
         self._folded: tuple[tuple[Any, ...], tuple[torch.Tensor, ...], torch.Tensor] | None = None
+        self.folds: dict[str, bool] = {}  # adapter name -> whether its history is folded into a cached weight
         self._held: _Held | None = None
         self._resting = False
         self._active_adapter = adapter_name
@@ -85,6 +91,7 @@ class DualModeLinear(DualModeLayer):
         `key` is the layer's dotted name, which the patterns of the configuration speak of.
         """
         ranks, history_rank = config.ranks_of(key), config.history_rank_of(key)
+        self.folds[adapter_name] = config.fold == "weight"
         basis = torch.linalg.qr(torch.randn(self.in_features, sum(ranks), dtype=torch.float32))[0]
         self.dulbe_P[adapter_name] = basis.contiguous()
         sizes = (max(0, history_rank), self.in_features if history_rank == DENSE else history_rank)
@@ -100,41 +107,50 @@ class DualModeLinear(DualModeLayer):
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         super()._move_adapter_to_device_of_base_layer(adapter_name, device)
-        for name in self.other_param_names:  # the frozen factors stay in float32 over a half-precision base
-            buffers = getattr(self, name)
-            if adapter_name in buffers:
+        for buffers in (self.dulbe_P, self.dulbe_history_P, self.dulbe_history_B):
+            if adapter_name in buffers:  # the frozen factors stay in float32 over a half-precision base
                 buffers[adapter_name] = buffers[adapter_name].float()
 
     def folded_weight(self, adapter: str) -> torch.Tensor:
         """W_0 + B_hist P_hist', (d_out, d_in) in the base weight's dtype; W_0 itself where there is no history.
 
         The one place where an effective weight is made, and cached until a factor changes. What is written through
-        `.data`, or to tensors of inference mode, is not noticed.
+        `.data`, or to tensors of inference mode, is noticed when the adapter is saved or loaded, a task begins or is
+        folded, or a merge is undone: see `forget_weight`.
         """
         history = self.dulbe_history_B[adapter], self.dulbe_history_P[adapter]
-        if self.packed:
+        if not self.plain:
             return dense(self.history(adapter))
         base = self._linear.weight
         if history[0].shape[1] == 0:
             return base
-        if base.requires_grad or torch.compiler.is_compiling():
+        if base.requires_grad or not has_values():
             return _fold(base, self.history(adapter))
-        # Another where a tensor is another or was written to; those of inference mode do not count what is written.
-        key = tuple((id(t), t.data_ptr(), -1 if t.is_inference() else t._version) for t in (base, *history))
-        if self._folded is None or self._folded[0] != key:
-            with torch.inference_mode(False), torch.no_grad():
-                self._folded = key, (base, *history), _fold(base, self.history(adapter))
-        return self._folded[2]
+        sources = base, *history
+        key, kept = identity(sources), self._folded
+        if kept is not None and kept[0] == key:
+            return kept[2]
+        with torch.inference_mode(False), torch.no_grad():
+            weight = _fold(base, self.history(adapter))
+        if self.folds[adapter]:
+            self._folded = key, sources, weight
+        return weight
+
+    def forget_weight(self) -> None:
+        """Make the effective weight anew when it is needed next."""
+        self._folded = None
 
     @torch.no_grad()
     def scaled_weight(self, adapter: str, scale: float, modes: bool = False) -> torch.Tensor:
         """W_0 + scale * B_hist P_hist', (d_out, d_in) in the base weight's dtype; with `modes` also scale * B P'."""
-        delta = scale * (self.get_delta_weight(adapter) if modes else dense(self.history(adapter)))
-        return delta if self.packed else _fold(self._linear.weight, (None, delta))
+        base = self._linear.weight if self.plain else None
+        dtype = torch.float32 if base is None else torch.promote_types(base.dtype, torch.float32)
+        delta = scale * (self.get_delta_weight(adapter, dtype) if modes else dense(self.history(adapter), dtype))
+        return delta if base is None else _fold(base, (None, delta))
 
-    def get_delta_weight(self, adapter: str) -> torch.Tensor:
-        """History and current modes together, (d_out, d_in) in at least float32."""
-        return dense(self.history(adapter)) + dense((self.dulbe_P[adapter], self.current_up(adapter)))
+    def get_delta_weight(self, adapter: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """History and current modes together, (d_out, d_in) in at least this type."""
+        return dense(self.history(adapter), dtype) + dense((self.dulbe_P[adapter], self.current_up(adapter)), dtype)
 
     def history(self, adapter: str) -> Update:
         """The factors P_hist and B_hist, or None and the sum of all finished tasks' updates."""
@@ -164,12 +180,13 @@ class DualModeLinear(DualModeLayer):
         self, weight: torch.Tensor, updates: Callable[[], Updates] = list, modes: bool = True
     ) -> AbstractContextManager[None]:
         """Use `weight`, (d_out, d_in), for W_0 and history, and add `updates()`, pairs of P and B, in every pass."""
-        return temporarily(self, "_held", _Held(weight, updates, modes))
+        return temporarily(self, "_held", _Held(weight, not self.plain, updates, modes))
 
     def scaled(self, adapter: str, scale: float) -> AbstractContextManager[None]:
         # With nothing held, scale 1 is the layer as it is, bit for bit.
-        held = None if scale == 1 else _Held(self.scaled_weight(adapter, scale, modes=True), list, False)
-        return temporarily(self, "_held", held)
+        if scale == 1:
+            return temporarily(self, "_held", None)
+        return self.holding(self.scaled_weight(adapter, scale, modes=True), modes=False)
 
     def resting(self) -> AbstractContextManager[None]:
         """Leave out the current modes: the history alone."""
@@ -224,18 +241,27 @@ class DualModeLinear(DualModeLayer):
 
     def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
         linear, held, names = self._linear, self._held, self.adapters_here(self.active_adapters)
-        modes = not self._resting and (held is None or held.modes)
+        plain, modes = self.plain, not self._resting and (held is None or held.modes)
         # The first adapter's history is in the weight; a second one's stands beside it.
-        folded = names[0] if names and held is None and not self.packed else None
+        folded = names[0] if names and held is None and plain and self.folds[names[0]] else None
         updates = [] if held is None else held.updates()
         for name in names:
             updates = updates + self.updates(name, held is None and name != folded, modes)
-        if self.packed:
-            before: Updates = [] if held is None else [(None, held.weight)]
-            return add_updates(self.base_layer(x), x, before + updates)
-        weight = linear.weight if folded is None else self.folded_weight(folded)
-        weight = weight if held is None else held.weight
+        if not plain:
+            return add_updates(self.base_layer(x), x, self._held_beside() + updates)
+        if held is None:
+            weight = linear.weight if folded is None else self.folded_weight(folded)
+            updates = updates if folded is not None else joined(updates)
+        else:
+            weight = linear.weight + held.weight if held.beside else held.weight
         return updated_linear(x, weight.to(linear.weight.dtype), linear.bias, updates)
+
+    def _held_beside(self) -> Updates:
+        """W - W_0 of the held weight W, also where the layer was plain when the block began."""
+        if self._held is None:
+            return []
+        weight = self._held.weight
+        return [(None, weight if self._held.beside else weight - self.get_base_weight().detach().to(weight.dtype))]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_folded": None, "_held": None, "_resting": False}

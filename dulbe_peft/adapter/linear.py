@@ -26,10 +26,10 @@ def is_consistent(down: torch.Tensor, up: torch.Tensor) -> bool:
     return up.shape[1] in (down.shape[1], down.shape[1] or len(down))
 
 
-def dense(update: Update) -> torch.Tensor:
-    """B P', (d_out, d_in), in at least float32."""
+def dense(update: Update, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """B P', (d_out, d_in), in at least this type."""
     down, up = update
-    dtype = torch.promote_types(up.dtype, torch.float32)
+    dtype = torch.promote_types(up.dtype, dtype)
     with without_autocast(up):
         return up.to(dtype) if down is None else up.to(dtype) @ down.to(dtype).T
 
@@ -40,6 +40,14 @@ def add_updates(result: torch.Tensor, x: torch.Tensor, updates: Updates) -> torc
         hidden = x.to(up.dtype) if down is None else x.to(down.dtype) @ down
         result = result + F.linear(hidden, up).to(result.dtype)
     return result
+
+
+def joined(updates: Updates) -> Updates:
+    """The same sum as one pair of P and B, unless one of them has the whole update in B."""
+    downs = [down for down, _ in updates if down is not None]
+    if len(downs) < max(2, len(updates)):
+        return updates
+    return [(torch.cat(downs, dim=1), torch.cat([up for _, up in updates], dim=1))]
 
 
 def updated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, updates: Updates) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """The tuner: puts the layers into a model, and takes it from one task to the next."""
 
+import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -9,7 +10,7 @@ import torch
 from peft.config import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner
-from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, register_peft_method
+from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, ModulesToSaveWrapper, register_peft_method
 from torch import nn
 
 from dulbe_peft.adapter.base import DualModeLayer, layers_of
@@ -19,11 +20,23 @@ from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.mixed_batches import Rows, rows_with_adapters
 from dulbe_peft.adapter.peft_model import extend_peft_model
 from dulbe_peft.adapter.registration import DULBE, PREFIX
-from dulbe_peft.adapter.saved import KEY_RENAMES, MisfitError, check_saved, whose
+from dulbe_peft.adapter.saved import (
+    KEY_RENAMES,
+    MisfitError,
+    base_digests,
+    check_saved,
+    check_tower,
+    innermost,
+    tower_of,
+    warn_of_another_base,
+    whose,
+)
 from dulbe_peft.adapter.targets import check_targets, find_target, in_text_tower
 from dulbe_peft.adapter.text import TextLoraLinear
-from dulbe_peft.encoders.registry import CLIP_VISION_TYPES, ENCODERS
+from dulbe_peft.encoders.registry import CLIP_VISION_TYPES, ENCODERS, type_of
+from dulbe_peft.subspaces.allocation import allocate_modes
 from dulbe_peft.subspaces.modes import ModeBases, check_modes
+from dulbe_peft.utils.processes import copy_from_main
 from dulbe_peft.utils.settings import check_number
 
 
@@ -48,12 +61,19 @@ class DualModeLoraModel(BaseTuner):
         if layers_of(model, adapter_name):
             raise ValueError(f"the model already has the adapter {adapter_name!r}: unload() it, or take another name")
         super().__init__(model, peft_config, adapter_name, *args, **kwargs)
+        # Adapter -> copies of its `modules_to_save` in the vision tower, by name, as they were when the task began.
+        self._beginnings: dict[str, dict[str, nn.Module]] = {}
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Inject as PEFT does, after a check of the name, which becomes a part of parameter and folder names."""
         if not adapter_name or set(adapter_name) & set("./\\") or hasattr(nn.ParameterDict, adapter_name):
             raise ValueError(f"adapter name {adapter_name!r} is empty, has one of ./\\, or is taken by ParameterDict")
+        config = cast(DualModeLoraConfig, self.peft_config[adapter_name])
+        tower = tower_of(type_of(model))
+        check_tower(config, model, tower)
         super().inject_adapter(model, adapter_name, *args, **kwargs)
+        config.tower = config.tower or tower
+        warn_of_another_base(config, model)
 
     def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:  # type: ignore[override]
         return find_target(peft_config, self.model, key)
@@ -89,6 +109,7 @@ class DualModeLoraModel(BaseTuner):
         if safe_merge:
             self._check_finite(adapter_names)
         super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
+        self._forget_weights()
 
     def merge_and_unload(
         self, progressbar: bool = False, safe_merge: bool = False, adapter_names: list[str] | None = None
@@ -172,24 +193,42 @@ class DualModeLoraModel(BaseTuner):
         """The most columns that the folded history of a layer has; 0 where there is none, or every one is a matrix."""
         return max([0, *_history_ranks(self.model, self.adapter_name).values()])
 
-    def begin_task(self, modes: Mapping[str, ModeBases], orthonormal: bool = True) -> None:
+    def begin_task(
+        self,
+        modes: Mapping[str, ModeBases] | Mapping[str, torch.Tensor],
+        stats: Mapping[str, torch.Tensor] | None = None,
+        *,
+        orthonormal: bool = True,
+    ) -> None:
         """Fold the finished task's modes into the history (see `fold_task`), install new bases, and set B = 0.
 
+        Where `torch.distributed` is initialised, every process has to call this and gets the first one's bases.
+
         Args:
-            modes: layer name -> [`ModeBases`], one for every adapted layer, as `allocate_modes` returns them.
+            modes: the gradients of the new task, layer name -> G, as `probe_gradients` returns them, to be planned
+                with the adapter's own ranks; or the modes that `allocate_modes` returns, layer name -> [`ModeBases`].
+            stats: beside gradients, the statistics of earlier tasks; None or empty at the first task.
             orthonormal: refuse bases whose columns are not orthonormal.
 
         Raises:
             ValueError: the modes do not fit the layers, or an adapter is merged. Nothing is changed then.
+            TypeError: `modes` holds neither gradients nor modes, or modes with statistics.
         """
         adapter, layers = self.adapter_name, self.dual_mode_layers()
         self.check_unmerged()
+        if isinstance(modes, Mapping) and modes and all(isinstance(value, torch.Tensor) for value in modes.values()):
+            modes = allocate_modes(cast(Any, modes), stats, config=self.active_config)
+        elif stats is not None:
+            raise TypeError("stats are planned with gradients, as probe_gradients returns them, and not with modes")
+        modes = cast(Mapping[str, ModeBases], modes)
         ranks = {name: self.active_config.ranks_of(name) for name in layers}
         shapes = {n: tuple((layers[n].in_features, rank) for rank in both) for n, both in ranks.items()}
         check_modes(modes, shapes, orthonormal)
         self.fold_if_trained()
         for name, layer in layers.items():
             layer.install_bases(adapter, modes[name].shared, modes[name].residual)
+        copy_from_main(layer.dulbe_P[adapter] for layer in layers.values())
+        self.note_beginning()
 
     def fold_task(self, keep_factors: bool = False) -> None:
         """Take the current modes into the history, dW = B_S P_S' + B_R P_R', and set B = 0.
@@ -222,7 +261,9 @@ class DualModeLoraModel(BaseTuner):
             )
         for layer in layers.values():
             layer.fold(adapter, keep_factors)
+            layer.forget_weight()
         self.note_history()
+        self.note_beginning()
         return True
 
     def note_history(self) -> None:
@@ -230,9 +271,38 @@ class DualModeLoraModel(BaseTuner):
         self.active_config.set_history(_history_ranks(self.model, self.adapter_name))
 
     def previous_task(self) -> AbstractContextManager[None]:
-        """The vision tower as it was when this task began: history on, current modes off. All else stays as it is."""
+        """Use the vision tower as it was when this task began: history on, current modes off.
+
+        Its `modules_to_save` are those of then, too. All else, such as the text LoRA, stays as it is.
+
+        Raises:
+            ValueError: an adapter is merged, or there are `modules_to_save` and no task has begun since the adapter
+                was made or loaded.
+        """
         self.check_unmerged()
-        return _all_of(layer.resting() for layer in self.dual_mode_layers().values())
+        wrappers, beginning = self._trained_modules(), self._beginnings.get(self.adapter_name, {})
+        if wrappers.keys() - beginning.keys():
+            names = sorted(wrappers.keys() - beginning.keys())
+            raise ValueError(f"how modules_to_save {names} were before this task is not known: call begin_task first")
+        swapped = [_swapped(m.modules_to_save, self.adapter_name, beginning[name]) for name, m in wrappers.items()]
+        return _all_of([*(layer.resting() for layer in self.dual_mode_layers().values()), *swapped])
+
+    def note_beginning(self) -> None:
+        """Keep copies of the vision tower's `modules_to_save` for `previous_task`."""
+        adapter, wrappers = self.adapter_name, self._trained_modules()
+        self._beginnings[adapter] = {n: copy.deepcopy(m.modules_to_save[adapter]) for n, m in wrappers.items()}
+        for module in self._beginnings[adapter].values():
+            module.requires_grad_(False)
+
+    def _trained_modules(self) -> dict[str, Any]:
+        """Name -> PEFT's wrapper of a module of the vision tower that the active adapter trains as a whole."""
+        found = ((name, m) for name, m in self.model.named_modules() if isinstance(m, ModulesToSaveWrapper))
+        return {name: m for name, m in found if self.adapter_name in m.modules_to_save and not in_text_tower(name)}
+
+    def _forget_weights(self) -> None:
+        for layer in self._layers():
+            if isinstance(layer, DualModeLinear):
+                layer.forget_weight()
 
     def without_idle_modes(self) -> AbstractContextManager[None]:
         """Leave out modes whose B are all zero, as between tasks: the same outputs at a lower cost."""
@@ -245,7 +315,8 @@ class DualModeLoraModel(BaseTuner):
         """Hold the effective weights of now, for the training of one task; later changes of them are not noticed."""
         # Else code is compiled anew for each rank of the history, and makes the weights in every pass.
         adapter, layers = self.adapter_name, self.dual_mode_layers().values()
-        frozen = (layer for layer in layers if not (layer.packed or layer.base_layer.weight.requires_grad))
+        frozen = (layer for layer in layers if layer.plain and layer.folds[adapter])
+        frozen = (layer for layer in frozen if not layer.base_layer.weight.requires_grad)
         return _all_of(layer.holding(layer.folded_weight(adapter).detach()) for layer in frozen)
 
     def scaled_history(self, scale: float) -> AbstractContextManager[None]:
@@ -301,6 +372,9 @@ class DualModeLoraModel(BaseTuner):
     ) -> Any:
         """Select the adapter's entries, and bring the configuration that is written next in line with them."""
         config.set_history(_history_ranks(model, adapter_name))
+        config.base_digests = base_digests(model)
+        for layer in layers_of(model, adapter_name, DualModeLinear).values():
+            layer.forget_weight()  # what was written through .data is saved, so it counts here, too
         return super()._get_adapter_state_dict(model=model, config=config, adapter_name=adapter_name, **kwargs)
 
     @classmethod
@@ -309,7 +383,8 @@ class DualModeLoraModel(BaseTuner):
     ) -> dict[str, torch.Tensor]:
         """Fit a file's keys to the model, also between `CLIPModel` and the stand-alone vision towers, or raise."""
         known = model.state_dict()
-        renamed = [{rename(key): value for key, value in state_dict.items()} for rename in KEY_RENAMES]
+        renames = KEY_RENAMES[:1] if tower_of(type_of(innermost(model))) == "text" else KEY_RENAMES
+        renamed = [{rename(key): value for key, value in state_dict.items()} for rename in renames]
         remap = super()._remap_adapter_state_dict_for_load
         best = max(
             (remap(model, config, adapter_name, state) for state in renamed),
@@ -325,6 +400,18 @@ class DualModeLoraModel(BaseTuner):
 
 def _history_ranks(model: nn.Module, adapter: str) -> dict[str, int]:
     return {name: layer.history_rank(adapter) for name, layer in layers_of(model, adapter, DualModeLinear).items()}
+
+
+@contextmanager
+def _swapped(modules: nn.ModuleDict, name: str, other: nn.Module) -> Iterator[None]:
+    """Put another module in the place of one, on its device and in its mode."""
+    own = modules[name]
+    parameter = next(own.parameters(), None)
+    modules[name] = other.to(None if parameter is None else parameter.device).train(own.training)
+    try:
+        yield
+    finally:
+        modules[name] = own
 
 
 @contextmanager

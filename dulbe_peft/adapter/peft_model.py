@@ -7,6 +7,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTuner
 
 from dulbe_peft.adapter.base import layers_of
 from dulbe_peft.adapter.config import DENSE
@@ -35,8 +36,10 @@ def adapter_card(model: Any, repo_id: str | None = None) -> str:
     base = model.get_base_model()
     name = next(iter(model.peft_config.values())).base_model_name_or_path
     kind = getattr(getattr(base, "config", None), "model_type", None)
+    # Whatever it is, as PEFT's own cards have it; but no published card tells of a folder.
+    stated = BaseTuner.get_model_config(base).get("_name_or_path") if name is None else name
     header = ModelCardData(
-        base_model=name if is_repo_id(name) else None,
+        base_model=stated if repo_id is None or is_repo_id(stated) else None,
         library_name="peft",
         tags=[*([kind] if kind else []), "class-incremental-learning", "continual-learning", "dulbe", "dulbe_peft"],
     )
@@ -91,13 +94,12 @@ def push_to_hub(peft_own: Any, model: Any, repo_id: str, *, commit_message: str 
 
 
 def extend_peft_model(tuner: type) -> None:
-    """Let `PeftModel` use the functions above around a model of the class `tuner`, and be silent without a reason."""
+    """Let `PeftModel` use the functions above around a model of the class `tuner`; all others have PEFT's own."""
     for function in (print_trainable_parameters, create_or_update_model_card, push_to_hub):
         setattr(PeftModel, function.__name__, _choosing(getattr(PeftModel, function.__name__), function, tuner))
-    # No name that is a part of the prefix confuses PEFT here: keys have whole names between dots.
+    # No name that is a part of the prefix confuses PEFT here: keys have whole names between dots. The message names
+    # the prefix, so this hides no other method's.
     warnings.filterwarnings("ignore", f"Adapter name '.*' should not be contained in the prefix '{PREFIX}'")
-    # PEFT 0.21 reads an attribute that transformers 5.2x renamed.
-    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
 
 def _choosing(peft_own: Any, function: Any, tuner: type) -> Any:

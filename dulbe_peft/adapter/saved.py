@@ -1,13 +1,17 @@
 """What an adapter's file must hold to fit a model, and the other names that its keys may have."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from dulbe_peft.adapter.linear import is_consistent
 from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.adapter.targets import in_text_tower
+from dulbe_peft.encoders.registry import ENCODERS
+from dulbe_peft.utils.tensors import rounded_digest
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -31,14 +35,73 @@ class MisfitError(ValueError):
     """The adapter is of another base model, or of other settings than its configuration says."""
 
 
+def innermost(model: Any) -> Any:
+    """Return the base model inside a `PeftModel`, or the model itself."""
+    while hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    return model
+
+
 def whose(config: Any, model: Any) -> str:
     """On which base model an adapter was made, and which one it is being put into."""
     made, kind = config.base_model_name_or_path, (config.auto_mapping or {}).get("base_model_class")
-    while hasattr(model, "get_base_model"):
-        model = model.get_base_model()
+    model = innermost(model)
     own = getattr(model, "name_or_path", None) or getattr(getattr(model, "config", None), "_name_or_path", None)
     here = f"{own!r}, a {type(model).__name__}" if own else f"a {type(model).__name__} without a name"
     return f"it was made on {made!r}{f', a {kind}' if kind else ''}, and this model is {here}"
+
+
+def tower_of(model_type: Any) -> str | None:
+    """Return "vision" or "text" for an encoder or a tower that stands alone, by its type; None for other models."""
+    parts = str(model_type).split("_")
+    if model_type in ENCODERS or "vision" in parts:
+        return "vision"
+    return "text" if "text" in parts else None
+
+
+def check_tower(config: Any, model: Any, tower: str | None) -> None:
+    """Raise where an adapter's modes were made for another tower than the model is."""
+    if config.tower and tower and config.tower != tower:
+        raise ValueError(f"the adapter's modes are for a {config.tower} tower, but {whose(config, model)}")
+
+
+def base_digests(model: nn.Module) -> dict[str, str]:
+    """Return a digest of 256 pristine values of every weight in each tower's blocks, as bfloat16 and as float16.
+
+    Keys are such as "vision bfloat16"; "vision shapes" is a digest of names and shapes. A type is left out that the
+    weights cannot be converted to without another rounding. Nothing is returned where weights are quantised or not
+    here.
+    """
+    towers: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in model.state_dict().items():
+        name = key.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
+        if PREFIX in name or ".modules_to_save." in name or not any(part.isdigit() for part in name.split(".")):
+            continue
+        if type(tensor) is not torch.Tensor or tensor.is_meta or tensor.dtype not in _FLOATS:
+            return {}
+        tower = "text" if in_text_tower(name) else "vision"
+        towers.setdefault(tower, {})[name.removeprefix("vision_model.")] = tensor
+    found = {}
+    for tower, weights in towers.items():
+        found[f"{tower} shapes"] = rounded_digest({name: weights[name][:0] for name in weights}, torch.float16)[:16]
+        for dtype in (torch.bfloat16, torch.float16):
+            if all(weight.dtype in (dtype, torch.float32, torch.float64) for weight in weights.values()):
+                kind = str(dtype).removeprefix("torch.")
+                found[f"{tower} {kind}"] = rounded_digest(weights, dtype)[:16]
+    return found
+
+
+def warn_of_another_base(config: Any, model: nn.Module) -> None:
+    """Warn where an adapter was saved on other weights than the model has."""
+    here = base_digests(model) if config.base_digests else {}
+    differing = [key.split() for key in here if config.base_digests.get(key, here[key]) != here[key]]
+    other = sorted({tower for tower, _ in differing})
+    if other and "shapes" not in {what for _, what in differing}:  # else loading raises an error
+        warnings.warn(
+            f"the adapter was made on a base model with other weights in the {' and the '.join(other)} tower: "
+            f"{whose(config, model)}. It changes these weights, so its answers will be wrong",
+            stacklevel=4,
+        )
 
 
 def check_saved(saved: dict[str, torch.Tensor], known: dict[str, torch.Tensor], adapter: str) -> None:

@@ -43,8 +43,8 @@ class TextLoraLinear(DualModeLayer):
         scale = self._scale * self.scaling[adapter]
         return [(self.dulbe_text_A[adapter].T, scale * self.dulbe_text_B[adapter])]
 
-    def get_delta_weight(self, adapter: str) -> torch.Tensor:
-        return self.scaling[adapter] * dense((self.dulbe_text_A[adapter].T, self.dulbe_text_B[adapter]))
+    def get_delta_weight(self, adapter: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return self.scaling[adapter] * dense((self.dulbe_text_A[adapter].T, self.dulbe_text_B[adapter]), dtype)
 
     def scaled(self, adapter: str, scale: float) -> AbstractContextManager[None]:
         return temporarily(self, "_scale", scale)

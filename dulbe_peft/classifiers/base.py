@@ -22,8 +22,10 @@ from dulbe_peft.classifiers.calibration import calibrated, check_share, hold_bac
 from dulbe_peft.classifiers.checks import check_labels, random_features, same_scores
 from dulbe_peft.classifiers.corrections import CorrectedState
 from dulbe_peft.classifiers.novelty import distances, judged
+from dulbe_peft.classifiers.scripted import LinearScores
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils.devices import one_thread, without_autocast
+from dulbe_peft.utils.tensors import has_values
 
 # The power of an image's weight with which it goes into a sum; what has another name is a mean or a choice.
 SUMS = {"counts": 1.0, "sums": 1.0, "lengths": 1.0, "scatter": 1.0, "gram": 1.0, "factors": 0.5}
@@ -143,6 +145,11 @@ class Classifier(CorrectedState):
                 "no formula() of its own: write one, or export as onnx, which needs none"
             )
         return linear, {"weight": weight, "bias": bias}
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Return what `torch.jit.script` takes in this classifier's place, where its scores are linear."""
+        function, tensors = self.formula()
+        return LinearScores(**tensors) if function is linear else self
 
     @classmethod
     def follows_drift(cls) -> bool:
@@ -317,7 +324,7 @@ class Classifier(CorrectedState):
         images = self._unit(image_embeds, "image_embeds")
         with without_autocast(images):
             logits = self.logits(images)
-        if not torch.isfinite(logits).all():
+        if has_values() and not torch.isfinite(logits).all():
             raise ValueError(f"the {self.name!r} classifier gives scores that are not finite: it is damaged")
         return logits
 

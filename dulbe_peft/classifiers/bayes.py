@@ -122,7 +122,10 @@ class BayesClassifier(ClassSums):
                     right = (scores / temperature).softmax(dim=2)[:, each, labels]
                     table[:, place, column] += (1 - right) @ own
         self._buffers |= {"losses": losses, "judged": self.judged + torch.stack([weights.sum(), weights @ weights])}
-        self._derived.pop("choice", None)
+        # The fits do not depend on what has been judged.
+        kept = {name: entry.value for name, entry in self._derived.items() if name.startswith(("fit ", "layer "))}
+        for name, value in kept.items():
+            self.keep_derived(name, value)
         return self.left_out(images, labels), labels
 
     def left_out(self, images: Tensor, labels: Tensor) -> Tensor:

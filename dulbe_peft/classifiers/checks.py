@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.state import GrowingState
+from dulbe_peft.utils.tensors import has_values
 
 SAME_TEXT = 1e-3  # two devices encode one text to features that differ by less
 TOLERANCE, ROWS = 1e-5, 256  # of the largest score, and by how many features two sets of scores are compared
@@ -27,9 +28,10 @@ def unit_features(features: Any, name: str, width: int, rows: int | None, device
         raise ValueError(f"{name} must have {rows} rows, one per seen class in order, got {len(features)}")
     features = features.to(torch.promote_types(features.dtype, torch.float32))
     largest = features.abs().amax(dim=1, keepdim=True)
-    for problem, bad in (("holds NaN or infinity", ~torch.isfinite(largest)), ("is zero", largest == 0)):
-        if bad.any():
-            raise ValueError(f"{name} row {int(bad.nonzero()[0, 0])} {problem}")
+    if has_values():
+        for problem, bad in (("holds NaN or infinity", ~torch.isfinite(largest)), ("is zero", largest == 0)):
+            if bad.any():
+                raise ValueError(f"{name} row {int(bad.nonzero()[0, 0])} {problem}")
     # Scaled first: the squares of large or tiny entries leave float32's range.
     return F.normalize((features / largest).to(device, torch.float32), dim=1)
 

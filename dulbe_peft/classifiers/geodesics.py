@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.utils.devices import without_autocast
+from dulbe_peft.utils.tensors import has_values
 
 
 def slerp(start: Tensor, end: Tensor, fraction: float | Tensor) -> Tensor:
@@ -37,7 +38,7 @@ def slerp(start: Tensor, end: Tensor, fraction: float | Tensor) -> Tensor:
         raise ValueError(
             f"fraction must end in a dimension of 1, got {tuple(alpha.shape)}: use fraction.unsqueeze(-1)"
         )
-    if not ((alpha >= 0) & (alpha <= 1)).all():
+    if has_values() and not ((alpha >= 0) & (alpha <= 1)).all():
         raise ValueError(f"fraction must lie in [0, 1], got {fraction!r}")
     alpha = alpha.to(working)
     start, end = torch.broadcast_tensors(start, end)
@@ -59,7 +60,7 @@ def _check_unit(vectors: Tensor, name: str) -> Tensor:
     """The vectors at exactly unit norm; half-precision inputs are off by up to a few thousandths."""
     norms = vectors.norm(dim=-1, keepdim=True)
     off = ~((norms - 1).abs() < 1e-2)
-    if off.any():
+    if has_values() and off.any():
         raise ValueError(f"{name} must hold finite unit vectors, got one of norm {norms[off][0].item():.4g}")
     return vectors / norms
 

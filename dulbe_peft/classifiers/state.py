@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar, dataclass_transform
 
 import torch
 from annotated_types import Ge, Le
@@ -16,9 +16,10 @@ from dulbe_peft.classifiers.calibration import TaskTemperature
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils import hub
 from dulbe_peft.utils.devices import one_thread
+from dulbe_peft.utils.processes import world
 from dulbe_peft.utils.records import Record, first_problem, read_record, write_record
 from dulbe_peft.utils.settings import LEAST, check_settings
-from dulbe_peft.utils.tensors import is_finite, read_tensors, tensor_shapes, write_tensors
+from dulbe_peft.utils.tensors import has_values, identity, is_finite, read_tensors, tensor_shapes, write_tensors
 
 T = TypeVar("T")
 EXTRA_STATE = "_extra_state"
@@ -55,6 +56,14 @@ class SavedClassifier(ExtraState):
     logit_scale: float
     settings: dict[str, Any]
     source: dict[str, str] | None
+
+
+class _Derived(NamedTuple):
+    """A value that was computed from buffers, and their key; they are kept, so that their ids stay unique."""
+
+    key: tuple[Any, ...]
+    sources: tuple[Tensor, ...]
+    value: Any
 
 
 @dataclass_transform(eq_default=False, kw_only_default=True, field_specifiers=(field,))
@@ -98,7 +107,7 @@ class GrowingState(nn.Module):
         self.calibration: tuple[TaskTemperature, ...] = ()
         self._class_names: list[str] = []
         self._axes: dict[str, tuple[int | str, ...]] = {}  # of buffers that grow, see `register_rows`
-        self._derived: dict[str, Any] = {}
+        self._derived: dict[str, _Derived] = {}
 
     @classmethod
     def setting_defaults(cls) -> dict[str, Any]:
@@ -141,12 +150,24 @@ class GrowingState(nn.Module):
         return dict(self.named_buffers(recurse=False, remove_duplicate=False))
 
     def derived(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make` computes from the buffers, kept until a buffer changes."""
-        if name not in self._derived:
+        """Return what `make` computes from the buffers, kept until a buffer is replaced or written to."""
+        if not has_values():  # a graph computes it
+            return make()
+        kept = self._derived.get(name)
+        if kept is None or kept.key != self._key():
             # A tensor made in inference mode could not be used in training later.
             with torch.inference_mode(False), torch.no_grad(), one_thread():
-                self._derived[name] = make()
-        return self._derived[name]
+                value = make()
+            self.keep_derived(name, value)
+            return value
+        return kept.value
+
+    def keep_derived(self, name: str, value: Any) -> None:
+        """Let `derived` return this value as long as the buffers stay as they are."""
+        self._derived[name] = _Derived(self._key(), tuple(self.tensors().values()), value)
+
+    def _key(self) -> tuple[Any, ...]:
+        return identity(self.tensors().values(), samples=world()[1] > 1)
 
     def solved(self) -> dict[str, Tensor]:
         """What follows from the buffers and takes long, float32: `derived("solved", ...)`; it is saved beside them."""
@@ -229,8 +250,8 @@ class GrowingState(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         device, solved = fn(torch.zeros(1, device=self.device)).device, self._derived.get("solved")
-        moved = {name: tensor.to(device) for name, tensor in (solved or {}).items()}
-        self._derived = {"solved": moved} if moved else {}
+        moved = {name: tensor.to(device) for name, tensor in (solved.value if solved else {}).items()}
+        self._derived = {}
 
         def convert(tensor: Tensor) -> Tensor:
             if tensor.dtype != torch.float64 or tensor.is_meta:
@@ -238,7 +259,10 @@ class GrowingState(nn.Module):
             device = fn(torch.zeros(1, device=tensor.device)).device
             return tensor if device.type == "mps" else tensor.to(device)
 
-        return super()._apply(convert, recurse)
+        super()._apply(convert, recurse)
+        if moved:
+            self.keep_derived("solved", moved)
+        return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Resizes to the number of classes in the file; a state that is incomplete or inconsistent changes nothing."""
@@ -323,7 +347,7 @@ class GrowingState(nn.Module):
             extra = ExtraState(class_names=config.class_names, calibration=config.calibration)
             classifier.load_state_dict({**state, EXTRA_STATE: extra.to_tensor()})
             if solved:
-                classifier._derived["solved"] = {name: tensor.float() for name, tensor in solved.items()}
+                classifier.keep_derived("solved", {name: tensor.float() for name, tensor in solved.items()})
         except (ValueError, TypeError, RuntimeError, MemoryError) as error:
             raise ValueError(f"{cls.__name__} in {str(source)!r} cannot be loaded: {error}") from error
         classifier.source = {"repo_id": str(source), "commit": commit} if commit else config.source

@@ -35,7 +35,8 @@ from dulbe_peft.utils.terminal import print_once
 
 # What a run writes beside the task folders, and what its caller may draw from it.
 FILES = (RESULTS_FILE, TIMINGS_FILE, SOURCES_FILE, PREDICTIONS_FILE, "accuracy.png", "tasks.png", "pictures")
-_GROWN = ("history_pattern", "history_rank", "inference_mode", "peft_version")  # of an adapter's file: no settings
+# Of an adapter's file: no settings.
+_GROWN = ("base_digests", "history_pattern", "history_rank", "inference_mode", "peft_version", "tower")
 ELSEWHERE = "choose another output folder"
 Texts = Mapping[str, Sequence[str]]
 _SHOWN = 3  # images that a message names

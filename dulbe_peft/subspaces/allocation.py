@@ -22,7 +22,7 @@ EPS32 = torch.finfo(torch.float32).eps
 
 
 def allocate_modes(
-    probe: Mapping[str, torch.Tensor],
+    grad_probe: Mapping[str, torch.Tensor],
     stats: Mapping[str, torch.Tensor] | None,
     shared_rank: int | None = None,
     residual_rank: int | Mapping[str, int] | None = None,
@@ -32,31 +32,36 @@ def allocate_modes(
     """Plan the modes of a task from its prospective gradient and the history of layer inputs. Touches no model.
 
     Args:
-        probe: layer name -> G, (d_out, d_in), as `probe_gradients` returns them.
+        grad_probe: layer name -> G, (d_out, d_in), as `probe_gradients` returns them.
         stats: layer name -> S, (d_in, d_in): an `OccupationStatistics` or any mapping. A layer without an entry is
             planned as at the first task.
         shared_rank: r_S; None takes it from `config`, without one 1.
         residual_rank: r_R, one for all layers or layer name -> r_R; None: from `config`, without one 8.
         support_rank: K_h, clamped to what a layer and its data allow; None: from `config`, without one 128.
-        config: the adapter's configuration, `model.peft_config["default"]`.
+        config: the adapter's configuration; None takes that of the adapter that `probe_gradients` has measured.
 
     Returns:
-        Layer name -> [`ModeBases`], in the order of `probe`, on each gradient's device.
+        Layer name -> [`ModeBases`], in the order of `grad_probe`, on each gradient's device.
 
     Raises:
         ValueError: the ranks do not fit a layer, or a matrix has the wrong shape or is not finite; the message names
             the layer.
+        TypeError: gradients or statistics are no mapping.
 
     Reference:
         Section "Gradient-Demand Dual-Mode Subspace Allocation".
     """
+    for name, value in (("grad_probe", grad_probe), ("stats", stats or {})):
+        if not isinstance(value, Mapping):
+            raise TypeError(f"{name} must be a mapping of layer names to matrices, got a {type(value).__name__}")
+    config = getattr(grad_probe, "config", None) if config is None else config
     if shared_rank is None:
         shared_rank = 1 if config is None else config.shared_rank
     if residual_rank is None:
-        residual_rank = 8 if config is None else {name: config.ranks_of(name)[1] for name in probe}
+        residual_rank = 8 if config is None else {name: config.ranks_of(name)[1] for name in grad_probe}
     if support_rank is None:
         support_rank = 128 if config is None else config.support_rank
-    return supports_and_modes(probe, stats, shared_rank, residual_rank, support_rank)[1]
+    return supports_and_modes(grad_probe, stats, shared_rank, residual_rank, support_rank)[1]
 
 
 @torch.no_grad()
@@ -76,8 +81,8 @@ def supports_and_modes(
     supports, modes = {}, {}
     for name, gradient in probe.items():
         label = f"gradient of layer {name!r}"
-        if gradient.ndim != 2:
-            raise ValueError(f"{label} must be a matrix, got shape {tuple(gradient.shape)}")
+        if not isinstance(gradient, torch.Tensor) or gradient.ndim != 2:
+            raise ValueError(f"{label} must be a matrix, got {getattr(gradient, 'shape', gradient)!r:.100}")
         width, rank = gradient.shape[1], check_int("residual_rank", residual_ranks[name], 0)
         if not 0 < shared_rank + rank <= width:
             total = f"shared_rank + residual_rank = {shared_rank + rank} of layer {name!r}"

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dulbe_peft.subspaces.occupation import OccupationStatistics, accumulate, mirrored
+from dulbe_peft.subspaces.occupation import OccupationStatistics, accumulate, mirrored, summed
 from dulbe_peft.utils.devices import evaluating
+from dulbe_peft.utils.processes import raise_in_all, unwrapped
 
 TOKENS = {"all": slice(None), "cls": slice(1), "patch": slice(1, None)}  # in dimension 1
 
@@ -24,12 +25,14 @@ def collect_statistics(
     tokens: str = "all",
     mask_fn: Callable[[Any], torch.Tensor | None] | None = None,
 ) -> OccupationStatistics:
-    """Add the input tokens of every adapted layer, over all batches, to the statistics.
+    """Add the input tokens of every adapted layer, over all batches of all processes, to the statistics.
 
-    The model runs in evaluation mode.
+    The model runs in evaluation mode. Where `torch.distributed` is initialised, every process has to call this, with
+    batches of its own, of which it may have none, and with equal statistics to add to.
 
     Args:
-        model: a model from `get_peft_model`, or any with `dual_mode_layers()`, a mapping layer name -> module.
+        model: a model from `get_peft_model`, or any with `dual_mode_layers()`, a mapping layer name -> module; also
+            inside DDP or accelerate's wrappers, without which `forward_fn` is given it.
         batches: any iterable; each element is handed to `forward_fn`.
         forward_fn: `forward_fn(model, batch)` runs the vision tower; what it returns is not used.
         into: statistics to add to, which are also returned; on an error they are as they were.
@@ -40,25 +43,28 @@ def collect_statistics(
 
     Raises:
         ValueError: an input is not finite, a layer was not reached, or layers share inputs otherwise than before.
+        TypeError: the model has no `dual_mode_layers`.
 
     Reference:
         "Historical Visual-Mode Occupation", S_t' = X'X.
     """
     if tokens not in TOKENS:
         raise ValueError(f"tokens must be one of {tuple(TOKENS)}, got {tokens!r}")
+    model = unwrapped(model)
+    if not hasattr(model, "dual_mode_layers"):
+        raise TypeError(f"model must come from get_peft_model or have dual_mode_layers(), got {type(model).__name__}")
     layers: dict[str, nn.Module] = dict(model.dual_mode_layers())  # type: ignore[operator]
     collector = _Collector(tokens)
-    with evaluating(model), observed_inputs(layers, collector.add):
+    with raise_in_all(), evaluating(model), observed_inputs(layers, collector.add):
         for batch in batches:
             collector.mask = None if mask_fn is None else mask_fn(batch)
             forward_fn(model, batch)
-    unreached = [name for name in layers if name not in collector.leader_of]
+    terms = summed(collector.terms(), next(iter(model.parameters()), torch.empty(0)).device)
+    reached = {name for names in terms for name in names}
+    unreached = [name for name in layers if name not in reached]
     if unreached:
         raise ValueError(f"batches is empty, or forward_fn never reached layer {unreached[0]!r}")
-    groups: dict[str, list[str]] = {}
-    for name, leader in collector.leader_of.items():
-        groups.setdefault(leader, []).append(name)
-    into.add({tuple(names): mirrored(collector.sums[leader]) for leader, names in groups.items()})
+    into.add(terms)
     return into
 
 
@@ -97,6 +103,13 @@ class _Collector:
             self.sums[name] = accumulate(self.sums.get(name), self._select(name, hidden))
         elif self.inputs[leader]() is not hidden:
             raise ValueError(f"layers {leader!r} and {name!r} shared their input tensor before, but not in this batch")
+
+    def terms(self) -> dict[tuple[str, ...], torch.Tensor]:
+        """Return the sums by the layers that share them."""
+        groups: dict[str, list[str]] = {}
+        for name, leader in self.leader_of.items():
+            groups.setdefault(leader, []).append(name)
+        return {tuple(names): mirrored(self.sums[leader]) for leader, names in groups.items()}
 
     def _select(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
         if hidden.ndim == 2 and self.tokens == "patch":

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from dulbe_peft.subspaces.decompositions import check_symmetric
 from dulbe_peft.utils.devices import without_autocast
-from dulbe_peft.utils.processes import on_main_process, sum_over_processes
+from dulbe_peft.utils.processes import gather_objects, sum_over_processes
 from dulbe_peft.utils.records import Record, first_problem
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
 
@@ -105,14 +105,6 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
         if not torch.isfinite(told).all():
             raise ValueError(f"input of layer {names[0]!r} holds NaN or infinity, or its squares overflow float32")
 
-    def sum_over_processes(self, device: torch.device) -> None:
-        """Add the sums of all processes; all of them call. One that had no image is empty, but not the first."""
-        layout = on_main_process(lambda: [(names, self[names[0]].shape) for names in self.groups])
-        for names, shape in layout:
-            if names[0] not in self._matrices:
-                self._matrices.update(dict.fromkeys(names, torch.zeros(shape, device=device)))
-            sum_over_processes([self._matrices[names[0]]])
-
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, each distinct matrix once, the sharing in its metadata."""
         tensors = {names[0]: self._matrices[names[0]] for names in self.groups}
@@ -140,6 +132,21 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
             check_symmetric(matrix, f"{path}: matrix of {group[0]!r}")
             stats._matrices.update(dict.fromkeys(group, matrix.to(device)))
         return stats
+
+
+def summed(terms: dict[tuple[str, ...], torch.Tensor], device: torch.device) -> dict[tuple[str, ...], torch.Tensor]:
+    """Return the sums X'X of all processes, by the layers that share them; a process without an image has no terms.
+
+    Every process has to call it.
+    """
+    layouts = gather_objects([(names, tuple(term.shape)) for names, term in terms.items()])
+    layout = next(filter(None, layouts), [])
+    if any(other and other != layout for other in layouts):
+        raise ValueError("layers share their input tensors otherwise in one process than in another")
+    terms = terms or {names: torch.zeros(shape, device=device) for names, shape in layout}
+    for term in terms.values():
+        sum_over_processes([term])
+    return terms
 
 
 def accumulate(total: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from dulbe_peft.adapter.gradients import probe_gradients
+from dulbe_peft.adapter.gradients import summed_gradients
 from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.closing import ClosingPass, learn_task
@@ -162,6 +162,8 @@ class TaskTrainer:
                 if any(m.shared_capture or m.residual_capture for m in modes.values()):
                     self.record.shared_capture = sum(m.shared_capture for m in modes.values()) / len(modes)
                     self.record.residual_capture = sum(m.residual_capture for m in modes.values()) / len(modes)
+            else:
+                self.adapter.note_beginning()
 
     def title(self, phase: str) -> str:
         """What a progress bar says."""
@@ -182,9 +184,10 @@ class TaskTrainer:
 
         batches = self.encoder.training_batches(self.images, self.title("probe"), range(len(self.images)))
         with self.adapter.without_idle_modes(), raise_in_all():
-            gradients = probe_gradients(self.adapter, batches, loss_fn)
-        sum_over_processes(gradients.values())
-        return gradients, features
+            sums, size = summed_gradients(self.adapter, batches, loss_fn)
+        # Each process has the loss of all rows, and the gradient through its own.
+        sum_over_processes(sums.values())
+        return {name: gradient.div_(size) for name, gradient in sums.items()}, features
 
     def encode(self, phase: str, collect: bool) -> tuple[torch.Tensor, OccupationStatistics]:
         """Features of all images, (n, d), and on the way, with `collect`, X'X of every adapted layer."""
@@ -291,11 +294,10 @@ def features_and_inputs(
         pixels, _, index, *_ = batch
         features[index] = encoder.image_embeds(pixels)
 
-    with state.resting(), raise_in_all():
-        if shard(range(len(images))):
-            how = (encoder.args.statistics_tokens, lambda batch: encoder.token_mask(batch[0]))
-            collect_statistics(adapter, encoder.batches(images, title), forward_fn, inputs, *how)
-    inputs.sum_over_processes(features.device)
+    with state.resting():
+        batches = encoder.batches(images, title) if shard(range(len(images))) else ()
+        how = (encoder.args.statistics_tokens, lambda batch: encoder.token_mask(batch[0]))
+        collect_statistics(adapter, batches, forward_fn, inputs, *how)
     sum_over_processes([features])
     return features, inputs
 

@@ -145,6 +145,16 @@ def _cpu_group() -> distributed.ProcessGroup:
     return distributed.new_group(backend="gloo")
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside what DDP, accelerate or `torch.compile` put around it."""
+    while True:
+        parallel = isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel))
+        inner: Any = model.module if parallel else model._modules.get("_orig_mod")
+        if inner is None:
+            return model
+        model = inner
+
+
 def refuse_sharded(model: nn.Module) -> None:
     """Raise a `ValueError` where a parameter is not whole here: the method reads whole weights and gradients."""
     parameters = dict(model.named_parameters())

@@ -1,7 +1,7 @@
 """Files of tensors: safetensors only, whole or not there, and finite."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,9 +43,39 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return bool(tensor.sum().isfinite() or tensor.isfinite().all())
 
 
+def identity(tensors: Collection[torch.Tensor], samples: bool = False) -> tuple[Any, ...]:
+    """Return a key of what has been computed from tensors: another one where one is replaced or written to.
+
+    PyTorch does not count writes through `.data`, to tensors of inference mode, or by collective operations, as when
+    DDP copies buffers: with `samples`, 256 values of each tensor are a part of the key. As long as the key is kept,
+    the tensors must be, so that their ids stay unique.
+    """
+    key = tuple((id(t), t.data_ptr(), -1 if t.is_inference() else t._version) for t in tensors)
+    return key + tuple(_samples(t.detach().flatten()).numpy().tobytes() for t in tensors) if samples else key
+
+
+def _samples(flat: torch.Tensor) -> torch.Tensor:
+    """Return 256 values of a tensor, (n,), or all of fewer, in float64 on the CPU."""
+    return flat[:: max(1, len(flat) // SAMPLES)].double().cpu()
+
+
+def has_values() -> bool:
+    """Return whether Python may look at the values of tensors: not while a graph is made, to compile or export it."""
+    return not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+
+
 def weights_digest(weights: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 of the weights' names, shapes, types and 256 values of each."""
-    return _digest(weights, lambda flat: flat[:: max(1, len(flat) // SAMPLES)].double())
+    return _digest(weights, _samples)
+
+
+def rounded_digest(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> str:
+    """Return the SHA-256 of the weights' names, shapes and 256 values of each, rounded to a type."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        values = tensor.detach().flatten()[:: max(1, tensor.numel() // SAMPLES)].to(dtype).double().cpu()
+        found.update(f"{name} {tuple(tensor.shape)}".encode() + values.numpy().tobytes())
+    return found.hexdigest()
 
 
 def whole_digest(weights: Mapping[str, torch.Tensor]) -> str:

@@ -149,7 +149,7 @@ def test_others_are_refused_and_change_nothing(base, images):
         with pytest.raises(ValueError, match=words):
             one.merge(other)
         assert one.state is before
-    for state in (before, replace(before, known=KnownImages(complete=False))):  # also as of release 0.2.0
+    for state in (before, replace(before, known=KnownImages(complete=False))):  # also without notes of images
         one.use_state(state)
         with pytest.raises(ValueError, match="cannot be merged with itself"):
             one.merge(one)

@@ -192,15 +192,26 @@ def test_a_layer_without_statistics_is_planned_as_at_the_first_task(probe, parti
     [
         ({"shared_rank": -1}, ValueError, "shared_rank must be at least 0, got -1"),
         ({"residual_rank": 12}, ValueError, "= 13 of layer 'k' must be from 1 to its 12 input"),
-        ({"probe": {"v": randn(12)}}, ValueError, "gradient of layer 'v' must be a matrix"),
+        ({"grad_probe": {"v": randn(12)}}, ValueError, "gradient of layer 'v' must be a matrix"),
         ({"stats": {"v": torch.eye(12) * float("nan")}}, ValueError, "statistic of layer 'v' holds NaN or infinity"),
-        ({"probe": {"v": randn(3, 12) * float("inf")}}, ValueError, "gradient of layer 'v' holds NaN or infinity"),
+        (
+            {"grad_probe": {"v": randn(3, 12) * float("inf")}},
+            ValueError,
+            "gradient of layer 'v' holds NaN or infinity",
+        ),
         ({"stats": {"v": torch.eye(11)}}, ValueError, "statistic of layer 'v' must be (12, 12)"),
+        (
+            {"grad_probe": [randn(3, 12)]},
+            TypeError,
+            "grad_probe must be a mapping of layer names to matrices, got a list",
+        ),
+        ({"grad_probe": {"v": [1.0]}}, ValueError, "gradient of layer 'v' must be a matrix"),
+        ({"stats": [torch.eye(12)]}, TypeError, "stats must be a mapping"),
     ],
 )
 def test_errors_name_the_layer(probe, stats, kwargs, error, message):
     with pytest.raises(error) as raised:
-        allocate_modes(**{"probe": probe, "stats": stats, **kwargs})
+        allocate_modes(**{"grad_probe": probe, "stats": stats, **kwargs})
     assert message in str(raised.value)
 
 

@@ -1,0 +1,54 @@
+"""What a classifier computes from its buffers follows every change of them."""
+
+import copy
+
+import pytest
+import torch
+from reference import randn
+from torch.nn import functional as F
+
+from dulbe_peft.classifiers import make_classifier
+
+FEATURES = randn(6, 16, seed=4)
+TEXTS = F.normalize(randn(3, 16, seed=7), dim=1)
+
+
+def learned(name):
+    classifier = make_classifier(name, 16, 100.0)
+    classifier.add_classes(["a", "b", "c"], randn(30, 16, seed=1), torch.arange(30) % 3, randn(3, 16, seed=2))
+    return classifier
+
+
+def fresh(classifier):
+    """What a copy answers, which takes along nothing that was computed."""
+    return copy.deepcopy(classifier)(FEATURES)
+
+
+def test_texts_of_a_head_that_are_replaced_or_written_to_count():
+    head = learned("bridge")
+    before = head(FEATURES)
+    head.text_embeds = TEXTS.clone()
+    replaced = head(FEATURES)
+    assert torch.equal(replaced, fresh(head)) and not torch.allclose(replaced, before)
+    head.text_embeds.copy_(TEXTS.flip(0))
+    assert torch.equal(head(FEATURES), fresh(head)) and not torch.allclose(head(FEATURES), replaced)
+    head.load_state_dict(learned("bridge").state_dict())
+    assert torch.equal(head(FEATURES), before)
+
+
+@pytest.mark.parametrize("name", ["text", "bridge", "prototype", "lda", "gda", "ridge", "ranpac", "bayes"])
+def test_every_buffer_that_is_replaced_counts(name):
+    classifier = learned(name)
+    classifier(FEATURES)
+    for buffer, value in classifier.tensors().items():
+        if value.is_floating_point():
+            setattr(classifier, buffer, value.flip(0))
+            assert torch.equal(classifier(FEATURES), fresh(classifier)), buffer
+            setattr(classifier, buffer, value)
+
+
+def test_nothing_is_computed_twice_while_nothing_changes(monkeypatch):
+    head = learned("bridge")
+    head(FEATURES)
+    monkeypatch.setattr("dulbe_peft.classifiers.bridge.bridge_prototypes", None)
+    head(FEATURES)

@@ -1,0 +1,95 @@
+"""The head alone, and a tower with its head, as graphs: exported, as ONNX, compiled in one piece, scripted."""
+
+import adapted_clip
+import pytest
+import torch
+from adapted_clip import CONFIG, PIXELS
+from peft import get_peft_model
+from reference import randn
+from torch import nn
+
+from dulbe_peft import BridgeEnsembleHead, DualModeLoraConfig
+from dulbe_peft.classifiers import make_classifier
+
+FEATURES = randn(6, 16, seed=4)
+
+
+@pytest.fixture
+def head():
+    head = BridgeEnsembleHead(16)
+    head.add_classes(["a", "b", "c"], randn(9, 16, seed=1), torch.arange(9) % 3, randn(3, 16, seed=2))
+    return head.eval()
+
+
+class Whole(nn.Module):
+    """An adapted tower and a head: pixels in, logits out."""
+
+    def __init__(self, model, head):
+        super().__init__()
+        self.model, self.head = model, head
+
+    def forward(self, pixels):
+        return self.head(self.model.get_image_features(pixel_values=pixels).pooler_output)
+
+
+@pytest.fixture(params=["head", "head with tower"])
+def case(request, head, tiny_clip):
+    if request.param == "head":
+        return head, FEATURES
+    model = adapted_clip.learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG)))
+    return Whole(model, head).eval(), PIXELS
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strict", [False, True])
+def test_torch_export(case, strict):
+    module, inputs = case
+    if strict and isinstance(module, Whole):
+        pytest.skip("torch warns of what transformers' own forward pass does")
+    with torch.no_grad():
+        expected = module(inputs)
+        rows = {0: torch.export.Dim("rows", min=2)} if isinstance(module, BridgeEnsembleHead) else None
+        program = torch.export.export(module, (inputs,), dynamic_shapes=(rows,), strict=strict)
+        close(program.module()(inputs), expected)
+        if rows:
+            close(program.module()(inputs[:4]), expected[:4])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's exporter has deprecation warnings of its own
+def test_onnx_by_dynamo(case, tmp_path):
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    module, inputs = case
+    torch.onnx.export(module, (inputs,), dynamo=True, verbose=False).save(tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})
+    with torch.no_grad():
+        close(torch.from_numpy(found), module(inputs))
+
+
+@pytest.mark.slow
+def test_compiled_in_one_graph(case):
+    module, inputs = case
+    torch.compiler.reset()
+    with torch.no_grad():
+        close(torch.compile(module, backend="eager", fullgraph=True)(inputs), module(inputs))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", ["bridge", "prototype"])
+def test_script_gives_the_scores_of_the_classifier(name):
+    classifier = make_classifier(name, 16, 100.0)
+    classifier.add_classes(["a", "b"], randn(9, 16, seed=1), torch.arange(9) % 2, randn(2, 16, seed=2))
+    scripted = torch.jit.script(classifier)
+    for features in (FEATURES, 1e-30 * FEATURES):
+        close(scripted(features), classifier(features))
+
+
+def test_values_are_checked_where_no_graph_is_made(head):
+    with pytest.raises(ValueError, match="row 1 holds NaN"):
+        head(torch.stack([FEATURES[0], FEATURES[0] * float("nan")]))
