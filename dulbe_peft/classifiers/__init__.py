@@ -13,6 +13,7 @@ from dulbe_peft.classifiers.clg_cbm import ClgCbmClassifier
 from dulbe_peft.classifiers.engine import EngineClassifier
 from dulbe_peft.classifiers.gda import GdaClassifier
 from dulbe_peft.classifiers.lda import LdaClassifier
+from dulbe_peft.classifiers.pooled_bridge import PooledBridgeHead
 from dulbe_peft.classifiers.proof import ProofClassifier
 from dulbe_peft.classifiers.prototype import PrototypeClassifier
 from dulbe_peft.classifiers.ranpac import RanpacClassifier
@@ -125,6 +126,7 @@ def spec(classifier: Classifier) -> str:
 for _cls in (
     TextClassifier,
     BridgeEnsembleHead,
+    PooledBridgeHead,
     PrototypeClassifier,
     LdaClassifier,
     GdaClassifier,
