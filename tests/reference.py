@@ -112,6 +112,7 @@ class PooledHead(Head):
         self.counts: list[int] = []
         self.told: list[list[list[float]]] = []  # of each class and each image that was left out, a number a depth
         self.named: list[list[float]] = []
+        self.rivals: list[list[int]] = []
 
     def learn(self, images: torch.Tensor, labels: list[int], texts: torch.Tensor) -> None:
         """`labels` index all classes of `texts`, old and new ones."""
@@ -120,11 +121,13 @@ class PooledHead(Head):
         self.counts += [0] * new
         self.told += [[] for _ in range(new)]
         self.named += [[] for _ in range(new)]
+        self.rivals += [[] for _ in range(new)]
         for image, own in zip(images, labels, strict=True):
             self.sums[own] = self.sums[own] + image
             self.counts[own] += 1
         self.visual = [F.normalize(total, dim=0) for total in self.sums]
         for image, own in zip(images, labels, strict=True):
+            self.rivals[own].append(len(texts) - 1)
             self.named[own].append(float((self.logit_scale * self.text @ image).softmax(dim=0)[own]))
             if self.counts[own] > 1:
                 self.told[own].append([self.without(image, own, depth) for depth in self.depths])
@@ -140,8 +143,13 @@ class PooledHead(Head):
         scores[own] = (by_image * longer * start + by_text * text) @ image
         return float((self.logit_scale * scores).softmax(dim=0)[own])
 
+    def among_all(self, mean: float, own: int) -> float:
+        met = sum(self.rivals[own]) / len(self.rivals[own])
+        return mean / (mean + (1 - mean) * (len(self.sums) - 1) / met)
+
     def usual(self, depth: float) -> float:
-        named = sum(sum(each) / len(each) for each in self.named) / len(self.named)
+        means = [self.among_all(sum(each) / len(each), own) for own, each in enumerate(self.named)]
+        named = sum(means) / len(means)
         middle = min(1.0, max(0.0, 1 + math.log(named) / math.log(len(self.named))))
         height = min(1.0, named * math.exp(4 * (1 - middle) ** 2))
         return height * math.exp(-4 * (depth - middle) ** 2)
@@ -149,7 +157,10 @@ class PooledHead(Head):
     def pooled_weights(self) -> list[float]:
         rho = []
         for place, depth in enumerate(self.depths):
-            each = [(sum(row[place] for row in told) + self.usual(depth)) / (len(told) + 1) for told in self.told]
+            each = []
+            for own, told in enumerate(self.told):
+                mean = self.among_all(sum(row[place] for row in told) / len(told), own) if told else 0.0
+                each.append((len(told) * mean + self.usual(depth)) / (len(told) + 1))
             rho.append(sum(each) / len(each))
         return softmax([value / (self.temperature * max(rho)) for value in rho])
 

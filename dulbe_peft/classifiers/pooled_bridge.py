@@ -32,9 +32,13 @@ that were left out,
 
     rho_c = (r_c + rho_usual) / (m_c + 1)
 
+Images of early tasks have met few rivals. A mean probability p among C' classes is taken to be p / (p + q (1 - p)) with
+q = (C - 1) / (C' - 1) among the C of today, as if each further class were a rival like those.
+
 Where all classes are alike, have many images, and one depth tells them for certain, this is the paper's head.
 """
 
+import math
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
@@ -49,6 +53,7 @@ from dulbe_peft.classifiers.geodesics import own_probabilities
 # Measured on held-back training images of Cars, ImageNet, CIFAR-10, DTD and Aircraft by CLIP: 2 and 8 cost 0.1 points.
 USUAL_DECLINE = 4.0  # how fast the reliability of one image a class falls beside its usual depth
 USUAL_IMAGES = 1.0  # left-out images of a class for which the usual reliability counts
+LEAST = 1e-300  # stands for a probability of 0
 MOST_JUDGED = 1000  # left-out images of a task for the temperature
 
 
@@ -64,6 +69,7 @@ class PooledBridgeHead(BridgeEnsembleHead):
         confidence: r_c, (C, K_b), float64, sums of the probabilities of left-out images at each depth.
         left_out_counts: m_c, (C,), int64, how many images these are.
         text_confidence: n_c t_c, (C,), float64, sums of the probabilities of the images by the names alone.
+        rivals: (C,), int64, sums over the images of how many other classes there were when they came.
 
     Example:
         >>> head = PooledBridgeHead(embed_dim=2)
@@ -83,12 +89,13 @@ class PooledBridgeHead(BridgeEnsembleHead):
         "bridge-prototype head for CLIP's own features: between the mean of a class's training images and its name, "
         "at the depths that told images of all classes best that were left out"
     )
-    adds_up: ClassVar[tuple[str, ...] | None] = ("counts", "confidence", "left_out_counts", "text_confidence")
+    adds_up: ClassVar[tuple[str, ...] | None] = ("counts", "confidence", "left_out_counts", "text_confidence", "rivals")
 
     def keep_reliability(self) -> None:
         self.register_rows("confidence", self.num_depths, dtype=torch.float64)
         self.register_rows("left_out_counts", dtype=torch.int64)
         self.register_rows("text_confidence", dtype=torch.float64)
+        self.register_rows("rivals", dtype=torch.int64)
 
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         """Prototypes with all images, exact, and sums of how the new ones are told, by the prototypes of now."""
@@ -103,6 +110,7 @@ class PooledBridgeHead(BridgeEnsembleHead):
             "confidence": kept["confidence"].index_add(0, own.to(place), told.to(kept["confidence"])),
             "left_out_counts": kept["left_out_counts"] + own.bincount(minlength=len(kept["counts"])),
             "text_confidence": kept["text_confidence"].index_add(0, place, by_text[:, 0].to(kept["confidence"])),
+            "rivals": kept["rivals"].index_add(0, labels, torch.full_like(labels, len(kept["counts"]) - 1)),
         }
 
     def own_scores(self, images: Tensor, labels: Tensor) -> Tensor:
@@ -171,16 +179,22 @@ class PooledBridgeHead(BridgeEnsembleHead):
         return self.depth_weights.float().to(self.device).expand(len(self._class_names), -1)
 
     def _weigh_depths(self) -> Tensor:
-        usual = self.usual_reliability()
-        each = (self.confidence + USUAL_IMAGES * usual) / (self.left_out_counts[:, None].to(usual) + USUAL_IMAGES)
-        rho = each.mean(dim=0)
+        usual, counts = self.usual_reliability(), self.left_out_counts[:, None].to(self.confidence)
+        told = self._among_all(self.confidence / counts.clamp_min(1))
+        rho = ((counts * told + USUAL_IMAGES * usual) / (counts + USUAL_IMAGES)).mean(dim=0)
         unit = max(self.reliability_temperature * float(rho.max()), torch.finfo(rho.dtype).tiny)
         return ((rho - rho.max()) / unit).softmax(dim=0)
 
     def usual_reliability(self) -> Tensor:
-        """rho_usual at every depth, (K_b,), float64."""
-        depths, classes = self.depths.to(self.confidence), torch.tensor(float(len(self.counts))).double()
-        by_text = (self.text_confidence / self.counts.to(self.text_confidence)).mean().clamp_min(1e-300)
-        middle = (1 + by_text.log() / classes.log()).clamp(0, 1) if classes > 1 else torch.ones(()).double()
-        height = (by_text * (USUAL_DECLINE * (1 - middle) ** 2).exp()).clamp_max(1)
-        return height * (-USUAL_DECLINE * (depths - middle.to(depths)) ** 2).exp()
+        """rho_usual at every depth, (K_b,), float64: what is expected of a class with one image."""
+        depths, classes = self.depths.to(self.confidence), len(self.counts)
+        each = self._among_all((self.text_confidence / self.counts.to(self.text_confidence))[:, None])
+        by_text = max(float(each.mean()), LEAST)
+        middle = min(1.0, max(0.0, 1 + math.log(by_text) / math.log(classes))) if classes > 1 else 1.0
+        height = min(1.0, by_text * math.exp(USUAL_DECLINE * (1 - middle) ** 2))
+        return height * (-USUAL_DECLINE * (depths - middle) ** 2).exp()
+
+    def _among_all(self, mean: Tensor) -> Tensor:
+        """Mean probabilities, (C, ...), of a time when there were fewer rivals, as among all classes of today."""
+        met = (self.rivals / self.counts).to(mean)[:, None].clamp_min(1)
+        return mean / (mean + (1 - mean) * (len(mean) - 1) / met).clamp_min(LEAST)
