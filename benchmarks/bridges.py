@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     values = common.parse(options, argv)
     rows: list[dict[str, Any]] = []
     for name in values.streams if values.features else ():
-        rows += stream_rows(name, lambda names, seed, name=name: real.stream(values.features, name, names, seed), values)
+        rows += stream_rows(name, partial(real.stream, values.features, name), values)
     for path in values.stand_in:
-        rows += stream_rows(path.stem, lambda names, seed, path=path: stand_in(path, names, seed), values)
+        rows += stream_rows(path.stem, partial(stand_in, path), values)
     common.write("bridges", values, argv, rows)
 
 
@@ -84,7 +85,10 @@ def stream_rows(
 @torch.no_grad()
 def figures(features: dict[str, Any], tasks: list[frozen.Task]) -> dict[tuple[str, str], float]:
     """The accuracy of every form after the last task, and the calibration error of the classifiers, as fractions."""
-    tests, truth = torch.cat([task.test for task in tasks]), torch.tensor([row for task in tasks for row in task.truth])
+    tests, truth = (
+        torch.cat([task.test for task in tasks]),
+        torch.tensor([row for task in tasks for row in task.truth]),
+    )
     found = {}
     for spec in SPECS:
         classifier = frozen.learned(spec, features, tasks)

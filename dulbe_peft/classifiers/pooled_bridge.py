@@ -25,22 +25,22 @@ A class with one image has nothing to leave out. Its name has never seen the ima
 class by the names alone, is honest. With t the mean of t_c over the classes, the usual depth of one image a class is
 the share of log C that the names explain, and around it
 
-    rho_usual(alpha) = h exp(-4 (alpha - alpha_0)^2)      alpha_0 = max(0, 1 + log t / log C)      rho_usual(1) = t or less
+    rho_usual(alpha) = h exp(-4 (alpha - alpha_0)^2)          alpha_0 = max(0, 1 + log t / log C)
 
-where h is at most 1. It counts as one image of every class: with r_c the sum of the probabilities over the m_c images
-that were left out,
+with h such that rho_usual(1) = t, or 1 if that is less. It counts as one image of every class: with r_c the sum of the
+probabilities over the m_c images that were left out,
 
     rho_c = (r_c + rho_usual) / (m_c + 1)
 
-Images of early tasks have met few rivals. A mean probability p among C' classes is taken to be p / (p + q (1 - p)) with
-q = (C - 1) / (C' - 1) among the C of today, as if each further class were a rival like those.
+Images of early tasks have met few rivals. A mean probability p among C' classes is taken to be p / (p + q (1 - p))
+with q = (C - 1) / (C' - 1) among the C of today, as if each further class were a rival like those.
 
 Where all classes are alike, have many images, and one depth tells them for certain, this is the paper's head.
 """
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -50,9 +50,11 @@ from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.calibration import ranking
 from dulbe_peft.classifiers.geodesics import own_probabilities
 
-# Measured on held-back training images of Cars, ImageNet, CIFAR-10, DTD and Aircraft by CLIP: 2 and 8 cost 0.1 points.
-USUAL_DECLINE = 4.0  # how fast the reliability of one image a class falls beside its usual depth
-USUAL_IMAGES = 1.0  # left-out images of a class for which the usual reliability counts
+# Chosen on held-back training images of Cars, ImageNet, CIFAR-10, DTD and Aircraft, as CLIP sees them.
+USUAL_DECLINE = (
+    4.0  # how fast the reliability of one image a class falls beside its usual depth; 2 and 8 cost 0.1, 0.2
+)
+USUAL_IMAGES = 1.0  # left-out images of a class for which the usual reliability counts; 0 and 2 cost 0.1 points
 LEAST = 1e-300  # stands for a probability of 0
 MOST_JUDGED = 1000  # left-out images of a task for the temperature
 
@@ -79,9 +81,10 @@ class PooledBridgeHead(BridgeEnsembleHead):
 
     Reference:
         Section "Reliability-Guided Bridge-Prototype Ensemble". Goswami et al., arXiv 2603.24528, mix image and text
-        prototypes with one coefficient for all classes, which depends on the number of images alone; here left-out
-        images choose. Timmermann et al., arXiv 2509.26036, close the modality gap by mapping images into the space
-        of the texts, which needs the towers' projections; here the gap stays, and scores are compared at one depth.
+        prototypes, too, and show that this shrinks the image prototypes; they first project these onto the principal
+        directions of the texts and add a classifier by covariances. Here nothing is projected, and left-out images
+        say how far to shrink. Timmermann et al., arXiv 2509.26036, map images into the space of the texts, by a
+        pseudo-inverse of the text tower's projection; here the gap stays, and scores are compared at one depth.
     """
 
     name = "pooled_bridge"
@@ -89,7 +92,7 @@ class PooledBridgeHead(BridgeEnsembleHead):
         "bridge-prototype head for CLIP's own features: between the mean of a class's training images and its name, "
         "at the depths that told images of all classes best that were left out"
     )
-    adds_up: ClassVar[tuple[str, ...] | None] = ("counts", "confidence", "left_out_counts", "text_confidence", "rivals")
+    adds_up = ("counts", "confidence", "left_out_counts", "text_confidence", "rivals")
 
     def keep_reliability(self) -> None:
         self.register_rows("confidence", self.num_depths, dtype=torch.float64)
@@ -101,7 +104,7 @@ class PooledBridgeHead(BridgeEnsembleHead):
         """Prototypes with all images, exact, and sums of how the new ones are told, by the prototypes of now."""
         kept, changes, _, _ = self.with_prototypes(images, labels, new)
         twin = self.fork()
-        twin.install({"text_embeds": self.text_embeds} | changes)
+        twin.install(changes)
         by_text = (self.logit_scale * images @ self.text_embeds.float().T).softmax(dim=1).gather(1, labels[:, None])
         several = changes["counts"][labels] > 1
         images, own, place = images[several], labels[several], labels.to(self.confidence.device)
@@ -161,7 +164,7 @@ class PooledBridgeHead(BridgeEnsembleHead):
         return super().merged(other, places) | prototypes
 
     def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
-        return super().forgotten(kept) | {"depths": self.depths}  # every part of a head has them
+        return super().forgotten(kept) | {"depths": self.depths}  # of every part of a head, see `join_classes`
 
     def _sums_of_views(self, views: Tensor, labels: Tensor, new: list[str]) -> dict[str, Tensor]:
         """Of the views, prototypes alone: an image that is left out would have its views in there."""

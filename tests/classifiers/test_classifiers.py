@@ -180,7 +180,9 @@ def test_linear_map_solves_its_normal_equations():
     torch.testing.assert_close(slope, torch.zeros(8, 8, dtype=torch.float64), rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["bridge", "pooled_bridge", "prototype", "lda fixed", "gda fixed", "ridge fixed", "bayes fixed"])
+@pytest.mark.parametrize(
+    "name", ["bridge", "pooled_bridge", "prototype", "lda fixed", "gda fixed", "ridge fixed", "bayes fixed"]
+)
 def test_a_turn_of_all_features_is_followed_exactly(name):
     turn = torch.linalg.qr(torch.randn(DIM, DIM, dtype=torch.float64))[0]
     classifier = learned(name)

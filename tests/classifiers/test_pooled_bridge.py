@@ -36,7 +36,9 @@ def make_head(**settings):
 
 def make_reference():
     literal = reference.PooledHead(DEPTHS, logit_scale=SCALE)
-    literal.learn(*(part if torch.is_floating_point(part) else part.tolist() for part in photos([0, 1, 2], 6, 2)), TEXTS[:3])
+    literal.learn(
+        *(part if torch.is_floating_point(part) else part.tolist() for part in photos([0, 1, 2], 6, 2)), TEXTS[:3]
+    )
     images, labels = photos([3, 4], 5, 3)
     literal.learn(images[:6], labels[:6].tolist(), TEXTS)
     return literal
@@ -127,7 +129,9 @@ def test_where_classes_are_alike_and_have_many_images_it_is_the_papers_head():
 
 def apart(each, classes=24, dim=64, own=0.5, seed=0):
     """Images and texts with a modality gap as CLIP has it; every other name is a weak one."""
-    shift, text_shift, centres = (randn(*shape, seed=seed + n) for n, shape in enumerate([(1, dim), (1, dim), (classes, dim)]))
+    shift, text_shift, centres = (
+        randn(*shape, seed=seed + n) for n, shape in enumerate([(1, dim), (1, dim), (classes, dim)])
+    )
     labels = torch.arange(classes).repeat_interleave(each)
     images = 1.5 * shift + centres[labels] + own * randn(len(labels), dim, seed=seed + 3)
     strength = torch.where(torch.arange(classes) % 2 == 0, 1.0, 0.1)[:, None]
@@ -171,7 +175,11 @@ def test_with_one_image_the_usual_depth_follows_what_the_names_tell():
     images, labels, texts, _, _ = apart(1)
     centres = images - images.mean(dim=0)
     depths = {}
-    for name, given in (("strong", 3 * centres), ("weak", centres + 4 * randn(24, 64, seed=8)), ("none", randn(24, 64, seed=9))):
+    for name, given in (
+        ("strong", 3 * centres),
+        ("weak", centres + 4 * randn(24, 64, seed=8)),
+        ("none", randn(24, 64, seed=9)),
+    ):
         head = PooledBridgeHead(64)
         head.add_classes([str(c) for c in range(24)], images, labels, given + texts.mean(dim=0))
         depths[name] = head.expected_depth()[0].item()
