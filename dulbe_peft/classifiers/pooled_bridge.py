@@ -17,9 +17,10 @@ own prototype. With l_c the length of the sum of the n_c unit features of the cl
     tau z'(A u + B e_c)      u = n_c / (n_c - 1) (l_c v_c - z) / l_c      A = sin((1 - alpha) theta) / sin(theta)
                                                                           B = sin(alpha theta) / sin(theta)
 
-with theta the angle between u and e_c. u is not of length 1. The mean of n images is longer than that of n - 1 in
-expectation only by its noise, so that v_c, the mean at length 1, is nearer to every image the more images it has. The
-mean without z is therefore divided by the length of the mean with z; else two images a class look worse than they are.
+with theta the angle between u and e_c. u is not of length 1. The squared length of a mean of n images is that of its
+expectation and a share 1/n of the images' variance, so that v_c, the mean at length 1, lies nearer to every image the
+more images it has, and the rivals have all of theirs. The mean without z is therefore divided by the length of the
+mean with z. At length 1, two images a class would look much worse at the images' end than they are.
 
 A class with one image has nothing to leave out. Its name has never seen the image, so that t_c, the probability of the
 class by the names alone, is honest. With t the mean of t_c over the classes, the usual depth of one image a class is
@@ -51,9 +52,7 @@ from dulbe_peft.classifiers.calibration import ranking
 from dulbe_peft.classifiers.geodesics import own_probabilities
 
 # Chosen on held-back training images of Cars, ImageNet, CIFAR-10, DTD and Aircraft, as CLIP sees them.
-USUAL_DECLINE = (
-    4.0  # how fast the reliability of one image a class falls beside its usual depth; 2 and 8 cost 0.1, 0.2
-)
+USUAL_DECLINE = 4.0  # how fast the reliability of one image falls beside its usual depth; 2 and 8 cost 0.1 and 0.2
 USUAL_IMAGES = 1.0  # left-out images of a class for which the usual reliability counts; 0 and 2 cost 0.1 points
 LEAST = 1e-300  # stands for a probability of 0
 MOST_JUDGED = 1000  # left-out images of a task for the temperature
@@ -130,9 +129,8 @@ class PooledBridgeHead(BridgeEnsembleHead):
         by_image = torch.where(flat, 1 - depths, ((1 - depths) * angle).sin() / sine)
         by_text = torch.where(flat, depths, (depths * angle).sin() / sine)
         longer = counts / (counts - 1) / lengths
-        return by_image * longer * (images * rest).sum(dim=1, keepdim=True) + by_text * (images * texts).sum(
-            dim=1, keepdim=True
-        )
+        near_rest, near_text = ((images * other).sum(dim=1, keepdim=True) for other in (rest, texts))
+        return by_image * longer * near_rest + by_text * near_text
 
     def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
         """The weights of the depths stay."""
@@ -147,18 +145,14 @@ class PooledBridgeHead(BridgeEnsembleHead):
         return self.left_out(images[rows], labels[rows]), labels[rows]
 
     def outvoted(self) -> int:
-        return 0  # all classes have the mean weights
+        """None: all classes have the mean weights."""
+        return 0
 
     def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
         """Sums add up; what was told of left-out images stays as each side measured it, among its own classes."""
         kept, device = self.with_new_rows(int((places >= len(self._class_names)).sum())), self.lengths.device
-        sums, theirs = (
-            visual.to(device).double() * lengths.to(device)[:, None]
-            for visual, lengths in (
-                (kept["visual_prototypes"], kept["lengths"]),
-                (other.visual_prototypes, other.lengths),
-            )
-        )
+        sums = kept["visual_prototypes"].to(device).double() * kept["lengths"][:, None]
+        theirs = other.visual_prototypes.to(device).double() * other.lengths.to(device)[:, None]
         sums = sums.index_add(0, places.to(device), theirs)
         prototypes = {"visual_prototypes": F.normalize(sums, dim=1), "lengths": sums.norm(dim=1)}
         return super().merged(other, places) | prototypes
