@@ -55,7 +55,7 @@ class ClassIncrementalLearner:
         processor: the model's own, or anything with `image_processor` and `tokenizer` as it has them.
         strategy: what is trained, and how: "name", "name:key=value,key=value" or a [`Strategy`].
         classifiers: "name,name:key=value", or several of such texts and of [`Classifier`] objects; the first one is
-            what `predict` uses. None takes the strategy's own, for DuLBE the bridge ensemble.
+            what `predict` uses. None takes the strategy's own, for DuLBE the bridge ensemble `pooled_bridge`.
 
     Attributes:
         state: all that is saved, see [`LearnerState`]; `tasks`, `classifiers`, `memory` and `source` are read from it.
@@ -530,11 +530,11 @@ class ClassIncrementalLearner:
 
     @property
     def head(self) -> BridgeEnsembleHead:
-        """The bridge ensemble; an `AttributeError` where the learner has none."""
-        head = self.classifiers.get("bridge")
-        if not isinstance(head, BridgeEnsembleHead):
-            raise AttributeError(f"the learner has no bridge ensemble; its classifiers are {list(self.classifiers)}")
-        return head
+        """The first bridge ensemble, of either form; an `AttributeError` where the learner has none."""
+        for head in self.classifiers.values():
+            if isinstance(head, BridgeEnsembleHead):
+                return head
+        raise AttributeError(f"the learner has no bridge ensemble; its classifiers are {list(self.classifiers)}")
 
     @property
     def tasks(self) -> list[tuple[str, ...]]:

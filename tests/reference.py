@@ -103,6 +103,72 @@ class Head:
         return sum(weights[:, k] * self.depth_logits(unit(images), depth) for k, depth in enumerate(self.depths))
 
 
+class PooledHead(Head):
+    """One set of weights for all classes, from images that are left out one at a time."""
+
+    def __init__(self, depths: list[float], temperature: float = 0.05, logit_scale: float = 100.0) -> None:
+        super().__init__(depths, temperature, logit_scale)
+        self.sums: list[torch.Tensor] = []
+        self.counts: list[int] = []
+        self.told: list[list[list[float]]] = []  # of each class and each image that was left out, a number a depth
+        self.named: list[list[float]] = []
+        self.rivals: list[list[int]] = []
+
+    def learn(self, images: torch.Tensor, labels: list[int], texts: torch.Tensor) -> None:
+        """`labels` index all classes of `texts`, old and new ones."""
+        images, self.text, new = unit(images), unit(texts), len(texts) - len(self.sums)
+        self.sums += [torch.zeros(texts.shape[1], dtype=torch.float64) for _ in range(new)]
+        self.counts += [0] * new
+        self.told += [[] for _ in range(new)]
+        self.named += [[] for _ in range(new)]
+        self.rivals += [[] for _ in range(new)]
+        for image, own in zip(images, labels, strict=True):
+            self.sums[own] = self.sums[own] + image
+            self.counts[own] += 1
+        self.visual = [F.normalize(total, dim=0) for total in self.sums]
+        for image, own in zip(images, labels, strict=True):
+            self.rivals[own].append(len(texts) - 1)
+            self.named[own].append(float((self.logit_scale * self.text @ image).softmax(dim=0)[own]))
+            if self.counts[own] > 1:
+                self.told[own].append([self.without(image, own, depth) for depth in self.depths])
+
+    def without(self, image: torch.Tensor, own: int, depth: float) -> float:
+        """The probability of a learned image's class at a depth, without it in its prototype."""
+        scores = torch.stack([slerp(v, e, depth) for v, e in zip(self.visual, self.text, strict=True)]) @ image
+        rest = (self.sums[own] - image) / (self.counts[own] - 1)
+        start, text = F.normalize(rest, dim=0), self.text[own]
+        theta = math.acos(float(start @ text))
+        longer = float(rest.norm()) / (float(self.sums[own].norm()) / self.counts[own])
+        by_image, by_text = (math.sin(part * theta) / math.sin(theta) for part in (1 - depth, depth))
+        scores[own] = (by_image * longer * start + by_text * text) @ image
+        return float((self.logit_scale * scores).softmax(dim=0)[own])
+
+    def among_all(self, mean: float, own: int) -> float:
+        met = sum(self.rivals[own]) / len(self.rivals[own])
+        return mean / (mean + (1 - mean) * (len(self.sums) - 1) / met)
+
+    def usual(self, depth: float) -> float:
+        means = [self.among_all(sum(each) / len(each), own) for own, each in enumerate(self.named)]
+        named = sum(means) / len(means)
+        middle = min(1.0, max(0.0, 1 + math.log(named) / math.log(len(self.named))))
+        height = min(1.0, named * math.exp(4 * (1 - middle) ** 2))
+        return height * math.exp(-4 * (depth - middle) ** 2)
+
+    def pooled_weights(self) -> list[float]:
+        rho = []
+        for place, depth in enumerate(self.depths):
+            each = []
+            for own, told in enumerate(self.told):
+                mean = self.among_all(sum(row[place] for row in told) / len(told), own) if told else 0.0
+                each.append((len(told) * mean + self.usual(depth)) / (len(told) + 1))
+            rho.append(sum(each) / len(each))
+        return softmax([value / (self.temperature * max(rho)) for value in rho])
+
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        weighted = zip(self.pooled_weights(), self.depths, strict=True)
+        return sum(weight * self.depth_logits(unit(images), depth) for weight, depth in weighted)
+
+
 def unit(rows: torch.Tensor) -> torch.Tensor:
     return F.normalize(rows.double(), dim=-1)
 

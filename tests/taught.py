@@ -13,6 +13,7 @@ KEPT = {}  # what has been learned
 SPECS = {
     "text": "text",
     "bridge": "bridge",
+    "pooled_bridge": "pooled_bridge",
     "prototype": "prototype",
     "lda": "lda",
     "lda fixed": "lda:shrinkage=0.1",

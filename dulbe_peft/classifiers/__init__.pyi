@@ -4,6 +4,7 @@ from .bridge import BridgeEnsembleHead as BridgeEnsembleHead
 from .gda import GdaClassifier as GdaClassifier
 from .geodesics import slerp as slerp
 from .lda import LdaClassifier as LdaClassifier
+from .pooled_bridge import PooledBridgeHead as PooledBridgeHead
 from .prototype import PrototypeClassifier as PrototypeClassifier
 from .ranpac import RanpacClassifier as RanpacClassifier
 from .registry import CLASSIFIERS as CLASSIFIERS

@@ -4,9 +4,10 @@ v_c ----b_c(a_2)----b_c(a_3)---- ... ----e_c      K_b points on the great circle
 w_c = sum_k pi_c(a_k) b_c(a_k)                    one folded vector: logits = tau z W'
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import torch
 from annotated_types import Ge, Gt, Le, Len
@@ -20,6 +21,7 @@ from dulbe_peft.classifiers.state import LogitScale
 from dulbe_peft.utils.settings import MOST
 
 MAX_DEPTHS = 1000
+MOST_OUTVOTED, MOST_SHARE = 2, 0.1  # classes, and their share, that may be outvoted without a warning
 if TYPE_CHECKING:
     Depths = Any  # a setting until the buffer of this name is made of it
 else:
@@ -27,7 +29,12 @@ else:
 
 
 class BridgeEnsembleHead(Classifier, kw_only=False):
-    """Reliability-guided bridge-prototype ensemble over a growing set of classes.
+    """Reliability-guided bridge-prototype ensemble over a growing set of classes, by the paper's equation.
+
+    It cannot work where images lie nearer to images of other classes than to their own names and the classes trust
+    different depths, as on the features of CLIP as it is published. A class that trusts its name then has smaller
+    scores than one that trusts its images, whatever an image shows, and is hardly ever predicted. The head warns once
+    where it sees this. `PooledBridgeHead`, which the strategy `dulbe` uses, weighs the depths alike for all classes.
 
     Args:
         num_depths: K_b, evenly spaced from 0 to 1, both ends included.
@@ -64,10 +71,15 @@ class BridgeEnsembleHead(Classifier, kw_only=False):
             values = torch.tensor(given, dtype=torch.float32)
         self.num_depths = len(values)
         self.register_rows("visual_prototypes", self.embed_dim)
-        self.register_rows("reliability", self.num_depths)
+        self.keep_reliability()
         self.register_rows("counts", dtype=torch.int64)
         self.register_rows("lengths", dtype=torch.float64)
         self.register_buffer("depths", values)
+        self._warned = False
+
+    def keep_reliability(self) -> None:
+        """Register what says how far each depth is trusted."""
+        self.register_rows("reliability", self.num_depths)
 
     def settings(self) -> dict[str, Any]:
         """`depths` stand there, as a list, where they are not evenly spaced, and `num_depths` where they are."""
@@ -86,15 +98,8 @@ class BridgeEnsembleHead(Classifier, kw_only=False):
         m_c is the number of new images, and rho_c is measured on them, with the new v_c, over all seen classes. The
         old part is of the prototypes, texts and rivals of its time, and exact where those have not changed.
         """
-        kept, names = self.with_new_rows(len(new)), [*self._class_names, *new]
-        present, rows = labels.unique(return_inverse=True)
-        device = self.lengths.device
-        features, own, place = images.to(device).double(), rows.to(device), present.to(device)
-        sums = kept["visual_prototypes"][present].to(device).double() * kept["lengths"][place, None]
-        sums = sums.index_add(0, own, features)
-        check_directions(sums, [names[index] for index in present.tolist()])
-        visual = kept["visual_prototypes"].float().clone()
-        visual[present] = F.normalize(sums, dim=1).to(visual)
+        kept, changes, present, rows = self.with_prototypes(images, labels, new)
+        visual = changes["visual_prototypes"]
         old, more = kept["counts"][present], torch.bincount(rows).to(self.counts)
         # The classes to measure come last: `reliability` wants them so, and the order changes no probability.
         others = torch.ones(len(visual), dtype=torch.bool, device=labels.device).index_fill(0, present, False)
@@ -109,12 +114,61 @@ class BridgeEnsembleHead(Classifier, kw_only=False):
         over = (rho - rho.amax(dim=1, keepdim=True)) / beta
         weights = kept["reliability"].float()
         weights[present] = (share * before + (1 - share) * over).softmax(dim=1)
-        return {
+        return changes | {"reliability": weights}
+
+    def with_prototypes(
+        self, images: Tensor, labels: Tensor, new: Sequence[str]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor]:
+        """v_c, n_c and l_c with further images.
+
+        Returns the known rows with zeros for `new` classes, the new values, the classes that have images here, and
+        each image's place among these.
+        """
+        kept, names = self.with_new_rows(len(new)), [*self._class_names, *new]
+        present, rows = labels.unique(return_inverse=True)
+        device = self.lengths.device
+        features, own, place = images.to(device).double(), rows.to(device), present.to(device)
+        sums = kept["visual_prototypes"][present].to(device).double() * kept["lengths"][place, None]
+        sums = sums.index_add(0, own, features)
+        check_directions(sums, [names[index] for index in present.tolist()])
+        visual = kept["visual_prototypes"].float().clone()
+        visual[present] = F.normalize(sums, dim=1).to(visual)
+        counts = kept["counts"][present] + torch.bincount(rows).to(self.counts)
+        changes = {
             "visual_prototypes": visual,
-            "reliability": weights,
-            "counts": kept["counts"].index_copy(0, present, old + more),
+            "counts": kept["counts"].index_copy(0, present, counts),
             "lengths": kept["lengths"].index_copy(0, place, sums.norm(dim=1)),
         }
+        return kept, changes, present, rows
+
+    def _adopt(self, twin: Self, scores: tuple[Tensor, Tensor] | None, images: Tensor, labels: Tensor) -> None:
+        outvoted, classes = 0 if self._warned else twin.outvoted(), len(twin.class_names)
+        if outvoted > max(MOST_OUTVOTED, MOST_SHARE * classes):
+            warnings.warn(
+                f"{outvoted} of {classes} classes can hardly be predicted: their depths differ, and images lie nearer "
+                "to images than to texts; use the classifier 'pooled_bridge' (PooledBridgeHead), which weighs the "
+                "depths alike for all classes",
+                stacklevel=3,
+            )
+            self._warned = True
+        super()._adopt(twin, scores, images, labels)
+
+    @torch.no_grad()
+    def outvoted(self) -> int:
+        """How many classes lose an image that they would win if all classes had the mean weights.
+
+        The image is half-way between the mean of all v_c and that of its class. 0 where images are not nearer to
+        images of other classes than to their own texts, since scores of different depths are then alike in size.
+        """
+        visual, classes = self.visual_prototypes.float(), len(self.visual_prototypes)
+        own_text = (visual * self.text_embeds.float()).sum(dim=1).mean()
+        others = (visual.sum(dim=0).square().sum() - classes) / max(1, classes * (classes - 1))
+        if others <= own_text:
+            return 0
+        likely, own = (visual + visual.mean(dim=0)) / 2, torch.arange(classes, device=visual.device)
+        alike = (self.reliability.float().mean(dim=0)[:, None] * self.bridge_prototypes()).sum(dim=1)
+        wins, would_win = ((likely @ w.T).argmax(dim=1) == own for w in (self.ensemble_prototypes, alike))
+        return int((~wins & would_win).sum())
 
     def logits(self, images: Tensor) -> Tensor:
         """tau z . w_c: linear in z, so the sum over the depths is folded into one vector per class."""

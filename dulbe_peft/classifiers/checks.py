@@ -67,8 +67,9 @@ def check_alike(one: GrowingState, other: GrowingState) -> None:
         raise ValueError(f"a {one.name!r} classifier cannot be merged with itself: its images would count twice")
     if type(other) is not type(one):
         raise TypeError(f"a {one.name!r} classifier merges with one of its kind, got {type(other).__name__}")
-    for name in ("embed_dim", "logit_scale", *one.setting_defaults()):
-        mine, theirs = getattr(one, name), getattr(other, name)
+    settings = [{"embed_dim": c.embed_dim, "logit_scale": c.logit_scale, **c.settings()} for c in (one, other)]
+    for name in settings[0] | settings[1]:
+        mine, theirs = (each.get(name) for each in settings)
         if mine != theirs:
             raise ValueError(f"two {one.name!r} classifiers merge where {name} is equal, got {mine} and {theirs}")
     if "text_embeds" in one.tensors():

@@ -96,3 +96,32 @@ def reliability(
     confidence, own = torch.cat(chunks), labels - first_class
     sums = confidence.new_zeros(classes - first_class, num_depths).index_add(0, own, confidence)
     return sums / own.bincount(minlength=len(sums))[:, None]
+
+
+def own_probabilities(
+    image_embeds: Tensor,
+    labels: Tensor,
+    bridges: Tensor,
+    own_scores: Tensor,
+    logit_scale: float,
+    chunk_elements: int = 2**24,
+) -> Tensor:
+    """The probability of each image's class at each depth, (n, K_b), with scores of its class that are given.
+
+    `image_embeds` are (n, d) unit features, `labels` their rows of the `bridges`, (C, K_b, d), and `own_scores`,
+    (n, K_b), stand in for the products of an image and the bridges of its class.
+    """
+    classes, num_depths, _ = bridges.shape
+    rows = max(1, chunk_elements // classes)
+    chunks = [own_scores[:0]]
+    with without_autocast(image_embeds):
+        for features, own, scores in zip(
+            image_embeds.float().split(rows), labels.split(rows), own_scores.split(rows), strict=True
+        ):
+            probabilities = []
+            for depth in range(num_depths):
+                logits = features @ bridges[:, depth].float().T
+                logits = logit_scale * logits.scatter(1, own[:, None], scores[:, [depth]])
+                probabilities.append(logits.softmax(dim=1).gather(1, own[:, None]))
+            chunks.append(torch.cat(probabilities, dim=1))
+    return torch.cat(chunks)

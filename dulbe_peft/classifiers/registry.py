@@ -13,6 +13,7 @@ Kind = TypeVar("Kind", bound=type[Classifier])
 _OWN = {
     "text": "TextClassifier",
     "bridge": "BridgeEnsembleHead",
+    "pooled_bridge": "PooledBridgeHead",
     "prototype": "PrototypeClassifier",
     "lda": "LdaClassifier",
     "gda": "GdaClassifier",

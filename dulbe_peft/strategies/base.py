@@ -127,7 +127,7 @@ class Strategy:
     # Whether `remember` is called for further images of known classes, too: the memory must be a sum over images.
     remembers_more: ClassVar[bool] = False
     orthonormal: ClassVar[bool] = True  # whether the planned bases have orthonormal columns
-    classifiers: ClassVar[tuple[str, ...]] = ("bridge",)  # of a learner whose user names none
+    classifiers: ClassVar[tuple[str, ...]] = ("pooled_bridge",)  # of a learner whose user names none
     target_modules: ClassVar[tuple[str, ...] | None] = None  # where the user names none; None: the adapter's default
 
     def settings(self) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
+from dulbe_peft.classifiers.registry import CLASSIFIERS
 from dulbe_peft.metrics.accuracy import summarize
 from dulbe_peft.metrics.evaluation import BASELINES
 from dulbe_peft.streams.progress import FinishedTask, Row, Score
@@ -89,8 +91,9 @@ def stream_results(
         return results
     scores = {name: [row.classifiers.get(name) for row in rows] for name in classifiers}
     results["classifiers"] = {name: _summary(found) for name, found in scores.items() if any(found)}
-    if "bridge" in results["classifiers"]:
-        results["head"] = results["classifiers"]["bridge"]
+    heads = [name for name in results["classifiers"] if issubclass(CLASSIFIERS.get(name, object), BridgeEnsembleHead)]
+    if heads:
+        results["head"] = results["classifiers"][heads[0]]
     for name in BASELINES:
         if all(name in row.baselines for row in tested):
             results[name] = _summary([row.baselines.get(name) for row in rows])

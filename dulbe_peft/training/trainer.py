@@ -63,9 +63,9 @@ def train_task(trainer: TaskTrainer) -> tuple[LearnerState, TaskRecord, ClosingP
         closing = ClosingPass(names, features, labels, before, texts, each, views)
         how = (state.args.drift, state.args.text_embeds, encoder.profile.phase)
         classifiers = learn_task(state.classifiers, closing, *how)
-    bridge = classifiers.get("bridge")
-    if isinstance(bridge, BridgeEnsembleHead):
-        trainer.record.expected_depth = float(bridge.expected_depth()[-len(names) :].mean())
+    bridges = [classifier for classifier in classifiers.values() if isinstance(classifier, BridgeEnsembleHead)]
+    if bridges:
+        trainer.record.expected_depth = float(bridges[0].expected_depth()[-len(names) :].mean())
     after = replace(
         state,
         classifiers=classifiers,

@@ -10,6 +10,7 @@ import torch
 from pydantic_core import from_json, to_json
 
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
+from dulbe_peft.classifiers.pooled_bridge import PooledBridgeHead
 from dulbe_peft.metrics.features import FEATURES_FOLDER, TaskFeatures, read_features
 from dulbe_peft.photos.report.run_folder import RunFolder, read_run
 from dulbe_peft.utils.files import replacing, write_json
@@ -33,9 +34,11 @@ class TrainingEffects:
 
 def read_effects(run: RunFolder) -> TrainingEffects:
     """What a run's saved bridge ensemble and kept features tell, without images."""
-    head, saved = None, run.learner
-    if saved is not None and (saved / BridgeEnsembleHead.file_names()[1]).is_file():
-        head = BridgeEnsembleHead.from_pretrained(saved)
+    head: BridgeEnsembleHead | None = None
+    saved = run.learner
+    for kind in (PooledBridgeHead, BridgeEnsembleHead):
+        if head is None and saved is not None and (saved / kind.file_names()[1]).is_file():
+            head = kind.from_pretrained(saved)
     features: list[TaskFeatures] = []
     if (run.folder / FEATURES_FOLDER).is_dir():
         kept = read_features(run.folder)[: len(run.learned)]

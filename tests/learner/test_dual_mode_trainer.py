@@ -109,7 +109,7 @@ def test_it_learns_what_the_learner_learns_bit_for_bit(base, tasks, whole, tmp_p
 
     One trainer for all, with transformers' own cosine, ends there up to rounding.
     """
-    expected = learner_of(base, epochs=2, batch_size=8, **PROMPT)
+    expected = learner_of(base, classifiers=("pooled_bridge",), epochs=2, batch_size=8, **PROMPT)
     model, processor = adapted(base)
     for task, ours in zip(tasks, whole, strict=True):
         expected.learn_task(task.train)
@@ -134,7 +134,7 @@ def test_it_learns_what_the_learner_learns_bit_for_bit(base, tasks, whole, tmp_p
 def test_views_of_images_are_those_of_the_learner(base, tasks, tmp_path, teacher):
     settings = PROMPT | {"augment": "crop", "copies": 1, "teacher": teacher}
     trainer = learn(trainer_of(base, tmp_path, settings, num_train_epochs=1), tasks[:2])
-    expected = learner_of(base, batch_size=8, **settings)
+    expected = learner_of(base, classifiers=("pooled_bridge",), batch_size=8, **settings)
     for task in tasks[:2]:
         expected.learn_task(task.train)
     assert_equal(trainer.learner, expected)

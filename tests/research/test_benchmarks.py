@@ -7,16 +7,17 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import reference
 import torch
 from reference import randn
 from torch.nn import functional as F
 
-from research.benchmarks import common, edges, literal, models, ours, rivals, stock, table
+from research.benchmarks import bridges, common, edges, literal, models, ours, rivals, stock, table
 
 ROOT = Path(__file__).parents[2]
-TOOLS = {"__init__", "common", "evidence", "literal", "models", "ours", "rivals", "stock", "table"}
+TOOLS = {"__init__", "common", "evidence", "literal", "models", "ours", "real", "rivals", "stock", "table"}
 BENCHMARKS = sorted({path.stem for path in (ROOT / "research" / "benchmarks").glob("*.py")} - TOOLS)
 MODULES = {name: importlib.import_module(f"research.benchmarks.{name}") for name in BENCHMARKS}  # the slow ones, too
 SLOW = {"accuracy", "augmentation", "deployment", "edges", "encode", "family", "frozen", "loop", "memory", "rejection"}
@@ -105,6 +106,20 @@ def test_names_near_the_means_are_made_of_images_that_nobody_learns():
     places = [["a", "b", "c"].index(name) for name in few["names"]]
     for place, label in enumerate(places):
         torch.testing.assert_close(few["train"][few["y"] == place], rows[labels == label])
+
+
+def test_forms_of_the_bridge_are_measured_on_a_folder_of_features(tmp_path):
+    labels = torch.arange(80) % 4
+    centres = randn(4, 16, seed=1)
+    rows = F.normalize(2 * randn(1, 16, seed=2) + centres[labels] + randn(80, 16, seed=3), dim=1)
+    kept = {"x": rows.half().numpy(), "y": labels.numpy(), "t": F.normalize(centres, dim=1).numpy()}
+    np.savez(tmp_path / "cars.npz", **kept)
+    argv = ["--quick", "--features", str(tmp_path), "--counts", "4", "--out", str(tmp_path / "found.json")]
+    bridges.main(argv)
+    rows = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["rows"]
+    found = {row["form"]: row["value"] for row in rows if row["figure"] == "A_last"}
+    assert list(found)[:4] == list(bridges.SPECS) and {"best depth", "even", "by class 1"} < set(found)
+    assert found["best depth"] >= max(found["text"], found["prototype"]) > 25
 
 
 def test_no_result_names_a_path_of_the_machine_that_measured_it():

@@ -242,7 +242,7 @@ def test_the_figures_of_a_run_have_what_training_changed(trained, tmp_path, caps
     assert numbers["drift"] == [vars(row) for row in found.drift]
     assert numbers["depths"]["alone"] == found.accuracy.alone.tolist()
     assert numbers["reliability"]["spread"] == found.profile.spread.tolist()
-    assert found.accuracy.weighted == pytest.approx(known_tasks(learner)[-1].row.classifiers["bridge"].accuracy)
+    assert found.accuracy.weighted == pytest.approx(known_tasks(learner)[-1].row.classifiers["pooled_bridge"].accuracy)
     assert None not in vars(found.drift[0]).values() and found.drift[0].old < 1 and found.drift[0].own < 1
     weights = learner.head.reliability.double().cpu()
     torch.testing.assert_close(found.profile.mean, weights.mean(dim=0))

@@ -77,6 +77,7 @@ def test_a_file_fits_what_verify_checks_of_its_data(name):
     assert make_strategy(stream.strategy).name == "dulbe"
     assert [classifier.kind.name for classifier in parse_classifiers(stream.classifiers).values()] == [
         "bridge",
+        "pooled_bridge",
         "text",
     ]
 

@@ -212,7 +212,19 @@ def test_every_classifier_has_a_function_that_gives_its_scores_and_that_torch_ex
         program = torch.export.export(module, (z[:7],), dynamic_shapes={"z": {0: rows}})
         largest = float(classifier.logits(z).abs().max())
         torch.testing.assert_close(program.module()(z), classifier.logits(z), atol=1e-5 * largest, rtol=0, msg=name)
-    assert linear == {"bridge", "text", "lda", "gda", "bofa", "ridge", "bayes", "slca", "clap4clip", "clg_cbm"}
+    assert linear == {
+        "bridge",
+        "pooled_bridge",
+        "text",
+        "lda",
+        "gda",
+        "bofa",
+        "ridge",
+        "bayes",
+        "slca",
+        "clap4clip",
+        "clg_cbm",
+    }
     assert {*clip.classifiers, "prototype"} == set(CLASSIFIERS)  # that one is in CASES
 
 
