@@ -7,16 +7,17 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import reference
 import torch
 from reference import randn
 from torch.nn import functional as F
 
-from benchmarks import common, edges, literal, models, ours, rivals, stock, table
+from benchmarks import common, edges, literal, models, ours, real, rivals, stock, table
 
 ROOT = Path(__file__).parents[2]
-TOOLS = {"__init__", "common", "evidence", "literal", "models", "ours", "rivals", "stock", "table"}
+TOOLS = {"__init__", "common", "evidence", "literal", "models", "ours", "real", "rivals", "stock", "table"}
 BENCHMARKS = sorted({path.stem for path in (ROOT / "benchmarks").glob("*.py")} - TOOLS)
 MODULES = {name: importlib.import_module(f"benchmarks.{name}") for name in BENCHMARKS}  # the slow ones, too
 SLOW = {"accuracy", "augmentation", "deployment", "edges", "encode", "family", "frozen", "loop", "memory", "rejection"}
@@ -105,6 +106,29 @@ def test_names_near_the_means_are_made_of_images_that_nobody_learns():
     places = [["a", "b", "c"].index(name) for name in few["names"]]
     for place, label in enumerate(places):
         torch.testing.assert_close(few["train"][few["y"] == place], rows[labels == label])
+
+
+def test_a_real_stream_is_read_from_its_file(tmp_path):
+    images, labels, texts = randn(40, 6, seed=0), torch.arange(40) % 4, F.normalize(randn(4, 6, seed=1), dim=1)
+    split = torch.arange(40) >= 20
+    kept = {"x": images.half().numpy(), "y": labels.short().numpy(), "t": texts.numpy()}
+    np.savez(tmp_path / "a.npz", **kept, split=split.short().numpy(), names=np.array(list("abcd")))
+    np.savez(tmp_path / "b.npz", x=kept["x"], y=kept["y"])
+    whole, part = real.stream(tmp_path, "a"), real.stream(tmp_path, "a:2", seed=1)
+    torch.testing.assert_close(whole["test"], F.normalize(images.half().float()[split], dim=1))
+    assert torch.equal(whole["y"], labels[~split]) and whole["names"] == list("abcd")
+    for place, name in enumerate(part["names"]):
+        label = "abcd".index(name)
+        torch.testing.assert_close(part["text"][place], texts[label])
+        torch.testing.assert_close(part["train"][part["y"] == place], whole["train"][whole["y"] == label])
+    spread = (texts - texts.mean(dim=0)).norm(dim=1).mean()
+    assert 0.1 * spread < (real.stream(tmp_path, "a", "noise 1")["text"] - texts).norm(dim=1).mean() < 2 * spread
+    assert sorted(real.stream(tmp_path, "a", "shuffled")["text"].tolist()) == sorted(texts.tolist())
+    assert real.stream(tmp_path, "a", "none")["text"] is None and real.stream(tmp_path, "c") is None
+    # Without a split, of each class 4 of 10 are test images, the same with every seed.
+    alone, again = real.stream(tmp_path, "b"), real.stream(tmp_path, "b", seed=1)
+    assert torch.equal(alone["test"], again["test"]) and alone["truth"].bincount().tolist() == [4] * 4
+    assert real.kinds(alone) == ("none",) and real.kinds(whole) == real.NAMES and real.increment(whole) == 2
 
 
 def test_no_result_names_a_path_of_the_machine_that_measured_it():
