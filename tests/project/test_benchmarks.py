@@ -123,7 +123,8 @@ def test_a_real_stream_is_read_from_its_file(tmp_path):
         torch.testing.assert_close(part["train"][part["y"] == place], whole["train"][whole["y"] == label])
     spread = (texts - texts.mean(dim=0)).norm(dim=1).mean()
     assert 0.1 * spread < (real.stream(tmp_path, "a", "noise 1")["text"] - texts).norm(dim=1).mean() < 2 * spread
-    assert sorted(real.stream(tmp_path, "a", "shuffled")["text"].tolist()) == sorted(texts.tolist())
+    shuffled = real.stream(tmp_path, "a", "shuffled")["text"]
+    assert (shuffled @ texts.T).argmax(dim=1).sort().values.tolist() == [0, 1, 2, 3]
     assert real.stream(tmp_path, "a", "none")["text"] is None and real.stream(tmp_path, "c") is None
     # Without a split, of each class 4 of 10 are test images, the same with every seed.
     alone, again = real.stream(tmp_path, "b"), real.stream(tmp_path, "b", seed=1)
