@@ -90,6 +90,8 @@ RIVALS: dict[str, tuple[Callable[..., Tensor], list[dict[str, Any]]]] = {
     "linear_probe": (linear_probe, _grid(strength=(100.0, 1.0, 10.0, 1000.0))),
 }
 
+WITH_TEXT = set(RIVALS) - {"nearest_images", "linear_probe"}
+
 
 @torch.no_grad()
 def scores(name: str, z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor) -> Tensor:
@@ -112,5 +114,6 @@ def figures(name: str, features: dict[str, Any], tasks: Sequence[Any]) -> dict[s
     labels += [label for task in tasks for label in task.further_y]
     images = torch.cat([*(task.train for task in tasks), *(task.further for task in tasks)])
     tests, truth = torch.cat([task.test for task in tasks]), [label for task in tasks for label in task.truth]
-    found = scores(name, images, torch.tensor(labels), features["text"][classes], features["scale"], tests)
+    texts = torch.zeros(len(classes), images.shape[1]) if features["text"] is None else features["text"][classes]
+    found = scores(name, images, torch.tensor(labels), texts, features["scale"], tests)
     return {"A_last": (found.argmax(dim=1) == torch.tensor(truth)).double().mean().item()}

@@ -14,7 +14,7 @@ import torch
 from reference import randn
 from torch.nn import functional as F
 
-from research.benchmarks import bridges, common, edges, literal, models, ours, rivals, stock, table
+from research.benchmarks import bridges, common, edges, literal, models, ours, real, rivals, stock, table
 
 ROOT = Path(__file__).parents[2]
 TOOLS = {"__init__", "common", "evidence", "literal", "models", "ours", "real", "rivals", "stock", "table"}
@@ -120,6 +120,30 @@ def test_forms_of_the_bridge_are_measured_on_a_folder_of_features(tmp_path):
     found = {row["form"]: row["value"] for row in rows if row["figure"] == "A_last"}
     assert list(found)[:4] == list(bridges.SPECS) and {"best depth", "even", "by class 1"} < set(found)
     assert found["best depth"] >= max(found["text"], found["prototype"]) > 25
+
+
+def test_a_real_stream_is_read_from_its_file(tmp_path):
+    images, labels, texts = randn(40, 6, seed=0), torch.arange(40) % 4, F.normalize(randn(4, 6, seed=1), dim=1)
+    split = torch.arange(40) >= 20
+    kept = {"x": images.half().numpy(), "y": labels.short().numpy(), "t": texts.numpy()}
+    np.savez(tmp_path / "a.npz", **kept, split=split.short().numpy(), names=np.array(list("abcd")))
+    np.savez(tmp_path / "b.npz", x=kept["x"], y=kept["y"])
+    whole, part = real.stream(tmp_path, "a"), real.stream(tmp_path, "a:2", seed=1)
+    torch.testing.assert_close(whole["test"], F.normalize(images.half().float()[split], dim=1))
+    assert torch.equal(whole["y"], labels[~split]) and whole["names"] == list("abcd")
+    for place, name in enumerate(part["names"]):
+        label = "abcd".index(name)
+        torch.testing.assert_close(part["text"][place], texts[label])
+        torch.testing.assert_close(part["train"][part["y"] == place], whole["train"][whole["y"] == label])
+    spread = (texts - texts.mean(dim=0)).norm(dim=1).mean()
+    assert 0.1 * spread < (real.stream(tmp_path, "a", "noise 1")["text"] - texts).norm(dim=1).mean() < 2 * spread
+    shuffled = real.stream(tmp_path, "a", "shuffled")["text"]
+    assert (shuffled @ texts.T).argmax(dim=1).sort().values.tolist() == [0, 1, 2, 3]
+    assert real.stream(tmp_path, "a", "none")["text"] is None and real.stream(tmp_path, "c") is None
+    # Without a split, of each class 4 of 10 are test images, the same with every seed.
+    alone, again = real.stream(tmp_path, "b"), real.stream(tmp_path, "b", seed=1)
+    assert torch.equal(alone["test"], again["test"]) and alone["truth"].bincount().tolist() == [4] * 4
+    assert real.kinds(alone) == ("none",) and real.kinds(whole) == real.NAMES and real.increment(whole) == 2
 
 
 def test_no_result_names_a_path_of_the_machine_that_measured_it():
