@@ -2,6 +2,7 @@ from dulbe_peft.adapter.config import DualModeLoraConfig as DualModeLoraConfig
 from dulbe_peft.adapter.export import export_lora as export_lora
 from dulbe_peft.adapter.gradients import probe_gradients as probe_gradients
 from dulbe_peft.adapter.gradients import route_gradients as route_gradients
+from dulbe_peft.adapter.gradients import routed_loss as routed_loss
 from dulbe_peft.adapter.layer import DualModeLinear as DualModeLinear
 from dulbe_peft.adapter.model import DualModeLoraModel as DualModeLoraModel
 from dulbe_peft.arguments import LearnerArguments as LearnerArguments
