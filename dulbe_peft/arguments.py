@@ -39,6 +39,9 @@ class AdapterSettings:
         "K_h, how many top eigenvectors of the input statistics count as historically used; clamped to what a layer "
         "and its data allow.",
     )
+    structure_weight: Annotated[float, Ge(0), Le(1e6)] = setting(0.5, "lambda, the weight of the structure loss.")
+    class_temperature: Annotated[float, Ge(LEAST), Le(1e6)] = setting(5.0, "tau_C, softmax over the old classes.")
+    instance_temperature: Annotated[float, Ge(LEAST), Le(1e6)] = setting(0.1, "tau_I, softmax over a batch's images.")
     target_modules: list[str] | str | None = setting(
         None,
         "Linear layers to adapt: a list of name endings, a regular expression, or 'all-linear'. None: keys, values "
@@ -109,9 +112,6 @@ class LearnerArguments:
     lr_schedule: Literal["step", "epoch"] = setting(
         "step", "Cosine to 0 at every step, or at every epoch to a floor of 0.01 of the rate."
     )
-    structure_weight: Annotated[float, Ge(0), Le(1e6)] = setting(0.5, "lambda, the weight of the structure loss.")
-    class_temperature: Annotated[float, Ge(LEAST), Le(1e6)] = setting(5.0, "tau_C, softmax over the old classes.")
-    instance_temperature: Annotated[float, Ge(LEAST), Le(1e6)] = setting(0.1, "tau_I, softmax over a batch's images.")
     kl_reduction: Literal["mean", "batchmean"] = setting(
         "mean", "Mean over images and over old classes, or both sums divided by the batch size."
     )

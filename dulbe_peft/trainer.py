@@ -50,7 +50,7 @@ class DualModeTrainer(Trainer):
         class_names: what the labels of `train_dataset` index; None takes the names that it carries. An attribute too.
         compute_metrics: None gives the accuracy.
         settings: fields of [`LearnerArguments`] that TrainingArguments lacks, such as `prompt_template`,
-            `structure_weight` or `teacher`.
+            `statistics_tokens` or `teacher`.
 
     Attributes:
         learner: the [`ClassIncrementalLearner`] that all of this is about; it predicts, evaluates and exports.

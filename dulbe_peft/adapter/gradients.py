@@ -109,7 +109,7 @@ def route_gradients(
     model: nn.Module,
     task_loss: torch.Tensor,
     structure_loss: torch.Tensor | None,
-    structure_weight: float = 0.5,
+    structure_weight: float | None = None,
 ) -> None:
     """Accumulate into `.grad` as `backward()` would, each loss into the parameters it is meant for.
 
@@ -124,7 +124,7 @@ def route_gradients(
         model: a model from `get_peft_model` with one active dual-mode adapter; also inside DDP.
         task_loss: scalar, cross-entropy over the current classes.
         structure_loss: scalar, `bidirectional_kl` over the old classes; None at the first task.
-        structure_weight: lambda, at least 0.
+        structure_weight: lambda, at least 0; None takes the configuration's.
 
     Raises:
         ValueError: a loss is no scalar, has no gradient where it is meant to have one, or (on the CPU, where looking
@@ -170,13 +170,36 @@ def routed_loss(
     model: nn.Module,
     task_loss: torch.Tensor,
     structure_loss: torch.Tensor | None,
-    structure_weight: float = 0.5,
+    weight: float | None = None,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """task_loss + lambda structure_loss, a scalar whose `backward()` does what `route_gradients` says.
+    """Return task_loss + lambda structure_loss, whose `backward()` gives each loss to the parameters it is meant for.
 
-    It holds the gradient g of the structure loss by B_S, and sum(g B_S) has this gradient and no other. `scale` is
-    that of a `torch.amp.GradScaler`: half precision would lose g without it.
+    `task_loss` reaches every trainable parameter, `structure_loss` B_S of every layer and nothing else. Use it where
+    something else calls `backward()`, as `accelerator.backward(loss)` or `scaler.scale(loss).backward()` do. The
+    gradient g of the structure loss by B_S is computed here, and sum(g B_S) has this gradient and no other.
+
+    Args:
+        model: a model from `get_peft_model` with one active dual-mode adapter; also inside DDP.
+        task_loss: scalar, cross-entropy over the current classes.
+        structure_loss: scalar, `bidirectional_kl` over the old classes; None at the first task.
+        weight: lambda, at least 0; None takes the configuration's `structure_weight`.
+        scale: that of a `torch.amp.GradScaler`, `scaler.get_scale()`: half precision would lose g without it.
+
+    Returns:
+        A scalar with the value of task_loss + lambda structure_loss.
+
+    Raises:
+        ValueError: a loss is no scalar, has no gradient where it is meant to have one, or (on the CPU, where looking
+            is free) is not finite.
+        TypeError: the model does not come from `get_peft_model`.
+
+    Example:
+        >>> loss = routed_loss(model, task_loss, structure_loss)
+        >>> accelerator.backward(loss)
+
+    Reference:
+        Section "Routed Cross-Modal Training", "Gradient Routing".
     """
     tuner = tuner_of(model)
     losses = {"task_loss": task_loss} | ({} if structure_loss is None else {"structure_loss": structure_loss})
@@ -185,15 +208,16 @@ def routed_loss(
             raise ValueError(f"{name} must be a scalar tensor, got {loss!r}")
         if loss.device.type == "cpu" and not torch.isfinite(loss):
             raise ValueError(f"{name} is {loss.item()}, expected a finite number")
-    check_number("structure_weight", structure_weight, least=0)
+    weight = tuner.active_config.structure_weight if weight is None else weight
+    check_number("structure_weight", weight, least=0)
     if not task_loss.requires_grad:
         raise ValueError("task_loss does not depend on any trainable parameter")
     shared = [p for p in tuner.shared_parameters() if p.requires_grad and p.numel()]
-    if structure_loss is None or structure_weight == 0 or not shared:
+    if structure_loss is None or weight == 0 or not shared:
         return task_loss
     routed: tuple[torch.Tensor | None, ...] = ()
     if structure_loss.requires_grad:
-        weighted = scale * structure_weight * structure_loss
+        weighted = scale * weight * structure_loss
         routed = torch.autograd.grad(weighted, shared, retain_graph=True, allow_unused=True)
     pairs = [(p, gradient / scale) for p, gradient in zip(shared, routed) if gradient is not None]
     if not pairs:
@@ -202,4 +226,4 @@ def routed_loss(
             "checkpointing must be the kind with use_reentrant=False"
         )
     carrier = torch.stack([(p * gradient).sum() for p, gradient in pairs]).sum()
-    return task_loss + structure_weight * structure_loss.detach() + (carrier - carrier.detach())
+    return task_loss + weight * structure_loss.detach() + (carrier - carrier.detach())

@@ -17,7 +17,7 @@ from dulbe_peft.subspaces.allocation import allocate_modes
 
 @dataclass(frozen=True)
 class Dulbe(OccupationStrategy):
-    """The paper's method. Its weights and temperatures are fields of `LearnerArguments`."""
+    """The paper's method. Its weight and temperatures are fields of the adapter's configuration."""
 
     routing: Literal["shared", "both"] = "shared"  # "both", an ablation: the structure loss reaches residual ones too
 
@@ -28,7 +28,7 @@ class Dulbe(OccupationStrategy):
         return allocate_modes(task.gradients, task.memory, config=task.adapter.active_config)
 
     def loss(self, task: NewTask, step: Step) -> torch.Tensor:
-        structure_loss, weight = self.structure_loss(task, step), task.args.structure_weight
+        structure_loss, weight = self.structure_loss(task, step), task.adapter.active_config.structure_weight
         if self.routing == "both" and structure_loss is not None:
             # It reads fixed texts, so of the trained parameters it reaches those of the vision tower alone.
             return step.task_loss + weight * structure_loss
@@ -36,12 +36,13 @@ class Dulbe(OccupationStrategy):
 
     def structure_loss(self, task: NewTask, step: Step) -> torch.Tensor | None:
         """KL between teacher and student over the old classes, both ways; None at the first task."""
-        if step.old_text is None or task.args.structure_weight == 0:
+        config = task.adapter.active_config
+        if step.old_text is None or config.structure_weight == 0:
             return None
         return bidirectional_kl(
             step.logit_scale * step.features @ step.old_text.T,
             step.logit_scale * step.teacher() @ step.old_text.T,
-            task.args.class_temperature,
-            task.args.instance_temperature,
+            config.class_temperature,
+            config.instance_temperature,
             reduction=task.args.kl_reduction,
         )

@@ -20,8 +20,8 @@ from dulbe_peft import (
     collect_statistics,
     probe_gradients,
     route_gradients,
+    routed_loss,
 )
-from dulbe_peft.adapter.gradients import routed_loss
 from dulbe_peft.adapter.peft_model import MARK, adapter_card
 from dulbe_peft.encoders.registry import demo_model_folder
 

@@ -1,5 +1,6 @@
 """Histories that become one matrix, ranks that differ from layer to layer, and sums of adapters."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -128,3 +129,15 @@ def test_folding_nothing_and_a_stream_trained_in_the_same_bases_are_warned_of(ti
         model.fold_task()
     learned(model, 2).fold_task()  # bases of its own for each task: no warning
     assert model.history_rank == 12
+
+
+def test_the_history_s_rank_is_read_from_the_file_whatever_the_configuration_says(tiny_clip, tmp_path):
+    model = learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG)), 3)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    assert settings["history_rank"] == 6  # which transformers' own load_adapter goes by
+    file.write_text(json.dumps(settings | {"history_rank": 60_000}), encoding="utf-8")
+    assert DualModeLoraConfig.from_pretrained(tmp_path).history_rank == 6
+    loaded = PeftModel.from_pretrained(tiny_clip(), tmp_path)
+    assert loaded.history_rank == 6 and torch.equal(image_features(loaded), image_features(model))

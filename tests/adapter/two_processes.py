@@ -20,8 +20,8 @@ from dulbe_peft import (
     collect_statistics,
     probe_gradients,
     route_gradients,
+    routed_loss,
 )
-from dulbe_peft.adapter.gradients import routed_loss
 from dulbe_peft.utils.processes import leave, world
 
 IMAGES = torch.randn(7, 3, 16, 16, generator=torch.Generator().manual_seed(1))

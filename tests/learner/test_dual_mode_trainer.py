@@ -210,10 +210,11 @@ def test_it_saves_a_learner_also_beside_checkpoints(base, tasks, whole, tmp_path
 
 def test_batches_in_parts_give_the_gradient_of_their_mean(base, tasks, tmp_path):
     """Without a structure loss, whose softmax over a batch's images knows the parts."""
-    settings = PROMPT | {"structure_weight": 0.0}
     parts = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
-    ours = learn(trainer_of(base, tmp_path, settings, **parts), tasks[:2])
-    whole = learn(trainer_of(base, tmp_path, settings, per_device_train_batch_size=6), tasks[:2])
+    both = [trainer_of(base, tmp_path, **fields) for fields in (parts, {"per_device_train_batch_size": 6})]
+    for trainer in both:
+        trainer.learner.model.active_peft_config.structure_weight = 0.0
+    ours, whole = (learn(trainer, tasks[:2]) for trainer in both)
     assert ours.state.global_step == whole.state.global_step == 6
     assert_alike(ours.learner, whole.learner)
 

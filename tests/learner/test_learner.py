@@ -103,7 +103,7 @@ def test_two_tasks_equal_a_literal_transcription(base, digits, monkeypatch):
 @pytest.mark.parametrize("weight", [0.5, 3.0])
 def test_a_step_s_gradients_are_those_of_two_literal_calls(base, digits, weight):
     """In the second task, with B away from zero, so that the structure loss has a gradient; lambda is the setting."""
-    learner = make_learner(base, structure_weight=weight)
+    learner = make_learner(base, adapter={"structure_weight": weight})
     first, second = stream(digits, 2)
     learner.learn_task(first.train, first.class_names)
     trainer = TaskTrainer(learner.state, learner.encoder, learner.encoder.images(second.train))
@@ -148,7 +148,9 @@ def test_cached_and_online_teacher_agree(digits, plain, monkeypatch):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"structure_weight": 0.0},
+        {"adapter": {"structure_weight": 0.0}},
+        {"adapter": {"class_temperature": 1.0}},
+        {"adapter": {"instance_temperature": 1.0}},
         {"text_embeds": "at_introduction"},
         {"kl_reduction": "batchmean"},
         {"lr_schedule": "epoch"},

@@ -174,7 +174,8 @@ def test_routing_both_gives_the_structure_loss_to_both_modes(tiny_clip):
     """Each part of the gradient by itself, against one backward pass of the strategy."""
     torch.manual_seed(0)
     adapter, kinds = adapted(tiny_clip(), init_weights=False), ("shared_parameters", "residual_parameters")
-    task = replace(new_task(adapter, 1), args=LearnerArguments(structure_weight=0.7))
+    adapter.active_config.structure_weight = 0.7
+    task = new_task(adapter, 1)
     teacher = features(adapter, 1).flip(0)
     parameters = [p for kind in kinds for p in getattr(adapter, kind)()]
 
