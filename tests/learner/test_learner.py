@@ -73,7 +73,8 @@ class Ordered(literal.LiteralLearner):
 def test_two_tasks_equal_a_literal_transcription(base, digits, monkeypatch):
     """Algorithm 1 spelled out with a copied teacher on every batch, two gradient calls and dense weights."""
     monkeypatch.setattr(literal, "allocate", partial(literal.allocate, residual_rank=2, support_rank=8))
-    learner, (clip, processor) = make_learner(base, prompt_template="a photo of a {}."), copy.deepcopy(base)
+    learner = learner_of(base, seed=0, **QUICK | {"prompt_template": "a photo of a {}."})
+    clip, processor = copy.deepcopy(base)
     twin = Ordered(clip, processor, batch_size=8, epochs=1)
     starts = [p for name, p in learner.clip.named_parameters() if "dulbe_text_A" in name]
     for lora, start in zip((m for m in clip.modules() if isinstance(m, literal.Lora)), starts, strict=True):

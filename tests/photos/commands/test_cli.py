@@ -91,7 +91,7 @@ def test_run_evaluate_and_export(folders, tmp_path, capsys, monkeypatch):
     command = ["run", "--config", "run.yaml", "--model", MODEL]
     assert main([*command, "--data", str(folders), "--output", "out", *QUICK]) == 0
     said = capsys.readouterr().out
-    assert "task 2/2: 4 classes" in said and "\nbridge  " in said
+    assert "task 2/2: 4 classes" in said and "\npooled_bridge  " in said
     results = json.loads(Path("out/results.json").read_text())
     arguments = results["configuration"]["arguments"]
     assert (arguments["epochs"], arguments["prompt_template"]) == (1, settings["prompt_template"]), "the flag wins"
