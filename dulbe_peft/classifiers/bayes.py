@@ -24,15 +24,16 @@ from dulbe_peft.utils.settings import Positive
 # Among these, left-out images choose: with one kappa and one rho, few images and many could not both be right.
 KAPPAS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 RHOS = (0.01, 0.03, 0.1, 0.3, 1.0)
-TEMPERATURES = (16.0, 8.0, 4.0, 2.0, 1.0, 0.5)  # of left-out images
+TEMPERATURES = (32.0, 16.0, 8.0, 4.0, 2.0, 1.0)  # of left-out images
 MOST_JUDGED = 256  # images of a task that are judged, of each class as many; all of them would take much longer
 NEVER = 1e300  # a loss that no number of images makes the least
 
 # Chosen on held-back training images of published features; docs/results.md has the streams.
 USUAL_RHO = 0.3
 TOLD_IMAGES = 40.0  # how many images a text counts for that tells all of the labels
-# How much of what an image is away from the middle all images of its class share, where none can be left out.
-SHARED = 0.3
+# T of the images' scores where none can be left out: on nine streams, 32 to 90 was best. S is a multiple of the
+# identity there, so that the scores take for independent what images say in each direction.
+IMAGE_TEMPERATURE = 40.0
 
 
 class BayesClassifier(ClassSums):
@@ -126,7 +127,7 @@ class BayesClassifier(ClassSums):
         """See `Fit.left_out`; in float32."""
         kappa, rho, features, omega = self.choice
         rows, labels = self.lifted(images.to(self.sums)), labels.to(self.sums.device)
-        return self._fit(features).left_out(rows, labels, torch.tensor([kappa]), rho, omega)[0]
+        return self._fit(features).left_out(rows, labels, torch.tensor([kappa]), rho, omega)[0] / self.unit_score
 
     @property
     def choice(self) -> tuple[float, float, int, float]:
@@ -194,21 +195,33 @@ class BayesClassifier(ClassSums):
         return float(self.solved()["temperature"])
 
     def _usual_temperature(self) -> float:
-        """The sum of the temperatures at which either expert alone would be calibrated.
+        """T where no image can be left out: that of either part alone, as independent errors of the score add up.
 
-        That of the texts is fitted: their labels are likeliest at a scale, which has a log-normal prior about CLIP's
-        own. A Gaussian expert's log-odds have twice their mean as their variance. The odds m'P x of an image x whose
-        class has the mean m have the variance tr (P B)^2 and the mean tr P B, B the covariance of such means, times
-        the share of x that its class has in common; S is too round to know the first.
+        That of the texts is fitted: the scale at which the labels are likeliest by texts, which have not seen the
+        images, with a log-normal prior about CLIP's own.
         """
         kappa, rho, features, _ = self.choice
-        fit, worst = self._fit(features), float(self.by_text[0, 0])
+        fit, worst, by_texts = self._fit(features), float(self.by_text[0, 0]), 0.0
         share, scales = fit.share(kappa), torch.tensor(SCALES[1:]).to(self.by_text)
-        found = share * fit.overcounted(rho) / SHARED
         if worst:
             losses = self.by_text.amin(dim=0)[1:] / worst * self._nats() + scales.log() ** 2
-            found += (1 - share) * fit.slope(rho) / SCALES[1 + int(losses.argmin())]
-        return found or 1.0
+            by_texts = fit.slope(rho) / SCALES[1 + int(losses.argmin())]
+        return math.hypot(share * IMAGE_TEMPERATURE, (1 - share) * by_texts)
+
+    @property
+    def unit_score(self) -> float:
+        """What scores are divided by, so that tasks with different choices can have the same temperature of about 1.
+
+        It is the best of `TEMPERATURES`. With fixed settings scores stay as they are, whatever the order of tasks.
+        """
+        return float(self.derived("unit", self._measure)) if "auto" in (self.kappa, self.rho) else 1.0
+
+    def _measure(self) -> float:
+        if not float(self.judged[0]):
+            return self._usual_temperature()
+        kappa, rho, features, _ = self.choice
+        place = self._features.index(features), self._kappas.index(kappa), self._rhos.index(rho)
+        return TEMPERATURES[int(self.losses[place].argmin())]
 
     def _fit(self, features: int) -> Fit:
         """The fit of the unit features and of so many random ones."""
@@ -224,7 +237,12 @@ class BayesClassifier(ClassSums):
     def solution(self) -> tuple[Tensor, Tensor]:
         """The scores of x are x times the first, (C, d), and the second, (C,); float64."""
         kappa, rho, features, omega = self.choice
-        return self.derived("solution", lambda: self._fit(features).solution(kappa, rho, omega))
+
+        def solve() -> tuple[Tensor, Tensor]:
+            weights, offsets = self._fit(features).solution(kappa, rho, omega)
+            return weights / self.unit_score, offsets / self.unit_score
+
+        return self.derived("solution", solve)
 
     def solved(self) -> dict[str, Tensor]:
         """The solution in float32, and the temperature that needs no image to be left out."""
@@ -232,7 +250,7 @@ class BayesClassifier(ClassSums):
 
     def _solved(self) -> dict[str, Tensor]:
         weights, offsets = (part.float().to(self.device) for part in self.solution())
-        usual = torch.tensor(self._usual_temperature(), device=self.device)
+        usual = torch.tensor(self._usual_temperature() / self.unit_score, device=self.device)
         return {"weight": weights, "bias": offsets, "temperature": usual}
 
     def solved_shapes(self, classes: int) -> list[dict[str, tuple[int, ...]]]:

@@ -50,7 +50,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 OMEGAS = (0.0, 0.25, 0.5, 0.75, 1.0)
-SCALES = (0.0, *(2.0**power for power in range(-4, 4)))  # of the scores by texts alone; with 0 they say nothing
+SCALES = (0.0, *(2.0 ** (half / 2) for half in range(-8, 8)))  # of the scores by texts alone; with 0 they say nothing
 # k. With 1, as `lda` has it, a class that has lost one of two images is taken for others too often, with 4 too rarely:
 # images that are left out are then right as often as test images are.
 PRIOR_IMAGES = 2.0
@@ -124,16 +124,6 @@ class Fit:
         """n / (n + kappa)."""
         usual = len(self.counts) / float((1 / self.counts).sum())
         return usual / (usual + kappa)
-
-    def overcounted(self, rho: float) -> float:
-        """tr (P B)^2 / tr P B, for the covariance B of the m_c: how much too large sums over directions are.
-
-        It is 1 where P says how they lie. The sampling of so many means is taken out of the square.
-        """
-        rows = self.means / self.noise(rho).sqrt()
-        freedom = max(1, len(rows) - 1)
-        trace, square = float(rows.square().sum()) / freedom, float((rows @ rows.T).square().sum()) / freedom**2
-        return max(square - trace**2 / freedom, trace**2 / rows.shape[1]) / trace if trace > 0 else 0.0
 
     def text_losses(self, images: Tensor, labels: Tensor, weights: Tensor, rho: float) -> Tensor:
         """Weighted sums, (omegas, scales), of the log-losses of (n, d) images by their texts alone."""

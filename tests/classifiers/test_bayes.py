@@ -15,8 +15,8 @@ from dulbe_peft.utils.tensors import write_tensors
 
 DIM, CLASSES, SCALE, DOUBLE = 6, 5, 20.0, torch.float64
 NAMES = [f"class {number}" for number in range(CLASSES)]
-KAPPAS, RHOS, TEMPERATURES = [1, 2, 4, 8, 16, 32, 64], [0.01, 0.03, 0.1, 0.3, 1], [16, 8, 4, 2, 1, 1 / 2]
-OMEGAS, SCALES = [0, 1 / 4, 1 / 2, 3 / 4, 1], [0, *(2.0**power for power in range(-4, 4))]
+KAPPAS, RHOS, TEMPERATURES = [1, 2, 4, 8, 16, 32, 64], [0.01, 0.03, 0.1, 0.3, 1], [32, 16, 8, 4, 2, 1]
+OMEGAS, SCALES = [0, 1 / 4, 1 / 2, 3 / 4, 1], [0, *(2.0 ** (half / 2) for half in range(-8, 8))]
 SINGLE = 1e-4  # tolerance of what is computed in float32
 FIXED = {"kappa": 3.0, "rho": 0.2}
 
@@ -98,7 +98,7 @@ class Twin:
 
     def text_losses(self, rows):
         """Log-losses by the texts alone, of the images of so many rows, each class alike."""
-        found, a, classes = np.zeros((5, 9)), self.slope(0.3), range(self.classes)
+        found, a, classes = np.zeros((5, 17)), self.slope(0.3), range(self.classes)
         for i in rows:
             for o, omega in enumerate(OMEGAS):
                 scores = np.array([self.by_text(self.x[i], c, 0.3, omega) for c in classes]) / (a or 1)
@@ -113,18 +113,8 @@ class Twin:
         return max(1, 40 * max(0, 1 - table.min() / table[0, 0] - 2 / self.nats()))
 
     def temperature(self, table, kappa):
-        rows = (self.m - self.b) / np.sqrt(
-            self.v / self.dim
-        )  # with one image a class, S is a multiple of the identity
-        spread = rows.T @ rows / (self.classes - 1)
-        square = np.trace(spread @ spread) - np.trace(spread) ** 2 / (self.classes - 1)
-        over = max(square, np.trace(spread) ** 2 / self.dim) / np.trace(spread)
-        penalties = [
-            loss / table[0, 0] * self.nats() + np.log(s) ** 2
-            for s, loss in zip(SCALES, table.min(0), strict=True)
-            if s
-        ]
-        return over / 0.3 / (1 + kappa) + kappa / (1 + kappa) * self.slope(0.3) / SCALES[1 + int(np.argmin(penalties))]
+        losses = {s: loss / table[0, 0] * self.nats() + np.log(s) ** 2 for s, loss in zip(SCALES, table.min(0)) if s}
+        return np.hypot(40 / (1 + kappa), kappa / (1 + kappa) * self.slope(0.3) / min(losses, key=losses.get))
 
     def losses(self, rows, omega):
         """-log p(own) of the images, each left out, at every kappa, rho and temperature; and what each weighs."""
@@ -140,7 +130,12 @@ class Twin:
         means = np.tensordot(weights, losses, 1) / weights.sum()
         count = weights.sum() ** 2 / (weights**2).sum()
         return min(
-            (count * means[k, r].min() + np.log(kappa / usual) ** 2 + np.log(rho / 0.3) ** 2, kappa, rho)
+            (
+                count * means[k, r].min() + np.log(kappa / usual) ** 2 + np.log(rho / 0.3) ** 2,
+                kappa,
+                rho,
+                TEMPERATURES[means[k, r].argmin()],
+            )
             for k, kappa in enumerate(KAPPAS)
             for r, rho in enumerate(RHOS)
         )
@@ -188,11 +183,12 @@ def test_the_choice_is_that_by_which_left_out_images_are_right(each, seed, featu
         close(classifier.losses[number], np.tensordot(weights, losses, 1), SINGLE)
         close(classifier.judged, [weights.sum(), (weights**2).sum()])
         found.append((*twin.choice(losses, weights, usual), number * features))
-    assert classifier.choice == (*min(found)[1:], omega)  # random features in the last case
+    *expected, unit, features = min(found)[1:]
+    assert classifier.choice == (*expected, features, omega)  # random features in the last case
     kappa, rho, chosen, omega = classifier.choice
     tests = F.normalize(draw(2, 9, DIM), dim=1)
     rows = lifted(tests.double().numpy(), layer) if chosen else tests.double().numpy()
-    close(classifier(tests), twins[chosen > 0].scores(rows, kappa, rho, omega), SINGLE)
+    close(classifier(tests), twins[chosen > 0].scores(rows, kappa, rho, omega) / unit, SINGLE)
     function, tensors = classifier.formula()
     close(function(tests, **tensors), classifier(tests), 1e-6)
 
@@ -223,7 +219,9 @@ def test_one_image_a_class_has_the_usual_kappa(texts):
     usual, omega = twin.usual_kappa(by_text), OMEGAS[int(by_text.min(axis=1).argmin())]
     close(classifier.choice, (usual, 0.3, 0, omega))
     assert not classifier.losses.any()
-    close(classifier.temperature, twin.temperature(by_text, usual), SINGLE)
+    tests, unit = F.normalize(draw(2, 9, DIM), dim=1), twin.temperature(by_text, usual)
+    close(classifier.temperature, 1)
+    close(classifier(tests), twin.scores(tests.double().numpy(), usual, 0.3, omega) / unit, SINGLE)
 
 
 def test_without_texts_it_is_lda_with_a_ridge_and_means_that_are_drawn_to_their_middle(tmp_path):
