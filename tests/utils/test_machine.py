@@ -6,13 +6,13 @@ import sys
 
 import pytest
 import torch
-from dulbe_peft.utils.engines import jobs_at_once
 from lives import images_of, tiny_learner
 
 from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.encoders import encoder
 from dulbe_peft.utils.devices import one_thread
 from dulbe_peft.utils.extras import uncollected
+from dulbe_peft.utils.workers import jobs_at_once
 
 
 def test_classifiers_learn_and_solve_in_one_thread_and_what_follows_has_its_own_again(monkeypatch):
