@@ -319,11 +319,18 @@ class Classifier(CorrectedState):
 
     def forward(self, image_embeds: Tensor | np.ndarray) -> Tensor:
         """Logits of all seen classes, (n, C), float32, of features, (n, d), which are normalised here."""
+        return self.part_by_part(image_embeds)
+
+    def part_by_part(self, image_embeds: Tensor | np.ndarray, sizes: Sequence[int] | None = None) -> Tensor:
+        """As a call of the classifier gives it for each part of the features alone, which have so many rows each.
+
+        In batches of another size a product of matrices is not rounded alike, so parts are not multiplied together.
+        """
         if not self._class_names:
             raise ValueError(f"the {self.name!r} classifier has no class yet: call add_classes first")
         images = self._unit(image_embeds, "image_embeds")
         with without_autocast(images):
-            logits = self.logits(images)
+            logits = self.logits(images) if sizes is None else torch.cat([*map(self.logits, images.split([*sizes]))])
         if has_values() and not torch.isfinite(logits).all():
             raise ValueError(f"the {self.name!r} classifier gives scores that are not finite: it is damaged")
         return logits

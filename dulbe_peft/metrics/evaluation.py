@@ -1,6 +1,6 @@
 """What every classifier says of each image of a data set, and the figures that follow from it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,19 +86,30 @@ def evaluate_features(
 def answers(classifier: Classifier, tests: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """For each test, the class that each of its features, (n, d), is taken for, and its calibrated probability.
 
-    Both are (n,), on the CPU. A test is asked by itself: in batches of another size a product of matrices is not
-    rounded alike, so what is said of a test would depend on which other tests there are.
+    Both are (n,), on the CPU. What is said of a test does not depend on which other tests there are.
     """
-    temperature, most, found = classifier.temperature, max(1, MOST_SCORES // len(classifier.class_names)), []
-    for features in tests:
-        parts = []
-        for part in features.split(most):
-            scores = classifier(part)
-            sure = (scores / temperature).softmax(dim=1).amax(dim=1)
-            parts.append((scores.argmax(dim=1).cpu(), sure.float().cpu()))
-        predicted, probability = map(torch.cat, zip(*parts, strict=True))
-        found.append((predicted, probability))
-    return found
+    if not tests:
+        return []
+    temperature, most = classifier.temperature, max(1, MOST_SCORES // len(classifier.class_names))
+    parts, found = [part for test in tests for part in test.split(most)], []
+    for group in _grouped(parts, most):
+        scores = classifier.part_by_part(torch.cat(group), [len(part) for part in group])
+        sure = (scores / temperature).softmax(dim=1).amax(dim=1)
+        found.append((scores.argmax(dim=1).cpu(), sure.float().cpu()))
+    predicted, probability = (torch.cat(rows).split([*map(len, tests)]) for rows in zip(*found, strict=True))
+    return list(zip(predicted, probability, strict=True))
+
+
+def _grouped(parts: Sequence[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
+    """The parts in their order, as many at a time as have `most` rows together."""
+    group, rows = list[torch.Tensor](), 0
+    for part in parts:
+        if group and rows + len(part) > most:
+            yield group
+            group, rows = [], 0
+        group.append(part)
+        rows += len(part)
+    yield group
 
 
 def nearest(features: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from dulbe_peft.metrics.evaluation import (
     BASELINES,
     EncodedTest,
     Evaluation,
+    answers,
     evaluate_features,
     read_predictions,
     write_predictions,
@@ -74,9 +75,9 @@ def test_predictions_equal_a_loop_over_images():
 
 
 def test_so_many_scores_are_in_memory_at_a_time_and_no_more(monkeypatch):
-    expected, sizes, forward = predicted("lda", "bridge"), [], Classifier.forward
+    expected, sizes, ask = predicted("lda", "bridge"), [], Classifier.part_by_part
     monkeypatch.setattr(evaluation, "MOST_SCORES", 17)  # three images of five classes
-    monkeypatch.setattr(Classifier, "forward", lambda *given: sizes.append(len(given[1])) or forward(*given))
+    monkeypatch.setattr(Classifier, "part_by_part", lambda *given: sizes.append(len(given[1])) or ask(*given))
     found = predicted("lda", "bridge")
     assert sizes == ([3] * 6 + [2]) * 2
     for one, other in ((expected.classifiers, found.classifiers), (expected.baselines, found.baselines)):
@@ -218,3 +219,16 @@ def test_tasks_that_were_not_tested_are_no_figures():
     now = figures["classes"]["lda"]["accuracy"]
     assert now.keys() == {"c", "d", "e"} and figures["classifiers"]["lda"]["matrix"][2][0] is None
     assert lost["c"] == pytest.approx(literal_accuracy(steps[1], "c", "lda") - now["c"])
+
+
+@pytest.mark.parametrize("most", [2**22, 5 * 6, 5])
+def test_a_test_is_answered_alike_whatever_else_is_asked_with_it(monkeypatch, most):
+    """Whether all scores are in memory at once, those of a test or two, or those of one image."""
+    classifiers, features, _ = learned("lda", "bridge")
+    tests = features.split([3, 7, 2, 8])
+    monkeypatch.setattr(evaluation, "MOST_SCORES", most)
+    for classifier in classifiers.values():
+        alone = [answers(classifier, [test])[0] for test in tests]
+        for found, expected in zip(answers(classifier, tests), alone, strict=True):
+            assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+        assert answers(classifier, []) == []
