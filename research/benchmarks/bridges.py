@@ -35,7 +35,7 @@ COUNTS = ("1", "2", "4", "8", "16", "1/16", "16/rank")
 def main(argv: Sequence[str] | None = None) -> None:
     options = common.parser(__doc__, repeats=3, model=None)
     options.add_argument("--features", type=Path, help="a folder of .npz files; without it nothing is measured")
-    options.add_argument("--stand-in", type=Path, nargs="*", default=[], help="files of features of a stand-in")
+    options.add_argument("--stand-in", type=Path, help="a file of features of a stand-in")
     options.add_argument("--streams", nargs="*", default=STREAMS)
     options.add_argument("--names", nargs="*", default=NAMES)
     options.add_argument("--counts", nargs="+", default=COUNTS)
@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     for name in values.streams if values.features else ():
         rows += stream_rows(name, partial(real.stream, values.features, name), values)
-    for path in values.stand_in:
-        rows += stream_rows(path.stem, partial(stand_in, path), values)
+    if values.stand_in:
+        rows += stream_rows(values.stand_in.stem, partial(stand_in, values.stand_in), values)
     common.write("bridges", values, argv, rows)
 
 

@@ -57,7 +57,13 @@ def test_by_hand_and_the_learner_are_equal(small, base):
     namespace: dict = {}
     exec(compile(BY_HAND, "by hand", "exec"), namespace)
     settings = {"batch_size": 32, "eval_batch_size": 32, "epochs": 2, "prompt_template": "a photo of a {}."}
-    learner = learner_of(base, adapter={"residual_rank": 4, "support_rank": 16}, teacher="online", **settings)
+    learner = learner_of(
+        base,
+        classifiers=("pooled_bridge",),
+        adapter={"residual_rank": 4, "support_rank": 16},
+        teacher="online",
+        **settings,
+    )
     for task in small[:2]:
         learner.learn_task(task.train)
     assert_equal(ByHand(namespace), learner)

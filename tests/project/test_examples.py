@@ -59,7 +59,7 @@ def test_domains(tmp_path, digit_folders):
     (_, ahead), last = found["matrix"]
     assert found["transfer"] == ahead and found["last"] == sum(last) / 2  # by the definition, for two data sets
     # Among its own two classes a data set is told apart at least as well as among all four.
-    results = json.loads((tmp_path / "out" / "results.json").read_text())["classifiers"]["bridge"]["matrix"]
+    results = json.loads((tmp_path / "out" / "results.json").read_text())["head"]["matrix"]
     assert all(own >= among for own, among in zip(last, results[-1], strict=True))
     assert run("domains.py", *arguments, cwd=tmp_path).splitlines()[-1] == said.splitlines()[-1]
 
