@@ -30,10 +30,12 @@ NEVER = 1e300  # a loss that no number of images makes the least
 
 # Chosen on held-back training images of published features; docs/results.md has the streams.
 USUAL_RHO = 0.3
-TOLD_IMAGES = 40.0  # how many images a text counts for that tells all of the labels
 # T of the images' scores where none can be left out: on nine streams, 32 to 90 was best. S is a multiple of the
 # identity there, so that the scores take for independent what images say in each direction.
 IMAGE_TEMPERATURE = 40.0
+# How much more than images texts weigh that tell all of the labels, each at its own temperature, with one image a
+# class: the images' scores err together on classes that look alike.
+TEXT_WEIGHT = 2.5
 
 
 class BayesClassifier(ClassSums):
@@ -144,15 +146,15 @@ class BayesClassifier(ClassSums):
         omega is the one with which texts alone do so, at the best of `SCALES`. Texts have not seen the images, so that
         none has to be left out. The others have the least of
 
-            n L(kappa, rho) + log(kappa / usual)^2 + log(rho / 0.3)^2
+            n L(kappa, rho) + log(kappa / usual)^2 / 2 + log(rho / 0.3)^2 / 2
 
         with the mean log-loss L of images that are left out, at the best of `TEMPERATURES`, and their effective number
         n: a pseudo-likelihood and log-normal priors. A task's images, or 256 of them, and further ones are scored
         against all classes of then. A loss weighs C / n_c, so that classes weigh alike, and late tasks more than early
-        ones. The usual kappa is 40 times what share of the labels' log-loss the texts alone take away, and 1 at least.
-        Few images leave the choice to the usual pair; where none can be left out there are no random features, and
-        the covariance is a multiple of the identity whatever rho is. `auto` thus depends on how the images came, by
-        the classes that they were scored against.
+        ones. The usual kappa follows from how much the texts alone tell of the labels. Few images leave the choice to
+        the usual pair; where none can be left out there are no random features, and the covariance is a multiple of
+        the identity whatever rho is. `auto` thus depends on how the images came, by the classes that they were scored
+        against.
 
         Reference:
             Besag, "Statistical Analysis of Non-Lattice Data", 1975: the pseudo-likelihood; Geisser and Eddy, 1979.
@@ -170,7 +172,7 @@ class BayesClassifier(ClassSums):
         losses = total**2 / squares * (self.losses / total).amin(dim=3)
         kappas, rhos = (torch.tensor(grid).to(losses) for grid in (self._kappas, self._rhos))
         away = (kappas / usual).log()[:, None] ** 2 + (rhos / USUAL_RHO).log() ** 2
-        table, number, place = torch.unravel_index((losses + away).argmin(), losses.shape)
+        table, number, place = torch.unravel_index((losses + away / 2).argmin(), losses.shape)
         return self._kappas[number], self._rhos[place], self._features[table], omega
 
     def _omega(self) -> float:
@@ -179,8 +181,20 @@ class BayesClassifier(ClassSums):
         return OMEGAS[int(self.by_text.amin(dim=1).argmin())] if "auto" in (self.kappa, self.rho) else 0.0
 
     def _usual_kappa(self) -> float:
-        """How many images a text counts for, before any image is left out."""
-        return max(1.0, TOLD_IMAGES * self._told())
+        """How many images a text counts for, before any image is left out; 1 at least.
+
+        It is that with which texts weigh `TEXT_WEIGHT` times what they tell, where the scores of one image a class
+        and those of texts are divided by their temperatures.
+        """
+        slope = self._fit(0).slope(USUAL_RHO)
+        weight = TEXT_WEIGHT * self._told() * IMAGE_TEMPERATURE
+        return max(1.0, weight * self._text_scale() / slope) if slope and weight else 1.0
+
+    def _text_scale(self) -> float:
+        """That of `SCALES` at which texts make the labels likeliest, with a log-normal prior about CLIP's own."""
+        scales = torch.tensor(SCALES[1:]).to(self.by_text)
+        losses = self.by_text.amin(dim=0)[1:] / float(self.by_text[0, 0]) * self._nats() + scales.log() ** 2 / 2
+        return SCALES[1 + int(losses.argmin())]
 
     def _told(self) -> float:
         """The share of the labels' log-loss that texts alone take away, less what two fitted numbers do by chance.
@@ -203,17 +217,10 @@ class BayesClassifier(ClassSums):
         return float(self.solved()["temperature"])
 
     def _usual_temperature(self) -> float:
-        """T where no image can be left out: that of either part alone, as independent errors of the score add up.
-
-        That of the texts is fitted: the scale at which the labels are likeliest by texts, which have not seen the
-        images, with a log-normal prior about CLIP's own.
-        """
+        """T where no image can be left out: that of either part alone, as independent errors of the score add up."""
         kappa, rho, features, _ = self.choice
-        fit, worst, by_texts = self._fit(features), float(self.by_text[0, 0]), 0.0
-        share, scales = fit.share(kappa), torch.tensor(SCALES[1:]).to(self.by_text)
-        if worst:
-            losses = self.by_text.amin(dim=0)[1:] / worst * self._nats() + scales.log() ** 2
-            by_texts = fit.slope(rho) / SCALES[1 + int(losses.argmin())]
+        fit, share = self._fit(features), self._fit(features).share(kappa)
+        by_texts = fit.slope(rho) / self._text_scale() if float(self.by_text[0, 0]) else 0.0
         return math.hypot(share * IMAGE_TEMPERATURE, (1 - share) * by_texts)
 
     @property

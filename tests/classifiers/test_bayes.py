@@ -110,12 +110,20 @@ class Twin:
     def nats(self):
         return self.classes**2 / sum(1 / self.n) * np.log(self.classes)
 
+    def told(self, table):
+        return max(0, 1 - table.min() / table[0, 0] - 2 / self.nats())
+
+    def scale(self, table):
+        losses = {
+            s: loss / table[0, 0] * self.nats() + np.log(s) ** 2 / 2 for s, loss in zip(SCALES, table.min(0)) if s
+        }
+        return min(losses, key=losses.get)
+
     def usual_kappa(self, table):
-        return max(1, 40 * max(0, 1 - table.min() / table[0, 0] - 2 / self.nats()))
+        return max(1, 2.5 * self.told(table) * 40 * self.scale(table) / self.slope(0.3)) if self.slope(0.3) else 1
 
     def temperature(self, table, kappa):
-        losses = {s: loss / table[0, 0] * self.nats() + np.log(s) ** 2 for s, loss in zip(SCALES, table.min(0)) if s}
-        return np.hypot(40 / (1 + kappa), kappa / (1 + kappa) * self.slope(0.3) / min(losses, key=losses.get))
+        return np.hypot(40 / (1 + kappa), kappa / (1 + kappa) * self.slope(0.3) / self.scale(table))
 
     def losses(self, rows, omega):
         """-log p(own) of the images, each left out, at every kappa, rho and temperature; and what each weighs."""
@@ -132,7 +140,7 @@ class Twin:
         count = weights.sum() ** 2 / (weights**2).sum()
         return min(
             (
-                count * means[k, r].min() + np.log(kappa / usual) ** 2 + np.log(rho / 0.3) ** 2,
+                count * means[k, r].min() + np.log(kappa / usual) ** 2 / 2 + np.log(rho / 0.3) ** 2 / 2,
                 kappa,
                 rho,
                 TEMPERATURES[means[k, r].argmin()],
