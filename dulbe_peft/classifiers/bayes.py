@@ -108,30 +108,71 @@ class BayesClassifier(ClassSums):
         return super().moved(F.pad(matrix, (0, self._random, 0, self._random))) | {"losses": losses}
 
     def judge(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Add to the tables what the images say, see `choice`; scores as if each had not been learned."""
+        """Add to the tables what the images say, see `choice`; scores as if each had not been learned.
+
+        Of a class with one image none can be left out. So that such classes have a say, as large a share of the task's
+        other classes is reduced to one image, and their further images are scored so.
+        """
         if (classes := len(self._class_names)) < 2:
             return None
         images, labels = images.to(self.sums), labels.to(self.sums.device)
         order = ranking(images).argsort()
-        rows = order[places_among(labels[order]).argsort(stable=True)[:MOST_JUDGED]]
-        weights = classes / self.counts.to(images) * labels.bincount(minlength=classes)
-        images, labels = images[rows], labels[rows]
-        weights = (weights / labels.bincount(minlength=classes).clamp_min(1))[labels]
-        self._buffers |= {"by_text": self.by_text + self._fit(0).text_losses(images, labels, weights, USUAL_RHO)}
-        several = self.counts.to(labels.device)[labels] > 1
-        if not several.any():
+        images, labels = images[order], labels[order]
+        places, inside = places_among(labels), labels.bincount(minlength=classes)
+        rows = places.argsort(stable=True)[:MOST_JUDGED]
+        weights = classes / self.counts.to(images) * inside
+        weights = (weights / labels[rows].bincount(minlength=classes).clamp_min(1))[labels]
+        losses = self._fit(0).text_losses(images[rows], labels[rows], weights[rows], USUAL_RHO)
+        self._buffers |= {"by_text": self.by_text + losses}
+        lone = torch.isin(labels, self._lone(inside))
+        left = rows[(self.counts.to(labels.device)[labels[rows]] > 1) & ~lone[rows]]
+        further = rows[lone[rows] & (places[rows] > 0)]
+        judged, x = torch.cat([left, further]), self.lifted(images)
+        if not len(judged):
             return None
-        images, labels, weights = images[several], labels[several], weights[several]
-        losses, kappas, omega = self.losses.clone(), torch.tensor(self._kappas), self._omega()
-        lifted, own, each = self.lifted(images), weights.float(), torch.arange(len(labels)).to(labels)
-        for table, features in zip(losses, self._features, strict=True):
+        truth, own, fits = labels[judged], weights[judged], dict[int, Fit | None]()
+        for features in self._features:
+            fits[features] = self._reduced(features, x[lone], labels[lone], places[lone] == 0) if lone.any() else None
+
+        def scored(features: int, kappas: Tensor, rho: float, omega: float) -> Tensor:
+            found = [self._fit(features).left_out(x[left], labels[left], kappas, rho, omega)] if len(left) else []
+            if (fit := fits[features]) is not None:
+                found.append(fit.scores(x[further], kappas, rho, omega).float())
+            return torch.cat(found, dim=1)
+
+        table, kappas, omega = self.losses.clone(), torch.tensor(self._kappas), self._omega()
+        each = torch.arange(len(truth)).to(truth)
+        for number, features in enumerate(self._features):
             for place, rho in enumerate(self._rhos):
-                scores = self._fit(features).left_out(lifted, labels, kappas, rho, omega)
+                scores = scored(features, kappas, rho, omega)
                 for column, temperature in enumerate(TEMPERATURES):
-                    table[:, place, column] -= (scores / temperature).log_softmax(dim=2)[:, each, labels] @ own
-        self._buffers |= {"losses": losses, "judged": self.judged + torch.stack([weights.sum(), weights @ weights])}
+                    right = (scores / temperature).log_softmax(dim=2)[:, each, truth]
+                    table[number, :, place, column] -= right @ own.float()
+        self._buffers |= {"losses": table, "judged": self.judged + torch.stack([own.sum(), own @ own])}
         self._derived = {name: made for name, made in self._derived.items() if name not in ("choice", "unit")}
-        return self.left_out(images, labels), labels
+        kappa, rho, features, omega = self.choice
+        return scored(features, torch.tensor([kappa]), rho, omega)[0] / self.unit_score, truth
+
+    def _lone(self, inside: Tensor) -> Tensor:
+        """Which of the classes that have all their images in a task, of which there are `inside`, stand for lone ones.
+
+        As large a share of them as lone classes are of all, spread evenly.
+        """
+        counts = self.counts.to(inside.device)
+        whole = ((inside == counts) & (counts > 1)).nonzero()[:, 0]
+        number = len(whole) * int((counts == 1).sum()) // len(counts)
+        return whole[torch.arange(number).to(whole) * len(whole) // max(1, number)]
+
+    def _reduced(self, features: int, images: Tensor, labels: Tensor, kept: Tensor) -> Fit:
+        """The fit where of classes, all of whose x (n, d) are given, only one image each is known."""
+        width, chosen = self.embed_dim + features, labels.unique()
+        images, counts = images[:, :width], self.counts.to(labels.device).clone()
+        means = self.sums[:, :width] / counts.to(images)[:, None]
+        away = images - means[labels]
+        means[labels[kept]], counts[chosen] = images[kept], 1
+        freedom = int(self.freedom) - len(labels) + len(chosen)
+        texts = F.pad(self.logit_scale * self.text_embeds.to(self.sums), (0, features))
+        return Fit.of(means, counts, self.scatter[:width, :width] - away.T @ away, freedom, texts)
 
     def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
         """See `Fit.left_out`; in float32."""
