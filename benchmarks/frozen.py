@@ -1,6 +1,7 @@
 """Every classifier on a stream where nothing is trained, by the number of images a class, equal or not.
 
-Every image is encoded once. Each draw has its own order of the classes and its own images. `--counts` takes
+Every image is encoded once, or with `--real` features are read as `benchmarks.real` says. Each draw has its own order
+of the classes and its own images. `--counts` takes
 
     8          8 images of every class
     2/32       2 and 32 images by turns
@@ -13,16 +14,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import common, rivals
+from benchmarks import common, real, rivals
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_data, load_dual_encoder
-from dulbe_peft.classifiers import Classifier, make_classifier
+from dulbe_peft.classifiers import CLASSIFIERS, Classifier, make_classifier
 from dulbe_peft.metrics.accuracy import calibration_error
 
 SPECS = (*("text", "bridge", "prototype", "lda", "gda", "ridge", "ranpac:features=1000", "bayes"),)
@@ -71,6 +73,9 @@ def stream_options(
     options.add_argument("--counts", nargs="+", default=list(counts))
     options.add_argument("--classifiers", nargs="+", default=list(classifiers))
     options.add_argument("--prompt-template", default="a photo of the digit {}.")
+    options.add_argument("--real", type=Path, help="folder of benchmarks.real, in place of a model and data")
+    options.add_argument("--streams", nargs="+", default=list(real.STREAMS), help="with --real: which of them")
+    options.add_argument("--names", nargs="+", default=list(real.NAMES), help="with --real: how strong names are")
     return options
 
 
@@ -82,19 +87,42 @@ def measured(
     held_back: int = 0,
 ) -> list[dict[str, Any]]:
     """A row a number of images, classifier and figure: the mean over the draws, in percent, and each of them."""
-    features, rows = encoded(values), []
-    for counts in values.counts[:1] if values.quick else values.counts:
+    rows = []
+    for stream, counts, drawn in lines(values):
         seeds = range(first_seed, first_seed + values.repeats)
-        draws = [draw(features, counts, values.increment, seed, held_back) for seed in seeds]
+        draws = [(made := drawn(seed), draw(made, counts, step(made, values), seed, held_back)) for seed in seeds]
         for spec in values.classifiers:
-            found = [measure(spec, features, tasks[:2] if values.quick else tasks) for tasks in draws]
-            key = {"stream": values.stream or common.model_name(values.data), "counts": counts, "classifier": spec}
+            if draws[0][0]["text"] is None and needs_text(spec):
+                continue
+            found = [measure(spec, made, tasks[:2] if values.quick else tasks) for made, tasks in draws]
+            key = {"stream": stream, "counts": counts, "classifier": spec}
             for figure in found[0]:
                 each = [common.rounded(100 * one[figure]) for one in found]
                 said = what.format(**key, figure=figure)
                 value = common.value_row(said, common.rounded(statistics.fmean(each)), "%")
                 rows.append(value | key | {"figure": figure, "each": each})
     return rows
+
+
+def lines(values: Any) -> Iterator[tuple[str, str, Callable[[int], dict[str, Any]]]]:
+    """The name and the numbers of images of each line, and a seed's features; none where the folder has no file."""
+    if values.real is None:
+        features, stream = encoded(values), values.stream or common.model_name(values.data)
+        for counts in values.counts[:1] if values.quick else values.counts:
+            yield stream, counts, lambda seed: features
+        return
+    for stream, names, counts in real.lines(values.real, values.streams, values.names, values.counts):
+        yield f"{stream}, {real.SAID[names]}", counts, partial(real.stream, values.real, stream, names)
+
+
+def step(features: dict[str, Any], values: Any) -> int:
+    """Classes per task."""
+    return int(values.increment if values.real is None else real.increment(features))
+
+
+def needs_text(spec: str) -> bool:
+    name = spec.partition(":")[0]
+    return name in rivals.WITH_TEXT or (name in CLASSIFIERS and CLASSIFIERS[name].needs_text)
 
 
 def encoded(values: Any) -> dict[str, Any]:
@@ -194,7 +222,7 @@ def figures(spec: str, features: dict[str, Any], tasks: list[Task], coverage: fl
         right = said == truth
         overall.append(right.double().mean().item())
     found = {"A_last": overall[-1], "A_bar": statistics.fmean(overall), "ECE": calibration_error(sure, right)}
-    if coverage:
+    if coverage and len(classifier.calibration):  # with one image a class nothing is promised
         sets = classifier.prediction_sets(tests, coverage)
         found["covered"] = sets.gather(1, truth[:, None]).double().mean().item()
     counts = tasks[-1].counts or [FEW] * len(seen)  # without the last task nobody asks

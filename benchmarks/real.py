@@ -13,6 +13,7 @@ A stream is a file, or some of its classes: `imagenet-even:20` has 20, drawn wit
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,14 @@ CHOSEN = ("cars", "imagenet-even:9", "imagenet-even:100", "dtd", "aircraft", "ci
 CONFIRMED = ("imagenet-even:20", "imagenet-even:24", "imagenet-even:500", "flowers", "sun397", "clothing-deit")
 STREAMS = (*CHOSEN, *CONFIRMED)
 # How strong names are: own ones, with noise of so many spreads, another class's, or none.
-NAMES = ("own", "noise 1", "noise 3", "shuffled", "none")
+SAID = {
+    "own": "own names",
+    "noise 1": "names with noise 1",
+    "noise 3": "names with noise 3",
+    "shuffled": "names shuffled",
+    "none": "no names",
+}
+NAMES = tuple(SAID)
 COUNTS = ("1", "2", "4", "8", "16", "1/16", "2/16", "40/rank")
 SCALE, TASKS = 100.0, 5
 TESTED = 0.4  # the share of a class's images that are test images where the file has no split
@@ -96,3 +104,17 @@ def increment(features: dict[str, Any]) -> int:
 def kinds(features: dict[str, Any] | None) -> tuple[str, ...]:
     """Which of `NAMES` a stream can have."""
     return () if features is None else NAMES if features["text"] is not None else ("none",)
+
+
+def lines(
+    folder: Path, streams: Sequence[str], names: Sequence[str], counts: Sequence[str]
+) -> Iterator[tuple[str, str, str]]:
+    """Stream, names and numbers of images of each line that the folder has images for."""
+    for name in streams:
+        features = stream(folder, name)
+        for kind in (each for each in names if each in kinds(features)):
+            for count in counts:
+                most = max(int(part) for part in count.removesuffix("/rank").partition("+")[0].split("/"))
+                usual = int(features["y"].bincount().median()) if features is not None else 0
+                if most <= usual or (count.endswith("/rank") and most <= 4 * usual):
+                    yield name, kind, count

@@ -4,7 +4,10 @@ Each is a function of unit features z (n, d), labels y (n,), unit texts e (C, d)
 judge, (m, d), and gives scores, (m, C). It sees all classes at once. The first setting of its grid is for one image a
 class; else the one is taken that is right most often on a fifth of each class's images, which the rule has not seen.
 
-    python -m benchmarks.frozen --classifiers tip_adapter proker ranpac_and_text whitened_bridge linear_probe
+    python -m benchmarks.frozen --classifiers tip_adapter proker ranpac_and_text mixed_prototypes linear_probe
+
+SeMoBridge (2509.26036) is not among them: it goes back from an embedding to what the text tower's projection was
+given, and needs that matrix, which features alone do not have.
 """
 
 from __future__ import annotations
@@ -65,6 +68,23 @@ def whitened_bridge(z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor, 
     return tau * tests @ (weights[:, :, None] * bridges).sum(dim=1).T
 
 
+def mixed_prototypes(
+    z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor, kept: float, share: float, alpha: float
+) -> Tensor:
+    """tau z'p_c + alpha times LDA's score, p_c the direction of (1 - share) e_c + share of P v_c       (2603.24528)
+
+    v_c is the class's mean, and P projects onto the principal directions of the texts that hold the variance `kept`.
+    The paper's rule as its summary has it; the ridge of its LDA is that of `lda`.
+    """
+    lda = make_classifier("lda", z.shape[1], tau)
+    lda.add_classes([str(label) for label in range(len(e))], z, y)
+    _, sizes, directions = torch.linalg.svd(e, full_matrices=False)
+    number = int((sizes.square().cumsum(0) / sizes.square().sum() < kept).sum()) + 1
+    projected = F.normalize(lda.means.float() @ directions[:number].T @ directions[:number], dim=1)
+    prototypes = F.normalize((1 - share) * e + share * projected, dim=1)
+    return tau * tests @ prototypes.T + alpha * lda(tests)
+
+
 def nearest_images(z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor, neighbours: int) -> Tensor:
     """The share of the k nearest images that each class has; nearer ones weigh more."""
     rule = KNeighborsClassifier(min(neighbours, len(z)), weights="distance", metric="cosine").fit(z.numpy(), y.numpy())
@@ -85,10 +105,16 @@ RIVALS: dict[str, tuple[Callable[..., Tensor], list[dict[str, Any]]]] = {
     "tip_adapter": (tip_adapter, _grid(alpha=(1.0, 0.3, 3.0, 10.0, 30.0), beta=(5.5, 1.0, 2.0, 10.0, 20.0, 40.0))),
     "proker": (proker, _grid(beta=(5.5, 1.0, 2.0, 10.0, 20.0), ridge=(1.0, 0.01, 0.1, 10.0, 100.0))),
     "ranpac_and_text": (ranpac_and_text, _grid(share=(0.3, 0.0, 0.1, 1.0, 3.0))),
+    "mixed_prototypes": (
+        mixed_prototypes,
+        _grid(kept=(0.95, 0.8), share=(0.3, 0.1, 0.6), alpha=(0.0, 0.03, 0.1, 0.3, 1.0, 3.0)),
+    ),
     "whitened_bridge": (whitened_bridge, _grid(beta=(0.05,))),
     "nearest_images": (nearest_images, _grid(neighbours=(1, 3, 5, 10, 20))),
     "linear_probe": (linear_probe, _grid(strength=(100.0, 1.0, 10.0, 1000.0))),
 }
+
+WITH_TEXT = set(RIVALS) - {"nearest_images", "linear_probe"}
 
 
 @torch.no_grad()
@@ -112,5 +138,6 @@ def figures(name: str, features: dict[str, Any], tasks: Sequence[Any]) -> dict[s
     labels += [label for task in tasks for label in task.further_y]
     images = torch.cat([*(task.train for task in tasks), *(task.further for task in tasks)])
     tests, truth = torch.cat([task.test for task in tasks]), [label for task in tasks for label in task.truth]
-    found = scores(name, images, torch.tensor(labels), features["text"][classes], features["scale"], tests)
+    texts = torch.zeros(len(classes), images.shape[1]) if features["text"] is None else features["text"][classes]
+    found = scores(name, images, torch.tensor(labels), texts, features["scale"], tests)
     return {"A_last": (found.argmax(dim=1) == torch.tensor(truth)).double().mean().item()}

@@ -4,9 +4,8 @@ import functools
 
 import numpy as np
 import pytest
-import reference
 import torch
-from scipy.special import softmax
+from scipy.special import log_softmax, softmax
 from taught import in_tasks
 from torch.nn import functional as F
 
@@ -17,10 +16,10 @@ from dulbe_peft.utils.tensors import write_tensors
 
 DIM, CLASSES, SCALE, DOUBLE = 6, 5, 20.0, torch.float64
 NAMES = [f"class {number}" for number in range(CLASSES)]
-KAPPAS, RHOS, TEMPERATURES = [1, 2, 4, 8, 16, 32, 64], [0.3, 1, 3, 10, 30], [1, 1 / 2, 1 / 4, 1 / 8]
-OMEGAS, SCALES = [0, 1 / 4, 1 / 2, 3 / 4, 1], [0, *(2.0**power for power in range(-4, 4))]
+KAPPAS, RHOS, TEMPERATURES = [1, 2, 4, 8, 16, 32, 64], [0.01, 0.03, 0.1, 0.3, 1], [32, 16, 8, 4, 2, 1]
+OMEGAS, SCALES = [0, 1 / 4, 1 / 2, 3 / 4, 1], [0, *(2.0 ** (half / 2) for half in range(-8, 8))]
 SINGLE = 1e-4  # tolerance of what is computed in float32
-FIXED = {"kappa": 3.0, "rho": 2.0}
+FIXED = {"kappa": 3.0, "rho": 0.2}
 
 
 def draw(seed, *shape):
@@ -55,92 +54,89 @@ class Twin:
         images, texts = (unit_features(rows, "", DIM, None, "cpu").double().numpy() for rows in (images, texts))
         if layer is not None:
             images, texts = lifted(images, layer), np.pad(texts, ((0, 0), (0, layer.shape[1])))
-        self.x, self.y = images, labels.numpy()
-        self.dim = self.x.shape[1]
-        self.classes = len(texts)
-        self.n, self.m, scatter = self.sums(None)
-        self.b, self.e = self.m.mean(axis=0), texts - texts.mean(axis=0)
-        self.w = 1 / (1 / 4 + 1 / self.n)
-        freedom = len(self.x) - self.classes
-        self.total = freedom + 10
-        s = scatter / freedom if freedom else np.eye(self.dim)
-        for _ in range(3):
-            r = self.m - self.b - self.prior(s)
-            between = sum(w * np.outer(row, row) for w, row in zip(self.w, r, strict=True)) / self.classes
-            s = (scatter + 10 * between) / self.total
-        self.s = s
-        share = min(0.99, reference.oas(torch.from_numpy(s), freedom + self.classes))
-        self.base = share / (1 - share) * np.trace(s) / self.dim
+        self.learn(images, labels.numpy(), texts)
+
+    def learn(self, x, y, texts):
+        self.x, self.y, self.texts, (number, self.dim), self.classes = x, y, texts, x.shape, len(texts)
+        self.n = np.bincount(y, minlength=self.classes)
+        self.m = np.stack([x[y == c].mean(axis=0) for c in range(self.classes)])
+        self.scatter = (x - self.m[y]).T @ (x - self.m[y])
+        self.b, self.t = self.m.mean(axis=0), SCALE * (texts - texts.mean(axis=0))
+        self.v = np.mean([(row - self.b) @ (row - self.b) for row in x])
+        self.freedom = number - self.classes
+        w = self.n / (self.n + 2)
+        self.w = w / w.max()
 
     @functools.cache  # noqa: B019
-    def sums(self, without):
-        """n_c, m_c and W of all images, or of all but one."""
-        rows = np.arange(len(self.x)) != without
-        x, y = self.x[rows], self.y[rows]
-        means = np.stack([x[y == c].mean(axis=0) for c in range(self.classes)])
-        return np.bincount(y, minlength=self.classes), means, (x - means[y]).T @ (x - means[y])
-
-    def prior(self, s):
-        """a tau S e~_c."""
-        return self.slope(s) * SCALE * self.e @ s
+    def without(self, i):
+        """The same that has never seen an image."""
+        twin, rows = object.__new__(Twin), np.arange(len(self.x)) != i
+        twin.learn(self.x[rows], self.y[rows], self.texts)
+        return twin
 
     def noise(self, rho):
-        return self.s + rho * self.base * np.eye(self.dim)
+        return (self.scatter + rho * self.v * np.eye(self.dim)) / (self.freedom + rho * self.dim)
 
-    def slope(self, s):
+    def slope(self, rho):
         """The least-squares a, not below 0."""
-        over = SCALE * sum(w * e @ s @ e for w, e in zip(self.w, self.e, strict=True))
-        return max(0.0, sum(w * e @ (m - self.b) for w, e, m in zip(self.w, self.e, self.m, strict=True)) / over)
+        parts = list(zip(self.w, self.t, self.m - self.b, strict=True))
+        return max(0.0, sum(w * t @ m for w, t, m in parts) / sum(w * t @ self.noise(rho) @ t for w, t, _ in parts))
 
-    def scores(self, tests, kappa, rho, omega=0.0, without=None):
-        """Scores of tests, by all images or by all but one of those that were learned."""
-        n, means, scatter = self.sums(without)
-        noise = self.noise(rho) - (self.sums(None)[2] - scatter) / self.total
-        inverse, a, found = np.linalg.inv(noise), self.slope(self.noise(rho)), []
-        for x in tests:
-            row = []
-            for c in range(self.classes):
-                m, t, s = means[c] - self.b, SCALE * self.e[c], n[c] / (n[c] + kappa)
-                gauss = s**2 * m @ inverse @ m + 2 * s * (1 - s) * a * m @ t
-                gauss += (1 - s) ** 2 * a**2 * t @ self.noise(rho) @ t
-                beside = -s * m @ inverse @ m / 2 + (1 - s) * a * t @ self.b
-                by = s * m @ inverse @ (x - self.b) + (1 - s) * a * t @ (x - self.b)
-                row.append(by - (1 - omega) * gauss / 2 + omega * beside)
-            found.append(row)
-        return np.array(found)
+    def by_image(self, x, c, rho):
+        inverse, m, w = np.linalg.inv(self.noise(rho)), self.m[c] - self.b, self.w[c]
+        return w * m @ inverse @ (x - self.b) - w**2 * m @ inverse @ m / 2
 
-    def by_text(self, rows):
+    def by_text(self, x, c, rho, omega):
+        a, t = self.slope(rho), self.t[c]
+        gauss, clip = -(a**2) * t @ self.noise(rho) @ t / 2, a * t @ self.b
+        return a * t @ (x - self.b) + (1 - omega) * gauss + omega * clip
+
+    def scores(self, tests, kappa, rho, omega=0.0):
+        usual, classes = self.classes / sum(1 / self.n), range(self.classes)
+        images = np.array([[self.by_image(x, c, rho) for c in classes] for x in tests])
+        texts = np.array([[self.by_text(x, c, rho, omega) for c in classes] for x in tests])
+        return (usual * images + kappa * texts) / (usual + kappa)
+
+    def text_losses(self, rows):
         """Log-losses by the texts alone, of the images of so many rows, each class alike."""
-        found, a = np.zeros((5, 9)), self.slope(self.noise(100))
+        found, a, classes = np.zeros((5, 17)), self.slope(0.3), range(self.classes)
         for i in rows:
             for o, omega in enumerate(OMEGAS):
-                scores = self.scores(self.x[[i]], 1e18, 100, omega)[0] / (a or 1)
+                scores = np.array([self.by_text(self.x[i], c, 0.3, omega) for c in classes]) / (a or 1)
                 for k, scale in enumerate(SCALES):
                     found[o, k] -= np.log(softmax(scale * scores)[self.y[i]]) * self.classes / self.n[self.y[i]]
         return found
 
-    def usual_kappa(self, by_text):
-        told = 1 - by_text.min() / by_text[0, 0]
-        prior, inverse, m = self.prior(self.noise(100)), np.linalg.inv(self.noise(100)), self.m - self.b
-        share = sum(row @ inverse @ row for row in prior) / sum(row @ inverse @ row for row in m)
-        least = max(0.02, min(0.5, 3 / (self.n.sum() * np.log(len(self.n)))))
-        return np.clip(1.5 * told / max(share, 1e-9), 4, 16) if told >= least else 1.0
+    def nats(self):
+        return self.classes**2 / sum(1 / self.n) * np.log(self.classes)
+
+    def usual_kappa(self, table):
+        return max(1, 40 * max(0, 1 - table.min() / table[0, 0] - 2 / self.nats()))
+
+    def temperature(self, table, kappa):
+        losses = {s: loss / table[0, 0] * self.nats() + np.log(s) ** 2 for s, loss in zip(SCALES, table.min(0)) if s}
+        return np.hypot(40 / (1 + kappa), kappa / (1 + kappa) * self.slope(0.3) / min(losses, key=losses.get))
 
     def losses(self, rows, omega):
-        """1 - p(own) of the images, each left out, at every kappa, rho and temperature; and what each weighs."""
-        found = np.zeros((len(rows), 7, 5, 4))
+        """-log p(own) of the images, each left out, at every kappa, rho and temperature; and what each weighs."""
+        found = np.zeros((len(rows), 7, 5, 6))
         for number, i in enumerate(rows):
             for k, kappa in enumerate(KAPPAS):
                 for r, rho in enumerate(RHOS):
-                    scores = self.scores(self.x[[i]], kappa, rho, omega, without=i)[0]
-                    found[number, k, r] = [1 - softmax(scores / t)[self.y[i]] for t in TEMPERATURES]
+                    scores = self.without(i).scores(self.x[[i]], kappa, rho, omega)[0]
+                    found[number, k, r] = [-log_softmax(scores / t)[self.y[i]] for t in TEMPERATURES]
         return found, self.classes / self.n[self.y[rows]]
 
     def choice(self, losses, weights, usual):
         means = np.tensordot(weights, losses, 1) / weights.sum()
         count = weights.sum() ** 2 / (weights**2).sum()
         return min(
-            (count * means[k, r].min() + np.log(kappa / usual) ** 2 + np.log(rho / 3) ** 2, kappa, rho)
+            (
+                count * means[k, r].min() + np.log(kappa / usual) ** 2 + np.log(rho / 0.3) ** 2,
+                kappa,
+                rho,
+                TEMPERATURES[means[k, r].argmin()],
+            )
             for k, kappa in enumerate(KAPPAS)
             for r, rho in enumerate(RHOS)
         )
@@ -164,11 +160,11 @@ def test_scores_are_the_literal_ones(each, omega):
     classifier, twin = taught(images, labels, omega=omega, **FIXED), Twin(images, labels)
     tests = F.normalize(draw(2, 9, DIM), dim=1)
     weights, offsets = classifier.solution()
-    scores = twin.scores(tests.double().numpy(), 3, 2, omega)
+    scores = twin.scores(tests.double().numpy(), 3, 0.2, omega)
     close(tests.double() @ weights.T + offsets, scores)
     close(classifier(tests), scores, SINGLE)
     rows = [i for i in range(len(images)) if twin.n[labels[i]] > 1]
-    left_out = [twin.scores(twin.x[[i]], 3, 2, omega, without=i)[0] for i in rows]
+    left_out = [twin.without(i).scores(twin.x[[i]], 3, 0.2, omega)[0] for i in rows]
     close(classifier.left_out(images[rows], labels[rows]), np.reshape(left_out, (-1, CLASSES)), SINGLE)
 
 
@@ -178,7 +174,7 @@ def test_the_choice_is_that_by_which_left_out_images_are_right(each, seed, featu
     classifier = taught(images, labels, features=features)
     layer = np.random.RandomState(0).standard_normal((DIM, features))
     twins = [Twin(images, labels), *([Twin(images, labels, layer=layer)] if features else [])]
-    by_text = twins[0].by_text(range(len(images)))
+    by_text = twins[0].text_losses(range(len(images)))
     close(classifier.by_text, by_text)
     omega, usual = OMEGAS[int(by_text.min(axis=1).argmin())], twins[0].usual_kappa(by_text)
     rows = [i for i in range(len(images)) if twins[0].n[labels[i]] > 1]
@@ -188,11 +184,12 @@ def test_the_choice_is_that_by_which_left_out_images_are_right(each, seed, featu
         close(classifier.losses[number], np.tensordot(weights, losses, 1), SINGLE)
         close(classifier.judged, [weights.sum(), (weights**2).sum()])
         found.append((*twin.choice(losses, weights, usual), number * features))
-    assert classifier.choice == (*min(found)[1:], omega)  # random features in the last case
+    *expected, unit, features = min(found)[1:]
+    assert classifier.choice == (*expected, features, omega)  # random features in the last case
     kappa, rho, chosen, omega = classifier.choice
     tests = F.normalize(draw(2, 9, DIM), dim=1)
     rows = lifted(tests.double().numpy(), layer) if chosen else tests.double().numpy()
-    close(classifier(tests), twins[chosen > 0].scores(rows, kappa, rho, omega), SINGLE)
+    close(classifier(tests), twins[chosen > 0].scores(rows, kappa, rho, omega) / unit, SINGLE)
     function, tensors = classifier.formula()
     close(function(tests, **tensors), classifier(tests), 1e-6)
 
@@ -207,7 +204,7 @@ def test_the_tables_add_up_over_tasks_and_further_images():
         rows = torch.cat([known.nonzero()[:, 0][~judged[known]], (known & judged).nonzero()[:, 0]])
         twin = Twin(images[rows], labels[rows], TEXTS[: int(labels[rows].max()) + 1])
         new = range(int((~judged[known]).sum()), len(rows))
-        by_text = by_text + twin.by_text(new)
+        by_text = by_text + twin.text_losses(new)
         losses, weights = twin.losses(new, OMEGAS[int(by_text.min(axis=1).argmin())])
         total = total + np.tensordot(weights, losses, 1)
     close(classifier.by_text, by_text)
@@ -219,24 +216,24 @@ def test_the_tables_add_up_over_tasks_and_further_images():
 def test_one_image_a_class_has_the_usual_kappa(texts):
     images, labels = photos(1)
     classifier, twin = taught(images, labels, texts=texts), Twin(images, labels, texts)
-    by_text = twin.by_text(range(len(images)))
-    close(classifier.choice, (twin.usual_kappa(by_text), 100.0, 0, OMEGAS[int(by_text.min(axis=1).argmin())]))
+    by_text = twin.text_losses(range(len(images)))
+    usual, omega = twin.usual_kappa(by_text), OMEGAS[int(by_text.min(axis=1).argmin())]
+    close(classifier.choice, (usual, 0.3, 0, omega))
     assert not classifier.losses.any()
+    tests, unit = F.normalize(draw(2, 9, DIM), dim=1), twin.temperature(by_text, usual)
+    close(classifier.temperature, 1)
+    close(classifier(tests), twin.scores(tests.double().numpy(), usual, 0.3, omega) / unit, SINGLE)
 
 
-def test_without_texts_it_is_lda_whose_means_are_drawn_to_their_middle(tmp_path):
+def test_without_texts_it_is_lda_with_a_ridge_and_means_that_are_drawn_to_their_middle(tmp_path):
     images, labels = photos([1, 3, 8, 20, 5])
     classifier, named = (BayesClassifier(DIM, SCALE, **FIXED) for _ in range(2))
     classifier.add_classes(NAMES, images, labels)
     tests = F.normalize(draw(2, 9, DIM), dim=1)
-    b, (weights, offsets) = Twin(images, labels), classifier.solution()
-    left = sum(w * np.outer(row, row) for w, row in zip(b.w, b.m - b.b, strict=True)) / CLASSES
-    noise = (b.sums(None)[2] + 10 * left) / b.total
-    share = min(0.99, reference.oas(torch.from_numpy(noise), int(b.n.sum())))
-    inverse = np.linalg.inv(noise + 2 * share / (1 - share) * np.trace(noise) / DIM * np.eye(DIM))
-    drawn = (b.n / (b.n + 3))[:, None] * (b.m - b.b)
-    y = tests.double().numpy() - b.b
-    close(tests.double() @ weights.T + offsets, y @ inverse @ drawn.T - np.sum(drawn @ inverse * drawn, axis=1) / 2)
+    twin, (weights, offsets) = Twin(images, labels, torch.ones(CLASSES, DIM)), classifier.solution()
+    usual = CLASSES / sum(1 / twin.n)
+    found = [[twin.by_image(x, c, 0.2) for c in range(CLASSES)] for x in tests.double().numpy()]
+    close(tests.double() @ weights.T + offsets, np.array(found) * usual / (usual + 3))
     classifier.save_pretrained(tmp_path)
     assert torch.equal(BayesClassifier.from_pretrained(tmp_path)(tests), classifier(tests))
     # A text that comes later counts, and a class without one has none.

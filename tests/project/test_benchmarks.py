@@ -158,6 +158,19 @@ def test_tip_adapter_and_proker_are_the_literal_ones():
             assert float(found[row, c]) == pytest.approx(float(test @ e[c] + near), abs=1e-5)
 
 
+def test_mixed_prototypes_are_the_literal_ones():
+    found = rivals.mixed_prototypes(Z, LABELS, TEXTS, 20.0, QUERIES, kept=0.5, share=0.3, alpha=0.1)
+    values, vectors = torch.linalg.eigh(TEXTS.double().T @ TEXTS.double())
+    shares = values.flip(0).cumsum(0) / values.sum()
+    basis = vectors.flip(1)[:, : next(place for place, share in enumerate(shares.tolist(), 1) if share >= 0.5)]
+    lda = reference.lda_logits(Z, LABELS.tolist(), QUERIES, None, 1.0)
+    for c in range(3):
+        mean = basis @ basis.T @ Z[c == LABELS].double().mean(dim=0)
+        prototype = F.normalize(0.7 * TEXTS[c].double() + 0.3 * mean / mean.norm(), dim=0)
+        expected = 20 * QUERIES.double() @ prototype + 0.1 * lda[:, c]
+        torch.testing.assert_close(found[:, c].double(), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_the_whitened_bridge_is_the_literal_one():
     z, e, tests, tau = Z.double(), TEXTS.double(), QUERIES.double(), 20.0
     means = torch.stack([z[c == LABELS].mean(dim=0) for c in range(3)])
