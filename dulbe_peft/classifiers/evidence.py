@@ -8,11 +8,12 @@ Take coordinates in which S is the identity and B is diagonal with entries beta.
     x | known c ~ N(p_c + w (m_c - b - p_c), 1 + beta_c / (1 + n_c beta_c))        w = n_c beta_c / (1 + n_c beta_c)
     x | other   ~ N(0, 1 + beta)              evidence = log p(x | other) - log mean over c of p(x | known c)
 
-p_c = a S t_c is where the text says that the mean is, as in `text_prior`, and beta_c = q beta, with the share q that
-texts leave of how the means lie. Without texts p_c = 0 and q = 1. A direction in which classes do not differ says
-nothing, a class with few images says less than one with many, and few classes say little of B.
+p_c = a S t_c is where the text says that the mean is, with t_c and a as in `text_prior`, and beta_c = q beta, with the
+share q that texts leave of how the means lie. Without texts p_c = 0 and q = 1. A direction in which classes do not
+differ says nothing, a class with few images says less than one with many, and few classes say little of B.
 
-    S = (W + nu R) / (f + nu), R as in `text_prior`, with `RIDGE` times the ridge of OAS, at the trace it had
+    S = (W + nu R) / (f + nu), with `RIDGE` times the ridge of OAS, at the trace it had
+    R = sum of (m_c - b)(m_c - b)' / (1/4 + 1/n_c) / C: all there is where no class has two images
     B + mean of 1/n_c = covariance of the m_c with C - 1 degrees of freedom, shrunk by OAS; beta is `LEAST` at least
 
 Reference:
