@@ -72,8 +72,10 @@ def left_out_share(classifier: Classifier, images: Tensor, labels: Tensor) -> tu
         The accuracy and Wilson's interval for as many images as the unequal classes are worth, 0 to 1. None: the
         classifier cannot leave an image out.
     """
-    refits = isinstance(classifier, ClassSums)
-    scores = refitted(classifier, images, labels) if refits else classifier.left_out(images, labels)
+    if isinstance(classifier, ClassSums):
+        scores: Tensor | None = refitted(classifier, images, labels)
+    else:
+        scores = classifier.left_out(images, labels)
     if scores is None:
         return None
     right = (scores.argmax(dim=1) == labels.to(scores.device)).double()
