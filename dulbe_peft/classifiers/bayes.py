@@ -30,10 +30,12 @@ NEVER = 1e300  # a loss that no number of images makes the least
 
 # Chosen on held-back training images of published features; docs/results.md has the streams.
 USUAL_RHO = 0.3
-TOLD_IMAGES = 40.0  # how many images a text counts for that tells all of the labels
 # T of the images' scores where none can be left out: on nine streams, 32 to 90 was best. S is a multiple of the
 # identity there, so that the scores take for independent what images say in each direction.
 IMAGE_TEMPERATURE = 40.0
+# How much more than images texts weigh that tell all of the labels, each at its own temperature, with one image a
+# class: the images' scores err together on classes that look alike.
+TEXT_WEIGHT = 2.5
 
 
 class BayesClassifier(ClassSums):
@@ -106,30 +108,71 @@ class BayesClassifier(ClassSums):
         return super().moved(F.pad(matrix, (0, self._random, 0, self._random))) | {"losses": losses}
 
     def judge(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Add to the tables what the images say, see `choice`; scores as if each had not been learned."""
+        """Add to the tables what the images say, see `choice`; scores as if each had not been learned.
+
+        Of a class with one image none can be left out. So that such classes have a say, as large a share of the task's
+        other classes is reduced to one image, and their further images are scored so.
+        """
         if (classes := len(self._class_names)) < 2:
             return None
         images, labels = images.to(self.sums), labels.to(self.sums.device)
         order = ranking(images).argsort()
-        rows = order[places_among(labels[order]).argsort(stable=True)[:MOST_JUDGED]]
-        weights = classes / self.counts.to(images) * labels.bincount(minlength=classes)
-        images, labels = images[rows], labels[rows]
-        weights = (weights / labels.bincount(minlength=classes).clamp_min(1))[labels]
-        self._buffers |= {"by_text": self.by_text + self._fit(0).text_losses(images, labels, weights, USUAL_RHO)}
-        several = self.counts.to(labels.device)[labels] > 1
-        if not several.any():
+        images, labels = images[order], labels[order]
+        places, inside = places_among(labels), labels.bincount(minlength=classes)
+        rows = places.argsort(stable=True)[:MOST_JUDGED]
+        weights = classes / self.counts.to(images) * inside
+        weights = (weights / labels[rows].bincount(minlength=classes).clamp_min(1))[labels]
+        losses = self._fit(0).text_losses(images[rows], labels[rows], weights[rows], USUAL_RHO)
+        self._buffers |= {"by_text": self.by_text + losses}
+        lone = torch.isin(labels, self._lone(inside))
+        left = rows[(self.counts.to(labels.device)[labels[rows]] > 1) & ~lone[rows]]
+        further = rows[lone[rows] & (places[rows] > 0)]
+        judged, x = torch.cat([left, further]), self.lifted(images)
+        if not len(judged):
             return None
-        images, labels, weights = images[several], labels[several], weights[several]
-        losses, kappas, omega = self.losses.clone(), torch.tensor(self._kappas), self._omega()
-        lifted, own, each = self.lifted(images), weights.float(), torch.arange(len(labels)).to(labels)
-        for table, features in zip(losses, self._features, strict=True):
+        truth, own, fits = labels[judged], weights[judged], dict[int, Fit | None]()
+        for features in self._features:
+            fits[features] = self._reduced(features, x[lone], labels[lone], places[lone] == 0) if lone.any() else None
+
+        def scored(features: int, kappas: Tensor, rho: float, omega: float) -> Tensor:
+            found = [self._fit(features).left_out(x[left], labels[left], kappas, rho, omega)] if len(left) else []
+            if (fit := fits[features]) is not None:
+                found.append(fit.scores(x[further], kappas, rho, omega).float())
+            return torch.cat(found, dim=1)
+
+        table, kappas, omega = self.losses.clone(), torch.tensor(self._kappas), self._omega()
+        each = torch.arange(len(truth)).to(truth)
+        for number, features in enumerate(self._features):
             for place, rho in enumerate(self._rhos):
-                scores = self._fit(features).left_out(lifted, labels, kappas, rho, omega)
+                scores = scored(features, kappas, rho, omega)
                 for column, temperature in enumerate(TEMPERATURES):
-                    table[:, place, column] -= (scores / temperature).log_softmax(dim=2)[:, each, labels] @ own
-        self._buffers |= {"losses": losses, "judged": self.judged + torch.stack([weights.sum(), weights @ weights])}
+                    right = (scores / temperature).log_softmax(dim=2)[:, each, truth]
+                    table[number, :, place, column] -= right @ own.float()
+        self._buffers |= {"losses": table, "judged": self.judged + torch.stack([own.sum(), own @ own])}
         self._derived = {name: made for name, made in self._derived.items() if name not in ("choice", "unit")}
-        return self.left_out(images, labels), labels
+        kappa, rho, features, omega = self.choice
+        return scored(features, torch.tensor([kappa]), rho, omega)[0] / self.unit_score, truth
+
+    def _lone(self, inside: Tensor) -> Tensor:
+        """Which of the classes that have all their images in a task, of which there are `inside`, stand for lone ones.
+
+        As large a share of them as lone classes are of all, spread evenly.
+        """
+        counts = self.counts.to(inside.device)
+        whole = ((inside == counts) & (counts > 1)).nonzero()[:, 0]
+        number = len(whole) * int((counts == 1).sum()) // len(counts)
+        return whole[torch.arange(number).to(whole) * len(whole) // max(1, number)]
+
+    def _reduced(self, features: int, images: Tensor, labels: Tensor, kept: Tensor) -> Fit:
+        """The fit where of classes, all of whose x (n, d) are given, only one image each is known."""
+        width, chosen = self.embed_dim + features, labels.unique()
+        images, counts = images[:, :width], self.counts.to(labels.device).clone()
+        means = self.sums[:, :width] / counts.to(images)[:, None]
+        away = images - means[labels]
+        means[labels[kept]], counts[chosen] = images[kept], 1
+        freedom = int(self.freedom) - len(labels) + len(chosen)
+        texts = F.pad(self.logit_scale * self.text_embeds.to(self.sums), (0, features))
+        return Fit.of(means, counts, self.scatter[:width, :width] - away.T @ away, freedom, texts)
 
     def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
         """See `Fit.left_out`; in float32."""
@@ -144,15 +187,15 @@ class BayesClassifier(ClassSums):
         omega is the one with which texts alone do so, at the best of `SCALES`. Texts have not seen the images, so that
         none has to be left out. The others have the least of
 
-            n L(kappa, rho) + log(kappa / usual)^2 + log(rho / 0.3)^2
+            n L(kappa, rho) + log(kappa / usual)^2 / 2 + log(rho / 0.3)^2 / 2
 
         with the mean log-loss L of images that are left out, at the best of `TEMPERATURES`, and their effective number
         n: a pseudo-likelihood and log-normal priors. A task's images, or 256 of them, and further ones are scored
         against all classes of then. A loss weighs C / n_c, so that classes weigh alike, and late tasks more than early
-        ones. The usual kappa is 40 times what share of the labels' log-loss the texts alone take away, and 1 at least.
-        Few images leave the choice to the usual pair; where none can be left out there are no random features, and
-        the covariance is a multiple of the identity whatever rho is. `auto` thus depends on how the images came, by
-        the classes that they were scored against.
+        ones. The usual kappa follows from how much the texts alone tell of the labels. Few images leave the choice to
+        the usual pair; where none can be left out there are no random features, and the covariance is a multiple of
+        the identity whatever rho is. `auto` thus depends on how the images came, by the classes that they were scored
+        against.
 
         Reference:
             Besag, "Statistical Analysis of Non-Lattice Data", 1975: the pseudo-likelihood; Geisser and Eddy, 1979.
@@ -170,7 +213,7 @@ class BayesClassifier(ClassSums):
         losses = total**2 / squares * (self.losses / total).amin(dim=3)
         kappas, rhos = (torch.tensor(grid).to(losses) for grid in (self._kappas, self._rhos))
         away = (kappas / usual).log()[:, None] ** 2 + (rhos / USUAL_RHO).log() ** 2
-        table, number, place = torch.unravel_index((losses + away).argmin(), losses.shape)
+        table, number, place = torch.unravel_index((losses + away / 2).argmin(), losses.shape)
         return self._kappas[number], self._rhos[place], self._features[table], omega
 
     def _omega(self) -> float:
@@ -179,8 +222,20 @@ class BayesClassifier(ClassSums):
         return OMEGAS[int(self.by_text.amin(dim=1).argmin())] if "auto" in (self.kappa, self.rho) else 0.0
 
     def _usual_kappa(self) -> float:
-        """How many images a text counts for, before any image is left out."""
-        return max(1.0, TOLD_IMAGES * self._told())
+        """How many images a text counts for, before any image is left out; 1 at least.
+
+        It is that with which texts weigh `TEXT_WEIGHT` times what they tell, where the scores of one image a class
+        and those of texts are divided by their temperatures.
+        """
+        slope = self._fit(0).slope(USUAL_RHO)
+        weight = TEXT_WEIGHT * self._told() * IMAGE_TEMPERATURE
+        return max(1.0, weight * self._text_scale() / slope) if slope and weight else 1.0
+
+    def _text_scale(self) -> float:
+        """That of `SCALES` at which texts make the labels likeliest, with a log-normal prior about CLIP's own."""
+        scales = torch.tensor(SCALES[1:]).to(self.by_text)
+        losses = self.by_text.amin(dim=0)[1:] / float(self.by_text[0, 0]) * self._nats() + scales.log() ** 2 / 2
+        return SCALES[1 + int(losses.argmin())]
 
     def _told(self) -> float:
         """The share of the labels' log-loss that texts alone take away, less what two fitted numbers do by chance.
@@ -203,17 +258,10 @@ class BayesClassifier(ClassSums):
         return float(self.solved()["temperature"])
 
     def _usual_temperature(self) -> float:
-        """T where no image can be left out: that of either part alone, as independent errors of the score add up.
-
-        That of the texts is fitted: the scale at which the labels are likeliest by texts, which have not seen the
-        images, with a log-normal prior about CLIP's own.
-        """
+        """T where no image can be left out: that of either part alone, as independent errors of the score add up."""
         kappa, rho, features, _ = self.choice
-        fit, worst, by_texts = self._fit(features), float(self.by_text[0, 0]), 0.0
-        share, scales = fit.share(kappa), torch.tensor(SCALES[1:]).to(self.by_text)
-        if worst:
-            losses = self.by_text.amin(dim=0)[1:] / worst * self._nats() + scales.log() ** 2
-            by_texts = fit.slope(rho) / SCALES[1 + int(losses.argmin())]
+        fit, share = self._fit(features), self._fit(features).share(kappa)
+        by_texts = fit.slope(rho) / self._text_scale() if float(self.by_text[0, 0]) else 0.0
         return math.hypot(share * IMAGE_TEMPERATURE, (1 - share) * by_texts)
 
     @property

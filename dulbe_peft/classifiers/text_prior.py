@@ -120,6 +120,11 @@ class Fit:
         weights, offsets = (share * image + (1 - share) * text for image, text in pairs)
         return weights, offsets - weights @ self.centre
 
+    def scores(self, images: Tensor, kappas: Tensor, rho: float, omega: float) -> Tensor:
+        """The scores, (kappas, n, C), of images, (n, d)."""
+        solutions = [self.solution(kappa, rho, omega) for kappa in kappas.tolist()]
+        return torch.stack([images[:, : len(self.centre)] @ weights.T + offsets for weights, offsets in solutions])
+
     def share(self, kappa: float) -> float:
         """n / (n + kappa)."""
         usual = len(self.counts) / float((1 / self.counts).sum())

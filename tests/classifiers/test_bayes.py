@@ -10,7 +10,7 @@ from taught import in_tasks
 from torch.nn import functional as F
 
 from dulbe_peft import BayesClassifier
-from dulbe_peft.classifiers import bayes
+from dulbe_peft.classifiers import bayes, calibration
 from dulbe_peft.classifiers.checks import unit_features
 from dulbe_peft.utils.tensors import write_tensors
 
@@ -110,12 +110,20 @@ class Twin:
     def nats(self):
         return self.classes**2 / sum(1 / self.n) * np.log(self.classes)
 
+    def told(self, table):
+        return max(0, 1 - table.min() / table[0, 0] - 2 / self.nats())
+
+    def scale(self, table):
+        losses = {
+            s: loss / table[0, 0] * self.nats() + np.log(s) ** 2 / 2 for s, loss in zip(SCALES, table.min(0)) if s
+        }
+        return min(losses, key=losses.get)
+
     def usual_kappa(self, table):
-        return max(1, 40 * max(0, 1 - table.min() / table[0, 0] - 2 / self.nats()))
+        return max(1, 2.5 * self.told(table) * 40 * self.scale(table) / self.slope(0.3)) if self.slope(0.3) else 1
 
     def temperature(self, table, kappa):
-        losses = {s: loss / table[0, 0] * self.nats() + np.log(s) ** 2 for s, loss in zip(SCALES, table.min(0)) if s}
-        return np.hypot(40 / (1 + kappa), kappa / (1 + kappa) * self.slope(0.3) / min(losses, key=losses.get))
+        return np.hypot(40 / (1 + kappa), kappa / (1 + kappa) * self.slope(0.3) / self.scale(table))
 
     def losses(self, rows, omega):
         """-log p(own) of the images, each left out, at every kappa, rho and temperature; and what each weighs."""
@@ -132,7 +140,7 @@ class Twin:
         count = weights.sum() ** 2 / (weights**2).sum()
         return min(
             (
-                count * means[k, r].min() + np.log(kappa / usual) ** 2 + np.log(rho / 0.3) ** 2,
+                count * means[k, r].min() + np.log(kappa / usual) ** 2 / 2 + np.log(rho / 0.3) ** 2 / 2,
                 kappa,
                 rho,
                 TEMPERATURES[means[k, r].argmin()],
@@ -275,6 +283,28 @@ def test_images_that_are_equal_or_nearly_so_have_finite_scores():
     images = (draw(0, 1, 64) + 0.03 * draw(10, 2, 64))[labels]
     classifier.add_classes(names, images + 0.01 * draw(20, 12, 64), labels, draw(30, 2, 64))
     assert (classifier(images).argmax(dim=1) == labels).all()
+
+
+def test_classes_with_one_image_are_judged_by_others_that_are_reduced_to_one():
+    images, labels = photos([1, 4, 1, 3, 5])
+    classifier, twin = taught(images, labels, features=0), Twin(images, labels)
+    # Two of five classes are lone, so that one of the three others stands for them: the first.
+    order = calibration.ranking(unit_features(images, "", DIM, None, "cpu").double()).argsort()
+    first, *further = [i for i in order.tolist() if labels[i] == 1]
+    reduced = Twin(
+        *(rows[[i for i in range(len(labels)) if labels[i] != 1 or i == first]] for rows in (images, labels))
+    )
+    others = [i for i in range(len(labels)) if labels[i] > 2]
+    table = twin.text_losses(range(len(images)))
+    omega = OMEGAS[int(table.min(axis=1).argmin())]
+    losses, weights = twin.losses(others, omega)
+    total = np.tensordot(weights, losses, 1)
+    for i in further:
+        for k, kappa in enumerate(KAPPAS):
+            for r, rho in enumerate(RHOS):
+                scores = reduced.scores(twin.x[[i]], kappa, rho, omega)[0]
+                total[k, r] += CLASSES / 4 * np.array([-log_softmax(scores / t)[1] for t in TEMPERATURES])
+    close(classifier.losses[0], total, SINGLE)
 
 
 def test_of_many_images_every_class_leaves_out_as_many(monkeypatch):
