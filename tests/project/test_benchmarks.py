@@ -14,7 +14,7 @@ import torch
 from reference import randn
 from torch.nn import functional as F
 
-from benchmarks import common, edges, literal, models, ours, real, rivals, stock, table
+from benchmarks import common, edges, frozen, literal, models, ours, real, rivals, stock, table
 
 ROOT = Path(__file__).parents[2]
 TOOLS = {"__init__", "common", "evidence", "literal", "models", "ours", "real", "rivals", "stock", "table"}
@@ -130,6 +130,26 @@ def test_a_real_stream_is_read_from_its_file(tmp_path):
     alone, again = real.stream(tmp_path, "b"), real.stream(tmp_path, "b", seed=1)
     assert torch.equal(alone["test"], again["test"]) and alone["truth"].bincount().tolist() == [4] * 4
     assert real.kinds(alone) == ("none",) and real.kinds(whole) == real.NAMES and real.increment(whole) == 2
+
+
+def test_streams_of_a_folder_are_measured_with_and_without_names(tmp_path):
+    labels, texts = torch.arange(120) % 4, F.normalize(randn(4, 6, seed=1), dim=1)
+    rows = texts[labels] + 0.1 * randn(120, 6, seed=0)
+    np.savez(tmp_path / "a.npz", x=rows.half().numpy(), y=labels.short().numpy(), t=texts.numpy())
+    options = ["--real", str(tmp_path), "--streams", "a", "missing", "--names", "own", "none", "--repeats", "1"]
+    options += ["--counts", "2", "2/16", "500", "--classifiers", "text", "bayes:features=0", "linear_probe"]
+    frozen.main([*options, "--out", str(tmp_path / "out.json")])
+    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["rows"]
+    lines = {
+        (row["stream"], row["counts"], row["classifier"]): row["value"] for row in found if row["figure"] == "A_last"
+    }
+    named = {
+        ("a, own names", count, name)
+        for count in ("2", "2/16")
+        for name in ("text", "bayes:features=0", "linear_probe")
+    }
+    assert lines.keys() == named | {("a, no names", *key[1:]) for key in named if key[2] != "text"}
+    assert min(lines.values()) > 90
 
 
 def test_no_result_names_a_path_of_the_machine_that_measured_it():
