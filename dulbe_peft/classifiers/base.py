@@ -17,11 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dulbe_peft.classifiers import calibration
+from dulbe_peft.classifiers import calibration, novelty
 from dulbe_peft.classifiers.calibration import calibrated, check_share, hold_back, ranking, threshold
 from dulbe_peft.classifiers.checks import check_labels, random_features, same_scores
 from dulbe_peft.classifiers.corrections import CorrectedState
-from dulbe_peft.classifiers.novelty import distances, judged
 from dulbe_peft.classifiers.scripted import LinearScores
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils.devices import one_thread, without_autocast
@@ -314,7 +313,9 @@ class Classifier(CorrectedState):
     def _adopt(self, twin: Self, scores: tuple[Tensor, Tensor] | None, images: Tensor, labels: Tensor) -> None:
         """Become what a fork has become, which has learned images; `scores` are of some as if it had not."""
         if scores is not None:
-            self.calibration = calibrated(self.calibration, *scores, labels, judged(twin, images, labels))
+            twin.calibration = calibrated(self.calibration, *scores, labels)
+        twin.novelty_tasks = novelty.judged(twin, images, labels)
+        self.calibration, self.novelty_tasks = twin.calibration, twin.novelty_tasks
         self._buffers, self._class_names, self._derived = twin._buffers, twin._class_names, twin._derived
 
     def forward(self, image_embeds: Tensor | np.ndarray) -> Tensor:
@@ -348,13 +349,13 @@ class Classifier(CorrectedState):
     def novelty(self, image_embeds: Tensor | np.ndarray) -> Tensor:
         """How unlike all that was learned each image is, (n,), float64; a larger number is less like it.
 
-        Relative Mahalanobis distance, see `classifiers.novelty`, where means, counts and scatter are kept, as `lda`,
-        `gda` and `bayes` do; else 1 less the largest probability.
+        See `classifiers.novelty` where means, counts and scatter are kept, as `lda`, `gda` and `bayes` do; else 1 less
+        the largest probability.
         """
-        measured = distances(self)
-        if measured is None:
+        if novelty.sums_of(self) is None:
             return 1 - self.probabilities(image_embeds).amax(dim=1).double()
-        return measured(self._unit(image_embeds, "image_embeds"))
+        images = self._unit(image_embeds, "image_embeds")
+        return novelty.novelty(self, images, self(image_embeds) / self.temperature)
 
     def refused(self, image_embeds: Tensor | np.ndarray, share: float) -> Tensor:
         """Which images are taken for none of the classes, (n,) booleans, because their novelty is too large.
@@ -365,9 +366,9 @@ class Classifier(CorrectedState):
             ValueError: the newest tasks have too few images to promise it; the message says how many it takes.
         """
         share = check_share("reject", share, 0.05)
-        if distances(self) is None:
+        if novelty.sums_of(self) is None or not any(task.novelties for task in self.novelty_tasks):
             return self.probabilities(image_embeds).amax(dim=1) < self.rejection_threshold(share)
-        return self.novelty(image_embeds) > calibration.novelty_threshold(self.calibration, share)
+        return self.novelty(image_embeds) > novelty.novelty_threshold(self.novelty_tasks, share)
 
     @property
     def roc_area(self) -> float | None:
@@ -375,7 +376,7 @@ class Classifier(CorrectedState):
 
         It is measured by leaving out each class in turn; 1/2 says that they cannot be told. None: it is not known.
         """
-        return calibration.roc_area(self.calibration)
+        return novelty.roc_area(self.novelty_tasks)
 
     def rejection_threshold(self, share: float) -> float:
         """The probability below which the best one of an image of known classes is with at most the chance `share`.

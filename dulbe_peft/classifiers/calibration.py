@@ -33,8 +33,7 @@ class TaskTemperature(Record):
     """log T of one task's images, and their probabilities of that time, the least first and rounded down.
 
     `own` are of their own classes, `largest` of the classes that they were taken for; each class weighs alike, so that
-    they are `worth` fewer images than there are. `novelties`, the least first, and `area` are what `novelty.judged`
-    says of them.
+    they are `worth` fewer images than there are.
     """
 
     log_temperature: float = Field(ge=-LIMIT, le=LIMIT)
@@ -43,8 +42,6 @@ class TaskTemperature(Record):
     classes: int = Field(ge=2)
     own: tuple[Fraction, ...] = Field(max_length=MOST)
     largest: tuple[Fraction, ...] = Field(max_length=MOST)
-    novelties: tuple[float, ...] = Field(max_length=MOST, default=())
-    area: Fraction | None = None
 
 
 def temperature(tasks: Sequence[TaskTemperature], classes: int) -> float:
@@ -66,16 +63,14 @@ def calibrated(
     logits: Tensor,
     labels: Tensor,
     learned: Tensor,
-    novel: tuple[Sequence[float], float] | None = None,
 ) -> tuple[TaskTemperature, ...]:
     """With one more task, from (n, C) scores of its left-out images; `learned` are the labels of all its images."""
     images, classes = logits.shape
     logits, labels = logits.double().cpu(), labels.cpu()
     weights = class_shares(labels, learned.cpu())
-    novelties, area = novel or ((), None)
     facts: dict[str, Any] = {"log_temperature": fit_temperature(logits, labels), "images": images, "classes": classes}
     facts["worth"] = worth(weights)
-    tasks = (*tasks, TaskTemperature(**facts, own=(), largest=(), novelties=tuple(novelties), area=area))[-KEPT:]
+    tasks = (*tasks, TaskTemperature(**facts, own=(), largest=()))[-KEPT:]
     found = (logits / temperature(tasks, classes)).softmax(dim=1)
     each = {"own": found.gather(1, labels[:, None])[:, 0], "largest": found.amax(dim=1)}
     kept = {name: tuple(evenly(x, weights).mul(1e6).floor().div(1e6).tolist()) for name, x in each.items()}
@@ -118,24 +113,13 @@ def threshold(tasks: Sequence[TaskTemperature], kind: Literal["own", "largest"],
     parts = ((np.asarray(getattr(task, kind)), task.worth) for task in tasks[::-1])
     # None are left after a merge.
     spread = [kept[np.linspace(0, len(kept) - 1, images).astype(int)] for kept, images in parts if len(kept)]
-    return _order_statistic(spread, share)
-
-
-def novelty_threshold(tasks: Sequence[TaskTemperature], share: float) -> float:
-    """The novelty above which a further image is with at most this chance; as `threshold`."""
-    return -_order_statistic([-np.asarray(task.novelties) for task in tasks[::-1]], share)
+    return order_statistic(spread, share)
 
 
 HARDLY = 0.6  # an area under the ROC curve below which unknown classes cannot be told
 
 
-def roc_area(tasks: Sequence[TaskTemperature]) -> float | None:
-    """The mean of what tasks measured, the newest weighing most; None where none did."""
-    found = [(FADING**age * task.images, task.area) for age, task in enumerate(tasks[::-1]) if task.area is not None]
-    return float(np.average([area for _, area in found], weights=[weight for weight, _ in found])) if found else None
-
-
-def _order_statistic(parts: Sequence[np.ndarray], share: float) -> float:
+def order_statistic(parts: Sequence[np.ndarray], share: float) -> float:
     """The floor((n + 1) share)-th smallest of the first parts that suffice."""
     needed, values = math.ceil(round(1 / share, 6)) - 1, np.zeros(0)
     for part in parts:

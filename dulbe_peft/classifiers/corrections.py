@@ -85,10 +85,11 @@ class CorrectedState(GrowingState):
             changes["text_embeds"] = torch.cat([self.text_embeds, new.to(self.text_embeds)])
         self.install(changes)
         self._class_names = names
-        # What was measured of each alone promises nothing of both together; temperatures stay.
-        nothing = {"own": (), "largest": (), "novelties": (), "area": None}
-        both = (*self.calibration, *other.calibration)
-        self.calibration = tuple(task.model_copy(update=nothing) for task in both)
+        # What was measured of each alone promises nothing of both together; temperatures and weights stay.
+        tasks = (*self.calibration, *other.calibration)
+        self.calibration = tuple(task.model_copy(update={"own": (), "largest": ()}) for task in tasks)
+        measured = (*self.novelty_tasks, *other.novelty_tasks)
+        self.novelty_tasks = tuple(task.model_copy(update={"novelties": (), "area": None}) for task in measured)
         return self
 
     @torch.no_grad()
@@ -104,7 +105,7 @@ class CorrectedState(GrowingState):
         if not self._class_names:
             new = type(self)(embed_dim=self.embed_dim, logit_scale=self.logit_scale, **self.settings())
             self.install(new.tensors())
-            self.calibration = ()
+            self.calibration, self.novelty_tasks = (), ()
 
     @torch.no_grad()
     def forget_image(self, image_embed: Tensor, name: str) -> None:
@@ -149,7 +150,8 @@ class CorrectedState(GrowingState):
         rest.install(rest.forgotten(~kept))
         if self.reads_text:
             one.install({"text_embeds": self.text_embeds[[text]]})
-        rest._class_names, one._class_names, one.calibration = [n for n in self._class_names if n != old], [new], ()
+        rest._class_names, one._class_names = [n for n in self._class_names if n != old], [new]
+        one.calibration, one.novelty_tasks = (), ()
         rest.merge(one)
         self._buffers, self._class_names, self._derived = rest._buffers, rest._class_names, rest._derived
 

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from dulbe_peft.classifiers.calibration import TaskTemperature
+from dulbe_peft.classifiers.novelty import TaskNovelty
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils import hub
 from dulbe_peft.utils.devices import one_thread
@@ -35,6 +36,7 @@ class ExtraState(Record):
 
     class_names: list[str]
     calibration: tuple[TaskTemperature, ...]
+    novelty_tasks: tuple[TaskNovelty, ...] = ()
 
     def to_tensor(self) -> Tensor:
         return torch.tensor(list(self.model_dump_json().encode()), dtype=torch.uint8)
@@ -105,6 +107,7 @@ class GrowingState(nn.Module):
         check_settings(self, owner=f"the {self.name!r} classifier")
         self.source: dict[str, str] | None = None
         self.calibration: tuple[TaskTemperature, ...] = ()
+        self.novelty_tasks: tuple[TaskNovelty, ...] = ()
         self._class_names: list[str] = []
         self._axes: dict[str, tuple[int | str, ...]] = {}  # of buffers that grow, see `register_rows`
         self._derived: dict[str, _Derived] = {}
@@ -242,11 +245,15 @@ class GrowingState(nn.Module):
                 raise ValueError(f"{name} must be {expected} for {classes} classes, got {tuple(shapes[name])}")
 
     def get_extra_state(self) -> Tensor:
-        return ExtraState(class_names=self._class_names, calibration=self.calibration).to_tensor()
+        return ExtraState(class_names=self._class_names, **self._measured()).to_tensor()
 
     def set_extra_state(self, state: Tensor) -> None:
         extra = ExtraState.from_tensor(state)
-        self._class_names, self.calibration = extra.class_names, extra.calibration
+        self._class_names = extra.class_names
+        self.calibration, self.novelty_tasks = extra.calibration, extra.novelty_tasks
+
+    def _measured(self) -> dict[str, Any]:
+        return {"calibration": self.calibration, "novelty_tasks": self.novelty_tasks}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         device, solved = fn(torch.zeros(1, device=self.device)).device, self._derived.get("solved")
@@ -307,7 +314,7 @@ class GrowingState(nn.Module):
         """Write `<stem>_config.json` and `<stem>.safetensors`, names that do not collide with an adapter's files."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         facts = {name: getattr(self, name) for name in ("name", "embed_dim", "logit_scale", "class_names")}
-        config = SavedClassifier(**facts, calibration=self.calibration, settings=self.settings(), source=self.source)
+        config = SavedClassifier(**facts, **self._measured(), settings=self.settings(), source=self.source)
         config_file, tensors_file = (Path(folder) / name for name in self.file_names())
         solved = {SOLVED + name: tensor for name, tensor in self.solved().items()}
         write_tensors(tensors_file, self.tensors() | solved, {"format": config.format})
@@ -344,7 +351,8 @@ class GrowingState(nn.Module):
             if solved_shapes and solved_shapes not in (known := classifier.solved_shapes(len(config.class_names))):
                 raise ValueError(f"what begins with {SOLVED!r} must be of the shapes {known}, got {solved_shapes}")
             state, solved = _parted(read_tensors(tensors_file)[0])
-            extra = ExtraState(class_names=config.class_names, calibration=config.calibration)
+            measured = {name: getattr(config, name) for name in ("calibration", "novelty_tasks")}
+            extra = ExtraState(class_names=config.class_names, **measured)
             classifier.load_state_dict({**state, EXTRA_STATE: extra.to_tensor()})
             if solved:
                 classifier.keep_derived("solved", {name: tensor.float() for name, tensor in solved.items()})

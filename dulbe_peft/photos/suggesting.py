@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.novelty import distances
+from dulbe_peft.classifiers.novelty import sums_of
 from dulbe_peft.data.folders import folder_content
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.unlabelled import unlabelled_images
@@ -80,7 +80,7 @@ def suggestions(features: Tensor, count: int, classifier: Classifier | None = No
     margin = (values[:, 0] - values[:, -1]).cpu().numpy()
     many = novel.sum() > MANY * LOST * len(novel)
     names = [[classifier.class_names[place] for place in row] for row in places.tolist()]
-    learned = None if many else distances(classifier)
+    learned = None if many else sums_of(classifier)
     means = None if learned is None else F.normalize(learned.means, dim=1)
     kind = "unlike anything learned" if many else "typical"
     typical = _typical(features, every[novel] if many else every, -(-count // 2), means, kind, seed)

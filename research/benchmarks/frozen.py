@@ -75,6 +75,11 @@ def stream_options(
     options.add_argument("--counts", nargs="+", default=list(counts))
     options.add_argument("--classifiers", nargs="+", default=list(classifiers))
     options.add_argument("--prompt-template", default="a photo of the digit {}.")
+    return real_options(options)
+
+
+def real_options(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The options of what learns streams of `research.benchmarks.real`, too."""
     options.add_argument("--real", type=Path, help="folder of research.benchmarks.real, in place of a model and data")
     options.add_argument("--streams", nargs="+", default=list(real.STREAMS), help="with --real: which of them")
     options.add_argument("--names", nargs="+", default=list(real.NAMES), help="with --real: how strong names are")
@@ -202,7 +207,7 @@ def learned(spec: str, features: dict[str, Any], tasks: Sequence[Task]) -> Class
     for task in tasks:
         seen += task.classes
         names = [features["names"][label] for label in task.classes]
-        classifier.add_classes(names, task.train, task.y, features["text"][seen])
+        classifier.add_classes(names, task.train, task.y, None if features["text"] is None else features["text"][seen])
     return classifier
 
 

@@ -1,7 +1,8 @@
-"""What is none of the learned classes: how well four scores tell it, what is refused at 5 %, and sets of 95 %.
+"""What is none of the learned classes: how well five scores tell it, what is refused at 5 %, and sets of 95 %.
 
-Nothing is trained, so every image is encoded once. Each seed draws the known classes, 70 % of all, and their images.
-Near unknowns are the test images of the other classes, far ones those of other data.
+Nothing is trained, so every image is encoded once. Each seed draws the known classes, and their images. Near unknowns
+are the test images of the other classes, far ones those of other data. With `--real`, far ones are of another stream
+of the same network. Figures about what can be promised from more images only are left out.
 """
 
 from __future__ import annotations
@@ -17,31 +18,43 @@ from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_dual_enco
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.registry import make_classifier
 from dulbe_peft.data.readers import load_data
-from research.benchmarks import common
-from research.benchmarks.frozen import encoded
+from research.benchmarks import common, frozen, real
 
 SHARE, COVERAGE, KNOWN = 0.05, 0.95, 0.7
+CLIPS = ("cars", "imagenet-even", "dtd", "flowers", "aircraft", "sun397")  # streams of one network
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = common.stream_parser(__doc__, repeats=3)
     options.add_argument("--far", help="data of other things; default: none")
     options.add_argument("--increment", type=int, default=2, help="classes per task")
-    options.add_argument("--images", type=int, nargs="+", default=[2, 4, 8, 50], help="training images of each class")
+    options.add_argument("--known", type=float, default=KNOWN, help="share of the classes that are learned")
+    options.add_argument(
+        "--counts", nargs="+", default=["2", "4", "8", "50"], help="as for research.benchmarks.frozen"
+    )
     options.add_argument("--classifier", default="bayes", help="one that keeps means, counts and scatter")
     options.add_argument("--prompt-template", default="a photo of the digit {}.")
+    frozen.real_options(options)
     values = common.parse(options, argv)
-    features, rows = encoded(values), []
-    if values.far:
-        features["far"] = others(values)
-    for images in values.images[-1:] if values.quick else values.images:
-        found = [measured(features, images, values, seed) for seed in range(values.repeats)]
+    rows = []
+    for stream, counts, drawn in frozen.lines(values):
+        draws = [(made := drawn(seed)) | {"far": far(made, stream, values, seed)} for seed in range(values.repeats)]
+        found = [measured(made, counts, frozen.step(made, values), values, seed) for seed, made in enumerate(draws)]
         for figure in found[0]:
-            each = [common.rounded(one[figure]) for one in found]
-            stream = values.stream or common.model_name(values.data)
-            what = f"{values.classifier}, {images} images a class, {stream}: {figure}"
+            each = [common.rounded(one[figure]) for one in found if figure in one]
+            what = f"{values.classifier}, {counts} images a class, {stream}: {figure}"
             rows.append(common.value_row(what, common.rounded(statistics.fmean(each)), "%") | {"each": each})
     common.write("rejection", values, argv, rows)
+
+
+def far(features: dict[str, Any], stream: str, values: Any, seed: int) -> torch.Tensor | None:
+    """The features of the far unknowns, or None."""
+    if values.real is None:
+        return others(values) if values.far else None
+    network = features["train"].shape[1]
+    name = stream.partition(",")[0].partition(":")[0]
+    other = real.stream(values.real, "flowers" if name == "dtd" else "dtd", "none", seed)
+    return other["test"] if other and name in CLIPS and network == other["test"].shape[1] else None
 
 
 def others(values: Any) -> torch.Tensor:
@@ -52,38 +65,53 @@ def others(values: Any) -> torch.Tensor:
 
 
 @torch.no_grad()
-def measured(features: dict[str, Any], images: int, values: Any, seed: int) -> dict[str, float]:
+def measured(features: dict[str, Any], counts: str, increment: int, values: Any, seed: int) -> dict[str, float]:
     """The figures of a draw, in percent, but for the size of the sets."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(features["names"]), generator=generator)
-    known = order[: int(len(order) * KNOWN)]
+    known = order[: int(len(order) * values.known)]
+    wanted, _ = frozen.images_of(counts, len(known), generator)
     classifier = make_classifier(values.classifier, features["train"].shape[1], features["scale"])
     seen, learned = list[int](), []
-    for group in known.split(values.increment):
+    for group in known.split(increment):
         rows = [(features["y"] == label).nonzero()[:, 0] for label in group]
-        rows = [members[torch.randperm(len(members), generator=generator)[:images]] for members in rows]
+        numbers = wanted[len(seen) : len(seen) + len(group)]
+        rows = [
+            members[torch.randperm(len(members), generator=generator)[:number]]
+            for members, number in zip(rows, numbers, strict=True)
+        ]
         labels = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(members) for members in rows]))
         seen += group.tolist()
         names = [features["names"][label] for label in group.tolist()]
         learned.append(features["train"][torch.cat(rows)])
-        classifier.add_classes(names, learned[-1], labels, features["text"][seen])
+        texts = None if features["text"] is None else features["text"][seen]
+        classifier.add_classes(names, learned[-1], labels, texts)
     places = torch.full((len(order),), -1)
     places[seen] = torch.arange(len(seen))
     truth = places[features["truth"]]
     own, near = features["test"][truth >= 0], features["test"][truth < 0]
-    sets = classifier.prediction_sets(own, COVERAGE)
-    covered = sets.gather(1, truth[truth >= 0, None]).double().mean().item()
-    found = {"covered": 100 * covered, "classes in a set": sets.sum(dim=1).double().mean().item()}
-    found |= {
-        "known refused": share_refused(classifier, own),
-        "near, said": 100 * (classifier.roc_area or 0.5),
-    }
-    scores = {"known": scored(classifier, torch.cat(learned), own)}
+    texts = None if features["text"] is None else features["text"][seen]
+    found = promised(classifier, own, truth[truth >= 0])
+    scores = scored(classifier, torch.cat(learned), texts, own)
     for name, unknown in {"near": near, "far": features.get("far")}.items():
         if unknown is not None:
-            found[f"{name} found"] = share_refused(classifier, unknown)
-            theirs = scored(classifier, torch.cat(learned), unknown)
-            found |= {f"{name}, {kind}": area(scores["known"][kind], theirs[kind]) for kind in theirs}
+            if "known refused" in found:
+                found[f"{name} found"] = share_refused(classifier, unknown)
+            theirs = scored(classifier, torch.cat(learned), texts, unknown)
+            found |= {f"{name}, {kind}": area(scores[kind], theirs[kind]) for kind in theirs}
+    return found
+
+
+def promised(classifier: Classifier, images: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+    """What comes of the promises on images of known classes, and the area that is said; what can be promised."""
+    found = {} if classifier.roc_area is None else {"near, said": 100 * classifier.roc_area}
+    try:
+        sets = classifier.prediction_sets(images, COVERAGE)
+        covered = sets.gather(1, labels[:, None]).double().mean().item()
+        found |= {"covered": 100 * covered, "classes in a set": sets.sum(dim=1).double().mean().item()}
+        found |= {"known refused": share_refused(classifier, images)}
+    except ValueError:  # too few images were left out
+        pass
     return found
 
 
@@ -91,10 +119,13 @@ def share_refused(classifier: Classifier, images: torch.Tensor) -> float:
     return 100 * classifier.refused(images, SHARE).double().mean().item()
 
 
-def scored(classifier: Classifier, learned: torch.Tensor, images: torch.Tensor) -> dict[str, torch.Tensor]:
+def scored(
+    classifier: Classifier, learned: torch.Tensor, texts: torch.Tensor | None, images: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """Each score of (n, d) images, larger for what is less known."""
     logits = classifier(images).double() / classifier.temperature
-    return {
+    named = {} if texts is None else {"nearest name": 1 - (images @ texts.T).amax(dim=1)}
+    return named | {
         "novelty": classifier.novelty(images),
         "probability": 1 - logits.softmax(dim=1).amax(dim=1),
         "energy": -logits.logsumexp(dim=1),

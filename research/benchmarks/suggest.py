@@ -26,26 +26,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--most", type=int, default=8, help="labels a class")
     options.add_argument("--classifier", default="bayes")
     options.add_argument("--prompt-template", default="a photo of the digit {}.")
+    frozen.real_options(options)
     values = common.parse(options, argv)
-    features = part(frozen.encoded(values), values.only)
-    rows = []
+    values.counts, rows = ["1"], []
     most = 1 if values.quick else values.most
-    for name, way in WAYS.items():
-        curves = [curve(features, way, values.classifier, most, seed) for seed in range(values.repeats)]
-        for number, each in enumerate(zip(*curves, strict=True), start=1):
-            each = [common.rounded(100 * value) for value in each]
-            stream = values.stream or common.model_name(values.data)
-            what = f"{stream}, {number} labels a class, {name}"
-            row = common.value_row(what, common.rounded(statistics.fmean(each)), "%")
-            rows.append(row | {"stream": stream, "labels": number, "way": name, "each": each})
+    for stream, _, drawn in frozen.lines(values):
+        draws = [part(drawn(seed), values.only) for seed in range(values.repeats)]
+        for name, way in WAYS.items():
+            curves = [curve(made, way, values.classifier, most, seed) for seed, made in enumerate(draws)]
+            rows += figures(stream, name, curves)
     common.write("suggest", values, argv, rows)
+
+
+def figures(stream: str, name: str, curves: list[list[float]]) -> list[dict[str, Any]]:
+    """A row a number of labels, as long as every draw has images left."""
+    rows = []
+    for number, each in enumerate(zip(*curves, strict=False), start=1):
+        each = [common.rounded(100 * value) for value in each]
+        what = f"{stream}, {number} labels a class, {name}"
+        row = common.value_row(what, common.rounded(statistics.fmean(each)), "%")
+        rows.append(row | {"stream": stream, "labels": number, "way": name, "each": each})
+    return rows
 
 
 def part(features: dict[str, Any], begins: str) -> dict[str, Any]:
     """The features of some classes."""
     kept = [label for label, name in enumerate(features["names"]) if name.startswith(begins)]
     place = {label: number for number, label in enumerate(kept)}
-    found = {**features, "names": [features["names"][label] for label in kept], "text": features["text"][kept]}
+    found = {
+        **features,
+        "names": [features["names"][label] for label in kept],
+        "text": None if features["text"] is None else features["text"][kept],
+    }
     for images, labels in (("train", "y"), ("test", "truth")):
         rows = [row for row, label in enumerate(features[labels].tolist()) if label in place]
         found[images] = features[images][rows]
@@ -57,8 +69,10 @@ def curve(features: dict[str, Any], way: Way, spec: str, most: int, seed: int) -
     """The share of test images that are right with 1, 2, ... labels a class."""
     generator = torch.Generator().manual_seed(seed)
     left = torch.randperm(len(features["train"]), generator=generator)  # nobody profits from the order of the files
-    bought, classifier, found = left[:0], None, []
+    bought, classifier, found, texts = left[:0], None, [], features["text"]
     for _ in range(most):
+        if len(left) < len(features["names"]):
+            break
         chosen = way(features["train"][left], len(features["names"]), classifier, seed)
         bought = torch.cat([bought, left[chosen]])
         kept = torch.ones(len(left), dtype=torch.bool)
@@ -67,7 +81,7 @@ def curve(features: dict[str, Any], way: Way, spec: str, most: int, seed: int) -
         labels, rows = features["y"][bought].unique(return_inverse=True)
         classifier = make_classifier(spec, features["train"].shape[1], features["scale"])
         names = [features["names"][label] for label in labels.tolist()]
-        classifier.add_classes(names, features["train"][bought], rows, features["text"][labels])
+        classifier.add_classes(names, features["train"][bought], rows, None if texts is None else texts[labels])
         answers = labels[classifier(features["test"]).argmax(dim=1)]
         found.append((answers == features["truth"]).double().mean().item())
     return found

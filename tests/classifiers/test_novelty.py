@@ -1,12 +1,15 @@
 """How unlike all that was learned an image is: against literal float64 versions, whatever changed the classifier."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from taught import clusters, in_tasks
 
 from dulbe_peft.classifiers.covariance import oas_shrinkage
-from dulbe_peft.classifiers.novelty import Distances, distances, judged
+from dulbe_peft.classifiers.evidence import LEAST, RIDGE, USUAL_IMAGES, Evidence, Sums
+from dulbe_peft.classifiers.novelty import PARTS, USUAL, TaskNovelty, classes_out, images_out, sums_of, weights_of
 
 DIM, CLASSES, EACH = 6, 5, 9
 
@@ -18,115 +21,206 @@ def world(each=EACH):
     return rows[known], labels[known], texts[:CLASSES], rows[~known]
 
 
-def shrunk(scatter, freedom, share=None, variance=None):
-    """(1 - s) C + s (tr C / d) I of C = scatter / freedom, inverted."""
-    sample = scatter / freedom
-    share = oas_shrinkage(sample, freedom) if share is None else share
-    variance = float(sample.trace()) / len(sample) if variance is None else variance
-    return torch.linalg.inv((1 - share) * sample + share * variance * torch.eye(len(sample), dtype=torch.float64))
+def symmetric(matrix, function):
+    """A function of a symmetric matrix's eigenvalues."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors @ torch.diag(function(values)) @ vectors.T
 
 
 def scatter_of(rows, labels):
     total = torch.zeros(DIM, DIM, dtype=torch.float64)
     for c in labels.unique():
-        own = rows[labels == c]
-        for row in own:
-            total += torch.outer(row - own.mean(dim=0), row - own.mean(dim=0))
+        for row in rows[labels == c]:
+            total += torch.outer(row - rows[labels == c].mean(dim=0), row - rows[labels == c].mean(dim=0))
     return total
 
 
-def literal(z, rows, labels, extra=None, freedom=None):
-    """The novelty of one image, from all learned ones; `extra` scatter of classes that are gone."""
-    z, rows = z.double(), rows.double()
-    means = [rows[labels == c].mean(dim=0) for c in labels.unique()]
-    within = scatter_of(rows, labels) + (0 if extra is None else extra)
-    middle, number = rows.mean(dim=0), len(rows)
-    counts = labels.unique(return_counts=True)[1]
-    between = sum(n * torch.outer(m - middle, m - middle) for n, m in zip(counts, means, strict=True))
-    p = shrunk(within, number - len(means) if freedom is None else freedom)
-    q = shrunk(within + between, number - 1)
-    return float(min((z - m) @ p @ (z - m) for m in means) - (z - middle) @ q @ (z - middle))
+def literal(z, means, counts, scatter, freedom, texts=None):
+    """The evidence of one image by the two Gaussians as they stand: full matrices, nothing whitened."""
+    z, means, counts, number = z.double(), means.double(), counts.double(), len(means)
+    b, eye = means.mean(dim=0), torch.eye(DIM, dtype=torch.float64)
+    r = sum(torch.outer(m - b, m - b) / (1 / 4 + 1 / n) for m, n in zip(means, counts, strict=True)) / number
+    s = (scatter + USUAL_IMAGES * r) / (freedom + USUAL_IMAGES)
+    share = oas_shrinkage(s, freedom + number - 1)
+    ridge = RIDGE * share / (1 - share)
+    s = (s + ridge * s.trace() / DIM * eye) / (1 + ridge)
+    root, back = symmetric(s, lambda v: v.sqrt()), symmetric(s, lambda v: v.rsqrt())
+    away = (means - b) @ back
+    spread = away.T @ away / (number - 1)
+    share = min(1.0, oas_shrinkage(spread, number - 1))
+    spread = (1 - share) * spread + share * spread.trace() / DIM * eye
+    between = root @ symmetric(spread, lambda v: (v - (1 / counts).mean()).clamp_min(LEAST)) @ root
+    prior, left = torch.zeros_like(means), 1.0
+    if texts is not None:
+        said, p = (texts - texts.mean(dim=0)) @ s, torch.linalg.inv(s)
+        weights = counts / (counts + 1)
+        over = sum(w * t @ p @ t for w, t in zip(weights, said, strict=True))
+        a = max(0.0, float(sum(w * t @ p @ (m - b) for w, t, m in zip(weights, said, means, strict=True)) / over))
+        prior = a * said
+        rest = means - b - prior
+        left = min(1.0, float((rest @ p * rest).sum() / ((means - b) @ p * (means - b)).sum()))
+    normal = torch.distributions.MultivariateNormal
+    known = []
+    for m, n, p in zip(means, counts, prior, strict=True):
+        inside = root @ symmetric(back @ between @ back * left, lambda v: v.clamp_min(LEAST)) @ root
+        gain = inside @ torch.linalg.inv(inside + s / n)
+        mean, covariance = b + p + gain @ (m - b - p), s + inside - gain @ inside
+        known.append(normal(mean, (covariance + covariance.T) / 2).log_prob(z))
+    return float(normal(b, s + between).log_prob(z) - torch.stack(known).logsumexp(dim=0) + math.log(number))
+
+
+def sums(rows, labels, texts=None):
+    rows, counts = rows.double(), labels.bincount().double()
+    means = torch.stack([rows[labels == c].mean(dim=0) for c in labels.unique()])
+    return Sums(means, counts, scatter_of(rows, labels), len(rows) - len(means), texts)
+
+
+@pytest.mark.parametrize(("each", "named"), [(EACH, False), (EACH, True), (2, True), (1, True), (1, False)])
+def test_evidence_is_that_of_the_two_gaussians(each, named):
+    rows, labels, texts, others = world(each)
+    found = sums(rows, labels, 3 * texts.double() if named else None)
+    expected = [literal(z, found.means, found.counts, found.scatter, found.freedom, found.texts) for z in others]
+    np.testing.assert_allclose(Evidence(found)(others).numpy(), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_evidence_in_more_directions_than_classes_and_texts_span():
+    """Directions without means or texts are all alike: one number stands for them."""
+    rows, labels, texts, others = world()
+    few = labels < 2
+    found = sums(rows[few], labels[few], 3 * texts[:2].double())
+    expected = [literal(z, found.means, found.counts, found.scatter, found.freedom, found.texts) for z in others]
+    np.testing.assert_allclose(Evidence(found)(others).numpy(), expected, rtol=1e-9, atol=1e-9)
 
 
 SPECS = ["lda", "gda", "bayes:features=3", "bayes:exact_forgetting=False,features=0"]
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_novelty_is_the_literal_one_also_after_further_images(spec):
+def test_novelty_is_the_weighted_sum_of_three_signs_also_after_further_images(spec):
     rows, labels, texts, others = world()
     first = torch.arange(len(labels)) % EACH < 4
-    classifier = in_tasks(spec, rows[first], labels[first], texts, [4, 2, 0, 3, 1], increment=1)
-    order = torch.tensor([2, 4, 1, 3, 0])  # places of the classes
+    order = torch.tensor([2, 4, 1, 3, 0])
+    places = order.argsort()  # of the classes
+    classifier = in_tasks(spec, rows[first], labels[first], texts, order.tolist(), increment=1)
     for known in (first, first | ~first):
-        expected = [literal(z, rows[known], labels[known]) for z in others]
-        np.testing.assert_allclose(classifier.novelty(others).numpy(), expected, rtol=1e-4, atol=1e-5)
-        classifier.update_classes(rows[~first], order[labels[~first]])
+        named = None if spec == "lda" else classifier.logit_scale * texts[order].double()
+        found = sums(rows[known], places[labels[known]], named)
+        evidence = [literal(z, found.means, found.counts, found.scatter, found.freedom, named) for z in others]
+        largest = classifier.probabilities(others).amax(dim=1).double()
+        odds = (largest / (1 - largest)).log().clamp(-6, 6)
+        nearest = torch.zeros(len(others)).double() if named is None else (others.double() @ named.T).amax(dim=1)
+        weights = weights_of(classifier.novelty_tasks)
+        expected = weights[0] * torch.tensor(evidence).double() - weights[1] * odds - weights[2] * nearest
+        np.testing.assert_allclose(classifier.novelty(others).numpy(), expected.numpy(), rtol=1e-4, atol=1e-4)
+        classifier.update_classes(rows[~first], places[labels[~first]])
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_what_is_forgotten_is_as_new_as_the_sums_say(spec):
+def test_what_is_forgotten_is_more_novel_than_before(spec):
     rows, labels, texts, _ = world()
     classifier = in_tasks(spec, rows, labels, texts, increment=1)
     before = classifier.novelty(rows[labels == 2])
     classifier.forget_class("class 2")
-    kept = labels != 2
-    # The class's scatter stays in W where the sums cannot tell it apart.
-    gone = scatter_of(rows[~kept].double(), labels[~kept])
-    stays = {} if spec == "bayes:features=3" else {"extra": gone, "freedom": len(rows) - CLASSES}
-    found = classifier.novelty(rows[~kept])
-    expected = [literal(z, rows[kept], labels[kept], **stays) for z in rows[~kept]]
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5)
-    assert found.mean() > before.mean() + 1
+    assert classifier.novelty(rows[labels == 2]).mean() > before.mean()
 
 
-def test_an_image_that_is_left_out_is_as_if_it_or_its_class_had_not_been_learned():
-    rows, labels, *_ = world()
-    rows = rows.double()
-    means = torch.stack([rows[labels == c].mean(dim=0) for c in range(CLASSES)])
-    whole = Distances(means, labels.bincount(), scatter_of(rows, labels), len(rows) - CLASSES)
-    known, unknown = whole.left_out(rows, labels)
-    within, total = whole.within, whole.total
-    all_rows = (rows - rows.mean(dim=0)).T @ (rows - rows.mean(dim=0))
-    variances = [float(s.trace()) / f / DIM for s, f in ((scatter_of(rows, labels), within.freedom), (all_rows, 44))]
-
-    def distances_of(row, kept, centres, middle, between):
-        left = scatter_of(rows[kept], labels[kept])
-        p = shrunk(left, within.freedom, within.share, variances[0])
-        q = shrunk(left + between, total.freedom, total.share, variances[1])
-        return [(row - m) @ p @ (row - m) for m in centres], (row - middle) @ q @ (row - middle)
-
-    for i in range(0, len(rows), 4):
-        kept, own, n = torch.arange(len(rows)) != i, int(labels[i]), EACH
-        centres = [rows[kept & (labels == c)].mean(dim=0) for c in range(CLASSES)]
-        middle = rows[kept].mean(dim=0)
-        counts = labels[kept].bincount()
-        between = sum(k * torch.outer(m - middle, m - middle) for k, m in zip(counts, centres, strict=True))
-        near, far = distances_of(rows[i], kept, centres, middle, between)
-        near[own] *= (1 + 1 / n) / (1 + 1 / (n - 1))
-        assert float(known[i]) == pytest.approx(float(min(near) - far), rel=1e-8)
-        others = [c for c in range(CLASSES) if c != own]
-        middle = rows[labels != own].mean(dim=0)
-        between = sum(n * torch.outer(means[c] - middle, means[c] - middle) for c in others)
-        near, far = distances_of(rows[i], kept, [means[c] for c in others], middle, between)
-        assert float(unknown[i]) == pytest.approx(float(min(near) - far), rel=1e-8)
+def test_sums_without_images_and_classes_are_those_of_the_rest():
+    rows, labels, texts, _ = world()
+    rows, texts = rows.double(), texts.double()
+    whole = sums(rows, labels, texts)
+    gone = (torch.arange(len(labels)) % 4 == 0) | (labels == 1)
+    left = whole.without(rows[gone], labels[gone], torch.tensor([3]))
+    kept = ~gone & (labels != 3)
+    places = torch.tensor([0, -1, 1, -1, 2])[labels[kept]]
+    expected = sums(rows[kept], places, texts[[0, 2, 4]])
+    torch.testing.assert_close(left.means, expected.means)
+    assert torch.equal(left.counts, expected.counts) and torch.equal(left.texts, texts[[0, 2, 4]])
+    stays = ~gone & (labels == 3)  # what other images of the class added stays
+    torch.testing.assert_close(left.scatter, expected.scatter + scatter_of(rows[stays], labels[stays]))
+    assert left.freedom == expected.freedom + int(stays.sum()) - 1
 
 
-def test_one_image_a_class_has_one_multiple_of_the_identity_for_both():
-    rows, labels, _, others = world(each=1)
-    classifier, centre = in_tasks("lda", rows, labels), rows.double().mean(dim=0)
-    squares = torch.cdist(others.double(), rows.double()).square().amin(dim=1)
-    expected = (squares - (others - centre).square().sum(dim=1)).numpy()
-    found = classifier.novelty(others)
-    np.testing.assert_allclose((found / found[0]).numpy(), expected / expected[0], rtol=1e-4, atol=1e-5)
-    assert judged(classifier, rows, labels) is None
+def test_images_and_classes_that_are_left_out_are_as_if_they_had_not_been_learned():
+    rows, labels, texts, _ = world()
+    rows, texts = rows.double(), texts.double()
+    found = images_out(sums(rows, labels, texts), rows, labels)
+    for number, row in enumerate(rows):
+        part = [place for place in range(len(rows)) if place % PARTS == number % PARTS]  # labels are in order
+        kept = torch.ones(len(rows), dtype=torch.bool)
+        kept[part] = False
+        assert float(found[number]) == pytest.approx(
+            float(Evidence(sums(rows[kept], labels[kept], texts))(row[None])), rel=1e-8, abs=1e-8
+        )
+    found = classes_out(sums(rows, labels, texts), rows, labels, rows, labels, torch.arange(CLASSES))
+    for c in range(CLASSES):
+        kept = labels != c
+        left = Evidence(sums(rows[kept], labels[kept] - (labels[kept] > c).long(), texts[torch.arange(CLASSES) != c]))
+        torch.testing.assert_close(found[labels == c], left(rows[labels == c]), rtol=1e-8, atol=1e-8)
+
+
+def record(known, unknown, noise, classes=50):
+    """A task whose three signs have such means and independent noise."""
+    half = (np.array(unknown) - np.array(known)) / 2
+    products = np.diag(np.square(noise)) + np.outer(half, half)
+    return TaskNovelty(
+        images=classes, classes=classes, known=tuple(known), unknown=tuple(unknown), products=tuple(products.flatten())
+    )
+
+
+def test_weights_are_least_squares_and_never_negative():
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.tensor([3.0, 1.0, 0.5]).double()
+    drawn = torch.randn(400, 3, generator=generator, dtype=torch.float64) * noise
+    truth = torch.arange(400) % 2 * 2.0 - 1
+    drawn[:, 0] += 2 * truth
+    drawn[:, 1] += 0.8 * truth
+    drawn[:, 2] += 0.1 * truth
+    means = [drawn[truth == side].mean(dim=0) for side in (-1, 1)]
+    away = drawn - (means[0] + means[1]) / 2
+    products = away.T @ away / 400
+    task = TaskNovelty(
+        images=400, classes=400, known=tuple(means[0].tolist()), unknown=tuple(means[1].tolist()),
+        products=tuple(products.flatten().tolist()),
+    )  # fmt: skip
+    scale = products.diagonal().sqrt().clamp_min(1)
+    rows = torch.cat([away / scale, torch.eye(3, dtype=torch.float64)])  # the prior as three further rows
+    target = torch.cat([truth.double(), torch.full((3,), USUAL, dtype=torch.float64)])
+    expected = torch.linalg.lstsq(rows, target[:, None]).solution[:, 0] / scale
+    assert (expected > 0).all()
+    torch.testing.assert_close(weights_of([task]), expected, rtol=1e-6, atol=1e-9)
+    backwards = weights_of([record((0, 0, 1), (2, 2, 0), (1, 1, 1))])
+    assert backwards[2] == 0 and (backwards[:2] > 0).all()
+    assert weights_of([]).tolist() == [1, 0, 0]
+
+
+def test_new_tasks_weigh_more_and_signs_without_meaning_nearly_nothing():
+    old, new = record((0, 0, 0), (3, 0, 0), (1, 1, 1)), record((0, 0, 0), (0, 3, 0), (1, 1, 1))
+    weights = weights_of([old, new])
+    assert weights[1] > weights[0] > 5 * weights[2] >= 0
+
+
+def test_names_that_tell_unknown_classes_are_used_where_every_class_has_one_image():
+    rows, labels, texts, others = world(each=1)
+    classifier = in_tasks("bayes", rows, labels, rows + 0.01 * texts, increment=CLASSES)
+    assert classifier.roc_area is None and weights_of(classifier.novelty_tasks)[2] > 0
     with pytest.raises(ValueError, match="takes 19 images .*, and there are 0"):
         classifier.refused(others, 0.05)
+
+
+def test_what_is_said_of_unknown_classes_is_about_what_comes():
+    counts = [12] * 40
+    rows, labels, texts = clusters(counts, 16, spread=0.6)
+    known, seen = labels < 20, torch.arange(len(labels)) % 12 < 8
+    classifier = in_tasks("lda", rows[known & seen], labels[known & seen], texts[:20], increment=5)
+    own, other = classifier.novelty(rows[known & ~seen]), classifier.novelty(rows[~known])
+    came = float((other[:, None] > own).double().mean())
+    assert came > 0.75 and classifier.roc_area == pytest.approx(came, abs=0.07)
 
 
 def test_others_go_by_their_largest_probability():
     rows, labels, _, others = world()
     classifier = in_tasks("ridge", rows, labels)
-    assert distances(classifier) is None and classifier.roc_area is None
+    assert sums_of(classifier) is None and classifier.roc_area is None
     sure = classifier.probabilities(others).amax(dim=1)
     assert torch.equal(classifier.novelty(others), 1 - sure.double())  # the same products, of the same rows
     assert torch.equal(classifier.refused(others, 0.3), sure < classifier.rejection_threshold(0.3))

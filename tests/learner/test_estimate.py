@@ -7,12 +7,13 @@ import pytest
 import torch
 import write_saved
 from small_runs import learner_of
+from taught import clusters, in_tasks
 
 from dulbe_peft import ClassIncrementalLearner, class_incremental_tasks
 from dulbe_peft.data.store import open_store
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.report.verdict import estimated, recommended
-from dulbe_peft.training.estimating import left_out_share
+from dulbe_peft.training.estimating import PARTS, left_out_share, refitted
 
 NAMES = ("lda", "prototype", "visual_agent")
 
@@ -98,3 +99,47 @@ def test_run_and_report_show_it_where_there_are_no_test_images(digit_folders, tm
     assert "The stream has no test images. Estimate from 18 training images, each left out" in pages[0]
     assert "so few images cannot tell which classifier is best: prototype answers" in said[1]
     assert "nothing says how good it is" in pages[1]
+
+
+SPECS = ["lda", "gda:alpha=0.5", "bayes:features=3", "bayes:kappa=4,rho=3,features=0"]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("counts", [[2, 2, 2], [3, 5, 4], [2, 25, 30]])
+def test_left_out_images_are_scored_by_a_classifier_that_has_not_learned_them(spec, counts):
+    """Literally: sums of the rest, and a class that lacks one image has its mean as far from it as n images would."""
+    images, labels, texts = clusters(counts, 6, spread=0.5)
+    classifier = in_tasks(spec, images, labels, texts, order=list(range(len(counts))), increment=len(counts))
+    found, order = refitted(classifier, images, labels), labels.argsort(stable=True)
+    for part in range(0, min(PARTS, len(labels)), 3):
+        gone = order[part :: min(PARTS, len(labels))]
+        kept = torch.ones(len(labels), dtype=torch.bool)
+        kept[gone] = False
+        rows = classifier.lifted(images.double())
+        means, numbers, scatter = [], [], torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64)
+        for c, n in enumerate(counts):
+            own, out = rows[kept & (labels == c)], rows[~kept & (labels == c)]
+            mean, number = own.mean(dim=0), len(own)
+            scatter += (own - mean).T @ (own - mean)
+            if len(out) == 1:
+                ratio = ((1 + 1 / n) / (1 + 1 / (n - 1))) ** 0.5
+                mean, number = out[0] - ratio * (out[0] - mean), n
+            means.append(mean)
+            numbers.append(number)
+        left, numbers = classifier.fork(), torch.tensor(numbers)
+        freedom = torch.tensor(int(kept.sum()) - len(counts))
+        left.install({"sums": torch.stack(means) * numbers[:, None], "counts": numbers})
+        left.install({"scatter": scatter, "freedom": freedom})
+        torch.testing.assert_close(found[gone], left.logits(images[gone]), rtol=1e-4, atol=1e-4)
+
+
+def test_few_classes_are_estimated_within_five_points_of_the_test():
+    """The closed form that holds what few classes have in common would be 8 points too low."""
+    off = []
+    for seed in range(12):
+        images, labels, texts = clusters([40] * 6, 48, seed=seed, spread=0.25)
+        learned = torch.arange(len(labels)) % 40 < 3
+        classifier = in_tasks("lda", images[learned], labels[learned], texts, order=list(range(6)), increment=6)
+        right = (classifier(images[~learned]).argmax(dim=1) == labels[~learned]).double().mean()
+        off.append(left_out_share(classifier, images[learned], labels[learned])[0] - float(right))
+    assert abs(sum(off) / len(off)) < 0.05
