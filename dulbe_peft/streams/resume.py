@@ -7,13 +7,14 @@ added, or a damaged file was mended.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.checkpoints import layout, learner_file, loading
 from dulbe_peft.checkpoints.base_models import digest
 from dulbe_peft.checkpoints.layout import RESULTS_FILE, TIMINGS_FILE
@@ -190,6 +191,8 @@ def _changes(saved: Identity, current: Identity) -> str:
     """What differs between two runs, in words; what may follow from it is not said. Empty where nothing differs."""
     for group in ("base_model", "strategy", "classifiers", "arguments", "adapter"):
         of = [getattr(identity, group) for identity in (saved, current)]
+        if group == "adapter" and of[0]:  # a setting that came later had its default
+            of[0] = {entry.name: entry.default for entry in fields(AdapterSettings) if entry.name in of[1]} | of[0]
         if group == "classifiers" and set(of[0]) != set(of[1]):
             of = [", ".join(sorted(names)) for names in of]
         old, new = (flat_settings({group: settings}) for settings in of)
