@@ -314,7 +314,7 @@ class Classifier(CorrectedState):
         """Become what a fork has become, which has learned images; `scores` are of some as if it had not."""
         if scores is not None:
             twin.calibration = calibrated(self.calibration, *scores, labels)
-        twin.novelty_tasks = novelty.judged(twin, images, labels)
+        twin.novelty_tasks = novelty.judged(twin, images, labels, twin.left_out, twin.temperature)
         self.calibration, self.novelty_tasks = twin.calibration, twin.novelty_tasks
         self._buffers, self._class_names, self._derived = twin._buffers, twin._class_names, twin._derived
 

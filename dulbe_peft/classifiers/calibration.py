@@ -44,6 +44,23 @@ class TaskTemperature(Record):
     largest: tuple[Fraction, ...] = Field(max_length=MOST)
 
 
+class TaskNovelty(Record):
+    """What the images of a task say of the three signs, and how novel they are.
+
+    `known` and `unknown` are the signs' means, and `products`, 9 numbers, their mean products about the middle of
+    these, each class alike. `novelties` are of the images as if they had not been learned, the least first; `area` is
+    the chance that an image whose class was left out is more novel. Without classes of several images there are none.
+    """
+
+    images: int = Field(ge=1)
+    classes: int = Field(ge=1)
+    known: tuple[float, ...] = Field(min_length=3, max_length=3)
+    unknown: tuple[float, ...] = Field(min_length=3, max_length=3)
+    products: tuple[float, ...] = Field(min_length=9, max_length=9)
+    novelties: tuple[float, ...] = Field(max_length=MOST, default=())
+    area: Fraction | None = None
+
+
 def temperature(tasks: Sequence[TaskTemperature], classes: int) -> float:
     """T for a number of classes, by the weighted least-squares line; 1 where no task was fitted."""
     if not tasks or not classes:

@@ -19,20 +19,23 @@ Reference:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from dulbe_peft.classifiers.calibration import FADING, KEPT, MOST, class_shares, evenly, order_statistic, ranking
+from dulbe_peft.classifiers.calibration import (
+    FADING,
+    KEPT,
+    TaskNovelty,
+    class_shares,
+    evenly,
+    order_statistic,
+    ranking,
+)
 from dulbe_peft.classifiers.evidence import Evidence, Sums
-from dulbe_peft.utils.records import Fraction, Record
-
-if TYPE_CHECKING:
-    from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.state import GrowingState
 
 NEEDED = {"sums", "counts", "scatter", "freedom"}  # buffers, as of `ClassSums`
 MOST_JUDGED = 1000  # images of a task that are left out
@@ -44,24 +47,7 @@ USUAL = 0.25
 SIGNS = ("known", "unknown", "products")
 
 
-class TaskNovelty(Record):
-    """What the images of a task say of the three signs, and how novel they are.
-
-    `known` and `unknown` are the signs' means, and `products`, 9 numbers, their mean products about the middle of
-    these, each class alike. `novelties` are of the images as if they had not been learned, the least first; `area` is
-    the chance that an image whose class was left out is more novel. Without classes of several images there are none.
-    """
-
-    images: int = Field(ge=1)
-    classes: int = Field(ge=1)
-    known: tuple[float, ...] = Field(min_length=3, max_length=3)
-    unknown: tuple[float, ...] = Field(min_length=3, max_length=3)
-    products: tuple[float, ...] = Field(min_length=9, max_length=9)
-    novelties: tuple[float, ...] = Field(max_length=MOST, default=())
-    area: Fraction | None = None
-
-
-def sums_of(classifier: Classifier) -> Sums | None:
+def sums_of(classifier: GrowingState) -> Sums | None:
     """Return what the evidence needs; None: the classifier does not keep it, or has learned nothing."""
     kept, width = classifier.tensors(), classifier.embed_dim
     if not kept.keys() >= NEEDED or not classifier.class_names:
@@ -79,7 +65,7 @@ def sums_of(classifier: Classifier) -> Sums | None:
     return found
 
 
-def novelty(classifier: Classifier, images: Tensor, scores: Tensor) -> Tensor:
+def novelty(classifier: GrowingState, images: Tensor, scores: Tensor) -> Tensor:
     """The novelty of unit features, (n, d) to (n,), float64, with their calibrated logits, (n, C)."""
     sums = sums_of(classifier)
     assert sums is not None
@@ -127,11 +113,18 @@ def weights_of(tasks: Sequence[TaskNovelty]) -> Tensor:
     return found
 
 
-def judged(classifier: Classifier, images: Tensor, labels: Tensor) -> tuple[TaskNovelty, ...]:
+def judged(
+    classifier: GrowingState,
+    images: Tensor,
+    labels: Tensor,
+    left_out: Callable[[Tensor, Tensor], Tensor | None],
+    temperature: float,
+) -> tuple[TaskNovelty, ...]:
     """Return the tasks' records with one more, from the (n, d) learned images of a task; as before where none can be.
 
-    `labels` index all classes. Where no class has two images, only classes can be left out: then evidence and nearest
-    text have weights, and nothing is said of how novel known images are.
+    `labels` index all classes; `left_out` and `temperature` are the classifier's. Where no class has two images, only
+    classes can be left out: then evidence and nearest text have weights, and nothing is said of how novel known images
+    are.
     """
     sums, before = sums_of(classifier), classifier.novelty_tasks
     if sums is None or len(sums.counts) < 2:
@@ -148,7 +141,7 @@ def judged(classifier: Classifier, images: Tensor, labels: Tensor) -> tuple[Task
     except torch.linalg.LinAlgError:  # views, or a map of old features: the images are not exactly in the sums
         return before
     texts, shares = by_text(chosen, sums), class_shares(own, labels)
-    scores = None if known is None else classifier.left_out(chosen, own)
+    scores = None if known is None else left_out(chosen, own)
     scores = torch.zeros(len(own), len(sums.counts)).to(unknown) if scores is None else scores.to(unknown)
     # Without its class an image has fewer classes to be near to: as many others go where its class stays.
     place = parts[own][:, None]

@@ -12,8 +12,7 @@ from annotated_types import Ge, Le
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from dulbe_peft.classifiers.calibration import TaskTemperature
-from dulbe_peft.classifiers.novelty import TaskNovelty
+from dulbe_peft.classifiers.calibration import TaskNovelty, TaskTemperature
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils import hub
 from dulbe_peft.utils.devices import one_thread

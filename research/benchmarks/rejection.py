@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -50,18 +51,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 def far(features: dict[str, Any], stream: str, values: Any, seed: int) -> torch.Tensor | None:
     """The features of the far unknowns, or None."""
     if values.real is None:
-        return others(values) if values.far else None
+        return others(values.clip, values.far) if values.far else None
     network = features["train"].shape[1]
     name = stream.partition(",")[0].partition(":")[0]
     other = real.stream(values.real, "flowers" if name == "dtd" else "dtd", "none", seed)
     return other["test"] if other and name in CLIPS and network == other["test"].shape[1] else None
 
 
-def others(values: Any) -> torch.Tensor:
-    """The features of the far unknowns."""
+@cache
+def others(clip: str, data: str) -> torch.Tensor:
+    """The features of the test images of other data."""
     args = LearnerArguments(progress=False, device="cpu")
-    learner = ClassIncrementalLearner(*load_dual_encoder(values.clip), args, "frozen", "prototype")
-    return learner.image_embeds(load_data(values.far, "test"))
+    learner = ClassIncrementalLearner(*load_dual_encoder(clip), args, "frozen", "prototype")
+    return learner.image_embeds(load_data(data, "test"))
 
 
 @torch.no_grad()

@@ -7,9 +7,10 @@ import pytest
 import torch
 from taught import clusters, in_tasks
 
+from dulbe_peft.classifiers.calibration import TaskNovelty
 from dulbe_peft.classifiers.covariance import oas_shrinkage
 from dulbe_peft.classifiers.evidence import LEAST, RIDGE, USUAL_IMAGES, Evidence, Sums
-from dulbe_peft.classifiers.novelty import PARTS, USUAL, TaskNovelty, classes_out, images_out, sums_of, weights_of
+from dulbe_peft.classifiers.novelty import PARTS, USUAL, classes_out, images_out, sums_of, weights_of
 
 DIM, CLASSES, EACH = 6, 5, 9
 
