@@ -188,7 +188,7 @@ def gda_clip_logits(images, labels, texts, tests, alpha, scale=100.0):
 
 
 def drift_map(before: torch.Tensor, after: torch.Tensor, ridge: float) -> torch.Tensor:
-    """argmin |X M - Y|^2 + lambda |M - I|^2, with lambda = ridge times the mean eigenvalue of X'X; normal equations."""
+    """argmin |X M - Y|^2 + lambda |M - I|^2, lambda = ridge times the mean eigenvalue of X'X; normal equations."""
     old, new = before.double(), after.double()
     width = old.shape[1]
     penalty = ridge * torch.linalg.eigvalsh(old.T @ old).mean() * torch.eye(width, dtype=torch.float64)
