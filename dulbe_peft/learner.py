@@ -279,11 +279,11 @@ class ClassIncrementalLearner:
                 (3, height, width) or a batch of them; a data set; or a list of all of these.
             top_k: how many classes to give for each image, the best first; None gives the best one alone.
             return_scores: give each class as (name, calibrated probability).
-            reject: accepted share of false alarms, such as 0.05; kept where the model itself was not trained. An image whose novelty is larger than that of all but
+            reject: accepted share of false alarms, such as 0.05. An image whose novelty is larger than that of all but
                 this share of training images that were left out is taken for none of the classes: its answer is
-                None, or an empty list with `top_k`.
+                None, or an empty list with `top_k`. No share is promised where the model itself was trained.
             coverage: such as 0.95: give all classes that an image may be of, so that the right one is among them with
-                this chance, see `Classifier.prediction_sets`; kept where `reject` is. Not with `top_k`.
+                this chance, see `Classifier.prediction_sets`; promised where `reject` is. Not with `top_k`.
             return_novelty: return a pair: these answers, and how unlike all that was learned each image is, floats,
                 see `Classifier.novelty`.
 

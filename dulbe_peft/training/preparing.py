@@ -56,9 +56,9 @@ def warn_of_promises(state: LearnerState) -> None:
     """Say that a share of errors is not promised, where the model was trained on the images by which it is kept."""
     if state.trained:
         warnings.warn(
-            "the model was trained on the images by which reject and coverage keep their share, so it is not promised: "
-            "expect more errors, and probabilities that are too sure; measure them on test images (dulbe-peft evaluate "
-            "--reject), or train nothing (the strategy 'frozen')",
+            "the model was trained on the images by which reject and coverage keep a share, so it is not promised; "
+            "expect more errors, and too sure probabilities: measure them on test images (dulbe-peft evaluate), or "
+            "train nothing (strategy 'frozen')",
             stacklevel=4,
         )
 

@@ -131,7 +131,7 @@ class LearnerState:
 
     @property
     def trained(self) -> bool:
-        """Whether the model was trained on the images that the classifiers learned: left out, they are no strangers."""
+        """Whether the model was trained on what the classifiers learned: left out, it is no stranger."""
         return self.strategy.adapts or self.adapter is not None
 
     def resting(self) -> AbstractContextManager[None]:
