@@ -25,6 +25,7 @@ from .subspaces.inputs import collect_statistics as collect_statistics
 from .subspaces.modes import ModeBases as ModeBases
 from .subspaces.occupation import OccupationStatistics as OccupationStatistics
 from .trainer import DualModeTrainer as DualModeTrainer
+from .training.trainer_arguments import paper_arguments as paper_arguments
 from .utils.folders import CheckpointError as CheckpointError
 
 __all__: list[str]

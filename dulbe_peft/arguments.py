@@ -145,8 +145,10 @@ class LearnerArguments:
     text_embeds: Literal["current", "at_introduction"] = setting(
         "current", "Encode all seen classes anew after each task, or keep each as it was when its class arrived."
     )
-    drift: Literal["none", "linear"] = setting(
-        "none", "When a task closes: leave what classifiers store as it is, or move it along by a linear map."
+    drift: Literal["auto", "none", "linear"] = setting(
+        "auto",
+        "When a trained task closes: move what classifiers store along, as far as left-out classes say that it helps; "
+        "leave it as it is; or move it by one map of the features, with a fixed ridge.",
     )
     seed: Annotated[int, Ge(0), Le(2**63 - 1)] = setting(0, "Seed of the initial weights and of the order of images.")
     num_workers: Annotated[int, Ge(0), Le(1000)] = setting(0, "Processes that read images; 0: the main process does.")
@@ -182,8 +184,6 @@ class LearnerArguments:
         if self.augment != "none" and (len(set(kinds)) < len(kinds) or not set(kinds) <= set(AUGMENTATIONS)):
             names = ", ".join(AUGMENTATIONS)
             raise ValueError(f"augment must be none, or some of {names} with + between, got {self.augment!r:.100}")
-        if self.augment != "none" and self.drift != "none":
-            raise ValueError("augment and drift='linear' exclude each other: drift is seen on images as they are")
         if self.backend == "onnx" and self.precision == "bfloat16":
             raise ValueError("precision is 'bfloat16', and onnxruntime has none on a processor: take another backend")
         if self.precision == "int8" and self.backend != "openvino":

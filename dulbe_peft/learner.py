@@ -281,9 +281,9 @@ class ClassIncrementalLearner:
             return_scores: give each class as (name, calibrated probability).
             reject: accepted share of false alarms, such as 0.05. An image whose novelty is larger than that of all but
                 this share of training images that were left out is taken for none of the classes: its answer is
-                None, or an empty list with `top_k`.
+                None, or an empty list with `top_k`. No share is promised where the model itself was trained.
             coverage: such as 0.95: give all classes that an image may be of, so that the right one is among them with
-                this chance, see `Classifier.prediction_sets`. Not with `top_k`.
+                this chance, see `Classifier.prediction_sets`; promised where `reject` is. Not with `top_k`.
             return_novelty: return a pair: these answers, and how unlike all that was learned each image is, floats,
                 see `Classifier.novelty`.
 
@@ -312,6 +312,8 @@ class ClassIncrementalLearner:
     ) -> list[Prediction]:
         """What `predict` finds, with every image's name; an image that cannot be read is stepped over."""
         preparing.check_learned(self.state)
+        if reject is not None or coverage is not None:
+            preparing.warn_of_promises(self.state)
         with self.state.resting():
             data = unlabelled_images(images)
             return predict_images(self.encoder, self.classifier, data, top_k, reject, coverage, novelty)

@@ -26,7 +26,7 @@ from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.batches import EpochLoader, Order, WholeBatches, collated
 from dulbe_peft.training.state import LearnerState, set_adapter_state
 from dulbe_peft.training.trainer import TaskTrainer
-from dulbe_peft.training.trainer_arguments import check_arguments, learner_settings
+from dulbe_peft.training.trainer_arguments import check_arguments, learner_settings, paper_arguments
 from dulbe_peft.utils.folders import fill_folder
 from dulbe_peft.utils.processes import raise_in_all, sum_over_processes, world
 from dulbe_peft.utils.tensors import read_tensors
@@ -42,7 +42,7 @@ class DualModeTrainer(Trainer):
     Args:
         model: `get_peft_model(clip, DualModeLoraConfig(...))`; or a learner that has learned before, as
             `ClassIncrementalLearner.from_pretrained(folder)` loads it.
-        args: transformers' own; None takes their defaults, which are not the paper's.
+        args: transformers' own; None takes `paper_arguments`. Their own defaults are not the paper's.
         train_dataset: the new task's images: len and getitem of {"image", "label"} or (image, label). Set the
             attribute anew before the `train()` of the next task.
         eval_dataset: images of any seen classes, for `evaluate` and for evaluation while a task is trained.
@@ -60,6 +60,7 @@ class DualModeTrainer(Trainer):
         TypeError: a setting belongs into `args`.
 
     Example:
+        >>> args = paper_arguments("out")
         >>> trainer = DualModeTrainer(model, args, train_dataset=june, processing_class=processor)
         >>> trainer.train()
         >>> trainer.save_model("out-june")
@@ -81,7 +82,7 @@ class DualModeTrainer(Trainer):
         optimizers: tuple[Any, Any] = (None, None),
         **settings: Any,
     ) -> None:
-        args = args or TrainingArguments(output_dir="tmp_trainer")
+        args = args or paper_arguments("tmp_trainer")
         check_arguments(args, settings)
         self.learner = _learner_of(model, processing_class, args, settings)
         self.class_names = class_names

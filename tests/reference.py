@@ -251,3 +251,25 @@ def gda_clip_logits(images, labels, texts, tests, alpha, scale=100.0):
     weights = means @ precision
     bias = np.log(1 / classes) - (weights * means).sum(axis=1) / 2
     return scale * tests @ texts.T + alpha * (tests @ weights.T + bias)
+
+
+def drift_map(before: torch.Tensor, after: torch.Tensor, ridge: float) -> torch.Tensor:
+    """argmin |X M - Y|^2 + lambda |M - I|^2, lambda = ridge times the mean eigenvalue of X'X; normal equations."""
+    old, new = before.double(), after.double()
+    width = old.shape[1]
+    penalty = ridge * torch.linalg.eigvalsh(old.T @ old).mean() * torch.eye(width, dtype=torch.float64)
+    return torch.linalg.inv(old.T @ old + penalty) @ (old.T @ new + penalty)
+
+
+def left_out_drift(
+    before: torch.Tensor, after: torch.Tensor, labels: torch.Tensor, ridges: tuple[float, ...], folds: int
+) -> torch.Tensor:
+    """Sum over all images of |y - x M|^2 with the M of images of other classes, for each ridge; inf keeps M = I."""
+    errors = torch.zeros(len(ridges), dtype=torch.float64)
+    for place, ridge in enumerate(ridges):
+        for image in range(len(labels)):
+            others = labels % folds != labels[image] % folds
+            identity = torch.eye(before.shape[1], dtype=torch.float64)
+            matrix = identity if math.isinf(ridge) else drift_map(before[others], after[others], ridge)
+            errors[place] += ((after[image].double() - before[image].double() @ matrix) ** 2).sum()
+    return errors

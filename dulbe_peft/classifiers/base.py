@@ -21,6 +21,7 @@ from dulbe_peft.classifiers import calibration, novelty
 from dulbe_peft.classifiers.calibration import calibrated, check_share, hold_back, ranking, threshold
 from dulbe_peft.classifiers.checks import check_labels, random_features, same_scores
 from dulbe_peft.classifiers.corrections import CorrectedState
+from dulbe_peft.classifiers.drift import chosen_map
 from dulbe_peft.classifiers.scripted import LinearScores
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils.devices import one_thread, without_autocast
@@ -126,6 +127,14 @@ class Classifier(CorrectedState):
             changes[name] = kept @ by if name in self._axes else by.T @ kept @ by
         return changes
 
+    def lifted(self, images: Tensor) -> Tensor:
+        """x of unit features, (n, embed_dim) to (n, w), in the type of `images`: what sums are of. Here z itself."""
+        return images
+
+    def followed(self, matrix: Tensor) -> dict[str, Tensor]:
+        """As `moved`, where x of `lifted` has become x M; M is (w, w)."""
+        return self.moved(matrix)
+
     @torch.no_grad()
     def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         """The logits as a function of plain PyTorch, with its tensors: how an export keeps the classifier.
@@ -151,9 +160,9 @@ class Classifier(CorrectedState):
         return LinearScores(**tensors) if function is linear else self
 
     @classmethod
-    def follows_drift(cls) -> bool:
-        """Whether `move` changes what is stored."""
-        return bool(cls.moves) or cls.moved is not Classifier.moved
+    def follows_drift(cls, drift: str = "auto") -> bool:
+        """Whether what is stored changes where `LearnerArguments.drift` is so."""
+        return drift != "none" and (bool(cls.moves) or cls.moved is not Classifier.moved)
 
     @classmethod
     def check_update(cls) -> None:
@@ -240,6 +249,20 @@ class Classifier(CorrectedState):
         if matrix.shape != (self.embed_dim, self.embed_dim) or not torch.isfinite(matrix).all():
             raise ValueError(f"the map must be finite and {(self.embed_dim,) * 2}, got shape {tuple(matrix.shape)}")
         self.install(self.moved(matrix.cpu().double()))
+
+    @torch.no_grad()
+    def follow(self, before: Tensor, after: Tensor, labels: Tensor) -> None:
+        """Move what is stored of old images by what a task did to its own, as far as left-out classes say it helps.
+
+        Args:
+            before, after: (n, d), unit features of the task's images before and after it; x of both is compared.
+            labels: (n,), the images' classes.
+        """
+        if self.follows_drift():
+            old, new = (self.lifted(each.detach().cpu().double()) for each in (before, after))
+            matrix = chosen_map(old, new, labels)
+            if matrix is not None:
+                self.install(self.followed(matrix))
 
     def _with_each_text(self, names: list[str], given: Any) -> dict[str, Tensor]:
         """`each_text` and `num_texts` with those of new classes."""

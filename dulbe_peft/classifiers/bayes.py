@@ -91,7 +91,7 @@ class BayesClassifier(ClassSums):
             self.register_buffer(name, torch.zeros(sizes, dtype=torch.float64))
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
-        """Texts stay. No map follows random features: their sums become 0, and an error that no choice takes."""
+        """Texts stay. No map of z is one of random features: sums become 0, with an error that no choice takes."""
         losses = self.losses.clone()
         losses[1:] = NEVER
         return super().moved(F.pad(matrix, (0, self._random, 0, self._random))) | {"losses": losses}

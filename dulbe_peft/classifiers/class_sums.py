@@ -42,9 +42,8 @@ class ClassSums(Classifier):
             self.register_rows("factor_rows", dtype=torch.int64)
             self.register_rows("factors", width, dtype=torch.float64, of="factor_rows")
 
-    def lifted(self, images: Tensor) -> Tensor:
-        """x of unit features, (n, embed_dim) to (n, d), in the type of `images`."""
-        return images
+    def followed(self, matrix: Tensor) -> dict[str, Tensor]:
+        return Classifier.moved(self, matrix)  # all sums are of x
 
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         images, labels = self.lifted(images.to(self.sums)), labels.to(self.sums.device)

@@ -33,7 +33,7 @@ class RanpacClassifier(RidgeRegression):
     """Ridge regression from random ReLU features to one-hot classes.
 
     For a fixed lambda the solution is the one on all data at once, but for the rounding of G to float32 when a task
-    ends. `move` leaves it as it is: G is of features behind a ReLU.
+    ends. `follow` moves its sums by a map of h; `move` leaves them as they are, for no map of z is one of h.
 
     Args:
         features: M, width of the random layer. The paper has 10000; G takes 4 M^2 bytes.
@@ -58,6 +58,13 @@ class RanpacClassifier(RidgeRegression):
     def register(self) -> None:
         self.unit = self.features
         self._keep_sums(self.features, torch.float32)
+
+    @classmethod
+    def follows_drift(cls, drift: str = "auto") -> bool:
+        return drift == "auto"
+
+    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
+        return {}
 
     def lifted(self, images: Tensor) -> Tensor:
         layer = self.derived(f"layer {images.dtype} {images.device}", lambda: self._layer().to(images))

@@ -29,6 +29,7 @@ class RidgeRegression(Classifier):
     updates = True
     adds_up = ("counts", "sums", "gram", "errors")  # a task's errors are of the classes that its own side knew
     unit = 1.0
+    moves = ("sums", "gram")  # exact where the drift is linear
 
     def _keep_sums(self, width: int, dtype: torch.dtype) -> None:
         """Register the empty sums, for an h of this width and a G of this type; G is added up in float64."""
@@ -37,9 +38,8 @@ class RidgeRegression(Classifier):
         self.register_buffer("gram", torch.zeros(width, width, dtype=dtype))
         self.register_buffer("errors", torch.zeros(len(RIDGES), dtype=torch.float64))
 
-    def lifted(self, images: Tensor) -> Tensor:
-        """h of unit features z, (n, d) to (n, M), in the type of `images`."""
-        return images
+    def followed(self, matrix: Tensor) -> dict[str, Tensor]:
+        return Classifier.moved(self, matrix)  # all sums are of h
 
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         rows, gram = self.with_new_rows(len(new)), self._gram()
@@ -136,7 +136,6 @@ class RidgeClassifier(RidgeRegression):
 
     name = "ridge"
     summary = "analytic ridge: a linear map from images to classes, solved in one go and added to with every task"
-    moves = ("sums", "gram")  # exact where the drift is linear
 
     def register(self) -> None:
         self._keep_sums(self.embed_dim, torch.float64)

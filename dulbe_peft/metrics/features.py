@@ -92,8 +92,9 @@ def learn_from_features(
     seed: int = 0,
 ) -> tuple[list[Answers], Classifier]:
     """Teach one classifier a stream whose features are known; the answers after each task, and what has learned."""
-    if drift == "linear" and any(task.closing.before is None for task in tasks[1:]):
-        raise ValueError("drift is 'linear', but the features before each task were not kept: train with drift linear")
+    absent = [task.closing.before is None for task in tasks[1:]]
+    if any(absent) and (drift == "linear" or not all(absent)):
+        raise ValueError(f"drift is {drift!r}, but the features before each task were not kept: train with a drift")
     name = spec.partition(":")[0]
     made = {name: make_classifier(spec, tasks[0].closing.features.shape[1], logit_scale)}
     if made[name].needs_text and any(task.closing.texts is None for task in tasks):

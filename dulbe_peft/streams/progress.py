@@ -15,6 +15,7 @@ from dulbe_peft.checkpoints.layout import PROGRESS_FILE, TIMINGS_FILE
 from dulbe_peft.classifiers.registry import answering
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import Evaluation
+from dulbe_peft.streams.falls import Cost
 from dulbe_peft.streams.learning import StreamLearner
 from dulbe_peft.training.state import Update
 from dulbe_peft.utils.folders import CheckpointError, parse_manifest
@@ -40,6 +41,8 @@ class Row(Record):
     classifiers: dict[str, Score] = {}
     baselines: dict[str, Score] = {}
     images_by_class: dict[str, Annotated[int, Field(ge=1)]] = {}
+    costs: dict[str, Cost] = {}  # what training the task cost the old classes
+    changed: Fraction | None = None  # without test images, see `Before.changed`
 
     @model_validator(mode="after")
     def _classes_are_the_tested_ones(self) -> Self:

@@ -7,6 +7,7 @@ from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.registry import CLASSIFIERS
 from dulbe_peft.metrics.accuracy import summarize
 from dulbe_peft.metrics.evaluation import BASELINES
+from dulbe_peft.streams.falls import Cost
 from dulbe_peft.streams.progress import FinishedTask, Row, Score
 from dulbe_peft.training.state import Estimates
 from dulbe_peft.utils.records import Fraction, Record
@@ -65,6 +66,8 @@ class Results(_Part):
     class_means: Measures | None = None
     classes: dict[str, ClassMeasures] = {}
     estimates: Estimates = Estimates()
+    costs: list[dict[str, Cost]] = []  # of each task: what its training cost the old classes
+    changed: list[Fraction | None] = []
 
 
 def stream_results(
@@ -86,6 +89,10 @@ def stream_results(
     if known:
         results["known_tasks"] = known
     rows = [task.row for task in tasks]
+    if any(row.costs for row in rows):
+        results["costs"] = [{name: cost.model_dump() for name, cost in row.costs.items()} for row in rows]
+    if any(row.changed is not None for row in rows):
+        results["changed"] = [row.changed for row in rows]
     tested = [row for row in rows if row.classifiers]
     if not tested:
         return results

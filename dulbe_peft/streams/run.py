@@ -23,6 +23,7 @@ from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, Evaluation, write_predictions
 from dulbe_peft.metrics.features import FEATURES_FOLDER, SUFFIX, TaskFeatures
 from dulbe_peft.streams import progress, resume
+from dulbe_peft.streams.falls import Before, fall_line
 from dulbe_peft.streams.learning import StreamLearner
 from dulbe_peft.streams.progress import SOURCES_FILE, FinishedTask, Row
 from dulbe_peft.streams.results import stream_results
@@ -179,12 +180,14 @@ class Run:
         started, cpu = time.perf_counter(), time.process_time()
         learner, task = self.learner, self.own[index - self.known]
         forget_peak_memory(learner.device)
+        before = self.before(index, task) if index and learner.state.strategy.adapts else None
         learner.learn_task(task.train, task.class_names)
         names, profile = list(task.class_names), learner.encoder.profile
         if task.test is not None:
             learner.use_state(replace(learner.state, known=learner.state.known.with_tested(task.test)))
         with profile.phase("test"):
             row = self.measure(index + 1)
+            row = row if before is None else self.with_costs(row, before)
         done = FinishedTask(
             class_names=names, row=row, zero_shot=zero_shot, details=asdict(cast(TaskRecord, learner.record))
         )
@@ -204,6 +207,8 @@ class Run:
         self.write_entries()
         line = progress.progress_line(row, index + 1, len(self.tests), len(learner.class_names))
         print_once(f"{line}, {seconds:.1f} s")
+        if said := fall_line(row.costs, row.changed):
+            print_once(said)
         if learner.args.profile:
             print_once(profile.table())
 
@@ -214,6 +219,19 @@ class Run:
         found = self.learner.evaluations([tests[number] for number in tested])
         self.evaluations = dict(zip(tested, found, strict=True))
         return progress.measured_row([self.evaluations.get(number) for number in tests])
+
+    def before(self, index: int, task: Task) -> Before:
+        """The learner before a task that trains the model; old tests are read again where a run goes on."""
+        if not self.evaluations:
+            self.measure(index)
+        return Before.of(self.learner, tuple(task.class_names), dict(self.evaluations))
+
+    def with_costs(self, row: Row, before: Before) -> Row:
+        """A row with what training the task cost the classes before it."""
+        learner, closing = self.learner, cast(ClosingPass, self.learner.closing)
+        costs = before.costs(closing, self.evaluations, learner.args.seed)
+        changed = None if before.tests else before.changed(closing, learner.state.classifier, learner.args.seed)
+        return row.model_copy(update={"costs": costs, "changed": changed})
 
     @property
     def newest(self) -> Path:

@@ -38,7 +38,7 @@ def estimates_of(state: LearnerState, encoder: Encoder, fresh: Mapping[bytes, Te
     is said of their classes. Where the model was trained on the images, or saw several views, it would be too much.
     """
     now = Estimates(tasks=len(state.tasks), updates=len(state.updates))
-    if state.strategy.adapts or state.adapter is not None or any(views > 1 for _, views in state.known.ways):
+    if state.trained or any(views > 1 for _, views in state.known.ways):
         return now
     learned, place = state.known.learned, {name: row for row, name in enumerate(state.class_names)}
     times = Counter(chain.from_iterable(learned.values()))

@@ -1,5 +1,6 @@
 """What is made before a learner learns, and what is asked of model, images and settings then."""
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -49,6 +50,17 @@ def check_learned(state: LearnerState) -> None:
     if not state.tasks:
         raise ValueError("no task has been learned yet: call learn_task first")
     check_adapter_name(state.model)
+
+
+def warn_of_promises(state: LearnerState) -> None:
+    """Say that a share of errors is not promised, where the model was trained on the images by which it is kept."""
+    if state.trained:
+        warnings.warn(
+            "the model was trained on the images by which reject and coverage keep a share, so it is not promised; "
+            "expect more errors, and too sure probabilities: measure them on test images (dulbe-peft evaluate), or "
+            "train nothing (strategy 'frozen')",
+            stacklevel=4,
+        )
 
 
 def checked_task(

@@ -129,6 +129,11 @@ class LearnerState:
         """The tuner, where the model has one."""
         return cast(DualModeLoraModel, self.model.base_model) if isinstance(self.model, PeftModel) else None
 
+    @property
+    def trained(self) -> bool:
+        """Whether the model was trained on what the classifiers learned: left out, it is no stranger."""
+        return self.strategy.adapts or self.adapter is not None
+
     def resting(self) -> AbstractContextManager[None]:
         """A block without the modes of an adapter that adds nothing now: the same outputs at a lower cost."""
         return nullcontext() if self.adapter is None else self.adapter.without_idle_modes()

@@ -53,8 +53,8 @@ def train_task(trainer: TaskTrainer) -> tuple[LearnerState, TaskRecord, ClosingP
     features, memory = trainer.learn()
     with encoder.profile.phase("close"):
         labels = torch.as_tensor(images.labels, device=features.device)
-        # The teacher saw the images as they are.
-        before = trainer.teacher if state.args.augment == "none" else None
+        # Both passes saw the images as they are, but where the data set itself changes them at random.
+        before = trainer.teacher if state.args.teacher == "cached" else None
         views = encoder.views(features, images, trainer.title("close"))
         texts = each = None
         if has_text(encoder.clip) and any(each.reads_text for each in state.classifiers.values()):

@@ -77,7 +77,7 @@ def forget_images(state: LearnerState, encoder: Encoder, images: Any) -> Learner
     images = unlabelled_images(images)
     if not len(images):
         return state
-    if state.strategy.adapts or state.adapter is not None:
+    if state.trained:
         raise ValueError(
             f"the strategy {state.strategy.name!r} trains the model, which nothing takes back: a learner forgets "
             "single images where nothing is trained"
@@ -172,7 +172,7 @@ def merge(state: LearnerState, encoder: Encoder, theirs: LearnerState, their_enc
 def _check_alike(state: LearnerState, theirs: LearnerState) -> None:
     """Raise unless two learners train nothing and differ in their classes alone."""
     for each in (state, theirs):
-        if each.strategy.adapts or each.adapter is not None:
+        if each.trained:
             raise ValueError(f"learners merge where nothing is trained, not with the strategy {each.strategy.name!r}")
     for name in ("text_embeds", "templates", "class_name_style", "augment"):
         mine, others = getattr(state.args, name), getattr(theirs.args, name)

@@ -182,7 +182,7 @@ def _cpu_name() -> str:
 
 def model_name(name: str) -> str:
     """How the table calls a model."""
-    return {"vit-b-16": "ViT-B/16", "vit-b-32": "ViT-B/32"}.get(name, os.path.basename(name))
+    return {"vit-b-16": "ViT-B/16", "vit-b-32": "ViT-B/32", "vit-l-14": "ViT-L/14"}.get(name, os.path.basename(name))
 
 
 def photographs(folder: Path, count: int, size: tuple[int, int]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Models and images of the benchmarks: a random CLIP in three sizes, or a folder's; noise, or photographs."""
+"""Models and images of the benchmarks: a random CLIP in several sizes, or a folder's; noise, or photographs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from dulbe_peft.encoders.registry import demo_model_folder
 # Width, width of the MLP, blocks, heads; of the vision tower image and patch size in pixels too; joint dimension.
 SIZES = {
     "vit-b-16": ((768, 3072, 12, 12, 224, 16), (512, 2048, 12, 8), 512),
+    "vit-l-14": ((1024, 4096, 24, 16, 224, 14), (768, 3072, 12, 12), 768),
     "vit-b-32": ((768, 3072, 12, 12, 224, 32), (512, 2048, 12, 8), 512),
     "small": ((192, 768, 8, 3, 64, 8), (128, 512, 4, 4), 192),
     "wide": ((48, 96, 2, 2, 16, 8), (32, 64, 2, 2), 512),  # the features of a large model at little cost

@@ -56,7 +56,7 @@ Different = AfterValidator(_different)
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table, which is compared on every stream: a method, a classifier, and a drift: none or linear."""
+    """A row of the table, which is compared on every stream: a method, a classifier, and a drift."""
 
     method: str
     classifier: str
@@ -128,9 +128,7 @@ class Plan(Record):
         if self.streams[stream].get("class_order") is not None:
             del seeds["order_seed"]
         settings = seeds | self.streams[stream] | self.methods[method] | more
-        # Features from before each task let drift be asked for later. Of augmented images there are none.
-        asked = settings.get("augment", "none") == "none" or any(row.drift == "linear" for row in self.rows_of(method))
-        if asked and _strategy(self.methods[method]).adapts:
+        if _strategy(self.methods[method]).adapts:  # features from before each task let drift be asked for later
             settings["drift"] = "linear"
         return Cell(stream, method, seed, settings, folder, self.retentions.get(stream, (None,)))
 
@@ -164,7 +162,7 @@ class _PlanFile(Record):
     streams: Annotated[dict[Name, _Stream], Field(min_length=1)]
     methods: Annotated[dict[Name, _Method], Field(min_length=1)]
     classifiers: Annotated[list[str], Listed, Field(min_length=1), Different] = ["bridge"]
-    drift: Annotated[list[Literal["none", "linear"]], Listed, Field(min_length=1), Different] = ["none"]
+    drift: Annotated[list[Literal["auto", "none", "linear"]], Listed, Field(min_length=1), Different] = ["auto"]
     seeds: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1), Different] = [0]
     reference: dict[Literal["method", "classifier", "drift"], str] | None = None
 
@@ -213,8 +211,9 @@ def _rows(method: str, settings: Mapping[str, Any], file: _PlanFile) -> list[Row
     own = [text for text in strategy.classifiers if asked[text].belongs_to and asked[text].name not in named]
     rows = []
     for text in (*file.classifiers, *own):
-        moves = strategy.adapts and asked[text].follows_drift()
-        rows += [Row(method, text, drift) for drift in (file.drift if moves else ["none"])]
+        moving = [drift for drift in file.drift if strategy.adapts and asked[text].follows_drift(drift)]
+        still = ["none"] if "none" in file.drift or not moving else []
+        rows += [Row(method, text, drift) for drift in (*still, *moving)]
     return rows
 
 

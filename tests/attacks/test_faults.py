@@ -102,7 +102,6 @@ SETTINGS = [
     ("template twice", lambda w: LearnerArguments(prompt_template=["a {}", "a {}"]), V, "the same text twice"),
     ("training without {}", lambda w: LearnerArguments(training_template="a"), V, "training_template exactly one {}"),
     ("views twice", lambda w: LearnerArguments(augment="crop+crop"), V, "augment none crop, flip, affine 'crop+crop'"),
-    ("views and drift", lambda w: LearnerArguments(augment="crop", drift="linear"), V, "exclude each other"),
     ("device unknown", lambda w: tiny_learner(device="quantum"), V, "device 'quantum'"),
     ("tracker unknown", lambda w: tiny_learner(log_with="nothing"), V, "nothing"),
     ("text_rank huge", lambda w: adapt(text_rank=10**9), V, "text_rank 1000000000 in_features"),

@@ -22,7 +22,7 @@ from dulbe_peft.classifiers import (
     parse_classifiers,
     spec,
 )
-from dulbe_peft.classifiers.closing import linear_map
+from dulbe_peft.classifiers.drift import linear_map
 
 
 def test_bad_calls_are_named_and_change_nothing(tmp_path):
@@ -211,7 +211,9 @@ def test_names_and_settings_make_classifiers_or_are_refused():
     assert list(map(spec, made.values())) == specs
     assert all(make_classifier(spec(one), 8).settings() == one.settings() for one in made.values())
     assert list(make_classifiers("bridge:depths=0/1,lda", 8)) == ["bridge", "lda"]
-    assert [CLASSIFIERS[name].follows_drift() for name in ("bayes", "lda", "ranpac")] == [True, True, False]
+    assert [CLASSIFIERS[name].follows_drift() for name in ("bayes", "ranpac", "text")] == [True, True, False]
+    assert [CLASSIFIERS[name].follows_drift("linear") for name in ("lda", "ranpac")] == [True, False]
+    assert not any(kind.follows_drift("none") for kind in CLASSIFIERS.values())
     for text, message in (
         ("ranpack", r"no classifier 'ranpack'; did you mean 'ranpac'\? \(known: .*bridge"),
         ("ranpac:feature=3", r"no setting 'feature'; did you mean 'features'\?"),

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.classifiers.calibration import hold_back
-from dulbe_peft.classifiers.closing import linear_map
+from dulbe_peft.classifiers.drift import linear_map
 from dulbe_peft.classifiers.gda import ALPHAS, TEMPERATURES
 from dulbe_peft.classifiers.ridge import RIDGES
 from dulbe_peft.training.estimating import left_out_share

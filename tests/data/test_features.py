@@ -244,7 +244,7 @@ def test_a_killed_worker_costs_its_shard_at_most(root, table, tmp_path, monkeypa
 CLASSIFIERS = ("bridge", "text", "prototype", "lda", "ridge", "ranpac:features=50")
 
 
-@pytest.fixture(scope="module", params=["none", "linear"])
+@pytest.fixture(scope="module", params=["none", "linear", "auto"])
 def run(request, tiny_model, digit_folders, tmp_path_factory):
     """A stream of two tasks that DuLBE has trained with all classifiers and kept the features of."""
     learner = learner_of(load_dual_encoder(tiny_model), classifiers=CLASSIFIERS, drift=request.param)

@@ -21,8 +21,10 @@ from dulbe_peft import (
     ClassIncrementalLearner,
     DualModeLoraConfig,
     DualModeTrainer,
+    LearnerArguments,
     class_incremental_tasks,
     load_clip,
+    paper_arguments,
 )
 from dulbe_peft.trainer import accuracy
 
@@ -128,6 +130,24 @@ def test_it_learns_what_the_learner_learns_bit_for_bit(base, tasks, whole, tmp_p
     assert trainer.evaluate()["eval_accuracy"] == expected.evaluate(tasks[-1].test)["accuracy"]
     scores = trainer.predict(tasks[0].test).predictions
     assert scores.argmax(1).tolist() == [expected.class_names.index(name) for name in expected.predict(tasks[0].test)]
+
+
+def test_the_papers_arguments_are_the_learners_defaults(base, tasks, tmp_path):
+    """In one word, and without arguments at all; only what is asked for is otherwise."""
+    quiet = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    model, processor = adapted(base)
+    asked = paper_arguments(str(tmp_path), **quiet)
+    trainer = DualModeTrainer(model, asked, tasks[0].train, processing_class=processor)
+    trainer.train()
+    defaults = LearnerArguments(precision=trainer.learner.args.precision)
+    assert trainer.learner.args.portable() == defaults.portable()
+    expected = learner_of(base, epochs=defaults.epochs, batch_size=defaults.batch_size)
+    expected.learn_task(tasks[0].train)
+    assert_alike(trainer.learner, expected)
+    bare = DualModeTrainer(adapted(base)[0], processing_class=processor).args
+    assert (bare.learning_rate, bare.max_grad_norm, bare.lr_scheduler_type) == (1e-3, 0, "cosine")
+    changed = paper_arguments("out", num_train_epochs=4, seed=7)
+    assert (changed.num_train_epochs, changed.seed, changed.per_device_train_batch_size) == (4, 7, 32)
 
 
 @pytest.mark.parametrize("teacher", ["cached", "online"])

@@ -73,7 +73,8 @@ class Ordered(literal.LiteralLearner):
 def test_two_tasks_equal_a_literal_transcription(base, digits, monkeypatch):
     """Algorithm 1 spelled out with a copied teacher on every batch, two gradient calls and dense weights."""
     monkeypatch.setattr(literal, "allocate", partial(literal.allocate, residual_rank=2, support_rank=8))
-    learner = learner_of(base, seed=0, **QUICK | {"prompt_template": "a photo of a {}."})
+    paper = {"prompt_template": "a photo of a {}.", "drift": "none"}
+    learner = learner_of(base, seed=0, **QUICK | paper)
     clip, processor = copy.deepcopy(base)
     twin = Ordered(clip, processor, batch_size=8, epochs=1)
     starts = [p for name, p in learner.clip.named_parameters() if "dulbe_text_A" in name]
@@ -141,9 +142,12 @@ def test_cached_and_online_teacher_agree(digits, plain, monkeypatch):
         return previous(model)
 
     monkeypatch.setattr(DualModeLoraModel, "previous_task", counted)
-    assert torch.equal(outcome(digits, teacher="cached"), plain) and not calls
-    torch.testing.assert_close(outcome(digits, teacher="online"), plain, atol=2e-2, rtol=1e-3)
-    assert len(calls) == 2  # 12 images in batches of 8, at the second task alone
+    cached = outcome(digits, teacher="cached", drift="none")
+    assert not calls
+    # Where images may change at random, features before a task are not those of the images after it.
+    assert torch.equal(outcome(digits, teacher="online"), outcome(digits, teacher="online", drift="none"))
+    torch.testing.assert_close(outcome(digits, teacher="online"), cached, atol=2e-2, rtol=1e-3)
+    assert len(calls) == 6  # three times 12 images in batches of 8, at the second task alone
 
 
 @pytest.mark.parametrize(

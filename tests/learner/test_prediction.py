@@ -218,3 +218,21 @@ def test_the_five_best_of_many_classes(kind, state, monkeypatch):
     expected = classifier(features).topk(5)
     np.testing.assert_array_equal(places, expected.indices)
     np.testing.assert_allclose(scores, expected.values, rtol=1e-4, atol=1e-4)
+
+
+def test_a_trained_model_promises_no_share(base, digit_folders, recwarn):
+    """It was trained on the images by which the share is kept; plain answers need none."""
+    root = digit_folders(2, 30, 2)
+    for strategy in ("frozen", "dulbe"):
+        learner = learner_of(base, strategy, ("lda",), prompt_template="a photo of the digit {}.")
+        learner.learn_task(ImageFolder(root, "train"))
+        recwarn.clear()
+        learner.predict(ImageFolder(root, "test"), return_scores=True)
+        assert not recwarn.list
+        for asked in ({"reject": 0.2}, {"coverage": 0.8}):
+            if strategy == "frozen":
+                learner.predict(ImageFolder(root, "test"), **asked)
+                continue
+            with pytest.warns(UserWarning, match="it is not promised"):
+                learner.predict(ImageFolder(root, "test"), **asked)
+        assert not recwarn.list

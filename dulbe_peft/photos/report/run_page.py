@@ -94,6 +94,7 @@ def _content(run: RunFolder, key: str) -> dict[str, Any]:
         "settings": [(name, "" if value is None else str(value)) for name, value in settings.items()],
         "loss": plots.inline_svg(plots.loss_figure(losses), f"{key}-loss") if any(losses) else "",
         "steps": verdict.next_steps(run, rows, matrix),
+        "trained_away": verdict.trained_away(run.results),
         "estimated": None if run.tested else verdict.estimated(run.results),
         "class_rows": rows,
         "matrix": matrix,

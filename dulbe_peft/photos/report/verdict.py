@@ -10,6 +10,7 @@ from dulbe_peft.classifiers.registry import CLASSIFIERS
 from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, TITLES, result_rows
 from dulbe_peft.photos.report.run_folder import RunFolder
 from dulbe_peft.photos.report.shares import ClassRow, ConfusionMatrix, Share, listed
+from dulbe_peft.streams.falls import ADVICE, MUCH, Cost, fallen
 from dulbe_peft.training.state import Estimate
 
 _LEVEL = 0.05
@@ -113,6 +114,29 @@ def recommended(found: Estimated | None, first: str) -> tuple[str, str]:
     if shares[best].low > shares[first].high:
         return best, f"recommended by it: {best}, with {ahead} than {first}"
     return first, f"recommended by it: {first}, which answers; {best} has {ahead}, which may be chance"
+
+
+def trained_away(results: Mapping[str, Any]) -> str:
+    """What training cost old classes, in a sentence with what to do, or ""."""
+    points, places = dict[str, float](), dict[str, list[str]]()
+    for number, saved in enumerate(results.get("costs", []), 1):
+        for name, cost in fallen({name: Cost(**own) for name, own in saved.items()}).items():
+            points[name] = points.get(name, 0.0) + cost.points
+            places.setdefault(name, []).append(str(number))
+    if points:
+        worst = sorted(points, key=lambda name: -points[name])
+        each = (
+            f"“{n}” {points[n]:.1f} points (task{'s' * (len(places[n]) > 1)} {', '.join(places[n])})" for n in worst
+        )
+        said = listed(list(each), _NAMED)
+        return f"Training cost old classes more than chance explains: {said}. To keep them, {ADVICE}."
+    share = max((each for each in results.get("changed", []) if each is not None), default=0.0)
+    if share < MUCH:
+        return ""
+    return (
+        f"After a task's training, {100 * share:.0f} % of its images look like another old class than before. Old "
+        f"classes without test images may have suffered: test them, {ADVICE}."
+    )
 
 
 def next_steps(run: RunFolder, rows: Sequence[ClassRow], matrix: ConfusionMatrix | None) -> list[tuple[str, str]]:

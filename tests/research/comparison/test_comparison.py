@@ -304,23 +304,23 @@ def test_a_method_brings_its_own_classifier(content, tmp_path):
     assert [row.classifier for row in plan.rows_of("RAPF")] == ["text", "rapf"]
     bare = next(cell for cell, _ in plan.cells() if cell.method == "bare")
     assert "drift" not in bare.settings, "a method that names no strategy trains nothing, as `run` does"
-    plan = read_plan(write(tmp_path / "plan.yaml", content | {"classifiers": ["ranpac:features=9", "lda"]}))
-    # Behind a ReLU nothing can follow.
-    assert [row.drift for row in plan.rows_of("DuLBE")] == ["none", "none", "linear"]
+    asked = {"classifiers": ["ranpac:features=9", "lda"], "drift": ["none", "linear", "auto"]}
+    plan = read_plan(write(tmp_path / "plan.yaml", content | asked))
+    # No map of the features is one of what stands behind a ReLU.
+    assert [row.drift for row in plan.rows_of("DuLBE")] == ["none", "auto", "none", "linear", "auto"]
+    plan = read_plan(write(tmp_path / "plan.yaml", content | asked | {"drift": ["linear"]}))
+    assert [row.drift for row in plan.rows_of("DuLBE")] == ["none", "linear"]
 
 
 def test_a_method_that_trains_on_augmented_views_is_compared(content, tmp_path):
     methods = {"plain": {"strategy": "lora"}, "views": {"strategy": "lora", "augment": "affine", "copies": 1}}
     mine = content | {"methods": methods, "classifiers": ["lda"], "drift": ["none"], "seeds": [0], "reference": None}
     plan = read_plan(write(tmp_path / "plan.yaml", mine))
-    assert [cell.settings.get("drift") for cell, _ in plan.cells()] == ["linear", None] * len(plan.streams)
+    assert [cell.settings.get("drift") for cell, _ in plan.cells()] == ["linear"] * 2 * len(plan.streams)
     plain, views = compare(plan, tmp_path / "out", jobs=1)
     assert [entry.row.method for entry in (plain, views)] == ["plain", "views"]
     features = [read_features(tmp_path / "out" / cell.folder) for cell, _ in plan.cells()]
     assert not torch.equal(features[0][0].closing.features, features[1][0].closing.features)
-    with pytest.raises(ValueError, match="augment and drift='linear'"):
-        other = read_plan(write(tmp_path / "plan.yaml", mine | {"drift": ["none", "linear"]}))
-        compare(other, tmp_path / "other", jobs=1)
 
 
 @pytest.mark.slow
