@@ -69,7 +69,7 @@ def check(
     if check_labels != (model is not None):
         raise ValueError("--check-labels and --model MODEL, such as openai/clip-vit-base-patch16, go together")
     from dulbe_peft.data.folders import ImageFolder
-    from dulbe_peft.photos.data.inventory import find_duplicates
+    from dulbe_peft.photos.data.inventory import blank_lines, find_duplicates, thumbnails
     from dulbe_peft.photos.data.splits import open_stream_data
 
     learner = None if model is None else load_learner(None, model, {"device": device}, store=not no_store)
@@ -80,7 +80,8 @@ def check(
     if move_to is not None and not isinstance(train, ImageFolder):
         raise ValueError(f"--move-to moves files of folders, and {data!r} is none")
     parts = dict(zip(found.counts, [train] if test is None else [train, test], strict=True))
-    found = replace(found, duplicates=find_duplicates(parts, near=True))
+    pictures = thumbnails(parts)
+    found = replace(found, duplicates=find_duplicates(parts, pictures), blank=blank_lines(parts, pictures))
     tiny, words = _tiny(parts), words_of(page, csv)
     name = data.rpartition("/")[2] if data.startswith("hf:") else Path(data).resolve().name
     small = ["", f"narrower than {SMALL} pixels: {counted(len(tiny), 'image')}"] if tiny else []
@@ -93,7 +94,8 @@ def check(
     if page is not None:
         content = {"name": name, "found": found, "problems": [*found.problems(), *small]}
         _write_page(Path(page), parts, content | {"pairs": found.duplicates[:PAIRS], "doubtful": doubtful[:DOUBTFUL]})
-    rows = [*_findings(found, doubtful), *tiny]
+    blank = [[split, parts[split].item_name(at), "blank", why] for (split, at), (_, why) in pictures.items() if why]
+    rows = [*_findings(found, doubtful), *tiny, *blank]
     if csv is not None:
         write_csv(csv, HEADER, ([*map(printable, row)] for row in rows), errors="surrogateescape")
     if move_to is not None:

@@ -13,9 +13,19 @@ import numpy as np
 from dulbe_peft.data.folders import SPLIT_NAMES, ImageFolder, folder_content, holds_only_folders, subfolders
 from dulbe_peft.data.images import LabelledImages, Splits, labelled_images
 from dulbe_peft.data.readers import load_data, splits
-from dulbe_peft.photos.data.inventory import Inventory, Look, count_images, find_duplicates, inspect_parts, undecodable
+from dulbe_peft.photos.data.inventory import (
+    Inventory,
+    Look,
+    blank_lines,
+    count_images,
+    find_duplicates,
+    inspect_parts,
+    thumbnails,
+    undecodable,
+)
 from dulbe_peft.utils.settings import check_int
 
+SAMPLE = 32  # images that are looked at for many that show nothing
 Unused = tuple[str, str, Path | None]  # where a split is that is not opened, its name, and its folder where it is one
 
 
@@ -140,7 +150,9 @@ def open_stream_data(
         )
     if test_fraction is not None:
         parts[train_split], parts[test_split] = hold_out(parts[train_split], test_fraction)
-    inventory = replace(inventory, counts=count_images(parts), duplicates=find_duplicates(parts))
+    pictures = thumbnails(parts, SAMPLE)
+    blank = blank_lines(parts, pictures, max(3, len(pictures) // 8))
+    inventory = replace(inventory, counts=count_images(parts), duplicates=find_duplicates(parts), blank=blank)
     return parts[train_split], parts.get(test_split), inventory
 
 

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from dulbe_peft.data.folders import ImageFolder, folder_content, holds_image
+from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.data.inventory import inspect_images
 from dulbe_peft.photos.data.splits import draw_per_class, hold_out, open_stream_data
 from dulbe_peft.photos.runs.sources import check_source
@@ -200,3 +201,29 @@ def test_unreadable_images_are_one_error_or_left_out(tmp_path):
         path.write_bytes(b"x")
     with pytest.raises(ValueError, match=r"no image of the class 'dog' can be read, such as .*0\.jpg: it is none of"):
         open_stream_data(tmp_path, strict=False)
+
+
+def test_many_images_that_show_nothing_are_said(tmp_path, capsys):
+    """Of one colour, nearly black as 12 bits in 16 are, or one picture in many files: `check` names each."""
+    noise = np.random.default_rng(0)
+    for number in range(6):
+        for name in ("flat", "dark", "same", "good"):
+            (tmp_path / name).mkdir(exist_ok=True)
+            picture = Image.new("L", (20, 20), 40 * number)
+            if name == "dark":
+                picture = Image.fromarray(noise.integers(0, 4096, (20, 20), dtype=np.uint16))
+            elif name != "flat":
+                seed = np.random.default_rng(7 if name == "same" else number)
+                picture = Image.fromarray(seed.integers(0, 256, (20, 20), dtype=np.uint8))
+            picture.save(tmp_path / name / f"{number}.png")
+            with open(tmp_path / name / f"{number}.png", "ab") as file:
+                file.write(b"x" * number)  # another file, the same pixels
+    said = "\n".join(open_stream_data(tmp_path)[2].problems())
+    assert "24 of the images were looked at; 5 are of one flat colour, such as" in said  # black is dark
+    assert "7 are nearly black, as pixels of 12 bits" in said and "5 are the same picture as another one" in said
+    assert main(["check", str(tmp_path), "--csv", str(tmp_path.parent / "found.csv")]) == 0
+    assert "5 are of one flat colour, such as" in capsys.readouterr().out
+    rows = (tmp_path.parent / "found.csv").read_text().splitlines()
+    assert sum(",blank,nearly black" in row for row in rows) == 7
+    shutil.rmtree(tmp_path / "flat"), shutil.rmtree(tmp_path / "dark"), shutil.rmtree(tmp_path / "same")
+    assert not open_stream_data(tmp_path)[2].blank
