@@ -44,6 +44,7 @@ _INSTEAD = {  # what to do with files that hold pictures, and are not read
         ".m4v",
         ".3gp",
     ),
+    "a table is not read here: --labels FILE reads labels from one": (".csv", ".tsv", ".jsonl"),
     "drawings and documents are not read: export PNG files": (".svg", ".psd", ".xcf", ".pdf"),
 }
 _LFS = b"version https://git-lfs"

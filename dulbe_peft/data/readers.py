@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -25,6 +26,7 @@ def load_data(
     image_column: str = "image",
     label_column: str = "label",
     vocabulary: str | None = None,
+    leave_out: Sequence[str] | None = None,
 ) -> LabelledImages:
     """Open a dataset by what its path is.
 
@@ -38,6 +40,7 @@ def load_data(
         image_column: column with the images, where the dataset is one of Hugging Face.
         label_column: column with the labels, where the dataset is one of Hugging Face.
         vocabulary: file with the keywords that are classes, one a line, where exiftool's keywords are the labels.
+        leave_out: in a folder of images, classes and folders in them that are no part of the data.
 
     Returns:
         A data set: `len`, items {"image": upright PIL image in RGB, "label": int}, `labels` and `class_names`.
@@ -51,18 +54,22 @@ def load_data(
     if text.startswith(HUB_PREFIX) and split is not None:  # without asking the Hub for the splits
         data = import_datasets(text).load_dataset(text.removeprefix(HUB_PREFIX), split=split)
         return hub_images(data, text, *columns)
-    found = splits(text, *columns, vocabulary=vocabulary)
+    found = splits(text, *columns, vocabulary, leave_out)
     if split == "train" and list(found) == [None]:
         split = None
     if split in found:
         return found[split]()
     if {None} < found.keys():
-        return ImageFolder(text, split)  # which says what its folders are
+        return ImageFolder(text, split, leave_out or ())  # which says what its folders are
     raise FileNotFoundError(f"{text} has no split {split!r}; its splits are {list(filter(None, found))}")
 
 
 def splits(
-    text: str, image_column: str = "image", label_column: str = "label", vocabulary: str | None = None
+    text: str,
+    image_column: str = "image",
+    label_column: str = "label",
+    vocabulary: str | None = None,
+    leave_out: Sequence[str] | None = None,
 ) -> Splits:
     """The splits of what `load_data` takes, by their names, each opened by a call."""
     path = Path(text)
@@ -73,7 +80,7 @@ def splits(
         tables: Splits = resolve_name(LABEL_TABLES)(path, vocabulary)
         return tables
     if path.is_dir():
-        return {name: partial(ImageFolder, path, name) for name in (*subfolders(path), None)}
+        return {name: partial(ImageFolder, path, name, leave_out or ()) for name in (*subfolders(path), None)}
     if text == DEMO_DIGITS:
         return {name: partial(load_digit_images, name) for name in ("train", "test")}
     suffix, expected = path.suffix.lower(), "expected a folder of images or of parquet files, or a .csv of labels"

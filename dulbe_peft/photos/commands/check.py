@@ -51,7 +51,7 @@ LEFT_OUT, MOVED = "left out", "moved.csv"
 SMALL = 64  # pixels; an image with fewer shows a model of 224 pixels little
 
 
-@command(settings=settings_of(StreamArguments, ("train_split", "test_split")))
+@command(settings=settings_of(StreamArguments, ("train_split", "test_split", "test_data", "leave_out")))
 def check(
     data: str = setting(..., "images, as for run", place=True),
     page: Page | None = setting(None, "write a page with pictures, too"),
@@ -62,7 +62,7 @@ def check(
     device: str = setting("auto", "where that model runs"),
     no_store: bool = NO_STORE,
     overwrite: bool = OVERWRITE,
-    **splits: str | None,
+    **splits: Any,
 ) -> int:
     claim(("--move-to", move_to, FOLDER), apart=[data])
     claim(("--page", page, ".html"), ("--csv", csv, ".csv"), reads=[data], overwrite=overwrite)
@@ -74,7 +74,7 @@ def check(
 
     learner = None if model is None else load_learner(None, model, {"device": device}, store=not no_store)
     given = {flag: split for flag, split in splits.items() if split is not None}
-    train, test, found = open_stream_data(data, **given, strict=False)  # type: ignore[arg-type]
+    train, test, found = open_stream_data(data, **given, strict=False)
     if page is not None and train.features is not None:
         raise ValueError(f"{data!r} is a table of features, which has no pictures for --page")
     if move_to is not None and not isinstance(train, ImageFolder):
@@ -104,6 +104,7 @@ def check(
     if page or csv:
         print(f"\nwritten: {' and '.join(filter(None, (page, csv)))}", file=words)
     print(file=words)
+    splits["leave_out"] = ",".join(splits["leave_out"] or ()) or None
     more = splits | {"test_fraction": 0.2 if test is None else None, "output": f"out-{name}"}
     say_next("run", model=model or "openai/clip-vit-base-patch16", data=data, **more, to=words)
     return 2 if found.unreadable else 0

@@ -25,6 +25,7 @@ from csv import writer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dulbe_peft.data.names import NONE
 from dulbe_peft.photos.commands.named import FOLDER, check_images, claim, say_next
 from dulbe_peft.photos.commands.options import OVERWRITE, File, Folder, Load, Share, command, learner_options
 from dulbe_peft.utils.files import is_stream, output_file, write_csv
@@ -35,7 +36,6 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.metrics.prediction import Prediction
 
-NONE = "none of these"
 ROOT = "dulbe"  # of the keywords that are guesses, which tells them from a person's
 HEADER = ["path", "class", "probability", "novelty"]
 NOT_TOLD = (

@@ -70,6 +70,7 @@ class Inventory:
     unreadable: list[tuple[Found, str]] = field(default_factory=list)  # with the reasons
     left_out: list[tuple[str, str]] = field(default_factory=list)  # files and folders, and reasons
     duplicates: list[Duplicate] = field(default_factory=list)  # where they were looked for
+    notes: list[str] = field(default_factory=list)  # sentences about what was guessed
     blank: list[str] = field(default_factory=list)  # sentences about images that show next to nothing, or one picture
 
     @property
@@ -112,7 +113,8 @@ class Inventory:
             lines += [f"  {n:>6}  {why}, such as {printable(first[why])}" for why, n in counts.most_common()]
         if self.unreadable:
             lines += ["", f"cannot be read: {len(self.unreadable)}", *self.unreadable_lines(most)]
-        lines += ["", *self.blank] if self.blank else []
+        for said in (self.notes, self.blank):
+            lines += ["", *map(printable, said)] if said else []
         for split, own in list(self.counts.items())[:1]:
             rare = [f"{printable(name)} ({count})" for name, count in own.items() if count < FEW]
             if rare:
@@ -243,7 +245,7 @@ def blank_lines(parts: Mapping[str, LabelledImages], pictures: Thumbnails, least
     seen = dict[bytes, bytes | None]()
     for (split, index), (grey, blank) in pictures.items():
         part = parts[split]
-        if least > 1 and grey.any():  # else `find_duplicates` says it
+        if not blank and least > 1 and grey.any():  # else `find_duplicates` says it
             (content,) = part.at([index]).contents()
             blank = SAME if seen.setdefault(grey.tobytes(), content) != content else ""
         kinds.setdefault(blank, []).append(part.item_name(index))

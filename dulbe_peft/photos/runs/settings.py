@@ -31,8 +31,10 @@ class StreamArguments:
     increment: AtLeastOne | None = setting(None, "Classes per task. None: all that are new are one task.")
     initial_increment: AtLeastOne | None = setting(None, "Classes of the first task, where it differs.")
     train_split: str = setting("train", "Name of the split to learn from.")
-    test_split: str = setting("test", "Name of the split to test on, where there is one.")
+    test_split: str = setting("test", "Name of the split to test on; none: leave it out.")
     test_fraction: Part | None = setting(None, "Without a test split: the share to hold back for tests.")
+    test_data: str | None = setting(None, "Other images to test on, as for --data.")
+    leave_out: list[str] | None = setting(None, "Classes, or folders in them such as cat/old, that are left out.")
     validation_fraction: Part | None = setting(
         None, "Test on this share of the training images, which is not learned, for choosing settings."
     )
