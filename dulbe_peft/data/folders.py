@@ -104,12 +104,17 @@ class FileImages(LabelledImages):
     """Images in files with their classes: `source` has their paths below `root`."""
 
     def __init__(
-        self, root: Path, split: str | None, images: Sequence[tuple[str, str]], left_out: Sequence[tuple[str, str]]
+        self,
+        root: Path,
+        split: str | None,
+        images: Sequence[tuple[str, str]],
+        left_out: Sequence[tuple[str, str]],
+        notes: Sequence[str] = (),
     ) -> None:
         place = {name: label for label, name in enumerate(sorted({name for _, name in images}))}
         labels = np.array([place[name] for _, name in images], dtype=np.int64)
         super().__init__([file for file, _ in images], labels, check_class_names(place), stored=True)
-        self.root, self.split, self.left_out = root, split, left_out
+        self.root, self.split, self.left_out, self.notes = root, split, left_out, notes
 
     def _item(self, position: int) -> tuple[Path, int]:
         return self.root / self.source[position], int(self._own_labels[position])

@@ -37,6 +37,7 @@ class LabelledImages:
 
     name = ""
     left_out: Sequence[tuple[str, str]] = ()  # paths of what a folder holds and is no part of the data, and reasons
+    notes: Sequence[str] = ()  # sentences about what was guessed
     split: str | None = None
     features: Any = None  # a `FeatureTable`, where a model has encoded the images before
 

@@ -156,6 +156,7 @@ def open_stream_data(
         except UnlabelledError as error:
             left_out.append((f"{os.fspath(path)}[{test_split}]", f"{error}: without labels they test nothing"))
         notes += [f"tested on {test_split!r}, for there is no split 'test'"] * (test_split in VALIDATION)
+    notes += dict.fromkeys(note for images in parts.values() for note in images.notes)
     _check_left_out(leave_out, parts, Path(path))
     parts = {split: _without(images, leave_out) for split, images in parts.items()}
     train = parts[train_split]

@@ -47,7 +47,8 @@ class StreamArguments:
     strict: bool = setting(False, "Stop where an image cannot be read; else it is left out.")
     vocabulary: str | None = setting(None, "Text file: the keywords of exiftool that are classes.")
     image_column: str = setting("image", "Column with the images, where the data is one of Hugging Face.")
-    label_column: str = setting("label", "Column with the labels, likewise.")
+    label_column: str = setting("label", "Column with the labels, likewise and in a table.")
+    path_column: str | None = setting(None, "Column with the paths of the images, where --labels names a table.")
     class_names: str | None = setting(
         None, "Text file, a line for each class: 'old name', a tab, 'new name', or new names in the data's order."
     )

@@ -27,7 +27,7 @@ _SPLITS = (
     "test_fraction",
     "test_data",
 )  # first of `open_stream_data`
-_READING = ("vocabulary", "image_column", "label_column", "leave_out")  # arguments of `load_data`
+_READING = ("vocabulary", "image_column", "label_column", "path_column", "leave_out")  # arguments of `load_data`
 DATA_FIELDS = (*_SPLITS, "strict", "class_names", *_READING)
 _DRAWS = ("validation_fraction", "images_per_class", "draw_seed")
 FIELDS = (*DATA_FIELDS, *_DRAWS)
@@ -50,7 +50,7 @@ def data_or_labels(data: str | None, labels: str | None) -> str | None:
         return data
     if data:
         raise ValueError(f"--data is {data!r} and --labels {labels!r}: the table names the images, so give it alone")
-    if not labels.lower().endswith(".csv"):
+    if not labels.lower().endswith((".csv", ".tsv", ".jsonl")):
         raise ValueError(f"--labels is {labels!r}, expected a .csv file with the columns path,label")
     return labels
 
