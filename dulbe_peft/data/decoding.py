@@ -10,15 +10,16 @@ import os
 import warnings
 from contextlib import nullcontext, suppress
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from PIL import ExifTags, Image, features
+from PIL import ExifTags, Image, ImageCms, features
 
 Source = str | os.PathLike[str] | IO[bytes]
 _SUFFIXES = {
-    "JPEG": (".jpg", ".jpeg", ".jfif"),
+    "JPEG": (".jpg", ".jpeg", ".jpe", ".jfif", ".mpo"),
     "PNG": (".png",),
     "WEBP": (".webp",),
     "BMP": (".bmp",),
@@ -28,6 +29,25 @@ _SUFFIXES = {
     "HEIF": (".heic", ".heif"),
 }
 ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".rar", ".7z")
+_INSTEAD = {  # what to do with files that hold pictures, and are not read
+    "it is an archive: unzip it, and name the folder that comes out": ARCHIVES,
+    "camera raw is not read: export JPEG files from the program that develops it": (
+        *(".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf", ".pef", ".srw"),
+    ),
+    "JPEG XL and JPEG 2000 are not read: convert the files to PNG or JPEG": (".jxl", ".jp2", ".j2k", ".jpx", ".jpf"),
+    "a video is not read: save some of its frames as images": (
+        ".mp4",
+        ".mov",
+        ".avi",
+        ".mkv",
+        ".webm",
+        ".m4v",
+        ".3gp",
+    ),
+    "a table is not read here: --labels FILE reads labels from one": (".csv", ".tsv", ".jsonl"),
+    "drawings and documents are not read: export PNG files": (".svg", ".psd", ".xcf", ".pdf"),
+}
+_LFS = b"version https://git-lfs"
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -42,7 +62,7 @@ _UPRIGHT = {
 # filters stand behind the user's own.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning, append=True)
 warnings.filterwarnings("ignore", message="Corrupt EXIF data", category=UserWarning, append=True)
-READING = "1"  # goes up where the same file gives other pixels or another view: kept features are then made anew
+READING = "2"  # goes up where the same file gives other pixels or another view: kept features are then made anew
 MOST_OBLONG = 100  # a processor that resizes the short side makes the long one as many times longer
 _LARGE = 2**25  # pixels; of larger images, all processes that read images decode one at a time, and keep a smaller one
 
@@ -77,15 +97,16 @@ def one_at_a_time() -> Any:
 
 def why_not_read(suffix: str) -> str:
     """Why files with a suffix, in lower case, are left out."""
-    if suffix in ARCHIVES:
-        return "it is an archive: unzip it, and name the folder that comes out"
+    for why, suffixes in _INSTEAD.items():
+        if suffix in suffixes:
+            return why
     if suffix in _SUFFIXES["HEIF"]:
         return f'{suffix} files of phones need a package: pip install "dulbe_peft[heic]"'
     return f"files ending in {suffix} are not read" if suffix else "a file without a suffix"
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """An image in RGB and upright, as its EXIF tag says; alpha is dropped, 16-bit grey is scaled to 8 bits."""
+    """An image as `standard_rgb`, and upright, as its EXIF tag says."""
     if max(image.size) > MOST_OBLONG * min(image.size):
         shape = f"{image.width} x {image.height}"
         raise ValueError(f"it is {shape} pixels large: no side may be more than {MOST_OBLONG} times the other")
@@ -96,11 +117,12 @@ def to_rgb(image: Image.Image) -> Image.Image:
             turn = _UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))
         except Exception:  # damaged EXIF raises almost anything, and the pixels may be whole
             turn = None
-        # A processor takes the colour that `info` names for transparent. `convert` leaves it there.
-        plain = type(image) is Image.Image and image.mode == "RGB" and "transparency" not in image.info
+        plain = (
+            type(image) is Image.Image and image.mode == "RGB" and not {"transparency", "icc_profile"} & {*image.info}
+        )
         if plain and turn is None and not large:
             return image
-        image = _converted(image)
+        image = standard_rgb(image)
         if large:
             image = image.reduce(math.ceil(math.sqrt(image.width * image.height / _LARGE)))
         if turn is not None:
@@ -109,14 +131,39 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image
 
 
-def _converted(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+# The cards of exports take the text of the next two functions.
+def standard_rgb(image: Image.Image) -> Image.Image:
+    """An image in sRGB with 8 bits, over white where it is transparent; 16-bit grey is scaled."""
     if image.mode in ("I", "F"):  # 32 bits say nothing about where white is
         raise ValueError(f"pixels of mode {image.mode!r} have no fixed range; save it with 8 or 16 bits a channel")
-    if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # Pillow warns about the direct way
-    return image.convert("RGB")
+    profile, grey = image.info.get("icc_profile"), image.mode[0] in "1LI"
+    if image.mode.startswith("I;16"):
+        values = np.asarray(image)
+        values = np.where(values == image.info.get("transparency", -1), 65535, values)
+        image = Image.fromarray((values // 257).astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    if profile:
+        image = managed(image, profile, "CMYK" if image.mode == "CMYK" else "L" if grey else "RGB")
+    image = image.convert("RGB")
+    image.info.clear()  # else a processor may take a colour for transparent
+    return image
+
+
+def managed(image: Image.Image, profile: bytes, mode: str) -> Image.Image:
+    """An image of an ICC profile in sRGB; as it is where that changes nothing, or the profile is not its own."""
+    try:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        if source.profile.xcolor_space.strip() != {"L": "GRAY"}.get(mode, mode):
+            return image
+        transform = ImageCms.buildTransform(source, ImageCms.createProfile("sRGB"), mode, "RGB")
+        colours = Image.fromarray(51 * np.indices((6, 6, 6), dtype=np.uint8).reshape(3, 1, 216).transpose(1, 2, 0))
+        shown = ImageCms.applyTransform(colours.convert(mode), transform)
+        change = np.subtract(shown, colours.convert(mode).convert("RGB"), dtype=np.int16)
+        return image if abs(change).max() <= 2 else ImageCms.applyTransform(image.convert(mode), transform)
+    except (OSError, ImageCms.PyCMSError):  # the profile is damaged
+        return image
 
 
 def open_image(source: Source) -> Image.Image:
@@ -142,19 +189,21 @@ def decode_image(source: Source, content: bytes | None = None) -> Image.Image:
         with open_image(io.BytesIO(content)) as image:
             return to_rgb(image)
     except Exception as error:  # Pillow's decoders raise almost anything on damaged files
-        raise UnreadableImageError(_reason(error, source)) from error
+        raise UnreadableImageError(_reason(error, source, content)) from error
 
 
-def _reason(error: Exception, source: Any) -> str:
+def _reason(error: Exception, source: Any, content: bytes = b"") -> str:
     """An error in words that need no path, which the caller gives."""
     path = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
     if os.path.islink(path) and not os.path.exists(path):
         return f"{os.path.basename(path)} is a link to {os.readlink(path)}, which does not exist"
     if isinstance(error, Image.UnidentifiedImageError):
         suffix = os.path.splitext(path)[1].lower()
-        if suffix in (*ARCHIVES, *_SUFFIXES["HEIF"]) and suffix not in image_suffixes():
+        if suffix in chain(_SUFFIXES["HEIF"], *_INSTEAD.values()) and suffix not in image_suffixes():
             return why_not_read(suffix)
         if os.path.isfile(path) and not os.path.getsize(path):
             return "it is an empty file"
+        if content.startswith(_LFS):
+            return "it is a pointer of Git LFS, and no image: `git lfs pull` fetches the image"
         return f"it is none of the formats {', '.join(image_formats())}"
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__

@@ -22,6 +22,10 @@ from dulbe_peft.data.names import check_class_names
 FILES: Any = (Path, io.IOBase)  # what Pillow opens
 
 
+class UnlabelledError(ValueError):
+    """The images of a data set, as those of a competition's test split, have no labels."""
+
+
 class LabelledImages:
     """Images, a label for each, and the names of the classes; a slice reads from the same source.
 
@@ -33,6 +37,7 @@ class LabelledImages:
 
     name = ""
     left_out: Sequence[tuple[str, str]] = ()  # paths of what a folder holds and is no part of the data, and reasons
+    notes: Sequence[str] = ()  # sentences about what was guessed
     split: str | None = None
     features: Any = None  # a `FeatureTable`, where a model has encoded the images before
 
@@ -182,6 +187,8 @@ def labelled_images(dataset: Any) -> LabelledImages:
     labels = _labels_of(dataset, inner)
     if len(labels) != len(dataset):
         raise ValueError(f"dataset has {len(labels)} labels but {len(dataset)} images")
+    if len(labels) and labels.max() < 0:
+        raise UnlabelledError(f"all of its labels are {labels.max()}")
     if len(labels) and labels.min() < 0:
         index = int(labels.argmin())
         raise ValueError(f"the label of sample {index} is {labels[index]}; labels must not be negative")

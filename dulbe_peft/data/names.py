@@ -5,6 +5,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
 from dulbe_peft.utils.specs import closest
 
+NONE = "none of these"  # the answer for what is of no class
+_QUOTES = " '\"`\u00ab\u00bb\u2018\u2019\u201a\u201c\u201d\u201e\u2039\u203a"
 _LONGEST = 1000  # characters; a tokenizer takes seconds for a million, and a text tower takes fewer than this
 
 
@@ -13,14 +15,20 @@ def normalized(text: str) -> str:
     return unicodedata.normalize("NFC", text)
 
 
+def class_key(name: str) -> str:
+    """What spellings of a class name have in common: without case, blanks, quotation marks, invisible characters."""
+    text = "".join(one for one in unicodedata.normalize("NFKC", name).casefold() if unicodedata.category(one) != "Cf")
+    return " ".join(text.strip(_QUOTES).split()) or name
+
+
 def check_class_names(names: Iterable[str], seen: Collection[str] = ()) -> tuple[str, ...]:
-    """Class names as a tuple of normalized strings that differ, also from those in `seen`; a name is never a path."""
+    """Class names as a tuple of normalized strings whose keys differ, also from those in `seen`."""
     if isinstance(names, str):
         raise TypeError(f"class_names must be a sequence of strings, got the single string {names!r}")
     if isinstance(names, Set) or not isinstance(names, Iterable):
         raise TypeError(f"class_names must be a sequence of strings, got {names!r:.100}, which has no order")
-    taken = set(map(normalized, seen))
-    positions: dict[str, int] = {}
+    taken = {class_key(name): normalized(name) for name in seen}
+    found: dict[str, tuple[int, str]] = {}
     for position, name in enumerate(names):
         where = f"class_names[{position}]"
         if not isinstance(name, str):
@@ -36,14 +44,20 @@ def check_class_names(names: Iterable[str], seen: Collection[str] = ()) -> tuple
         except UnicodeEncodeError as error:
             raise ValueError(f"{where} is {name!r}, which cannot be written as UTF-8") from error
         name = normalized(str(name))  # numpy's strings are a subclass that JSON and pickle need not meet
-        if name in positions:
-            raise ValueError(f"{where} and [{positions[name]}] are both {name!r}; names must differ")
-        if name in taken:
-            raise ValueError(f"{where} is {name!r}, a class that was seen already")
-        positions[name] = position
-    if not positions:
+        key = class_key(name)
+        if key == NONE:
+            raise ValueError(f"{where} is {name!r}, which is the answer for what is of no class: rename the class")
+        if key in found:
+            position, other = found[key]
+            spelt = f"both {name!r}" if name == other else f"{name!r} and {other!r}, two spellings of one name"
+            raise ValueError(f"{where} and [{position}] are {spelt}; names must differ")
+        if key in taken:
+            spelt = "" if name == taken[key] else f", there as {taken[key]!r}: spell it so"
+            raise ValueError(f"{where} is {name!r}, a class that was seen already{spelt}")
+        found[key] = len(found), name
+    if not found:
         raise ValueError("class_names is empty; at least one class is needed")
-    return tuple(positions)
+    return tuple(name for _, name in found.values())
 
 
 def learned_name(name: str, known: Sequence[str], what: str) -> str:

@@ -82,11 +82,11 @@ def _is_pair(item: Any) -> bool:
 def as_image(number: int, image: Any) -> Any:
     """One image, which may be an array or bytes, as `unlabelled_images` takes it; the number is for errors."""
     if isinstance(image, np.ndarray):
-        try:
-            return Image.fromarray(image.squeeze(axis=2) if image.shape[2:] == (1,) else image)
-        except (TypeError, ValueError) as error:
-            form = "expected bytes, (height, width, 3) or (height, width)"
-            raise ValueError(f"image {number} is an array of {image.dtype}, {image.shape}: {form}") from error
+        array = image.squeeze(axis=2) if image.shape[2:] == (1,) else image
+        if image.dtype != np.uint8 or not (array.ndim == 2 or array.shape[2:] in ((3,), (4,))) or not array.size:
+            form = "expected uint8 from 0 to 255, (height, width, 3) or (height, width)"
+            raise ValueError(f"image {number} is an array of {image.dtype}, {image.shape}: {form}")
+        return Image.fromarray(array)
     if isinstance(image, (bytes, bytearray, memoryview)):
         return io.BytesIO(image)
     if isinstance(image, (str, os.PathLike)) and (not str(image) or os.path.isdir(image)):

@@ -8,7 +8,10 @@ from dulbe_peft.utils.files import read_lines
 
 
 def rename_classes(images: LabelledImages, path: str | Path) -> LabelledImages:
-    """Images whose classes have the names of a text file: `old name`, a tab, `new name`; or the new names in order."""
+    """Images whose classes have the names of a text file: `old name`, a tab, `new name`; or the new names in order.
+
+    Classes whose names are whole numbers, as folders 0, 1, 2, 10, stand in the order of the numbers.
+    """
     file, old = Path(path), images.class_names
     if not file.is_file():
         raise FileNotFoundError(f"class names {str(path)!r} is no file")
@@ -20,7 +23,9 @@ def rename_classes(images: LabelledImages, path: str | Path) -> LabelledImages:
             raise ValueError(f"{file} has no line for the class {absent[0]!r} ({len(absent)} such classes)")
         new = [pairs[name] for name in old]
     elif len(lines) == len(old):
-        new = lines
+        numbers = all(name.isdecimal() for name in old)
+        order = sorted(range(len(old)), key=lambda place: int(old[place])) if numbers else range(len(old))
+        new = [name for _, name in sorted(zip(order, lines, strict=True))]
     else:
         raise ValueError(f"{file} has {len(lines)} names, the data has {len(old)} classes")
     return images.at(slice(None), class_names=check_class_names(new))

@@ -100,7 +100,7 @@ def read_csv(path: Path) -> list[list[str]]:
     """The rows of a table such as `write_csv` writes, the header first, without the apostrophes that it added."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         try:
-            return [list(map(_unguarded, row)) for row in csv.reader(file)]
+            return [list(map(unguarded, row)) for row in csv.reader(file)]
         except (csv.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is no CSV file in UTF-8: {error}") from error
 
@@ -110,7 +110,8 @@ def _guarded(cell: Any) -> Any:
     return f"'{cell}" if isinstance(cell, str) and cell.lstrip("'").startswith(_FORMULA) else cell
 
 
-def _unguarded(cell: str) -> str:
+def unguarded(cell: str) -> str:
+    """A cell without the apostrophe that `write_csv` adds."""
     return cell[1:] if cell.startswith("'") and cell != _guarded(cell) else cell
 
 

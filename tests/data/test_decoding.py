@@ -10,11 +10,13 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
-from PIL import EpsImagePlugin, ExifTags, Image, ImageOps
+from PIL import EpsImagePlugin, ExifTags, Image, ImageCms, ImageOps
 
 from dulbe_peft.data import decoding
-from dulbe_peft.data.decoding import UnreadableImageError, decode_image, image_suffixes, to_rgb
+from dulbe_peft.data.decoding import UnreadableImageError, decode_image, image_suffixes, to_rgb, why_not_read
+from dulbe_peft.data.folders import folder_content
 from dulbe_peft.data.images import labelled_images
+from dulbe_peft.data.unlabelled import as_image
 from dulbe_peft.photos.deployment.pixels import rgb
 
 CORNERS = np.zeros((40, 60, 3), dtype=np.uint8)  # each in another colour
@@ -51,14 +53,16 @@ def test_damaged_exif_leaves_the_pixels_as_they_are(tmp_path):
 def test_the_lines_read_an_image_as_the_learner_does():
     """16-bit grey would be white, and so would the colour that is named for transparent, which `convert` keeps."""
     noise = np.random.default_rng(0).integers(0, 65536, (9, 7), dtype=np.uint16)
+    swapped, clear = Image.fromarray(CORNERS // 2 + 60), Image.new("RGBA", (9, 9), (0, 0, 0, 90))
+    swapped.info["icc_profile"] = rotated_profile()
     photo = Image.fromarray(np.random.default_rng(3).integers(0, 256, (26, 20, 3), dtype=np.uint8))
     colours = photo.quantize(8)
     colours.info["transparency"] = 3
     plain = colours.convert("RGB")
-    for image in (Image.fromarray(noise), colours, plain, photo.convert("LA")):
+    for image in (Image.fromarray(noise), colours, plain, photo.convert("LA"), swapped, clear):
         found = to_rgb(image)
         assert rgb(image).tobytes() == found.tobytes() and not rgb(image).info and not found.info
-    assert to_rgb(colours).tobytes() == plain.tobytes() and "transparency" in plain.info
+    assert "transparency" in plain.info
     with pytest.raises(ValueError, match="8 or 16 bits"):
         rgb(Image.new("F", (2, 2)))
 
@@ -138,8 +142,10 @@ def test_what_pillow_warns_of_is_read_all_the_same(recwarn):
     ("mode", "colour", "suffix", "expected"),
     [
         ("L", 70, "png", [70, 70, 70]),
-        ("LA", (70, 0), "png", [70, 70, 70]),
-        ("RGBA", (1, 2, 3, 0), "png", [1, 2, 3]),
+        ("LA", (70, 0), "png", [255, 255, 255]),
+        ("LA", (70, 255), "png", [70, 70, 70]),
+        ("RGBA", (1, 2, 3, 0), "png", [255, 255, 255]),
+        ("RGBA", (0, 0, 0, 51), "webp", [204, 204, 204]),
         ("1", 1, "png", [255, 255, 255]),
         ("CMYK", (0, 255, 255, 0), "jpg", [255, 0, 0]),
         ("I;16", 65535 // 2, "png", [127, 127, 127]),
@@ -152,6 +158,71 @@ def test_every_mode_becomes_rgb(tmp_path, mode, colour, suffix, expected):
     assert image.mode == "RGB" and np.asarray(image)[0, 0].tolist() == expected
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("clear", [True, False])
+@pytest.mark.parametrize(("mode", "colour"), [("1", 0), ("L", 9), ("P", 0), ("RGB", (9, 9, 9)), ("I;16", 9)])
+def test_a_colour_that_is_named_for_transparent_is_white(tmp_path, mode, colour, clear):
+    """The tRNS chunk of a PNG, or the one of a GIF, in every mode that may have it."""
+    how = {"transparency": colour} if clear else {}
+    Image.new(mode, (8, 8), colour).save(tmp_path / "icon.png", **how)
+    assert (np.asarray(decode_image(tmp_path / "icon.png")) > 250).all() == clear
+
+
+def rotated_profile() -> bytes:
+    """The standard profile with the tags of its red and blue primaries exchanged."""
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    for one, other in ((b"rXYZ", b"#XYZ"), (b"bXYZ", b"rXYZ"), (b"#XYZ", b"bXYZ")):
+        profile = profile.replace(one, other, 1)
+    return profile
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "tiff"])
+def test_a_colour_profile_is_brought_to_srgb(tmp_path, suffix):
+    """Pillow's own conversion is the reference; a profile that changes nothing leaves the pixels, a broken one too."""
+    pixels, srgb = CORNERS // 2 + 60, ImageCms.createProfile("sRGB")
+    for profile in (rotated_profile(), ImageCms.ImageCmsProfile(srgb).tobytes(), b"no profile at all"):
+        path = tmp_path / f"photo.{suffix}"
+        Image.fromarray(pixels).save(path, icc_profile=profile, **({"lossless": True} if suffix == "webp" else {}))
+        with Image.open(path) as opened:
+            plain = opened.convert("RGB")
+        expected = plain
+        if profile == rotated_profile():
+            own = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+            expected = ImageCms.profileToProfile(plain, own, srgb, outputMode="RGB")
+            assert np.abs(np.subtract(expected, plain, dtype=np.int16)).max() > 40
+        found = decode_image(path)
+        assert found.tobytes() == expected.tobytes() and not found.info and to_rgb(found) is found
+    clear = Image.new("RGBA", (8, 8), (90, 0, 0, 0))
+    clear.save(tmp_path / "clear.png", icc_profile=rotated_profile())
+    assert (np.asarray(decode_image(tmp_path / "clear.png")) == 255).all()
+
+
+@pytest.mark.parametrize("values", [np.zeros((8, 8), np.uint16), np.zeros(8, np.uint8), np.zeros((2, 8, 8), np.uint8)])
+def test_an_array_that_could_mean_two_things_is_refused(values):
+    with pytest.raises(ValueError, match="image 3 is an array of .*expected uint8 from 0 to 255"):
+        as_image(3, values)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "words"),
+    [
+        (".cr2", "camera raw is not read: export JPEG"),
+        (".jxl", "convert the files to PNG or JPEG"),
+        (".mov", "a video is not read: save some of its frames"),
+        (".zip", "it is an archive"),
+    ],
+)
+def test_what_holds_pictures_and_is_not_read_says_what_to_do(tmp_path, suffix, words):
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(b"xyz")
+    with pytest.raises(UnreadableImageError, match=words):
+        decode_image(path)
+    assert folder_content(tmp_path)[1] == [(str(path), why_not_read(suffix))]
+    (tmp_path / "a.jpg").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(UnreadableImageError, match="git lfs pull"):
+        decode_image(tmp_path / "a.jpg")
+
+
 def test_photographs_of_phones_are_read_where_their_package_is():
     assert (".heic" in image_suffixes()) == bool(importlib.util.find_spec("pillow_heif"))
 
@@ -161,7 +232,7 @@ def test_every_suffix_is_a_format_that_is_read(tmp_path, suffix):
     path = tmp_path / f"image{suffix.upper()}"
     frames = [Image.fromarray(CORNERS), Image.new("RGB", (60, 40), "blue")]
     several = {"save_all": True, "append_images": frames[1:]} if suffix == ".gif" else {}
-    frames[0].save(path, {".jfif": "JPEG"}.get(suffix), **several)
+    frames[0].save(path, {".jfif": "JPEG", ".jpe": "JPEG"}.get(suffix), **several)
     assert np.abs(np.asarray(decode_image(path))[4, 4] - (255.0, 0, 0)).max() < 99, "of several frames, the first"
     path.write_bytes(path.read_bytes()[:60])
     with pytest.raises(UnreadableImageError):

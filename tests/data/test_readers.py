@@ -97,7 +97,7 @@ def test_image_folder_says_what_is_missing(folder):
         (folder, "val", r"no split 'val'; its folders are \['raw', 'test', 'train'\]"),
         (folder, None, "'test' may be a split"),
         (folder / "train" / "zebra", None, "zebra has no folder.* without classes are for predict, suggest and serve"),
-        (folder, "raw", r"class folder .*psd has no \.jpg.* \(files ending in \.psd are not read\)"),
+        (folder, "raw", r"class folder .*psd has no \.jpg.* \(drawings and documents are not read"),
     ):
         with pytest.raises((FileNotFoundError, ValueError), match=words):
             ImageFolder(root, split)

@@ -51,7 +51,7 @@ LEFT_OUT, MOVED = "left out", "moved.csv"
 SMALL = 64  # pixels; an image with fewer shows a model of 224 pixels little
 
 
-@command(settings=settings_of(StreamArguments, ("train_split", "test_split")))
+@command(settings=settings_of(StreamArguments, ("train_split", "test_split", "test_data", "leave_out")))
 def check(
     data: str = setting(..., "images, as for run", place=True),
     page: Page | None = setting(None, "write a page with pictures, too"),
@@ -62,25 +62,26 @@ def check(
     device: str = setting("auto", "where that model runs"),
     no_store: bool = NO_STORE,
     overwrite: bool = OVERWRITE,
-    **splits: str | None,
+    **splits: Any,
 ) -> int:
     claim(("--move-to", move_to, FOLDER), apart=[data])
     claim(("--page", page, ".html"), ("--csv", csv, ".csv"), reads=[data], overwrite=overwrite)
     if check_labels != (model is not None):
         raise ValueError("--check-labels and --model MODEL, such as openai/clip-vit-base-patch16, go together")
     from dulbe_peft.data.folders import ImageFolder
-    from dulbe_peft.photos.data.inventory import find_duplicates
+    from dulbe_peft.photos.data.inventory import blank_lines, find_duplicates, thumbnails
     from dulbe_peft.photos.data.splits import open_stream_data
 
     learner = None if model is None else load_learner(None, model, {"device": device}, store=not no_store)
     given = {flag: split for flag, split in splits.items() if split is not None}
-    train, test, found = open_stream_data(data, **given, strict=False)  # type: ignore[arg-type]
+    train, test, found = open_stream_data(data, **given, strict=False)
     if page is not None and train.features is not None:
         raise ValueError(f"{data!r} is a table of features, which has no pictures for --page")
     if move_to is not None and not isinstance(train, ImageFolder):
         raise ValueError(f"--move-to moves files of folders, and {data!r} is none")
     parts = dict(zip(found.counts, [train] if test is None else [train, test], strict=True))
-    found = replace(found, duplicates=find_duplicates(parts, near=True))
+    pictures = thumbnails(parts)
+    found = replace(found, duplicates=find_duplicates(parts, pictures), blank=blank_lines(parts, pictures))
     tiny, words = _tiny(parts), words_of(page, csv)
     name = data.rpartition("/")[2] if data.startswith("hf:") else Path(data).resolve().name
     small = ["", f"narrower than {SMALL} pixels: {counted(len(tiny), 'image')}"] if tiny else []
@@ -93,7 +94,8 @@ def check(
     if page is not None:
         content = {"name": name, "found": found, "problems": [*found.problems(), *small]}
         _write_page(Path(page), parts, content | {"pairs": found.duplicates[:PAIRS], "doubtful": doubtful[:DOUBTFUL]})
-    rows = [*_findings(found, doubtful), *tiny]
+    blank = [[split, parts[split].item_name(at), "blank", why] for (split, at), (_, why) in pictures.items() if why]
+    rows = [*_findings(found, doubtful), *tiny, *blank]
     if csv is not None:
         write_csv(csv, HEADER, ([*map(printable, row)] for row in rows), errors="surrogateescape")
     if move_to is not None:
@@ -102,6 +104,7 @@ def check(
     if page or csv:
         print(f"\nwritten: {' and '.join(filter(None, (page, csv)))}", file=words)
     print(file=words)
+    splits["leave_out"] = ",".join(splits["leave_out"] or ()) or None
     more = splits | {"test_fraction": 0.2 if test is None else None, "output": f"out-{name}"}
     say_next("run", model=model or "openai/clip-vit-base-patch16", data=data, **more, to=words)
     return 2 if found.unreadable else 0

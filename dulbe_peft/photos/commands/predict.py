@@ -25,6 +25,7 @@ from csv import writer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dulbe_peft.data.names import NONE
 from dulbe_peft.photos.commands.named import FOLDER, check_images, claim, say_next
 from dulbe_peft.photos.commands.options import OVERWRITE, File, Folder, Load, Share, command, learner_options
 from dulbe_peft.utils.files import is_stream, output_file, write_csv
@@ -35,8 +36,6 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.metrics.prediction import Prediction
 
-NONE = "none of these"
-ROOT = "dulbe"  # of the keywords that are guesses, which tells them from a person's
 HEADER = ["path", "class", "probability", "novelty"]
 NOT_TOLD = (
     "unknown things cannot be told here: where each class was left out in turn, its images were more novel than those "
@@ -165,7 +164,7 @@ def _write(rows: list[Prediction], csv: str | None, json_file: str | None, exift
         with output_file(json_file) as file:
             print(json.dumps([_as_json(row) for row in rows], indent=1, ensure_ascii=False), file=file)
     if exiftool:  # which takes paths as they are: no apostrophe guards a formula
-        from dulbe_peft.photos.data.labels import exiftool_rows
+        from dulbe_peft.photos.data.labels import ROOT, exiftool_rows
 
         keywords = exiftool_rows([(row.image, row.classes[0]) for row in readable if row.known], ROOT)
         with output_file(exiftool) as file:

@@ -40,6 +40,18 @@ class Duplicate(NamedTuple):
     how: str
 
 
+class Thumbnail(NamedTuple):
+    """A unit vector, (256,), whose products are correlations of pictures, or zeros; and why it is blank, or ""."""
+
+    grey: np.ndarray
+    blank: str
+
+
+Thumbnails = dict[tuple[str, int], Thumbnail]  # by the name of the split and the place in it
+DARK = "nearly black, as pixels of 12 bits are that stand in 16: scale them"
+FLAT = "of one flat colour"
+SAME = "the same picture as another one, in another file"
+
 # How two images are alike: by content, by pixels alone, as where a program wrote a tag into one, or nearly.
 ALIKE = ("the same file", "the same pixels in another file", "nearly the same picture")
 # Kinds of duplicates, the worst first.
@@ -58,6 +70,8 @@ class Inventory:
     unreadable: list[tuple[Found, str]] = field(default_factory=list)  # with the reasons
     left_out: list[tuple[str, str]] = field(default_factory=list)  # files and folders, and reasons
     duplicates: list[Duplicate] = field(default_factory=list)  # where they were looked for
+    notes: list[str] = field(default_factory=list)  # sentences about what was guessed
+    blank: list[str] = field(default_factory=list)  # sentences about images that show next to nothing, or one picture
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -99,6 +113,8 @@ class Inventory:
             lines += [f"  {n:>6}  {why}, such as {printable(first[why])}" for why, n in counts.most_common()]
         if self.unreadable:
             lines += ["", f"cannot be read: {len(self.unreadable)}", *self.unreadable_lines(most)]
+        for said in (self.notes, self.blank):
+            lines += ["", *map(printable, said)] if said else []
         for split, own in list(self.counts.items())[:1]:
             rare = [f"{printable(name)} ({count})" for name, count in own.items() if count < FEW]
             if rare:
@@ -176,16 +192,17 @@ def count_images(parts: Mapping[str, LabelledImages]) -> dict[str, dict[str, int
     return counts
 
 
-def find_duplicates(parts: Mapping[str, LabelledImages], near: bool = False) -> list[Duplicate]:
-    """The pairs of images of the same content, also across splits; with `near`, which decodes all, also near ones."""
+def find_duplicates(parts: Mapping[str, LabelledImages], pictures: Thumbnails | None = None) -> list[Duplicate]:
+    """The pairs of images of the same content, also across splits; with the `pictures` of all, also near ones."""
     places = [(split, part, index) for split, part in parts.items() for index in range(len(part))]
     first, pairs = dict[bytes, int](), dict[tuple[int, int], str]()
     for place, content in enumerate(content for part in parts.values() for content in part.contents()):
         # The inventory says why an image without a content cannot be read.
         if content is not None and first.setdefault(content, place) != place:
             pairs[first[content], place] = ALIKE[0]
-    stored = [place for place, (_, part, _) in enumerate(places) if near and part.stored]
-    for pair in _alike(stored, np.array([grey_thumbnail(*places[place][1:]) for place in stored])):
+    stored = [place for place, (split, _, index) in enumerate(places) if (split, index) in (pictures or {})]
+    greys = [(pictures or {})[places[place][0], places[place][2]].grey for place in stored]
+    for pair in _alike(stored, np.array(greys)):
         one, other = (content_of(part.image(index)) for _, part, index in (places[place] for place in pair))
         pairs.setdefault(pair, ALIKE[1] if one == other else ALIKE[2])
     return [Duplicate(_found(*places[a]), _found(*places[b]), how) for (a, b), how in sorted(pairs.items())]
@@ -197,19 +214,44 @@ def _found(split: str, images: LabelledImages, index: int) -> Found:
     return Found(split, index, images.item_name(index), name)
 
 
-def grey_thumbnail(images: LabelledImages, index: int) -> np.ndarray:
-    """A unit vector, (256,), float32, whose products are correlations of pictures; zeros where there is no picture."""
-    blank = np.zeros(SIDE * SIDE, dtype=np.float32)
+def thumbnail(images: LabelledImages, index: int) -> Thumbnail:
+    """An image as 16 x 16 grey pixels; nothing of one that cannot be read."""
+    nothing = np.zeros(SIDE * SIDE, dtype=np.float32)
     try:
         with open_image(images.given(index)) as opened:
             opened.draft("L", (4 * SIDE, 4 * SIDE))  # a JPEG is decoded at a fraction of its size
             grey = to_rgb(opened).convert("L").resize((SIDE, SIDE), Image.Resampling.BOX)
     except Exception:  # Pillow's decoders raise almost anything on damaged files
-        return blank
+        return Thumbnail(nothing, "")
     pixels = np.asarray(grey, dtype=np.float32).ravel()
     centred = pixels - pixels.mean()
     length = np.linalg.norm(centred)
-    return centred / length if length > SIDE else blank  # a blank area is like every other one
+    blank = DARK if pixels.max() < 16 else FLAT if np.ptp(pixels) <= 1 else ""
+    return Thumbnail(centred / length if length > SIDE else nothing, blank)  # a blank area is like every other one
+
+
+def thumbnails(parts: Mapping[str, LabelledImages], most: int | None = None) -> Thumbnails:
+    """The thumbnails of all stored images, or of `most` of them from everywhere, by split and index."""
+    places = [(split, index) for split, part in parts.items() if part.stored for index in range(len(part))]
+    if most is not None and len(places) > most:
+        places = [places[at] for at in np.linspace(0, len(places) - 1, most, dtype=int)]
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(places, pool.map(lambda place: thumbnail(parts[place[0]], place[1]), places), strict=True))
+
+
+def blank_lines(parts: Mapping[str, LabelledImages], pictures: Thumbnails, least: int = 1) -> list[str]:
+    """Sentences about images that show next to nothing, or all the same, where they are `least` or more."""
+    kinds: dict[str, list[str]] = {}
+    seen = dict[bytes, bytes | None]()
+    for (split, index), (grey, blank) in pictures.items():
+        part = parts[split]
+        if not blank and least > 1 and grey.any():  # else `find_duplicates` says it
+            (content,) = part.at([index]).contents()
+            blank = SAME if seen.setdefault(grey.tobytes(), content) != content else ""
+        kinds.setdefault(blank, []).append(part.item_name(index))
+    kinds.pop("", None)
+    of = f"{len(pictures)} of the images were looked at; " if least > 1 else ""
+    return [f"{of}{len(n)} are {why}, such as {printable(n[0])}" for why, n in kinds.items() if len(n) >= least]
 
 
 def _alike(places: Sequence[int], thumbnails: np.ndarray) -> Iterator[tuple[int, int]]:

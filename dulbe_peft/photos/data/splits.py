@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from numbers import Real
 from pathlib import Path
@@ -10,13 +10,36 @@ from typing import Any
 
 import numpy as np
 
-from dulbe_peft.data.folders import SPLIT_NAMES, ImageFolder, folder_content, holds_only_folders, subfolders
-from dulbe_peft.data.images import LabelledImages, Splits, labelled_images
+from dulbe_peft.data.folders import (
+    OF_A_SYSTEM,
+    SPLIT_NAMES,
+    ImageFolder,
+    folder_content,
+    holds_only_folders,
+    like_splits,
+    split_flags,
+    subfolders,
+    system_folders,
+)
+from dulbe_peft.data.images import LabelledImages, Splits, UnlabelledError, labelled_images
+from dulbe_peft.data.names import class_key
 from dulbe_peft.data.readers import load_data, splits
-from dulbe_peft.photos.data.inventory import Inventory, Look, count_images, find_duplicates, inspect_parts, undecodable
+from dulbe_peft.photos.data.inventory import (
+    Inventory,
+    Look,
+    blank_lines,
+    count_images,
+    find_duplicates,
+    inspect_parts,
+    thumbnails,
+    undecodable,
+)
 from dulbe_peft.utils.settings import check_int
+from dulbe_peft.utils.terminal import counted
 
-Unused = tuple[str, str, Path | None]  # where a split is that is not opened, its name, and its folder where it is one
+SAMPLE = 32  # images that are looked at for many that show nothing
+VALIDATION = ("valid", "validation", "val")  # splits that are tested on where there is no test split
+Unused = tuple[str, str, Path | None]  # where a split is that is not opened, why, and its folder where it is one
 
 
 def hold_out(
@@ -94,6 +117,7 @@ def open_stream_data(
     train_split: str = "train",
     test_split: str = "test",
     test_fraction: float | None = None,
+    test_data: str | os.PathLike[str] | None = None,
     strict: bool = True,
     look: Look = undecodable,
     **reading: Any,
@@ -101,13 +125,15 @@ def open_stream_data(
     """Open the data of a stream, look at all of it, and decide what is learned and what is tested on.
 
     A folder of images holds its splits, `photos/train/cat/*` and `photos/test/cat/*`, or its classes alone,
-    `photos/cat/*`; then all images are there to learn from. Other splits such as `val` are left out and counted.
+    `photos/cat/*`; then all images are there to learn from. Without a split `test`, `valid`, `validation` or `val` is
+    tested on. Other splits are left out and counted, and so are tests that have no labels.
 
     Args:
         path: what `load_data` takes.
         train_split: name of the split to learn from.
-        test_split: name of the split to test on, where there is one.
+        test_split: name of the split to test on, where there is one; "none": test on none of them.
         test_fraction: without a test split: about how much of each class is held back, see [`hold_out`].
+        test_data: other data, whose images are tested on: its split `test`, or all of it where there are no splits.
         strict: raise where an image cannot be read. Else such images are left out.
         look: what finds the images that cannot be read, with the reasons; by itself, it decodes all.
         reading: other arguments of `load_data`.
@@ -119,18 +145,32 @@ def open_stream_data(
         FileNotFoundError: there is nothing under this path, or it lacks a split.
         ValueError: images cannot be read, there are a test split and a fraction, or the layout is not clear.
     """
-    found, others = stream_splits(path, train_split, test_split, test_fraction, **reading)
-    left_out = [(place, _unused(name, folder)) for place, name, folder in others]
-    train = found[train_split if train_split in found else None]()
-    parts = {train_split: train}
-    if test_split in found:
-        test = found[test_split]()
-        unknown = [name for name in test.class_names if name not in set(train.class_names)]
-        if unknown:
-            more = f"({len(unknown)} such classes)"
-            raise ValueError(f"class {unknown[0]!r} has test images and no training image {more}")
-        parts[test_split] = test.select(train.class_names, others=True)
+    found, others, tests = stream_splits(path, train_split, test_split, test_fraction, test_data, **reading)
+    left_out = [(place, why if folder is None else f"{why}, {_count(folder)}") for place, why, folder in others]
+    leave_out, notes = reading.get("leave_out") or (), list[str]()
+    parts = {train_split: found[train_split if train_split in found else None]()}
+    if tests is not None:
+        test_split, opens = tests
+        try:
+            parts[test_split] = opens()
+        except UnlabelledError as error:
+            left_out.append((f"{os.fspath(path)}[{test_split}]", f"{error}: without labels they test nothing"))
+        notes += [f"tested on {test_split!r}, for there is no split 'test'"] * (test_split in VALIDATION)
+    notes += dict.fromkeys(note for images in parts.values() for note in images.notes)
+    _check_left_out(leave_out, parts, Path(path))
+    parts = {split: _without(images, leave_out) for split, images in parts.items()}
+    train = parts[train_split]
+    empty = sorted({*train.class_names} - {*_present(train)})
+    if empty and len(train):
+        notes.append(f"left out: {counted(len(empty), 'class')} without images, such as {empty[0]!r}")
+        train = parts[train_split] = train.select(_present(train))
+    if test_split in parts:
+        parts[test_split] = _tests_alike(parts[test_split], train.class_names)
+    notes += nested_note(train)
+    if Path(path).is_dir():
+        left_out += [(str(Path(path, name)), OF_A_SYSTEM) for name in system_folders(Path(path)) if train.split]
     parts, inventory = readable(os.fspath(path), parts, strict, look, left_out)
+    inventory = replace(inventory, notes=notes)
     for label in np.setdiff1d(train.labels, parts[train_split].labels):
         name = train.class_names[label]
         example, why = next(row for row in inventory.unreadable if row[0].label == name)
@@ -140,35 +180,108 @@ def open_stream_data(
         )
     if test_fraction is not None:
         parts[train_split], parts[test_split] = hold_out(parts[train_split], test_fraction)
-    inventory = replace(inventory, counts=count_images(parts), duplicates=find_duplicates(parts))
+    pictures = thumbnails(parts, SAMPLE)
+    blank = blank_lines(parts, pictures, max(3, len(pictures) // 8))
+    inventory = replace(inventory, counts=count_images(parts), duplicates=find_duplicates(parts), blank=blank)
     return parts[train_split], parts.get(test_split), inventory
 
 
 def stream_splits(
-    path: str | os.PathLike[str], train_split: str, test_split: str, test_fraction: float | None = None, **reading: Any
-) -> tuple[Splits, list[Unused]]:
-    """The splits that `open_stream_data` opens, and the others; raises what is wrong before any is opened."""
+    path: str | os.PathLike[str],
+    train_split: str,
+    test_split: str,
+    test_fraction: float | None = None,
+    test_data: str | os.PathLike[str] | None = None,
+    **reading: Any,
+) -> tuple[Splits, list[Unused], tuple[str, Callable[[], LabelledImages]] | None]:
+    """The splits that `open_stream_data` opens, the others, and the tests; raises what is wrong before that."""
     if train_split == test_split:
         raise ValueError(
             f"train_split and test_split are both {train_split!r}, and a split is never its own test: name another "
             "test_split"
         )
-    text = os.fspath(path)
-    found = splits(text, **reading)
+    text, wanted = os.fspath(path), "test" if test_split == "none" else test_split
+    found, unlabelled = splits(text, **reading), False
+    if test_split == "test" not in found and train_split in found and {test_fraction, test_data} == {None}:
+        wanted = next((name for name in VALIDATION if name in found), wanted)
     if {None} < found.keys():  # image files in folders, which may be splits or classes
-        names, others = _folder_splits(Path(text), train_split, test_split)
+        names, others = _folder_splits(Path(text), train_split, wanted)
         found = {name: found[name] for name in names}
+        unlabelled = wanted in found and not subfolders(Path(text, wanted))
     else:
-        for name in () if list(found) == [None] else (train_split, *([test_split] if test_split != "test" else [])):
+        for name in () if list(found) == [None] else (train_split, *([wanted] if wanted != "test" else [])):
             if name not in found:
                 raise FileNotFoundError(f"{text} has no split {name!r}; its splits are {list(found)}")
-        unused = [name for name in found if name and name not in (train_split, test_split)]
-        others = [(f"{text}[{name}]", name, None) for name in unused]
-    if test_fraction is not None and test_split in found:
-        raise ValueError(
-            f"test_fraction is {test_fraction}, but {text} has the test split {test_split!r}: leave one out"
-        )
-    return found, others
+        unused = [name for name in found if name and name not in (train_split, wanted)]
+        others = [(f"{text}[{name}]", _unused(name), None) for name in unused]
+    tests = (wanted, found.pop(wanted)) if wanted in found else None
+    if tests is not None and (unlabelled or test_split == "none" or test_data is not None):
+        folder = Path(text, wanted) if Path(text, wanted).is_dir() else None
+        why = f"the split {wanted!r} has no folder of a class, and tests without labels test nothing"
+        others.append((str(folder or f"{text}[{wanted}]"), why if unlabelled else _unused(wanted), folder))
+        tests = None
+    for one, name in ((tests and tests[0], "the test split"), (test_data, "test_data")):
+        if test_fraction is not None and one is not None:
+            raise ValueError(
+                f"test_fraction is {test_fraction}, but {text} has {name} {str(one)!r}: leave one out, as with "
+                "--test-split none"
+            )
+    return found, others, tests if test_data is None else ("test", _other_tests(os.fspath(test_data), **reading))
+
+
+def _other_tests(text: str, **reading: Any) -> Callable[[], LabelledImages]:
+    """What opens the images of data that are all tested on: its split "test", or all where there are no splits."""
+    found = splits(text, **reading)
+    if None not in found and "test" not in found:
+        raise FileNotFoundError(f"{text} has no split 'test'; its splits are {list(found)}")
+    in_split = "test" in found and (None not in found or holds_only_folders(Path(text, "test")))
+    return found["test" if in_split else None]
+
+
+def _present(images: LabelledImages) -> tuple[str, ...]:
+    """The names of the classes that have images."""
+    return tuple(images.class_names[label] for label in np.unique(images.labels))
+
+
+def _without(images: LabelledImages, names: Sequence[str]) -> LabelledImages:
+    """The images of other classes than these."""
+    kept = [name for name in images.class_names if name not in names]
+    return images if len(kept) == len(images.class_names) else images.select(kept)
+
+
+def _check_left_out(names: Sequence[str], parts: dict[str, LabelledImages], folder: Path) -> None:
+    """Raise where what shall be left out is nothing that is there."""
+    for name in names:
+        places = (folder / name, *(folder / split / name for split in parts))
+        if not any(place.is_dir() for place in places) and not any(name in of.class_names for of in parts.values()):
+            raise ValueError(f"leave_out names {name!r}, and {folder} has no class and no folder that is called so")
+
+
+def _tests_alike(test: LabelledImages, names: Sequence[str]) -> LabelledImages:
+    """Test images with the labels of the classes that are learned; another class is a ValueError."""
+    spelt, unknown = {class_key(name): name for name in names}, [name for name in _present(test) if name not in names]
+    for name in unknown:
+        if class_key(name) in spelt:
+            raise ValueError(
+                f"a class is {spelt[class_key(name)]!r} to learn and {name!r} to test: spell it in one way"
+            )
+    if unknown:
+        more = f"({counted(len(unknown), 'such class')}; --leave-out leaves it out)"
+        raise ValueError(f"class {unknown[0]!r} has test images and no training image {more}")
+    return test.select(names, others=True)
+
+
+def nested_note(images: LabelledImages) -> list[str]:
+    """A sentence where the folders of all classes hold folders alone, which may be the classes that are meant."""
+    inner = (
+        [name.split("/")[1] for name in images.source if name.count("/") > 1] if type(images) is ImageFolder else []
+    )
+    if not inner or len(inner) < len(images.source):
+        return []
+    listed = ", ".join(map(repr, dict.fromkeys(inner[:3])))
+    return [
+        f"the classes are the outer folders; the images lie in folders in them, such as {listed}, which name nothing"
+    ]
 
 
 def readable(
@@ -199,19 +312,22 @@ def open_split(path: str | os.PathLike[str], split: str | None, **reading: Any) 
     return images.select(tuple(names), others=True)
 
 
-def _unused(split: str, folder: Path | None) -> str:
-    count = "" if folder is None else f", {len(folder_content(folder)[0])} images"
-    return f"the split {split!r}, neither learned from nor tested on{count}"
+def _unused(split: str) -> str:
+    return f"the split {split!r}, neither learned from nor tested on"
+
+
+def _count(folder: Path) -> str:
+    return f"{len(folder_content(folder)[0])} images"
 
 
 def _folder_splits(folder: Path, train: str, test: str) -> tuple[list[str | None], list[Unused]]:
     names = subfolders(folder)
     others = [name for name in names if name not in (train, test)]
     if train not in names:
-        known = [name for name in names if name == test or name.lower() in SPLIT_NAMES]
+        known = [name for name in names if name == test or name in like_splits(names)]
         inner = [name for name in known if holds_only_folders(folder / name)]
         if train != "train" or test != "test" or inner:
-            hint = f"; if {inner[0]!r} is a split, name the one to learn from with --train-split" if inner else ""
+            hint = f"; if {inner[0]!r} is a split, name it: {split_flags(inner)}" if inner else ""
             raise FileNotFoundError(f"{folder} has no split {train!r}; its folders are {names}{hint}")
         return [None], []
     if test not in names:
@@ -226,5 +342,5 @@ def _folder_splits(folder: Path, train: str, test: str) -> tuple[list[str | None
                 f"{train!r} is the split to learn from, give the folder {folder / train}, or move {strange[0]!r} "
                 "elsewhere. If it is a class, put its images into it directly"
             )
-    unused: list[Unused] = [(str(folder / name), name, folder / name) for name in others]
+    unused: list[Unused] = [(str(folder / name), _unused(name), folder / name) for name in others]
     return [name for name in names if name in (train, test)], unused

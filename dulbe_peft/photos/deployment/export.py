@@ -8,7 +8,6 @@ transformers.js  one graph in the layout that JavaScript loads
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -28,7 +27,7 @@ from dulbe_peft.encoders.loading import encoder_of, has_text
 from dulbe_peft.photos.deployment import FORMATS, PRECISIONS
 from dulbe_peft.photos.deployment.graph import write_for_javascript, write_graphs
 from dulbe_peft.photos.deployment.parts import CARDS, checked_formula, choose_classifier, class_facts, merged_model
-from dulbe_peft.photos.deployment.pixels import rgb
+from dulbe_peft.photos.deployment.pixels import READS
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.files import write_json
 from dulbe_peft.utils.folders import MODEL_CARD, commit_folder
@@ -144,7 +143,7 @@ def _write_lora_folder(folder: Path, state: LearnerState, classifier: Classifier
         processor_folder=PROCESSOR_FOLDER,
         tensors_file=TENSORS_FILE,
         facts_file=FACTS_FILE,
-        rgb=inspect.getsource(rgb),
+        rgb=READS,
         formula=source,
         function=function,
     )
@@ -162,14 +161,18 @@ def _write_pipeline(folder: Path, state: LearnerState, classifier: Classifier) -
     config.head = {name: list(tensor.shape) for name, tensor in head.items()}
     # A pipeline complains of a class whose name it does not know.
     name = MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type, "ImageClassifier")
-    config.auto_map = {"AutoModelForImageClassification": f"{Path(CODE_FILE).stem}.{name}"}
+    module = Path(CODE_FILE).stem
+    config.auto_map = {"AutoModelForImageClassification": f"{module}.{name}"}
+    reads = {"impl": f"{module}.PhotographPipeline", "pt": [*config.auto_map]}
+    config.custom_pipelines = {"image-classification": reads}
     weights = model.state_dict() | {f"head_{name}": tensor.contiguous() for name, tensor in head.items()}
     # Names as the class of this folder has them: transformers renames older ones for its own classes alone.
     model.save_pretrained(str(folder), state_dict=weights, save_original_format=False)
     state.processor.save_pretrained(str(folder))
     kind, record = type(model).__name__, encoder_of(model)
     code = render(
-        "image_classifier.txt", CARDS, name=name, model=kind, record=record, formula=source, function=function
+        *("image_classifier.txt", CARDS),
+        **{"name": name, "model": kind, "record": record, "formula": source, "function": function, "rgb": READS},
     )
     (folder / CODE_FILE).write_text(code, encoding="utf-8")
     write_json(folder / FACTS_FILE, class_facts(state, classifier))

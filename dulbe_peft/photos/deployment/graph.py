@@ -26,7 +26,7 @@ from dulbe_peft.encoders.onnx_graphs import (
     write_graph,
 )
 from dulbe_peft.photos.deployment.parts import CARDS, Head, class_facts, merged_model
-from dulbe_peft.photos.deployment.pixels import pixel_values, processor_steps, rgb
+from dulbe_peft.photos.deployment.pixels import READS, pixel_values, processor_steps
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.files import write_json
 from dulbe_peft.utils.templates import render
@@ -61,7 +61,7 @@ def write_graphs(folder: Path, state: LearnerState, classifier: Classifier, prec
         encoder_file=ENCODER_FILE,
         head_file=HEAD_FILE,
         facts_file=GRAPH_FACTS_FILE,
-        rgb=inspect.getsource(rgb),
+        rgb=READS,
         # With Pillow and numpy, or with the processor where these cannot do what it does.
         pixel_values=None if steps is None else inspect.getsource(pixel_values),
     )

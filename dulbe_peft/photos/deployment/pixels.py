@@ -1,24 +1,23 @@
-"""What an image processor does, in Pillow and numpy alone; model cards take the text of `rgb` and `pixel_values`."""
+"""What an image processor does, in Pillow and numpy alone; model cards take the text of the functions."""
 
+import inspect
 from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
+
+from dulbe_peft.data.decoding import managed, standard_rgb
 
 SIZES = ((301, 200), (97, 331), (64, 64), (17, 23), (640, 481))
 TOLERANCE = 1e-5
 
 
 def rgb(image: Image.Image) -> Image.Image:
-    """An image in RGB and upright; 16-bit grey is scaled to 8 bits."""
-    image = ImageOps.exif_transpose(image)
-    if image.mode in ("I", "F"):
-        raise ValueError(f"{image.mode!r} has no fixed range: save 8 or 16 bits a channel")
-    if image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
-    image = image.convert("RGB")
-    image.info.clear()  # else a processor may take a colour for transparent
-    return image
+    """An image as the learner reads it: upright, in sRGB, over white where it is transparent."""
+    return standard_rgb(ImageOps.exif_transpose(image))
+
+
+READS = "\n\n".join(map(inspect.getsource, (managed, standard_rgb, rgb)))  # how an image is read, for a model card
 
 
 def pixel_values(image: Image.Image, steps: dict) -> np.ndarray:

@@ -8,7 +8,7 @@ import torch
 
 from dulbe_peft.data.images import LabelledImages, labelled_images
 from dulbe_peft.learner import ClassIncrementalLearner
-from dulbe_peft.photos.data.inventory import ALIKE, NEAR, grey_thumbnail
+from dulbe_peft.photos.data.inventory import ALIKE, NEAR, thumbnail
 from dulbe_peft.photos.report.run_folder import Copy
 from dulbe_peft.utils.processes import world
 
@@ -54,7 +54,7 @@ def neighbours(learner: ClassIncrementalLearner, trains: Sequence[Any], tests: S
         for position, (content, (cosine, where)) in enumerate(zip(images.contents(), near, strict=True)):
             if content is not None and content in learned:
                 found.copies.append(Copy(task=number, position=position, how=ALIKE[0], of=learned[content]))
-            elif cosine > _ALIKE and grey_thumbnail(images, position) @ grey_thumbnail(*train[where]) > NEAR:
+            elif cosine > _ALIKE and thumbnail(images, position).grey @ thumbnail(*train[where]).grey > NEAR:
                 of, row = train[where]
                 copy = Copy(task=number, position=position, how=ALIKE[2], of=of.class_names[of.labels[row]])
                 found.copies.append(copy)

@@ -20,8 +20,14 @@ if TYPE_CHECKING:  # numpy and Pillow are imported by the commands that need the
     from dulbe_peft.photos.runs.settings import StreamArguments
     from dulbe_peft.streams.progress import FinishedTask
 
-_SPLITS = ("data", "train_split", "test_split", "test_fraction")  # the first arguments of `open_stream_data`
-_READING = ("vocabulary", "image_column", "label_column")  # arguments of `load_data`
+_SPLITS = (
+    "data",
+    "train_split",
+    "test_split",
+    "test_fraction",
+    "test_data",
+)  # first of `open_stream_data`
+_READING = ("vocabulary", "image_column", "label_column", "path_column", "leave_out")  # arguments of `load_data`
 DATA_FIELDS = (*_SPLITS, "strict", "class_names", *_READING)
 _DRAWS = ("validation_fraction", "images_per_class", "draw_seed")
 FIELDS = (*DATA_FIELDS, *_DRAWS)
@@ -32,8 +38,8 @@ def source_of(stream: StreamArguments) -> dict[str, Any]:
     source = {name: getattr(stream, name) for name in FIELDS}
     if Path(source["data"]).exists():  # else it is on the Hub, the demo's digits, or an error that shows it as it is
         source["data"] = str(Path(source["data"]).absolute())
-    for name in ("class_names", "vocabulary"):
-        if source.get(name):
+    for name in ("class_names", "vocabulary", "test_data"):
+        if source.get(name) and Path(source[name]).exists():
             source[name] = str(Path(source[name]).absolute())
     return source
 
@@ -44,7 +50,7 @@ def data_or_labels(data: str | None, labels: str | None) -> str | None:
         return data
     if data:
         raise ValueError(f"--data is {data!r} and --labels {labels!r}: the table names the images, so give it alone")
-    if not labels.lower().endswith(".csv"):
+    if not labels.lower().endswith((".csv", ".tsv", ".jsonl")):
         raise ValueError(f"--labels is {labels!r}, expected a .csv file with the columns path,label")
     return labels
 
@@ -57,10 +63,10 @@ def check_source(source: Mapping[str, Any]) -> None:
 
     if not source["data"].startswith(HUB_PREFIX):
         given: list[Any] = [source.get(name) for name in _SPLITS]
-        found: Mapping[Any, Any] = stream_splits(*given, **_reading(source))[0]
-        for opens in found.values():
+        found, _, tests = stream_splits(*given, **_reading(source))
+        for opens in (*found.values(), *(tests or ())[1:]):
             if getattr(opens, "func", None) is ImageFolder:
-                folder_of_classes(*opens.args)
+                folder_of_classes(*opens.args)  # type: ignore[attr-defined]
 
 
 def _reading(source: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,8 +104,14 @@ def open_source(
         if test is None and found.class_names:
             print_once(f"{source['data']} has no test images; --test-fraction 0.2 holds a fifth of the images back")
     names = source.get("class_names")
+    if report and names is None and all(map(str.isdecimal, train.class_names)):
+        print_once("the classes are called by numbers: --class-names FILE gives them names that a model reads")
     if names is not None:
+        old = train.class_names
         train, test = rename_classes(train, names), None if test is None else rename_classes(test, names)
+        pairs = ", ".join(f"{one!r} is {name!r}" for one, name in list(zip(old, train.class_names, strict=True))[:3])
+        if report:
+            print_once(f"names of {names}: {pairs}" + (", ..." if len(old) > 3 else ""))
     fraction, count, seed = (source.get(name) for name in _DRAWS)
     if fraction is not None:
         train, test = hold_out(train, fraction, seed or 0, "validation")
@@ -154,14 +166,15 @@ def reopen_tests(
 
 def _where_tests_are(noted: str) -> list[LabelledImages]:
     """The splits of a task's data, as JSON, in which its test images may stand; no image is looked at."""
-    from dulbe_peft.photos.data.splits import open_split
+    from dulbe_peft.photos.data.splits import VALIDATION, open_split
     from dulbe_peft.streams.protocols import rename_classes
 
     source = json.loads(noted)
     parts: list[LabelledImages] = []
-    for split in dict.fromkeys((source["test_split"], source["train_split"], None)):
-        with suppress(OSError, ValueError):
-            parts.append(open_split(source["data"], split, **_reading(source)))
+    for data in filter(None, (source.get("test_data"), source["data"])):
+        for split in dict.fromkeys((source["test_split"], "test", *VALIDATION, source["train_split"], None)):
+            with suppress(OSError, ValueError):
+                parts.append(open_split(data, split, **_reading(source)))
     parts = parts or [open_split(source["data"], source["test_split"], **_reading(source))]  # raises what is wrong
     names = source.get("class_names")
     return [rename_classes(part, names) for part in parts] if names else parts

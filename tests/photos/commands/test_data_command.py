@@ -16,7 +16,7 @@ from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.photos.commands.main import main
-from dulbe_peft.photos.data.inventory import NEAR, SIDE, Inventory, find_duplicates
+from dulbe_peft.photos.data.inventory import NEAR, SIDE, Inventory, find_duplicates, thumbnails
 from dulbe_peft.photos.doubtful_labels import doubtful_labels
 from dulbe_peft.photos.report.html import write_page
 from dulbe_peft.sklearn import FeatureClassifier
@@ -149,7 +149,10 @@ def test_duplicates_are_those_of_a_literal_comparison(tmp_path):
     rows = [np.asarray(images.image(i).convert("L"), dtype=float).ravel() for i in range(len(images))]
     textured = [i for i, row in enumerate(rows) if row.std() > 1]
     expected = {(i, j) for i in textured for j in textured if i < j and np.corrcoef(rows[i], rows[j])[0, 1] > NEAR}
-    found = {(row.first.place, row.second.place) for row in find_duplicates({"train": images}, near=True)}
+    found = {
+        (row.first.place, row.second.place)
+        for row in find_duplicates({"train": images}, thumbnails({"train": images}))
+    }
     assert SIDE == 16 and found == {(0, 4), (0, 5)} and expected == {(0, 4), (0, 5), (4, 5)}
     assert find_duplicates({"train": images}) == []
 

@@ -58,13 +58,21 @@ def test_a_table_names_images_labels_and_splits(heap, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([["file", "class"]], "has the columns .*expected path,label and perhaps split, or SourceFile,Subject"),
-        ([["path", "class"], ["a.jpg", "x"]], "has guesses, the column 'class', .* and call the column 'label'"),
-        ([["path", "label"], ["a.jpg", ""]], "line 2 of .* has no label"),
+        (
+            [["number", "of"], ["1", "2"]],
+            "has the columns .*expected path,label and perhaps split, or SourceFile,Subject",
+        ),
+        (
+            [["path", "class", "novelty"], ["a.jpg", "x", "0"]],
+            "has guesses, the column 'class', .* and call the column 'label'",
+        ),
+        ([["path", "label"], ["a.jpg", ""]], "has no row with a label in 'label'"),
+        ([["path", "label"], ["", "x"]], "line 2 of .* has no path"),
+        ([["path", "label"]], "names no image: it has a header alone"),
         ([["path", "label", "split"], ["a.jpg", "x", ""]], "line 2 of .* has no split"),
         (
             [["path", "label"], ["a.jpg", "x"], ["./a.jpg", "y"]],
-            "names './a.jpg' twice, as 'x' and, in line 3, as",
+            "names images twice: './a.jpg' is 'x' in line 2 and 'y' in line 3",
         ),
         ([["path", "label"], ["a.jpg"]], "line 2 of .* has 1 cells, expected 2"),
         ([["SourceFile", "Subject"], ["a.jpg", "x"]], "a vocabulary, a file with a line for each that is a class"),
@@ -74,6 +82,153 @@ def test_a_table_names_images_labels_and_splits(heap, tmp_path, monkeypatch):
 def test_what_a_table_lacks_is_said(tmp_path, rows, words):
     with pytest.raises((ValueError, FileNotFoundError), match=words):
         open_stream_data(table(tmp_path / "labels.csv", *rows))
+
+
+ROWS = [("img/a.jpg", "cat"), ("img/b.jpg", "cat"), ("img/c.jpg", "dog"), ("img/d.jpg", "dog")]
+
+
+def written(header, rows=ROWS, between=",", end="\n"):
+    return end.join(between.join(row) for row in [header, *rows]) + end
+
+
+def with_cells(*cells):
+    return [(*row, cell) for row, cell in zip(ROWS, cells, strict=True)]
+
+
+NAMED = ["path", "label"]
+TABLES = {  # what stands in the file, and what is said of it
+    "names of others": (written(["image", "category"]), "from the column 'image', the labels from the column 'category'"),
+    "an id": (written(["id", "target"], [(path[:-4], name) for path, name in ROWS]), "such as img/a at img/a.jpg"),
+    "an id alone": (written(NAMED, [(path[4:-4], name) for path, name in ROWS]), "such as a at img/a.jpg"),
+    "the other column": (written(["file_name", "what it is"]), "the labels from the column 'what it is'"),
+    "semicolons": (written(NAMED, between=";"), ""),
+    "tabs": (written(NAMED, between="\t"), ""),
+    "blanks": (
+        written(NAMED, [(path, f' "{name}"' if place % 2 else name) for place, (path, name) in enumerate(ROWS)]),
+        "",
+    ),
+    "bom and windows": (
+        "\ufeff" + written(NAMED, [(path.replace("/", "\\"), name) for path, name in ROWS], end="\r\n"),
+        "",
+    ),
+    "a row twice": (written(NAMED, [*ROWS, ROWS[0]]), "a row that stands in the table twice"),
+    "no label": (written(NAMED, [*ROWS, ("img/e.jpg", ""), ("img/f.jpg", "NaN")]), "no label in the table"),
+    "one hot": (
+        written(
+            ["image", "cat", "dog"], [(path, str(int(name == "cat")), f"{name == 'dog':.1f}") for path, name in ROWS]
+        ),
+        "the labels from the columns cat, dog",
+    ),
+    "a picture as text": (
+        written([*NAMED, "pixels"], with_cells(*["0" * 2**18] * 4)),
+        "not read: the columns 'pixels'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_of_others_are_read_and_guesses_said(tmp_path, name):
+    content, said = TABLES[name]
+    (tmp_path / "img").mkdir()
+    for number, letter in enumerate("abcdef"):
+        Image.new("RGB", (8, 8), (40 * number, 0, 0)).save(tmp_path / "img" / f"{letter}.jpg")
+    (tmp_path / "labels.csv").write_bytes(content.encode())
+    train, _, found = open_stream_data(tmp_path / "labels.csv")
+    read = [(train.item_name(i), train.class_names[train.labels[i]]) for i in range(len(train))]
+    assert read == [(str(tmp_path / path), label) for path, label in ROWS]
+    assert not said or any(said in line for line in found.problems()), found.problems()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (written([*NAMED, "label"], with_cells(*"abcd")), "has the column 'label' twice"),
+        (written(["path", "class", "category"], with_cells(*"abcd")), "'class' and 'category': --label-column names"),
+        (written(NAMED, [("https://x.org/a.jpg", "cat")]), "has an address, .*: download the images first"),
+        (written(NAMED, [("a.jpg", "cat|red"), ("b.jpg", "red|dog"), ("c.jpg", "dog|cat")]), "in one cell: an image"),
+        (written(NAMED, [("a.jpg", "['cat']")]), "in one cell: an image has one class"),
+        (written(["path", "cat", "dog"], [("a.jpg", "1", "1"), ("b.jpg", "0", "1")]), "line 2 .*: an image has one"),
+        (written(NAMED, [*ROWS, *((path, "fox") for path, _ in ROWS)]), "'img/a.jpg' is 'cat' in line 2 and .*d.jpg"),
+        (written(NAMED, [("a.jpg", "Cat"), ("b.jpg", "cat")]), "'cat' and 'Cat', two spellings of one name"),
+    ],
+)
+def test_what_a_table_leaves_in_doubt_is_refused(tmp_path, content, words):
+    (tmp_path / "labels.csv").write_text(content)
+    with pytest.raises(ValueError, match=words):
+        open_stream_data(tmp_path / "labels.csv")
+
+
+def test_columns_can_be_named_and_is_valid_is_a_split(tmp_path):
+    (tmp_path / "labels.csv").write_text(
+        written(
+            ["id", "path", "class", "is_valid", "category"],
+            [("1", "a.jpg", "x", "False", "cat"), ("2", "b.jpg", "x", "True", "cat")],
+        )
+    )
+    for letter in "ab":
+        Image.new("RGB", (8, 8), "red" if letter == "a" else "blue").save(tmp_path / f"{letter}.jpg")
+    train, test, found = open_stream_data(tmp_path / "labels.csv", label_column="category")
+    assert train.class_names == ("cat",) and len(train) == len(test) == 1
+    assert "tested on 'valid'" in found.format() and "not read: the columns 'id', 'class'" in found.format()
+    assert open_stream_data(tmp_path / "labels.csv", label_column="class")[0].class_names == ("x",)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_the_image_folders_of_hugging_face_are_read(tmp_path, suffix):
+    """`metadata.csv` or `.jsonl` with the column `file_name`, in each split or above them."""
+    for split, letters in (("train", "abc"), ("validation", "de")):
+        (tmp_path / split).mkdir()
+        rows = [(f"{letter}.png", "cat" if letter in "ad" else "dog") for letter in letters]
+        for number, (file, _) in enumerate(rows):
+            Image.new("RGB", (8, 8), (9, 99, 50 * number)).save(tmp_path / split / file)
+        text = "".join(f'{{"file_name": "{file}", "animal": "{label}"}}\n' for file, label in rows)
+        (tmp_path / split / f"metadata.{suffix}").write_text(
+            text if suffix == "jsonl" else written(["file_name", "animal"], rows)
+        )
+    for _ in range(2):
+        _, test, found = open_stream_data(tmp_path)
+        assert found.counts == {"train": {"cat": 1, "dog": 2}, "validation": {"cat": 1, "dog": 1}}
+        assert "the labels from the column 'animal'" in found.format() and len(test) == 2
+        above = [
+            (f"{split}/{file}", label)
+            for split in ("train", "validation")
+            for file, label in (
+                [("a.png", "cat"), ("b.png", "dog"), ("c.png", "dog")]
+                if split == "train"
+                else [("d.png", "cat"), ("e.png", "dog")]
+            )
+        ]
+        for split in ("train", "validation"):
+            (tmp_path / split / f"metadata.{suffix}").unlink(missing_ok=True)
+        (tmp_path / "metadata.csv").write_text(written(["file_name", "animal"], above))
+
+
+@pytest.mark.parametrize(
+    ("header", "first", "second"),
+    [
+        (["SourceFile", "Keywords"], ["cat; sea"], ["dog"]),
+        (["SourceFile", "XMP:Subject", "IPTC:Keywords"], ["sea", "cat"], ["dog", "dog"]),
+        (["SourceFile", "HierarchicalSubject"], ["animals|cat, dulbe|dog"], ["animals|dog"]),
+        (["File:SourceFile", "Keywords"], ["cat##sea"], ["sea##dog"]),
+    ],
+)
+def test_keywords_of_every_kind(tmp_path, header, first, second):
+    """IPTC, hierarchical, with groups and with another sign between them; guesses of `predict` count for nothing."""
+    (tmp_path / "words.txt").write_text("cat\ndog\n")
+    rows = [["a.jpg", *first], ["b.jpg", *second]]
+    images = load_data(table(tmp_path / "tags.csv", header, *rows), None, vocabulary=str(tmp_path / "words.txt"))
+    assert [images.class_names[label] for label in images.labels] == ["cat", "dog"]
+
+
+def test_a_table_of_suggest_that_is_half_filled_in_is_read(tmp_path):
+    """Rows without a label and files whose names are no UTF-8 are left out, and counted."""
+    name = os.fsdecode(b"\xff.jpg")
+    for file in ("a.jpg", "b.jpg", name):
+        Image.new("RGB", (8, 8), "red").save(tmp_path / file)
+    with (tmp_path / "labels.csv").open("w", encoding="utf-8", errors="surrogateescape") as file:
+        file.write(f"path,reason,label,novelty\na.jpg,unsure,cat,1\nb.jpg,unsure,,1\n{name},unsure,dog,1\n")
+    train, _, found = open_stream_data(tmp_path / "labels.csv")
+    assert len(train) == 1 and [why for _, why in found.left_out] == ["no label in the table", "the name is not UTF-8"]
 
 
 def test_keywords_of_a_vocabulary_are_labels(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from dulbe_peft.data.folders import ImageFolder, folder_content, holds_image
+from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.data.inventory import inspect_images
 from dulbe_peft.photos.data.splits import draw_per_class, hold_out, open_stream_data
 from dulbe_peft.photos.runs.sources import check_source
@@ -200,3 +201,114 @@ def test_unreadable_images_are_one_error_or_left_out(tmp_path):
         path.write_bytes(b"x")
     with pytest.raises(ValueError, match=r"no image of the class 'dog' can be read, such as .*0\.jpg: it is none of"):
         open_stream_data(tmp_path, strict=False)
+
+
+def test_many_images_that_show_nothing_are_said(tmp_path, capsys):
+    """Of one colour, nearly black as 12 bits in 16 are, or one picture in many files: `check` names each."""
+    noise = np.random.default_rng(0)
+    for number in range(6):
+        for name in ("flat", "dark", "same", "good"):
+            (tmp_path / name).mkdir(exist_ok=True)
+            picture = Image.new("L", (20, 20), 40 * number)
+            if name == "dark":
+                picture = Image.fromarray(noise.integers(0, 4096, (20, 20), dtype=np.uint16))
+            elif name != "flat":
+                seed = np.random.default_rng(7 if name == "same" else number)
+                picture = Image.fromarray(seed.integers(0, 256, (20, 20), dtype=np.uint8))
+            picture.save(tmp_path / name / f"{number}.png")
+            with open(tmp_path / name / f"{number}.png", "ab") as file:
+                file.write(b"x" * number)  # another file, the same pixels
+    said = "\n".join(open_stream_data(tmp_path)[2].problems())
+    assert "24 of the images were looked at; 5 are of one flat colour, such as" in said  # black is dark
+    assert "7 are nearly black, as pixels of 12 bits" in said and "5 are the same picture as another one" in said
+    assert main(["check", str(tmp_path), "--csv", str(tmp_path.parent / "found.csv")]) == 0
+    assert "5 are of one flat colour, such as" in capsys.readouterr().out
+    rows = (tmp_path.parent / "found.csv").read_text().splitlines()
+    assert sum(',blank,"nearly black' in row for row in rows) == 7
+    shutil.rmtree(tmp_path / "flat"), shutil.rmtree(tmp_path / "dark"), shutil.rmtree(tmp_path / "same")
+    assert not open_stream_data(tmp_path)[2].blank
+
+
+LAYOUTS = {
+    "one level too high": (["data set/train/cat", "data set/test/cat"], "data set holds folders alone .*give it"),
+    "a folder that holds the classes": (
+        ["Dataset/cat", "Dataset/dog", "Examples"],
+        "Dataset holds folders alone .*dog",
+    ),
+    "one folder of folders": (
+        ["animals/cat", "animals/dog"],
+        "animals holds folders alone .*if these are the classes",
+    ),
+    "splits by other names": (
+        ["seg_train/cat", "seg_train/dog", "seg_test/cat"],
+        "--train-split seg_train --test-split seg_test",
+    ),
+    "a heap": (["images"], "'images', are none of classes, by their names"),
+    "heaps for splits": (["train", "test"], "train has no folder; one folder per class is needed"),
+    "tests without labels": (
+        ["train/cat", "train/dog", "test"],
+        ("train: cat dog", "has no folder of a class, and tests without labels test nothing, 4 images"),
+    ),
+    "valid for test": (["train/cat", "train/dog", "valid/cat"], ("train: cat dog", "valid: cat", "tested on 'valid'")),
+    "folders of a system": (
+        ["cat", "dog", "@eaDir", "dog/@eaDir", "lost+found", "#recycle", "$RECYCLE.BIN", "__MACOSX/cat"],
+        ("train: cat dog", *(["a folder that a system keeps"] * 6)),
+    ),
+    "beside the splits": (["train/cat", "test/cat", "@eaDir"], ("train: cat", "test: cat", "a folder that a system")),
+    "the outer folders": (["old/cat", "old/dog", "new/cat"], ("train: new old", "the classes are the outer folders")),
+    "a class of steam trains": (["steam train", "bus"], ("train: bus steam train",)),
+    "months in a class": (["cat/june", "cat/july", "dog"], ("train: cat dog",)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_that_people_have(tmp_path, name):
+    """Each is read as it is meant, and a guess is said; or a sentence says which folder or flag is right."""
+    folders, meant = LAYOUTS[name]
+    photos(tmp_path, dict.fromkeys(folders, 4))
+    if isinstance(meant, str):
+        for opens in (open_stream_data, lambda path: check_source({"data": str(path)} | SPLITS)):
+            with pytest.raises((ValueError, FileNotFoundError), match=meant):
+                opens(tmp_path)
+        return
+    check_source({"data": str(tmp_path)} | SPLITS)
+    found = open_stream_data(tmp_path)[2]
+    counts = {split: [name for name, count in of.items() if count] for split, of in found.counts.items()}
+    lines = [f"{split}: {' '.join(names)}" for split, names in counts.items()]
+    lines += [f"{Path(path).name}: {why}" for path, why in found.left_out] + found.notes
+    for words in set(meant):
+        assert sum(words in line for line in lines) == meant.count(words), lines
+
+
+SPLITS = {"train_split": "train", "test_split": "test"}
+
+
+def test_tables_beside_images_are_named(tmp_path):
+    photos(tmp_path, {"images": 2})
+    (tmp_path / "labels.csv").write_text("path,label\nimages/0.jpg,cat\n")
+    with pytest.raises(ValueError, match=r"are read with --labels .*labels\.csv$"):
+        open_stream_data(tmp_path)
+
+
+def test_what_is_left_out_and_tests_from_elsewhere(tmp_path):
+    root = photos(tmp_path / "a", {"train/cat": 4, "train/cat/old": 3, "train/dog": 4, "train/odd": 2, "test/odd": 1})
+    with pytest.raises(ValueError, match="no class and no folder that is called so"):
+        open_stream_data(root, leave_out=["cats"])
+    photos(root, {"test/cat": 2})
+    found = open_stream_data(root, leave_out=["odd", "cat/old"])[2]
+    assert found.counts == {"train": {"cat": 4, "dog": 4}, "test": {"cat": 2, "dog": 0}}
+    assert sum("named to be left out" in why for _, why in found.left_out) == 3
+    _, test, found = open_stream_data(root, test_split="none", test_fraction=0.5)
+    assert len(test) and not any("test/" in name for name in names(test))
+    assert "neither learned from nor tested on, 3 images" in found.left_out[0][1]
+    other = photos(tmp_path / "b", {"cat": 5, "dog": 1})
+    for folder in (other, photos(tmp_path / "c", {"train/dog": 1, "test/cat": 5, "test/dog": 1})):
+        assert open_stream_data(root, test_data=folder)[2].counts["test"] == {"cat": 5, "dog": 1, "odd": 0}
+    with pytest.raises(ValueError, match="leave one out"):
+        open_stream_data(root, test_data=other, test_fraction=0.5)
+
+
+def test_two_spellings_of_a_class_are_one_error(tmp_path):
+    photos(tmp_path, {"train/panda": 1, "test/Panda": 1})
+    with pytest.raises(ValueError, match="'panda' to learn and 'Panda' to test: spell it in one way"):
+        open_stream_data(tmp_path)
