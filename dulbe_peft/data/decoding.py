@@ -159,9 +159,10 @@ def managed(image: Image.Image, profile: bytes, mode: str) -> Image.Image:
             return image
         transform = ImageCms.buildTransform(source, ImageCms.createProfile("sRGB"), mode, "RGB")
         colours = Image.fromarray(51 * np.indices((6, 6, 6), dtype=np.uint8).reshape(3, 1, 216).transpose(1, 2, 0))
-        shown = ImageCms.applyTransform(colours.convert(mode), transform)
-        change = np.subtract(shown, colours.convert(mode).convert("RGB"), dtype=np.int16)
-        return image if abs(change).max() <= 2 else ImageCms.applyTransform(image.convert(mode), transform)
+        shown = np.asarray(ImageCms.applyTransform(colours.convert(mode), transform), dtype=np.int16)
+        change = shown - np.asarray(colours.convert(mode).convert("RGB"))
+        converted = ImageCms.applyTransform(image.convert(mode), transform) if abs(change).max() > 2 else None
+        return converted or image
     except (OSError, ImageCms.PyCMSError):  # the profile is damaged
         return image
 

@@ -73,8 +73,9 @@ class Before:
             said = answers(classifier, [self.tests[number].features.to(classifier.device) for number in numbers])
             before = torch.cat([predicted for predicted, _ in said]) == truth
             after = torch.cat([now[number].classifiers[name] for number in numbers]) == truth
-            counts = (len(truth), after.sum(), (before & ~after).sum(), (after & ~before).sum())
-            found[name] = Cost(**dict(zip(Cost.model_fields, map(int, counts), strict=True)))
+            counts = (after.sum(), (before & ~after).sum(), (after & ~before).sum())
+            numbers_of = [len(truth), *(int(count) for count in counts)]
+            found[name] = Cost(**dict(zip(Cost.model_fields, numbers_of, strict=True)))
         return found
 
     @torch.no_grad()

@@ -170,10 +170,8 @@ def _write_pipeline(folder: Path, state: LearnerState, classifier: Classifier) -
     model.save_pretrained(str(folder), state_dict=weights, save_original_format=False)
     state.processor.save_pretrained(str(folder))
     kind, record = type(model).__name__, encoder_of(model)
-    code = render(
-        *("image_classifier.txt", CARDS),
-        **{"name": name, "model": kind, "record": record, "formula": source, "function": function, "rgb": READS},
-    )
+    facts: dict[str, Any] = {"model": kind, "record": record, "formula": source, "function": function, "rgb": READS}
+    code = render("image_classifier.txt", CARDS, name=name, **facts)
     (folder / CODE_FILE).write_text(code, encoding="utf-8")
     write_json(folder / FACTS_FILE, class_facts(state, classifier))
     return render("use_pipeline.txt", CARDS)
