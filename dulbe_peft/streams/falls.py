@@ -73,9 +73,9 @@ class Before:
             said = answers(classifier, [self.tests[number].features.to(classifier.device) for number in numbers])
             before = torch.cat([predicted for predicted, _ in said]) == truth
             after = torch.cat([now[number].classifiers[name] for number in numbers]) == truth
-            counts = (after.sum(), (before & ~after).sum(), (after & ~before).sum())
-            numbers_of = [len(truth), *(int(count) for count in counts)]
-            found[name] = Cost(**dict(zip(Cost.model_fields, numbers_of, strict=True)))
+            right, lost, gained = after, before & ~after, after & ~before
+            counts = {"right": int(right.sum()), "lost": int(lost.sum()), "gained": int(gained.sum())}
+            found[name] = Cost(images=len(truth), **counts)
         return found
 
     @torch.no_grad()
