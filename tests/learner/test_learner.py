@@ -99,7 +99,7 @@ def test_two_tasks_equal_a_literal_transcription(base, digits, monkeypatch):
     expected = literal.ensemble_logits(tests, bridges, twin.weights, twin.scale)
     torch.testing.assert_close(head(tests), expected, atol=2e-2, rtol=1e-3)
     for name, matrix in twin.statistics.items():
-        torch.testing.assert_close(learner.memory[name], matrix, atol=1e-2, rtol=1e-3)
+        assert (learner.memory[name] - matrix).norm() < 1e-3 * matrix.norm(), name  # inputs of what has moved
 
 
 @pytest.mark.parametrize("weight", [0.5, 3.0])
