@@ -221,6 +221,11 @@ def split_flags(names: Sequence[str]) -> str:
 
 
 def _or_table(*folders: Path) -> str:
-    """A hint at tables that lie in some folders, which may hold the labels."""
+    """A hint at what lies in some folders and may hold the labels, or the images."""
+    if any(place.suffix.lower() == ".tar" for folder in folders for place in folder.iterdir()):
+        return (
+            '. Of a webdataset, `datasets.load_dataset("webdataset", data_files="FOLDER/*.tar").save_to_disk(NEW)` '
+            "makes a folder that is read, with --image-column and --label-column; other archives are to be unpacked"
+        )
     tables = [place for folder in folders for place in sorted(folder.iterdir()) if place.suffix.lower() in TABLES]
     return f". Labels of {tables[0]} are read with --labels {tables[0]}" if tables else ""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dulbe_peft.data.folders import SPLIT_NAMES
-from dulbe_peft.data.images import LabelledImages, Splits, labelled_images
+from dulbe_peft.data.images import LabelledImages, Splits, UnlabelledError, labelled_images
 from dulbe_peft.utils.extras import installed
 
 HUB_PREFIX = "hf:"
@@ -17,19 +17,37 @@ SAVED_FILES = ("dataset_dict.json", "state.json")  # what marks a folder that `d
 
 
 def hub_images(dataset: Any, name: str, image_column: str = "image", label_column: str = "label") -> LabelledImages:
-    """The images of a `datasets.Dataset` with an image column and a `ClassLabel` column; messages call it `name`."""
+    """The images of a `datasets.Dataset` with an image column and one of labels; messages call it `name`.
+
+    Labels are a `ClassLabel`, or texts or whole numbers, which become the names of the classes.
+    """
     for column in (image_column, label_column):
         if column not in dataset.column_names:
             raise ValueError(f"{name} has no column {column!r}; its columns are {dataset.column_names}")
-    if getattr(dataset.features[label_column], "names", None) is None:
-        raise ValueError(f"column {label_column!r} of {name} has no class names; make it one with class_encode_column")
     kind = type(dataset.features[image_column]).__name__
     if kind != "Image":
         raise ValueError(f"column {image_column!r} of {name} holds {kind} values, and no images")
     names = {image_column: "image", label_column: "label"}
-    images = labelled_images(dataset.with_format(None).select_columns(list(names)).rename_columns(names))
+    rows = dataset.with_format(None).select_columns(list(names)).rename_columns(names)
+    if getattr(rows.features["label"], "names", None) is None:
+        rows = _named(rows, f"column {label_column!r} of {name}")
+    images = labelled_images(rows)
     images.name = name
     return images
+
+
+def _named(rows: Any, column: str) -> Any:
+    """A data set whose labels are texts or whole numbers, with a `ClassLabel` of these in their order."""
+    values = rows["label"][:]
+    kinds = {type(value) for value in values}
+    if kinds not in ({str}, {int}):
+        found = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise ValueError(f"{column} holds {found} values: expected class names, texts or whole numbers")
+    if kinds == {int} and max(values) < 0:
+        raise UnlabelledError(f"all labels of {column} are {max(values)}")
+    places = {value: place for place, value in enumerate(sorted(set(values)))}
+    feature = import_datasets("a data set").ClassLabel(names=list(map(str, places)))
+    return rows.remove_columns("label").add_column("label", [places[value] for value in values], feature=feature)
 
 
 def hub_splits(text: str, *columns: str) -> Splits:
@@ -64,15 +82,22 @@ def _read_parquet(datasets: Any, files: list[str]) -> Any:
         raise ValueError(f"{', '.join(files)} cannot be read: {error.__cause__ or error}") from error
 
 
-def _parquet_files(path: Path) -> dict[str, list[str]]:
-    """Split -> its files, in a folder or in its folder "data": "train.parquet" or "train-00000-of-00002.parquet"."""
-    found: dict[str, list[str]] = {}
-    for folder in (path, path / "data"):
-        for file in sorted(folder.glob("*.parquet")) if not found else ():
-            name = re.match(r"[^\W\d_]+", file.name)
+def _parquet_files(path: Path) -> dict[str | None, list[str]]:
+    """Split -> its files, in a folder, or in its folder "data" or "default".
+
+    "train.parquet", "train-00000-of-00002.parquet" and "train/0000.parquet" are of the split train; a file by itself,
+    and files whose names say nothing where no others do, are of no split.
+    """
+    if path.suffix.lower() == ".parquet" and path.is_file():
+        return {None: [os.fspath(path)]}
+    found: dict[str | None, list[str]] = {}
+    for folder in (path, path / "data", path / "default"):
+        for file in sorted((*folder.glob("*.parquet"), *folder.glob("*/*.parquet"))) if not found else ():
+            name = re.match(r"[^\W\d_]+", file.name if file.parent == folder else file.parent.name)
             if name and name[0].lower() in SPLIT_NAMES:
                 found.setdefault(name[0], []).append(os.fspath(file))
-    return found
+    plain = sorted(map(os.fspath, path.glob("*.parquet")))
+    return found or ({None: plain} if plain else {})
 
 
 def import_datasets(name: str) -> Any:

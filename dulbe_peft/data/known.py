@@ -63,17 +63,18 @@ class KnownImages:
 
     def new_rows(self, images: LabelledImages) -> tuple[list[int], dict[str, list[int]]]:
         """The rows of images that are new or cannot be read, and of others by why they would count twice."""
-        learned, seen, rows, twice = self.class_of(), set[bytes](), list[int](), dict[str, list[int]]()
+        learned, seen, rows, twice = self.class_of(), dict[bytes, int](), list[int](), dict[str, list[int]]()
         for row, (content, label) in enumerate(zip(images.contents(), images.labels.tolist(), strict=True)):
             if content is not None and content in learned:
                 same = label < 0 or learned[content] == images.class_names[label]
                 twice.setdefault("learned before" if same else "of another class", []).append(row)
             elif content in seen:
-                twice.setdefault("in the data twice", []).append(row)
+                why = "in the data twice" if seen[content] == label else "in two classes, of which the first counts"
+                twice.setdefault(why, []).append(row)
             else:
                 rows.append(row)
             if content is not None:
-                seen.add(content)
+                seen.setdefault(content, label)
         return rows, twice
 
     def arrays(self, class_names: Sequence[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:

@@ -72,6 +72,8 @@ def learned_name(name: str, known: Sequence[str], what: str) -> str:
 def check_rename(old: str, new: str, known: Sequence[str]) -> tuple[str, str]:
     """Both names as the learner writes them, after a check that the first one is known and the other differs."""
     old, (new,) = learned_name(old, known, "renamed"), check_class_names([new])
+    if new not in known:
+        check_class_names([new], [name for name in known if name != old])
     if new == old:
         raise ValueError(f"the class {old!r:.100} has this name already")
     return old, new

@@ -25,6 +25,11 @@ def unlabelled_images(images: Any) -> LabelledImages:
     return _Unlabelled(entries, np.full(len(entries), -1, dtype=np.int64))
 
 
+def left_out(images: Any) -> list[tuple[str, str]]:
+    """What `unlabelled_images` passes over in the folders among some paths, with the reasons."""
+    return [row for path in images if os.path.isdir(path) for row in folder_content(Path(path))[1]]
+
+
 class _Unlabelled(LabelledImages):
     """Images, each of which is a path, a file or an image with None in `source`, or a data set with a place in it."""
 

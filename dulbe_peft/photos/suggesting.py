@@ -4,10 +4,8 @@ Where a classifier expects to be wrong more often than right, the right class is
 least sure of is odd rather than useful. Then the second half is drawn at random.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +15,8 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.novelty import sums_of
-from dulbe_peft.data.folders import folder_content
 from dulbe_peft.data.images import LabelledImages
-from dulbe_peft.data.unlabelled import unlabelled_images
+from dulbe_peft.data.unlabelled import left_out, unlabelled_images
 from dulbe_peft.photos.data.inventory import Found, Inventory
 from dulbe_peft.utils.extras import installed
 from dulbe_peft.utils.settings import check_int
@@ -50,8 +47,7 @@ def new_photographs(learner: Any, photos: Sequence[str]) -> tuple[LabelledImages
     said = [f"left out: {counted(len(which), 'photograph')} {reason}" for reason, which in twice.items()]
     features, problems = learner.readable_embeds(images.at(rows))
     unread = [(Found("", row, images.item_name(rows[row]), ""), why) for row, why in problems.items()]
-    others = [row for path in photos if os.path.isdir(path) for row in folder_content(Path(path))[1]]
-    said += Inventory({}, unread, others).problems()
+    said += Inventory({}, unread, left_out(photos)).problems()
     readable = [row for row in range(len(rows)) if row not in problems]
     if not readable:
         raise ValueError("\n".join(["no photograph is left that can be read and was not learned", *said]))

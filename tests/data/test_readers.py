@@ -170,11 +170,11 @@ def test_saved_datasets_and_their_splits(datasets, tmp_path):
         found = load_data(path, **columns)
         assert found.class_names == ("finch", "robin")
         assert found.labels.tolist() == [1, 0, 1] and (red(found[1]), found[1]["label"]) == (6, 0)
-    unnamed = data.cast_column("fine", datasets.Value("int64"))
+    unnamed = data.cast_column("fine", datasets.Value("float32"))
     for call, words in (
         (lambda: load_data(tmp_path / "dict", "test", **columns), r"no split 'test'; its splits are \['train'\]"),
         (lambda: load_data(tmp_path / "dict"), r"no column 'image'; its columns are \['img', 'fine'\]"),
-        (lambda: hub_images(unnamed, "x", "img", "fine"), "'fine' of x has no class names"),
+        (lambda: hub_images(unnamed, "x", "img", "fine"), "'fine' of x holds float values: expected class names"),
         (lambda: hub_images(data, "x", "fine", "fine"), "column 'fine' of x holds ClassLabel values, and no images"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=words):
@@ -186,6 +186,42 @@ def test_saved_datasets_and_their_splits(datasets, tmp_path):
     assert len(train) == len(test) == 2 and found.left_out[0][0].endswith("three[val]")
     train, test, _ = open_stream_data(tmp_path / "one")
     assert len(train) == 2 and test is None
+
+
+@pytest.mark.parametrize("values", [["robin", "finch"], [10, 2], [7, -1]])
+@pytest.mark.parametrize("file", ["train.parquet", "default/train/0000.parquet", "0000.parquet"])
+def test_labels_that_are_texts_or_numbers_are_the_names(datasets, tmp_path, values, file):
+    """Numbers in their order; a file whose name says nothing is of no split."""
+    root = tmp_path / "birds"
+    (root / file).parent.mkdir(parents=True)
+    kind = datasets.Value("string" if values[0] == "robin" else "int64")
+    features = datasets.Features({"image": datasets.Image(), "label": kind})
+    rows = [{"bytes": encoded(40 + place), "path": None} for place in range(2)]
+    datasets.Dataset.from_dict({"image": rows, "label": values}, features=features).to_parquet(root / file)
+    train, test, _ = open_stream_data(root if "train" in file else root / file)
+    assert train.class_names == tuple(map(str, sorted(values))) and test is None
+    assert [train.class_names[sample["label"]] for sample in train] == list(map(str, values))
+    assert [red(sample) for sample in train] == [40, 41]
+
+
+def test_tests_without_labels_and_names_without_images_are_left_out(datasets, tmp_path):
+    kind = datasets.ClassLabel(names=["unused", "finch", "robin"])
+    for split, labels in (("train", [1, 2]), ("test", [-1, -1])):
+        rows = [{"bytes": encoded(40 + place), "path": None} for place in range(2)]
+        features = datasets.Features({"image": datasets.Image(), "label": kind})
+        datasets.Dataset.from_dict({"image": rows, "label": labels}, features=features).to_parquet(
+            tmp_path / f"{split}.parquet"
+        )
+    train, test, found = open_stream_data(tmp_path)
+    assert train.class_names == ("finch", "robin") and train.labels.tolist() == [0, 1] and test is None
+    assert "all of its labels are -1: images without labels test nothing" in found.left_out[0][1]
+    assert found.notes == ["left out: 1 class without images, such as 'unused'"]
+
+
+def test_a_webdataset_is_told_what_to_do(tmp_path):
+    write(tmp_path / "000.tar", b"")
+    with pytest.raises(ValueError, match=r"load_dataset\(.webdataset., .*save_to_disk"):
+        load_data(tmp_path)
 
 
 def test_datasets_are_decoded_with_our_formats_and_turned_upright(datasets, monkeypatch):

@@ -70,7 +70,7 @@ def check(
         raise ValueError("--check-labels and --model MODEL, such as openai/clip-vit-base-patch16, go together")
     from dulbe_peft.data.folders import ImageFolder
     from dulbe_peft.photos.data.inventory import blank_lines, find_duplicates, thumbnails
-    from dulbe_peft.photos.data.splits import open_stream_data
+    from dulbe_peft.photos.data.splits import UNLABELLED, open_stream_data
 
     learner = None if model is None else load_learner(None, model, {"device": device}, store=not no_store)
     given = {flag: split for flag, split in splits.items() if split is not None}
@@ -104,6 +104,8 @@ def check(
     if page or csv:
         print(f"\nwritten: {' and '.join(filter(None, (page, csv)))}", file=words)
     print(file=words)
+    if test is None and any(UNLABELLED in why for _, why in found.left_out):
+        splits["test_split"] = "none"
     splits["leave_out"] = ",".join(splits["leave_out"] or ()) or None
     more = splits | {"test_fraction": 0.2 if test is None else None, "output": f"out-{name}"}
     say_next("run", model=model or "openai/clip-vit-base-patch16", data=data, **more, to=words)

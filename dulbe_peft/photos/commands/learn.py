@@ -52,12 +52,13 @@ def learn(
     sources.check_source(source)
     claim(("--output", output, FOLDER), apart=[learner, data], overwrite=overwrite)
     loaded = load()
+    from dulbe_peft.data.names import check_class_names
     from dulbe_peft.streams.progress import known_tasks, renamed_classes
 
     notes: list[str] = []
     train, test = sources.open_source(source, notes=notes, look=look_by(loaded), known=loaded.class_names)
     sources.say_leaks(train, test, loaded.state.known)
-    fresh = train if again else sources.new_images(train, loaded.state.known)
+    fresh = train if again else sources.new_images(train, loaded.state.known, " (--again)")
     if not len(fresh):
         raise ValueError(f"{data!r} has nothing to learn: {learner!r} has learned all of its images")
     learned, gone = set(loaded.class_names), set(train.labels.tolist()) - set(fresh.labels.tolist())
@@ -65,6 +66,8 @@ def learn(
     new = [name for label, name in enumerate(train.class_names) if name not in learned and label not in gone]
     if no_update and not new:
         raise ValueError(f"{data!r} has nothing to learn: its classes, {list(train.class_names)[:5]} ..., are known")
+    if new:
+        check_class_names(new, loaded.class_names)  # another spelling of a known one
     _say_same_pixels(fresh, loaded)
     renamed = renamed_classes(loaded.state.updates)
     for name in set(new) & set(renamed):

@@ -71,6 +71,8 @@ def predict(
     workers = min(8, os.cpu_count() or 1)  # with a small model, reading files takes longer than the model does
     loaded = load(num_workers=workers if many else 0)
     from dulbe_peft.classifiers.calibration import HARDLY
+    from dulbe_peft.data.unlabelled import left_out
+    from dulbe_peft.photos.data.inventory import Inventory
     from dulbe_peft.photos.tables import only_writer, sorted_folder
 
     area = None if reject is None else loaded.classifier.roc_area
@@ -92,6 +94,8 @@ def predict(
             if copy is not None:
                 copy(Path(row.image), row.classes[0] if row.known else NONE)
         _write(rows, csv, json_file, exiftool)
+    for line in Inventory({}, left_out=left_out(images)).problems():
+        print(line, file=sys.stderr)
     written = [file for file in (csv, json_file, exiftool, sort_into) if file not in (None, "-")]
     if csv or json_file or exiftool or sort_into or reject is not None or any(row.error is not None for row in rows):
         _sum_up(rows, reject is not None, written)

@@ -38,6 +38,7 @@ from dulbe_peft.utils.settings import check_int
 from dulbe_peft.utils.terminal import counted
 
 SAMPLE = 32  # images that are looked at for many that show nothing
+UNLABELLED = "images without labels test nothing"
 VALIDATION = ("valid", "validation", "val")  # splits that are tested on where there is no test split
 Unused = tuple[str, str, Path | None]  # where a split is that is not opened, why, and its folder where it is one
 
@@ -154,7 +155,7 @@ def open_stream_data(
         try:
             parts[test_split] = opens()
         except UnlabelledError as error:
-            left_out.append((f"{os.fspath(path)}[{test_split}]", f"{error}: without labels they test nothing"))
+            left_out.append((f"{os.fspath(path)}[{test_split}]", f"{error}: {UNLABELLED}"))
         notes += [f"tested on {test_split!r}, for there is no split 'test'"] * (test_split in VALIDATION)
     notes += dict.fromkeys(note for images in parts.values() for note in images.notes)
     _check_left_out(leave_out, parts, Path(path))
@@ -217,7 +218,7 @@ def stream_splits(
     tests = (wanted, found.pop(wanted)) if wanted in found else None
     if tests is not None and (unlabelled or test_split == "none" or test_data is not None):
         folder = Path(text, wanted) if Path(text, wanted).is_dir() else None
-        why = f"the split {wanted!r} has no folder of a class, and tests without labels test nothing"
+        why = f"the split {wanted!r} has no folder of a class: {UNLABELLED}"
         others.append((str(folder or f"{text}[{wanted}]"), why if unlabelled else _unused(wanted), folder))
         tests = None
     for one, name in ((tests and tests[0], "the test split"), (test_data, "test_data")):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dulbe_peft.arguments import AdapterSettings, LearnerArguments
 from dulbe_peft.data.names import normalized
 from dulbe_peft.photos.runs.settings import StreamArguments, read_yaml
-from dulbe_peft.photos.runs.sources import open_source, source_of
+from dulbe_peft.photos.runs.sources import new_images, open_source, source_of
 from dulbe_peft.utils.extras import uncollected
 from dulbe_peft.utils.terminal import print_once, printable
 
@@ -99,11 +99,12 @@ def set_up(stream: StreamArguments, adapter: AdapterSettings, args: LearnerArgum
 
 def stream_tasks(stream: StreamArguments, notes: list[str] | None = None, look: Look | None = None) -> list[Task]:
     """The tasks of the stream that the settings describe; `notes` and `look` as in `open_source`."""
+    from dulbe_peft.data.known import KnownImages
     from dulbe_peft.streams.tasks import class_incremental_tasks
     from dulbe_peft.utils.files import read_lines
 
     train, test = open_source(source_of(stream), notes=notes, look=look)
-    names = train.class_names
+    train, names = new_images(train, KnownImages()), train.class_names
     order: Any = stream.class_order
     if order is not None and order != "icarl":
         if not Path(order).is_file():

@@ -203,13 +203,13 @@ def _found(
     raise ValueError(f"those in {source['data']} are not those that the task was tested on")
 
 
-def new_images(images: LabelledImages, known: KnownImages) -> LabelledImages:
+def new_images(images: LabelledImages, known: KnownImages, advice: str = "") -> LabelledImages:
     """The images to learn from without those that were learned before, and copies; what is left out is printed."""
     rows, twice = known.new_rows(images)
     for reason, which in twice.items():
         name, learned = images.item_name(which[0]), known.class_of().get(images.contents()[which[0]] or b"")
         was = f", learned as {learned!r} before" if reason == "of another class" else ""
-        print_once(f"left out, for they would count twice: {len(which)} {reason}, such as {name}{was} (--again)")
+        print_once(f"left out, for they would count twice: {len(which)} {reason}, such as {name}{was}{advice}")
     if not known.complete:
         print_once("this learner has no notes of its images: whether these are new is not known")
     return images.at(rows)

@@ -128,6 +128,8 @@ class App:
         if not isinstance(name, str) or not name.strip():
             raise ValueError("the class needs a name")
         (name,) = check_class_names([name.strip()])
+        waits = self.labelling.labels.values() if self.labelling else ()
+        check_class_names([name], {*self.learner.class_names, *waits} - {name})  # another spelling
         if name not in self.learner.class_names and self.learner.strategy.adapts:
             raise ValueError(f"{name!r} is a new class, for which this learner trains: use dulbe-peft learn")
         return name

@@ -1,6 +1,7 @@
 """Photographs to label, the most useful first: what is said of them is learned, a few at a time."""
 
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,17 @@ class Labelling:
                 learn(self.images.at(at, np.array([own.index(self.labels[place]) for place in at]), own))
 
     def table(self) -> bytes:
-        """What was said in this visit as CSV: path, label."""
-        text = io.StringIO(newline="")
-        write_rows(text, ["path", "label"], ([self.images.item_name(at), name] for at, name in self.labels.items()))
+        """What was said in this visit as CSV: path, label, with paths that lead there from everywhere.
+
+        A photograph that was learned has the class that the learner knows it as now, after corrections.
+        """
+        text, rows, now = io.StringIO(newline=""), list(self.labels.items()), self.learner.state.known.class_of()
+        contents = self.images.at([place for place, _ in rows]).contents()
+        lines = [
+            [os.path.abspath(self.images.item_name(place)), now.get(content or b"", name)]
+            for (place, name), content in zip(rows, contents, strict=True)
+        ]
+        write_rows(text, ["path", "label"], lines)
         return text.getvalue().encode("utf-8", "surrogateescape")
 
 

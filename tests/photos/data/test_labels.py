@@ -97,10 +97,7 @@ def with_cells(*cells):
 
 NAMED = ["path", "label"]
 TABLES = {  # what stands in the file, and what is said of it
-    "names of others": (
-        written(["image", "category"]),
-        "from the column 'image', the labels from",
-    ),
+    "names of others": (written(["image", "category"]), "the column 'image', the labels from the column 'category'"),
     "an id": (written(["id", "target"], [(path[:-4], name) for path, name in ROWS]), "such as img/a at img/a.jpg"),
     "an id alone": (written(NAMED, [(path[4:-4], name) for path, name in ROWS]), "such as a at img/a.jpg"),
     "the other column": (written(["file_name", "what it is"]), "the labels from the column 'what it is'"),

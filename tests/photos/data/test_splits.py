@@ -247,7 +247,7 @@ LAYOUTS = {
     "heaps for splits": (["train", "test"], "train has no folder; one folder per class is needed"),
     "tests without labels": (
         ["train/cat", "train/dog", "test"],
-        ("train: cat dog", "has no folder of a class, and tests without labels test nothing, 4 images"),
+        ("train: cat dog", "has no folder of a class, and images without labels test nothing, 4 images"),
     ),
     "valid for test": (["train/cat", "train/dog", "valid/cat"], ("train: cat dog", "valid: cat", "tested on 'valid'")),
     "folders of a system": (
