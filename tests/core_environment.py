@@ -1,15 +1,18 @@
-"""What `.ci/run` calls where only the core is installed: three lines, a trainer, a learner, saving and loading.
+"""What `.ci/run` calls where only the core is installed: README's first snippet, a learner, saving, loading, merging.
 
 It needs neither pytest nor an image on the disk, and no package of an extra.
 """
 
 import importlib.util
+import os
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
+import torch
 from peft import PeftModel, get_peft_model
 from PIL import Image
 from transformers import TrainingArguments
@@ -28,7 +31,28 @@ def shades(*colours: tuple[int, int, int]) -> list[tuple[Image.Image, int]]:
     return [(Image.fromarray(values.astype(np.uint8)), label) for values, label in pixels]
 
 
+def run_first_snippet_of_readme(folder: str) -> None:
+    """Run the first block of Python of the README beside this file, and load and merge the adapter that it saved."""
+    places = [Path(__file__).with_name("README.md"), Path(__file__).parents[1] / "README.md"]
+    text = next(place for place in places if place.is_file()).read_text(encoding="utf-8")
+    (code, *_) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    here = os.getcwd()
+    os.chdir(folder)
+    try:
+        namespace: dict = {"__name__": "readme"}
+        exec(compile(code, "README.md", "exec"), namespace)
+        model = PeftModel.from_pretrained(load_clip("demo")[0], "out-july")
+        pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            found = model.get_image_features(pixel_values=pixels).pooler_output
+            merged = model.merge_and_unload().get_image_features(pixel_values=pixels).pooler_output
+        torch.testing.assert_close(merged, found, rtol=1e-4, atol=1e-4)
+    finally:
+        os.chdir(here)
+
+
 def main() -> None:
+    torch.set_num_threads(1)  # a model this small only waits for a second thread
     present = [name for name in sys.argv[1:] if importlib.util.find_spec(name)]
     assert not present, f"the core brings {present}"
     clip, processor = load_clip("demo")
@@ -48,6 +72,7 @@ def main() -> None:
         pictures = [image for image, _ in shades((200, 30, 30), (30, 200, 30), (30, 30, 200))]
         assert found.predict(pictures) == learner.predict(pictures)
         print(found.predict(pictures))
+        run_first_snippet_of_readme(folder)
     called = subprocess.run([sys.executable, "-m", "dulbe_peft", "--help"], capture_output=True, text=True)
     if importlib.util.find_spec("click") is None:
         assert (called.returncode, called.stdout) == (2, "")
