@@ -73,8 +73,8 @@ class Before:
             said = answers(classifier, [self.tests[number].features.to(classifier.device) for number in numbers])
             before = torch.cat([predicted for predicted, _ in said]) == truth
             after = torch.cat([now[number].classifiers[name] for number in numbers]) == truth
-            counts = (len(truth), after.sum(), (before & ~after).sum(), (after & ~before).sum())
-            found[name] = Cost(**dict(zip(Cost.model_fields, map(int, counts), strict=True)))
+            lost, gained = int((before & ~after).sum()), int((after & ~before).sum())
+            found[name] = Cost(images=len(truth), right=int(after.sum()), lost=lost, gained=gained)
         return found
 
     @torch.no_grad()
