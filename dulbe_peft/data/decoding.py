@@ -158,10 +158,10 @@ def managed(image: Image.Image, profile: bytes, mode: str) -> Image.Image:
         if source.profile.xcolor_space.strip() != {"L": "GRAY"}.get(mode, mode):
             return image
         transform = ImageCms.buildTransform(source, ImageCms.createProfile("sRGB"), mode, "RGB")
-        colours = Image.fromarray(51 * np.indices((6, 6, 6), dtype=np.uint8).reshape(3, 1, 216).transpose(1, 2, 0))
-        shown = ImageCms.applyTransform(colours.convert(mode), transform)
-        change = np.subtract(shown, colours.convert(mode).convert("RGB"), dtype=np.int16)
-        return image if abs(change).max() <= 2 else ImageCms.applyTransform(image.convert(mode), transform)
+        cube = 51 * np.indices((6, 6, 6), dtype=np.uint8).reshape(3, 1, 216).transpose(1, 2, 0)
+        colours = Image.fromarray(cube).convert(mode)
+        change = np.asarray(transform.apply(colours)).astype(np.int16) - np.asarray(colours.convert("RGB"))
+        return image if abs(change).max() <= 2 else transform.apply(image.convert(mode))
     except (OSError, ImageCms.PyCMSError):  # the profile is damaged
         return image
 

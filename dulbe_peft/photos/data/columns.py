@@ -16,8 +16,10 @@ GUESS, NOVELTY = "class", "novelty"  # of tables that suggest and predict write
 FILE = "SourceFile"  # exiftool's
 KEYWORDS = {"subject", "keywords", "hierarchicalsubject", "weightedflatsubject", "lastkeywordxmp", "tagslist"}
 # What the columns are called in tables of others, in lower case.
-_PATHS = (PATH, "file_name", "filename", "file", "file_path", "filepath", "image", "image_path", "image_name", "photo")
-_PATHS += ("img", "img_path", "image_id", "imageid", "id")
+_PATHS = (
+    *(PATH, "file_name", "filename", "file", "file_path", "filepath", "image", "image_path", "image_name", "photo"),
+    *("img", "img_path", "image_id", "imageid", "id"),
+)
 _LABELS = (LABEL, "labels", "class", "class_name", "classname", "category", "target", "species", "breed")
 _SPLITS = (SPLIT, "set", "subset", "is_valid")
 _NO_VALUE = {"", "nan", "null", "<na>", "#n/a"}  # as programs write what is not there

@@ -171,8 +171,14 @@ def _write_pipeline(folder: Path, state: LearnerState, classifier: Classifier) -
     state.processor.save_pretrained(str(folder))
     kind, record = type(model).__name__, encoder_of(model)
     code = render(
-        *("image_classifier.txt", CARDS),
-        **{"name": name, "model": kind, "record": record, "formula": source, "function": function, "rgb": READS},
+        "image_classifier.txt",
+        CARDS,
+        name=name,
+        model=kind,
+        record=record,
+        formula=source,
+        function=function,
+        rgb=READS,
     )
     (folder / CODE_FILE).write_text(code, encoding="utf-8")
     write_json(folder / FACTS_FILE, class_facts(state, classifier))

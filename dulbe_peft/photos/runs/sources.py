@@ -66,7 +66,7 @@ def check_source(source: Mapping[str, Any]) -> None:
         found, _, tests = stream_splits(*given, **_reading(source))
         for opens in (*found.values(), *(tests or ())[1:]):
             if getattr(opens, "func", None) is ImageFolder:
-                folder_of_classes(*opens.args)  # type: ignore[attr-defined]
+                folder_of_classes(*opens.args)
 
 
 def _reading(source: Mapping[str, Any]) -> dict[str, Any]:
