@@ -29,7 +29,13 @@ from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.encoders.registry import demo_model_folder
 
 ARGS = LearnerArguments(
-    epochs=1, batch_size=8, device="cpu", precision="float32", progress=False, prompt_template="the digit {}."
+    epochs=1,
+    batch_size=8,
+    device="cpu",
+    precision="float32",
+    progress=False,
+    prompt_template="the digit {}.",
+    drift="none",  # as the first files have it, whose default it was
 )
 
 

@@ -102,7 +102,7 @@ def why_not_read(suffix: str) -> str:
             return why
     if suffix in _SUFFIXES["HEIF"]:
         return f'{suffix} files of phones need a package: pip install "dulbe_peft[heic]"'
-    return f"files ending in {suffix} are not read" if suffix else "a file without a suffix"
+    return f"files ending in {suffix} are not read" if suffix else "without a suffix; if it is an image, give it one"
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -158,11 +158,10 @@ def managed(image: Image.Image, profile: bytes, mode: str) -> Image.Image:
         if source.profile.xcolor_space.strip() != {"L": "GRAY"}.get(mode, mode):
             return image
         transform = ImageCms.buildTransform(source, ImageCms.createProfile("sRGB"), mode, "RGB")
-        colours = Image.fromarray(51 * np.indices((6, 6, 6), dtype=np.uint8).reshape(3, 1, 216).transpose(1, 2, 0))
-        shown = np.asarray(ImageCms.applyTransform(colours.convert(mode), transform), dtype=np.int16)
-        change = shown - np.asarray(colours.convert(mode).convert("RGB"))
-        converted = ImageCms.applyTransform(image.convert(mode), transform) if abs(change).max() > 2 else None
-        return converted or image
+        cube = 51 * np.indices((6, 6, 6), dtype=np.uint8).reshape(3, 1, 216).transpose(1, 2, 0)
+        colours = Image.fromarray(cube).convert(mode)
+        change = np.asarray(transform.apply(colours)).astype(np.int16) - np.asarray(colours.convert("RGB"))
+        return image if abs(change).max() <= 2 else transform.apply(image.convert(mode))
     except (OSError, ImageCms.PyCMSError):  # the profile is damaged
         return image
 

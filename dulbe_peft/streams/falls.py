@@ -73,9 +73,8 @@ class Before:
             said = answers(classifier, [self.tests[number].features.to(classifier.device) for number in numbers])
             before = torch.cat([predicted for predicted, _ in said]) == truth
             after = torch.cat([now[number].classifiers[name] for number in numbers]) == truth
-            right, lost, gained = after, before & ~after, after & ~before
-            counts = {"right": int(right.sum()), "lost": int(lost.sum()), "gained": int(gained.sum())}
-            found[name] = Cost(images=len(truth), **counts)
+            lost, gained = int((before & ~after).sum()), int((after & ~before).sum())
+            found[name] = Cost(images=len(truth), right=int(after.sum()), lost=lost, gained=gained)
         return found
 
     @torch.no_grad()

@@ -6,12 +6,15 @@ import csv
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from research.comparison.summary import FEW
 
 Row = dict[str, str]
+DEFAULT, UNKNOWN = "bayes", "not measured"
+DRIFTS = ("none", "linear", "auto")  # the last one that was measured stands in the tables
 
 
 def frozen(
@@ -68,28 +71,59 @@ def edges(results: Path, counts: str, classifiers: str, behind: str) -> list[lis
 
 
 def trained(results: Path, file: str, classifiers: str, streams: str = "", without: str = "") -> list[list[str]]:
-    """One line a stream and method, but those whose name ends so: A_last, and what training adds, see `gained`."""
-    rows, columns = compared(results, file), classifiers.split(",")
+    """One line a stream and method, but those whose name ends so: A_last, and what training adds, see `whole_line`."""
+    rows = compared(results, file)
     lines = [
-        [f"{stream}: {named(method)}", *(gained(rows.get((stream, method, name))) for name in columns)]
+        [f"{stream}: {named(method)}", *whole_line(rows, stream, method, classifiers.split(","))]
         for stream, method in dict.fromkeys(key[:2] for key in rows)
         if not (without and method.endswith(without)) and (not streams or stream in streams.split(";"))
     ]
-    return [["", *map(short, columns)], *lines]
+    return [["", *whole_head(classifiers.split(","))], *lines]
 
 
 def family(results: Path, file: str, stream: str, classifiers: str) -> list[list[str]]:
     """One line a method: A_last and the difference to no training, and what the model still knows."""
     rows, columns = compared(results, file), classifiers.split(",")
-    lines, head = [], ["method", *map(short, columns), "still known"]
+    lines = []
     for method in methods_of(rows, stream):
-        each = [rows[stream, method, name] for name in columns]
-        if method != "frozen" and each[0]["trainable_parameters"] == "0":  # its own classifier alone is another
+        own = [row for key, row in rows.items() if key[:2] == (stream, method)]
+        if method != "frozen" and own[0]["trainable_parameters"] == "0":  # its own classifier alone is another
             continue
-        known = percent(each[0]["retention"]) if each[0]["retention"] else ""
-        lines.append([named(method), *(gained(row, interval=False) for row in each), known])
-    shown = [any(line[place] for line in lines) for place in range(len(head))]
-    return [[cell for cell, full in zip(line, shown, strict=True) if full] for line in (head, *lines)]
+        lines.append([named(method), *whole_line(rows, stream, method, columns, interval=False)])
+    return [["method", *whole_head(columns)], *lines]
+
+
+def drifts(results: Path, files: str, method: str, classifiers: str) -> list[list[str]]:
+    """One line a stream and classifier: A_last with nothing trained, and with a method by each drift, the best bold.
+
+    `files` are comparisons with semicolons between them, each with the name of its data: "defaults=handwriting".
+    """
+    lines = []
+    for file, _, data in (part.partition("=") for part in files.split(";")):
+        with (results / f"comparisons/{file}.csv").open(newline="", encoding="utf-8") as opened:
+            rows = {(r["stream"], r["classifier"], r["method"], r["drift"]): r["last"] for r in csv.DictReader(opened)}
+        for stream, name in product(dict.fromkeys(key[0] for key in rows), classifiers.split(",")):
+            found = [float(rows[stream, name, method, drift]) for drift in DRIFTS]
+            untrained = percent(rows[stream, name, "frozen", "none"])
+            lines.append([f"{data}, {stream}", name, untrained, *best_bold([100 * share for share in found], max)])
+    return [["", "classifier", "nothing trained", *DRIFTS], *lines]
+
+
+def whole_head(columns: list[str]) -> list[str]:
+    """What every comparison with training shows: the default classifier, others, the best one, what is still known."""
+    return [DEFAULT, *map(short, columns), "the best other", "still known"]
+
+
+def whole_line(
+    rows: dict[tuple[str, str, str], Row], stream: str, method: str, columns: list[str], interval: bool = True
+) -> list[str]:
+    """The cells of `whole_head`, of a stream and method; a classifier of the default's own settings is no other."""
+    own = {name: row for (where, by, name), row in rows.items() if (where, by) == (stream, method)}
+    cells = [gained(own.get(name), interval) for name in (DEFAULT, *columns)]
+    others = [name for name in own if name.partition(":")[0] != DEFAULT]
+    best = max(others, key=lambda name: float(own[name]["last"]), default=None)
+    known = next((percent(row["retention"]) for row in own.values() if row["retention"]), UNKNOWN)
+    return [*cells, f"{best}: {gained(own[best], interval)}" if best else UNKNOWN, known]
 
 
 def costs(results: Path, kinds: str) -> list[list[str]]:
@@ -163,9 +197,9 @@ def figures_of(results: Path, folder: str, pattern: str) -> Iterator[tuple[tuple
 
 
 def compared(results: Path, file: str) -> dict[tuple[str, str, str], Row]:
-    """(stream, method, classifier) -> the row of a comparison; the one whose drift is linear, where there are two."""
+    """(stream, method, classifier) -> the row of a comparison; of several drifts the last of `DRIFTS`."""
     with (results / f"comparisons/{file}.csv").open(newline="", encoding="utf-8") as lines:
-        rows = sorted(csv.DictReader(lines), key=lambda row: row["drift"] == "linear")
+        rows = sorted(csv.DictReader(lines), key=lambda row: DRIFTS.index(row["drift"]))
     return {(row["stream"], row["method"], short(row["classifier"])): row for row in rows}
 
 
@@ -184,8 +218,8 @@ def short(classifier: str) -> str:
 
 def gained(row: Row | None, interval: bool = True) -> str:
     """A_last, and interval or mean of what training adds: bold where clearly above zero, in italics where below."""
-    if row is None:  # not measured
-        return ""
+    if row is None:
+        return UNKNOWN
     figure = percent(row["last"])
     if row["method"] == "frozen" or not row["gain"]:
         return figure
@@ -210,5 +244,5 @@ def best_bold(figures: list[float], best: Callable[..., float] | None) -> list[s
     return [f"**{text}**" if best and float(text) == best(map(float, texts)) else text for text in texts]
 
 
-_TABLES = (frozen, edges, trained, family, costs, beside, estimates, order, suggest)
+_TABLES = (frozen, edges, trained, family, drifts, costs, beside, estimates, order, suggest)
 TABLES: dict[str, Any] = {table.__name__: table for table in _TABLES}

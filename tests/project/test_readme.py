@@ -24,6 +24,8 @@ from dulbe_peft.photos.runs.settings import StreamArguments
 from dulbe_peft.strategies import STRATEGIES
 from dulbe_peft.streams.tasks import class_incremental_tasks
 from dulbe_peft.utils.settings import field_types
+from research.benchmarks import evidence
+from research.benchmarks.common import RESULTS
 from research.comparison.plan import read_plan
 from research.verification.checks import read_checks
 
@@ -226,3 +228,24 @@ def test_messages_that_troubleshooting_explains_are_the_code_s():
 def test_code_is_narrow_enough_not_to_scroll(page):
     lines = [line for _, _, code in blocks(page, "python", "bash", "yaml", "text") for line in code.splitlines()]
     assert all(len(line) <= WIDTH for line in lines), max(lines, key=len)
+
+
+def test_what_the_readme_says_of_training_follows_from_the_tables():
+    """The gains of the names, and the most that the default classifier loses; whatever the files say."""
+    found = {}
+    for file in ("handwriting", "photographs"):
+        for (_, method, name), row in evidence.compared(RESULTS, file).items():
+            if method == "DuLBE":
+                found.setdefault(name, []).append(100 * float(row["gain"]))
+    names, default = found["text"], found[evidence.DEFAULT]
+    gains = f"improves the text classifier by {min(names):.1f} to {max(names):.1f} points"
+    costs = f"costs `{evidence.DEFAULT}`, the default, up to {-min(default):.1f}"
+    assert gains in " ".join(text_of("README.md").split()) and costs in " ".join(text_of("README.md").split())
+    assert gains.removeprefix("improves the text classifier by ") in " ".join(text_of("docs/results.md").split())
+
+
+def test_a_comparison_with_training_leaves_nothing_adverse_out():
+    """Every such table has the default classifier, the best other one, and what is still known."""
+    columns = ("bayes", "the best other", "still known")
+    tables = re.findall(r"<!-- table: (?:trained|family) .*? -->\n\n(\|.*\|)\n", text_of("docs/results.md"))
+    assert len(tables) >= 3 and all(set(columns) <= set(head.strip("| ").split(" | ")) for head in tables)

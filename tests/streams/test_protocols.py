@@ -133,6 +133,21 @@ def test_names_without_tabs_are_in_the_order_of_the_data(digit_folders, tmp_path
             rename_classes(data, file)
 
 
+def test_folders_with_numbers_take_names_in_the_order_of_the_numbers(tmp_path, capsys):
+    for number in (0, 1, 2, 10):
+        (tmp_path / "data" / str(number)).mkdir(parents=True)
+        Image.new("RGB", (8, 8), (20 * number, 0, 0)).save(tmp_path / "data" / str(number) / "a.png")
+    (tmp_path / "names.txt").write_text("panda\npizza\nairplanes\nface\n")
+    found = rename_classes(ImageFolder(tmp_path / "data"), tmp_path / "names.txt")
+    named = {Path(found.item_name(row)).parts[-2]: found.class_names[found.labels[row]] for row in range(4)}
+    assert named == {"0": "panda", "1": "pizza", "2": "airplanes", "10": "face"}
+    source = {"data": str(tmp_path / "data"), "train_split": "train", "test_split": "test"}
+    open_source(source)
+    assert "--class-names FILE gives them names" in capsys.readouterr().out
+    open_source(source | {"class_names": str(tmp_path / "names.txt")})
+    assert "names.txt: '0' is 'panda', '1' is 'pizza', '10' is 'face', ..." in capsys.readouterr().out
+
+
 def test_a_run_keeps_how_images_are_resized_and_other_names(digit_folders, tmp_path, capsys, monkeypatch):
     folder = digit_folders(4, 2, 1)
     monkeypatch.chdir(tmp_path)

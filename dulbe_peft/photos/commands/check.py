@@ -70,7 +70,8 @@ def check(
         raise ValueError("--check-labels and --model MODEL, such as openai/clip-vit-base-patch16, go together")
     from dulbe_peft.data.folders import ImageFolder
     from dulbe_peft.photos.data.inventory import blank_lines, find_duplicates, thumbnails
-    from dulbe_peft.photos.data.splits import UNLABELLED, open_stream_data
+    from dulbe_peft.photos.data.roles import UNLABELLED
+    from dulbe_peft.photos.data.splits import open_stream_data
 
     learner = None if model is None else load_learner(None, model, {"device": device}, store=not no_store)
     given = {flag: split for flag, split in splits.items() if split is not None}

@@ -4,7 +4,8 @@
 june is a saved learner or a run's folder, and stays as it is. july becomes a run's folder: it has
 the results of june's tasks too. Classes of july-photos that june does not know become a new task.
 Images of classes that it knows are taken in without training. Images that june has learned are
-left out, wherever they lie now. The same command goes on where it was stopped.
+left out, wherever they lie now; a file into which a program wrote a tag since is another one, which
+is said. The same command goes on where it was stopped.
 """
 
 from __future__ import annotations

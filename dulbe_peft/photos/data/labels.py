@@ -66,13 +66,14 @@ def _splits_of(table: Table, root: Path, split: str | None = None, by_folder: bo
         why = NO_LABEL if not label else "" if image.encode("utf-8", "ignore").decode() == image else NOT_UTF8
         if own == "":
             raise ValueError(f"line {number} of {table.path} has no {table.split}")
-        first = seen.setdefault(_place(table.path, image), (label, own, number))
-        if first == (label, own, number) and not why:
-            found.setdefault(own, []).append((image, label))
-        elif first[:2] == (label, own):
+        first = (label, own, number) if why else seen.setdefault(_place(table.path, image), (label, own, number))
+        if why or (first[:2] == (label, own) and first[2] != number):
             left_out.append((str(root / image), why or TWICE))
+        elif first[2] == number:
+            found.setdefault(own, []).append((image, label))
         else:
-            one, other = f"{first[0]!r} in line {first[2]}", f"{label!r} in line {number}"
+            differ = 0 if first[0] != label else 1  # else it stands in two splits
+            one, other = f"{first[differ]!r} in line {first[2]}", f"{(label, own)[differ]!r} in line {number}"
             conflicts.append(f"{image!r} is {one} and {other}")
     if conflicts:
         more = [f"and {len(conflicts) - SHOWN} more"] * (len(conflicts) > SHOWN)

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Real
 from pathlib import Path
@@ -12,18 +12,15 @@ import numpy as np
 
 from dulbe_peft.data.folders import (
     OF_A_SYSTEM,
-    SPLIT_NAMES,
     ImageFolder,
     folder_content,
     holds_only_folders,
-    like_splits,
-    split_flags,
     subfolders,
     system_folders,
 )
-from dulbe_peft.data.images import LabelledImages, Splits, UnlabelledError, labelled_images
+from dulbe_peft.data.images import LabelledImages, UnlabelledError, labelled_images
 from dulbe_peft.data.names import class_key
-from dulbe_peft.data.readers import load_data, splits
+from dulbe_peft.data.readers import load_data
 from dulbe_peft.photos.data.inventory import (
     Inventory,
     Look,
@@ -34,13 +31,11 @@ from dulbe_peft.photos.data.inventory import (
     thumbnails,
     undecodable,
 )
+from dulbe_peft.photos.data.roles import UNLABELLED, VALIDATION, stream_splits
 from dulbe_peft.utils.settings import check_int
 from dulbe_peft.utils.terminal import counted
 
 SAMPLE = 32  # images that are looked at for many that show nothing
-UNLABELLED = "images without labels test nothing"
-VALIDATION = ("valid", "validation", "val")  # splits that are tested on where there is no test split
-Unused = tuple[str, str, Path | None]  # where a split is that is not opened, why, and its folder where it is one
 
 
 def hold_out(
@@ -146,30 +141,8 @@ def open_stream_data(
         FileNotFoundError: there is nothing under this path, or it lacks a split.
         ValueError: images cannot be read, there are a test split and a fraction, or the layout is not clear.
     """
-    found, others, tests = stream_splits(path, train_split, test_split, test_fraction, test_data, **reading)
-    left_out = [(place, why if folder is None else f"{why}, {_count(folder)}") for place, why, folder in others]
-    leave_out, notes = reading.get("leave_out") or (), list[str]()
-    parts = {train_split: found[train_split if train_split in found else None]()}
-    if tests is not None:
-        test_split, opens = tests
-        try:
-            parts[test_split] = opens()
-        except UnlabelledError as error:
-            left_out.append((f"{os.fspath(path)}[{test_split}]", f"{error}: {UNLABELLED}"))
-        notes += [f"tested on {test_split!r}, for there is no split 'test'"] * (test_split in VALIDATION)
-    notes += dict.fromkeys(note for images in parts.values() for note in images.notes)
-    _check_left_out(leave_out, parts, Path(path))
-    parts = {split: _without(images, leave_out) for split, images in parts.items()}
-    train = parts[train_split]
-    empty = sorted({*train.class_names} - {*_present(train)})
-    if empty and len(train):
-        notes.append(f"left out: {counted(len(empty), 'class')} without images, such as {empty[0]!r}")
-        train = parts[train_split] = train.select(_present(train))
-    if test_split in parts:
-        parts[test_split] = _tests_alike(parts[test_split], train.class_names)
-    notes += nested_note(train)
-    if Path(path).is_dir():
-        left_out += [(str(Path(path, name)), OF_A_SYSTEM) for name in system_folders(Path(path)) if train.split]
+    parts, left_out, notes = _opened(path, train_split, test_split, test_fraction, test_data, **reading)
+    train, (_, *tests) = parts[train_split], parts
     parts, inventory = readable(os.fspath(path), parts, strict, look, left_out)
     inventory = replace(inventory, notes=notes)
     for label in np.setdiff1d(train.labels, parts[train_split].labels):
@@ -180,63 +153,42 @@ def open_stream_data(
             "away"
         )
     if test_fraction is not None:
-        parts[train_split], parts[test_split] = hold_out(parts[train_split], test_fraction)
+        tests = ["test" if test_split == "none" else test_split]
+        parts[train_split], parts[tests[0]] = hold_out(parts[train_split], test_fraction)
     pictures = thumbnails(parts, SAMPLE)
     blank = blank_lines(parts, pictures, max(3, len(pictures) // 8))
     inventory = replace(inventory, counts=count_images(parts), duplicates=find_duplicates(parts), blank=blank)
-    return parts[train_split], parts.get(test_split), inventory
+    return parts[train_split], parts[tests[0]] if tests else None, inventory
 
 
-def stream_splits(
-    path: str | os.PathLike[str],
-    train_split: str,
-    test_split: str,
-    test_fraction: float | None = None,
-    test_data: str | os.PathLike[str] | None = None,
-    **reading: Any,
-) -> tuple[Splits, list[Unused], tuple[str, Callable[[], LabelledImages]] | None]:
-    """The splits that `open_stream_data` opens, the others, and the tests; raises what is wrong before that."""
-    if train_split == test_split:
-        raise ValueError(
-            f"train_split and test_split are both {train_split!r}, and a split is never its own test: name another "
-            "test_split"
-        )
-    text, wanted = os.fspath(path), "test" if test_split == "none" else test_split
-    found, unlabelled = splits(text, **reading), False
-    if test_split == "test" not in found and train_split in found and {test_fraction, test_data} == {None}:
-        wanted = next((name for name in VALIDATION if name in found), wanted)
-    if {None} < found.keys():  # image files in folders, which may be splits or classes
-        names, others = _folder_splits(Path(text), train_split, wanted)
-        found = {name: found[name] for name in names}
-        unlabelled = wanted in found and not subfolders(Path(text, wanted))
-    else:
-        for name in () if list(found) == [None] else (train_split, *([wanted] if wanted != "test" else [])):
-            if name not in found:
-                raise FileNotFoundError(f"{text} has no split {name!r}; its splits are {list(found)}")
-        unused = [name for name in found if name and name not in (train_split, wanted)]
-        others = [(f"{text}[{name}]", _unused(name), None) for name in unused]
-    tests = (wanted, found.pop(wanted)) if wanted in found else None
-    if tests is not None and (unlabelled or test_split == "none" or test_data is not None):
-        folder = Path(text, wanted) if Path(text, wanted).is_dir() else None
-        why = f"the split {wanted!r} has no folder of a class: {UNLABELLED}"
-        others.append((str(folder or f"{text}[{wanted}]"), why if unlabelled else _unused(wanted), folder))
-        tests = None
-    for one, name in ((tests and tests[0], "the test split"), (test_data, "test_data")):
-        if test_fraction is not None and one is not None:
-            raise ValueError(
-                f"test_fraction is {test_fraction}, but {text} has {name} {str(one)!r}: leave one out, as with "
-                "--test-split none"
-            )
-    return found, others, tests if test_data is None else ("test", _other_tests(os.fspath(test_data), **reading))
-
-
-def _other_tests(text: str, **reading: Any) -> Callable[[], LabelledImages]:
-    """What opens the images of data that are all tested on: its split "test", or all where there are no splits."""
-    found = splits(text, **reading)
-    if None not in found and "test" not in found:
-        raise FileNotFoundError(f"{text} has no split 'test'; its splits are {list(found)}")
-    in_split = "test" in found and (None not in found or holds_only_folders(Path(text, "test")))
-    return found["test" if in_split else None]
+def _opened(
+    path: str | os.PathLike[str], train_split: str, *given: Any, **reading: Any
+) -> tuple[dict[str, LabelledImages], list[tuple[str, str]], list[str]]:
+    """The images to learn from and, behind them, to test on by split; what is left out; and what was guessed."""
+    found, others, tests = stream_splits(path, train_split, *given, **reading)
+    left_out = [(place, why if folder is None else f"{why}, {_count(folder)}") for place, why, folder in others]
+    parts, notes = {train_split: found[train_split if train_split in found else None]()}, list[str]()
+    if tests is not None:
+        name, opens = tests
+        try:
+            parts[name] = opens()
+        except UnlabelledError as error:
+            left_out.append((f"{os.fspath(path)}[{name}]", f"{error}: {UNLABELLED}"))
+        notes += [f"tested on {name!r}, for there is no split 'test'"] * (given[0] != name in VALIDATION)
+    notes += dict.fromkeys(note for images in parts.values() for note in images.notes)
+    leave_out = reading.get("leave_out") or ()
+    _check_left_out(leave_out, parts, Path(path))
+    parts = {split: _without(images, leave_out) for split, images in parts.items()}
+    train = parts[train_split]
+    empty = [name for name in train.class_names if name not in _present(train)]
+    if empty and len(train):
+        notes.append(f"left out: {counted(len(empty), 'class')} without images, such as {empty[0]!r}")
+        train = parts[train_split] = train.select(_present(train))
+    for split in list(parts)[1:]:
+        parts[split] = _tests_alike(parts[split], train.class_names)
+    if train.split is not None and Path(path).is_dir():
+        left_out += [(str(Path(path, name)), OF_A_SYSTEM) for name in system_folders(Path(path))]
+    return parts, left_out, notes + _nested_note(train)
 
 
 def _present(images: LabelledImages) -> tuple[str, ...]:
@@ -272,17 +224,14 @@ def _tests_alike(test: LabelledImages, names: Sequence[str]) -> LabelledImages:
     return test.select(names, others=True)
 
 
-def nested_note(images: LabelledImages) -> list[str]:
+def _nested_note(images: LabelledImages) -> list[str]:
     """A sentence where the folders of all classes hold folders alone, which may be the classes that are meant."""
-    inner = (
-        [name.split("/")[1] for name in images.source if name.count("/") > 1] if type(images) is ImageFolder else []
-    )
-    if not inner or len(inner) < len(images.source):
+    files: list[str] = images.source if type(images) is ImageFolder else []
+    inner = [name.split("/")[1] for name in files if name.count("/") > 1]
+    if not inner or len(inner) < len(files):
         return []
     listed = ", ".join(map(repr, dict.fromkeys(inner[:3])))
-    return [
-        f"the classes are the outer folders; the images lie in folders in them, such as {listed}, which name nothing"
-    ]
+    return [f"the classes are the outer folders; the folders in them, such as {listed}, name nothing"]
 
 
 def readable(
@@ -313,35 +262,5 @@ def open_split(path: str | os.PathLike[str], split: str | None, **reading: Any) 
     return images.select(tuple(names), others=True)
 
 
-def _unused(split: str) -> str:
-    return f"the split {split!r}, neither learned from nor tested on"
-
-
 def _count(folder: Path) -> str:
     return f"{len(folder_content(folder)[0])} images"
-
-
-def _folder_splits(folder: Path, train: str, test: str) -> tuple[list[str | None], list[Unused]]:
-    names = subfolders(folder)
-    others = [name for name in names if name not in (train, test)]
-    if train not in names:
-        known = [name for name in names if name == test or name in like_splits(names)]
-        inner = [name for name in known if holds_only_folders(folder / name)]
-        if train != "train" or test != "test" or inner:
-            hint = f"; if {inner[0]!r} is a split, name it: {split_flags(inner)}" if inner else ""
-            raise FileNotFoundError(f"{folder} has no split {train!r}; its folders are {names}{hint}")
-        return [None], []
-    if test not in names:
-        if test != "test":
-            raise FileNotFoundError(f"{folder} has no split {test!r}; its folders are {names}")
-        strange = [name for name in others if name.lower() not in SPLIT_NAMES]
-        if not holds_only_folders(folder / train) and (strange or not subfolders(folder / train)):
-            return [None], []  # a class that is called like a split, trains among other vehicles
-        if strange:
-            raise ValueError(
-                f"{folder} holds {train!r}, in which there are folders alone, and beside it {strange[0]!r}. If "
-                f"{train!r} is the split to learn from, give the folder {folder / train}, or move {strange[0]!r} "
-                "elsewhere. If it is a class, put its images into it directly"
-            )
-    unused: list[Unused] = [(str(folder / name), _unused(name), folder / name) for name in others]
-    return [name for name in names if name in (train, test)], unused

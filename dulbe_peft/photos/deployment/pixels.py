@@ -17,9 +17,8 @@ def rgb(image: Image.Image) -> Image.Image:
     return standard_rgb(ImageOps.exif_transpose(image))
 
 
-READS = "\n\n".join(
-    inspect.getsource(function) for function in (managed, standard_rgb, rgb)
-)  # how an image is read, for a model card
+# How an image is read, for a model card.
+READS = "\n\n".join(inspect.getsource(one) for one in (managed, standard_rgb, rgb))
 
 
 def pixel_values(image: Image.Image, steps: dict) -> np.ndarray:

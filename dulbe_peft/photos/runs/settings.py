@@ -31,10 +31,10 @@ class StreamArguments:
     increment: AtLeastOne | None = setting(None, "Classes per task. None: all that are new are one task.")
     initial_increment: AtLeastOne | None = setting(None, "Classes of the first task, where it differs.")
     train_split: str = setting("train", "Name of the split to learn from.")
-    test_split: str = setting("test", "Name of the split to test on; none: leave it out.")
-    test_fraction: Part | None = setting(None, "Without a test split: the share to hold back for tests.")
+    test_split: str = setting("test", "The split to test on, or none.")
+    test_fraction: Part | None = setting(None, "Without a test split: the share to hold back.")
     test_data: str | None = setting(None, "Other images to test on, as for --data.")
-    leave_out: list[str] | None = setting(None, "Classes, or folders in them such as cat/old, that are left out.")
+    leave_out: list[str] | None = setting(None, "Classes, or folders such as cat/old, to leave out.")
     validation_fraction: Part | None = setting(
         None, "Test on this share of the training images, which is not learned, for choosing settings."
     )
@@ -44,11 +44,11 @@ class StreamArguments:
         "among the classes; longtail:32 gives 32 images to one class, 16 to the next, 32 / 3 to the third, and so on.",
     )
     draw_seed: int = setting(0, "Seed of the images that are drawn, or held back for --validation-fraction.")
-    strict: bool = setting(False, "Stop where an image cannot be read; else it is left out.")
-    vocabulary: str | None = setting(None, "Text file: the keywords of exiftool that are classes.")
-    image_column: str = setting("image", "Column with the images, where the data is one of Hugging Face.")
-    label_column: str = setting("label", "Column with the labels, likewise and in a table.")
-    path_column: str | None = setting(None, "Column with the paths of the images, where --labels names a table.")
+    strict: bool = setting(False, "Stop at an image that cannot be read; else go on.")
+    vocabulary: str | None = setting(None, "Text file: exiftool's keywords that are classes.")
+    image_column: str = setting("image", "Column with the images, of the Hub.")
+    label_column: str = setting("label", "Column with the labels, also in a table.")
+    path_column: str | None = setting(None, "Column with the paths, in a table of --labels.")
     class_names: str | None = setting(
         None, "Text file, a line for each class: 'old name', a tab, 'new name', or new names in the data's order."
     )

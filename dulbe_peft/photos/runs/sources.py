@@ -59,7 +59,7 @@ def check_source(source: Mapping[str, Any]) -> None:
     """Raise what `open_source` raises before it opens an image; the Hub is not asked."""
     from dulbe_peft.data.folders import ImageFolder, folder_of_classes
     from dulbe_peft.data.hub import HUB_PREFIX
-    from dulbe_peft.photos.data.splits import stream_splits
+    from dulbe_peft.photos.data.roles import stream_splits
 
     if not source["data"].startswith(HUB_PREFIX):
         given: list[Any] = [source.get(name) for name in _SPLITS]
@@ -166,7 +166,8 @@ def reopen_tests(
 
 def _where_tests_are(noted: str) -> list[LabelledImages]:
     """The splits of a task's data, as JSON, in which its test images may stand; no image is looked at."""
-    from dulbe_peft.photos.data.splits import VALIDATION, open_split
+    from dulbe_peft.photos.data.roles import VALIDATION
+    from dulbe_peft.photos.data.splits import open_split
     from dulbe_peft.streams.protocols import rename_classes
 
     source = json.loads(noted)

@@ -95,6 +95,25 @@ def test_a_month_of_new_and_known_classes(photos, june, tmp_path, capsys, monkey
     assert counts == {"one": 4, "three": 3, "zero": 3, "five": 4, "four": 4, "two": 3}
 
 
+def test_another_spelling_of_a_known_class_is_an_error(photos, june, tmp_path, capsys):
+    data = some(photos, tmp_path / "july", ["five"], 3, called={"five": "One"})
+    assert learn(june / "run", data, tmp_path / "out") == 2
+    assert "'One', a class that was seen already, there as 'one': spell it so" in capsys.readouterr().err
+
+
+def test_copies_count_once_in_a_run(photos, tiny_model, tmp_path, capsys):
+    """A file that is there twice, and one that is in two classes."""
+    data = some(photos, tmp_path / "data", ["one", "two"], 0, 3)
+    train = data / "train"
+    first, other = sorted((train / "one").iterdir())[0], sorted((train / "two").iterdir())[0]
+    shutil.copy(first, train / "one" / "copy.png"), shutil.copy(other, train / "one" / "z.png")
+    command = ["run", "--model", str(tiny_model), "--data", str(data), "--output", str(tmp_path / "run"), *FROZEN]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "would count twice: 1 in the data twice, such as" in said and "1 in two classes, of which the first" in said
+    assert ClassIncrementalLearner.from_pretrained(tmp_path / "run").state.image_counts() == {"one": 4, "two": 2}
+
+
 def test_it_equals_learning_by_hand(photos, june, tmp_path):
     data = some(photos, tmp_path / "july", ["five", "four"])
     images = load_data(some(photos, data, ["one"], 3))

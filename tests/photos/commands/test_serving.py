@@ -312,6 +312,20 @@ def test_photographs_are_labelled_a_few_at_a_time(folder, heap, tmp_path):
         assert ask(f"{url}/facts")[1]["labelling"]["left"] == 7
 
 
+def test_labels_csv_has_corrections_and_paths_that_lead_there(learner, heap, monkeypatch):
+    monkeypatch.chdir(heap.parent)
+    app = App(learner, photographs=heap.name)
+    work = app.facts()["labelling"]
+    app.label({"photo": work["photo"], "class": "red"})
+    for other, words in (("Red", "there as 'red': spell it so"), ("None of these", "is the answer for what is of no")):
+        with pytest.raises(ValueError, match=words):
+            app.label({"photo": app.facts()["labelling"]["photo"], "class": other})
+    path = Path(work["name"]).absolute()
+    assert app.labelling.table().decode().splitlines()[1:] == [f"{path},red"]
+    app.teach({"class": "green", "images": [base64.b64encode(path.read_bytes()).decode()]})
+    assert app.labelling.table().decode().splitlines()[1:] == [f"{path},green"]
+
+
 def test_labels_wait_and_are_taken_back_whatever_else_changes_the_learner(learner, heap):
     app = App(learner, photographs=heap)
 

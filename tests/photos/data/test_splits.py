@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from dulbe_peft.data.folders import ImageFolder, folder_content, holds_image
+from dulbe_peft.data.names import check_class_names, class_key
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.data.inventory import inspect_images
 from dulbe_peft.photos.data.splits import draw_per_class, hold_out, open_stream_data
@@ -247,7 +248,7 @@ LAYOUTS = {
     "heaps for splits": (["train", "test"], "train has no folder; one folder per class is needed"),
     "tests without labels": (
         ["train/cat", "train/dog", "test"],
-        ("train: cat dog", "has no folder of a class, and images without labels test nothing, 4 images"),
+        ("train: cat dog", "has no folder of a class: images without labels test nothing, 4 images"),
     ),
     "valid for test": (["train/cat", "train/dog", "valid/cat"], ("train: cat dog", "valid: cat", "tested on 'valid'")),
     "folders of a system": (
@@ -312,3 +313,62 @@ def test_two_spellings_of_a_class_are_one_error(tmp_path):
     photos(tmp_path, {"train/panda": 1, "test/Panda": 1})
     with pytest.raises(ValueError, match="'panda' to learn and 'Panda' to test: spell it in one way"):
         open_stream_data(tmp_path)
+
+
+SPELLINGS = [
+    "Jos\u00e9",
+    "JOSE\u0301",
+    "jos\u00e9\u200b",
+    " jos\u00e9",
+    '"Jos\u00e9"',
+    "\u2018jos\u00e9\u2019",
+    "\uff2aos\u00e9",
+]
+
+
+@pytest.mark.parametrize("other", SPELLINGS)
+def test_one_key_of_a_class_name(other):
+    """Of any case and form of Unicode, with blanks, invisible characters and quotation marks."""
+    assert class_key(other) == "jos\u00e9" and class_key("big  \u00a0cat") == "big cat" and class_key("''") == "''"
+    for names, seen in ((["jos\u00e9 ", other], ()), ([other], ["jos\u00e9 "])):
+        with pytest.raises(ValueError, match="names must differ|seen already"):
+            check_class_names(names, seen)
+    with pytest.raises(ValueError, match="which is the answer for what is of no class"):
+        check_class_names(["None of these"])
+
+
+INPUTS = Path(os.environ.get("DULBE_PEFT_INPUTS", Path(__file__).parents[4] / "shared" / "inputs"))
+MEANT = {  # what each folder of small inputs gives: the classes that have images, or a sentence
+    "L-caseclass": "'airplanes' to learn and 'Airplanes' to test: spell it in one way",
+    "L-eadir2": ["airplanes", "panda", "pizza"],
+    "L-flatcsv": "are read with --labels .*labels.csv",
+    "L-flattest": ["airplanes", "panda", "pizza"],
+    "L-meta": ["airplanes", "panda", "pizza"],
+    "L-num": ["0", "1", "10", "2"],
+    "L-train-valid": ["airplanes", "panda", "pizza"],
+    "L-wrapper": "dataset holds folders alone .*give it, if these are the splits",
+    "alpha2": ["arrow", "heart", "square"],
+    "hf-int": ["0", "1", "2"],
+    "hf-test-nolabel": ["panda", "pizza", "airplanes"],
+    "hf-unused": ["panda", "pizza", "airplanes"],
+    "two-label-cols": "has the column 'label' twice",
+    "X-iptc": ["airplanes", "panda", "pizza"],
+}
+READ = ("dup-row", "kaggle-id", "nan", "semicolon", "space-quote-mixed", "space-split", "split-bool", "win-paths")
+MEANT |= {name: ["airplanes", "panda", "pizza"] for name in READ}
+
+
+@pytest.mark.skipif(not INPUTS.is_dir(), reason="the folder of small inputs is not here")
+@pytest.mark.parametrize("name", MEANT)
+def test_small_inputs_of_others(name):
+    folder, meant = INPUTS / name, MEANT[name]
+    table = next((path for path in (folder / "labels.csv", folder / "tags.csv") if path.is_file()), None)
+    given = {"vocabulary": str(folder / "words.txt")} if name == "X-iptc" else {}
+    data = folder if table is None or name == "L-flatcsv" else table
+    if isinstance(meant, str):
+        with pytest.raises(ValueError, match=meant):
+            open_stream_data(data, **given)
+        return
+    train, _, found = open_stream_data(data, **given)
+    assert list(train.class_names) == meant and not found.blank
+    assert sum(found.counts["train"].values()) == len(train) >= 8
