@@ -249,6 +249,8 @@ def _reference(rows: Collection[Row], entry: Mapping[Any, str]) -> Row:
     if not {"method", "classifier"} <= set(entry):
         raise ValueError(f"reference must name method and classifier, got {dict(entry)}")
     row = Row(**entry)
+    if "drift" not in entry:  # the first of those that differ in their drift alone
+        row = next((known for known in rows if (known.method, known.classifier) == (row.method, row.classifier)), row)
     if row not in rows:
         hint = closest(row.title, [known.title for known in rows])
         raise ValueError(f"reference is {row.title!r}, which is no row of this comparison{hint}")

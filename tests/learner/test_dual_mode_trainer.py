@@ -141,7 +141,8 @@ def test_the_papers_arguments_are_the_learners_defaults(base, tasks, tmp_path):
     trainer.train()
     defaults = LearnerArguments(precision=trainer.learner.args.precision)
     assert trainer.learner.args.portable() == defaults.portable()
-    expected = learner_of(base, epochs=defaults.epochs, batch_size=defaults.batch_size)
+    classifiers = ("pooled_bridge",)  # what dulbe brings along
+    expected = learner_of(base, classifiers=classifiers, epochs=defaults.epochs, batch_size=defaults.batch_size)
     expected.learn_task(tasks[0].train)
     assert_alike(trainer.learner, expected)
     bare = DualModeTrainer(adapted(base)[0], processing_class=processor).args
