@@ -173,7 +173,7 @@ def test_the_content_of_a_row_does_not_depend_on_other_rows(tmp_path):
 
 def test_an_engine_fills_the_store(root, table, tmp_path, capsys):
     file = tmp_path / "f.parquet"
-    words = ["features", "--model", "demo", "--device", "cpu", "--data", root]
+    words = ["features", "--model", "demo", "--device", "cpu", "--precision", "float32", "--data", root]
     call(*words, "--engine", "local", "--jobs", 2, "--output", file)
     assert FeatureStore(store_path()).facts()[0] == 52
     assert parquet.read_table(file).equals(parquet.read_table(table))

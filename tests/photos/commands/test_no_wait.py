@@ -50,7 +50,7 @@ REFUSED = [
     ("serve {saved} --photos empty", "empty holds no image"),
     ("serve {saved} --host 8.8.8.8", "8.8.8.8:7860 cannot be listened on"),
     ("learn {saved} --labels guesses.csv --output o", "write what is right there, and call the column 'label'"),
-    ("learn {saved} --labels wrong.csv --output o", "wrong.csv has the columns ['file', 'cat'], expected path,label"),
+    ("learn {saved} --labels wrong.csv --output o", "wrong.csv has the columns ['where', 'what', 'why']"),
     ("learn {saved} --labels tags.csv --output o", "a vocabulary, a file with a line for each that is a class, is"),
     ("learn {saved} --labels tags.csv --vocabulary gone --output o", "--vocabulary 'gone' is no file"),
     ("learn {saved} --data {data} --class-names gone --output o", "--class-names 'gone' is no file"),
@@ -73,8 +73,10 @@ def test_what_is_not_there_is_refused_before_torch_is_imported(finished_run, tmp
     data = tmp_path / "photos"
     (data / "train" / "cat").mkdir(parents=True)
     Image.new("RGB", (8, 8)).save(data / "train" / "cat" / "1.png")
-    for name, header in (("guesses", "path,class"), ("wrong", "file,cat"), ("tags", "SourceFile,Subject")):
-        (tmp_path / f"{name}.csv").write_text(f"{header}\nphotos/train/cat/1.png,cat\n")
+    rows = [("guesses", "path,class,novelty", "cat,0"), ("wrong", "where,what,why", "cat,x")]
+    rows.append(("tags", "SourceFile,Subject", "cat"))
+    for name, header, values in rows:
+        (tmp_path / f"{name}.csv").write_text(f"{header}\nphotos/train/cat/1.png,{values}\n")
     (tmp_path / "empty").mkdir()
     (tmp_path / "kept").mkdir()
     calls = [*HELP, *(argv.format(saved=finished_run, data=data).split() for argv, _ in REFUSED)]
