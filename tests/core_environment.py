@@ -42,7 +42,8 @@ def run_first_snippet_of_readme(folder: str) -> None:
         namespace: dict = {"__name__": "readme"}
         exec(compile(code, "README.md", "exec"), namespace)
         model = PeftModel.from_pretrained(load_clip("demo")[0], "out-july")
-        pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+        size = model.get_base_model().config.vision_config.image_size
+        pixels = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             found = model.get_image_features(pixel_values=pixels).pooler_output
             merged = model.merge_and_unload().get_image_features(pixel_values=pixels).pooler_output
