@@ -37,7 +37,7 @@ def small(monkeypatch, tmp_path):
             sampler.task, sampler.epochs = next(tasks), count()
         return iter(epoch_order(len(sampler.data_source), 0, sampler.task, next(sampler.epochs)))
 
-    monkeypatch.setattr("dulbe_peft.photos.demo.digit_tasks", lambda: stream)
+    monkeypatch.setattr("dulbe_peft.streams.digits.digit_tasks", lambda: stream)
     monkeypatch.setattr(peft, "get_peft_model", seeded)
     monkeypatch.setattr(RandomSampler, "__iter__", in_order)
     monkeypatch.chdir(tmp_path)
@@ -77,11 +77,12 @@ import sys
 import torch
 import write_saved
 from safetensors.torch import save_file
-from dulbe_peft import class_incremental_tasks, demo
+from dulbe_peft import class_incremental_tasks
+from dulbe_peft.streams import digits
 
 torch.set_num_threads({threads})
 stream = class_incremental_tasks(write_saved.digits(0, 20), write_saved.digits(20, 23), increment=2)
-demo.digit_tasks = lambda: stream
+digits.digit_tasks = lambda: stream
 {before}
 {code}
 save_file({{n: t.contiguous() for n, t in model.state_dict().items() if "dulbe_" in n}}, sys.argv[1])
@@ -94,7 +95,7 @@ def test_the_next_task_in_a_fresh_process(small, way, tmp_path, monkeypatch):
     """It ends as in the process that learned the tasks before, where nothing was saved and loaded."""
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("dulbe_peft.photos.demo.digit_tasks", lambda: small)
+    monkeypatch.setattr("dulbe_peft.streams.digits.digit_tasks", lambda: small)
     namespace: dict = {}
     if way == "by hand":
         exec(compile(BY_HAND, way, "exec"), namespace)
