@@ -287,7 +287,7 @@ def test_ctrl_c_while_starting_up_is_one_line(tmp_path):
             f"sys.addaudithook(lambda event, arguments: event == 'import' and arguments[0] == {module!r} "
             "and signal.raise_signal(signal.SIGINT))\n"
             f"sys.argv = ['', 'run', '--model', 'demo', '--data', 'demo-digits', '--output', {output!r}]\n"
-            "from dulbe_peft.__main__ import start\nsys.exit(start())"
+            "from dulbe_peft.photos.__main__ import start\nsys.exit(start())"
         )
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
         assert done.returncode == 130, done.stderr
