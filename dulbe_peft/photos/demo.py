@@ -9,6 +9,7 @@ from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.encoders.loading import load_clip
+from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.photos.report import format_summary, plot_results, write_report
@@ -66,4 +67,4 @@ def _clip() -> tuple[Any, Any]:
 
     torch.set_num_threads(1)  # a model this small only waits for a second thread
     torch.manual_seed(0)
-    return load_clip("demo")
+    return load_clip(demo_model_folder())
