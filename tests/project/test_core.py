@@ -106,4 +106,4 @@ def test_importing_it_beside_peft_brings_no_further_package():
         return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split())
 
     more = packages("import peft, dulbe_peft; dulbe_peft.DualModeLoraConfig") - packages("import peft")
-    assert more == {"dulbe_peft", "annotated_types"}
+    assert more == {"dulbe_peft", "annotated_types", "lazy_loader", "wrapt"}

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,20 @@ class Head(nn.Module):
 
     def __init__(self, classifier: Classifier, probabilities: bool = True) -> None:
         super().__init__()
-        self.classifier = copy.deepcopy(classifier).cpu()
+        # A formula has the result of what a classifier computes once, so that it does not become a part of the graph.
+        function: Callable[..., torch.Tensor]
+        try:
+            function, tensors = classifier.formula()
+        except ValueError:  # scores that are not linear, of a class without a formula of its own
+            self.classifier = copy.deepcopy(classifier).cpu()
+            function, tensors = self.classifier.logits, {}
+        self.function, self.names = function, list(tensors)
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor.detach().float().cpu().clone())
         self.temperature, self.probabilities = classifier.temperature, probabilities
-        # What a classifier computes from its buffers once must not become a part of the graph.
-        self.classifier.logits(torch.eye(1, classifier.embed_dim))
 
     def forward(self, embedding: torch.Tensor) -> torch.Tensor:
-        logits = self.classifier.logits(embedding) / self.temperature
+        logits = self.function(embedding, **{name: getattr(self, name) for name in self.names}) / self.temperature
         return logits.softmax(dim=1) if self.probabilities else logits
 
 
