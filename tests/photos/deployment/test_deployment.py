@@ -141,7 +141,7 @@ def test_the_lines_of_the_cards_give_the_classifier_s_probabilities(learners, tm
     for folder, found in run_lines(tmp_path, list(cases), *blocked).items():
         torch.testing.assert_close(found, cases[folder], atol=1e-4, rtol=0, msg=lambda said, name=folder: name + said)
         assert torch.equal(found.argmax(dim=1), cases[folder].argmax(dim=1)), folder
-        # The photos are told apart by their scores: two held-back images may choose a temperature of 1,000, or of 0.04.
+        # Scores tell the photos apart: two held-back images may choose a temperature of 1,000 for probabilities.
         assert (temperatures[folder] * found.log()).std(dim=0).max() > 1e-3, folder
 
 
