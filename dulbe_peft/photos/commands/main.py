@@ -25,7 +25,7 @@ GROUPS = {
         "check": "look through a folder of images: counts, duplicates, files that cannot be read",
         "suggest": "which photographs to label next",
         "run": "learn a folder of images, or a class-incremental stream of them",
-        "report": "write a page about runs or a comparison",
+        "report": "write a page about runs",
         "learn": "give a finished learner new classes, and more images of known ones",
         "predict": "name the classes of images",
         "serve": "open a page in the browser to try a learner",
