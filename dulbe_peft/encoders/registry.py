@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dulbe_peft.utils.files import read_json
+from dulbe_peft.utils.folders import put_back
 
 CLIP_TEXT_TARGETS = r"k_proj|v_proj|fc1|fc2"
 BERT_TEXT_TARGETS = r"self\.(key|value)|intermediate\.dense|\d+\.output\.dense"
@@ -135,6 +136,7 @@ def find_model(name_or_path: str | os.PathLike[str], revision: str | None = None
     name = str(name_or_path)
     if name == "demo" and not Path(name).exists():
         name = str(demo_model_folder())
+    put_back(Path(name))
     if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise FileNotFoundError(f"model folder {name!r} does not exist")
     if Path(name).is_file():

@@ -76,6 +76,8 @@ def claim(
     An output is its flag, its path or None, and its kind: a file's suffix, or `FOLDER`. None may be a file that the
     command `reads`, or lie in what it reads and shall stay `apart`. With `overwrite` what is in the way steps aside.
     """
+    from dulbe_peft.utils.folders import put_back
+
     read, flags = {Path(path).resolve() for path in (*reads, *apart) if path}, dict[Path, str]()
     for flag, path, kind in outputs:
         if path is None:
@@ -91,7 +93,9 @@ def claim(
         for own in filter(None, apart):
             if _lies_in(place, Path(own)):
                 raise ValueError(f"{flag} {path!r} lies in {own!r}, which is never changed: name another folder")
-        if kind != FOLDER:
+        if kind == FOLDER:
+            put_back(place)
+        else:
             _check_file(flag, path, place, read)
         existing = next(parent for parent in (place, *place.parents) if parent.exists())
         if not os.access(existing, os.W_OK):
