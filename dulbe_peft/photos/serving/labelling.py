@@ -56,7 +56,9 @@ class Labelling:
         (content,) = self.images.at([place]).contents()
         learned = self.learner.state.known.class_of().get(content or b"")
         if learned is not None:
-            raise ValueError(f"this photograph was learned as {learned!r} meanwhile: skip it, or teach it above to move it")
+            raise ValueError(
+                f"this photograph was learned as {learned!r} meanwhile: skip it, or teach it above to move it"
+            )
         self.left.remove(place)
         self.labels[place] = name
 
