@@ -4,8 +4,8 @@
 june is a saved learner or a run's folder, and stays as it is. july becomes a run's folder: it has
 the results of june's tasks too. Classes of july-photos that june does not know become a new task.
 Images of classes that it knows are taken in without training. Images that june has learned are
-left out, wherever they lie now; a file into which a program wrote a tag since is another one, which
-is said. The same command goes on where it was stopped.
+left out, wherever they lie now. So is a file into which a program wrote a keyword since, where
+nothing is trained and the feature store is used. The same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def learn(
     notes: list[str] = []
     train, test = sources.open_source(source, notes=notes, look=look_by(loaded), known=loaded.class_names)
     sources.say_leaks(train, test, loaded.state.known)
-    fresh = train if again else sources.new_images(train, loaded.state.known, " (--again)")
+    fresh = train
+    if not again:
+        fresh = _without_same_pixels(sources.new_images(train, loaded.state.known, " (--again)"), loaded)
     if not len(fresh):
         raise ValueError(f"{data!r} has nothing to learn: {learner!r} has learned all of its images")
     learned, gone = set(loaded.class_names), set(train.labels.tolist()) - set(fresh.labels.tolist())
@@ -69,7 +71,6 @@ def learn(
         raise ValueError(f"{data!r} has nothing to learn: its classes, {list(train.class_names)[:5]} ..., are known")
     if new:
         check_class_names(new, loaded.class_names)  # another spelling of a known one
-    _say_same_pixels(fresh, loaded)
     renamed = renamed_classes(loaded.state.updates)
     for name in set(new) & set(renamed):
         now = f"{learner!r} called one so that is {renamed[name]!r} by now"
@@ -88,21 +89,35 @@ def learn(
     close_run(loaded, output, results, [*tests, *(task.test for task in tasks)], [train], notes)
 
 
-def _say_same_pixels(images: LabelledImages, learner: ClassIncrementalLearner) -> None:
-    """Print how many images have a feature that the store has of a learned one, as other files of its pixels have."""
+def _without_same_pixels(images: LabelledImages, learner: ClassIncrementalLearner) -> LabelledImages:
+    """The images without those whose feature the store has of a learned one of their class; what is left out is said.
+
+    A program that writes a keyword into a file changes its bytes, and not its pixels.
+    """
     encoder, store = learner.encoder, learner.encoder.store
     if encoder.adapted or store is None or images.features is not None:
-        return
-    of, features = learner.state.known.class_of(), learner.image_embeds(images).cpu().numpy()
-    fresh = [row for row, content in enumerate(images.contents()) if content not in of]  # all of them but for --again
-    own = {features[row].tobytes(): row for row in fresh}
-    learned, rows = list(of), set[int]()
+        return images
+    class_of, own = learner.state.known.class_of(), dict[bytes, list[int]]()
+    for row, feature in enumerate(learner.image_embeds(images).cpu().numpy()):
+        own.setdefault(feature.tobytes(), []).append(row)
+    learned, same, other = list(class_of), set[int](), dict[int, str]()
     for start in range(0, len(learned), AT_ONCE):
-        found = store.get(encoder.key, learned[start : start + AT_ONCE]).values()
-        rows |= {own[feature.tobytes()] for feature in found if feature.tobytes() in own}
-    if rows:
-        what = "with the pixels of a learned one, in another file: learned again"
-        print_once(f"{counted(len(rows), 'image')} {what}, such as {images.item_name(min(rows))}")
+        for content, feature in store.get(encoder.key, learned[start : start + AT_ONCE]).items():
+            for row in own.get(feature.tobytes(), ()):
+                if images.class_names[images.labels[row]] == class_of[content]:
+                    same.add(row)
+                else:
+                    other[row] = class_of[content]
+    what = "with the pixels of a learned one, in another file"
+    if same:
+        count = counted(len(same), "image")
+        print_once(
+            f"left out, for they would count twice: {count} {what}, such as {images.item_name(min(same))} (--again)"
+        )
+    if moved := other.keys() - same:
+        name = f"{images.item_name(min(moved))}, learned as {other[min(moved)]!r} before"
+        print_once(f"{counted(len(moved), 'image')} {what} and as another class: both count, such as {name}")
+    return images.at([row for row in range(len(images)) if row not in same])
 
 
 def _say_gain(before: Row, results: dict[str, Any]) -> None:

@@ -168,15 +168,21 @@ def test_what_was_learned_in_another_way_is_not_taken_out(photos, june, tmp_path
         loaded(tmp_path / "saved").forget_images(file)
 
 
-def test_the_pixels_of_a_learned_photograph_under_other_bytes_are_said(photos, run, tmp_path, capsys):
+@pytest.mark.parametrize(("label", "again"), [("two", False), ("two", True), ("three", False)])
+def test_a_keyword_that_was_written_into_a_learned_photograph(photos, run, tmp_path, capsys, label, again):
     june = run(some(photos, tmp_path / "june", DIGITS[:4]), tmp_path / "june-run")  # with the store of this test
     july = some(photos, tmp_path / "july", ["four"])
     file = next((photos / "train" / "two").iterdir())
-    (july / "train" / "two").mkdir()
+    (july / "train" / label).mkdir()
     tag = PngInfo()  # what a program writes into a picture without a change of its pixels
     tag.add_text("comment", "a tag")
     with Image.open(file) as image:
-        image.save(july / "train" / "two" / "tagged.png", pnginfo=tag)
-    assert call("learn", june, "--data", july, "--output", tmp_path / "out") == 0
+        image.save(july / "train" / label / "tagged.png", pnginfo=tag)
+    assert call("learn", june, "--data", july, "--output", tmp_path / "out", *["--again"] * again) == 0
     said = capsys.readouterr().out
-    assert "1 image with the pixels of a learned one, in another file" in said and "tagged.png" in said
+    counts = loaded(tmp_path / "out").state.image_counts()
+    assert [counts[name] for name in ("two", "three", "four")] == [5 + again, 5 + (label == "three"), 5]
+    if label == "three":
+        assert "and as another class: both count" in said and "tagged.png, learned as 'two' before" in said
+    else:
+        assert ("count twice: 1 image with the pixels of a learned one, in another file" in said) == (not again)
