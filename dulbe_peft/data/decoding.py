@@ -102,7 +102,7 @@ def why_not_read(suffix: str) -> str:
             return why
     if suffix in _SUFFIXES["HEIF"]:
         return f'{suffix} files of phones need a package: pip install "dulbe_peft[heic]"'
-    return f"files ending in {suffix} are not read" if suffix else "without a suffix; if it is an image, give it one"
+    return f"a file ending in {suffix} is not read" if suffix else "without a suffix; if it is an image, give it one"
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -20,6 +20,7 @@ from dulbe_peft.streams.learning import StreamLearner
 from dulbe_peft.training.state import Update
 from dulbe_peft.utils.folders import CheckpointError, parse_manifest
 from dulbe_peft.utils.records import Count, Fraction, Record, read_record
+from dulbe_peft.utils.terminal import counted
 
 SOURCES_FILE = "sources.json"
 LINE = 8  # tasks whose accuracy stands in the line of a task
@@ -162,7 +163,7 @@ def measured_row(tests: Sequence[Evaluation | None]) -> Row:
 
 def progress_line(row: Row, number: int, total: int, classes: int) -> str:
     """What a run prints after task `number` of `total`. The numbers by task are the first classifier's."""
-    text = f"task {number}/{total}: {classes} classes"
+    text = f"task {number}/{total}: {counted(classes, 'class')}"
     if not row.classifiers:
         return text
     by_task = row.classifiers[answering(row.classifiers)].by_task

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.photos.commands.named import FOLDER, claim, say_next, words_of
+from dulbe_peft.photos.commands.named import FOLDER, check_given, claim, say_next, words_of
 from dulbe_peft.photos.commands.options import (
     NO_STORE,
     OVERWRITE,
@@ -64,6 +64,7 @@ def check(
     overwrite: bool = OVERWRITE,
     **splits: Any,
 ) -> int:
+    check_given(data=data)
     claim(("--move-to", move_to, FOLDER), apart=[data])
     claim(("--page", page, ".html"), ("--csv", csv, ".csv"), reads=[data], overwrite=overwrite)
     if check_labels != (model is not None):

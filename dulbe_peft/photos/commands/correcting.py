@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -43,5 +44,9 @@ def write_corrected(
     learner.run([], output, past=sources)
     print(f"written: {output}")
     if any(learner.state.known.tested.values()):
-        print("what was measured before holds no more: dulbe-peft evaluate tests it anew")
+        from dulbe_peft.photos.runs.sources import tests_of
+
+        source = next((task.source for task in reversed(past) if task.source), None)
+        again = shlex.join(["dulbe-peft", "evaluate", output, *tests_of(source)])
+        print(f"what was measured before holds no more; {again} tests it anew")
     say_next("predict", output, "PHOTOS")

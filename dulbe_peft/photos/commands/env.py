@@ -7,6 +7,7 @@ A bug report needs all of it. It says, too, where the feature store lies and how
 import platform
 
 from dulbe_peft.photos.commands.options import command
+from dulbe_peft.utils.terminal import counted
 
 
 @command()
@@ -24,5 +25,5 @@ def env() -> None:
     print(f"accelerator: {found}, CPU threads: {torch.get_num_threads()}")
     store = FeatureStore(store_path())
     count, size = store.facts()
-    held = f"{count} features, {size / 1e6:.1f} MB" if count else "empty"
+    held = f"{counted(count, 'feature')}, {size / 1e6:.1f} MB" if count else "empty"
     print(f"feature store: {store.path}, {held}")

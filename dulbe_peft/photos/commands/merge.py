@@ -48,5 +48,6 @@ def merge(
     if leaks:
         which = "that tests one of them was" if leaks == 1 else "that test one of them were"
         said.append(f"{counted(leaks, 'image')} {which} learned by the other: later tests say too much")
-    said.append(f"{len(one.class_names)} classes, of which {other} brought {len(one.class_names) - len(before)}")
+    brought = f"{other} brought {len(one.class_names) - len(before)}"
+    said.append(f"{counted(len(one.class_names), 'class')}, of which {brought}")
     write_corrected(one, output, said, past)

@@ -64,11 +64,13 @@ def test_a_renamed_class_is_one_that_was_taught_under_the_new_name(photos, june,
     assert call("rename", june, "two", " swan ", "--output", tmp_path / "out") == 0
     said = capsys.readouterr().out
     assert "two is swan by now" in said and content(june) == before
-    assert "what was measured before holds no more" in said
+    again = f"dulbe-peft evaluate {tmp_path / 'out'} --data {june.parent / 'photos'}"
+    assert f"what was measured before holds no more; {again} tests it anew" in said
     expected = run(some(photos, tmp_path / "anew", DIGITS[:4], called={"two": "swan"}), tmp_path / "run")
     assert_alike(loaded(tmp_path / "out"), loaded(expected), photos)
     page = write_report(tmp_path / "out").read_text(encoding="utf-8")
-    assert "two became swan" in page and "It was not tested since it was changed" in page
+    assert "no test images" not in page and again in page, "the folder of the month"
+    assert "two became swan" in page and "It has not been tested since the correction" in page
     # The tests of June still lie in a folder of the old name, and are found by what they hold.
     july = some(photos, tmp_path / "july", ["four", "two"], 0, 3)
     shutil.rmtree(july / "test" / "two")

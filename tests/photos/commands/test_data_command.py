@@ -47,7 +47,7 @@ def test_unreadable_images_are_left_out_and_said_or_stop_a_run_before_the_model_
     assert said.startswith("dulbe-peft: 1 of the images") and f"{bad}: " in said and "--strict" in said
     assert run(photos, "--output", out, *FROZEN) == 0
     said = capsys.readouterr().out
-    assert f"  {bad}: " in said and "files ending in .txt are not read, such as" in said
+    assert f"  {bad}: " in said and "a file ending in .txt is not read, such as" in said
     assert said.startswith("4 classes; images: 19 in train, 12 in test; left out: 1; cannot be read: 1\n")
     other = photos / "test" / "two" / "x.png"
     other.write_bytes(bad.read_bytes())
@@ -109,7 +109,7 @@ def test_check_finds_what_is_there_twice(photos, tmp_path, capsys):
     header, bad, *rows = read_csv(tmp_path / "t.csv")
     assert header == ["split", "path", "finding", "detail"] and bad[3].startswith("it is none of the formats JPEG")
     assert bad[:3] == ["test", rf"{photos}/test/one/bad\x1b.png", "unreadable"] and sorted(rows) == [
-        ["", f"{photos}/test/one/notes.txt", "left out", "files ending in .txt are not read"],
+        ["", f"{photos}/test/one/notes.txt", "left out", "a file ending in .txt is not read"],
         ["test", f"{photos}/test/one/copy.png", "duplicate", f"of train: {photos}/train/one/1.png"],
         ["test", f"{photos}/test/three/again.jpg", "near copy", f"of train: {photos}/train/three/large.png"],
         ["train", rf"{photos}/train/zero/copy\x1b[2J.png", "duplicate", f"of train: {photos}/train/two/2.png"],

@@ -47,7 +47,7 @@ def test_an_inventory_counts_and_names(tmp_path):
     assert found.counts == {"train": {"cat": 3, "dog": 2}}
     bad = str(train / "dog" / "0.jpg")
     assert [image[:3] for image, _ in found.unreadable] == [("train", 3, bad)]
-    assert sorted(found.left_out) == sorted(data.left_out) and "files ending in .md are not read" in found.format()
+    assert sorted(found.left_out) == sorted(data.left_out) and "a file ending in .md is not read" in found.format()
     assert found.summary() == "2 classes; images: 5 in train; left out: 5; cannot be read: 1"
     table = ["class       train", "cat             3", "dog             2", "2 classes       5"]
     assert found.format().splitlines()[:4] == table
