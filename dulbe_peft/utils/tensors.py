@@ -51,7 +51,12 @@ def identity(tensors: Collection[torch.Tensor], samples: bool = False) -> tuple[
     the tensors must be, so that their ids stay unique.
     """
     key = tuple((id(t), t.data_ptr(), -1 if t.is_inference() else t._version) for t in tensors)
-    return key + tuple(_samples(t.detach().flatten()).numpy().tobytes() for t in tensors) if samples else key
+    return key + tuple(map(sampled_values, tensors)) if samples else key
+
+
+def sampled_values(tensor: torch.Tensor) -> bytes:
+    """Return 256 values of a tensor, or all of fewer, as the bytes of float64."""
+    return _samples(tensor.detach().flatten()).numpy().tobytes()
 
 
 def _samples(flat: torch.Tensor) -> torch.Tensor:
