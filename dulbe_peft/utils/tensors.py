@@ -10,13 +10,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from dulbe_peft.utils.files import replacing
-
 SAMPLES = 256  # values of each weight that tell a model from others
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
     """Write a safetensors file whole or not at all, with the mode the umask gives."""
+    from dulbe_peft.utils.files import replacing  # what only computes with tensors writes no file
+
     with replacing(path) as temporary:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, metadata)
 
