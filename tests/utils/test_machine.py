@@ -9,7 +9,7 @@ import torch
 from lives import images_of, tiny_learner
 
 from dulbe_peft.classifiers import make_classifier
-from dulbe_peft.encoders import encoder
+from dulbe_peft.encoders import reading
 from dulbe_peft.utils.devices import one_thread
 from dulbe_peft.utils.extras import uncollected
 from dulbe_peft.utils.workers import jobs_at_once
@@ -41,7 +41,7 @@ def test_there_are_no_more_jobs_than_cores(monkeypatch):
 
 @pytest.mark.parametrize("delay", [0.0, 5.0])
 def test_a_long_pass_shows_images_a_second_and_precision_on_a_terminal_alone(delay, monkeypatch, capsys):
-    monkeypatch.setattr(encoder, "UNSHOWN", delay)
+    monkeypatch.setattr(reading, "UNSHOWN", delay)
     pixels = torch.stack([image for image, _ in images_of(*range(4))])
     learner = tiny_learner("frozen", progress=True)
     learner.image_embeds(pixels)

@@ -12,6 +12,7 @@ LEARNER all of them are typical of a group.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,10 +68,14 @@ def suggest(
     ]
     if corrected:
         step_aside(Path(corrected))
+    new = f"{Path(learner).name}-labelled" if learner else "labelled"
     if csv is not None:
         write_csv(csv, HEADER, lines, errors="surrogateescape")
     if page is not None:
-        _write_page(Path(page), images, features, found)
+        serve = (
+            f"dulbe-peft serve {shlex.quote(learner)} --photos {shlex.quote(photos[0])} --output {shlex.quote(new)}"
+        )
+        _write_page(Path(page), images, features, found, serve if learner and Path(photos[0]).is_dir() else "")
     if csv is None and page is None:
         print("\n".join(f"{name}\t{printable(reason)}" for name, reason, *_ in lines))
     else:
@@ -78,7 +83,6 @@ def suggest(
     what = "LABELS.csv is a table that you write: the columns path and label, a line for each photograph"
     print(f"correct the column class of {table}, and call it label; then" if table else what, file=words)
     first = ("learn", learner) if learner else ("run", "--model", loaded.state.base_name[0])
-    new = f"{Path(learner).name}-labelled" if learner else "labelled"
     say_next(*first, labels=table or "LABELS.csv", output=new, to=words)
 
 
@@ -93,8 +97,8 @@ def _is_learner(path: str) -> bool:
     return not (path.startswith((".", "/", "~")) or path.count("/") > 1 or path.lower().endswith(image_suffixes()))
 
 
-def _write_page(path: Path, images: LabelledImages, features: Any, found: Sequence[Suggestion]) -> None:
-    """Suggestions in their order, each of a group with those of the photographs that are most like it."""
+def _write_page(path: Path, images: LabelledImages, features: Any, found: Sequence[Suggestion], command: str) -> None:
+    """Write suggestions in their order, each of a group beside those most like it, and the `command` to label them."""
     from dulbe_peft.photos.report.html import write_page
     from dulbe_peft.photos.report.pictures import picture
 
@@ -103,4 +107,4 @@ def _write_page(path: Path, images: LabelledImages, features: Any, found: Sequen
         alike = (features @ features[one.row]).argsort(descending=True).tolist() if one.group else []
         others = [picture(images, row) for row in alike[: ALIKE + 1] if row != one.row][:ALIKE]
         rows.append((printable(images.item_name(one.row)), one, picture(images, one.row), others))
-    write_page(path, "suggest.html", {"rows": rows, "count": len(images)})
+    write_page(path, "suggest.html", {"rows": rows, "count": len(images), "command": command})
