@@ -42,7 +42,7 @@ def literal_accuracy(model, learner, images, names):
     return sum(right) / len(right)
 
 
-def test_retention_equals_a_model_whose_weights_are_blended_by_hand(ran):
+def test_retention_equals_model_with_hand_blended_weights(ran):
     learner, (first, second), *_ = ran
     found = zero_shot_retention(learner, second.test, scales=[0.3], learned=[(first.test, first.class_names)])
     assert [row["scale"] for row in found["scales"]] == [0, 0.3, 1]
@@ -61,7 +61,7 @@ def test_retention_equals_a_model_whose_weights_are_blended_by_hand(ran):
 
 
 @pytest.mark.parametrize("most", [1, 2**22])
-def test_accuracies_among_the_classes_of_each_time_equal_loops(monkeypatch, most):
+def test_seen_accuracies_equal_plain_loops(monkeypatch, most):
     generator = torch.Generator().manual_seed(0)
 
     def whole(*shape):  # so that all products are exact, and a tie is one whatever computes it
@@ -92,10 +92,10 @@ def test_accuracies_among_the_classes_of_each_time_equal_loops(monkeypatch, most
     assert len(set(found)) > 1, "the test would not see a mistake"
 
 
-def test_nothing_is_learned_in_a_scaled_block_and_a_frozen_model_has_nothing_to_scale(ran):
+def test_learning_while_scaled_is_refused_and_scaling_frozen_model_does_nothing(ran):
     learner, (first, second), *_ = ran
     for call, images in ((learner.learn_task, second.train), (learner.update_classes, first.train)):
-        with learner.scaled(0.5), pytest.raises(ValueError, match="scaled for the length of a block"):
+        with learner.scaled(0.5), pytest.raises(ValueError, match="scaled while a block runs"):
             call(images)
     frozen = made("frozen")
     with frozen.scaled(0.5), learner.scaled(0):
@@ -104,7 +104,7 @@ def test_nothing_is_learned_in_a_scaled_block_and_a_frozen_model_has_nothing_to_
     assert len({row["unlearned"] for row in rows}) == 1 and rows[0]["learned"] is None
 
 
-def test_a_saved_learner_is_measured_on_the_command_line(ran, capsys):
+def test_evaluate_command_reports_zero_shot_retention(ran, capsys):
     learner, (first, second), images, folder = ran
     command = ["evaluate", str(folder), "--data", str(images), "--device", "cpu", "--no-progress"]
     assert main([*command, "--zero-shot", "--scale", "0.3", "0.6"]) == 0

@@ -68,7 +68,7 @@ SPECTRA = {
 
 
 @pytest.mark.parametrize("spectrum", SPECTRA)
-def test_the_support_is_the_one_of_a_full_decomposition(spectrum):
+def test_support_equals_full_decomposition(spectrum):
     matrix = matrix_of(SPECTRA[spectrum])
     found = historical_support(matrix, COUNT, 8)
     rank = int((SPECTRA[spectrum] > WIDTH * 1.2e-7 * SPECTRA[spectrum].max()).sum())
@@ -87,7 +87,7 @@ def test_the_support_is_the_one_of_a_full_decomposition(spectrum):
     residual_rank=st.integers(0, 4),
     support_rank=st.integers(0, 12),
 )
-def test_identities_of_the_paper(seed, rank, shared_rank, residual_rank, support_rank):
+def test_bases_satisfy_the_identities_of_the_paper(seed, rank, shared_rank, residual_rank, support_rank):
     """Also where the gradient has a low rank or is zero, and where the support has fewer than r_S directions."""
     gradient = randn(9, 12, seed=seed) if rank == 9 else randn(9, rank, seed=seed) @ randn(rank, 12, seed=seed + 2)
     matrix = statistic(12, seed=seed + 1)
@@ -116,7 +116,7 @@ def test_identities_of_the_paper(seed, rank, shared_rank, residual_rank, support
 
 
 @pytest.mark.parametrize("faint", [0.0, 1.0])
-def test_rounding_and_faint_directions_do_not_fall_back_into_the_support(faint):
+def test_residual_basis_avoids_support_despite_rounding_and_faint_gradients(faint):
     occupied = historical_support(statistic(20), 7, 6)
     exact = torch.linalg.qr(occupied.double()).Q
     beyond = torch.linalg.qr((torch.eye(20) - exact @ exact.T) @ randn(20, 20, dtype=torch.float64)).Q
@@ -128,7 +128,7 @@ def test_rounding_and_faint_directions_do_not_fall_back_into_the_support(faint):
 
 
 @pytest.mark.parametrize(("scale", "dtype"), [(1e-30, torch.float32), (-1.0, torch.float64), (1.0, torch.bfloat16)])
-def test_bases_are_float32_and_do_not_depend_on_the_gradient_s_scale_nor_on_signs(scale, dtype):
+def test_bases_are_float32_and_independent_of_scale_and_sign(scale, dtype):
     gradient, occupied = randn(9, 12).to(dtype), historical_support(statistic(12), 4, 3)
     expected, found = allocate_layer(gradient, occupied, 1, 3), allocate_layer(gradient * scale, -occupied, 1, 3)
     for a, b in zip(found, expected, strict=True):
@@ -165,7 +165,7 @@ def test_modes_equal_the_reference(probe, stats, ranks):
         assert found.residual_capture == pytest.approx(energy(gradient, residual) / whole, rel=1e-4)
 
 
-def test_ranks_come_from_the_configuration_where_they_are_not_given(probe, stats):
+def test_ranks_default_to_the_configuration(probe, stats):
     config = DualModeLoraConfig(shared_rank=2, residual_rank=3, support_rank=5, rank_pattern={"fc2": 4})
     for own in ({}, {"support_rank": 6, "shared_rank": 1}):
         modes = allocate_modes(probe, stats, config=config, **own)
@@ -178,7 +178,7 @@ def test_ranks_come_from_the_configuration_where_they_are_not_given(probe, stats
 
 
 @pytest.mark.parametrize("partial", [None, {}, {"fc2": torch.eye(20), "elsewhere": torch.eye(3)}])
-def test_a_layer_without_statistics_is_planned_as_at_the_first_task(probe, partial):
+def test_layer_without_statistics_is_planned_as_in_first_task(probe, partial):
     modes = allocate_modes(probe, partial, shared_rank=2, residual_rank=3)
     for name in ("k", "v"):
         shared, residual = reference.first_task_bases(probe[name], 2, 3)
@@ -215,7 +215,7 @@ def test_errors_name_the_layer(probe, stats, kwargs, error, message):
     assert message in str(raised.value)
 
 
-def test_a_decomposition_that_fails_is_tried_another_way_and_then_names_the_matrix(monkeypatch):
+def test_failed_decomposition_is_retried_then_error_names_the_matrix(monkeypatch):
     matrix = matrix_of(SPECTRA["decaying"])
     expected = historical_support(matrix, COUNT, 8)
     with pytest.raises(ValueError, match="do not fit"):

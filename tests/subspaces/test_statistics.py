@@ -81,7 +81,7 @@ def test_layers_updated_together_share_one_matrix(width):
         ("q", randn(0, 4), "not empty"),
     ],
 )
-def test_update_and_merge_refuse_and_change_nothing(names, tokens, message):
+def test_refused_update_or_merge_changes_nothing(names, tokens, message):
     stats, other = OccupationStatistics(), OccupationStatistics()
     stats.update(("k", "v"), randn(7, 4))
     stats.update(("fc1", "w"), randn(7, 4))
@@ -98,7 +98,7 @@ def test_update_and_merge_refuse_and_change_nothing(names, tokens, message):
     assert list(stats) == list(before) and all(torch.equal(stats[name], before[name]) for name in before)
 
 
-def test_collect_equals_what_the_layers_read():
+def test_collected_statistics_equal_sums_over_recorded_inputs():
     model, stats, modes = Block(), OccupationStatistics(), []
     model.train()
     model.norm.eval()
@@ -127,13 +127,13 @@ def separate(model, batch):
         layer(batch[..., :1].expand(*batch.shape[:-1], layer.in_features).clone())
 
 
-def test_sharing_is_by_identity_and_not_by_a_recycled_address():
+def test_matrices_are_shared_by_identity_not_by_recycled_address():
     stats = collect_statistics(Block(), batches(), separate, into=OccupationStatistics())
     assert len(stats.groups) == 4
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [("cls", slice(0, 1)), ("patch", slice(1, None))])
-def test_tokens_can_be_chosen(tokens, rows):
+def test_cls_or_patch_tokens_can_be_selected(tokens, rows):
     model, flat = Block(), [randn(5, 6)]
     stats = collect_statistics(model, batches(), run, into=OccupationStatistics(), tokens=tokens)
     for name, read in inputs_of(model, batches()).items():
@@ -173,7 +173,7 @@ def loses_sharing(model, batch):
         (batches(), run, {"tokens": "some"}, ValueError, "'some'"),
     ],
 )
-def test_an_error_leaves_statistics_and_model_as_they_were(data, forward, kwargs, error, message):
+def test_error_leaves_statistics_and_model_unchanged(data, forward, kwargs, error, message):
     model, stats = Block(), OccupationStatistics()
     collect_statistics(model, batches(), run, into=stats)
     before = {name: matrix.clone() for name, matrix in stats.items()}
@@ -184,7 +184,7 @@ def test_an_error_leaves_statistics_and_model_as_they_were(data, forward, kwargs
     assert model.training and not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_files_keep_values_and_sharing_and_what_is_damaged_is_refused(tmp_path):
+def test_saved_statistics_keep_values_and_sharing_and_damage_is_refused(tmp_path):
     stats, path = OccupationStatistics(), tmp_path / "statistics.safetensors"
     OccupationStatistics().save(path)
     assert len(OccupationStatistics.load(path)) == 0

@@ -15,7 +15,7 @@ from dulbe_peft.utils.extras import uncollected
 from dulbe_peft.utils.workers import jobs_at_once
 
 
-def test_classifiers_learn_and_solve_in_one_thread_and_what_follows_has_its_own_again(monkeypatch):
+def test_classifiers_use_one_thread_and_restore_the_thread_count(monkeypatch):
     torch.set_num_threads(2)
     seen, real = [], torch.linalg.eigh
     classifier = make_classifier("bayes", 8, 10.0)
@@ -31,7 +31,7 @@ def test_classifiers_learn_and_solve_in_one_thread_and_what_follows_has_its_own_
     assert set(seen) == {1} and torch.get_num_threads() == 2
 
 
-def test_there_are_no_more_jobs_than_cores(monkeypatch):
+def test_jobs_are_limited_to_the_number_of_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
     assert [jobs_at_once(asked, None) for asked in (None, 1, 3, 64)] == [3, 1, 3, 3]
     assert jobs_at_once(64, "tcp://cluster:8786") == 64
@@ -40,7 +40,7 @@ def test_there_are_no_more_jobs_than_cores(monkeypatch):
 
 
 @pytest.mark.parametrize("delay", [0.0, 5.0])
-def test_a_long_pass_shows_images_a_second_and_precision_on_a_terminal_alone(delay, monkeypatch, capsys):
+def test_progress_is_shown_only_on_terminals_and_for_long_passes(delay, monkeypatch, capsys):
     monkeypatch.setattr(encoder, "UNSHOWN", delay)
     pixels = torch.stack([image for image, _ in images_of(*range(4))])
     learner = tiny_learner("frozen", progress=True)
@@ -60,7 +60,7 @@ def thawed():
     gc.unfreeze()
 
 
-def test_what_is_imported_is_set_aside_once_and_the_collector_is_left_as_it_was(thawed):
+def test_garbage_collector_is_frozen_once_and_then_restored(thawed):
     with pytest.raises(OSError, match="no model"), uncollected():
         raise OSError("no model")  # nothing is set aside, and what was loaded of it is collected
     assert gc.isenabled() and not gc.get_freeze_count()

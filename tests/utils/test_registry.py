@@ -41,7 +41,7 @@ print([str(one.message) for one in said if "tiny" in str(one.message)])
 """
 
 
-def test_classes_of_an_installed_package_are_known_by_their_names(tmp_path):
+def test_entry_points_of_an_installed_package_are_registered(tmp_path):
     (tmp_path / "tiny_plugin.py").write_text(PLUGIN)
     info = tmp_path / "tiny_plugin-1.0.dist-info"
     info.mkdir()
@@ -53,7 +53,7 @@ def test_classes_of_an_installed_package_are_known_by_their_names(tmp_path):
     assert "the classifier 'lda' of the package tiny-plugin is ignored: the name is taken" in done.stdout
 
 
-def test_a_class_is_imported_when_it_is_looked_up():
+def test_registered_class_is_imported_on_first_lookup():
     loaded = "'dulbe_peft.papers.bofa' in sys.modules"
     lines = (
         "import sys; from dulbe_peft.classifiers import CLASSIFIERS",
@@ -63,7 +63,7 @@ def test_a_class_is_imported_when_it_is_looked_up():
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
 
 
-def test_a_name_has_one_class():
+def test_registering_a_second_class_under_a_name_is_refused():
     registry = Registry("animal", "nobody.uses", {"fraction": "fractions:Fraction"})
     first, second = (type("Dog", (), {"name": "dog", "__module__": module}) for module in ("a", "b"))
     registry.register(first)
