@@ -1,4 +1,4 @@
-"""Sums of inputs by layer."""
+"""Sums of X'X over the inputs of each layer."""
 
 import copy
 
@@ -43,7 +43,7 @@ def run(model, batch):
 
 @torch.no_grad()
 def inputs_of(model, data):
-    """What every layer reads, by a second, independent recording."""
+    """Record the inputs of every layer independently of the library."""
     seen = {name: [] for name in model.dual_mode_layers()}
     twin = copy.deepcopy(model).eval()
     for name, layer in twin.dual_mode_layers().items():
@@ -75,7 +75,7 @@ def test_layers_updated_together_share_one_matrix(width):
     ("names", "tokens", "message"),
     [
         ("fc1", randn(3, 4), "share one matrix"),
-        (("k", "v"), randn(3, 5), "reads 5 features, but 4 so far"),
+        (("k", "v"), randn(3, 5), "reads 5 features, but has read 4 so far"),
         (("k", "v"), torch.full((3, 4), float("nan")), "'k' holds NaN or infinity"),
         ("q", torch.full((3, 4), 1e30), "'q' holds NaN or infinity, or its squares overflow"),
         ("q", randn(0, 4), "not empty"),
@@ -122,7 +122,7 @@ def test_collected_statistics_equal_sums_over_recorded_inputs():
 
 
 def separate(model, batch):
-    """Every layer reads a tensor of its own, often at the address of one that is gone."""
+    """Give every layer a separate tensor, often at the address of a tensor that was freed."""
     for layer in model.dual_mode_layers().values():
         layer(batch[..., :1].expand(*batch.shape[:-1], layer.in_features).clone())
 
@@ -141,7 +141,7 @@ def test_cls_or_patch_tokens_can_be_selected(tokens, rows):
     if tokens == "patch":
         with pytest.raises(ValueError, match="'k' reads one token"):
             collect_statistics(model, flat, run, into=OccupationStatistics(), tokens=tokens)
-    else:  # a layer of one token an image has only that one
+    else:  # a layer that reads one token per image has only the CLS token
         stats = collect_statistics(model, flat, run, into=OccupationStatistics(), tokens=tokens)
         torch.testing.assert_close(stats["k"].double(), reference.occupation(flat[0]), rtol=1e-5, atol=1e-5)
 
