@@ -1,4 +1,4 @@
-"""Numbers that settings take, and settings that stand in one text."""
+"""The types and limits of settings, and specs, which hold settings in one string."""
 
 import math
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from dulbe_peft.utils.specs import convert, format_spec, parse_spec
 
 
 def declared():
-    """Every setting of the package: what makes its object, its name, its type, and the text that sets it, if any."""
-    for kind, own in ((LearnerArguments,) * 2, (StreamArguments,) * 2, (DualModeLoraConfig, AdapterSettings)):
-        for name, hint in field_types(own).items():
+    """Yield for every setting of the package: the object's constructor, the name, the type, and a parser or None."""
+    for kind, owner in ((LearnerArguments,) * 2, (StreamArguments,) * 2, (DualModeLoraConfig, AdapterSettings)):
+        for name, hint in field_types(owner).items():
             yield kind, name, hint, None
     for cls in CLASSIFIERS.values():
         for name in cls.setting_defaults():
@@ -37,7 +37,7 @@ def named(kind, name):
 
 
 def limits():
-    """Every limit of every setting."""
+    """Yield every limit of every setting."""
     for kind, name, hint, text in declared():
         for part in (hint, *get_args(hint)):
             for limit in getattr(part, "__metadata__", ()):
@@ -54,12 +54,12 @@ def test_limits_raise_the_same_message_from_python_and_text(kind, name, hint, nu
     wrong = edge if isinstance(limit, Gt) else beyond
     with pytest.raises(ValueError, match=f"^(the .*: )?{name} must be ") as error:
         kind(**{name: wrong})
-    taken = np.nextafter(float(edge), math.inf).item() if isinstance(limit, Gt) else edge
-    assert check_value(name, hint, taken) == taken and type(check_value(name, hint, np.array(taken)[()])) is number
+    valid = np.nextafter(float(edge), math.inf).item() if isinstance(limit, Gt) else edge
+    assert check_value(name, hint, valid) == valid and type(check_value(name, hint, np.array(valid)[()])) is number
     if text is not None:
-        with pytest.raises(ValueError, match="must be") as said:
+        with pytest.raises(ValueError, match="must be") as parsed:
             text.func(text.args[0] % wrong)
-        assert str(said.value) == str(error.value)
+        assert str(parsed.value) == str(error.value)
 
 
 @pytest.mark.parametrize(("kind", "name"), [pytest.param(*row[:2], id=named(*row[:2])) for row in declared()])
@@ -103,8 +103,8 @@ def test_text_values_are_converted_to_field_types():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (":rank=4", "names nothing"),
-        ("lora:rank", "'rank' in 'lora:rank' is no setting"),
+        (":rank=4", "has no name"),
+        ("lora:rank", "'rank' in 'lora:rank' is not a setting"),
         ("lora:rank=4,rank=5", "gives the setting 'rank' twice"),
         ("s:ranks=4", r"a thing has no setting 'ranks'; did you mean 'rank'\? \(known: rank, energy, "),
         ("s:name=4", "no setting 'name'"),
