@@ -125,7 +125,7 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
 
     @torch.no_grad()
     def _columns(self, X: Any, answer: str, absent: float) -> np.ndarray:
-        """Return the classifier's method `answer` for X, in the order of `classes_`; `absent` for unlearned classes."""
+        """Return the result of the classifier's method `answer` in the order of `classes_`, `absent` if not learned."""
         check_is_fitted(self)
         X = validate_data(self, X, reset=False, dtype=DTYPES)
         learned = getattr(self.classifier_, answer)(X).double().cpu().numpy()
@@ -137,8 +137,9 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
 class ImageClassifier(ClassifierMixin, BaseEstimator):
     """A classifier for images: a pretrained model computes features, and a classifier learns from them.
 
-    The estimator can be cloned, pickled, cross-validated and grid-searched. The model itself is not trained. Each image
-    is encoded only once, because its features are kept in the feature store. The model is loaded once per process.
+    The estimator can be cloned, pickled, cross-validated and grid-searched. The model itself is not trained. The
+    features of each image are kept in the feature store, so that it is encoded only once. The model is loaded once per
+    process.
 
     Images are a list or an array of paths, PIL images, or (height, width, 3) arrays of bytes.
 

@@ -260,7 +260,7 @@ def parse_manifest(folder: Path) -> Manifest:
     except (OSError, ValueError) as error:
         raise CheckpointError(str(error)) from error
     if manifest.sha256 != manifest.digest():
-        raise CheckpointError(f"{path} is damaged: its content does not match the SHA-256 stored in it")
+        raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the one stored in it")
     return manifest
 
 
