@@ -25,7 +25,7 @@ START = "start_text"
 
 
 def guided(logits: torch.Tensor, target_text: torch.Tensor, old_text: torch.Tensor) -> torch.Tensor:
-    """Return t, (n, old classes): the teacher's logits, plus m at the old class nearest to the target, else minus m."""
+    """Return t, (n, old classes): the teacher's logits plus m at the old class nearest to the target, else minus m."""
     near, place = (target_text @ old_text.T).max(dim=1, keepdim=True)
     return logits - near + 2 * near * F.one_hot(place[:, 0], len(old_text))
 
