@@ -98,7 +98,7 @@ def test_a_month_of_new_and_known_classes(photos, june, tmp_path, capsys, monkey
 def test_another_spelling_of_a_known_class_is_an_error(photos, june, tmp_path, capsys):
     data = some(photos, tmp_path / "july", ["five"], 3, called={"five": "One"})
     assert learn(june / "run", data, tmp_path / "out") == 2
-    assert "'One', a class that was seen already, there as 'one': spell it so" in capsys.readouterr().err
+    assert "'One', a class that was already seen with the spelling 'one': use that spelling" in capsys.readouterr().err
 
 
 def test_copies_count_once_in_a_run(photos, tiny_model, tmp_path, capsys):
@@ -163,7 +163,7 @@ def test_names_that_contradict_the_dataset():
     class Named(list):
         class_names = ("one", "zero")
 
-    with pytest.raises(ValueError, match="label 0 is 'zero' in class_names, but 'one' in the dataset's own names"):
+    with pytest.raises(ValueError, match="label 0 is 'zero' in class_names but 'one' in the dataset's class names"):
         tiny_learner().learn_task(Named(images_of(0, 1)), ["zero", "one"])
 
 

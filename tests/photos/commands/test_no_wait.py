@@ -61,7 +61,7 @@ REFUSED = [
     ("run --model demo --labels guesses.csv --output o", "call the column 'label'"),
     ("merge {saved} gone --output kept --overwrite", "'gone' is not a folder"),
     ("rename {saved} a9 swan --output kept --overwrite", "class 'a9' has not been learned, so it cannot be renamed"),
-    ("rename {saved} a0 a0 --output o", "has this name already"),
+    ("rename {saved} a0 a0 --output o", "already has this name"),
     ("forget {saved} a9 --output kept --overwrite", "class 'a9' has not been learned, so it cannot be forgotten"),
     ("forget {saved} --image gone.jpg --output o", "gone.jpg does not exist"),
     ("convert-openclip gone o --tokenizer t", "gone"),
