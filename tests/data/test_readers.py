@@ -214,7 +214,7 @@ def test_tests_without_labels_and_names_without_images_are_left_out(datasets, tm
         )
     train, test, found = open_stream_data(tmp_path)
     assert train.class_names == ("finch", "robin") and train.labels.tolist() == [0, 1] and test is None
-    assert "all of its labels are -1: images without labels test nothing" in found.left_out[0][1]
+    assert "all of its labels are -1: images without labels cannot be tested on" in found.left_out[0][1]
     assert found.notes == ["left out: 1 class without images, such as 'unused'"]
 
 

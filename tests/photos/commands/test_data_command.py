@@ -121,9 +121,9 @@ def test_check_finds_what_is_there_twice(photos, tmp_path, capsys):
     said = capsys.readouterr().out
     assert re.search(r"5 classes +23 +14\n", said) and "fewer than 4 images in train: rare (1)" in said
     for words, first, second in (
-        ("the same file both learned from and tested on", "train: ?/train/one/1.png", "test: ?/test/one/copy.png"),
+        ("the same file in training and test images", "train: ?/train/one/1.png", "test: ?/test/one/copy.png"),
         ("the same file in two classes", "train: ?/train/two/2.png", r"train: ?/train/zero/copy\x1b[2J.png"),
-        ("nearly the same picture both learned", "train: ?/train/three/large.png", "test: ?/test/three/again.jpg"),
+        ("nearly the same picture in training", "train: ?/train/three/large.png", "test: ?/test/three/again.jpg"),
     ):
         pair = f"  {first}  =  {second}".replace("?", str(photos))
         assert re.search(rf"{words}.*: 1 pair\n{re.escape(pair)}\n", said)
@@ -133,7 +133,7 @@ def test_check_finds_what_is_there_twice(photos, tmp_path, capsys):
     assert len(pictures) == 23 + 6 and all(source.startswith("data:image/jpeg;base64,") for source in pictures)
     assert run(photos, "--dry-run", *FROZEN) == 0
     said = capsys.readouterr().out
-    assert "so the accuracy says too much: 1 pair" in said and "nearly" not in said  # a run compares files alone
+    assert "so the accuracy is too optimistic: 1 pair" in said and "nearly" not in said  # a run compares files alone
 
 
 def test_duplicates_are_those_of_a_literal_comparison(tmp_path):

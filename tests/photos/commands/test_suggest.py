@@ -85,7 +85,7 @@ def test_a_table_of_suggestions_is_learned_once_its_guesses_are_called_labels(ju
     assert call("suggest", "out", "heap", "--count", 9, "--csv", table) == 0
     command = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("next: dulbe-peft learn "))
     words = command.removeprefix("next: dulbe-peft ").split()
-    assert call(*words) == 2 and "call the column 'label'" in capsys.readouterr().err
+    assert call(*words) == 2 and "rename the column to 'label'" in capsys.readouterr().err
     header, *rows = read_csv(table)
     assert all(Path(path).is_absolute() for path, *_ in rows)
     assert call("suggest", "out", "heap", "--csv", table) == 2
