@@ -95,7 +95,7 @@ def test_tables_of_other_programs(root, table, tmp_path, capsys):
     (tmp_path / "names.txt").write_text("\n".join(names))
     call("run", *FROZEN, "--data", tmp_path / "parts", "--test-fraction", 0.3, "--class-names", tmp_path / "names.txt",
          "--output", tmp_path / "run")  # fmt: skip
-    assert "does not say which model made it" in capsys.readouterr().out
+    assert "does not say which model its features are from" in capsys.readouterr().out
     found = load_data(tmp_path / "parts")
     np.testing.assert_allclose(np.linalg.norm(found.features.rows, axis=1), 1, atol=1e-5)
     assert found.class_names == ("0", "1", "2", "3", "4") and len(set(found.contents())) == 40
@@ -122,7 +122,7 @@ def test_features_of_others_are_refused(root, table, tmp_path, base, capsys):
         load_data(table, "val")
     words = ["features", "--model", "demo", "--device", "cpu", "--data", table, "--engine", "local", "--jobs", 1]
     call(*words, expected=2)
-    assert "is a table of features already" in capsys.readouterr().err
+    assert "is already a table of features" in capsys.readouterr().err
     call("check", table, "--page", tmp_path / "page.html", expected=2)
     assert "has no pictures for --page" in capsys.readouterr().err
     assert FeatureStore(store_path()).facts()[0] == 0, "features of another model would be found in the store"

@@ -272,7 +272,7 @@ def test_run_and_learn_take_a_table(heap, tmp_path, capsys):
     printed = capsys.readouterr()
     assert "3 classes" in printed.out and "not used again" not in printed.err, "June's test images are found again"
     for words, why in (
-        (["--labels", july, "--data", tmp_path], "give it alone"),
+        (["--labels", july, "--data", tmp_path], "omit --data"),
         (["--labels", tmp_path], "expected a .csv file"),
         ([], "--data is required"),
     ):
