@@ -408,7 +408,7 @@ def test_no_photograph_counts_twice_by_any_way(photos, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "11 learned before" in said and "1 in the data twice" in said
     assert "2 of another class" in said and "learned as 'two' before" in said
-    assert "1 image to learn from stood in the tests of an earlier task" in said and "tested.png" in said
+    assert "1 training image, such as " in said and "tested.png, was among the test images of an earlier task" in said
     learner = ClassIncrementalLearner.from_pretrained(tmp_path / "learned")
     counts = dict(zip(learner.class_names, learner.classifiers["lda"].counts.tolist(), strict=True))
     assert counts == {"one": 9, "three": 8, "two": 8, "four": 8, "zero": 8}

@@ -437,7 +437,7 @@ def test_the_command_prints_the_address_and_what_is_lost(folder, heap, monkeypat
         for flags, words in (
             (["--port", port], f"127.0.0.1:{port} cannot be listened on: Address already in use; take another --port"),
             (["--port", "0", "--host", ""], "the host is '', expected the address to listen on"),
-            (["--port", "0", "--photos", str(tmp_path)], "no photograph is left that can be read and was not learned"),
+            (["--port", "0", "--photos", str(tmp_path)], "no readable photograph is left that was not learned"),
         ):
             assert main(["serve", str(folder), *flags]) == 2
             assert words in capsys.readouterr().err
