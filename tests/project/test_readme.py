@@ -267,6 +267,19 @@ def test_what_the_readme_says_of_training_follows_from_the_tables():
     assert gains.removeprefix("improves the text classifier by ") in " ".join(text_of("docs/results.md").split())
 
 
+def test_what_the_page_says_of_novelty_follows_from_the_results():
+    figures = "near, novelty;near, probability;near, said"
+    _, *rows = evidence.beside(RESULTS, folder="rejection/real", figures=figures)
+    gains = [float(novelty) - float(probability) for *_, novelty, probability, _ in rows]
+    with_four = [float(novelty) for _, count, novelty, *_ in rows if count == "4"]
+    errors = [abs(float(said) - float(novelty)) for *_, novelty, _, said in rows if said]
+    text = " ".join(text_of("docs/predicting.md").split())
+    assert f"on average {sum(gains) / len(gains):.1f} points larger" in text
+    assert f"it is {-min(gains):.1f} points smaller" in text
+    assert f"it is {min(with_four)} % (aircraft) to {max(with_four)} %" in text
+    assert f"errors of up to {max(errors):.0f} points" in text
+
+
 def test_a_comparison_with_training_leaves_nothing_adverse_out():
     """Every such table has the default classifier, the best other one, and what is still known."""
     columns = ("bayes", "the best other", "still known")
