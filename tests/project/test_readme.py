@@ -280,6 +280,13 @@ def test_what_the_page_says_of_novelty_follows_from_the_results():
     assert f"errors of up to {max(errors):.0f} points" in text
 
 
+def test_what_the_page_says_of_methods_that_keep_features_follows_from_the_results():
+    names = "bayes,tip_adapter,proker,linear_probe"
+    *_, (_, *means) = evidence.frozen(RESULTS, classifiers=names, counts="1,16")
+    text = " ".join(text_of("docs/classifiers.md").split())
+    assert re.findall(r"([\d.]+) %", text[text.index("On three small streams") :]) == [m.strip("*") for m in means]
+
+
 def test_a_comparison_with_training_leaves_nothing_adverse_out():
     """Every such table has the default classifier, the best other one, and what is still known."""
     columns = ("bayes", "the best other", "still known")
