@@ -3,8 +3,6 @@
 import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
-from dulbe_peft.utils.specs import closest
-
 NONE = "none of these"  # the answer for what is of no class
 _QUOTES = " '\"`\u00ab\u00bb\u2018\u2019\u201a\u201c\u201d\u201e\u2039\u203a"
 _LONGEST = 1000  # characters; a tokenizer takes seconds for a million, and a text tower takes fewer than this
@@ -64,6 +62,8 @@ def learned_name(name: str, known: Sequence[str], what: str) -> str:
     """The name of a learned class as the learner writes it; another one is a `ValueError`."""
     name = normalized(name)
     if name not in known:
+        from dulbe_peft.utils.specs import closest
+
         hint = closest(name, known)
         raise ValueError(f"class {name!r:.100} has not been learned, so it cannot be {what}{hint:.300}")
     return name
