@@ -1,6 +1,7 @@
 """Every file in `examples/` runs, in a process of its own and a folder of its own."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,13 @@ def test_adapt_clip_example_runs(tmp_path):
     said = run("adapt_clip.py", "--steps", 2, cwd=tmp_path)
     assert "the loaded adapter gives the same features: True" in said
     assert (tmp_path / "my-adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_training_loop_example_resumes(tmp_path):
+    two = run("training_loop.py", cwd=tmp_path)
+    three = run("training_loop.py", "--resume", cwd=tmp_path)
+    shares = [float(share) for share in re.findall(r"([\d.]+)%", two + three)]
+    assert len(shares) == 6 and min(shares) > 80
 
 
 def test_head_alone_example_runs(tmp_path):
