@@ -184,9 +184,7 @@ class Run:
         asked = learner.args.learning_rate
         learner.learn_task(task.train, task.class_names)
         if (rate := learner.args.learning_rate) != asked:
-            print_once(
-                f"learning rate {rate:g} (auto: what this model and the first task allow; --learning-rate sets it)"
-            )
+            print_once(f"learning rate {rate:g}, as the model and this task allow; --learning-rate sets another")
         names, profile = list(task.class_names), learner.encoder.profile
         if task.test is not None:
             learner.use_state(replace(learner.state, known=learner.state.known.with_tested(task.test)))
