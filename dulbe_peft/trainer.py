@@ -19,6 +19,7 @@ from dulbe_peft.checkpoints import loading, saving, unfinished
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.data.images import named_images
 from dulbe_peft.encoders.pixels import PixelDataset
+from dulbe_peft.encoders.reading import loader_settings
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.strategies.dulbe import Dulbe
 from dulbe_peft.subspaces.occupation import OccupationStatistics
@@ -197,8 +198,8 @@ class DualModeTrainer(Trainer):
         """Whole batches of the task in the order that a learner takes them: pixels of this process's rows alone."""
         task = self._current
         order = Order(len(task.images), self._train_batch_size * world()[1], task.args.seed, task.index)
-        batches = WholeBatches(task)
-        return EpochLoader(batches, order, task.encoder.loader_settings(len(order)) | {"collate_fn": itemgetter(0)})
+        settings = loader_settings(task.encoder.args, task.encoder.device, len(order))
+        return EpochLoader(WholeBatches(task), order, settings | {"collate_fn": itemgetter(0)})
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         with raise_in_all():  # an image that one process cannot read ends all

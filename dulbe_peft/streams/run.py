@@ -182,7 +182,10 @@ class Run:
         learner, task = self.learner, self.own[index - self.known]
         forget_peak_memory(learner.device)
         before = self.before(index, task) if index and learner.state.strategy.adapts else None
+        asked = learner.args.learning_rate
         learner.learn_task(task.train, task.class_names)
+        if (rate := learner.args.learning_rate) != asked:
+            print_once(f"learning rate {rate:g}, as the model and this task allow; --learning-rate sets another")
         names, profile = list(task.class_names), learner.encoder.profile
         if task.test is not None:
             learner.use_state(replace(learner.state, known=learner.state.known.with_tested(task.test)))

@@ -136,13 +136,13 @@ def test_it_learns_what_the_learner_learns_bit_for_bit(base, tasks, whole, tmp_p
 
 
 def test_the_papers_arguments_are_the_learners_defaults(base, tasks, tmp_path):
-    """In one word, and without arguments at all; only what is asked for is otherwise."""
+    """In one word, and without arguments at all; a learner of a small model alone has a rate of its own."""
     quiet = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
     model, processor = adapted(base)
     asked = paper_arguments(str(tmp_path), **quiet)
     trainer = DualModeTrainer(model, asked, tasks[0].train, processing_class=processor)
     trainer.train()
-    defaults = LearnerArguments(precision=trainer.learner.args.precision)
+    defaults = LearnerArguments(precision=trainer.learner.args.precision, learning_rate=1e-3)
     assert trainer.learner.args.portable() == defaults.portable()
     classifiers = ("pooled_bridge",)  # what dulbe brings along
     expected = learner_of(base, classifiers=classifiers, epochs=defaults.epochs, batch_size=defaults.batch_size)

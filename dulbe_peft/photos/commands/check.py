@@ -101,7 +101,8 @@ def check(
         print("\n".join(["", DOUBTS if doubtful else NO_DOUBTS, *doubts, *trust]), file=words)
     if page is not None:
         content = {"name": name, "found": found, "problems": [*found.problems(), *small]}
-        shown = {"pairs": found.duplicates[:PAIRS], "doubtful": doubtful[:DOUBTFUL], "trust": trust}
+        by_harm = sorted(found.duplicates, key=lambda pair: pair.first.split == pair.second.split)  # leaks first
+        shown = {"pairs": by_harm[:PAIRS], "doubtful": doubtful[:DOUBTFUL], "trust": trust}
         _write_page(Path(page), parts, content | shown)
     blank = [[split, parts[split].item_name(at), "blank", why] for (split, at), (_, why) in pictures.items() if why]
     rows = [*_findings(found, doubtful), *tiny, *blank]

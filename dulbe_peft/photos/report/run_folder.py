@@ -50,12 +50,13 @@ class Copy(Record):
 
 
 class Pictures(Record):
-    """`pictures/index.json`: the surest mistakes, a few images a class, what is left out, copies."""
+    """`pictures/index.json`: the surest mistakes, a few images a class, what is left out, copies, names of tasks."""
 
     mistakes: list[Example] = []
     classes: list[Example] = []
     left_out: list[str] = []
     copies: list[Copy] = []
+    task_names: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,12 @@ class RunFolder:
             return "The stream has no test images." if last is None else "It has not been tested since it was changed."
         corrected = last.forgotten or last.renamed or min(last.images.values(), default=0) < 0
         return f"It has not been tested since {'the correction' if corrected else 'it was changed'}."
+
+    @property
+    def task_names(self) -> list[str]:
+        """What to call each task, such as the month in which it came; the number where nobody named it."""
+        names = self.pictures.task_names
+        return [names[n] if n < len(names) else f"Task {n + 1}" for n in range(len(self.learned))]
 
     @property
     def trained(self) -> bool:
