@@ -28,7 +28,6 @@ from dulbe_peft.utils.settings import field_types
 from research.benchmarks import evidence
 from research.benchmarks.common import RESULTS
 from research.comparison.plan import read_plan
-from research.verification.checks import read_checks
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
@@ -139,7 +138,7 @@ def test_commands_of_a_page_run(page, photos, capsys):
 
 
 def split_numbers(text):
-    """The text with `#` for every decimal number, and these numbers; seconds are left out."""
+    """Return the text with `#` for every decimal number, and the list of these numbers without seconds."""
     text = re.sub(r"\d+\.\d+ s\b", "some s", text)
     return re.sub(r"\d+\.\d+", "#", text), [float(number) for number in re.findall(r"\d+\.\d+", text)]
 
@@ -147,7 +146,7 @@ def split_numbers(text):
 @pytest.mark.parametrize(
     "page", [OUTPUTS["PAGES"][0], *(pytest.param(page, marks=pytest.mark.slow) for page in OUTPUTS["PAGES"][1:])]
 )
-def test_outputs_on_a_page_are_what_its_code_prints(page, tmp_path):
+def test_outputs_on_pages_match_what_the_code_prints(page, tmp_path):
     """Words and counts are equal; percentages are within 5 points, for another processor rounds otherwise."""
     words, numbers = split_numbers(text_of(page))
     words_now, numbers_now = split_numbers(OUTPUTS["with_outputs"](text_of(page), tmp_path))
@@ -210,9 +209,6 @@ def test_options_named_on_pages_exist(page, tmp_path):
         if "streams" in yaml.safe_load(block):
             (tmp_path / "plan.yaml").write_text(block, encoding="utf-8")
             read_plan(tmp_path / "plan.yaml")
-        elif "checks" in yaml.safe_load(block):
-            (tmp_path / "checks.yaml").write_text(block, encoding="utf-8")
-            read_checks(tmp_path / "checks.yaml")
         else:
             assert set(yaml.safe_load(block)) <= set(SETTINGS)
     for name, value in re.findall(r'`(\w+)="(\w+)"', text):
@@ -267,7 +263,7 @@ def test_gains_stated_in_readme_match_the_tables():
     assert gains.removeprefix("improves the text classifier by ") in " ".join(text_of("docs/results.md").split())
 
 
-def test_what_the_page_says_of_novelty_follows_from_the_results():
+def test_novelty_figures_on_the_page_match_the_results():
     figures = "near, novelty;near, probability;near, said"
     _, *rows = evidence.beside(RESULTS, folder="rejection/real", figures=figures)
     gains = [float(novelty) - float(probability) for *_, novelty, probability, _ in rows]
@@ -280,7 +276,7 @@ def test_what_the_page_says_of_novelty_follows_from_the_results():
     assert f"errors of up to {max(errors):.0f} points" in text
 
 
-def test_what_the_page_says_of_methods_that_keep_features_follows_from_the_results():
+def test_rival_accuracies_on_the_page_match_the_results():
     names = "bayes,tip_adapter,proker,linear_probe"
     *_, (_, *means) = evidence.frozen(RESULTS, classifiers=names, counts="1,16")
     text = " ".join(text_of("docs/classifiers.md").split())
