@@ -43,7 +43,7 @@ def test_head_alone_example_runs(tmp_path):
 def test_image_folders_example_runs_and_resumes(tmp_path, digit_folders):
     arguments = (digit_folders(4, 3, 3), "--model", demo_model_folder(), "--increment", 2, "--epochs", 1)
     said = run("image_folders.py", *arguments, cwd=tmp_path)
-    assert "task 2/2: 4 classes" in said and "A_last" in said
+    assert "task 2/2: 4 classes" in said and "after the last task" in said
     again = run("image_folders.py", *arguments, cwd=tmp_path)
     assert "resuming after task-002" in again and again.splitlines()[-1] == said.splitlines()[-1]
 
