@@ -32,7 +32,7 @@ def run_demo(output_dir: str | Path) -> dict[str, Any]:
     tasks = digit_tasks(increment=3, initial_increment=4)
     results = learner.run(tasks, output)
     trains, tests = [task.train for task in tasks], [task.test for task in tasks]
-    write_pictures(output, tests, results, learner=learner, trains=trains)
+    write_pictures(output, tests, results, learner=learner, trains=trains, task_names=MONTHS)
     matrix = next(iter(results["classifiers"].values()))["matrix"]
     for month, task, row in zip(MONTHS, tasks, matrix, strict=True):
         old = f"; of {MONTHS[0]}'s classes, {percent(row[0])} %" if len(row) > 1 else ""

@@ -71,9 +71,9 @@ def test_a_missing_or_changed_file_is_named(folder):
     with pytest.raises(CheckpointError, match=r"a\.txt is damaged"):
         read_manifest(folder)
     (folder / "inner" / "a.txt").unlink()
-    with pytest.raises(CheckpointError, match=r"misses 'inner/a\.txt'"):
+    with pytest.raises(CheckpointError, match=r"lacks the file 'inner/a\.txt'"):
         read_manifest(folder)
-    with pytest.raises(CheckpointError, match=r"holds no manifest\.json"):
+    with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
         read_manifest(folder.parent)
 
 
@@ -91,9 +91,9 @@ def test_a_folder_of_others_is_not_replaced(tmp_path):
 
 def test_a_folder_of_another_kind_is_not_replaced(folder):
     before = content(folder)
-    with pytest.raises(FileExistsError, match="saved is a folder of the kind 'learner', expected 'export'"):
+    with pytest.raises(FileExistsError, match="saved is a folder of kind 'learner', expected 'export'"):
         folders.commit_folder(folder, "export", fill("new"))
-    with pytest.raises(FileExistsError, match="saved is a saved folder of the kind 'learner': write the export to a"):
+    with pytest.raises(FileExistsError, match="saved is a saved folder of kind 'learner': write the export to a"):
         folders.commit_folder(folder / "inner" / "lora", "export", fill("new"))
     assert content(folder) == before
 
@@ -221,4 +221,4 @@ def test_a_second_holder_is_refused_in_the_same_thread_and_in_another(tmp_path):
     with exclusive(path, "folder 'x'"):
         refused(path)
     path.write_text("all of it")
-    assert "is not an empty file, as a lock is" in refused(path) and path.read_text() == "all of it"
+    assert "is not an empty lock file" in refused(path) and path.read_text() == "all of it"

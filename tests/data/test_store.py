@@ -138,7 +138,7 @@ def test_a_file_that_changes_while_it_is_read_is_said(photos, tmp_path, base, mo
     learner = learner_of(base, "frozen")
     learner.use_store(FeatureStore())
     monkeypatch.setattr(LabelledImages, "read", edited)
-    with pytest.raises(ValueError, match=r"3\.png changed while it was read: begin again"):
+    with pytest.raises(ValueError, match=r"3\.png changed while it was being read: start again"):
         learner.image_embeds(images)
 
 
@@ -146,7 +146,7 @@ def test_an_image_that_is_learned_without_its_content_is_an_error(photos, base, 
     """As where too many files are open for a moment: later it could count twice."""
     learner = learner_of(base, "frozen")
     monkeypatch.setattr("dulbe_peft.data.images._entry_of", lambda _: 1 / 0)
-    with pytest.raises(ValueError, match=r"0\.png cannot be read any more"):
+    with pytest.raises(ValueError, match=r"0\.png can no longer be read"):
         learner.learn_task(ImageFolder(photos, "train"))
     assert not learner.tasks
 

@@ -74,7 +74,7 @@ def test_python_of_pages_runs(page, elsewhere, capsys):
         assert (elsewhere / "my-learner" / "manifest.json").is_file()
 
 
-def test_the_notebook_runs(elsewhere, monkeypatch):
+def test_notebook_runs_and_learns(elsewhere, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
     cells = json.loads(text_of("examples/own_folder.ipynb"))["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
@@ -89,7 +89,7 @@ def test_the_notebook_runs(elsewhere, monkeypatch):
     assert (folder / "exported" / "model.safetensors").is_file()
 
 
-def test_few_blocks_are_not_run_and_others_elsewhere():
+def test_only_a_few_code_blocks_are_not_run():
     titles = [title for page in PAGES for _, title, _ in blocks(page, "python") if title]
     assert set(titles) <= set(NOT_RUN) and len(titles) <= 4
     assert all(Path(page).name in text_of(f"tests/{test}") for page, test in ELSEWHERE.items())
@@ -132,17 +132,17 @@ def test_commands_of_a_page_run(page, photos, capsys):
         assert ClassIncrementalLearner.from_pretrained(photos / "june-too").tasks == [tuple(names) for names in june]
 
 
-def test_the_page_of_data_names_every_suffix():
+def test_data_page_names_every_image_suffix():
     assert not [suffix for suffix in image_suffixes() if f"`{suffix}`" not in text_of("docs/data.md")]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
-def test_commands_parse(page):
+def test_commands_of_pages_parse(page):
     for command in commands(page):
         parse(command)
 
 
-def test_ci_runs_what_contributors_are_told_to_run():
+def test_ci_runs_the_commands_in_contributing():
     script, told = text_of(".ci/run"), []
     for page, word in (("CONTRIBUTING.md", "ruff"), ("README.md", "pytest")):
         lines = [line for _, _, code in blocks(page, "bash") for line in code.splitlines() if word in line]
@@ -150,7 +150,7 @@ def test_ci_runs_what_contributors_are_told_to_run():
     assert len(told) >= 5 and all(command in script for command in told)
 
 
-def test_the_tests_behind_the_promises_exist():
+def test_tests_named_on_the_trust_page_exist():
     named = re.findall(r"`(test_\w+)`", text_of("docs/trust.md"))
     files = re.findall(r"`(tests/[\w/]+\.py)`", text_of("docs/trust.md"))
     tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
@@ -164,7 +164,7 @@ def parts():
     return {title: re.findall(r"[\w/-]+\.md", str(pages)) for part in nav for title, pages in part.items()}
 
 
-def test_start_pages_link_every_page_of_their_parts():
+def test_start_pages_link_every_page_of_their_part():
     pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")} - {"index.md"}
     assert sorted(page for part in parts().values() for page in part) == sorted(pages)
     start = text_of("docs/index.md")
@@ -174,14 +174,14 @@ def test_start_pages_link_every_page_of_their_parts():
         assert set(others) <= linked, first
 
 
-def test_no_page_of_the_library_needs_the_application():
+def test_library_pages_do_not_use_the_application():
     for page in parts()["The adapter"]:
         code = "".join(code for *_, code in blocks(f"docs/{page}", "python", "bash"))
         assert "dulbe_peft.photos" not in code and "research" not in code, page
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_options_that_pages_name_exist(page, tmp_path):
+def test_options_named_on_pages_exist(page, tmp_path):
     text = text_of(page)
     for _, _, block in blocks(page, "yaml"):
         if "streams" in yaml.safe_load(block):
@@ -200,13 +200,13 @@ def test_options_that_pages_name_exist(page, tmp_path):
 
 
 @pytest.mark.parametrize("page", [*PAGES, "llms.txt", "hub/README.md", "hub/model/README.md", "hub/space/README.md"])
-def test_links_between_pages_lead_somewhere(page):
+def test_links_between_pages_are_valid(page):
     text = re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (ROOT / page).parent.joinpath(target).is_file(), target
 
 
-def test_messages_that_troubleshooting_explains_are_the_code_s():
+def test_messages_in_troubleshooting_exist_in_the_code():
     """A text of the code holds the message, or its fixed parts make up a third of the message."""
     texts = []
     for path in (ROOT / "dulbe_peft").rglob("*.py"):
@@ -225,12 +225,12 @@ def test_messages_that_troubleshooting_explains_are_the_code_s():
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_code_is_narrow_enough_not_to_scroll(page):
+def test_code_on_pages_fits_without_scrolling(page):
     lines = [line for _, _, code in blocks(page, "python", "bash", "yaml", "text") for line in code.splitlines()]
     assert all(len(line) <= WIDTH for line in lines), max(lines, key=len)
 
 
-def test_what_the_readme_says_of_training_follows_from_the_tables():
+def test_gains_stated_in_readme_match_the_tables():
     """The gains of the names, and the most that the default classifier loses; whatever the files say."""
     found = {}
     for file in ("handwriting", "photographs"):
@@ -244,7 +244,7 @@ def test_what_the_readme_says_of_training_follows_from_the_tables():
     assert gains.removeprefix("improves the text classifier by ") in " ".join(text_of("docs/results.md").split())
 
 
-def test_a_comparison_with_training_leaves_nothing_adverse_out():
+def test_comparison_tables_include_unfavourable_columns():
     """Every such table has the default classifier, the best other one, and what is still known."""
     columns = ("bayes", "the best other", "still known")
     tables = re.findall(r"<!-- table: (?:trained|family) .*? -->\n\n(\|.*\|)\n", text_of("docs/results.md"))

@@ -12,6 +12,7 @@ suggestion is typical of a group.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,10 +68,12 @@ def suggest(
     ]
     if existing:
         step_aside(Path(existing))
+    new = f"{Path(learner).name}-labelled" if learner else "labelled"
     if csv is not None:
         write_csv(csv, HEADER, lines, errors="surrogateescape")
     if page is not None:
-        _write_page(Path(page), images, features, suggested)
+        serve = shlex.join(["dulbe-peft", "serve", learner or "", "--photos", photos[0], "--output", new])
+        _write_page(Path(page), images, features, suggested, serve if learner and Path(photos[0]).is_dir() else "")
     if csv is None and page is None:
         print("\n".join(f"{name}\t{printable(reason)}" for name, reason, *_ in lines))
     else:
@@ -80,7 +83,6 @@ def suggest(
         advice = f"correct the column class of {table}, and rename it to label; then"
     print(advice, file=stream)
     first = ("learn", learner) if learner else ("run", "--model", loaded.state.base_name[0])
-    new = f"{Path(learner).name}-labelled" if learner else "labelled"
     say_next(*first, labels=table or "LABELS.csv", output=new, to=stream)
 
 
@@ -95,8 +97,13 @@ def _is_learner(path: str) -> bool:
     return not (path.startswith((".", "/", "~")) or path.count("/") > 1 or path.lower().endswith(image_suffixes()))
 
 
-def _write_page(path: Path, images: LabelledImages, features: Any, suggested: Sequence[Suggestion]) -> None:
-    """Write a page of the suggestions; those that stand for a group are shown with the most similar photographs."""
+def _write_page(
+    path: Path, images: LabelledImages, features: Any, suggested: Sequence[Suggestion], command: str
+) -> None:
+    """Write a page of the suggestions and the `command` that opens the page to label them.
+
+    Suggestions that stand for a group are shown with the most similar photographs.
+    """
     from dulbe_peft.photos.report.html import write_page
     from dulbe_peft.photos.report.pictures import picture
 
@@ -106,4 +113,4 @@ def _write_page(path: Path, images: LabelledImages, features: Any, suggested: Se
         others = [picture(images, row) for row in similar[: ALIKE + 1] if row != suggestion.row][:ALIKE]
         name = printable(images.item_name(suggestion.row))
         rows.append((name, suggestion, picture(images, suggestion.row), others))
-    write_page(path, "suggest.html", {"rows": rows, "count": len(images)})
+    write_page(path, "suggest.html", {"rows": rows, "count": len(images), "command": command})

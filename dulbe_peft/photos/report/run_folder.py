@@ -48,12 +48,13 @@ class Copy(Record):
 
 
 class Pictures(Record):
-    """`pictures/index.json`: the surest mistakes, a few images a class, what is left out, copies."""
+    """`pictures/index.json`: the surest mistakes, a few images a class, what is left out, copies, names of tasks."""
 
     mistakes: list[Example] = []
     classes: list[Example] = []
     left_out: list[str] = []
     copies: list[Copy] = []
+    task_names: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,12 @@ class RunFolder:
     @property
     def strategy(self) -> str:
         return str(self.settings["strategy"]["name"])
+
+    @property
+    def task_names(self) -> list[str]:
+        """What to call each task, such as the month in which it came; the number where nobody named it."""
+        names = self.pictures.task_names
+        return [names[n] if n < len(names) else f"Task {n + 1}" for n in range(len(self.learned))]
 
     @property
     def trained(self) -> bool:

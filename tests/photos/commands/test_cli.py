@@ -147,7 +147,7 @@ def test_strategies_and_classifiers_are_flags(folders, tmp_path, capsys, monkeyp
             assert main([*base, flag, value, "--output", "out", "--overwrite"]) == 2
             assert words in capsys.readouterr().err and Path("out/task-002").is_dir()
     assert main([*again, "lda", "--overwrite"]) == 0
-    assert "what was in out is now in out.old" in capsys.readouterr().err and Path("out.old/task-002").is_dir()
+    assert "renamed the existing out to out.old" in capsys.readouterr().err and Path("out.old/task-002").is_dir()
     assert main([*base, *QUICK, "--strategy", "bofa", "--output", "bofa", "--increment", "4"]) == 0
     adapter = json.loads(Path("bofa/task-001/adapter_config.json").read_text())
     assert adapter["target_modules"] == ["visual_projection"]  # the strategy's default

@@ -161,13 +161,13 @@ def test_what_cannot_be_read_is_said_with_what_would_help(photos, tmp_path, caps
     (photos / "train" / "one" / "phone.heic").write_bytes(b"x")
     monkeypatch.setattr("dulbe_peft.data.folders.image_suffixes", lambda: (".png",))
     assert main(["check", str(photos)]) == 0
-    assert 'need a package: pip install "dulbe_peft[heic]", such as' in capsys.readouterr().out
+    assert 'need an extra package: pip install "dulbe_peft[heic]", such as' in capsys.readouterr().out
     (photos / "train" / "one" / "1.png").write_bytes(b"x")
     assert main(["check", str(photos)]) == 2
     assert "cannot be read: 1" in capsys.readouterr().out
     archive = shutil.make_archive(str(tmp_path / "photos"), "zip", photos)
     for command in (["check", archive], ["run", "--model", "demo", "--data", archive, "--output", "o"]):
-        assert main(command) == 2 and "it is an archive: unzip it" in capsys.readouterr().err
+        assert main(command) == 2 and "it is an archive: unpack it" in capsys.readouterr().err
 
 
 def clouds(counts):

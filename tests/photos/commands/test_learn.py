@@ -98,7 +98,7 @@ def test_learn_adds_new_classes_and_images_of_known_ones(photos, june, tmp_path,
 def test_different_spelling_of_a_known_class_is_refused(photos, june, tmp_path, capsys):
     data = some(photos, tmp_path / "july", ["five"], 3, called={"five": "One"})
     assert learn(june / "run", data, tmp_path / "out") == 2
-    assert "'One', a class that was seen already, there as 'one': spell it so" in capsys.readouterr().err
+    assert "'One', a class that was already seen with the spelling 'one': use that spelling" in capsys.readouterr().err
 
 
 def test_copies_are_counted_once_in_a_run(photos, tiny_model, tmp_path, capsys):
@@ -164,7 +164,7 @@ def test_class_names_that_contradict_the_dataset_are_refused():
     class Named(list):
         class_names = ("one", "zero")
 
-    with pytest.raises(ValueError, match="label 0 is 'zero' in class_names, but 'one' in the dataset's own names"):
+    with pytest.raises(ValueError, match="label 0 is 'zero' in class_names but 'one' in the dataset's class names"):
         tiny_learner().learn_task(Named(images_of(0, 1)), ["zero", "one"])
 
 

@@ -317,7 +317,7 @@ def test_labels_csv_has_corrections_and_paths_that_lead_there(learner, heap, mon
     app = App(learner, photographs=heap.name)
     work = app.facts()["labelling"]
     app.label({"photo": work["photo"], "class": "red"})
-    for other, words in (("Red", "there as 'red': spell it so"), ("None of these", "is the answer for what is of no")):
+    for other, words in (("Red", "with the spelling 'red': use that"), ("None of these", "is reserved for images of")):
         with pytest.raises(ValueError, match=words):
             app.label({"photo": app.facts()["labelling"]["photo"], "class": other})
     path = Path(work["name"]).absolute()

@@ -232,20 +232,20 @@ def test_many_blank_or_repeated_images_are_reported(tmp_path, capsys):
 
 
 LAYOUTS = {
-    "one level too high": (["data set/train/cat", "data set/test/cat"], "data set holds folders alone .*give it"),
+    "one level too high": (["data set/train/cat", "data set/test/cat"], "data set contains only folders .*pass"),
     "a folder that holds the classes": (
         ["Dataset/cat", "Dataset/dog", "Examples"],
-        "Dataset holds folders alone .*dog",
+        "Dataset contains only folders .*dog",
     ),
     "one folder of folders": (
         ["animals/cat", "animals/dog"],
-        "animals holds folders alone .*if these are the classes",
+        "animals contains only folders .*if these are the classes",
     ),
     "splits by other names": (
         ["seg_train/cat", "seg_train/dog", "seg_test/cat"],
         "--train-split seg_train --test-split seg_test",
     ),
-    "a heap": (["images"], "'images', are none of classes, by their names"),
+    "a heap": (["images"], "'images', do not look like classes by their names"),
     "heaps for splits": (["train", "test"], "train has no folder; one folder per class is needed"),
     "tests without labels": (
         ["train/cat", "train/dog", "test"],
@@ -257,9 +257,9 @@ LAYOUTS = {
     ),
     "folders of a system": (
         ["cat", "dog", "@eaDir", "dog/@eaDir", "lost+found", "#recycle", "$RECYCLE.BIN", "__MACOSX/cat"],
-        ("train: cat dog", *(["a folder that a system keeps"] * 6)),
+        ("train: cat dog", *(["of the operating system"] * 6)),
     ),
-    "beside the splits": (["train/cat", "test/cat", "@eaDir"], ("train: cat", "test: cat", "a folder that a system")),
+    "beside the splits": (["train/cat", "test/cat", "@eaDir"], ("train: cat", "test: cat", "of the operating system")),
     "the outer folders": (["old/cat", "old/dog", "new/cat"], ("train: new old", "the classes are the outer folders")),
     "a class of steam trains": (["steam train", "bus"], ("train: bus steam train",)),
     "months in a class": (["cat/june", "cat/july", "dog"], ("train: cat dog",)),
@@ -291,7 +291,7 @@ SPLITS = {"train_split": "train", "test_split": "test"}
 def test_error_names_the_table_beside_images(tmp_path):
     photos(tmp_path, {"images": 2})
     (tmp_path / "labels.csv").write_text("path,label\nimages/0.jpg,cat\n")
-    with pytest.raises(ValueError, match=r"are read with --labels .*labels\.csv$"):
+    with pytest.raises(ValueError, match=r"pass --labels .*labels\.csv$"):
         open_stream_data(tmp_path)
 
 
@@ -302,7 +302,7 @@ def test_leave_out_and_separate_test_data(tmp_path):
     photos(root, {"test/cat": 2})
     found = open_stream_data(root, leave_out=["odd", "cat/old"])[2]
     assert found.counts == {"train": {"cat": 4, "dog": 4}, "test": {"cat": 2, "dog": 0}}
-    assert sum("named to be left out" in why for _, why in found.left_out) == 3
+    assert sum("left out on request" in why for _, why in found.left_out) == 3
     _, test, found = open_stream_data(root, test_split="none", test_fraction=0.5)
     assert len(test) and not any("test/" in name for name in names(test))
     assert "neither trained nor tested on, 3 images" in found.left_out[0][1]
@@ -337,9 +337,9 @@ def test_spellings_of_a_class_name_share_one_key(other):
     """Case, the form of Unicode, blanks, invisible characters and quotation marks do not matter."""
     assert class_key(other) == "jos\u00e9" and class_key("big  \u00a0cat") == "big cat" and class_key("''") == "''"
     for names, seen in ((["jos\u00e9 ", other], ()), ([other], ["jos\u00e9 "])):
-        with pytest.raises(ValueError, match="names must differ|seen already"):
+        with pytest.raises(ValueError, match="names must differ|already seen"):
             check_class_names(names, seen)
-    with pytest.raises(ValueError, match="which is the answer for what is of no class"):
+    with pytest.raises(ValueError, match="which is reserved for images of no class"):
         check_class_names(["None of these"])
 
 
@@ -347,12 +347,12 @@ INPUTS = Path(os.environ.get("DULBE_PEFT_INPUTS", Path(__file__).parents[4] / "s
 EXPECTED = {  # for each folder of small inputs, the classes that have images or the error's message
     "L-caseclass": "'airplanes' in the training images and 'Airplanes' in the test images: use one spelling",
     "L-eadir2": ["airplanes", "panda", "pizza"],
-    "L-flatcsv": "are read with --labels .*labels.csv",
+    "L-flatcsv": "pass --labels .*labels.csv",
     "L-flattest": ["airplanes", "panda", "pizza"],
     "L-meta": ["airplanes", "panda", "pizza"],
     "L-num": ["0", "1", "10", "2"],
     "L-train-valid": ["airplanes", "panda", "pizza"],
-    "L-wrapper": "dataset holds folders alone .*give it, if these are the splits",
+    "L-wrapper": "dataset contains only folders .*if these are the splits",
     "alpha2": ["arrow", "heart", "square"],
     "hf-int": ["0", "1", "2"],
     "hf-test-nolabel": ["panda", "pizza", "airplanes"],

@@ -70,7 +70,7 @@ def test_changed_model_under_the_same_name_is_refused(images, tmp_path):
     weights["visual_projection.weight"] += 0.1
     save_file(weights, tmp_path / "m" / "model.safetensors", {"format": "pt"})
     _encoder.cache_clear()  # as in another process
-    with pytest.raises(ValueError, match=r"another encoder than .*m' is now: \['weights'\] differ; fit anew"):
+    with pytest.raises(ValueError, match=r"encoder .*m' has changed since .*: \['weights'\] differ; fit again"):
         pickle.loads(pickled).predict(arrays)
     estimator.fit(arrays, names).predict(arrays)
 
