@@ -41,9 +41,9 @@ def read_effects(run: RunFolder) -> TrainingEffects:
             head = kind.from_pretrained(saved)
     features: list[TaskFeatures] = []
     if (run.folder / FEATURES_FOLDER).is_dir():
-        kept = read_features(run.folder)[: len(run.learned)]
-        if [list(task.closing.class_names) for task in kept] == run.learned:  # features of every task of this run
-            features = kept
+        stored = read_features(run.folder)[: len(run.learned)]
+        if [list(task.closing.class_names) for task in stored] == run.learned:  # features of every task of this run
+            features = stored
     accuracy = None
     if head is not None and features and features[-1].tests:
         embeds, truth = (torch.cat(parts) for parts in zip(*features[-1].tests.values(), strict=True))

@@ -46,17 +46,17 @@ class Fetcher:
 
     def file(self, url: str, sha256: str | None) -> Path:
         """Return the path of a file from the web, downloaded once; raise a ValueError if its hash is wrong."""
-        place = self.place(url)
-        if place.is_file():
-            self.check(url, place, sha256)
-            return place
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(place) as temporary:
+        path = self.path(url)
+        if path.is_file():
+            self.check(url, path, sha256)
+            return path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
             _download(url, temporary)
             self.check(url, temporary, sha256)
-        return place
+        return path
 
-    def place(self, url: str) -> Path:
+    def path(self, url: str) -> Path:
         """Return the path at which a file from the web is kept."""
         return self.folder / hashlib.sha256(url.encode()).hexdigest()[:16] / (url.rpartition("/")[2] or "file")
 
@@ -105,7 +105,7 @@ class Fetcher:
 
     def size(self, url: str) -> int | None:
         """Return how many bytes of a file are still to be downloaded, or None if the server does not tell."""
-        if self.place(url).is_file():
+        if self.path(url).is_file():
             return 0
         try:
             with _open(url, "HEAD") as answer:

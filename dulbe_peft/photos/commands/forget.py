@@ -35,13 +35,13 @@ def forget(
     loaded = load()
     from dulbe_peft.data.store import store_path
 
-    said = []
+    lines = []
     if image:
-        said = drop_classifiers(loaded, lambda classifier: classifier.check_forgets_images())
+        lines = drop_classifiers(loaded, lambda classifier: classifier.check_forgets_images())
         loaded.forget_images(list(image))
     for name in dict.fromkeys(classes):
         loaded.forget_class(name)
-    said.append(f"{len(loaded.class_names)} classes are left")
+    lines.append(f"{len(loaded.class_names)} classes are left")
     if (store := store_path()).exists():
-        said.append(f"features of the forgotten photographs may still be in {store}; deleting the file removes them")
-    write_corrected(loaded, output, said)
+        lines.append(f"features of the forgotten photographs may still be in {store}; deleting the file removes them")
+    write_corrected(loaded, output, lines)

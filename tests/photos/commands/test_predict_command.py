@@ -44,9 +44,9 @@ def reads(monkeypatch):
     counts, read = Counter(), PixelDataset.__getitem__
 
     def counted(self, index):
-        found = read(self, index)
-        counts[found[3]] += 1
-        return found
+        item = read(self, index)
+        counts[item[3]] += 1
+        return item
 
     monkeypatch.setattr(PixelDataset, "__getitem__", counted)
     return counts
@@ -101,8 +101,8 @@ def check_equal(table, expected):
     """Assert that two tables are equal up to the rounding of float32 features in different batches."""
     assert [row[:2] for row in table] == [row[:2] for row in expected]
     for column, limit in ((2, 1e-5), (3, 1e-3)):
-        found, others = ([float(row[column]) for row in rows[1:]] for rows in (table, expected))
-        assert found == pytest.approx(others, rel=1e-4, abs=limit)
+        values, others = ([float(row[column]) for row in rows[1:]] for rows in (table, expected))
+        assert values == pytest.approx(others, rel=1e-4, abs=limit)
 
 
 def test_repeated_command_encodes_only_the_missing_images(stopped, tmp_path, reads, capsys, monkeypatch):
@@ -217,8 +217,8 @@ def test_images_are_sorted_into_folders_and_nothing_is_replaced(learner, folders
     for _ in range(2):
         assert main(command) == 0
         assert content(tmp_path / "sorted").keys() == {"one/10.png", "one/8.png", "one/9-2.png", "one/9.png"}
-    said = capsys.readouterr()
-    assert "no.png cannot be read" in said.err and said.out.count("one") >= 8
+    captured = capsys.readouterr()
+    assert "no.png cannot be read" in captured.err and captured.out.count("one") >= 8
     for area in (0.5, 0.9):
         monkeypatch.setattr(Classifier, "roc_area", area)
         assert main([*command, "--reject", "0.99"]) == 0 and (tmp_path / "sorted" / "none of these").is_dir()
@@ -233,9 +233,9 @@ def test_control_characters_in_names_are_escaped(learner, folders, tmp_path, cap
     (images / f"not {name}").write_bytes(b"x")
     shown = r"a\r=1+1\n\x1b[2J\u202eb.png"
     assert main(["predict", str(learner), str(images), *MACHINE]) == 0
-    said = capsys.readouterr()
-    assert said.out.startswith(f"{images}/{shown}\t") and said.out.count("\n") == 1
-    assert f"not {shown} cannot be read" in said.err and "\x1b" not in said.err
+    captured = capsys.readouterr()
+    assert captured.out.startswith(f"{images}/{shown}\t") and captured.out.count("\n") == 1
+    assert f"not {shown} cannot be read" in captured.err and "\x1b" not in captured.err
     file = tmp_path / "table.csv"
     assert main(["predict", str(learner), str(images), "--csv", str(file), *MACHINE]) == 0
     assert [row[0] for row in read_csv(file)] == ["path", f"{images}/{shown}"]
@@ -248,14 +248,16 @@ def test_rejection_can_be_measured_on_unknown_classes_only(learner, folders, tmp
     command = ["evaluate", str(learner), "--data", str(tmp_path), *MACHINE]
     assert main(command) == 2 and "--reject measures" in capsys.readouterr().err
     assert main([*command, "--reject", "0.25"]) == 0
-    said = capsys.readouterr()
-    figures = json.loads(said.out)["rejection"]
-    assert figures["refused"] is None and f"{100 * figures['found']:.2f} % of the images of other classes" in said.err
+    captured = capsys.readouterr()
+    figures = json.loads(captured.out)["rejection"]
+    assert (
+        figures["refused"] is None and f"{100 * figures['found']:.2f} % of the images of other classes" in captured.err
+    )
     shutil.copytree(folders / "test", tmp_path / "test", dirs_exist_ok=True)
     assert main([*command, "--reject", "0.25"]) == 0
-    said = capsys.readouterr()
-    found = json.loads(said.out)
-    assert r"not learned: nine\u202e (3 images)" in said.err and found["rejection"]["found"] == figures["found"]
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert r"not learned: nine\u202e (3 images)" in captured.err and found["rejection"]["found"] == figures["found"]
     rows = ClassIncrementalLearner.from_pretrained(learner).predictions(str(folders / "test"), reject=0.25)
     assert found["rejection"]["refused"] == pytest.approx(sum(not row.known for row in rows) / len(rows))
 

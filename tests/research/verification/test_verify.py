@@ -151,10 +151,10 @@ def verify(tmp_path, content, *flags):
     """Run the command on these checks; return its exit status, and the outcomes in its file by name."""
     file = tmp_path / "my.yaml"
     file.write_text(yaml.safe_dump(content), encoding="utf-8")
-    output = tmp_path / "found.json"
+    output = tmp_path / "outcomes.json"
     status = main(["verify", "--checks", str(file), "--output", str(output), "--device", "cpu", *flags])
-    found = json.loads(output.read_text())["outcomes"] if output.exists() else []
-    return status, {outcome["check"]["name"]: outcome for outcome in found}
+    outcomes = json.loads(output.read_text())["outcomes"] if output.exists() else []
+    return status, {outcome["check"]["name"]: outcome for outcome in outcomes}
 
 
 def literal_features(images, kind="clip", resize=None):
@@ -231,16 +231,16 @@ def test_numbers_of_every_level_equal_a_literal_computation(hub, tmp_path, capsy
     changes = {
         name: {"expected": np.asarray(values, float).tolist(), "tolerance": 1e-4} for name, values in expected.items()
     }
-    status, found = verify(tmp_path, checks_of(hub, **changes))
+    status, outcomes = verify(tmp_path, checks_of(hub, **changes))
     assert status == 0, capsys.readouterr().out
-    assert found["gda"]["seeds"]["gda-clip"] == pytest.approx(seeds)
-    assert set(found["gda"]["beside"]) == {"lda", "bayes"}
+    assert outcomes["gda"]["seeds"]["gda-clip"] == pytest.approx(seeds)
+    assert set(outcomes["gda"]["beside"]) == {"lda", "bayes"}
     printed = capsys.readouterr().out
     assert "0 of 4 outside, 0 not run" in printed
     assert sum(line.endswith("  yes") for line in printed.splitlines()) == 4
     download = "to download: hf:someone/animals (data/test-*.parquet), 0.0 MB"
     assert printed.index(download) < printed.index("logits ...")
-    content = json.loads((tmp_path / "found.json").read_text())
+    content = json.loads((tmp_path / "outcomes.json").read_text())
     assert content["versions"]["torch"] == version("torch") and content["machine"]["device"] == "cpu"
     repo = hub.repos["someone/animals"]
     assert content["known"]["hf:someone/animals"] == repo["branches"]["main"]
@@ -279,8 +279,8 @@ def test_stopped_checks_continue_with_the_first_commits(hub, tmp_path, capsys, m
     content = checks_of(hub, logits={"tolerance": 1e4}, token={"tolerance": 1e4}, zero={"tolerance": 100})
     content["checks"] = content["checks"][:3]
     monkeypatch.setattr(kit, "measure", interrupt_third)
-    status, found = verify(tmp_path, content)
-    assert status == 130 and list(found) == ["logits", "token"] and "--checks" in capsys.readouterr().err
+    status, outcomes = verify(tmp_path, content)
+    assert status == 130 and list(outcomes) == ["logits", "token"] and "--checks" in capsys.readouterr().err
     assert verify(tmp_path, content)[0] == 0 and measured == ["logits", "token", "zero", "zero"]
     first = hub.repos["someone/animals"]["branches"]["main"]
     hub.commit("someone/animals", {"data/test-00000-of-00001.parquet": b"another"})
@@ -317,10 +317,10 @@ def test_failed_check_prints_one_line_and_can_be_repeated(hub, tmp_path, capsys,
         hub.cut.add("/animals.tgz")
     elif "404" in words:
         del hub.web["/split.json"]
-    status, found = verify(tmp_path, content)
+    status, outcomes = verify(tmp_path, content)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{which}: not run: ")]
     assert status == 2 and len(lines) == 1 and words in lines[0]
-    assert found[which]["problem"] and not found[which]["here"]
+    assert outcomes[which]["problem"] and not outcomes[which]["here"]
     if cut_off:
         hub.cut.clear()
         assert verify(tmp_path, content)[0] == 0
@@ -330,12 +330,12 @@ def test_each_check_reports_a_missing_network_in_one_line(hub, tmp_path, monkeyp
     nowhere = "http://127.0.0.1:1"
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", nowhere)
     content = json.loads(json.dumps(checks_of(hub)).replace(hub.url, nowhere))
-    status, found = verify(tmp_path, content)
-    assert status == 2 and len(found) == 4
+    status, outcomes = verify(tmp_path, content)
+    assert status == 2 and len(outcomes) == 4
     lines = [line for line in capsys.readouterr().out.splitlines() if ": not run: " in line]
     problems = [line.partition(": not run: ")[2] for line in lines]
     hub_problems = [line for line in problems if line.startswith("the Hub cannot be reached: ")]
-    assert hub_problems == [found["zero"]["problem"]]
+    assert hub_problems == [outcomes["zero"]["problem"]]
     downloads = [line for line in problems if line.startswith(f"{nowhere}/") and "cannot be downloaded: " in line]
     assert len(downloads) == 3, problems
 
@@ -372,8 +372,8 @@ def test_local_files_need_no_network(hub, tmp_path, monkeypatch, capsys):
         assert words in capsys.readouterr().out, "images in another folder are measured again"
     (tmp_path / "split.json").write_text(json.dumps({**PATHS, "test": [["a.png", "0", "red_fox"]]}))
     split |= {"sha256": None, "name": "another.json"}
-    status, found = verify(tmp_path, content, "--data", "animals", *places)
-    assert status == 2 and "split.json is damaged or foreign: test.0.1: " in found["gda"]["problem"]
+    status, outcomes = verify(tmp_path, content, "--data", "animals", *places)
+    assert status == 2 and "split.json is damaged or foreign: test.0.1: " in outcomes["gda"]["problem"]
 
 
 def test_error_names_the_invalid_field_of_a_check(tmp_path, capsys):
