@@ -40,5 +40,5 @@ def doubtful_labels(
     predicted = probabilities.argmax(axis=1)
     doubtful = np.flatnonzero(predicted != targets)
     columns = rows[doubtful], classes[predicted[doubtful]], probabilities[doubtful, targets[doubtful]]
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    return sorted(rows, key=lambda row: (row[2], row[0]))
+    doubts = zip(*(column.tolist() for column in columns), strict=True)
+    return sorted(doubts, key=lambda doubt: (doubt[2], doubt[0]))

@@ -89,12 +89,12 @@ def learn(
 
 
 def _report_same_pixels(images: LabelledImages, learner: ClassIncrementalLearner) -> None:
-    """Print how many new images have the pixels of a learned image, which their equal features in the store show."""
+    """Print how many new images have the same pixels, and so the same features, as a learned image in the store."""
     encoder, store = learner.encoder, learner.encoder.store
     if encoder.adapted or store is None or images.features is not None:
         return
     class_of, features = learner.state.known.class_of(), learner.image_embeds(images).cpu().numpy()
-    # With --again, the images include learned ones, which have equal features for certain.
+    # With --again, `images` also has learned images, which would match themselves.
     new_rows = [row for row, content in enumerate(images.contents()) if content not in class_of]
     row_of = {features[row].tobytes(): row for row in new_rows}
     learned, rows = list(class_of), set[int]()

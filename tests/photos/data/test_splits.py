@@ -47,10 +47,8 @@ def test_inventory_counts_images_and_lists_bad_files(tmp_path):
     assert inventory.counts == {"train": {"cat": 3, "dog": 2}}
     bad = str(train / "dog" / "0.jpg")
     assert [image[:3] for image, _ in inventory.unreadable] == [("train", 3, bad)]
-    assert (
-        sorted(inventory.left_out) == sorted(data.left_out)
-        and "files ending in .md are not read" in inventory.format()
-    )
+    assert sorted(inventory.left_out) == sorted(data.left_out)
+    assert "files ending in .md are not read" in inventory.format()
     assert inventory.summary() == "2 classes; images: 5 in train; left out: 5; cannot be read: 1"
     table = ["class       train", "cat             3", "dog             2", "2 classes       5"]
     assert inventory.format().splitlines()[:4] == table
@@ -117,7 +115,7 @@ def test_splits_of_a_folder_are_found(tmp_path, monkeypatch):
     for split, counts in (("train", {"ant": 1, "cat": 3}), ("test", {"cat": 2}), ("val", {"cat": 4, "dog": 1})):
         photos(tmp_path / split, counts)
     train, test, inventory = open_stream_data(tmp_path)
-    assert test.class_names == train.class_names and test[1]["label"] == 1, "a class without test images is trained"
+    assert test.class_names == train.class_names and test[1]["label"] == 1, "labels number the training classes"
     assert inventory.counts == {"train": {"ant": 1, "cat": 3}, "test": {"ant": 0, "cat": 2}}
     assert "cat             3       2" in inventory.format()
     why = "the split 'val', which is neither trained nor tested on, 5 images"
@@ -155,7 +153,7 @@ def test_holds_image_stops_at_the_first_image(tmp_path, monkeypatch):
     assert holds_image(root) and entered == [str(root)]
 
 
-def test_folder_of_classes_is_all_training_images(tmp_path):
+def test_all_images_are_for_training_in_a_folder_of_classes(tmp_path):
     photos(tmp_path, {"cat": 30, "dog": 30})
     train, test, inventory = open_stream_data(tmp_path)
     assert len(train) == 60 and test is None and inventory.summary() == "2 classes; images: 60 in train"
@@ -259,7 +257,7 @@ LAYOUTS = {
         ("train: cat dog", "valid: cat", "the test split is 'valid'"),
     ),
     "folders of a system": (
-        ["cat", "dog", "@eaDir", "dog/@eaDir", "lost+inventory", "#recycle", "$RECYCLE.BIN", "__MACOSX/cat"],
+        ["cat", "dog", "@eaDir", "dog/@eaDir", "lost+found", "#recycle", "$RECYCLE.BIN", "__MACOSX/cat"],
         ("train: cat dog", *(["of the operating system"] * 6)),
     ),
     "beside the splits": (["train/cat", "test/cat", "@eaDir"], ("train: cat", "test: cat", "of the operating system")),
