@@ -69,7 +69,7 @@ class StreamArguments:
         None, "eager or sdpa. By default, eager on a CPU, where it is the faster one."
     )
     store: bool = setting(True, "Store the features of images and reuse them, if nothing is trained.")
-    dry_run: bool = setting(False, "Print the tasks, layers, parameters and memory that a run would have, and exit.")
+    dry_run: bool = setting(False, "Print the tasks, layers, parameters and memory of the run, and exit.")
 
     def __post_init__(self) -> None:
         check_settings(self)

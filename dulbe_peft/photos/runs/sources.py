@@ -152,7 +152,7 @@ def reopen_tests(
 ) -> list[LabelledImages | None]:
     """Return the test images of each earlier task, found by their content, or None for a task whose images are gone.
 
-    What is gone is printed. `renamed` maps the folder names of classes to the classes' present names.
+    A line is printed for each such task. `renamed` maps the folder names of classes to their present names.
     """
     open_splits = cache(_open_splits)
     tests: list[LabelledImages | None] = []
