@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
@@ -195,13 +196,41 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
 
 def clear_leftovers(parent: Path, names: str) -> None:
     """Remove what killed writers of names that match the regular expression `names` left behind, or restore it."""
-    leftover = re.compile(rf"\.({names}){re.escape(TEMPORARY_MARK)}[a-z0-9_]{{8}}(\.old)?")
-    for path in sorted(parent.iterdir()):
-        match = leftover.fullmatch(path.name)
-        if match and match[2] and not (parent / match[1]).exists():
-            os.replace(path, parent / match[1])
-        elif match:
+    for path, name, aside in _leftovers(parent, names):
+        if aside and not (parent / name).exists():
+            os.replace(path, parent / name)
+        else:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def put_back(folder: Path) -> None:
+    """Put a saved folder back whose writer was killed between the two renames of a commit; a link is followed.
+
+    Raises:
+        CheckpointError: another process writes the folder, or it cannot be renamed; the message names its place.
+    """
+    if folder.exists():
+        return
+    folder, aside = folder.resolve(), list[Path]()
+    name = re.escape(folder.name)
+    with suppress(OSError):  # nothing can be listed there
+        aside = [path for path, _, stepped in _leftovers(folder.parent, name) if stepped]
+    if not aside:
+        return
+    try:
+        with exclusive(folder.with_name(f".{folder.name}{LOCK_SUFFIX}"), str(folder)):
+            clear_leftovers(folder.parent, name)
+    except OSError as error:
+        why = f"a program that was replacing {folder} was killed, and what was there is now {aside[0]}"
+        raise CheckpointError(f"{why}: rename it by hand, for that failed here ({error})") from error
+    print(f"put back: {folder}, which a killed program was about to replace", file=sys.stderr)
+
+
+def _leftovers(parent: Path, names: str) -> list[tuple[Path, str, bool]]:
+    """What killed writers left: its path, the name that it was to have, and whether it had it and stepped aside."""
+    leftover = re.compile(rf"\.({names}){re.escape(TEMPORARY_MARK)}[a-z0-9_]{{8}}(\.old)?")
+    found = [(path, leftover.fullmatch(path.name)) for path in sorted(parent.iterdir())]
+    return [(path, match[1], bool(match[2])) for path, match in found if match]
 
 
 @contextmanager

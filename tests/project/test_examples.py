@@ -1,6 +1,7 @@
 """Every file in `examples/` runs, in a process of its own and a folder of its own."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,13 @@ def test_adapt_clip_example_runs(tmp_path):
     assert (tmp_path / "my-adapter" / "adapter_model.safetensors").is_file()
 
 
+def test_training_loop_example_resumes(tmp_path):
+    two = run("training_loop.py", cwd=tmp_path)
+    three = run("training_loop.py", "--resume", cwd=tmp_path)
+    shares = [float(share) for share in re.findall(r"([\d.]+)%", two + three)]
+    assert len(shares) == 6 and min(shares) > 80
+
+
 def test_head_alone_example_runs(tmp_path):
     said = run("head_alone.py", cwd=tmp_path)
     assert float(said.split("accuracy: ")[1].split()[0]) > 0.9 and said.count("mean depth") == 6
@@ -35,7 +43,7 @@ def test_head_alone_example_runs(tmp_path):
 def test_image_folders_example_runs_and_resumes(tmp_path, digit_folders):
     arguments = (digit_folders(4, 3, 3), "--model", demo_model_folder(), "--increment", 2, "--epochs", 1)
     said = run("image_folders.py", *arguments, cwd=tmp_path)
-    assert "task 2/2: 4 classes" in said and "A_last" in said
+    assert "task 2/2: 4 classes" in said and "after the last task" in said
     again = run("image_folders.py", *arguments, cwd=tmp_path)
     assert "resuming after task-002" in again and again.splitlines()[-1] == said.splitlines()[-1]
 

@@ -4,8 +4,9 @@
 june is a saved learner or the folder of a run, and is not changed. july becomes the folder of a run,
 which includes the results of june's tasks. Classes of july-photos that june does not know become a
 new task. Images of known classes are added without training. Images that june has learned are left
-out, even if they were moved; but if a program has written a tag into a file since, the file counts as
-new, and a line says so. Repeating the command continues after an interruption.
+out, even if they were moved. A file into which a program has written a keyword since is left out, too,
+if nothing is trained and the feature store is used. Repeating the command continues after an
+interruption.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def learn(
     notes: list[str] = []
     train, test = sources.open_source(source, notes=notes, look=look_by(loaded), known=loaded.class_names)
     sources.report_leaks(train, test, loaded.state.known)
-    fresh = train if again else sources.new_images(train, loaded.state.known, " (--again)")
+    fresh = train
+    if not again:
+        fresh = _without_same_pixels(sources.new_images(train, loaded.state.known, " (--again)"), loaded)
     if not len(fresh):
         raise ValueError(f"{data!r} has nothing to learn: {learner!r} has learned all of its images")
     learned, gone = set(loaded.class_names), set(train.labels.tolist()) - set(fresh.labels.tolist())
@@ -69,7 +72,6 @@ def learn(
         raise ValueError(f"{data!r} has nothing to learn: its classes, {list(train.class_names)[:5]} ..., are known")
     if new:
         check_class_names(new, loaded.class_names)  # raises if a name is another spelling of a known one
-    _report_same_pixels(fresh, loaded)
     renamed = renamed_classes(loaded.state.updates)
     for name in set(new) & set(renamed):
         earlier = f"the class that {learner!r} once called {name!r} is now {renamed[name]!r}"
@@ -88,25 +90,37 @@ def learn(
     close_run(loaded, output, results, [*tests, *(task.test for task in tasks)], [train], notes)
 
 
-def _report_same_pixels(images: LabelledImages, learner: ClassIncrementalLearner) -> None:
-    """Print how many new images have the same pixels, and so the same features, as a learned image in the store."""
+def _without_same_pixels(images: LabelledImages, learner: ClassIncrementalLearner) -> LabelledImages:
+    """Return the images without those that have the pixels of a learned image of their class in another file.
+
+    A program that writes a keyword into a file changes its bytes and not its pixels, so the features in the store are
+    equal. What is left out is printed, and so are images that were learned as another class.
+    """
     encoder, store = learner.encoder, learner.encoder.store
     if encoder.adapted or store is None or images.features is not None:
-        return
-    class_of, features = learner.state.known.class_of(), learner.image_embeds(images).cpu().numpy()
-    # With --again, `images` also has learned images, which would match themselves.
-    new_rows = [row for row, content in enumerate(images.contents()) if content not in class_of]
-    row_of = {features[row].tobytes(): row for row in new_rows}
-    learned, rows = list(class_of), set[int]()
+        return images
+    class_of, rows_of = learner.state.known.class_of(), dict[bytes, list[int]]()
+    for row, feature in enumerate(learner.image_embeds(images).cpu().numpy()):
+        rows_of.setdefault(feature.tobytes(), []).append(row)
+    learned, same, other = list(class_of), set[int](), dict[int, str]()
     for start in range(0, len(learned), AT_ONCE):
-        stored = store.get(encoder.key, learned[start : start + AT_ONCE]).values()
-        rows |= {row_of[feature.tobytes()] for feature in stored if feature.tobytes() in row_of}
-    if rows:
-        verb, example = "has" if len(rows) == 1 else "have", images.item_name(min(rows))
+        for content, feature in store.get(encoder.key, learned[start : start + AT_ONCE]).items():
+            for row in rows_of.get(feature.tobytes(), ()):
+                if images.class_names[images.labels[row]] == class_of[content]:
+                    same.add(row)
+                else:
+                    other[row] = class_of[content]
+    what = "with the pixels of a learned image in another file"
+    if same:
+        example = images.item_name(min(same))
         print_once(
-            f"{counted(len(rows), 'image')}, such as {example}, {verb} the pixels of a learned image in a different "
-            "file, and will be learned again"
+            f"left out, because they would count twice: {counted(len(same), 'image')} {what}, such as {example}"
+            " (--again)"
         )
+    if moved := other.keys() - same:
+        name = f"{images.item_name(min(moved))}, learned as {other[min(moved)]!r} before"
+        print_once(f"{counted(len(moved), 'image')} {what} and of another class: both count, such as {name}")
+    return images.at([row for row in range(len(images)) if row not in same])
 
 
 def _report_gain(before: Row, results: dict[str, Any]) -> None:

@@ -79,6 +79,8 @@ def claim(
         apart: paths that the command reads and whose folders must not contain an output.
         overwrite: whether existing files and folders at the outputs' paths are renamed to NAME.old.
     """
+    from dulbe_peft.utils.folders import put_back
+
     read, flags = {Path(path).resolve() for path in (*reads, *apart) if path}, dict[Path, str]()
     for flag, path, kind in outputs:
         if path is None:
@@ -94,7 +96,9 @@ def claim(
         for source in filter(None, apart):
             if _lies_in(target, Path(source)):
                 raise ValueError(f"{flag} {path!r} lies in {source!r}, which is never changed: choose another folder")
-        if kind != FOLDER:
+        if kind == FOLDER:
+            put_back(target)
+        else:
             _check_file(flag, path, target, read)
         existing = next(parent for parent in (target, *target.parents) if parent.exists())
         if not os.access(existing, os.W_OK):

@@ -23,7 +23,7 @@ from dulbe_peft.adapter.export import write_lora
 from dulbe_peft.checkpoints.saving import PROCESSOR_FOLDER
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.registry import spec
-from dulbe_peft.encoders.loading import encoder_of, has_text
+from dulbe_peft.encoders.loading import check_saved, encoder_of, has_text
 from dulbe_peft.photos.deployment import FORMATS, PRECISIONS
 from dulbe_peft.photos.deployment.graph import write_for_javascript, write_graphs
 from dulbe_peft.photos.deployment.parts import CARDS, checked_formula, choose_classifier, class_facts, merged_model
@@ -85,6 +85,7 @@ def export_learner(
     }
     with nullcontext() if isinstance(learner, LearnerState) else learner.turn("export_learner"):
         state = learner if isinstance(learner, LearnerState) else learner.state
+        check_saved(state.processor, state.base)
         chosen = choose_classifier(state, classifier)
         if format == "lora" and state.adapter is None:
             raise ValueError(

@@ -14,7 +14,7 @@ from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_pr
 from dulbe_peft.streams.progress import Timings, read_finished
 from dulbe_peft.streams.results import Results, stream_results
 from dulbe_peft.training.state import Update
-from dulbe_peft.utils.folders import CheckpointError, read_manifest
+from dulbe_peft.utils.folders import CheckpointError, put_back, read_manifest
 from dulbe_peft.utils.records import Fraction, Record, read_record
 
 PICTURES_FOLDER = "pictures"
@@ -109,6 +109,7 @@ def was_trained(records: Sequence[Mapping[str, Any] | None]) -> bool:
 def read_run(folder: str | os.PathLike[str]) -> RunFolder:
     """Read what `run` wrote into a folder, finished or not, or the folder of a saved learner."""
     path = Path(folder)
+    put_back(path)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no folder; a report is made of a folder that run has written")
     results = _read(path / RESULTS_FILE, Results)

@@ -168,14 +168,21 @@ def test_images_learned_in_another_precision_are_not_forgotten(photos, june, tmp
         loaded(tmp_path / "saved").forget_images(file)
 
 
-def test_new_file_with_the_pixels_of_a_learned_image_is_reported(photos, run, tmp_path, capsys):
-    june = run(some(photos, tmp_path / "june", DIGITS[:4]), tmp_path / "june-run")  # fills the store of this test
+@pytest.mark.parametrize(("label", "again"), [("two", False), ("two", True), ("three", False)])
+def test_keyword_in_a_learned_photograph_does_not_make_it_new(photos, run, tmp_path, capsys, label, again):
+    june = run(some(photos, tmp_path / "june", DIGITS[:4]), tmp_path / "june-run")  # with the store of this test
     july = some(photos, tmp_path / "july", ["four"])
     file = next((photos / "train" / "two").iterdir())
-    (july / "train" / "two").mkdir()
-    tag = PngInfo()  # a program writes a tag into the file without changing the pixels
+    (july / "train" / label).mkdir()
+    tag = PngInfo()  # what a program writes into a picture without a change of its pixels
     tag.add_text("comment", "a tag")
     with Image.open(file) as image:
-        image.save(july / "train" / "two" / "tagged.png", pnginfo=tag)
-    assert call("learn", june, "--data", july, "--output", tmp_path / "out") == 0
-    assert "tagged.png, has the pixels of a learned image in a different file" in capsys.readouterr().out
+        image.save(july / "train" / label / "tagged.png", pnginfo=tag)
+    assert call("learn", june, "--data", july, "--output", tmp_path / "out", *["--again"] * again) == 0
+    said = capsys.readouterr().out
+    counts = loaded(tmp_path / "out").state.image_counts()
+    assert [counts[name] for name in ("two", "three", "four")] == [5 + again, 5 + (label == "three"), 5]
+    if label == "three":
+        assert "and of another class: both count" in said and "tagged.png, learned as 'two' before" in said
+    else:
+        assert ("count twice: 1 image with the pixels of a learned image in another file" in said) == (not again)

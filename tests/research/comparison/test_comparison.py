@@ -217,6 +217,21 @@ def test_another_setting_in_the_place_of_a_finished_run_is_refused(finished, con
         compare(other, folder / "out", jobs=1, log=quiet)
 
 
+def test_a_run_of_another_default_is_refused(copied):
+    """The file of the comparison is the same, and does not name the setting."""
+    folder, _, _ = copied
+    plan, path = (
+        read_plan(folder / "plan.yaml"),
+        folder / "out" / "runs" / "digits" / "frozen" / "seed-0" / "cell.json",
+    )
+    entries = make_entries(plan, folder / "out", plan.cells({}))
+    edited(path, "arguments", "learning_rate", 0.5)
+    with pytest.raises(ValueError, match="learning_rate = 0.5, now it is 'auto'"):
+        compare(plan, folder / "out", jobs=1, log=quiet)
+    left = make_entries(plan, folder / "out", plan.cells({}))
+    assert sum(len(entry.seeds) for entry in left) < sum(len(entry.seeds) for entry in entries)
+
+
 def test_other_images_under_a_finished_run_are_refused(copied, content, tmp_path):
     out, photos = copied[0] / "out", tmp_path / "photos"
     shutil.copytree(content["streams"]["digits"]["data"], photos)
