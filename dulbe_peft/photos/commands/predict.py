@@ -122,7 +122,7 @@ def _images(paths: Iterable[str]) -> Iterator[str]:
 def _predictions(
     learner: ClassIncrementalLearner, paths: list[str], options: dict[str, Any], unique_names: bool
 ) -> Iterator[Prediction]:
-    """Yield one prediction per image, also for an image that is given twice.
+    """Yield one prediction per image, even if an image is given twice.
 
     The learner gets a batch of images per reading process at once. With `unique_names`, raise a ValueError if two
     images have the same name once it is printable.
