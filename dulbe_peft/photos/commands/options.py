@@ -145,7 +145,7 @@ def _parameter(name: str, field: Field[Any], hint: Any, declared: bool = False, 
     """
     facts, required = dict(field.metadata), field.default is ...
     flag, multiple = facts.pop("flag", "--" + name.replace("_", "-")), facts.pop("repeated", get_origin(hint) is tuple)
-    default = {"required": required} if required else {"default": field.default if declared else None}
+    default: dict[str, Any] = {"required": True} if required else {"default": field.default if declared else None}
     facts = default | facts
     if facts.pop("place", False):
         return click.Argument([name], nargs=-1 if multiple else 1, **facts)
