@@ -125,7 +125,7 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
 
     @torch.no_grad()
     def _columns(self, X: Any, answer: str, absent: float) -> np.ndarray:
-        """Return the result of the classifier's method `answer` in the order of `classes_`, `absent` if not learned."""
+        """Call the classifier's method `answer` and order its columns as `classes_`; `absent` fills unlearned classes."""
         check_is_fitted(self)
         X = validate_data(self, X, reset=False, dtype=DTYPES)
         learned = getattr(self.classifier_, answer)(X).double().cpu().numpy()

@@ -1,4 +1,4 @@
-"""A tiny learner, its images, and all that it is as plain values: what the tests of disturbed lives have in common."""
+"""A tiny learner, its images, and its whole state as plain values, for tests that interrupt or damage learners."""
 
 import copy
 import random
@@ -23,14 +23,17 @@ QUICK = {"epochs": 1, "batch_size": 4, "device": "cpu", "progress": False, "prom
 
 @cache
 def tiny_base() -> tuple[Any, Any]:
-    """A CLIP of two layers a tower, and its processor; copy the model before you adapt it."""
+    """Return a CLIP with two layers in each tower, and its processor. Copy the model before adapting it."""
     return make_model("clip"), make_processor("clip")
 
 
 def tiny_learner(
     strategy: str = "dulbe", classifiers: tuple[str, ...] = ("bridge", "lda"), adapter: Any = None, **fields: Any
 ) -> ClassIncrementalLearner:
-    """The same learner every time: an adapter in one layer of each tower; `adapter` has settings of its own."""
+    """Return the same learner every time, with an adapter in one linear layer of each block.
+
+    `adapter` holds further settings of the adapter.
+    """
     clip, processor = tiny_base()
     model = copy.deepcopy(clip)
     method = make_strategy(strategy)
@@ -45,15 +48,17 @@ def tiny_learner(
 
 
 def images_of(*labels: int, seed: int = 0) -> list[tuple[torch.Tensor, int]]:
-    """One preprocessed image for each label; those of a label are alike."""
+    """Return one preprocessed image for each label. Images with the same label are similar."""
     generator = torch.Generator().manual_seed(seed)
     shape = (3, IMAGE_SIZE, IMAGE_SIZE)
-    kinds = {label: torch.randn(shape, generator=torch.Generator().manual_seed(9 * seed + label)) for label in labels}
-    return [(kinds[label] + 0.3 * torch.randn(shape, generator=generator), label) for label in labels]
+    centres = {
+        label: torch.randn(shape, generator=torch.Generator().manual_seed(9 * seed + label)) for label in labels
+    }
+    return [(centres[label] + 0.3 * torch.randn(shape, generator=generator), label) for label in labels]
 
 
 def randomness() -> dict[str, Any]:
-    """States of the generators of Python, numpy and torch."""
+    """Return the states of the random generators of Python, NumPy and torch."""
     kind, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -63,7 +68,7 @@ def randomness() -> dict[str, Any]:
 
 
 def everything(learner: ClassIncrementalLearner) -> dict[str, Any]:
-    """All that a learner and its model are, and what work on them changes for a while; name -> value."""
+    """Return the whole state of a learner and its model, including what is only changed for a while, by name."""
     state, found = learner.state, dict[str, Any]()
     for name, tensor in state.model.state_dict().items():
         found[f"model {name}"] = tensor.clone()
@@ -92,7 +97,7 @@ def everything(learner: ClassIncrementalLearner) -> dict[str, Any]:
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """The names whose values are not the same, bit for bit."""
+    """Return the names whose values are missing on one side or not equal bit for bit."""
 
     def same(left: Any, right: Any) -> bool:
         return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
@@ -102,7 +107,7 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
 
 
 def learned(learner: ClassIncrementalLearner, tasks: int, first: int = 0) -> ClassIncrementalLearner:
-    """The learner after further tasks of two classes with two images each."""
+    """Teach the learner further tasks, each of two classes with two images, and return it."""
     for index in range(first, first + tasks):
         learn(index)(learner)
     return learner
@@ -113,7 +118,7 @@ def learn(index: int) -> Callable[[ClassIncrementalLearner], None]:
 
 
 def stream(count: int) -> list[Task]:
-    """Tasks of two classes, with test images."""
+    """Return tasks of two classes, with test images."""
     return [
         Task(images_of(0, 1, 0, 1, seed=index), images_of(0, 1, seed=index + 50), [f"a{index}", f"b{index}"])
         for index in range(count)
@@ -121,6 +126,6 @@ def stream(count: int) -> list[Task]:
 
 
 def content(root: Path) -> dict[str, bytes]:
-    """Every file's bytes, but those of times."""
+    """Return the bytes of every file, except of timings.json."""
     files = sorted(path for path in root.rglob("*") if path.is_file() and path.name != "timings.json")
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
