@@ -69,41 +69,41 @@ def randomness() -> dict[str, Any]:
 
 def everything(learner: ClassIncrementalLearner) -> dict[str, Any]:
     """Return the whole state of a learner and its model, including what is only changed for a while, by name."""
-    state, found = learner.state, dict[str, Any]()
+    state, values = learner.state, dict[str, Any]()
     for name, tensor in state.model.state_dict().items():
-        found[f"model {name}"] = tensor.clone()
+        values[f"model {name}"] = tensor.clone()
     for name, parameter in state.model.named_parameters():
-        found[f"{name} trained"] = parameter.requires_grad, parameter.grad is not None
+        values[f"{name} trained"] = parameter.requires_grad, parameter.grad is not None
     for name, buffer in state.model.named_buffers():
-        found[f"{name} trained"] = buffer.requires_grad
+        values[f"{name} trained"] = buffer.requires_grad
     for name, module in state.model.named_modules():
-        found[f"{name} mode"] = module.training, len(module._forward_hooks), len(module._forward_pre_hooks)
+        values[f"{name} mode"] = module.training, len(module._forward_hooks), len(module._forward_pre_hooks)
         if isinstance(module, DualModeLayer):
-            found[f"{name} merged"] = list(module.merged_adapters), module.disable_adapters
+            values[f"{name} merged"] = list(module.merged_adapters), module.disable_adapters
         if isinstance(module, DualModeLinear):
-            found[f"{name} held"] = module._held, module._resting
+            values[f"{name} held"] = module._held, module._resting
     if isinstance(state.model, PeftModel):
-        found["history"] = state.model.active_peft_config.history_rank, list(state.model.base_model.active_adapters)
+        values["history"] = state.model.active_peft_config.history_rank, list(state.model.base_model.active_adapters)
     for name, classifier in state.classifiers.items():
-        found |= {f"{name} {key}": value.clone() for key, value in classifier.tensors().items()}
-        found[f"{name} names"] = list(classifier.class_names), classifier.settings()
-    found |= {f"memory {name}": value.clone() for name, value in (state.memory or {}).items()}
-    found["tasks"] = list(state.tasks), state.step, state.source, state.incomplete
-    found["learner"] = learner.folder, None if learner.record is None else asdict(learner.record)
-    found["turn"] = learner._turns.lock.acquire(blocking=False) and learner._turns.lock.release() is None
-    found["profile"] = list(learner.profile._phases)
-    found["torch"] = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
-    return found
+        values |= {f"{name} {key}": value.clone() for key, value in classifier.tensors().items()}
+        values[f"{name} names"] = list(classifier.class_names), classifier.settings()
+    values |= {f"memory {name}": value.clone() for name, value in (state.memory or {}).items()}
+    values["tasks"] = list(state.tasks), state.step, state.source, state.incomplete
+    values["learner"] = learner.folder, None if learner.record is None else asdict(learner.record)
+    values["turn"] = learner._turns.lock.acquire(blocking=False) and learner._turns.lock.release() is None
+    values["profile"] = list(learner.profile._phases)
+    values["torch"] = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
+    return values
 
 
-def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+def differences(actual: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     """Return the names whose values are missing on one side or not equal bit for bit."""
 
     def same(left: Any, right: Any) -> bool:
         return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
 
-    both = found.keys() & expected.keys()
-    return sorted(found.keys() ^ expected.keys()) + sorted(n for n in both if not same(found[n], expected[n]))
+    both = actual.keys() & expected.keys()
+    return sorted(actual.keys() ^ expected.keys()) + sorted(n for n in both if not same(actual[n], expected[n]))
 
 
 def learned(learner: ClassIncrementalLearner, tasks: int, first: int = 0) -> ClassIncrementalLearner:

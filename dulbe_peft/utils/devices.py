@@ -43,17 +43,17 @@ def has_bfloat16(device: torch.device) -> bool:
     return allowed and bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
-def settled_precision(asked: str, learned: str | None, trains: bool, able: bool) -> Any:
-    """Choose the precision: the one asked for, or the one that a learner `learned` in, or bfloat16 if that is fast.
+def settled_precision(requested: str, learned: str | None, trains: bool, able: bool) -> Any:
+    """Choose the precision: the requested one, or the one that a learner `learned` in, or bfloat16 if that is fast.
 
     `able` says whether the hardware has bfloat16, and `trains` whether the model is trained. If the precision of a
     learner changes, a message says so.
     """
     if learned is None:
-        return asked if asked != "auto" else "bfloat16" if able and not trains else "float32"
-    precision = asked if asked != "auto" else learned if able else "float32"
+        return requested if requested != "auto" else "bfloat16" if able and not trains else "float32"
+    precision = requested if requested != "auto" else learned if able else "float32"
     if precision != learned and world()[0] == 0:
-        why = f"this machine uses {precision}" if asked == "auto" else f"{precision} was requested"
+        why = f"this machine uses {precision}" if requested == "auto" else f"{precision} was requested"
         message = f"this learner learned in {learned}, but {why}: its features differ from now on"
         print(f"dulbe-peft: {message}", file=sys.stderr)
     return precision

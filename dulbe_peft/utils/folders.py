@@ -110,12 +110,12 @@ def check_replaceable(files: Sequence[Path], kind: type[Record] | None = None) -
 
     An earlier call is recognised by the first file: it must exist and, if `kind` is given, hold such a record.
     """
-    taken = next((path for path in files if path.exists() or path.is_symlink()), None)
+    existing = next((path for path in files if path.exists() or path.is_symlink()), None)
     try:
-        if taken is not None:
+        if existing is not None:
             files[0].stat() if kind is None else read_record(files[0], kind)
     except (ValueError, OSError) as error:
-        problem = f"{taken} was not written by an earlier call of this command ({error})"
+        problem = f"{existing} was not written by an earlier call of this command ({error})"
         raise FileExistsError(f"{problem}: choose another folder or move the file. Nothing was replaced") from error
 
 

@@ -207,7 +207,7 @@ def test_links_between_pages_are_valid(page):
 
 
 def test_messages_in_troubleshooting_exist_in_the_code():
-    """A string in the code contains the message, or the fixed parts of an f-string make up a third of it."""
+    """Check that a string in the code contains the message, or that fixed parts of an f-string are a third of it."""
     texts = []
     for path in (ROOT / "dulbe_peft").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -245,7 +245,7 @@ def test_gains_stated_in_readme_match_the_tables():
 
 
 def test_comparison_tables_include_unfavourable_columns():
-    """Every comparison with training has columns for the default classifier, the best other one, and retention."""
+    """Check for columns with the default classifier, the best other classifier, and retention."""
     columns = ("bayes", "the best other", "still known")
     tables = re.findall(r"<!-- table: (?:trained|family) .*? -->\n\n(\|.*\|)\n", text_of("docs/results.md"))
     assert len(tables) >= 3 and all(set(columns) <= set(head.strip("| ").split(" | ")) for head in tables)
