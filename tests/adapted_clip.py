@@ -38,7 +38,7 @@ def randomise(parameters, scale=0.1):
 
 
 def learned(model, tasks=2):
-    """Return the model in its last of `tasks` tasks, after folding the others; all trainable parameters are random."""
+    """Take the model through tasks with random parameters, of which the last is not folded yet, and return it."""
     for _ in range(tasks):
         model.begin_task(random_modes(model))
         randomise(p for p in model.parameters() if p.requires_grad)

@@ -117,7 +117,10 @@ def own_run(finished_run, tmp_path) -> Path:
 
 @pytest.fixture(scope="session")
 def digit_folders(tmp_path_factory) -> Callable[[int, int, int], Path]:
-    """A function (classes, train, test) that writes so many images per class of handwritten digits as PNG folders."""
+    """A function that writes handwritten digits as PNG files in class folders, and returns the root folder.
+
+    Its arguments are the number of classes, and the numbers of training and test images per class.
+    """
     from sklearn.datasets import load_digits
 
     from dulbe_peft.data.digits import DIGITS

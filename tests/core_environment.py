@@ -1,6 +1,7 @@
-"""The script that `.ci/run` calls where only the core is installed: README's first snippet, and a learner's life.
+"""The script that `.ci/run` calls in an environment in which only the core is installed.
 
-It trains, saves, loads and merges. It needs neither pytest nor image files, and no package of an extra.
+It runs the README's first snippet, and trains, saves, loads and merges a learner. It needs neither pytest nor image
+files, and no package of an extra.
 """
 
 import importlib.util

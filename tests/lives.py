@@ -68,7 +68,7 @@ def randomness() -> dict[str, Any]:
 
 
 def everything(learner: ClassIncrementalLearner) -> dict[str, Any]:
-    """Return the whole state of a learner and its model, including what is only changed for a while, by name."""
+    """Return the whole state of a learner and its model by name, including settings that change only temporarily."""
     state, values = learner.state, dict[str, Any]()
     for name, tensor in state.model.state_dict().items():
         values[f"model {name}"] = tensor.clone()

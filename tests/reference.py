@@ -147,7 +147,7 @@ class PooledHead(Head):
         return float((self.logit_scale * scores).softmax(dim=0)[label])
 
     def among_all(self, mean: float, label: int) -> float:
-        """Convert a mean probability among the rivals of the time of learning to one among all present classes."""
+        """Convert a mean probability among the classes known at the time of learning to one among all classes."""
         rivals = sum(self.rivals[label]) / len(self.rivals[label])
         return mean / (mean + (1 - mean) * (len(self.sums) - 1) / rivals)
 

@@ -139,7 +139,7 @@ class DualModeLoraModel(BaseTuner):
             )
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the model, and let its two feature methods accept `adapter_names`."""
+        """Return an attribute of the model. `get_image_features` and `get_text_features` also take `adapter_names`."""
         attribute = super().__getattr__(name)
         if name not in ("get_image_features", "get_text_features"):
             return attribute
@@ -237,7 +237,7 @@ class DualModeLoraModel(BaseTuner):
     def fold_task(self, keep_factors: bool = False) -> None:
         """Add the current modes to the history, dW = B_S P_S' + B_R P_R', and set B = 0.
 
-        A warning says if B = 0 already, because the adapter was not trained or has already been folded.
+        There is a warning if B is already 0, because the adapter was not trained or has already been folded.
 
         Args:
             keep_factors: keep the history as factors even if one matrix would take less memory.
@@ -406,8 +406,8 @@ class DualModeLoraModel(BaseTuner):
             raise ValueError(
                 f"the adapter does not fit this model: {describe_origin(config, model)} ({error})"
             ) from error
-        # With low_cpu_mem_usage, PEFT would keep the file's tensors. They are unaligned in memory, so that products
-        # with them are rounded differently; copies are aligned.
+        # With low_cpu_mem_usage, PEFT would use the file's tensors directly. They are unaligned in memory, so products
+        # with them would be rounded differently. Copies are aligned.
         return {key: tensor.clone() for key, tensor in best.items()}
 
 

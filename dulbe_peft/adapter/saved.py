@@ -105,7 +105,7 @@ def warn_of_another_base(config: Any, model: nn.Module) -> None:
 
 
 def check_saved(saved: dict[str, torch.Tensor], known: dict[str, torch.Tensor], adapter: str) -> None:
-    """Raise an error unless the saved tensors are finite and match the adapter's in the model by name and shape.
+    """Raise an error unless the saved tensors are finite and match the adapter's tensors in the model.
 
     Tensors of the text tower are not compared if the file or the model has none.
     """

@@ -12,7 +12,7 @@ from dulbe_peft.adapter.base import DualModeLayer, is_linear
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.encoders.registry import CLIP_TEXT_TARGETS, ENCODERS, find_record
 
-# The text projection is not inside the text tower, but only texts pass through it.
+# The text projection is not inside the text tower, but it counts as a part, because only texts pass through it.
 _TEXT_PARTS = {record.text_tower for record in ENCODERS.values() if record.text_tower} | {"text_projection"}
 
 

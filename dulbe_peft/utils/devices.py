@@ -36,7 +36,7 @@ def has_bfloat16(device: torch.device) -> bool:
     """Return whether the hardware multiplies bfloat16 natively: AVX512_BF16, AMX, or compute capability 8."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    query = getattr(torch.cpu, "get_capabilities", dict)  # older versions of torch cannot say: float32 is always right
+    query = getattr(torch.cpu, "get_capabilities", dict)  # missing in older versions of torch; then float32 is used
     capabilities: dict[str, Any] = query() if device.type == "cpu" else {}
     # The environment variable ATEN_CPU_CAPABILITY may forbid torch to use what the processor has.
     allowed = torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -92,7 +92,7 @@ def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[Any]:
 
 
 _dtype_lock = threading.Lock()
-_dtype: list[Any] = [0, torch.float32]  # how many threads need float32 as the default dtype, and the dtype before
+_dtype: list[Any] = [0, torch.float32]  # how many threads need float32 as the default, and the default before
 
 
 @contextmanager

@@ -98,7 +98,10 @@ def fill_folder(folder: Path, kind: str, write: Callable[[Path], None]) -> None:
 
 
 def check_outside_saved(folder: Path, what: str) -> None:
-    """Raise a `FileExistsError` if `commit_folder` wrote `folder` or one of its parents; `what` says what to do."""
+    """Raise a `FileExistsError` if `commit_folder` wrote `folder` or one of its parents.
+
+    `what` is the action in the message, such as "write the export".
+    """
     for place in (folder.resolve(), *folder.resolve().parents):
         with suppress(CheckpointError):
             kind = parse_manifest(place).kind
@@ -194,7 +197,10 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
 
 
 def clear_leftovers(parent: Path, names: str) -> None:
-    """Remove what killed writers of names that match the regular expression `names` left behind, or restore it."""
+    """Clean up in `parent` after killed writers of folders whose names match the regular expression `names`.
+
+    Temporary folders are removed. A folder that was moved aside is moved back if it was not yet replaced.
+    """
     leftover = re.compile(rf"\.({names}){re.escape(TEMPORARY_MARK)}[a-z0-9_]{{8}}(\.old)?")
     for path in sorted(parent.iterdir()):
         match = leftover.fullmatch(path.name)

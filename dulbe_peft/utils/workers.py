@@ -23,7 +23,7 @@ _making = threading.Lock()
 
 @dataclass(frozen=True)
 class OncePerProcess(Generic[T]):
-    """Calls `make` once per process and returns the same result to all copies of this object. Pickles like `make`."""
+    """Calls `make` once per process and gives the result to all copies of this object. The result is not pickled."""
 
     make: Callable[[], T] = field(compare=False)
     key: str = field(default_factory=lambda: uuid.uuid4().hex)

@@ -150,7 +150,7 @@ def test_published_card_names_no_local_folder(base):
 
 
 def test_import_hides_no_warning_of_other_methods():
-    """The import runs in a separate process, because its effects on other packages last."""
+    """Import the package in a separate process, because the effects on other packages cannot be undone."""
     code = """
 import warnings
 from peft import PeftModel

@@ -94,7 +94,7 @@ def test_command_line_without_click_prints_one_sentence():
 
 @pytest.mark.slow
 def test_core_works_without_extras():
-    """`.ci/run` calls the same script in an environment in which only the core is installed."""
+    """Run the script that `.ci/run` calls in an environment in which only the core is installed."""
     done = subprocess.run([sys.executable, str(ROOT / "tests/core_environment.py")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
