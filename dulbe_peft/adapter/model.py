@@ -125,7 +125,7 @@ class DualModeLoraModel(BaseTuner):
 
     def _check_finite(self, adapter_names: list[str] | None) -> None:
         for layer in self._layers():
-            for name in layer.adapters_here(adapter_names or layer.active_adapters):
+            for name in layer.present_adapters(adapter_names or layer.active_adapters):
                 if not torch.isfinite(layer.get_delta_weight(name)).all():
                     raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
 
@@ -369,7 +369,7 @@ class DualModeLoraModel(BaseTuner):
 
     def check_unscaled(self) -> None:
         """Raise an error inside a block of `scaled`, or of another method that replaces the layers' weights."""
-        if any(layer.in_block for layer in self.dual_mode_layers().values()):
+        if any(layer.weight_overridden for layer in self.dual_mode_layers().values()):
             raise ValueError("the model is scaled while a block runs: train before or after the block")
 
     @classmethod
