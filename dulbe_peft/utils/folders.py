@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
@@ -201,13 +202,41 @@ def clear_leftovers(parent: Path, names: str) -> None:
 
     Temporary folders are removed. A folder that was moved aside is moved back if it was not yet replaced.
     """
-    leftover = re.compile(rf"\.({names}){re.escape(TEMPORARY_MARK)}[a-z0-9_]{{8}}(\.old)?")
-    for path in sorted(parent.iterdir()):
-        match = leftover.fullmatch(path.name)
-        if match and match[2] and not (parent / match[1]).exists():
-            os.replace(path, parent / match[1])
-        elif match:
+    for path, name, aside in _leftovers(parent, names):
+        if aside and not (parent / name).exists():
+            os.replace(path, parent / name)
+        else:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def put_back(folder: Path) -> None:
+    """Move a saved folder back if its writer was killed between the two renames of a commit. Links are followed.
+
+    Raises:
+        CheckpointError: another process is writing the folder, or it cannot be renamed. The message says where it is.
+    """
+    if folder.exists():
+        return
+    folder, aside = folder.resolve(), list[Path]()
+    name = re.escape(folder.name)
+    with suppress(OSError):  # the parent folder cannot be listed
+        aside = [path for path, _, moved in _leftovers(folder.parent, name) if moved]
+    if not aside:
+        return
+    try:
+        with exclusive(folder.with_name(f".{folder.name}{LOCK_SUFFIX}"), str(folder)):
+            clear_leftovers(folder.parent, name)
+    except OSError as error:
+        why = f"a program was killed while it replaced {folder}, whose content is now in {aside[0]}"
+        raise CheckpointError(f"{why}: rename it yourself, because renaming it failed ({error})") from error
+    print(f"restored {folder}, which a killed program was about to replace", file=sys.stderr)
+
+
+def _leftovers(parent: Path, names: str) -> list[tuple[Path, str, bool]]:
+    """Return for each path that a killed writer left: the path, its final name, and whether it was moved aside."""
+    leftover = re.compile(rf"\.({names}){re.escape(TEMPORARY_MARK)}[a-z0-9_]{{8}}(\.old)?")
+    matches = [(path, leftover.fullmatch(path.name)) for path in sorted(parent.iterdir())]
+    return [(path, match[1], bool(match[2])) for path, match in matches if match]
 
 
 @contextmanager

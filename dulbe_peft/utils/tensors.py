@@ -10,13 +10,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from dulbe_peft.utils.files import replacing
-
 SAMPLES = 256  # how many values of each weight identify a model
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
     """Write a safetensors file completely or not at all, with the file mode that the umask gives."""
+    from dulbe_peft.utils.files import replacing  # here, because most users of this module write no files
+
     with replacing(path) as temporary:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, metadata)
 
@@ -51,7 +51,12 @@ def identity(tensors: Collection[torch.Tensor], samples: bool = False) -> tuple[
     tensors must be kept as long as the key, so that their ids stay unique.
     """
     key = tuple((id(t), t.data_ptr(), -1 if t.is_inference() else t._version) for t in tensors)
-    return key + tuple(_samples(t.detach().flatten()).numpy().tobytes() for t in tensors) if samples else key
+    return key + tuple(map(sampled_values, tensors)) if samples else key
+
+
+def sampled_values(tensor: torch.Tensor) -> bytes:
+    """Return about 256 values of a tensor, or all if there are fewer, as the bytes of float64."""
+    return _samples(tensor.detach().flatten()).numpy().tobytes()
 
 
 def _samples(flat: torch.Tensor) -> torch.Tensor:

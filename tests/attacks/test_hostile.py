@@ -45,7 +45,7 @@ def test_an_output_is_no_file_that_is_read_or_kept(own_run, tmp_path, name, mess
     with pytest.raises((ValueError, OSError), match=message):
         claim(("--x", str(path), path.suffix), reads=[str(tmp_path / "data.csv")])
     for path in ("-", str(tmp_path / "answers")):
-        with pytest.raises(ValueError, match="--csv and --json both name"):
+        with pytest.raises(ValueError, match="--csv and --json are both"):
             claim(("--csv", path, ".csv"), ("--json", path, ".json"))
     claim(("--csv", str(tmp_path / "predictions.csv"), ".csv"), ("--json", None, ".json"))
 

@@ -1,6 +1,7 @@
 """Every file in `examples/` runs, each in a separate process and folder."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,13 @@ def test_adapt_clip_example_runs(tmp_path):
     output = run("adapt_clip.py", "--steps", 2, cwd=tmp_path)
     assert "the loaded adapter gives the same features: True" in output
     assert (tmp_path / "my-adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_training_loop_example_resumes(tmp_path):
+    two = run("training_loop.py", cwd=tmp_path)
+    three = run("training_loop.py", "--resume", cwd=tmp_path)
+    accuracies = [float(accuracy) for accuracy in re.findall(r"([\d.]+)%", two + three)]
+    assert len(accuracies) == 6 and min(accuracies) > 80
 
 
 def test_head_alone_example_runs(tmp_path):

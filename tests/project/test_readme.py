@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import runpy
 import shlex
 import tempfile
 from pathlib import Path
@@ -39,7 +40,8 @@ ELSEWHERE = {
     "docs/deploying.md": "photos/deployment/test_deployment.py",
 }
 # Pages whose commands run too, block by block together with their Python.
-WALKED = ("docs/data.md", "docs/next-month.md", "docs/photographs.md")
+WALKED = ("docs/data.md", "docs/next-month.md")
+OUTPUTS = runpy.run_path(str(ROOT / "docs" / "outputs.py"))  # the script that writes the output shown on pages
 MODEL = "openai/clip-vit-base-patch16"  # the model on the pages, replaced here by the demo model
 WIDTH = 108  # the characters of code that a page shows at 1280 pixels without scrolling
 SETTINGS = field_types(StreamArguments) | field_types(AdapterSettings) | field_types(LearnerArguments)
@@ -56,8 +58,11 @@ def commands(page):
 def elsewhere(tmp_path, monkeypatch):
     """A working folder with 24 images of each digit. Strategies that a page registers are removed afterwards."""
     monkeypatch.chdir(tmp_path)
-    stream = class_incremental_tasks(write_saved.digits(0, 24), write_saved.digits(24, 34), increment=2)
-    monkeypatch.setattr("dulbe_peft.streams.digits.digit_tasks", lambda: stream)
+    train, test = write_saved.digits(0, 24), write_saved.digits(24, 34)
+    monkeypatch.setattr(
+        "dulbe_peft.streams.digits.digit_tasks",
+        lambda increment=2: class_incremental_tasks(train, test, increment=increment),
+    )
     monkeypatch.setattr(STRATEGIES, "_classes", dict(STRATEGIES._classes))
     return tmp_path
 
@@ -70,8 +75,9 @@ def test_python_of_pages_runs(page, elsewhere, capsys):
         if title not in NOT_RUN:
             exec(compiled, namespace)
     if page == "README.md":
-        assert "trainable params" in capsys.readouterr().out
+        assert re.search(r"^old classes .*%, new classes .*%$", capsys.readouterr().out, flags=re.MULTILINE)
         assert (elsewhere / "my-learner" / "manifest.json").is_file()
+        assert (elsewhere / "digits" / "adapter_model.safetensors").is_file()
 
 
 def test_notebook_runs_and_learns(elsewhere, monkeypatch):
@@ -130,6 +136,23 @@ def test_commands_of_a_page_run(page, photos, capsys):
         for folder, name in forgotten.items():
             assert name not in ClassIncrementalLearner.from_pretrained(photos / folder).class_names
         assert ClassIncrementalLearner.from_pretrained(photos / "june-too").tasks == [tuple(names) for names in june]
+
+
+def split_numbers(text):
+    """Replace every decimal number by `#`, and return the text and the numbers, without those of seconds."""
+    text = re.sub(r"\d+\.\d+ s\b", "some s", text)
+    return re.sub(r"\d+\.\d+", "#", text), [float(number) for number in re.findall(r"\d+\.\d+", text)]
+
+
+@pytest.mark.parametrize(
+    "page", [OUTPUTS["PAGES"][0], *(pytest.param(page, marks=pytest.mark.slow) for page in OUTPUTS["PAGES"][1:])]
+)
+def test_outputs_on_pages_match_what_their_code_prints(page, tmp_path):
+    """Check that words and counts are equal. Percentages may differ by 5 points, as processors round differently."""
+    words, numbers = split_numbers(text_of(page))
+    words_now, numbers_now = split_numbers(OUTPUTS["with_outputs"](text_of(page), tmp_path))
+    assert words_now == words  # if this fails, run: python docs/outputs.py
+    assert numbers_now == pytest.approx(numbers, abs=5)
 
 
 def test_data_page_names_every_image_suffix():
@@ -242,6 +265,26 @@ def test_gains_stated_in_readme_match_the_tables():
     costs = f"costs `{evidence.DEFAULT}`, the default, up to {-min(default):.1f}"
     assert gains in " ".join(text_of("README.md").split()) and costs in " ".join(text_of("README.md").split())
     assert gains.removeprefix("improves the text classifier by ") in " ".join(text_of("docs/results.md").split())
+
+
+def test_figures_about_novelty_match_the_results():
+    figures = "near, novelty;near, probability;near, said"
+    _, *rows = evidence.beside(RESULTS, folder="rejection/real", figures=figures)
+    gains = [float(novelty) - float(probability) for *_, novelty, probability, _ in rows]
+    with_four = [float(novelty) for _, count, novelty, *_ in rows if count == "4"]
+    errors = [abs(float(estimate) - float(novelty)) for *_, novelty, _, estimate in rows if estimate]
+    text = " ".join(text_of("docs/predicting.md").split())
+    assert f"on average {sum(gains) / len(gains):.1f} points larger" in text
+    assert f"it is {-min(gains):.1f} points smaller" in text
+    assert f"it is {min(with_four)} % (aircraft) to {max(with_four)} %" in text
+    assert f"errors of up to {max(errors):.0f} points" in text
+
+
+def test_figures_about_methods_that_keep_features_match_the_results():
+    names = "bayes,tip_adapter,proker,linear_probe"
+    *_, (_, *means) = evidence.frozen(RESULTS, classifiers=names, counts="1,16")
+    text = " ".join(text_of("docs/classifiers.md").split())
+    assert re.findall(r"([\d.]+) %", text[text.index("On three small streams") :]) == [m.strip("*") for m in means]
 
 
 def test_comparison_tables_include_unfavourable_columns():

@@ -9,7 +9,7 @@ import torch
 from lives import images_of, tiny_learner
 
 from dulbe_peft.classifiers import make_classifier
-from dulbe_peft.encoders import encoder
+from dulbe_peft.encoders import reading
 from dulbe_peft.utils.devices import one_thread
 from dulbe_peft.utils.extras import uncollected
 from dulbe_peft.utils.workers import jobs_at_once
@@ -41,7 +41,7 @@ def test_jobs_are_limited_to_the_number_of_cores(monkeypatch):
 
 @pytest.mark.parametrize("delay", [0.0, 5.0])
 def test_progress_is_shown_only_on_terminals_and_for_long_passes(delay, monkeypatch, capsys):
-    monkeypatch.setattr(encoder, "UNSHOWN", delay)
+    monkeypatch.setattr(reading, "UNSHOWN", delay)
     pixels = torch.stack([image for image, _ in images_of(*range(4))])
     learner = tiny_learner("frozen", progress=True)
     learner.image_embeds(pixels)

@@ -51,17 +51,21 @@ class Labelling:
         return counts | {"photo": place, "after": after[:1]} | shown
 
     def say(self, place: Any, name: str) -> None:
-        """Note what a photograph is."""
-        self._take(place)
+        """Note what a photograph is; one that is refused stays where it is."""
+        self._check(place)
         (content,) = self.images.at([place]).contents()
         learned = self.learner.state.known.class_of().get(content or b"")
         if learned is not None:
-            raise ValueError(f"this photograph was learned as {learned!r} meanwhile: to move it, teach it above")
+            raise ValueError(
+                f"this photograph was learned as {learned!r} meanwhile: skip it, or teach it above to move it"
+            )
+        self.left.remove(place)
         self.labels[place] = name
 
     def skip(self, place: Any) -> None:
         """Put a photograph last."""
-        self._take(place)
+        self._check(place)
+        self.left.remove(place)
         self.left.append(place)
         self.skipped = [*(one for one in self.skipped if one != place), place]
 
@@ -70,10 +74,9 @@ class Labelling:
         del self.labels[place]
         self.left.insert(0, place)
 
-    def _take(self, place: Any) -> None:
-        if place not in self.left:
+    def _check(self, place: Any) -> None:
+        if type(place) is not int or place not in self.left:  # True and 1.0 are equal to 1
             raise ValueError(f"photograph {place!r} is not to be labelled any more: load the page again")
-        self.left.remove(place)
 
     def learn(self, places: list[int]) -> None:
         """Teach the learner what was said of some photographs; classes that it does not know are one further task."""
