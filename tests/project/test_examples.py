@@ -43,7 +43,7 @@ def test_head_alone_example_runs(tmp_path):
 def test_image_folders_example_runs_and_resumes(tmp_path, digit_folders):
     arguments = (digit_folders(4, 3, 3), "--model", demo_model_folder(), "--increment", 2, "--epochs", 1)
     output = run("image_folders.py", *arguments, cwd=tmp_path)
-    assert "task 2/2: 4 classes" in output and "A_last" in output
+    assert "task 2/2: 4 classes" in output and "after the last task" in output
     resumed = run("image_folders.py", *arguments, cwd=tmp_path)
     assert "resuming after task-002" in resumed and resumed.splitlines()[-1] == output.splitlines()[-1]
 

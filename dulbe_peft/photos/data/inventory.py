@@ -109,21 +109,11 @@ class Inventory:
         return "\n".join(lines + self.problems())
 
     def problems(self, most: int = _SHOWN) -> list[str]:
-        """Return lines on files left out, unreadable images (at most `most`), guesses, rare classes and duplicates."""
+        """Return lines on duplicates, unreadable images (at most `most`), files left out, guesses and rare classes.
+
+        What harms most comes first: images that are in the training and in the test images.
+        """
         lines = []
-        if self.left_out:
-            numbers = Counter(why for _, why in self.left_out)
-            examples = {why: path for path, why in reversed(self.left_out)}
-            lines += ["", f"left out: {len(self.left_out)}"]
-            lines += [f"  {n:>6}  {why}, such as {printable(examples[why])}" for why, n in numbers.most_common()]
-        if self.unreadable:
-            lines += ["", f"cannot be read: {len(self.unreadable)}", *self.unreadable_lines(most)]
-        for sentences in (self.notes, self.blank):
-            lines += ["", *map(printable, sentences)] if sentences else []
-        for split, counts in list(self.counts.items())[:1]:
-            rare = [f"{printable(name)} ({count})" for name, count in counts.items() if count < FEW]
-            if rare:
-                lines += ["", f"fewer than {FEW} images in {split}: {', '.join(_shorten(rare, _SHOWN))}"]
         for kind, is_of_kind in _KINDS.items():
             for how in ALIKE:
                 pairs = [row[:2] for row in self.duplicates if row.how == how and is_of_kind(row)]
@@ -131,6 +121,19 @@ class Inventory:
                 if pairs:
                     lines += ["", f"{how} {kind}: {counted(len(pairs), 'pair')}"]
                     lines += [f"  {line}" for line in _shorten(texts, _PAIRS)]
+        if self.unreadable:
+            lines += ["", f"cannot be read: {len(self.unreadable)}", *self.unreadable_lines(most)]
+        if self.left_out:
+            numbers = Counter(why for _, why in self.left_out)
+            examples = {why: path for path, why in reversed(self.left_out)}
+            lines += ["", f"left out: {len(self.left_out)}"]
+            lines += [f"  {n:>6}  {why}, such as {printable(examples[why])}" for why, n in numbers.most_common()]
+        for sentences in (self.notes, self.blank):
+            lines += ["", *map(printable, sentences)] if sentences else []
+        for split, counts in list(self.counts.items())[:1]:
+            rare = [f"{printable(name)} ({count})" for name, count in counts.items() if count < FEW]
+            if rare:
+                lines += ["", f"fewer than {FEW} images in {split}: {', '.join(_shorten(rare, _SHOWN))}"]
         return lines
 
     def unreadable_lines(self, most: int = _SHOWN) -> list[str]:

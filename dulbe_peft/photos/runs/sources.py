@@ -52,7 +52,7 @@ def data_or_labels(data: str | None, labels: str | None) -> str | None:
 
 def check_source(source: Mapping[str, Any]) -> None:
     """Raise the errors that `open_source` would raise before it opens an image, without asking the Hub."""
-    from dulbe_peft.data.folders import ImageFolder, folder_of_classes
+    from dulbe_peft.data.folders import FolderSplit
     from dulbe_peft.data.hub import HUB_PREFIX
     from dulbe_peft.photos.data.roles import stream_splits
 
@@ -60,8 +60,8 @@ def check_source(source: Mapping[str, Any]) -> None:
         given: list[Any] = [source.get(name) for name in _SPLITS]
         splits, _, tests = stream_splits(*given, **_reading(source))
         for opener in (*splits.values(), *(tests or ())[1:]):
-            if getattr(opener, "func", None) is ImageFolder:
-                folder_of_classes(*opener.args)
+            if isinstance(opener, FolderSplit):
+                opener.check()
 
 
 def _reading(source: Mapping[str, Any]) -> dict[str, Any]:

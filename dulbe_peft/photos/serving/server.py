@@ -21,7 +21,7 @@ from dulbe_peft.photos.serving.labelling import jpeg
 from dulbe_peft.utils.folders import CheckpointError
 
 PAGE = Path(__file__).parents[1] / "assets" / "serve" / "page.html"
-ASKED = {"/predict", "/teach", "/undo", "/label", "/skip"}  # methods of the app
+ASKED = {"/predict", "/teach", "/undo", "/label", "/skip", "/none"}  # methods of the app
 LOCAL = {"127.0.0.1", "localhost", "::1"}
 # The page runs its own script and shows pictures that it was given; no other page may frame it.
 POLICY = (

@@ -417,6 +417,33 @@ def test_the_order_is_that_of_suggest_and_new_after_each_few(learner, heap):
     assert work.left[-1:] == work.skipped, "what was skipped stays last"
 
 
+def test_photograph_of_no_class_is_not_shown_again(learner, heap):
+    app = App(learner, photographs=heap)
+
+    def say(name):
+        work = app.labelling.facts()
+        app.none({"photo": work["photo"]}) if name is None else app.label({"photo": work["photo"], "class": name})
+        return work["photo"]
+
+    first, gone, *_ = [say(name) for name in ("red", None, "red", "lime")]
+    facts = app.facts()["labelling"]
+    assert (facts["none"], facts["labelled"], facts["waiting"], facts["left"]) == (1, 3, 3, 8)
+    rows = app.labelling.table().decode().splitlines()
+    assert rows[-1] == f"{app.labelling.images.item_name(gone)}," and len(rows) == 5
+    for name in ("lime", "red"):  # the fifth label is learned with the others, and without the photograph of no class
+        say(name)
+    assert sum(app.facts()["counts"].values()) == 8 + 5 and not app.waiting
+    assert gone not in app.labelling.left and gone not in app.labelling.labels
+    app.undo({})
+    assert len(app.waiting) == 4 and gone not in app.waiting
+    for _ in range(3):
+        app.undo({})
+    app.undo({})
+    assert app.labelling.left[0] == gone and app.waiting == [first] and app.facts()["undo"] == "the label red"
+    with pytest.raises(ValueError, match="is not to be labelled any more"):
+        app.none({"photo": first})
+
+
 def test_labels_that_wait_are_learned_before_the_end_and_one_that_fails_is_none(learner, heap, tmp_path, monkeypatch):
     app = App(learner, tmp_path / "taught", heap)
     for _ in range(4):
