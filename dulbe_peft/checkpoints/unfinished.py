@@ -1,4 +1,4 @@
-"""What a checkpoint in the middle of a task holds beside the learner: which task, and what was measured before it."""
+"""Checkpoints during a task: besides the learner, they record the task and what was measured before it."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ FORMAT = "dulbe-task-1"
 
 
 def record_of(images: LabelledImages, look: bool) -> dict[str, Any]:
-    """What tells a task from others: its classes and images, see `LabelledImages.fingerprint`."""
+    """Return what identifies a task: its classes and the fingerprint of its images, see `LabelledImages`."""
     return {
         "class_names": list(images.class_names),
         "images": len(images),
@@ -24,16 +24,16 @@ def record_of(images: LabelledImages, look: bool) -> dict[str, Any]:
 
 
 def write(folder: Path, images: LabelledImages, look: bool, tensors: Mapping[str, torch.Tensor | None]) -> None:
-    """Add the file of an unfinished task to a folder."""
+    """Write the file of an unfinished task into a folder."""
     record = json.dumps(record_of(images, look), ensure_ascii=False)
     measured = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     write_tensors(folder / TASK_FILE, measured, {FORMAT: record})
 
 
 def read(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors of a folder's unfinished task, on the CPU, and its record; a `ValueError` where there is none."""
+    """Return the tensors of a folder's unfinished task, on the CPU, and its record; a `ValueError` if it has none."""
     if not (folder / TASK_FILE).is_file():
-        raise ValueError(f"{folder} is no checkpoint of a DualModeTrainer: it holds no {TASK_FILE}")
+        raise ValueError(f"{folder} is not a checkpoint of a DualModeTrainer: it has no {TASK_FILE}")
     tensors, metadata = read_tensors(folder / TASK_FILE)
     if FORMAT not in metadata:
         raise ValueError(f"{folder / TASK_FILE} has format {sorted(metadata)}, expected {FORMAT!r}")

@@ -1,4 +1,4 @@
-"""A saved learner and its base model: the right one is found where it may be, and no other is taken."""
+"""Test that the base model of a saved learner is found, and that other base models are refused."""
 
 import random
 import shutil
@@ -18,7 +18,7 @@ IMAGES = images_of(0, 1, 0, 1)
 
 
 class Noisy(list):
-    """Every reading of an image adds noise from all three generators."""
+    """A list of images that adds noise from all three random generators to each image it returns."""
 
     def __getitem__(self, index):
         image, label = super().__getitem__(index)
@@ -30,7 +30,7 @@ def learner_with(base, strategy, **settings):
 
 
 def saved(base, strategy="frozen"):
-    """A learner of the classes a and b, saved in the folder `out`."""
+    """Return a learner of the classes a and b, which is saved in the folder `out`."""
     learner = learner_with(base, strategy)
     learner.learn_task(IMAGES, ["a", "b"])
     learner.save_pretrained("out")
@@ -39,26 +39,26 @@ def saved(base, strategy="frozen"):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A working directory with the demo's model in `models/clip`."""
+    """Change to a working directory with the demo model in `models/clip`; returns its parent."""
     shutil.copytree(demo_model_folder(), tmp_path / "work" / "models" / "clip")
     monkeypatch.chdir(tmp_path / "work")
     return tmp_path
 
 
-def test_a_relative_model_folder_is_found_from_elsewhere(here, monkeypatch):
+def test_relative_model_folder_is_found_from_another_directory(here, monkeypatch):
     learner = saved(load_clip("models/clip"))
     expected = learner.image_embeds(IMAGES)
     monkeypatch.chdir(here)
     loaded = ClassIncrementalLearner.from_pretrained("work/out", machine={"device": "cpu"})
     assert torch.equal(loaded.image_embeds(IMAGES), expected)
     shutil.move(here / "work" / "models", here / "moved")
-    with pytest.raises(FileNotFoundError, match=r"was in the folder '.*work/models/clip', which is not there"):
+    with pytest.raises(FileNotFoundError, match=r"was in the folder '.*work/models/clip', which does not exist"):
         ClassIncrementalLearner.from_pretrained("work/out")
     shutil.move(here / "moved" / "clip", here / "work" / "clip")
-    assert ClassIncrementalLearner.from_pretrained("work/out").class_names == ("a", "b"), "beside the learner"
+    assert ClassIncrementalLearner.from_pretrained("work/out").class_names == ("a", "b"), "a model beside the learner"
 
 
-def test_another_base_model_is_refused_by_name(here):
+def test_other_base_model_is_refused_with_the_expected_name(here):
     saved(load_clip("models/clip"), "dulbe")
     other = load_clip("models/clip")[0]
     with torch.no_grad():
@@ -67,11 +67,11 @@ def test_another_base_model_is_refused_by_name(here):
     with pytest.raises(CheckpointError, match="its weights are not those of 'models/clip'"):
         ClassIncrementalLearner.from_pretrained("out", base_model=other)
     assert {name: id(module) for name, module in other.named_modules()} == before
-    with pytest.raises(CheckpointError, match="its dtype is 'bfloat16', the learner was made with 'float32'"):
+    with pytest.raises(CheckpointError, match="its dtype is 'bfloat16', but the learner needs 'float32'"):
         ClassIncrementalLearner.from_pretrained("out", base_model=load_clip("models/clip")[0].bfloat16())
 
 
-def test_a_bf16_base_comes_back_as_bf16(here):
+def test_bfloat16_base_model_is_loaded_as_bfloat16(here):
     clip, processor = load_clip("models/clip")
     learner = saved((clip.bfloat16(), processor))
     loaded = ClassIncrementalLearner.from_pretrained("out", machine={"device": "cpu"})
@@ -80,7 +80,7 @@ def test_a_bf16_base_comes_back_as_bf16(here):
 
 
 @pytest.mark.parametrize(("pattern", "kind"), [("*processor*", "image processor"), ("tokenizer.json", "tokenizer")])
-def test_missing_processor_files_are_not_replaced_by_others(here, pattern, kind):
+def test_missing_processor_files_are_an_error(here, pattern, kind):
     saved(load_clip("models/clip"))
 
     def without(folder):
@@ -94,8 +94,8 @@ def test_missing_processor_files_are_not_replaced_by_others(here, pattern, kind)
         ClassIncrementalLearner.from_pretrained(here / "less")
 
 
-def test_augmented_images_resume_byte_for_byte(here, monkeypatch):
-    """Python's, numpy's and torch's random numbers are a task's own, whatever ran before it in the process."""
+def test_resumed_run_with_random_images_is_identical(here, monkeypatch):
+    """The random numbers of Python, NumPy and torch in a task do not depend on what ran before in the process."""
     names = ["a", "b"], ["c", "d"]
     tasks = [Task(Noisy(images_of(0, 1, 0, 1, seed=index)), None, names[index]) for index in range(2)]
 
