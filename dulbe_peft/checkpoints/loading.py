@@ -97,7 +97,7 @@ def _read_processor(folder: Path, base_model: nn.Module) -> Any:
 def _machine_settings(
     args: LearnerArguments, machine: Mapping[str, Any], saved: learner_file.LearnerFile, adapts: bool
 ) -> LearnerArguments:
-    """Load the processor in a folder after checking its files, because transformers would replace missing ones."""
+    """Return the settings with those of the machine; without a given precision, the learner's is kept if possible."""
     settings = replace(args, **machine)
     learned = saved.arguments["precision"]
     able = settings.backend != "onnx" and has_bfloat16(choose_device(settings.device))

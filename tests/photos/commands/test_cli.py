@@ -187,7 +187,10 @@ def test_every_field_is_a_flag_and_yaml_takes_what_flags_take(tmp_path):
         ("run --model m --data d --output o --class-names ''", "class_names is '', expected the path of a file"),
         ("run --config '{model: m, data: d, output: o, class_texts: \"\"}'", "class_texts is '', expected the path"),
         ("run --config= --model m --dry-run", "configuration file '.' does not exist"),
-        ("features --model demo --data demo-digits --split test --output o --class-names ''", "class names '' is no"),
+        (
+            "features --model demo --data demo-digits --split test --output o --class-names ''",
+            "the file of class names, '', does not",
+        ),
         (f"predict {SAVED} photos --sort-into ''", "--sort-into is '', expected the path of a folder"),
         ("check demo-digits --page ''", "--page is '', expected the path of a .html file"),
         ("run --config 'epoch: 3'", "unknown setting 'epoch'; did you mean 'epochs'?"),
