@@ -226,7 +226,10 @@ class ClassIncrementalLearner:
 
     @in_turn
     def use_state(self, state: LearnerState) -> None:
-        """Replace the state by another one of the same model; the adapter's weights stay, as does an int8 graph."""
+        """Replace the state by another one of the same model.
+
+        The adapter's weights stay, and so does an int8 graph if `state` has none.
+        """
         self.state = state
         self.encoder.graph = state.graph or self.encoder.graph
 
@@ -326,8 +329,9 @@ class ClassIncrementalLearner:
 
         Returns:
             A dict with `accuracy`, of the first classifier; `classifiers`, the accuracy of each classifier by name;
-            `text_accuracy`, with the text embeddings alone, and `class_means_accuracy`, with the class means, if a
-            classifier keeps them and no other one does the same; all in [0, 1]; and `num_images`.
+            and `num_images`. It also has `text_accuracy`, with the text embeddings alone, and `class_means_accuracy`,
+            with the class means alone, if a classifier stores them and none already predicts in this way. All
+            accuracies are in [0, 1].
         """
         return self.evaluate_images(dataset, class_names).figures()
 

@@ -124,8 +124,8 @@ def compared(
     content.
 
     Returns:
-        The recorded class of each row that is recorded, the other rows, and the number of recorded images that are
-        missing in `images`.
+        The recorded class by row, the rows that are not recorded, and the number of recorded images that are missing
+        in `images`.
     """
     left = Counter((name, content if look else b"") for name in names for content in noted.get(name, ()))
     recorded, others = dict[int, str](), list[int]()

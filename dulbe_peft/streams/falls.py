@@ -26,7 +26,7 @@ ADVICE = "lower --learning-rate, or train nothing (--strategy frozen)"
 
 
 class Cost(Record):
-    """Test images of old classes: how many are right with the task's training, and how many it lost and gained."""
+    """Counts of test images of old classes: all, right after the training, lost by it, and gained by it."""
 
     images: Count
     right: Count
@@ -57,14 +57,14 @@ class Before:
         return cls(dict(learner.classifiers), texts, each, tests)
 
     def untrained(self, closing: ClosingPass, names: Iterable[str], seed: int) -> dict[str, Classifier]:
-        """Return the classifiers after they learn the task from features that the untrained model gave its images."""
+        """Return classifiers that learn the task from the features that its images had before the training."""
         untrained = replace(closing, features=cast(Tensor, closing.before), before=None, views=None)
         untrained = replace(untrained, texts=self.texts, each_text=self.each_text)
         with own_randomness(seed, len(self.tests)):
             return learn_task({name: self.classifiers[name] for name in names}, untrained, drift="none")
 
     def costs(self, closing: ClosingPass, now: Mapping[int, Evaluation], seed: int) -> dict[str, Cost]:
-        """Return what the training cost each classifier on old classes; empty if features before it are not known."""
+        """Return what the training cost each classifier; empty if the features before the training are not known."""
         if closing.before is None or not self.tests:
             return {}
         costs, numbers = {}, list(self.tests)
@@ -81,7 +81,7 @@ class Before:
 
     @torch.no_grad()
     def changed(self, closing: ClosingPass, after: Classifier, seed: int) -> float | None:
-        """Return the share of the task's images for which training changed which old class looks most likely."""
+        """Return the share of the task's images whose most likely old class was changed by the training."""
         old = len(self.classifiers[after.name].class_names)
         if closing.before is None or old < 2:
             return None
@@ -116,7 +116,7 @@ def fall_line(costs: Mapping[str, Cost], changed: float | None) -> str:
         return f"{lowered}: {', '.join(parts)}; {ADVICE}"
     if changed is not None and changed >= MUCH:
         return (
-            f"old classes have no test images, but training changed which old class {percent(changed, 0)} % of this "
-            f"task's images look most like, so old classes may have suffered: test them, {ADVICE}"
+            "old classes have no test images, but training changed the most likely old class of "
+            f"{percent(changed, 0)} % of this task's images, so old classes may have suffered: test them, {ADVICE}"
         )
     return ""

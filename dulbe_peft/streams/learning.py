@@ -1,4 +1,4 @@
-"""The interface of a learner that streams use. `ClassIncrementalLearner` has it, and imports the streams in turn."""
+"""The interface through which streams use a learner, so that they need not import `ClassIncrementalLearner`."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Score(Record):
-    """The accuracy of a classifier after a task: on all test images, on each task's, and right answers per class."""
+    """The accuracy of a classifier after a task, overall and per task, and its number of right answers per class."""
 
     accuracy: Fraction
     by_task: list[Fraction | None]
@@ -142,7 +142,7 @@ def read_finished(folder: Path, names: Sequence[Sequence[str]]) -> list[Finished
 
 
 def measured_row(tests: Sequence[Evaluation | None]) -> Row:
-    """Return the row after a task, from the predictions on each task's test images, or None if it was not tested."""
+    """Return the row after a task. `tests` has the predictions for each task's test images; None means untested."""
     tested = [test for test in tests if test is not None]
     if not tested:
         return Row()
@@ -167,7 +167,7 @@ def measured_row(tests: Sequence[Evaluation | None]) -> Row:
 
 
 def progress_line(row: Row, number: int, total: int, classes: int) -> str:
-    """Return the line that a run prints after task `number` of `total`; only the first classifier is shown by task."""
+    """Return the line printed after task `number` of `total`; accuracies by task are those of the first classifier."""
     text = f"task {number}/{total}: {classes} classes"
     if not row.classifiers:
         return text

@@ -97,7 +97,7 @@ def stream_results(
     if not tested:
         return results
     scores = {name: [row.classifiers.get(name) for row in rows] for name in classifiers}
-    results["classifiers"] = {name: _summary(rows_of) for name, rows_of in scores.items() if any(rows_of)}
+    results["classifiers"] = {name: _summary(by_row) for name, by_row in scores.items() if any(by_row)}
     heads = [name for name in results["classifiers"] if issubclass(CLASSIFIERS.get(name, object), BridgeEnsembleHead)]
     if heads:
         results["head"] = results["classifiers"][heads[0]]

@@ -119,7 +119,9 @@ def check_new(learner: StreamLearner, stream: Sequence[Task], output: Path, resu
         raise ValueError(f"{str(output)!r} already has {old[-1].name} and {why}: choose another folder or remove them")
     taken = [name for name in FILES if (output / name).exists()]
     if taken:
-        raise FileExistsError(f"{output / taken[0]} exists without a task of a run: choose another folder or move it")
+        raise FileExistsError(
+            f"{output / taken[0]} exists, but the folder has no task of a run: choose another folder or move the file"
+        )
     seen = list(learner.class_names)
     for task in stream:
         seen += check_class_names(task.class_names, seen)
@@ -159,7 +161,7 @@ def newest_of_run(
 def _differences(
     saved: Identity, current: Identity, learned: LearnerFile, finished: Mapping[int, Task], texts: Texts
 ) -> Iterator[str]:
-    """Yield the differences of settings, start, and names and texts of finished tasks between a saved run and this."""
+    """Yield how a saved run differs from this one in settings, start, or names and texts of its finished tasks."""
     changed = _changes(saved, current)
     if changed:
         yield f"another run: {changed}; {ELSEWHERE}"

@@ -311,7 +311,7 @@ SCRIPT = Path(__file__).with_name("distributed_trainer.py")
 
 @pytest.mark.slow
 def test_two_processes_learn_the_same_as_one(tmp_path):
-    """A step has two batches of four images, which two processes halve; the second task is stopped and resumed."""
+    """Each step has two batches of four images; two processes take half of each. The second task is resumed."""
     for folder, processes in (("one", 1), ("two", 2)):
         launch = [*LAUNCH, str(processes)] if processes > 1 else [sys.executable]
         path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -62,7 +62,7 @@ def test_only_significant_losses_are_reported(lost, gained, clear):
 
 
 def test_without_test_images_changed_predictions_are_reported():
-    assert "training changed which old class 40 % of this task's images look most like" in fall_line({}, 0.4)
+    assert "training changed the most likely old class of 40 % of this task's images" in fall_line({}, 0.4)
     assert fall_line({}, 0.05) == fall_line({}, None) == ""
     assert "40 % of its images" in trained_away({"changed": [None, 0.4]}) and trained_away({"changed": [0.01]}) == ""
 

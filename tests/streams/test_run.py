@@ -154,7 +154,7 @@ def test_run_refuses_a_folder_without_a_valid_task(base, photos, output, tmp_pat
     before = content(tmp_path)
     for folder, words in (
         (output, "already has task-001 and none of its task folders is valid"),
-        (tmp_path / "other", "tasks.png exists without a task of a run"),
+        (tmp_path / "other", "tasks.png exists, but the folder has no task of a run"),
     ):
         with pytest.raises((ValueError, FileExistsError), match=words):
             make_learner(base).run(stream(photos), folder)
