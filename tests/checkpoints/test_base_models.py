@@ -29,7 +29,7 @@ def learner_with(base, strategy, **settings):
     return learner_of(base, strategy, adapter={"target_modules": ["fc1"]}, batch_size=2, **settings)
 
 
-def saved(base, strategy="frozen"):
+def save_learner(base, strategy="frozen"):
     """Return a learner of the classes a and b, which is saved in the folder `out`."""
     learner = learner_with(base, strategy)
     learner.learn_task(IMAGES, ["a", "b"])
@@ -46,7 +46,7 @@ def here(tmp_path, monkeypatch):
 
 
 def test_relative_model_folder_is_found_from_another_directory(here, monkeypatch):
-    learner = saved(load_clip("models/clip"))
+    learner = save_learner(load_clip("models/clip"))
     expected = learner.image_embeds(IMAGES)
     monkeypatch.chdir(here)
     loaded = ClassIncrementalLearner.from_pretrained("work/out", machine={"device": "cpu"})
@@ -59,7 +59,7 @@ def test_relative_model_folder_is_found_from_another_directory(here, monkeypatch
 
 
 def test_other_base_model_is_refused_with_the_expected_name(here):
-    saved(load_clip("models/clip"), "dulbe")
+    save_learner(load_clip("models/clip"), "dulbe")
     other = load_clip("models/clip")[0]
     with torch.no_grad():
         other.vision_model.encoder.layers[0].mlp.fc1.weight.mul_(1.01)
@@ -73,7 +73,7 @@ def test_other_base_model_is_refused_with_the_expected_name(here):
 
 def test_bfloat16_base_model_is_loaded_as_bfloat16(here):
     clip, processor = load_clip("models/clip")
-    learner = saved((clip.bfloat16(), processor))
+    learner = save_learner((clip.bfloat16(), processor))
     loaded = ClassIncrementalLearner.from_pretrained("out", machine={"device": "cpu"})
     assert next(loaded.clip.parameters()).dtype == torch.bfloat16
     assert torch.equal(loaded.image_embeds(IMAGES), learner.image_embeds(IMAGES))
@@ -81,7 +81,7 @@ def test_bfloat16_base_model_is_loaded_as_bfloat16(here):
 
 @pytest.mark.parametrize(("pattern", "kind"), [("*processor*", "image processor"), ("tokenizer.json", "tokenizer")])
 def test_missing_processor_files_are_an_error(here, pattern, kind):
-    saved(load_clip("models/clip"))
+    save_learner(load_clip("models/clip"))
 
     def without(folder):
         shutil.copytree(here / "work" / "out", folder, dirs_exist_ok=True)

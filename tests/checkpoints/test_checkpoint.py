@@ -191,7 +191,7 @@ def test_saving_restores_the_folder_that_a_killed_writer_moved(folder):
     assert (folder / "inner" / "a.txt").read_text() == "old"
 
 
-def refused(path):
+def refusal(path):
     with pytest.raises(CheckpointError) as caught, exclusive(path, "folder 'x'"):
         pass
     return str(caught.value)
@@ -212,13 +212,13 @@ def test_second_lock_is_refused_in_same_and_other_thread(tmp_path):
     path = tmp_path / "new" / "lock"
     with pytest.raises(ZeroDivisionError), exclusive(path, "folder 'x'"):
         with ThreadPoolExecutor(1) as pool:
-            errors = [refused(path), pool.submit(refused, path).result()]
+            errors = [refusal(path), pool.submit(refusal, path).result()]
         assert all("folder 'x' is in use" in error for error in errors)
         assert path.exists(), "a refused process must not remove the lock"
         _ = 1 / 0
     assert not path.exists()
     path.touch()  # a killed process leaves its lock
     with exclusive(path, "folder 'x'"):
-        refused(path)
+        refusal(path)
     path.write_text("all of it")
-    assert "is not an empty file, as a lock is" in refused(path) and path.read_text() == "all of it"
+    assert "is not an empty file, as a lock is" in refusal(path) and path.read_text() == "all of it"

@@ -35,7 +35,7 @@ from dulbe_peft.utils.files import read_csv, write_csv
 NAMES = ("cat", "=1+1", '<b>, "bold"', "'=quoted", "-")
 
 
-def learned(*specs):
+def trained_classifiers(*specs):
     """Return classifiers that learned five classes of random features, and further features with their labels."""
     features, labels, texts = clusters([12] * 5, 8, spread=1.0)
     later, classifiers = torch.arange(60) % 12 >= 8, make_classifiers(specs, 8, 100.0)
@@ -44,15 +44,15 @@ def learned(*specs):
     return classifiers, features[later], labels[later]
 
 
-def predicted(*specs, rows=slice(None)):
-    classifiers, features, labels = learned(*specs)
+def predict(*specs, rows=slice(None)):
+    classifiers, features, labels = trained_classifiers(*specs)
     features, labels = features[rows], labels[rows]
     test = EncodedTest(features, labels, [f"{i}.png" for i in range(len(labels))])
     return evaluate_features(classifiers, [test], NAMES)[0]
 
 
 def test_predictions_equal_a_loop_over_images():
-    classifiers, features, labels = learned("lda", "bridge")
+    classifiers, features, labels = trained_classifiers("lda", "bridge")
     (evaluation,) = evaluate_features(classifiers, [EncodedTest(features, labels, [""] * 20)], NAMES)
     assert list(evaluation.classifiers) == ["lda", "bridge"] and set(evaluation.baselines) == set(BASELINES)
     right = dict.fromkeys(("lda", "bridge", "text", "class_means"), 0)
@@ -71,14 +71,14 @@ def test_predictions_equal_a_loop_over_images():
     keys = {"lda": "accuracy", "text": "text_accuracy", "class_means": "class_means_accuracy"}
     assert {name: figures[key] for name, key in keys.items()} | figures["classifiers"] == pytest.approx(accuracies)
     assert right["lda"] not in (0, 20), "with 0 or 20 right, the test could not fail"
-    assert "class_means_accuracy" not in predicted("bridge", "prototype").figures() and not predicted("lda").baselines
+    assert "class_means_accuracy" not in predict("bridge", "prototype").figures() and not predict("lda").baselines
 
 
 def test_number_of_scores_in_memory_is_limited(monkeypatch):
-    expected, sizes, part_by_part = predicted("lda", "bridge"), [], Classifier.part_by_part
+    expected, sizes, part_by_part = predict("lda", "bridge"), [], Classifier.part_by_part
     monkeypatch.setattr(evaluation, "MOST_SCORES", 17)  # enough for three images with five classes
     monkeypatch.setattr(Classifier, "part_by_part", lambda *given: sizes.append(len(given[1])) or part_by_part(*given))
-    actual = predicted("lda", "bridge")
+    actual = predict("lda", "bridge")
     assert sizes == ([3] * 6 + [2]) * 2
     for left, right in ((expected.classifiers, actual.classifiers), (expected.baselines, actual.baselines)):
         assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
@@ -86,7 +86,7 @@ def test_number_of_scores_in_memory_is_limited(monkeypatch):
 
 
 def test_predictions_file_can_be_read_back_and_has_no_formulas(tmp_path):
-    tasks = {1: predicted("lda", "bridge", rows=slice(0, 9)), 3: predicted("lda", "bridge", rows=slice(9, 20))}
+    tasks = {1: predict("lda", "bridge", rows=slice(0, 9)), 3: predict("lda", "bridge", rows=slice(9, 20))}
     write_predictions(tmp_path / "p.csv", tasks)
     rows = read_predictions(tmp_path / "p.csv")
     assert [(row.task, row.position) for row in rows] == [(1, i) for i in range(9)] + [(3, i) for i in range(11)]
@@ -226,7 +226,7 @@ def test_results_have_no_figures_for_untested_tasks():
 @pytest.mark.parametrize("most", [2**22, 5 * 6, 5])
 def test_predictions_of_a_test_do_not_depend_on_other_tests(monkeypatch, most):
     """The scores of all tests, of one or two tests, or of a single image are in memory at a time."""
-    classifiers, features, _ = learned("lda", "bridge")
+    classifiers, features, _ = trained_classifiers("lda", "bridge")
     tests = features.split([3, 7, 2, 8])
     monkeypatch.setattr(evaluation, "MOST_SCORES", most)
     for classifier in classifiers.values():
