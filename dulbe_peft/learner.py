@@ -1,7 +1,7 @@
 """The class-incremental learner: a model, a strategy that trains it, and classifiers of its features."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,6 @@ from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.encoders.loading import has_text, logit_scale
-from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.metrics.evaluation import EncodedTest, Evaluation, evaluate_features
 from dulbe_peft.metrics.prediction import Prediction, predict_images
 from dulbe_peft.metrics.retention import seen_accuracies
@@ -33,15 +32,13 @@ from dulbe_peft.streams.run import RunOptions, run_stream
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.training import preparing, updating
 from dulbe_peft.training.estimating import estimates_of
+from dulbe_peft.training.rates import MakeTrainer, with_rate
 from dulbe_peft.training.state import Estimate, LearnerState
 from dulbe_peft.training.trainer import Log, TaskRecord, TaskTrainer, train_task
 from dulbe_peft.training.turns import Turns, in_turn
 from dulbe_peft.utils.devices import choose_device, own_randomness, usual_torch
 from dulbe_peft.utils.processes import on_main_process
 from dulbe_peft.utils.profiling import Profile
-
-# A function that makes the training loop of a task.
-MakeTrainer = Callable[[LearnerState, Encoder, PixelDataset, Log | None], TaskTrainer]
 
 
 class ClassIncrementalLearner:
@@ -152,6 +149,7 @@ class ClassIncrementalLearner:
         state, images = preparing.checked_task(self.state, self.encoder, dataset, class_names, class_texts or {})
         self.profile.clear()
         with self.transaction(), own_randomness(self.args.seed, len(state.tasks)):
+            state = with_rate(trainer, state, self.encoder, images)
             self.state, self.record, self.closing = train_task(trainer(state, self.encoder, images, self.log))
 
     # ------------------------------------------------------------------ changing without training

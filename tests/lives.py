@@ -18,7 +18,8 @@ from dulbe_peft.adapter.base import DualModeLayer
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.strategies import make_strategy
 
-QUICK = {"epochs": 1, "batch_size": 4, "device": "cpu", "progress": False, "prompt_template": "a {}."}
+QUICK = {"epochs": 1, "batch_size": 4, "learning_rate": 1e-3, "device": "cpu", "progress": False}
+QUICK |= {"prompt_template": "a {}."}
 
 
 @cache

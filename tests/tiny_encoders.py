@@ -146,7 +146,8 @@ def save_encoder(model_type: str, folder: Path, tokenizer: Any = None) -> Path:
     return folder
 
 
-QUICK = {"epochs": 1, "batch_size": 4, "device": "cpu", "progress": False, "prompt_template": "the digit {}."}
+QUICK = {"epochs": 1, "batch_size": 4, "learning_rate": 1e-3, "device": "cpu", "progress": False}
+QUICK |= {"prompt_template": "the digit {}."}
 
 CONFIG = {"residual_rank": 2, "support_rank": 4}
 

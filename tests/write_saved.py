@@ -31,6 +31,7 @@ from dulbe_peft.encoders.registry import demo_model_folder
 ARGS = LearnerArguments(
     epochs=1,
     batch_size=8,
+    learning_rate=1e-3,
     device="cpu",
     precision="float32",
     progress=False,

@@ -135,12 +135,15 @@ def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: se
         memory = _read_memory(state, folder, files)
         names = [name for task in saved.tasks for name in task]
         images = read_known(folder, names, files)
-    width = embed_dim(state.base)
+    args, width = state.args, embed_dim(state.base)
+    if args.learning_rate == "auto":  # keep the rate that was chosen on the first task
+        args = replace(args, learning_rate=saved.arguments["learning_rate"])
     for name, classifier in classifiers.items():
         if classifier.class_names != names or classifier.embed_dim != width:
             raise CheckpointError(f"{folder} is inconsistent: {name!r} has other classes or another feature width")
     return replace(
         state,
+        args=args,
         classifiers=classifiers,
         memory=memory,
         tasks=[tuple(task) for task in saved.tasks],

@@ -8,7 +8,7 @@ from typing import Any
 from dulbe_peft.checkpoints import layout
 from dulbe_peft.checkpoints.layout import LEARNER_FILE
 from dulbe_peft.utils import folders, hub
-from dulbe_peft.utils.folders import MANIFEST, CheckpointError
+from dulbe_peft.utils.folders import MANIFEST, CheckpointError, put_back
 
 READABLE = {".safetensors", ".json", ".txt", ".jinja", ".model", ".csv"}
 _EXPECTED = "pass a run's folder, one of its task folders, or a Hub id"
@@ -17,6 +17,7 @@ _EXPECTED = "pass a run's folder, one of its task folders, or a Hub id"
 def check_there(source: str) -> None:
     """Raise the error of `locate` if there is no learner at all, without checking that its files are valid."""
     folder = Path(source)
+    put_back(folder)
     if not source or not folder.is_dir():
         _fetched(source)
     elif not (folder / MANIFEST).exists() and not layout.task_folders(folder):
@@ -30,6 +31,7 @@ def locate(
 
     For a run's folder, the newest valid task folder is returned.
     """
+    put_back(Path(source))
     if str(source) and Path(source).is_dir():
         folder = Path(source)
         if (folder / MANIFEST).exists():

@@ -3,8 +3,6 @@
 import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
-from dulbe_peft.utils.specs import closest
-
 NONE = "none of these"  # the prediction for images that belong to no class
 _QUOTES = " '\"`\u00ab\u00bb\u2018\u2019\u201a\u201c\u201d\u201e\u2039\u203a"
 _LONGEST = 1000  # characters; text towers read fewer, and a tokenizer would need seconds for a million
@@ -65,6 +63,8 @@ def learned_name(name: str, known: Sequence[str], what: str) -> str:
     """Return the normalized name of a learned class; for another name, raise an error that it "cannot be `what`"."""
     name = normalized(name)
     if name not in known:
+        from dulbe_peft.utils.specs import closest
+
         hint = closest(name, known)
         raise ValueError(f"class {name!r:.100} has not been learned, so it cannot be {what}{hint:.300}")
     return name

@@ -18,7 +18,7 @@ from dulbe_peft.checkpoints.layout import LEARNER_FILE, PROGRESS_FILE, RESULTS_F
 from dulbe_peft.classifiers.closing import ClosingPass
 from dulbe_peft.data.names import check_class_texts
 from dulbe_peft.data.store import FeatureStore
-from dulbe_peft.encoders.loading import has_text
+from dulbe_peft.encoders.loading import check_saved, has_text
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, Evaluation, write_predictions
 from dulbe_peft.metrics.features import FEATURES_FOLDER, SUFFIX, TaskFeatures
@@ -74,6 +74,7 @@ def run_stream(
     if output.exists() and not output.is_dir():
         raise ValueError(f"output_dir {str(output)!r} is a file, expected a folder")
     folders.check_outside_saved(output, "write a run")
+    check_saved(learner.state.processor, learner.state.base)
     untested = [index + 1 for index, task in enumerate(stream) if task.test is None]
     if 0 < len(untested) < len(stream):
         raise ValueError(f"task {untested[0]} has no test data but others do: give test data to all tasks or to none")
@@ -181,7 +182,10 @@ class Run:
         learner, task = self.learner, self.stream[index - self.known]
         forget_peak_memory(learner.device)
         before = self.before(index, task) if index and learner.state.strategy.adapts else None
+        configured = learner.args.learning_rate
         learner.learn_task(task.train, task.class_names)
+        if (rate := learner.args.learning_rate) != configured:
+            print_once(f"learning rate {rate:g}, chosen for the model and this task; --learning-rate sets another one")
         names, profile = list(task.class_names), learner.encoder.profile
         if task.test is not None:
             learner.use_state(replace(learner.state, known=learner.state.known.with_tested(task.test)))

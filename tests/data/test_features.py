@@ -95,7 +95,7 @@ def test_table_written_by_another_program_is_read(root, table, tmp_path, capsys)
     (tmp_path / "names.txt").write_text("\n".join(names))
     call("run", *FROZEN, "--data", tmp_path / "parts", "--test-fraction", 0.3, "--class-names", tmp_path / "names.txt",
          "--output", tmp_path / "run")  # fmt: skip
-    assert "does not say which model made it" in capsys.readouterr().out
+    assert "does not say which model its features are from" in capsys.readouterr().out
     data = load_data(tmp_path / "parts")
     np.testing.assert_allclose(np.linalg.norm(data.features.rows, axis=1), 1, atol=1e-5)
     assert data.class_names == ("0", "1", "2", "3", "4") and len(set(data.contents())) == 40
@@ -124,7 +124,7 @@ def test_features_of_another_model_are_refused(root, table, tmp_path, base, caps
         load_data(table, "val")
     command = ["features", "--model", "demo", "--device", "cpu", "--data", table, "--engine", "local", "--jobs", 1]
     call(*command, expected=2)
-    assert "is a table of features already" in capsys.readouterr().err
+    assert "is already a table of features" in capsys.readouterr().err
     call("check", table, "--page", tmp_path / "page.html", expected=2)
     assert "has no pictures for --page" in capsys.readouterr().err
     assert FeatureStore(store_path()).facts()[0] == 0, "features of another model must not be stored"

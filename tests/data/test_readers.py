@@ -214,7 +214,7 @@ def test_unlabelled_tests_and_classes_without_images_are_left_out(datasets, tmp_
         )
     train, test, inventory = open_stream_data(tmp_path)
     assert train.class_names == ("finch", "robin") and train.labels.tolist() == [0, 1] and test is None
-    assert "all of its labels are -1: images without labels test nothing" in inventory.left_out[0][1]
+    assert "all of its labels are -1: images without labels cannot be tested on" in inventory.left_out[0][1]
     assert inventory.notes == ["left out: 1 class without images, such as 'unused'"]
 
 

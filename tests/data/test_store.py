@@ -206,6 +206,34 @@ def test_features_come_back_bit_by_bit_by_all_of_their_key(tmp_path, capsys):
     assert not store.get(others[0], contents) and "40 damaged features" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("embedding", None),
+        ("embedding", 7),
+        ("embedding", 0.5),
+        ("embedding", "text"),
+        ("embedding", b""),
+        ("embedding", b"abc"),
+        ("checksum", None),
+        ("checksum", "text"),
+        ("checksum", b"\xff"),
+    ],
+)
+def test_a_row_with_a_value_of_any_type_is_encoded_again_and_said_once(tmp_path, capsys, column, value):
+    contents, features = some_features()
+    store = FeatureStore(tmp_path / "f.sqlite")
+    store.put(KEY, contents, features)
+    with sqlite3.connect(store.path) as database:
+        database.execute(f"UPDATE features SET {column} = ? WHERE content = ?", (value, contents[3]))
+        database.execute(f"UPDATE features SET {column} = CAST(x'ff' AS TEXT) WHERE content = ?", (contents[4],))
+    for _ in range(2):
+        assert store.get(KEY, contents).keys() == {*contents} - {*contents[3:5]}
+    assert capsys.readouterr().err == f"dulbe-peft: {store.path} holds 2 damaged features, which are encoded again\n"
+    store.put(KEY, contents[3:5], features[3:5])
+    assert len(store.get(KEY, contents)) == 40 and not store.private
+
+
 def test_a_private_store_goes_with_its_owner():
     contents, features = some_features()
     store = FeatureStore()
@@ -408,7 +436,7 @@ def test_no_photograph_counts_twice_by_any_way(photos, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "11 learned before" in said and "1 in the data twice" in said
     assert "2 of another class" in said and "learned as 'two' before" in said
-    assert "1 image to learn from stood in the tests of an earlier task" in said and "tested.png" in said
+    assert "1 training image, such as " in said and "tested.png, was among the test images of an earlier task" in said
     learner = ClassIncrementalLearner.from_pretrained(tmp_path / "learned")
     counts = dict(zip(learner.class_names, learner.classifiers["lda"].counts.tolist(), strict=True))
     assert counts == {"one": 9, "three": 8, "two": 8, "four": 8, "zero": 8}

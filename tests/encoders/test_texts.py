@@ -134,8 +134,8 @@ def test_the_command_reads_them_from_a_file(digit_folders, tmp_path, capsys):
     command += ["--device", "cpu", "--no-progress"]
     assert main([*command, "--class-texts", str(file)]) == 0
     said = capsys.readouterr().out
-    assert "1 of 4 classes have texts of their own" in said
-    assert "left out: texts of classes that are not there (Zero, tw\\x1b[2Jo)" in said
+    assert "1 of 4 classes have their own texts" in said
+    assert "left out: texts of classes that the data does not have (Zero, tw\\x1b[2Jo)" in said
     texts = ClassIncrementalLearner.from_pretrained(tmp_path / "run" / "task-002").state.class_texts
     assert texts == {"zero": ("the digit zero.", "nought", "a round digit")}
 

@@ -2,10 +2,12 @@
 
 import copy
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from dulbe_peft import (
     load_clip,
     paper_arguments,
 )
+from dulbe_peft.checkpoints import unfinished
 from dulbe_peft.trainer import accuracy
 
 PROMPT = {"prompt_template": "the digit {}."}
@@ -134,13 +137,13 @@ def test_trainer_equals_the_learner_bit_for_bit(base, tasks, whole, tmp_path):
 
 
 def test_paper_arguments_are_the_learner_s_defaults(base, tasks, tmp_path):
-    """A trainer without arguments uses them too, and arguments that are passed replace them."""
+    """A trainer without arguments uses them too. Only the learning rate differs, because the model is small."""
     quiet = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
     model, processor = adapted(base)
     paper = paper_arguments(str(tmp_path), **quiet)
     trainer = DualModeTrainer(model, paper, tasks[0].train, processing_class=processor)
     trainer.train()
-    defaults = LearnerArguments(precision=trainer.learner.args.precision)
+    defaults = LearnerArguments(precision=trainer.learner.args.precision, learning_rate=1e-3)
     assert trainer.learner.args.portable() == defaults.portable()
     classifiers = ("pooled_bridge",)  # the default classifier of the strategy dulbe
     expected = learner_of(base, classifiers=classifiers, epochs=defaults.epochs, batch_size=defaults.batch_size)
@@ -192,6 +195,69 @@ def test_stopped_task_resumes_from_a_checkpoint(base, tasks, whole, tmp_path, in
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 6
     assert_equal(resumed.learner, whole[index])
+
+
+def half(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+INCOMPLETE = {
+    "no optimizer": (lambda folder: (folder / "optimizer.pt").unlink(), r"has no optimizer\.pt: it is incomplete"),
+    "half an optimizer": (
+        lambda folder: half(folder / "optimizer.pt"),
+        r"optimizer\.pt is damaged: File is not",
+    ),
+    "half a schedule": (lambda folder: half(folder / "scheduler.pt"), r"scheduler\.pt is damaged"),
+    "no random numbers": (lambda folder: (folder / "rng_state.pth").unlink(), r"has no rng_state\*\.pth"),
+    "no state": (lambda folder: (folder / "trainer_state.json").unlink(), r"has no trainer_state\.json"),
+    "half a state": (lambda folder: half(folder / "trainer_state.json"), r"trainer_state\.json is damaged"),
+    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), r"has no manifest\.json"),
+    "half a task": (lambda folder: half(folder / "task.safetensors"), r"task\.safetensors .*damaged"),
+    "nothing": (lambda folder: [path.unlink() for path in folder.iterdir() if path.is_file()], r"has no manifest"),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(base, tasks, tmp_path_factory):
+    """Return a folder with checkpoints of the first task after two and after five steps."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for step in (2, 5):
+        trainer = trainer_of(base, folder, save_strategy="steps", save_steps=step)
+        trainer.add_callback(Stop(step + 1))
+        trainer.train_dataset = tasks[0].train
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        shutil.rmtree(folder / "checkpoint-4", ignore_errors=True)
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-2", "checkpoint-5"]
+    return folder
+
+
+@pytest.mark.parametrize("damage", INCOMPLETE)
+def test_incomplete_checkpoint_is_skipped_and_reported(base, tasks, whole, checkpoints, tmp_path, capsys, damage):
+    folder = shutil.copytree(checkpoints, tmp_path / "out")
+    make, words = INCOMPLETE[damage]
+    make(folder / "checkpoint-5")
+    resumed = trainer_of(base, folder, save_strategy="no")
+    resumed.train_dataset, before = tasks[0].train, everything(resumed.learner)
+    with pytest.raises((CheckpointError, ValueError), match=rf"checkpoint-5.*({words}|is not a checkpoint)"):
+        resumed.train(resume_from_checkpoint=str(folder / "checkpoint-5"))
+    assert differences(everything(resumed.learner), before) == []
+    resumed.train(resume_from_checkpoint=True)
+    printed = capsys.readouterr().out
+    assert re.search(rf"stepping over .*checkpoint-5: .*{words}", printed) and resumed.state.global_step == 6
+    assert_equal(resumed.learner, whole[0])
+
+
+def test_overwritten_checkpoint_is_incomplete_until_it_is_finished(base, tasks, checkpoints, tmp_path, monkeypatch):
+    folder = shutil.copytree(checkpoints, tmp_path / "out")
+    trainer = trainer_of(base, folder, save_strategy="steps", save_steps=2)
+    trainer.train_dataset = tasks[0].train
+    killed = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr(trainer, "_save_optimizer_and_scheduler", killed)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 has no trainer_state\.json"):
+        unfinished.check_whole(folder / "checkpoint-2")
 
 
 def test_checkpoint_of_another_task_is_refused(base, tasks, tmp_path):

@@ -141,7 +141,7 @@ def test_numbered_folders_are_renamed_in_numeric_order(tmp_path, capsys):
     assert names == {"0": "panda", "1": "pizza", "2": "airplanes", "10": "face"}
     source = {"data": str(tmp_path / "data"), "train_split": "train", "test_split": "test"}
     open_source(source)
-    assert "--class-names FILE gives them names" in capsys.readouterr().out
+    assert "--class-names FILE gives the classes names" in capsys.readouterr().out
     open_source(source | {"class_names": str(tmp_path / "names.txt")})
     assert "names.txt: '0' is 'panda', '1' is 'pizza', '10' is 'face', ..." in capsys.readouterr().out
 

@@ -217,6 +217,21 @@ def test_another_setting_in_the_place_of_a_finished_run_is_refused(finished, con
         compare(other, folder / "out", jobs=1, log=quiet)
 
 
+def test_a_run_of_another_default_is_refused(copied):
+    """The file of the comparison is the same, and does not name the setting."""
+    folder, _, _ = copied
+    plan, path = (
+        read_plan(folder / "plan.yaml"),
+        folder / "out" / "runs" / "digits" / "frozen" / "seed-0" / "cell.json",
+    )
+    entries = make_entries(plan, folder / "out", plan.cells({}))
+    edited(path, "arguments", "learning_rate", 0.5)
+    with pytest.raises(ValueError, match="learning_rate = 0.5, now it is 'auto'"):
+        compare(plan, folder / "out", jobs=1, log=quiet)
+    left = make_entries(plan, folder / "out", plan.cells({}))
+    assert sum(len(entry.seeds) for entry in left) < sum(len(entry.seeds) for entry in entries)
+
+
 def test_other_images_under_a_finished_run_are_refused(copied, content, tmp_path):
     out, photos = copied[0] / "out", tmp_path / "photos"
     shutil.copytree(content["streams"]["digits"]["data"], photos)
@@ -279,7 +294,7 @@ def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
         ({"streems": {}}, "streems: Extra inputs are not permitted"),
         ({"streams": {"../a": {"model": "demo", "data": "x"}}}, "streams.../a"),
         ({"methods": {"a": {"learning_rat": 1}}}, "method 'a' has an unknown setting 'learning_rat'"),
-        ({"methods": {1: {"strategy": "frozen"}, "1": {"strategy": "lora"}}}, "'1' stands twice"),
+        ({"methods": {1: {"strategy": "frozen"}, "1": {"strategy": "lora"}}}, "'1' occurs twice"),
         ({"streams": {"a": {"model": "demo"}}}, "stream 'a' names no data"),
         ({"streams": {"a": {"model": "demo", "data": "$NOWHERE/x"}}}, "variable of the environment"),
         ({"streams": {"a": {"model": "m", "data": "x", "retention_scales": [0.5]}}}, "beside retention"),
