@@ -41,7 +41,7 @@ def run_first_snippet_of_readme(folder: str) -> None:
     try:
         namespace: dict = {"__name__": "readme"}
         exec(compile(code, "README.md", "exec"), namespace)
-        model = PeftModel.from_pretrained(load_clip("demo")[0], "out-july")
+        model = PeftModel.from_pretrained(load_clip("demo")[0], "digits")
         size = model.get_base_model().config.vision_config.image_size
         pixels = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():

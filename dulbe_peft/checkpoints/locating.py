@@ -8,7 +8,7 @@ from typing import Any
 from dulbe_peft.checkpoints import layout
 from dulbe_peft.checkpoints.layout import LEARNER_FILE
 from dulbe_peft.utils import folders, hub
-from dulbe_peft.utils.folders import MANIFEST, CheckpointError
+from dulbe_peft.utils.folders import MANIFEST, CheckpointError, put_back
 
 READABLE = {".safetensors", ".json", ".txt", ".jinja", ".model", ".csv"}
 _EXPECTED = "name a run's folder, one of its tasks, or a Hub id"
@@ -17,6 +17,7 @@ _EXPECTED = "name a run's folder, one of its tasks, or a Hub id"
 def check_there(source: str) -> None:
     """Raise what `locate` raises where there is no learner at all; whether it is whole is not looked at."""
     folder = Path(source)
+    put_back(folder)
     if not source or not folder.is_dir():
         _fetched(source)
     elif not (folder / MANIFEST).exists() and not layout.task_folders(folder):
@@ -27,6 +28,7 @@ def locate(
     source: str | Path, revision: str | None, token: str | None, cache_dir: str | Path | None
 ) -> tuple[Path, folders.Manifest, dict[str, str] | None]:
     """A learner's folder, of a run the newest whole task; its manifest, checked; repository and commit on the Hub."""
+    put_back(Path(source))
     if str(source) and Path(source).is_dir():
         folder = Path(source)
         if (folder / MANIFEST).exists():

@@ -10,6 +10,7 @@ from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from dulbe_peft.checkpoints import learner_file
 from dulbe_peft.checkpoints.card import model_card
 from dulbe_peft.checkpoints.layout import LEARNER_FILE, RESULTS_FILE
+from dulbe_peft.encoders.loading import check_saved
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils import hub
@@ -46,6 +47,7 @@ def write(
     state: LearnerState, folder: Path, statistics: bool = True, card: str | None = None, local: bool = True
 ) -> None:
     """Write a learner's files into a folder, with `statistics` the strategy's memory, with `local` the base's path."""
+    check_saved(state.processor, state.base)
     if state.adapter is not None:
         state.model.save_pretrained(str(folder), save_embedding_layers=False)  # type: ignore[operator]
     (folder / MODEL_CARD).write_text(card or model_card(state, None), encoding="utf-8")

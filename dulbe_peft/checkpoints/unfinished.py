@@ -1,17 +1,46 @@
 """What a checkpoint in the middle of a task holds beside the learner: which task, and what was measured before it."""
 
 import json
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from dulbe_peft.checkpoints.layout import TASK_FILE
 from dulbe_peft.data.images import LabelledImages
+from dulbe_peft.utils.files import read_json
+from dulbe_peft.utils.folders import CheckpointError, read_manifest
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
 
 FORMAT = "dulbe-task-1"
+RNG_FILES = "rng_state*.pth"  # transformers', one of each process
+
+
+def begin(folder: Path) -> None:
+    """Make a checkpoint that is about to be written anew an incomplete one: its last file goes first."""
+    (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+
+
+def check_whole(folder: Path) -> None:
+    """Raise a `CheckpointError` unless a checkpoint was written to its end and each of its files is whole."""
+    read_manifest(folder)
+    random = [path.name for path in sorted(folder.glob(RNG_FILES))] or [RNG_FILES]
+    for name in (OPTIMIZER_NAME, SCHEDULER_NAME, *random, TRAINER_STATE_NAME):
+        if not (folder / name).is_file():
+            why = "it was not written to its end, or with save_only_model, and training cannot go on with it"
+            raise CheckpointError(f"{folder} holds no {name}: {why}")
+        try:
+            if name == TRAINER_STATE_NAME:
+                read_json(folder / name)
+            else:  # torch writes zip archives with a checksum of each part
+                with zipfile.ZipFile(folder / name) as archive:
+                    if damaged := archive.testzip():
+                        raise ValueError(f"the checksum of {damaged} differs")
+        except (ValueError, zipfile.BadZipFile) as error:
+            raise CheckpointError(f"{folder / name} is damaged: {error}") from error
 
 
 def record_of(images: LabelledImages, look: bool) -> dict[str, Any]:

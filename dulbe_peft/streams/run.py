@@ -18,7 +18,7 @@ from dulbe_peft.checkpoints.layout import LEARNER_FILE, PROGRESS_FILE, RESULTS_F
 from dulbe_peft.classifiers.closing import ClosingPass
 from dulbe_peft.data.names import check_class_texts
 from dulbe_peft.data.store import FeatureStore
-from dulbe_peft.encoders.loading import has_text
+from dulbe_peft.encoders.loading import check_saved, has_text
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, Evaluation, write_predictions
 from dulbe_peft.metrics.features import FEATURES_FOLDER, SUFFIX, TaskFeatures
@@ -74,6 +74,7 @@ def run_stream(
     if output.exists() and not output.is_dir():
         raise ValueError(f"output_dir {str(output)!r} is a file, expected a folder")
     folders.check_outside_saved(output, "write a run")
+    check_saved(learner.state.processor, learner.state.base)
     untested = [index + 1 for index, task in enumerate(stream) if task.test is None]
     if 0 < len(untested) < len(stream):
         raise ValueError(f"task {untested[0]} has no test data, others have: give it to all tasks or to none")

@@ -1,4 +1,4 @@
-"""Templates of pages, model cards and texts for a terminal."""
+"""Templates for pages, model cards and texts for a terminal."""
 
 from functools import cache
 from importlib import resources

@@ -4,24 +4,26 @@ A line of `EDGES` changes what `frozen` measures. Names become unit vectors near
 training images of each class that nobody learns from, or near S^-1 of them, with noise of so many times their spread;
 `mixed` adds the model's own. `common` adds one direction to all features, as real networks have, `gap` another one to
 all names, and `power` makes features heavy-tailed. `lone4` gives four images to four of five classes, and one to the
-fifth.
+fifth. With `--real`, features are read as `real` says; lines that need more images, classes or names are left out.
 
     python -m research.benchmarks.edges --clip glyph-clip --data handwriting --stream handwriting --increment 11
+    python -m research.benchmarks.edges --real FOLDER --streams cars dtd
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from research.benchmarks import common
-from research.benchmarks.frozen import draw, encoded, figures
+from research.benchmarks import common, real
+from research.benchmarks.frozen import draw, encoded, figures, folder_options, step
 
 SPECS = ("text", "bridge", "lda", "gda", "ranpac:features=1000", "bayes")
 SPARE = 10
@@ -61,28 +63,48 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument(
         "--held-back", type=int, default=0, help="test on so many training images, to choose settings"
     )
+    folder_options(options)
     values = common.parse(options, argv)
-    features, rows = encoded(values), []
-    stream = values.stream or common.model_name(values.data)
-    for edge in values.edges[:1] if values.quick else values.edges:
-        counts = EDGES[edge]["counts"]
-        for count in counts[:1] if values.quick else counts:
-            found = [measured(features, edge, count, values, seed) for seed in range(values.repeats)]
-            for spec in found[0]:
-                each = [common.rounded(100 * one[spec]) for one in found]
-                row = common.value_row(
-                    f"{stream}, {edge}, {count} images a class, {spec}", statistics.fmean(each), "%"
-                )
-                row["value"] = common.rounded(row["value"])
-                rows.append(row | {"stream": stream, "edge": edge, "counts": count, "classifier": spec, "each": each})
+    rows = []
+    for stream, drawn in streams(values):
+        for edge in values.edges[:1] if values.quick else values.edges:
+            counts = [count for count in EDGES[edge]["counts"] if can_have(drawn(0), edge, count)]
+            for count in counts[:1] if values.quick else counts:
+                found = [measured(drawn(seed), edge, count, values, seed) for seed in range(values.repeats)]
+                for spec in found[0]:
+                    each = [common.rounded(100 * one[spec]) for one in found]
+                    said = f"{stream}, {edge}, {count} images a class, {spec}"
+                    row = common.value_row(said, common.rounded(statistics.fmean(each)), "%")
+                    key = {"stream": stream, "edge": edge, "counts": count, "classifier": spec}
+                    rows.append(row | key | {"each": each})
     common.write("edges", values, argv, rows)
+
+
+def streams(values: Any) -> Iterator[tuple[str, Callable[[int], dict[str, Any]]]]:
+    """The name of each stream, and a seed's features; none where the folder has no file."""
+    if values.real is None:
+        features = encoded(values)
+        yield values.stream or common.model_name(values.data), lambda seed: features
+        return
+    for name in values.streams:
+        if real.stream(values.real, name) is not None:
+            yield name, partial(real.stream, values.real, name, "own")
+
+
+def can_have(features: dict[str, Any], edge: str, count: str) -> bool:
+    """Whether a stream has the names, the classes and the images of an edge."""
+    names, classes = EDGES[edge].get("names", "own"), EDGES[edge].get("classes", 0)
+    named = features["text"] is not None or names in ("none", "means", "inverse")
+    spare = SPARE if names in ("means", "inverse", "mixed") else 0
+    whole = int(features["y"].bincount().min()) >= spare
+    return named and whole and len(features["names"]) > classes and real.enough(features, count, spare)
 
 
 def measured(features: dict[str, Any], edge: str, counts: str, values: Any, seed: int) -> dict[str, float]:
     """A_last of each classifier, as a fraction, in one draw."""
     settings = {key: value for key, value in EDGES[edge].items() if key != "counts"}
     made = changed(features, seed, **settings)
-    tasks = draw(made, counts, values.increment, seed, values.held_back)
+    tasks = draw(made, counts, step(made, values), seed, values.held_back)
     specs = (
         SPECS if made["text"] is not None else [spec for spec in SPECS if spec.startswith(("lda", "ranpac", "bayes"))]
     )

@@ -80,9 +80,15 @@ def stream_options(
 
 def real_options(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """The options of what learns streams of `research.benchmarks.real`, too."""
+    folder_options(options)
+    options.add_argument("--names", nargs="+", default=list(real.NAMES), help="with --real: how strong names are")
+    return options
+
+
+def folder_options(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The options that say which streams of `research.benchmarks.real` are learned."""
     options.add_argument("--real", type=Path, help="folder of research.benchmarks.real, in place of a model and data")
     options.add_argument("--streams", nargs="+", default=list(real.STREAMS), help="with --real: which of them")
-    options.add_argument("--names", nargs="+", default=list(real.NAMES), help="with --real: how strong names are")
     return options
 
 

@@ -113,8 +113,11 @@ def lines(
     for name in streams:
         features = stream(folder, name)
         for kind in (each for each in names if each in kinds(features)):
-            for count in counts:
-                most = max(int(part) for part in count.removesuffix("/rank").partition("+")[0].split("/"))
-                usual = int(features["y"].bincount().median()) if features is not None else 0
-                if most <= usual or (count.endswith("/rank") and most <= 4 * usual):
-                    yield name, kind, count
+            yield from ((name, kind, count) for count in counts if features is not None and enough(features, count))
+
+
+def enough(features: dict[str, Any], count: str, spare: int = 0) -> bool:
+    """Whether a stream's usual class has so many images besides `spare` ones; a long tail's largest may have fewer."""
+    first = count.removeprefix("lone").removesuffix("/rank").partition("+")[0]
+    most, usual = max(int(part) for part in first.split("/")), int(features["y"].bincount().median()) - spare
+    return most <= (4 * usual if count.endswith("/rank") else usual)

@@ -1,5 +1,6 @@
 """A saved learner and its base model: the right one is found where it may be, and no other is taken."""
 
+import json
 import random
 import shutil
 from pathlib import Path
@@ -7,11 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from lives import images_of, randomness
 from small_runs import learner_of
 
 from dulbe_peft import CheckpointError, ClassIncrementalLearner, Task, load_clip
 from dulbe_peft.encoders.registry import demo_model_folder
+from dulbe_peft.photos.deployment.export import export_learner
 from dulbe_peft.utils.folders import MANIFEST, commit_folder
 
 IMAGES = images_of(0, 1, 0, 1)
@@ -92,6 +95,45 @@ def test_missing_processor_files_are_not_replaced_by_others(here, pattern, kind)
     commit_folder(here / "less", "learner", without)
     with pytest.raises(CheckpointError, match=f"processor has no {kind}"):
         ClassIncrementalLearner.from_pretrained(here / "less")
+
+
+class Grey(transformers.CLIPImageProcessorPil):
+    """An image processor of somebody's own."""
+
+    def __call__(self, images, **options):
+        return super().__call__(images.convert("L").convert("RGB"), **options)
+
+
+class OwnTokenizer(transformers.CLIPTokenizer):
+    """A tokenizer of somebody's own."""
+
+
+@pytest.mark.parametrize(("part", "kind"), [("image_processor", "Grey"), ("tokenizer", "OwnTokenizer")])
+def test_a_processor_that_loading_would_replace_is_not_saved(here, part, kind):
+    clip, processor = load_clip("models/clip")
+    own = Grey if part == "image_processor" else OwnTokenizer
+    setattr(processor, part, own.from_pretrained("models/clip"))
+    with pytest.warns(UserWarning, match=f"{kind}, and a saved learner .* cannot be saved"):
+        learner = learner_with((clip, processor), "frozen")
+    with pytest.raises(ValueError, match=f"is a {kind}, and a saved learner is loaded with"):
+        learner.run([Task(IMAGES, None, ["a", "b"])], "run")
+    assert not Path("run").exists() and not learner.tasks, "refused before it learns"
+    learner.learn_task(IMAGES, ["a", "b"])
+    for write in (learner.save_pretrained, lambda folder: export_learner(learner, folder, "transformers")):
+        with pytest.raises(ValueError, match=f"is a {kind}, and a saved learner is loaded with"):
+            write("out")
+        assert not Path("out").exists()
+
+
+def test_a_folder_with_another_image_processor_is_not_read_with_the_familys_own(here):
+    file = here / "work" / "models" / "clip" / "preprocessor_config.json"
+    plain = json.loads(file.read_text())
+    file.write_text(json.dumps(plain | {"image_processor_type": "Grey"}))
+    with pytest.raises(ValueError, match="models/clip has the image processor 'Grey', and a CLIP is read with"):
+        load_clip("models/clip")
+    for older in ("CLIPFeatureExtractor", "CLIPImageProcessorFast"):
+        file.write_text(json.dumps(plain | {"image_processor_type": older}))
+        assert type(load_clip("models/clip")[1].image_processor) is transformers.CLIPImageProcessorPil
 
 
 def test_augmented_images_resume_byte_for_byte(here, monkeypatch):

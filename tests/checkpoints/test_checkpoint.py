@@ -1,7 +1,9 @@
 """Folders that are whole or not there: what a manifest catches, and what is left when writing fails at any point."""
 
+import copy
 import errno
 import os
+import shutil
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -11,11 +13,17 @@ from unittest.mock import Mock
 
 import pytest
 from failing_files import Failing, edited
-from lives import content
+from lives import content, tiny_base
 
+from dulbe_peft import ClassIncrementalLearner
+from dulbe_peft.checkpoints.locating import check_there
+from dulbe_peft.encoders.registry import find_model
+from dulbe_peft.photos.commands.main import main
+from dulbe_peft.photos.commands.named import claim
+from dulbe_peft.photos.report.run_folder import read_run
 from dulbe_peft.utils import folders
 from dulbe_peft.utils.files import write_json
-from dulbe_peft.utils.folders import CheckpointError, clear_leftovers, exclusive, read_manifest
+from dulbe_peft.utils.folders import CheckpointError, clear_leftovers, exclusive, put_back, read_manifest
 
 
 def fill(text):
@@ -71,9 +79,9 @@ def test_a_missing_or_changed_file_is_named(folder):
     with pytest.raises(CheckpointError, match=r"a\.txt is damaged"):
         read_manifest(folder)
     (folder / "inner" / "a.txt").unlink()
-    with pytest.raises(CheckpointError, match=r"misses 'inner/a\.txt'"):
+    with pytest.raises(CheckpointError, match=r"lacks the file 'inner/a\.txt'"):
         read_manifest(folder)
-    with pytest.raises(CheckpointError, match=r"holds no manifest\.json"):
+    with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
         read_manifest(folder.parent)
 
 
@@ -91,9 +99,9 @@ def test_a_folder_of_others_is_not_replaced(tmp_path):
 
 def test_a_folder_of_another_kind_is_not_replaced(folder):
     before = content(folder)
-    with pytest.raises(FileExistsError, match="saved is a folder of the kind 'learner', expected 'export'"):
+    with pytest.raises(FileExistsError, match="saved is a folder of kind 'learner', expected 'export'"):
         folders.commit_folder(folder, "export", fill("new"))
-    with pytest.raises(FileExistsError, match="saved is a saved folder of the kind 'learner': write the export to a"):
+    with pytest.raises(FileExistsError, match="saved is a saved folder of kind 'learner': write the export to a"):
         folders.commit_folder(folder / "inner" / "lora", "export", fill("new"))
     assert content(folder) == before
 
@@ -181,6 +189,45 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path):
     assert set(names(tmp_path)) == set(others)
 
 
+def killed_between_the_renames(folder):
+    shutil.copytree(folder, folder.with_name(f".{folder.name}.dulbe-tmp-a1b2c3d4"))
+    folder.rename(folder.with_name(f".{folder.name}.dulbe-tmp-a1b2c3d4.old"))
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [
+        lambda folder: ClassIncrementalLearner.from_pretrained(folder, copy.deepcopy(tiny_base()[0])),
+        read_run,
+        lambda folder: check_there(str(folder)),
+        lambda folder: claim(("--output", str(folder), "folder")),
+        lambda folder: suppress(ValueError)(find_model)(str(folder)),
+    ],
+    ids=["from_pretrained", "report", "commands", "outputs", "models"],
+)
+def test_opening_a_folder_puts_back_what_a_killed_writer_moved(own_run, capsys, opened):
+    folder = own_run / "task-002"
+    before = content(folder)
+    killed_between_the_renames(folder)
+    opened(folder)
+    assert content(folder) == before and f"put back: {folder}, which a killed program" in capsys.readouterr().err
+    assert not [name for name in names(own_run) if "dulbe-tmp" in name or name.endswith(".lock")]
+
+
+def test_a_server_does_not_begin_anew_over_what_a_killed_one_left(own_run, tmp_path):
+    saved = shutil.copytree(own_run / "task-002", tmp_path / "taught")
+    killed_between_the_renames(saved)
+    assert main(["serve", str(own_run), "--output", str(saved), "--port", "0"]) == 2
+    assert read_manifest(saved) and names(tmp_path) == ["run", "taught"]
+
+
+def test_a_folder_that_cannot_be_put_back_is_named(folder, monkeypatch):
+    killed_between_the_renames(folder)
+    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
+    with pytest.raises(CheckpointError, match=r"is now .*/\.saved\.dulbe-tmp-a1b2c3d4\.old: rename it by hand"):
+        put_back(folder)
+
+
 def test_saving_puts_back_what_a_killed_writer_moved(folder):
     folder.rename(folder.with_name(".saved.dulbe-tmp-a1b2c3d4.old"))
     folder.with_name(".saved.dulbe-tmp-a1b2c3d4").mkdir()
@@ -221,4 +268,4 @@ def test_a_second_holder_is_refused_in_the_same_thread_and_in_another(tmp_path):
     with exclusive(path, "folder 'x'"):
         refused(path)
     path.write_text("all of it")
-    assert "is not an empty file, as a lock is" in refused(path) and path.read_text() == "all of it"
+    assert "is not an empty lock file" in refused(path) and path.read_text() == "all of it"

@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 import write_saved
-from documents import blocks
+from documents import blocks, text_of
 from safetensors.torch import load_file
 from small_runs import learner_of
 from test_dual_mode_trainer import assert_equal
@@ -19,7 +19,8 @@ from torch.utils.data import RandomSampler
 from dulbe_peft import class_incremental_tasks
 from dulbe_peft.training.trainer import epoch_order
 
-TRAINER, FRESH_TRAINER, BY_HAND, FRESH_BY_HAND = [code for _, _, code in blocks("docs/by-hand.md", "python")][:4]
+TRAINER, FRESH_TRAINER = [code for _, _, code in blocks("docs/by-hand.md", "python")][:2]
+BY_HAND = text_of("examples/training_loop.py")
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ class ByHand:
 @pytest.mark.slow
 def test_by_hand_and_the_learner_are_equal(small, base):
     """Bit for bit, over two tasks of two steps in two epochs; each teacher sees the batches that are trained on."""
-    namespace: dict = {}
+    namespace: dict = {"__name__": "__main__"}
     exec(compile(BY_HAND, "by hand", "exec"), namespace)
     settings = {"batch_size": 32, "eval_batch_size": 32, "epochs": 2, "prompt_template": "a photo of a {}."}
     learner = learner_of(
@@ -96,14 +97,12 @@ def test_the_next_task_in_a_fresh_process(small, way, tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("dulbe_peft.streams.digits.digit_tasks", lambda: small)
-    namespace: dict = {}
+    namespace: dict = {"__name__": "__main__"}
     if way == "by hand":
         exec(compile(BY_HAND, way, "exec"), namespace)
-        definitions = BY_HAND[: BY_HAND.index("june, july, august =")]
-        before = definitions + "august, june = stream[2], stream[0]\ntau = 14.0\n"
-        before = before.replace("14.0", repr(namespace["tau"]))
+        before = "sys.argv.append('--resume')"
         go_on = "torch.manual_seed(1)\nlearn(august.train, august.class_names)"  # the order of the images
-        code = FRESH_BY_HAND.replace("learn(august.train, august.class_names)", go_on)
+        code = BY_HAND.replace("    for task in tasks:", "    torch.manual_seed(1)\n    for task in tasks:")
     else:
         exec(compile(TRAINER, way, "exec"), namespace)
         before, code = "", FRESH_TRAINER + "model = learner.model\n"

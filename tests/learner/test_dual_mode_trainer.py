@@ -2,10 +2,12 @@
 
 import copy
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from dulbe_peft import (
     load_clip,
     paper_arguments,
 )
+from dulbe_peft.checkpoints import unfinished
 from dulbe_peft.trainer import accuracy
 
 PROMPT = {"prompt_template": "the digit {}."}
@@ -191,6 +194,69 @@ def test_a_task_that_was_stopped_goes_on_from_a_checkpoint(base, tasks, whole, t
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 6
     assert_equal(again.learner, whole[index])
+
+
+def half(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+INCOMPLETE = {
+    "no optimizer": (lambda folder: (folder / "optimizer.pt").unlink(), r"holds no optimizer\.pt: it was not"),
+    "half an optimizer": (
+        lambda folder: half(folder / "optimizer.pt"),
+        r"optimizer\.pt is damaged: File is not",
+    ),
+    "half a schedule": (lambda folder: half(folder / "scheduler.pt"), r"scheduler\.pt is damaged"),
+    "no random numbers": (lambda folder: (folder / "rng_state.pth").unlink(), r"holds no rng_state\*\.pth"),
+    "no state": (lambda folder: (folder / "trainer_state.json").unlink(), r"holds no trainer_state\.json"),
+    "half a state": (lambda folder: half(folder / "trainer_state.json"), r"trainer_state\.json is damaged"),
+    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), r"holds no manifest\.json"),
+    "half a task": (lambda folder: half(folder / "task.safetensors"), r"task\.safetensors .*damaged"),
+    "nothing": (lambda folder: [path.unlink() for path in folder.iterdir() if path.is_file()], r"holds no manifest"),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(base, tasks, tmp_path_factory):
+    """A folder with checkpoints of the first task after two steps and after five."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for step in (2, 5):
+        trainer = trainer_of(base, folder, save_strategy="steps", save_steps=step)
+        trainer.add_callback(Stop(step + 1))
+        trainer.train_dataset = tasks[0].train
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        shutil.rmtree(folder / "checkpoint-4", ignore_errors=True)
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-2", "checkpoint-5"]
+    return folder
+
+
+@pytest.mark.parametrize("damage", INCOMPLETE)
+def test_an_incomplete_checkpoint_is_stepped_over_and_named(base, tasks, whole, checkpoints, tmp_path, capsys, damage):
+    folder = shutil.copytree(checkpoints, tmp_path / "out")
+    make, words = INCOMPLETE[damage]
+    make(folder / "checkpoint-5")
+    again = trainer_of(base, folder, save_strategy="no")
+    again.train_dataset, before = tasks[0].train, everything(again.learner)
+    with pytest.raises((CheckpointError, ValueError), match=rf"checkpoint-5.*({words}|is no checkpoint)"):
+        again.train(resume_from_checkpoint=str(folder / "checkpoint-5"))
+    assert differences(everything(again.learner), before) == []
+    again.train(resume_from_checkpoint=True)
+    said = capsys.readouterr().out
+    assert re.search(rf"stepping over .*checkpoint-5: .*{words}", said) and again.state.global_step == 6
+    assert_equal(again.learner, whole[0])
+
+
+def test_a_checkpoint_written_anew_is_incomplete_until_its_end(base, tasks, checkpoints, tmp_path, monkeypatch):
+    folder = shutil.copytree(checkpoints, tmp_path / "out")
+    trainer = trainer_of(base, folder, save_strategy="steps", save_steps=2)
+    trainer.train_dataset = tasks[0].train
+    killed = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr(trainer, "_save_optimizer_and_scheduler", killed)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 holds no trainer_state\.json"):
+        unfinished.check_whole(folder / "checkpoint-2")
 
 
 def test_a_checkpoint_is_of_its_task_alone(base, tasks, tmp_path):

@@ -110,27 +110,25 @@ def test_left_out_images_are_scored_by_a_classifier_that_has_not_learned_them(sp
     """Literally: sums of the rest, and a class that lacks one image has its mean as far from it as n images would."""
     images, labels, texts = clusters(counts, 6, spread=0.5)
     classifier = in_tasks(spec, images, labels, texts, order=list(range(len(counts))), increment=len(counts))
-    found, order = refitted(classifier, images, labels), labels.argsort(stable=True)
+    (fewer, as_many), order = refitted(classifier, images, labels), labels.argsort(stable=True)
     for part in range(0, min(PARTS, len(labels)), 3):
         gone = order[part :: min(PARTS, len(labels))]
         kept = torch.ones(len(labels), dtype=torch.bool)
         kept[gone] = False
         rows = classifier.lifted(images.double())
-        means, numbers, scatter = [], [], torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64)
+        means, moved, scatter = [], [], torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64)
         for c, n in enumerate(counts):
             own, out = rows[kept & (labels == c)], rows[~kept & (labels == c)]
-            mean, number = own.mean(dim=0), len(own)
+            mean = own.mean(dim=0)
             scatter += (own - mean).T @ (own - mean)
-            if len(out) == 1:
-                ratio = ((1 + 1 / n) / (1 + 1 / (n - 1))) ** 0.5
-                mean, number = out[0] - ratio * (out[0] - mean), n
-            means.append(mean)
-            numbers.append(number)
-        left, numbers = classifier.fork(), torch.tensor(numbers)
-        freedom = torch.tensor(int(kept.sum()) - len(counts))
-        left.install({"sums": torch.stack(means) * numbers[:, None], "counts": numbers})
-        left.install({"scatter": scatter, "freedom": freedom})
-        torch.testing.assert_close(found[gone], left.logits(images[gone]), rtol=1e-4, atol=1e-4)
+            means.append((mean * len(own), len(own)))
+            ratio = ((1 + 1 / n) / (1 + 1 / (n - 1))) ** 0.5
+            moved.append(((out[0] - ratio * (out[0] - mean)) * n, n) if len(out) == 1 else means[-1])
+        for found, given in ((fewer, means), (as_many, moved)):
+            left, freedom = classifier.fork(), torch.tensor(int(kept.sum()) - len(counts))
+            left.install({"sums": torch.stack([m for m, _ in given]), "counts": torch.tensor([n for _, n in given])})
+            left.install({"scatter": scatter, "freedom": freedom})
+            torch.testing.assert_close(found[gone], left.logits(images[gone]), rtol=1e-4, atol=1e-4)
 
 
 def test_few_classes_are_estimated_within_five_points_of_the_test():

@@ -51,10 +51,10 @@ def test_a_loaded_learner_keeps_its_precision_and_says_where_it_cannot(hardware,
         assert torch.equal(load(**options).image_embeds(pixels), low)
     assert capsys.readouterr().err == ""
     assert torch.equal(load(machine={"precision": "float32"}).image_embeds(pixels), full)
-    assert "learned in bfloat16, and float32 is asked for" in capsys.readouterr().err
+    assert "learned in bfloat16, but float32 was requested" in capsys.readouterr().err
     hardware.bfloat16 = False
     assert torch.equal(load().image_embeds(pixels), full)
-    assert "learned in bfloat16, and float32 is what there is here" in capsys.readouterr().err
+    assert "learned in bfloat16, but this machine uses float32" in capsys.readouterr().err
     assert torch.equal(load(machine={"precision": "bfloat16"}).image_embeds(pixels), low)
     assert capsys.readouterr().err == ""
 

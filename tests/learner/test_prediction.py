@@ -157,7 +157,7 @@ def test_what_cannot_be_read_does_not_end_the_command(world, tmp_path, capsys):
     assert main([*argv, world.files[0]]) == 0
     said = capsys.readouterr()
     assert said.out.startswith(world.files[0]) and said.out.count("\n") == 1
-    assert f"{tmp_path / 'empty'} cannot be read: the folder holds no image" in said.err
+    assert f"{tmp_path / 'empty'} cannot be read: the folder contains no image" in said.err
     assert "bad.png cannot be read" in said.err and "1 image, 3 could not be read" in said.err
     assert main(argv) == 2
 

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "dulbe_peft"
 AT_THE_TOP = ("photos/commands/", "sklearn.py")
 
 
-def test_packages_of_the_extra_are_imported_where_they_are_needed():
+def test_packages_of_the_photos_extra_are_imported_inside_functions():
     for path in PACKAGE.rglob("*.py"):
         free = path.relative_to(PACKAGE).as_posix().startswith(AT_THE_TOP)
         for node in [] if free else ast.parse(path.read_bytes()).body:
@@ -28,7 +28,7 @@ def test_packages_of_the_extra_are_imported_where_they_are_needed():
             assert not {name.partition(".")[0] for name in names} & set(PHOTOS), f"{path}, line {node.lineno}"
 
 
-def test_the_extra_has_what_the_sentence_promises():
+def test_photos_extra_lists_the_packages_that_errors_name():
     setup = setup_cfg()
 
     def named(text):
@@ -38,7 +38,7 @@ def test_the_extra_has_what_the_sentence_promises():
     assert not named(setup["options"]["install_requires"]) & set(PHOTOS.values())
 
 
-def test_a_missing_package_is_a_sentence_that_names_the_extra():
+def test_error_for_missing_package_names_the_extra():
     message = r"a picture needs the package scikit-learn: pip install 'dulbe_peft\[photos\]'"
     with pytest.raises(ImportError, match=message), installed("a picture"):
         raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn.base")
@@ -59,7 +59,7 @@ def test_a_missing_package_is_a_sentence_that_names_the_extra():
         ("transformers", "module._class_to_module.pop", "Trainer", "DualModeTrainer"),
     ],
 )
-def test_a_name_that_another_release_lacks_is_one_sentence(module, take_out, name, public):
+def test_error_for_unsupported_release_names_a_tested_one(module, take_out, name, public):
     code = f"import importlib\nmodule = importlib.import_module({module!r})\n{take_out}({name!r})"
     code += f"\nimport dulbe_peft\ndulbe_peft.{public}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -69,7 +69,7 @@ def test_a_name_that_another_release_lacks_is_one_sentence(module, take_out, nam
     assert found and found[1] == TESTED[package], done.stderr
 
 
-def test_what_is_said_to_work_is_what_setup_allows_and_ci_installs():
+def test_tested_versions_match_setup_and_constraints():
     allowed = setup_cfg()["options"]["install_requires"].split()
     pinned = text_of("constraints.txt").split()
     for package, versions in TESTED.items():
@@ -86,21 +86,21 @@ sys.exit(start())
 """
 
 
-def test_the_command_line_without_click_is_one_sentence():
+def test_command_line_without_click_prints_one_sentence():
     done = subprocess.run([sys.executable, "-c", WITHOUT_CLICK, "--help"], capture_output=True, text=True)
     wanted = "dulbe-peft needs the package click: pip install 'dulbe_peft[photos]'\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", wanted)
 
 
 @pytest.mark.slow
-def test_the_core_does_its_work():
+def test_core_works_without_extras():
     """`.ci/run` calls the same script where nothing else is installed."""
     done = subprocess.run([sys.executable, str(ROOT / "tests/core_environment.py")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.slow
-def test_importing_it_beside_peft_brings_no_further_package():
+def test_import_beside_peft_loads_only_three_small_packages():
     def packages(code):
         code += "\nimport sys\nprint(*{name.partition('.')[0] for name in sys.modules})"
         return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split())

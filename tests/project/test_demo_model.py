@@ -19,7 +19,7 @@ def folder_size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def test_zero_shot_on_handwritten_digits_is_far_above_chance(base) -> None:
+def test_zero_shot_accuracy_on_handwritten_digits_exceeds_80_percent(base) -> None:
     (model, processor), digits = base, load_digits()
     assert folder_size(FOLDER) < 2_000_000 and {p.dtype for p in model.parameters()} == {torch.float32}
     images = [Image.fromarray((image / 16 * 255).astype(np.uint8)).convert("RGB") for image in digits.images]

@@ -1,6 +1,7 @@
 """Every file in `examples/` runs, in a process of its own and a folder of its own."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -21,26 +22,33 @@ def run(name, *arguments, cwd):
     return subprocess.run(command, check=True, capture_output=True, text=True, cwd=cwd).stdout
 
 
-def test_adapt_clip(tmp_path):
+def test_adapt_clip_example_runs(tmp_path):
     said = run("adapt_clip.py", "--steps", 2, cwd=tmp_path)
     assert "the loaded adapter gives the same features: True" in said
     assert (tmp_path / "my-adapter" / "adapter_model.safetensors").is_file()
 
 
-def test_head_alone(tmp_path):
+def test_training_loop_example_resumes(tmp_path):
+    two = run("training_loop.py", cwd=tmp_path)
+    three = run("training_loop.py", "--resume", cwd=tmp_path)
+    shares = [float(share) for share in re.findall(r"([\d.]+)%", two + three)]
+    assert len(shares) == 6 and min(shares) > 80
+
+
+def test_head_alone_example_runs(tmp_path):
     said = run("head_alone.py", cwd=tmp_path)
     assert float(said.split("accuracy: ")[1].split()[0]) > 0.9 and said.count("mean depth") == 6
 
 
-def test_image_folders(tmp_path, digit_folders):
+def test_image_folders_example_runs_and_resumes(tmp_path, digit_folders):
     arguments = (digit_folders(4, 3, 3), "--model", demo_model_folder(), "--increment", 2, "--epochs", 1)
     said = run("image_folders.py", *arguments, cwd=tmp_path)
-    assert "task 2/2: 4 classes" in said and "A_last" in said
+    assert "task 2/2: 4 classes" in said and "after the last task" in said
     again = run("image_folders.py", *arguments, cwd=tmp_path)
     assert "resuming after task-002" in again and again.splitlines()[-1] == said.splitlines()[-1]
 
 
-def test_domains(tmp_path, digit_folders):
+def test_domains_example_runs_resumes_and_checks_its_protocol(tmp_path, digit_folders):
     for name in ("first", "second"):
         shutil.copytree(digit_folders(2, 3, 2), tmp_path / name)
     (tmp_path / "second" / "class_names.txt").write_text("zero\tround\none\tstraight\n")

@@ -18,7 +18,7 @@ def parts_of(path):
     return yaml.safe_load(front), text
 
 
-def test_the_card_has_the_figures_of_the_packaged_model():
+def test_hub_card_has_the_figures_of_the_packaged_model():
     front, text = parts_of(HUB / "model" / "README.md")
     own, measured = parts_of(demo_model_folder() / "README.md")
     assert (front["license"], front["pipeline_tag"]) == (own["license"], own["pipeline_tag"])
@@ -30,7 +30,7 @@ def test_the_card_has_the_figures_of_the_packaged_model():
     assert "447,521 parameters" in text and "447,521 parameters" in measured
 
 
-def test_the_space_teaches_and_answers(tmp_path):
+def test_space_teaches_and_answers_over_http(tmp_path):
     """Through its HTTP address, as a browser asks it."""
     pytest.importorskip("gradio", reason="gradio needs another Pillow: hub/README.md says how the Space is tried")
     client = pytest.importorskip("gradio_client")

@@ -71,7 +71,7 @@ def imported_names(file: str) -> set[str]:
     return found
 
 
-def test_a_floor_imports_from_the_floors_above_it():
+def test_modules_import_only_from_lower_layers():
     wrong = []
     for file in FILES:
         own = floor_of(module_of(file))
@@ -88,7 +88,7 @@ def test_a_floor_imports_from_the_floors_above_it():
     assert wrong == []
 
 
-def test_no_two_modules_import_each_other_by_whatever_way_round():
+def test_imports_have_no_cycles():
     modules = {module_of(file): file for file in FILES}
 
     def module(name):
@@ -98,7 +98,7 @@ def test_no_two_modules_import_each_other_by_whatever_way_round():
     graphlib.TopologicalSorter(graph).prepare()  # a CycleError names the circle
 
 
-def test_one_version_and_what_to_cite():
+def test_version_and_citation_agree_everywhere():
     metadata, readme = setup_cfg()["metadata"], text_of("README.md")
     assert dulbe_peft.__version__ == metadata["version"]
     assert f"## {metadata['version'].partition('.dev')[0]}" in text_of("CHANGELOG.md")
@@ -113,14 +113,14 @@ def test_one_version_and_what_to_cite():
     assert f"{authors},\n*{paper['title']}*" in readme
 
 
-def test_everything_public_is_documented():
+def test_public_names_have_docstrings():
     for name in dulbe_peft.__all__:
         assert getattr(dulbe_peft, name).__doc__ and name in dir(dulbe_peft), name
     with pytest.raises(AttributeError, match="No dulbe_peft attribute laod_clip"):
         dulbe_peft.laod_clip  # noqa: B018
 
 
-def test_nothing_is_left_for_later():
+def test_no_file_has_unfinished_work_markers():
     marks = re.compile("TO" + "DO|FIX" + "ME|XX" + "X")
     for folder in ("dulbe_peft", "tests", "examples", "docs"):
         for path in (ROOT / folder).rglob("*"):
@@ -128,7 +128,7 @@ def test_nothing_is_left_for_later():
                 assert not marks.search(path.read_text(encoding="utf-8")), path
 
 
-def test_every_reference_of_a_page_is_a_name_of_the_package():
+def test_api_references_in_docs_resolve():
     for page in (ROOT / "docs").rglob("*.md"):
         for name in re.findall(r"^::: (\S+)", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
             assert pkgutil.resolve_name(name), (page.name, name)

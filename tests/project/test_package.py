@@ -20,7 +20,7 @@ def setup_arguments(monkeypatch, repository):
     return found
 
 
-def test_every_link_of_an_index_page_is_absolute_and_leads_to_a_file(monkeypatch):
+def test_links_on_package_index_page_are_absolute_and_valid(monkeypatch):
     found = setup_arguments(monkeypatch, SAMPLE)
     page = found["long_description"]
     links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", page)
@@ -33,12 +33,12 @@ def test_every_link_of_an_index_page_is_absolute_and_leads_to_a_file(monkeypatch
     assert found["url"] == SAMPLE and f"{SAMPLE}/issues" in found["project_urls"].values()
 
 
-def test_without_an_address_the_page_is_the_readme(monkeypatch):
+def test_index_page_without_repository_address_is_the_readme(monkeypatch):
     found = setup_arguments(monkeypatch, "")
     assert found["long_description"] == text_of("README.md") and not found["url"] and not found["project_urls"]
 
 
-def test_workflows_and_templates_are_whole():
+def test_workflows_and_issue_templates_are_complete():
     tests = yaml.safe_load(text_of(".github/workflows/tests.yml"))
     steps = [step.get("run", "") for job in tests["jobs"].values() for step in job["steps"]]
     assert ".ci/run" in steps and any("constraints-lowest.txt" in step for step in steps)
@@ -51,7 +51,7 @@ def test_workflows_and_templates_are_whole():
     assert "`dulbe-peft env`" in forms["bug"] and "`verify.json`" in forms["verify"]
 
 
-def test_the_list_of_pages_for_programs_has_every_page():
+def test_llms_txt_lists_every_page():
     listed = re.findall(r"\]\((docs/[^)]+)\)", text_of("llms.txt"))
     made = runpy.run_path(str(ROOT / "docs" / "llms.py"))["llms"]()
     assert re.findall(r"\]\((docs/[^)]+)\)", made) == listed  # else: python docs/llms.py
@@ -59,7 +59,7 @@ def test_the_list_of_pages_for_programs_has_every_page():
     assert set(listed) == pages
 
 
-def test_the_lowest_versions_are_those_that_setup_allows():
+def test_lowest_constraints_match_setup():
     setup = setup_cfg()
     asked = setup["options"]["install_requires"].split()
     for extra in ("photos", "datasets", "heic", "onnx", "dask"):

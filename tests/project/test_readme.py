@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import runpy
 import shlex
 import tempfile
 from pathlib import Path
@@ -39,7 +40,8 @@ ELSEWHERE = {
     "docs/deploying.md": "photos/deployment/test_deployment.py",
 }
 # Pages whose commands run, too, block after block together with their Python.
-WALKED = ("docs/data.md", "docs/next-month.md", "docs/photographs.md")
+WALKED = ("docs/data.md", "docs/next-month.md")
+OUTPUTS = runpy.run_path(str(ROOT / "docs" / "outputs.py"))  # writes what pages say that their code prints
 MODEL = "openai/clip-vit-base-patch16"  # of pages; here it is the demo's
 WIDTH = 108  # of code, in characters: what a page of the docs shows at 1280 pixels without scrolling
 SETTINGS = field_types(StreamArguments) | field_types(AdapterSettings) | field_types(LearnerArguments)
@@ -56,8 +58,11 @@ def commands(page):
 def elsewhere(tmp_path, monkeypatch):
     """A folder to work in, and 24 images of each digit; what a page registers is forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
-    stream = class_incremental_tasks(write_saved.digits(0, 24), write_saved.digits(24, 34), increment=2)
-    monkeypatch.setattr("dulbe_peft.streams.digits.digit_tasks", lambda: stream)
+    train, test = write_saved.digits(0, 24), write_saved.digits(24, 34)
+    monkeypatch.setattr(
+        "dulbe_peft.streams.digits.digit_tasks",
+        lambda increment=2: class_incremental_tasks(train, test, increment=increment),
+    )
     monkeypatch.setattr(STRATEGIES, "_classes", dict(STRATEGIES._classes))
     return tmp_path
 
@@ -70,11 +75,12 @@ def test_python_of_pages_runs(page, elsewhere, capsys):
         if title not in NOT_RUN:
             exec(compiled, namespace)
     if page == "README.md":
-        assert "trainable params" in capsys.readouterr().out
+        assert re.search(r"^old classes .*%, new classes .*%$", capsys.readouterr().out, flags=re.MULTILINE)
         assert (elsewhere / "my-learner" / "manifest.json").is_file()
+        assert (elsewhere / "digits" / "adapter_model.safetensors").is_file()
 
 
-def test_the_notebook_runs(elsewhere, monkeypatch):
+def test_notebook_runs_and_learns(elsewhere, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
     cells = json.loads(text_of("examples/own_folder.ipynb"))["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
@@ -89,7 +95,7 @@ def test_the_notebook_runs(elsewhere, monkeypatch):
     assert (folder / "exported" / "model.safetensors").is_file()
 
 
-def test_few_blocks_are_not_run_and_others_elsewhere():
+def test_only_a_few_code_blocks_are_not_run():
     titles = [title for page in PAGES for _, title, _ in blocks(page, "python") if title]
     assert set(titles) <= set(NOT_RUN) and len(titles) <= 4
     assert all(Path(page).name in text_of(f"tests/{test}") for page, test in ELSEWHERE.items())
@@ -132,17 +138,34 @@ def test_commands_of_a_page_run(page, photos, capsys):
         assert ClassIncrementalLearner.from_pretrained(photos / "june-too").tasks == [tuple(names) for names in june]
 
 
-def test_the_page_of_data_names_every_suffix():
+def split_numbers(text):
+    """The text with `#` for every decimal number, and these numbers; seconds are left out."""
+    text = re.sub(r"\d+\.\d+ s\b", "some s", text)
+    return re.sub(r"\d+\.\d+", "#", text), [float(number) for number in re.findall(r"\d+\.\d+", text)]
+
+
+@pytest.mark.parametrize(
+    "page", [OUTPUTS["PAGES"][0], *(pytest.param(page, marks=pytest.mark.slow) for page in OUTPUTS["PAGES"][1:])]
+)
+def test_outputs_on_a_page_are_what_its_code_prints(page, tmp_path):
+    """Words and counts are equal; percentages are within 5 points, for another processor rounds otherwise."""
+    words, numbers = split_numbers(text_of(page))
+    words_now, numbers_now = split_numbers(OUTPUTS["with_outputs"](text_of(page), tmp_path))
+    assert words_now == words  # else: python docs/outputs.py
+    assert numbers_now == pytest.approx(numbers, abs=5)
+
+
+def test_data_page_names_every_image_suffix():
     assert not [suffix for suffix in image_suffixes() if f"`{suffix}`" not in text_of("docs/data.md")]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
-def test_commands_parse(page):
+def test_commands_of_pages_parse(page):
     for command in commands(page):
         parse(command)
 
 
-def test_ci_runs_what_contributors_are_told_to_run():
+def test_ci_runs_the_commands_in_contributing():
     script, told = text_of(".ci/run"), []
     for page, word in (("CONTRIBUTING.md", "ruff"), ("README.md", "pytest")):
         lines = [line for _, _, code in blocks(page, "bash") for line in code.splitlines() if word in line]
@@ -150,7 +173,7 @@ def test_ci_runs_what_contributors_are_told_to_run():
     assert len(told) >= 5 and all(command in script for command in told)
 
 
-def test_the_tests_behind_the_promises_exist():
+def test_tests_named_on_the_trust_page_exist():
     named = re.findall(r"`(test_\w+)`", text_of("docs/trust.md"))
     files = re.findall(r"`(tests/[\w/]+\.py)`", text_of("docs/trust.md"))
     tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
@@ -164,7 +187,7 @@ def parts():
     return {title: re.findall(r"[\w/-]+\.md", str(pages)) for part in nav for title, pages in part.items()}
 
 
-def test_start_pages_link_every_page_of_their_parts():
+def test_start_pages_link_every_page_of_their_part():
     pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")} - {"index.md"}
     assert sorted(page for part in parts().values() for page in part) == sorted(pages)
     start = text_of("docs/index.md")
@@ -174,14 +197,14 @@ def test_start_pages_link_every_page_of_their_parts():
         assert set(others) <= linked, first
 
 
-def test_no_page_of_the_library_needs_the_application():
+def test_library_pages_do_not_use_the_application():
     for page in parts()["The adapter"]:
         code = "".join(code for *_, code in blocks(f"docs/{page}", "python", "bash"))
         assert "dulbe_peft.photos" not in code and "research" not in code, page
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_options_that_pages_name_exist(page, tmp_path):
+def test_options_named_on_pages_exist(page, tmp_path):
     text = text_of(page)
     for _, _, block in blocks(page, "yaml"):
         if "streams" in yaml.safe_load(block):
@@ -200,13 +223,13 @@ def test_options_that_pages_name_exist(page, tmp_path):
 
 
 @pytest.mark.parametrize("page", [*PAGES, "llms.txt", "hub/README.md", "hub/model/README.md", "hub/space/README.md"])
-def test_links_between_pages_lead_somewhere(page):
+def test_links_between_pages_are_valid(page):
     text = re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (ROOT / page).parent.joinpath(target).is_file(), target
 
 
-def test_messages_that_troubleshooting_explains_are_the_code_s():
+def test_messages_in_troubleshooting_exist_in_the_code():
     """A text of the code holds the message, or its fixed parts make up a third of the message."""
     texts = []
     for path in (ROOT / "dulbe_peft").rglob("*.py"):
@@ -225,12 +248,12 @@ def test_messages_that_troubleshooting_explains_are_the_code_s():
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_code_is_narrow_enough_not_to_scroll(page):
+def test_code_on_pages_fits_without_scrolling(page):
     lines = [line for _, _, code in blocks(page, "python", "bash", "yaml", "text") for line in code.splitlines()]
     assert all(len(line) <= WIDTH for line in lines), max(lines, key=len)
 
 
-def test_what_the_readme_says_of_training_follows_from_the_tables():
+def test_gains_stated_in_readme_match_the_tables():
     """The gains of the names, and the most that the default classifier loses; whatever the files say."""
     found = {}
     for file in ("handwriting", "photographs"):
@@ -244,7 +267,27 @@ def test_what_the_readme_says_of_training_follows_from_the_tables():
     assert gains.removeprefix("improves the text classifier by ") in " ".join(text_of("docs/results.md").split())
 
 
-def test_a_comparison_with_training_leaves_nothing_adverse_out():
+def test_what_the_page_says_of_novelty_follows_from_the_results():
+    figures = "near, novelty;near, probability;near, said"
+    _, *rows = evidence.beside(RESULTS, folder="rejection/real", figures=figures)
+    gains = [float(novelty) - float(probability) for *_, novelty, probability, _ in rows]
+    with_four = [float(novelty) for _, count, novelty, *_ in rows if count == "4"]
+    errors = [abs(float(said) - float(novelty)) for *_, novelty, _, said in rows if said]
+    text = " ".join(text_of("docs/predicting.md").split())
+    assert f"on average {sum(gains) / len(gains):.1f} points larger" in text
+    assert f"it is {-min(gains):.1f} points smaller" in text
+    assert f"it is {min(with_four)} % (aircraft) to {max(with_four)} %" in text
+    assert f"errors of up to {max(errors):.0f} points" in text
+
+
+def test_what_the_page_says_of_methods_that_keep_features_follows_from_the_results():
+    names = "bayes,tip_adapter,proker,linear_probe"
+    *_, (_, *means) = evidence.frozen(RESULTS, classifiers=names, counts="1,16")
+    text = " ".join(text_of("docs/classifiers.md").split())
+    assert re.findall(r"([\d.]+) %", text[text.index("On three small streams") :]) == [m.strip("*") for m in means]
+
+
+def test_comparison_tables_include_unfavourable_columns():
     """Every such table has the default classifier, the best other one, and what is still known."""
     columns = ("bayes", "the best other", "still known")
     tables = re.findall(r"<!-- table: (?:trained|family) .*? -->\n\n(\|.*\|)\n", text_of("docs/results.md"))

@@ -166,6 +166,22 @@ def test_streams_of_a_folder_are_measured_with_and_without_names(tmp_path):
     assert min(lines.values()) > 90
 
 
+def test_edges_of_a_folder_leave_out_what_a_stream_has_no_names_classes_or_images_for(tmp_path):
+    labels, texts = torch.arange(120) % 4, F.normalize(randn(4, 6, seed=1), dim=1)
+    rows = {"x": (texts[labels] + 0.1 * randn(120, 6, seed=0)).half().numpy(), "y": labels.short().numpy()}
+    np.savez(tmp_path / "a.npz", **rows, t=texts.numpy())
+    np.savez(tmp_path / "b.npz", **rows)
+    wanted = ("no names", "3 classes", "12 classes", "mixed with own names", "near the means, noise 1")
+    options = ["--real", str(tmp_path), "--streams", "a", "b", "missing", "--repeats", "1", "--edges", *wanted]
+    edges.main([*options, "--out", str(tmp_path / "out.json")])
+    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["rows"]
+    lines = {stream: {row["edge"] for row in found if row["stream"] == stream} for stream in ("a", "b")}
+    assert lines == {"a": set(wanted) - {"12 classes"}, "b": {"no names", "near the means, noise 1"}}
+    # 18 of 30 images of a class are learned from: 16 are enough, 32 are not.
+    assert {row["counts"] for row in found if row["edge"] == "no names"} == {"1", "2", "4", "16", "lone4", "30/rank"}
+    assert {row["classifier"] for row in found if row["edge"] == "near the means, noise 1"} == set(edges.SPECS)
+
+
 def test_no_result_names_a_path_of_the_machine_that_measured_it():
     files = [path for path in common.RESULTS.rglob("*") if path.suffix in (".json", ".csv", ".txt")]
     assert len(files) > 30

@@ -143,7 +143,7 @@ def test_folders_with_numbers_take_names_in_the_order_of_the_numbers(tmp_path, c
     assert named == {"0": "panda", "1": "pizza", "2": "airplanes", "10": "face"}
     source = {"data": str(tmp_path / "data"), "train_split": "train", "test_split": "test"}
     open_source(source)
-    assert "--class-names FILE gives them names" in capsys.readouterr().out
+    assert "--class-names FILE gives the classes names" in capsys.readouterr().out
     open_source(source | {"class_names": str(tmp_path / "names.txt")})
     assert "names.txt: '0' is 'panda', '1' is 'pizza', '10' is 'face', ..." in capsys.readouterr().out
 

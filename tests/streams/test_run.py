@@ -207,7 +207,7 @@ def test_a_saved_learner_goes_on_in_a_new_folder_and_nothing_is_invented(base, p
         for key, value in loaded.classifiers[name].state_dict().items():
             assert torch.equal(value, classifier.state_dict()[key]), (name, key)
     assert again.run(tasks[2:], tmp_path / "run") == found, "the same call goes on"
-    with pytest.raises(ValueError, match="class that was seen already"):
+    with pytest.raises(ValueError, match="class that was already seen"):
         other.run(tasks, tmp_path / "other")
 
 

@@ -164,7 +164,7 @@ def test_malformed_datasets_are_refused(dataset, error, message):
         (["cat", "dog", "cat"], ValueError, r"class_names\[2\] and \[0\] are both 'cat'"),
         (["c\0t"], ValueError, "control characters"),
         (["\udcff"], ValueError, "UTF-8"),
-        (["bird"], ValueError, "'bird', a class that was seen already"),
+        (["bird"], ValueError, "'bird', a class that was already seen"),
     ],
 )
 def test_class_names_that_are_refused(names, error, message):

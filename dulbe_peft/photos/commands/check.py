@@ -94,7 +94,8 @@ def check(
         print("\n".join(["", DOUBTS if doubtful else NO_DOUBTS, *doubts]), file=words)
     if page is not None:
         content = {"name": name, "found": found, "problems": [*found.problems(), *small]}
-        _write_page(Path(page), parts, content | {"pairs": found.duplicates[:PAIRS], "doubtful": doubtful[:DOUBTFUL]})
+        by_harm = sorted(found.duplicates, key=lambda pair: pair.first.split == pair.second.split)  # leaks first
+        _write_page(Path(page), parts, content | {"pairs": by_harm[:PAIRS], "doubtful": doubtful[:DOUBTFUL]})
     blank = [[split, parts[split].item_name(at), "blank", why] for (split, at), (_, why) in pictures.items() if why]
     rows = [*_findings(found, doubtful), *tiny, *blank]
     if csv is not None:

@@ -14,7 +14,7 @@ from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_pr
 from dulbe_peft.streams.progress import Timings, read_finished
 from dulbe_peft.streams.results import Results, stream_results
 from dulbe_peft.training.state import Update
-from dulbe_peft.utils.folders import CheckpointError, read_manifest
+from dulbe_peft.utils.folders import CheckpointError, put_back, read_manifest
 from dulbe_peft.utils.records import Fraction, Record, read_record
 
 PICTURES_FOLDER = "pictures"
@@ -48,12 +48,13 @@ class Copy(Record):
 
 
 class Pictures(Record):
-    """`pictures/index.json`: the surest mistakes, a few images a class, what is left out, copies."""
+    """`pictures/index.json`: the surest mistakes, a few images a class, what is left out, copies, names of tasks."""
 
     mistakes: list[Example] = []
     classes: list[Example] = []
     left_out: list[str] = []
     copies: list[Copy] = []
+    task_names: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,12 @@ class RunFolder:
         return str(self.settings["strategy"]["name"])
 
     @property
+    def task_names(self) -> list[str]:
+        """What to call each task, such as the month in which it came; the number where nobody named it."""
+        names = self.pictures.task_names
+        return [names[n] if n < len(names) else f"Task {n + 1}" for n in range(len(self.learned))]
+
+    @property
     def trained(self) -> bool:
         """Whether the model itself was trained in some task."""
         return was_trained(self.records)
@@ -102,6 +109,7 @@ def was_trained(records: Sequence[Mapping[str, Any] | None]) -> bool:
 def read_run(folder: str | os.PathLike[str]) -> RunFolder:
     """Read what `run` wrote into a folder, finished or not, or the folder of a saved learner."""
     path = Path(folder)
+    put_back(path)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no folder; a report is made of a folder that run has written")
     results = _read(path / RESULTS_FILE, Results)

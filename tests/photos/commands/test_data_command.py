@@ -68,7 +68,7 @@ def test_unreadable_images_are_left_out_and_said_or_stop_a_run_before_the_model_
     ("strategy", "words"),
     [
         ("dulbe", ["k_proj  96 -> 96  4 layers  shared 1  residual 2  support <= 8", "statistics: 1.28 MiB"]),
-        ("frozen", ["nothing is trained, no layer is adapted"]),
+        ("frozen", ["nothing is trained, and no layer is adapted"]),
         ("bofa", ["visual_projection  96 -> 64  1 layer "]),
     ],
 )
@@ -77,7 +77,7 @@ def test_a_dry_run_opens_the_data(photos, capsys, strategy, words, tmp_path, mon
     before = sorted(tmp_path.rglob("*"))
     assert run(photos, "--dry-run", "--increment", "2", "--strategy", strategy) == 0
     said = capsys.readouterr().out
-    words = [*words, "task 1: 2 classes, 10 images to learn from, 6 to test on: one, three", " MiB with 4 classes"]
+    words = [*words, "task 1: 2 classes, 10 training images, 6 test images: one, three", " MiB with 4 classes"]
     assert all(word in said for word in words) and sorted(tmp_path.rglob("*")) == before
 
 
@@ -89,7 +89,7 @@ def test_names_of_no_visual_layer_stop_a_run_before_it_trains(photos, tmp_path, 
         assert names in said and ("text_target_modules" in said) == names.startswith("text")
         assert not (tmp_path / "out").exists()
     assert run(photos, *flags, "--dry-run", *FROZEN) == 0
-    assert "--target-modules changes nothing" in capsys.readouterr().err
+    assert "--target-modules has no effect" in capsys.readouterr().err
 
 
 def test_check_finds_what_is_there_twice(photos, tmp_path, capsys):
@@ -121,9 +121,9 @@ def test_check_finds_what_is_there_twice(photos, tmp_path, capsys):
     said = capsys.readouterr().out
     assert re.search(r"5 classes +23 +14\n", said) and "fewer than 4 images in train: rare (1)" in said
     for words, first, second in (
-        ("the same file both learned from and tested on", "train: ?/train/one/1.png", "test: ?/test/one/copy.png"),
+        ("the same file in training and test images", "train: ?/train/one/1.png", "test: ?/test/one/copy.png"),
         ("the same file in two classes", "train: ?/train/two/2.png", r"train: ?/train/zero/copy\x1b[2J.png"),
-        ("nearly the same picture both learned", "train: ?/train/three/large.png", "test: ?/test/three/again.jpg"),
+        ("nearly the same picture in training", "train: ?/train/three/large.png", "test: ?/test/three/again.jpg"),
     ):
         pair = f"  {first}  =  {second}".replace("?", str(photos))
         assert re.search(rf"{words}.*: 1 pair\n{re.escape(pair)}\n", said)
@@ -133,7 +133,7 @@ def test_check_finds_what_is_there_twice(photos, tmp_path, capsys):
     assert len(pictures) == 23 + 6 and all(source.startswith("data:image/jpeg;base64,") for source in pictures)
     assert run(photos, "--dry-run", *FROZEN) == 0
     said = capsys.readouterr().out
-    assert "so the accuracy says too much: 1 pair" in said and "nearly" not in said  # a run compares files alone
+    assert "so the accuracy is too optimistic: 1 pair" in said and "nearly" not in said  # a run compares files alone
 
 
 def test_duplicates_are_those_of_a_literal_comparison(tmp_path):
@@ -161,13 +161,13 @@ def test_what_cannot_be_read_is_said_with_what_would_help(photos, tmp_path, caps
     (photos / "train" / "one" / "phone.heic").write_bytes(b"x")
     monkeypatch.setattr("dulbe_peft.data.folders.image_suffixes", lambda: (".png",))
     assert main(["check", str(photos)]) == 0
-    assert 'need a package: pip install "dulbe_peft[heic]", such as' in capsys.readouterr().out
+    assert 'need an extra package: pip install "dulbe_peft[heic]", such as' in capsys.readouterr().out
     (photos / "train" / "one" / "1.png").write_bytes(b"x")
     assert main(["check", str(photos)]) == 2
     assert "cannot be read: 1" in capsys.readouterr().out
     archive = shutil.make_archive(str(tmp_path / "photos"), "zip", photos)
     for command in (["check", archive], ["run", "--model", "demo", "--data", archive, "--output", "o"]):
-        assert main(command) == 2 and "it is an archive: unzip it" in capsys.readouterr().err
+        assert main(command) == 2 and "it is an archive: unpack it" in capsys.readouterr().err
 
 
 def clouds(counts):

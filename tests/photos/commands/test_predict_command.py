@@ -175,7 +175,7 @@ def test_copies_are_no_further_images(learner, folders, tmp_path, capsys):
     images = shutil.copytree(folders / "test" / "one", tmp_path / "images")
     for place in (images, images / "sorted"):
         assert main(["predict", str(learner), str(images), "--sort-into", str(place), *MACHINE]) == 2
-        assert "which is never changed: name another folder" in capsys.readouterr().err
+        assert "which is never changed: choose another folder" in capsys.readouterr().err
 
 
 OUTPUTS = {
@@ -250,7 +250,7 @@ def test_strangers_alone_can_be_measured(learner, folders, tmp_path, capsys):
     assert main([*command, "--reject", "0.25"]) == 0
     said = capsys.readouterr()
     figures = json.loads(said.out)["rejection"]
-    assert figures["refused"] is None and f"{100 * figures['found']:.2f} % of those of other classes" in said.err
+    assert figures["refused"] is None and f"{100 * figures['found']:.2f} % of the images of other classes" in said.err
     shutil.copytree(folders / "test", tmp_path / "test", dirs_exist_ok=True)
     assert main([*command, "--reject", "0.25"]) == 0
     said = capsys.readouterr()

@@ -296,7 +296,7 @@ def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
         ({"streems": {}}, "streems: Extra inputs are not permitted"),
         ({"streams": {"../a": {"model": "demo", "data": "x"}}}, "streams.../a"),
         ({"methods": {"a": {"learning_rat": 1}}}, "method 'a' has an unknown setting 'learning_rat'"),
-        ({"methods": {1: {"strategy": "frozen"}, "1": {"strategy": "lora"}}}, "'1' stands twice"),
+        ({"methods": {1: {"strategy": "frozen"}, "1": {"strategy": "lora"}}}, "'1' occurs twice"),
         ({"streams": {"a": {"model": "demo"}}}, "stream 'a' names no data"),
         ({"streams": {"a": {"model": "demo", "data": "$NOWHERE/x"}}}, "variable of the environment"),
         ({"streams": {"a": {"model": "m", "data": "x", "retention_scales": [0.5]}}}, "beside retention"),
