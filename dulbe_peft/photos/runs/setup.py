@@ -13,7 +13,7 @@ from dulbe_peft.data.names import normalized
 from dulbe_peft.photos.runs.settings import StreamArguments, read_yaml
 from dulbe_peft.photos.runs.sources import new_images, open_source, source_of
 from dulbe_peft.utils.extras import uncollected
-from dulbe_peft.utils.terminal import counted, print_once, printable
+from dulbe_peft.utils.terminal import print_once, printable
 
 if TYPE_CHECKING:  # torch is only imported when a run is set up
     from dulbe_peft.data.images import LabelledImages
