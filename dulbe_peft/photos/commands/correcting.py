@@ -50,6 +50,6 @@ def write_corrected(
         from dulbe_peft.photos.runs.sources import tests_of
 
         source = next((task.source for task in reversed(past) if task.source), None)
-        test = shlex.join(["dulbe-peft", "evaluate", output, *tests_of(source)])
-        print(f"earlier results no longer hold; {test} measures the corrected learner")
+        command = shlex.join(["dulbe-peft", "evaluate", output, *tests_of(source)])
+        print(f"earlier results no longer hold; test the corrected learner: {command}")
     say_next("predict", output, "PHOTOS")

@@ -37,7 +37,7 @@ def run(
         settings["data"] = data_or_labels(flags["data"], labels)
     _use_model_of_table(settings)
     stream, adapter, args = (pick(kind, settings) for kind in GROUPS.values())
-    if stream.data:  # a folder that is not there is reported first, even if flags are missing
+    if stream.data:  # report a missing folder first, even if flags are missing
         check_given(vocabulary=stream.vocabulary)
         check_source(source_of(stream))
     for name in ("model",) if settings.get("dry_run") else ("model", "data", "output"):

@@ -89,19 +89,19 @@ class RunFolder:
         return str(self.settings["strategy"]["name"])
 
     @property
+    def task_names(self) -> list[str]:
+        """What to call each task, such as the month in which it came; the number where nobody named it."""
+        names = self.pictures.task_names
+        return [names[n] if n < len(names) else f"Task {n + 1}" for n in range(len(self.learned))]
+
+    @property
     def untested(self) -> str:
-        """Why a run without accuracies has none, as a sentence."""
+        """Return a sentence that says why a run has no accuracies."""
         last = self.updates[-1] if self.updates else None
         if last is None or not (self.tested_before or self.predictions):
             return "The stream has no test images." if last is None else "It has not been tested since it was changed."
         corrected = last.forgotten or last.renamed or min(last.images.values(), default=0) < 0
         return f"It has not been tested since {'the correction' if corrected else 'it was changed'}."
-
-    @property
-    def task_names(self) -> list[str]:
-        """What to call each task, such as the month in which it came; the number where nobody named it."""
-        names = self.pictures.task_names
-        return [names[n] if n < len(names) else f"Task {n + 1}" for n in range(len(self.learned))]
 
     @property
     def trained(self) -> bool:

@@ -177,8 +177,8 @@ def next_steps(run: RunFolder, rows: Sequence[ClassRow], matrix: ConfusionMatrix
         words = f"Look at {true} and {taken}: {count} of {number} test images of the first are taken for the second."
         steps.append((f"{words} Are the labels right, and are these two classes?", ""))
     if whole and whole.interval[1] - whole.interval[0] > _WIDE:
-        images = counted(whole.images, "image")
-        steps.append((f"Test on more than {images}: four times as many halve the interval.", ""))
+        tested = counted(whole.images, "image")
+        steps.append((f"Test on more than {tested}: four times as many images halve the interval.", ""))
     if run.base_model == str(demo_model_folder()) and run.source is None:  # it knows digits, and no photographs
         return [*steps, ("Look through photographs of your own.", "dulbe-peft check YOUR-FOLDER")]
     return [*steps, ("Let it name new photographs.", f"dulbe-peft predict {folder} PHOTOS")]
