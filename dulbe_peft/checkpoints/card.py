@@ -1,4 +1,4 @@
-"""The model card of a learner: its own data, written into the template `assets/cards/learner.md`."""
+"""The model card of a learner, made from the template `assets/cards/learner.md`."""
 
 import json
 from dataclasses import fields
@@ -22,7 +22,7 @@ def model_card(
     results: dict[str, Any] | None = None,
     dataset_name: str | None = None,
 ) -> str:
-    """README.md of a saved learner; without `repo_id` its lines of code name a placeholder."""
+    """Return the README.md of a saved learner; without `repo_id`, its code examples use a placeholder."""
     source = repo_id or "path/to/this/folder"
     count = f"{len(state.class_names)} classes in {len(state.tasks)} task{'s' * (len(state.tasks) != 1)}"
     title = source.rpartition("/")[2] if repo_id else f"A learner of {count}"

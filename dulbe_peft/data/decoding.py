@@ -183,7 +183,7 @@ def stored_bytes(source: Source) -> bytes:
 
 
 def decode_image(source: Source, content: bytes | None = None) -> Image.Image:
-    """Decode a path or binary file, or its bytes `content` if given, to an upright RGB image; only the first frame."""
+    """Decode the first frame of a path or binary file to an upright RGB image; `content` are its bytes, if known."""
     content = stored_bytes(source) if content is None else content
     try:
         with open_image(io.BytesIO(content)) as image:

@@ -80,7 +80,7 @@ def splits(
     path_column: str | None = None,
     leave_out: Sequence[str] | None = None,
 ) -> Splits:
-    """Return the splits of a data set: a function that opens each, by name. The arguments are those of `load_data`."""
+    """Return a function that opens each split of a data set, keyed by the split. Arguments are as in `load_data`."""
     path = Path(text)
     check_data(text)
     if available := feature_splits(path) or hub_splits(text, image_column, label_column):

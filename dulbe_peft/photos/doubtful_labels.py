@@ -26,19 +26,19 @@ def doubtful_labels(
     from sklearn.model_selection import StratifiedKFold, cross_val_predict
 
     counts = np.bincount(labels)
-    places = np.flatnonzero(counts[labels] > 1)
+    rows = np.flatnonzero(counts[labels] > 1)
     if (counts > 1).sum() < 2:
         return []
-    classes, targets = np.unique(labels[places], return_inverse=True)
-    given: dict[Hashable, np.ndarray] = {} if texts is None else dict(enumerate(texts[classes]))
-    classifier = FeatureClassifier("bayes", texts=given, logit_scale=logit_scale)
+    classes, targets = np.unique(labels[rows], return_inverse=True)
+    class_texts: dict[Hashable, np.ndarray] = {} if texts is None else dict(enumerate(texts[classes]))
+    classifier = FeatureClassifier("bayes", texts=class_texts, logit_scale=logit_scale)
     folds = StratifiedKFold(min(FOLDS, counts.max()), shuffle=True, random_state=0)
     with warnings.catch_warnings():
         # A class with fewer images than folds is missing from some test folds, which does no harm here.
         warnings.filterwarnings("ignore", "The least populated class", UserWarning)
-        probabilities = cross_val_predict(classifier, features[places], targets, cv=folds, method="predict_proba")
+        probabilities = cross_val_predict(classifier, features[rows], targets, cv=folds, method="predict_proba")
     predicted = probabilities.argmax(axis=1)
     doubtful = np.flatnonzero(predicted != targets)
-    columns = places[doubtful], classes[predicted[doubtful]], probabilities[doubtful, targets[doubtful]]
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    return sorted(rows, key=lambda row: (row[2], row[0]))
+    columns = rows[doubtful], classes[predicted[doubtful]], probabilities[doubtful, targets[doubtful]]
+    doubts = zip(*(column.tolist() for column in columns), strict=True)
+    return sorted(doubts, key=lambda doubt: (doubt[2], doubt[0]))

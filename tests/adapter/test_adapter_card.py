@@ -115,7 +115,7 @@ def test_card_lists_every_adapter_and_no_task_count_for_dense_history(base, tmp_
     model.save_pretrained(tmp_path)
     text = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert "subfolder='birds', adapter_name='birds'" in text and "**birds**" in text
-    assert "| tasks learned | not known: the history is one matrix a layer |" in text
+    assert "| tasks learned | not known: the history is one matrix for each layer |" in text
     assert "| text tower | as it was |" in text
 
 

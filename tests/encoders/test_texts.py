@@ -113,7 +113,7 @@ def test_a_run_keeps_them_and_goes_on_with_the_same_ones(tmp_path):
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "run", copy.deepcopy(tiny_base()[0]))
     assert loaded.state.class_texts == {"a0": tuple(TEXTS["a0"])}
     assert torch.equal(loaded.text_embeds(["a0"]), learner.text_embeds(["a0"]))
-    with pytest.raises(ValueError, match="texts of the class 'a0', which is learned, were"):
+    with pytest.raises(ValueError, match="texts of the learned class 'a0' were"):
         frozen().run(tasks, tmp_path / "run", class_texts={"b1": ["drei"]})
     frozen().run(tasks, tmp_path / "run", class_texts=TEXTS)
     found = whole.run(tasks, tmp_path / "whole", class_texts=TEXTS)

@@ -28,7 +28,6 @@ from dulbe_peft.utils.settings import field_types
 from research.benchmarks import evidence
 from research.benchmarks.common import RESULTS
 from research.comparison.plan import read_plan
-from research.verification.checks import read_checks
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
@@ -210,9 +209,6 @@ def test_options_named_on_pages_exist(page, tmp_path):
         if "streams" in yaml.safe_load(block):
             (tmp_path / "plan.yaml").write_text(block, encoding="utf-8")
             read_plan(tmp_path / "plan.yaml")
-        elif "checks" in yaml.safe_load(block):
-            (tmp_path / "checks.yaml").write_text(block, encoding="utf-8")
-            read_checks(tmp_path / "checks.yaml")
         else:
             assert set(yaml.safe_load(block)) <= set(SETTINGS)
     for name, value in re.findall(r'`(\w+)="(\w+)"', text):

@@ -152,7 +152,7 @@ def reopen_tests(
 ) -> list[LabelledImages | None]:
     """Return the test images of each earlier task, found by their content, or None for a task whose images are gone.
 
-    What is gone is printed. `renamed` maps the folder names of classes to the classes' present names.
+    A line is printed for each such task. `renamed` maps the folder names of classes to their present names.
     """
     open_splits = cache(_open_splits)
     tests: list[LabelledImages | None] = []
@@ -214,7 +214,7 @@ def new_images(images: LabelledImages, known: KnownImages, advice: str = "") -> 
     for reason, which in repeated.items():
         name, learned = images.item_name(which[0]), known.class_of().get(images.contents()[which[0]] or b"")
         was = f", learned as {learned!r} before" if reason == "of another class" else ""
-        print_once(f"left out, to count no image twice: {len(which)} {reason}, such as {name}{was}{advice}")
+        print_once(f"left out, because they would count twice: {len(which)} {reason}, such as {name}{was}{advice}")
     if not known.complete:
         print_once("this learner has no record of its images, so repeated images cannot be recognized")
     return images.at(rows)

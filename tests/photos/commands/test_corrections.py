@@ -170,11 +170,11 @@ def test_images_learned_in_another_precision_are_not_forgotten(photos, june, tmp
 
 @pytest.mark.parametrize(("label", "again"), [("two", False), ("two", True), ("three", False)])
 def test_keyword_in_a_learned_photograph_does_not_make_it_new(photos, run, tmp_path, capsys, label, again):
-    june = run(some(photos, tmp_path / "june", DIGITS[:4]), tmp_path / "june-run")  # with the store of this test
+    june = run(some(photos, tmp_path / "june", DIGITS[:4]), tmp_path / "june-run")  # fills the store of this test
     july = some(photos, tmp_path / "july", ["four"])
     file = next((photos / "train" / "two").iterdir())
     (july / "train" / label).mkdir()
-    tag = PngInfo()  # what a program writes into a picture without a change of its pixels
+    tag = PngInfo()  # a program writes a tag into the file without changing the pixels
     tag.add_text("comment", "a tag")
     with Image.open(file) as image:
         image.save(july / "train" / label / "tagged.png", pnginfo=tag)
