@@ -151,7 +151,7 @@ class ImageFolder(FileImages):
     Example:
         >>> photos = ImageFolder("photos", "train")
         >>> len(photos), photos.class_names, photos.left_out
-        (120, ('cat', 'dog'), [('photos/train/cat/notes.txt', 'files ending in .txt are not read')])
+        (120, ('cat', 'dog'), [('photos/train/cat/notes.txt', 'a file ending in .txt is not read')])
     """
 
     def __init__(self, root: str | os.PathLike[str], split: str | None = None, leave_out: Sequence[str] = ()) -> None:

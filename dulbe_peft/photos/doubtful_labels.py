@@ -2,11 +2,61 @@
 
 import warnings
 from collections.abc import Hashable
+from typing import NamedTuple
 
 import numpy as np
 
 from dulbe_peft.classifiers.calibration import FOLDS
 from dulbe_peft.sklearn import FeatureClassifier
+
+SWAPPED = 0.05  # share of the labels that a trial swaps, as far as these are not more than are enough
+TRIALS, ENOUGH = 5, 60  # at most so many trials, until so many labels were swapped
+
+
+class Trial(NamedTuple):
+    """How many labels were swapped on copies, and of how many the doubts found; the same of the labels beside them."""
+
+    found: int
+    swapped: int
+    others_doubted: int
+    others: int
+
+
+def tried_on_swapped(
+    features: np.ndarray, labels: np.ndarray, texts: np.ndarray | None, logit_scale: float
+) -> Trial | None:
+    """Swap labels of images of different classes on a copy, and count how many of these `doubtful_labels` finds.
+
+    Arguments are as there. Classes keep their sizes. None where no two images that are judged differ in their class.
+    """
+    judged = np.flatnonzero(np.bincount(labels)[labels] > 1)
+    pairs = min(max(1, round(SWAPPED * len(judged) / 2)), ENOUGH // 2)
+    generator, trial = np.random.default_rng(0), Trial(0, 0, 0, 0)
+    for _ in range(TRIALS):
+        changed = _swapped(labels, generator.permutation(judged), pairs)
+        places = {*np.flatnonzero(changed != labels).tolist()}
+        if not places:
+            return None
+        doubted = {image for image, _, _ in doubtful_labels(features, changed, texts, logit_scale)}
+        counts = len(doubted & places), len(places), len(doubted - places), len(judged) - len(places)
+        trial = Trial(*(before + now for before, now in zip(trial, counts, strict=True)))
+        if trial.swapped >= ENOUGH:
+            break
+    return trial
+
+
+def _swapped(labels: np.ndarray, order: np.ndarray, pairs: int) -> np.ndarray:
+    """A copy in which each of some pairs of images, drawn in this order, has each other's labels."""
+    changed, left = labels.copy(), order.tolist()
+    while pairs and left:
+        first = left.pop()
+        second = next((one for one in reversed(left) if labels[one] != labels[first]), None)
+        if second is None:
+            break
+        left.remove(second)
+        changed[[first, second]] = labels[[second, first]]
+        pairs -= 1
+    return changed
 
 
 def doubtful_labels(

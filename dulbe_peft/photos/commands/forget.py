@@ -12,6 +12,7 @@ from dulbe_peft.photos.commands.correcting import drop_classifiers, write_correc
 from dulbe_peft.photos.commands.named import FOLDER, check_images, claim, noted_classes
 from dulbe_peft.photos.commands.options import OVERWRITE, File, Folder, Load, command, learner_options
 from dulbe_peft.utils.settings import setting
+from dulbe_peft.utils.terminal import counted
 
 
 @command()
@@ -41,7 +42,7 @@ def forget(
         loaded.forget_images(list(image))
     for name in dict.fromkeys(classes):
         loaded.forget_class(name)
-    lines.append(f"{len(loaded.class_names)} classes are left")
+    lines.append(f"left: {counted(len(loaded.class_names), 'class')}")
     if (store := store_path()).exists():
         lines.append(f"features of the forgotten photographs may still be in {store}; deleting the file removes them")
     write_corrected(loaded, output, lines)

@@ -99,7 +99,9 @@ def predict(
     written = [file for file in (csv, json_file, exiftool, sort_into) if file not in (None, "-")]
     if csv or json_file or exiftool or sort_into or reject is not None or any(row.error is not None for row in rows):
         _print_summary(rows, reject is not None, written)
-    if written and sort_into is None and "-" not in paths:
+    if csv and not is_stream(csv):
+        say_next("report", csv, to=sys.stderr)
+    elif written and sort_into is None and "-" not in paths:
         which = {"classifier": loaded.classifier.name, "reject": reject, "sort_into": "sorted"}
         say_next("predict", learner, *paths, **which, to=sys.stderr)
     return 0 if any(row.error is None for row in rows) else 2

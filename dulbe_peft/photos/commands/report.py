@@ -22,6 +22,8 @@ def report(
     latex: File | None = setting(None, "also write the table of results for LaTeX"),
     overwrite: bool = OVERWRITE,
 ) -> None:
+    from dulbe_peft.utils.folders import put_back
+
     outputs = (("--output", output, ".html"), ("--csv", csv, ".csv"), ("--latex", latex, ".tex"))
     claim(*outputs, reads=runs, overwrite=overwrite)
     if any(Path(run).suffix.lower() == ".csv" and Path(run).is_file() for run in runs):
@@ -30,6 +32,7 @@ def report(
     for folder in runs:
         if (Path(folder) / "comparison.json").is_file():
             raise ValueError(f"{folder} is a comparison: `python -m research report`, in a clone, makes its page")
+        put_back(Path(folder))
         if not Path(folder).is_dir():
             raise FileNotFoundError(f"{folder} is no folder; a report is made of a folder that run has written")
     from dulbe_peft.photos.report import read_run, write_report

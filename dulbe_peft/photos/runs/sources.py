@@ -122,7 +122,7 @@ def open_source(
         train = draw_per_class(train, count, seed or 0)
     if report and (fraction is not None or count is not None):
         tested = "" if test is None else f", testing on {len(test)}" + (" held-out ones" if fraction else "")
-        print_once(f"training on {len(train)} images{tested}")
+        print_once(f"training on {counted(len(train), 'image')}{tested}")
     return train, test
 
 
@@ -206,6 +206,23 @@ def _find_tests(
         if not missing:
             return part.at(list(class_of), np.array([names.index(name) for name in class_of.values()]), names)
     raise ValueError(f"the images in {source['data']} are not those that the task was tested on")
+
+
+def tests_of(source: Mapping[str, Any] | None) -> list[str]:
+    """The flags with which `evaluate` finds the test images of a task's source, as far as they lie apart and here.
+
+    Those that a run held out lie among those that it learned.
+    """
+    from dulbe_peft.photos.data.roles import VALIDATION
+
+    if source is not None and source.get("test_data"):
+        return ["--data", str(source["test_data"])]
+    if source is not None and source.get("test_split") not in (None, "none") and not source.get("test_fraction"):
+        folder = Path(str(source.get("data")))
+        for split in (source["test_split"], *VALIDATION):
+            if (folder / split).is_dir():
+                return ["--data", str(folder), *([] if split == "test" else ["--split", split])]
+    return ["--data", "PHOTOS"]
 
 
 def new_images(images: LabelledImages, known: KnownImages, advice: str = "") -> LabelledImages:

@@ -64,11 +64,13 @@ def test_renamed_class_equals_one_learned_under_the_new_name(photos, june, run, 
     assert call("rename", june, "two", " swan ", "--output", tmp_path / "out") == 0
     printed = capsys.readouterr().out
     assert "two is now swan" in printed and content(june) == before
-    assert "earlier results no longer hold" in printed
+    command = f"dulbe-peft evaluate {tmp_path / 'out'} --data {june.parent / 'photos'}"
+    assert f"earlier results no longer hold; test the corrected learner: {command}" in printed
     expected = run(some(photos, tmp_path / "anew", DIGITS[:4], called={"two": "swan"}), tmp_path / "run")
     assert_alike(loaded(tmp_path / "out"), loaded(expected), photos)
     page = write_report(tmp_path / "out").read_text(encoding="utf-8")
-    assert "two became swan" in page and "It was not tested since it was changed" in page
+    assert "no test images" not in page and command in page, "the folder of the month"
+    assert "two became swan" in page and "It has not been tested since the correction" in page
     # June's test images are still in a folder with the old name, and are found by their content.
     july = some(photos, tmp_path / "july", ["four", "two"], 0, 3)
     shutil.rmtree(july / "test" / "two")

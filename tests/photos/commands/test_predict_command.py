@@ -52,6 +52,15 @@ def reads(monkeypatch):
     return counts
 
 
+def test_after_a_table_comes_its_page(learner, folders, tmp_path, capsys):
+    table = tmp_path / "holidays.csv"
+    assert main(["predict", str(learner), str(folders / "test"), "--csv", str(table), *MACHINE]) == 0
+    command = capsys.readouterr().err.splitlines()[-1].removeprefix("next: dulbe-peft ")
+    assert command == f"report {table}" and main(command.split()) == 0
+    assert main(["predict", str(learner), str(folders / "test"), "--json", f"{table}.json", *MACHINE]) == 0
+    assert "--sort-into sorted" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_answers_come_batch_by_batch_until_a_signal(learner, folders, capsys, monkeypatch):
     stop_at(3, monkeypatch)
     assert main(["predict", str(learner), str(folders / "test"), "--eval-batch-size", "2", *MACHINE]) == 130
