@@ -22,7 +22,7 @@ Updates = list[Update]
 
 
 def is_consistent(down: torch.Tensor, up: torch.Tensor) -> bool:
-    """Return whether P and B form a history: both have as many columns, or P has none and B is (d_out, d_in)."""
+    """Return whether P and B form a history: their columns are equally many, or P has none and B is (d_out, d_in)."""
     return up.shape[1] in (down.shape[1], down.shape[1] or len(down))
 
 

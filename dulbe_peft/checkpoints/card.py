@@ -13,6 +13,7 @@ from dulbe_peft.metrics.accuracy import percent, result_rows
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.hub import is_repo_id
 from dulbe_peft.utils.templates import render
+from dulbe_peft.utils.terminal import counted
 
 
 def model_card(
@@ -24,7 +25,7 @@ def model_card(
 ) -> str:
     """Return the README.md of a saved learner; without `repo_id`, its code examples use a placeholder."""
     source = repo_id or "path/to/this/folder"
-    count = f"{len(state.class_names)} classes in {len(state.tasks)} task{'s' * (len(state.tasks) != 1)}"
+    count = f"{counted(len(state.class_names), 'class')} in {counted(len(state.tasks), 'task')}"
     title = source.rpartition("/")[2] if repo_id else f"A learner of {count}"
     base, kind = state.base_name[0], state.base.config.model_type
     base_on_hub = is_repo_id(base)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from dulbe_peft.utils.files import read_json
-from dulbe_peft.utils.folders import put_back
 
 CLIP_TEXT_TARGETS = r"k_proj|v_proj|fc1|fc2"
 BERT_TEXT_TARGETS = r"self\.(key|value)|intermediate\.dense|\d+\.output\.dense"
@@ -133,6 +132,8 @@ def demo_model_folder() -> Path:
 
 def find_model(name_or_path: str | os.PathLike[str], revision: str | None = None) -> tuple[str, DualEncoder]:
     """The folder or Hub id of a model, and the record of its type; nothing that takes time is imported."""
+    from dulbe_peft.utils.folders import put_back
+
     name = str(name_or_path)
     if name == "demo" and not Path(name).exists():
         name = str(demo_model_folder())

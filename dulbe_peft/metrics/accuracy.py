@@ -45,7 +45,7 @@ def forgetting(matrix: np.ndarray) -> float:
     if len(matrix) == 1:
         return 0.0
     earlier = matrix[:-1, :-1]
-    best = np.where(np.isnan(earlier), -np.inf, earlier).max(axis=0)  # up to the task just before the last one
+    best = np.where(np.isnan(earlier), -np.inf, earlier).max(axis=0)  # before the last task
     return _finite_mean(best - matrix[-1, :-1])
 
 

@@ -20,6 +20,7 @@ from dulbe_peft.streams.learning import StreamLearner
 from dulbe_peft.training.state import Update
 from dulbe_peft.utils.folders import CheckpointError, parse_manifest
 from dulbe_peft.utils.records import Count, Fraction, Record, read_record
+from dulbe_peft.utils.terminal import counted
 
 SOURCES_FILE = "sources.json"
 LINE = 8  # number of tasks whose accuracy is printed in the line after a task
@@ -168,7 +169,7 @@ def measured_row(tests: Sequence[Evaluation | None]) -> Row:
 
 def progress_line(row: Row, number: int, total: int, classes: int) -> str:
     """Return the line printed after task `number` of `total`; accuracies by task are those of the first classifier."""
-    text = f"task {number}/{total}: {classes} classes"
+    text = f"task {number}/{total}: {counted(classes, 'class')}"
     if not row.classifiers:
         return text
     by_task = row.classifiers[answering(row.classifiers)].by_task

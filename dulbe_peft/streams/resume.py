@@ -32,7 +32,7 @@ from dulbe_peft.utils.folders import CheckpointError, library_versions
 from dulbe_peft.utils.records import Record, first_problem
 from dulbe_peft.utils.settings import flat_settings
 from dulbe_peft.utils.tensors import whole_digest
-from dulbe_peft.utils.terminal import print_once
+from dulbe_peft.utils.terminal import counted, print_once
 
 # Files that a run, or a report on it, writes beside the task folders.
 FILES = (RESULTS_FILE, TIMINGS_FILE, SOURCES_FILE, PREDICTIONS_FILE, "accuracy.png", "tasks.png", "pictures")
@@ -103,7 +103,7 @@ def continue_run(
                 "or choose another output_dir"
             )
         learner.use_state(restored)
-    print_once(f"resuming after {folder.name}: {len(learner.class_names)} classes learned")
+    print_once(f"resuming after {folder.name}: {counted(len(learner.class_names), 'class')} learned")
     finished = read_finished(folder, learner.tasks)
     # Files written after a commit may be missing; for tasks before the run, the learner may have their content.
     for old, new in zip(before, finished, strict=False):

@@ -36,24 +36,24 @@ def has_bfloat16(device: torch.device) -> bool:
     """Return whether the hardware multiplies bfloat16 natively: AVX512_BF16, AMX, or compute capability 8."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    query = getattr(torch.cpu, "get_capabilities", dict)  # older versions of torch cannot say: float32 is always right
+    query = getattr(torch.cpu, "get_capabilities", dict)  # missing in older versions of torch; then float32 is used
     capabilities: dict[str, Any] = query() if device.type == "cpu" else {}
     # The environment variable ATEN_CPU_CAPABILITY may forbid torch to use what the processor has.
     allowed = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return allowed and bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
-def settled_precision(asked: str, learned: str | None, trains: bool, able: bool) -> Any:
-    """Choose the precision: the one asked for, or the one that a learner `learned` in, or bfloat16 if that is fast.
+def settled_precision(requested: str, learned: str | None, trains: bool, able: bool) -> Any:
+    """Choose the precision: the requested one, or the one that a learner `learned` in, or bfloat16 if that is fast.
 
     `able` says whether the hardware has bfloat16, and `trains` whether the model is trained. If the precision of a
     learner changes, a message says so.
     """
     if learned is None:
-        return asked if asked != "auto" else "bfloat16" if able and not trains else "float32"
-    precision = asked if asked != "auto" else learned if able else "float32"
+        return requested if requested != "auto" else "bfloat16" if able and not trains else "float32"
+    precision = requested if requested != "auto" else learned if able else "float32"
     if precision != learned and world()[0] == 0:
-        why = f"this machine uses {precision}" if asked == "auto" else f"{precision} was requested"
+        why = f"this machine uses {precision}" if requested == "auto" else f"{precision} was requested"
         message = f"this learner learned in {learned}, but {why}: its features differ from now on"
         print(f"dulbe-peft: {message}", file=sys.stderr)
     return precision
@@ -92,7 +92,7 @@ def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[Any]:
 
 
 _dtype_lock = threading.Lock()
-_dtype: list[Any] = [0, torch.float32]  # how many threads need float32 as the default dtype, and the dtype before
+_dtype: list[Any] = [0, torch.float32]  # how many threads need float32 as the default, and the default before
 
 
 @contextmanager

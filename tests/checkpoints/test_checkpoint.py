@@ -215,7 +215,7 @@ def test_opening_restores_the_folder_that_a_killed_writer_moved(own_run, capsys,
     before = content(folder)
     killed_between_the_renames(folder)
     opened(folder)
-    assert content(folder) == before and f"put back: {folder}, which a killed program" in capsys.readouterr().err
+    assert content(folder) == before and f"restored {folder}, which a killed program" in capsys.readouterr().err
     assert not [name for name in names(own_run) if "dulbe-tmp" in name or name.endswith(".lock")]
 
 
@@ -229,7 +229,7 @@ def test_server_does_not_overwrite_what_a_killed_server_left(own_run, tmp_path):
 def test_error_names_the_folder_that_cannot_be_restored(folder, monkeypatch):
     killed_between_the_renames(folder)
     monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
-    with pytest.raises(CheckpointError, match=r"is now .*/\.saved\.dulbe-tmp-a1b2c3d4\.old: rename it by hand"):
+    with pytest.raises(CheckpointError, match=r"is now in .*/\.saved\.dulbe-tmp-a1b2c3d4\.old: rename it yourself"):
         put_back(folder)
 
 

@@ -345,7 +345,7 @@ def test_an_image_is_encoded_once_by_all_commands_together(photos, tmp_path, enc
     call("env")
     assert f"feature store: {store_path()}, 59 features" in capsys.readouterr().out
     call("forget", july / "run", "six", "--output", july / "less", *MACHINE)
-    assert f"may still stand in {store_path()}" in capsys.readouterr().out
+    assert f"may still be in {store_path()}" in capsys.readouterr().out
 
 
 def test_a_second_run_equals_the_first_whatever_the_order_and_what_is_damaged(

@@ -172,7 +172,7 @@ def test_predict_command_reads_paths_from_standard_input(world, tmp_path, capsys
     for data, status in ((odd + b"\r\n" + formula + b"\n", 0), (Path(world.files[0]).read_bytes(), 2)):
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
         assert main(argv) == status
-        assert ("a zero byte, which no path has" in capsys.readouterr().err) == (status == 2)
+        assert ("a zero byte, which paths cannot have" in capsys.readouterr().err) == (status == 2)
     table, written = Path("a.csv").read_bytes(), json.loads(os.fsdecode(Path("a.json").read_bytes()))
     assert odd in table and b"\n'=1+1.png," in table
     assert [row["path"] for row in written] == [os.fsdecode(odd), "=1+1.png"]

@@ -48,7 +48,7 @@ def features(
     overwrite: bool = OVERWRITE,
 ) -> None:
     if engine is None and (jobs or address):
-        raise ValueError("--jobs and --address need --engine: give it, or omit them")
+        raise ValueError("--jobs and --address need --engine: give --engine, or omit them")
     claim(("--output", output, ".parquet"), reads=[data, learner], overwrite=overwrite)
     from dulbe_peft.data.features import EncoderNote, write_features
     from dulbe_peft.data.images import LabelledImages

@@ -170,7 +170,10 @@ def _earlier(run: RunFolder, matrix: Sequence[Sequence[float | None]]) -> list[t
 
 
 def leak(run: RunFolder) -> dict[str, Any] | None:
-    """The share that is right without the test images that were learned, too, that of those, and how they match."""
+    """Return the accuracy on test images that were not learned, that on those that were, and how these were matched.
+
+    Where the run says only how many test images were learned, and not which, return that number as "noted".
+    """
     copies = {(copy.task, copy.position): copy.how for copy in run.pictures.copies}
     known_ones = [row for row in run.predictions if (row.task, row.position) in copies]
     others = [row for row in run.predictions if (row.task, row.position) not in copies]

@@ -179,7 +179,7 @@ def test_flags_and_yaml_accept_the_same_values(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("", "dulbe-peft: Missing command.  dulbe-peft --help"),
+        ("", "dulbe-peft: Missing command.  See dulbe-peft --help"),
         ("predcit", "dulbe-peft: No such command 'predcit'. Did you mean 'predict'?"),
         ("run --model m --data d --output o --images-per-class 2,x", "must be like 8, or 2,32, or longtail:32"),
         ("run --model /no/such/model --dry-run", "'/no/such/model' does not exist"),

@@ -64,11 +64,13 @@ def test_renamed_class_equals_one_learned_under_the_new_name(photos, june, run, 
     assert call("rename", june, "two", " swan ", "--output", tmp_path / "out") == 0
     printed = capsys.readouterr().out
     assert "two is now swan" in printed and content(june) == before
-    assert "earlier results no longer hold" in printed
+    command = f"dulbe-peft evaluate {tmp_path / 'out'} --data {june.parent / 'photos'}"
+    assert f"earlier results no longer hold; test the corrected learner: {command}" in printed
     expected = run(some(photos, tmp_path / "anew", DIGITS[:4], called={"two": "swan"}), tmp_path / "run")
     assert_alike(loaded(tmp_path / "out"), loaded(expected), photos)
     page = write_report(tmp_path / "out").read_text(encoding="utf-8")
-    assert "two became swan" in page and "It was not tested since it was changed" in page
+    assert "no test images" not in page and command in page, "the folder of the month"
+    assert "two became swan" in page and "It has not been tested since the correction" in page
     # June's test images are still in a folder with the old name, and are found by their content.
     july = some(photos, tmp_path / "july", ["four", "two"], 0, 3)
     shutil.rmtree(july / "test" / "two")
@@ -170,11 +172,11 @@ def test_images_learned_in_another_precision_are_not_forgotten(photos, june, tmp
 
 @pytest.mark.parametrize(("label", "again"), [("two", False), ("two", True), ("three", False)])
 def test_keyword_in_a_learned_photograph_does_not_make_it_new(photos, run, tmp_path, capsys, label, again):
-    june = run(some(photos, tmp_path / "june", DIGITS[:4]), tmp_path / "june-run")  # with the store of this test
+    june = run(some(photos, tmp_path / "june", DIGITS[:4]), tmp_path / "june-run")  # fills the store of this test
     july = some(photos, tmp_path / "july", ["four"])
     file = next((photos / "train" / "two").iterdir())
     (july / "train" / label).mkdir()
-    tag = PngInfo()  # what a program writes into a picture without a change of its pixels
+    tag = PngInfo()  # a program writes a tag into the file without changing the pixels
     tag.add_text("comment", "a tag")
     with Image.open(file) as image:
         image.save(july / "train" / label / "tagged.png", pnginfo=tag)

@@ -21,6 +21,8 @@ HEAVY = {"torch", "transformers", "scipy", "matplotlib", "peft", "sklearn", "acc
 HELP = [["--help"], ["--version"], *([name, "--help"] for name in commands.lines)]
 REFUSED = [
     ("run", "--model is required"),
+    ("run --data gone", "gone does not exist"),
+    ("check gone --check-labels", "gone does not exist"),
     ("predict gone {data}", "'gone' is not a folder"),
     ("predict {saved} gone.jpg", "gone.jpg does not exist"),
     ("predict {saved} x.jpg --precison float32", "No such option"),

@@ -371,7 +371,7 @@ def test_error_names_the_missing_package(clip, tmp_path, monkeypatch):
 
 def test_wrong_arguments_raise_and_write_nothing(clip, learners, tmp_path):
     fresh = ClassIncrementalLearner(
-        tiny.make_model("vit"), clip.processor, args=LearnerArguments(**QUICK), strategy="frozen"
+        tiny.make_model("vit"), learners("vit").processor, args=LearnerArguments(**QUICK), strategy="frozen"
     )
     for learner, options, error, words in (
         (clip, {"format": "tflite"}, ValueError, "'tflite'; it must be one of lora, transformers, onnx"),

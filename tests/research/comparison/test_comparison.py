@@ -1,5 +1,6 @@
 """Methods and classifiers side by side: what is run, what is never run twice, and what the table says."""
 
+import csv
 import json
 import re
 import shutil
@@ -21,6 +22,7 @@ from dulbe_peft.metrics.features import read_features
 from dulbe_peft.strategies import STRATEGIES
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
 from research.__main__ import run as main
+from research.benchmarks.common import RESULTS
 from research.comparison.cells import answers_path, read_answers, read_cell
 from research.comparison.compare import ComparisonError, compare
 from research.comparison.comparison_file import read_comparison
@@ -359,10 +361,16 @@ def test_the_file_for_my_photographs_runs(digit_folders, tmp_path, monkeypatch, 
     "path", sorted((ROOT / "examples" / "comparisons").glob("*.yaml")), ids=lambda path: path.stem
 )
 def test_the_files_of_comparisons_name_what_there_is(path, monkeypatch):
-    for name in ("MODEL", "OTHER_MODEL", "DATA", "MODELS"):
+    """What it names is what was measured by it, where figures of it lie with the others."""
+    for name in ("MODEL", "OTHER_MODEL", "DATA", "MODELS", "TWIN"):
         monkeypatch.setenv(name, "demo")
-    plan = read_plan(path)
-    assert len(plan.seeds) == 3 and plan.cells()
+    plan, measured = read_plan(path), RESULTS / "comparisons" / f"{path.stem}.csv"
+    assert plan.cells()
+    if measured.is_file():
+        with measured.open(newline="", encoding="utf-8") as lines:
+            rows = list(csv.DictReader(lines))
+        assert {int(row["seeds"]) for row in rows} == {len(plan.seeds)}
+        assert {row["stream"] for row in rows} == set(plan.streams)
     assert f"compare examples/comparisons/{path.name} --output" in path.read_text(encoding="utf-8")
     if path.stem == "family":
         own = {name for name, cls in STRATEGIES.items() if cls.__module__.startswith("dulbe_peft.")}
