@@ -17,7 +17,7 @@ from dulbe_peft.adapter.text import TextLoraLinear
 from dulbe_peft.utils.hub import is_repo_id, push
 
 MARK = "<!-- made by dulbe_peft; without this line, saving leaves the text alone -->"
-_KINDS = ("shared", "residual", "text")  # of trained parameters
+_KINDS = ("shared", "residual", "text")  # the kinds of trained parameters
 _TEMPLATE = "# Model Card for Model ID"  # the title of PEFT's template until somebody fills it in
 
 

@@ -3,8 +3,8 @@
 R[t, i]   accuracy on task i's classes after task t, among all classes seen by then; NaN for i > t
 A[t]      accuracy on the test images of all classes seen after task t, task identity unknown
 
-A value that was not measured is NaN in an array and None in JSON, for example if a learner had already learned some
-tasks before the run, which never tests them. The measures leave such values out.
+A value that was not measured is NaN in an array and None in JSON. Such values occur if a learner had already learned
+some tasks before a run, because the run does not test these tasks. The measures leave them out.
 """
 
 from collections.abc import Sequence
