@@ -1,4 +1,4 @@
-"""What the pages get while they are built: tables of settings, parts of the README, formulas, links."""
+"""Complete the pages while they are built, with tables of settings, parts of the README, formulas and links."""
 
 from __future__ import annotations
 
@@ -14,21 +14,28 @@ ROOT = Path(__file__).parents[1]
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put a table of fields for `{{ settings module.Class }}`, and a part of the README for `{{ readme part }}`."""
+    """Replace `{{ settings module.Class }}` by a table of fields and `{{ readme part }}` by a part of the README."""
     markdown = re.sub(r"^\{\{ readme ([\w-]+) \}\}$", lambda m: _readme(m[1]), markdown, flags=re.MULTILINE)
     return re.sub(r"^\{\{ settings ([\w.]+)\.(\w+) \}\}$", lambda m: _table(m[1], m[2]), markdown, flags=re.MULTILINE)
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Formulas that need no script, and a link for every [`Name`] of a docstring."""
+    """Convert formulas to MathML, which needs no script, and link every [`Name`] of a docstring."""
     for pattern, display in ((r"\\\((.+?)\\\)", "inline"), (r"\\\[(.+?)\\\]", "block")):
         inside = re.compile(rf'(class="arithmatex">)\s*{pattern}\s*(?=<)', re.DOTALL)
         content = inside.sub(lambda m, display=display: m[1] + convert(html.unescape(m[2]), display=display), content)
-    return re.sub(r"\[<code>(\w+)</code>\]", r'<autoref identifier="dulbe_peft.\1"><code>\1</code></autoref>', content)
+    return re.sub(r"\[<code>(\w+)</code>\]", lambda m: _reference(m[1]), content)
+
+
+def _reference(name: str) -> str:
+    """A link to a name that a page of the reference describes, or to a public name of the package."""
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "reference").glob("*.md")))
+    described = re.search(rf"^::: ([\w.]+\.{name})$", pages, flags=re.MULTILINE)
+    return f'<autoref identifier="{described[1] if described else f"dulbe_peft.{name}"}"><code>{name}</code></autoref>'
 
 
 def _readme(part: str) -> str:
-    """What stands between two comments of the README, with its links as a page of the docs needs them."""
+    """Return what stands between two comments of the README, with links that work from a page of the docs."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     found = re.search(rf"<!-- {part} -->\n(.*?)<!-- /{part} -->", text, flags=re.DOTALL)
     if found is None:

@@ -1,4 +1,4 @@
-"""Write `llms.txt`, the list of pages for programs that read, from the documentation: `python docs/llms.py`."""
+"""Write `llms.txt`, the list of pages for language models, from the documentation: `python docs/llms.py`."""
 
 import re
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ ROOT = DOCS.parent
 
 
 def llms() -> str:
-    """The title, what the library is, and every page of `mkdocs.yml` with its first sentence."""
+    """Return the title, what the library is, and every page of `mkdocs.yml` with its first sentence."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     what = readme.split("<!-- first-screen -->")[1].strip().split("\n\n")[0].replace("\n", " ")
     nav = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), yaml.BaseLoader)["nav"]
@@ -25,13 +25,13 @@ def llms() -> str:
         ((title, pages),) = section.items()
         lines += [f"## {title}", ""]
         for name, path in pages_of(pages):
-            lines.append(f"- [{name}](docs/{path}): {first_sentence(DOCS / path)}")
+            lines.append(f"- [{name}](docs/{path}): {first_sentence(DOCS / path)}".removesuffix(": "))
         lines.append("")
     return "\n".join(lines)
 
 
 def pages_of(entry: Any) -> Iterator[tuple[str, str]]:
-    """The (title, path) of every page below an entry of the navigation."""
+    """Yield the (title, path) of every page below an entry of the navigation."""
     for page in entry if isinstance(entry, list) else [{"Start": entry}]:
         ((name, path),) = page.items()
         if isinstance(path, list):
@@ -41,14 +41,14 @@ def pages_of(entry: Any) -> Iterator[tuple[str, str]]:
 
 
 def first_sentence(path: Path) -> str:
-    """The first sentence of a page's own text; of the start page the title alone."""
+    """Return the first sentence of a page's text, or nothing if the page has no text of its own."""
     text = re.sub(r"```.*?```|<!--.*?-->", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
     for part in text.split("\n\n"):
         words = " ".join(part.split())
-        if words and words[0].isalpha() and not words.startswith("{{"):
-            words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", words)
-            return re.split(r"(?<=[.:])\s", words)[0]
-    return path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+        if words and words[0] not in "#|-!:{<":
+            words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", words).replace("**", "")
+            return re.sub(r":$", ".", re.split(r"(?<=[.:])\s", words)[0])
+    return ""
 
 
 if __name__ == "__main__":

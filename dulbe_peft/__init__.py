@@ -1,7 +1,7 @@
 """Dual-mode low-rank adapters and bridge-prototype heads for CLIP-like models that keep learning new classes.
 
-`import dulbe_peft` registers the method with PEFT as soon as both are imported, in either order. It imports neither
-PEFT nor torch: a name of the list in `__init__.pyi` is imported when it is first used.
+`import dulbe_peft` registers the method with PEFT as soon as both packages are imported, in either order. It imports
+neither PEFT nor torch: each public name, listed in `__init__.pyi`, is imported when it is first used.
 """
 
 from importlib import import_module

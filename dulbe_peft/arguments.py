@@ -11,6 +11,7 @@ from annotated_types import Ge, Le
 
 from dulbe_peft.utils.settings import LEAST, MOST, check_settings, setting
 
+PAPER_RATE = 1e-3  # the paper's learning rate, for ViT-B/16 and ViT-L/14
 # Settings of the machine: they do not travel with a saved learner, and a run may be resumed with others.
 MACHINE_SETTINGS = (
     "backend",
@@ -96,7 +97,7 @@ class AdapterSettings:
 
 @dataclass(frozen=True)
 class LearnerArguments:
-    """Settings of [`ClassIncrementalLearner`]; the defaults are the paper's.
+    """Settings of [`ClassIncrementalLearner`]; the defaults are the paper's, for a model of the paper's size.
 
     Raises:
         ValueError, TypeError: a value is out of its limits, or has another type; the message names the field.
@@ -108,7 +109,11 @@ class LearnerArguments:
     epochs: Annotated[int, Ge(1)] = setting(2, "Passes over a task's images.")
     batch_size: Annotated[int, Ge(1)] = setting(32, "Images per training step.")
     eval_batch_size: Annotated[int, Ge(1)] = setting(64, "Images per batch where nothing is trained.")
-    learning_rate: Annotated[float, Ge(LEAST), Le(1e4)] = setting(1e-3, "Adam's learning rate as a task begins.")
+    learning_rate: Annotated[float, Ge(LEAST), Le(1e4)] | Literal["auto"] = setting(
+        "auto",
+        "Adam's learning rate as a task begins. auto: the paper's 1e-3 for a model of ViT-B's width or more; for a "
+        "smaller one what a trial on the first task shows to move its features little.",
+    )
     lr_schedule: Literal["step", "epoch"] = setting(
         "step", "Cosine to 0 at every step, or at every epoch to a floor of 0.01 of the rate."
     )

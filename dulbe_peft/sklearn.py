@@ -1,4 +1,4 @@
-"""Classifiers of features and of images as scikit-learn estimators, for pipelines, cross-validation and the like."""
+"""Classifiers of features and of images as scikit-learn estimators, for pipelines, cross-validation and so on."""
 
 from collections.abc import Hashable, Mapping
 from functools import lru_cache
@@ -23,24 +23,24 @@ with installed("an estimator"):
     from sklearn.utils.validation import check_is_fitted, validate_data
 
 DTYPES = (np.float64, np.float32)
-NUMBERS = "biuf"  # kinds of NumPy's types
+NUMBERS = "biuf"  # the kinds of NumPy's numeric dtypes
 
 
 class FeatureClassifier(ClassifierMixin, BaseEstimator):
-    """Any classifier of `CLASSIFIERS` over image features: it normalises them, and learns class by class.
+    """A classifier of `CLASSIFIERS` for image features. Features are normalised, and classes can be added over time.
 
-    Scores are float32, so those of an image alone and in a batch may differ in the last digit.
+    Scores are float32, so the score of an image may differ in the last digit between a batch and the image alone.
 
     Args:
-        classifier: its name and settings, such as "lda", "bayes" or "ranpac:features=1000,seed=3".
-        texts: label -> embedding of its text, (d,), of every class, for classifiers that read texts; `bayes` can do
-            without.
-        logit_scale: tau of the model that made the features; 100 for CLIP.
+        classifier: name and settings of the classifier, such as "lda", "bayes" or "ranpac:features=1000,seed=3".
+        texts: label -> text embedding, (d,), for every class. Classifiers that read text need it, except "bayes", for
+            which it is optional.
+        logit_scale: tau of the model that computed the features; 100 for CLIP.
 
     Attributes:
         classes_: the labels, sorted.
-        classifier_: the `Classifier` that has learned; its class names are the labels as strings.
-        n_features_in_: d.
+        classifier_: the fitted `Classifier`, whose class names are the labels as strings.
+        n_features_in_: the number of features d.
 
     >>> X, y = np.array([[1.0, 0.1], [0.9, 0.0], [0.1, 1.0], [0.0, 0.8]]), ["ant", "ant", "bee", "bee"]
     >>> FeatureClassifier("prototype").fit(X, y).predict([[0.7, 0.2]]).tolist()
@@ -49,7 +49,7 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
 
     classes_: np.ndarray
     classifier_: Classifier
-    _labels: np.ndarray  # in the order in which the classes came
+    _labels: np.ndarray  # the labels in the order in which their classes were learned
 
     def __init__(
         self,
@@ -63,27 +63,27 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
         self.logit_scale = logit_scale
 
     def fit(self, X: Any, y: Any) -> Self:
-        """Learn all classes anew, as one task, from features, (n, d), and labels, (n,)."""
+        """Fit all classes from scratch, as one task, on features, (n, d), and labels, (n,)."""
         return self._learn(X, y, None, anew=True)
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None) -> Self:
-        """Learn on: images of new classes as a further task, and further images of known ones.
+        """Continue learning: new classes as a further task, and more features of known classes.
 
-        `classes` are labels that are in `classes_` from now on; until images of them come they have probability 0.
+        `classes` are labels to add to `classes_`. A label has probability 0 until features of its class are learned.
         """
         return self._learn(X, y, classes, anew=not hasattr(self, "classifier_"))
 
     def decision_function(self, X: Any) -> np.ndarray:
-        """The scores, (n, classes); of two classes, (n,), how far the second one is ahead."""
+        """Return the scores, (n, classes); for two classes, the second score minus the first, (n,)."""
         scores = self._columns(X, "forward", -np.inf)
         return scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Calibrated probabilities, (n, classes), in the order of `classes_`."""
+        """Return calibrated probabilities, (n, classes), in the order of `classes_`."""
         return self._columns(X, "probabilities", 0.0)
 
     def predict(self, X: Any) -> np.ndarray:
-        """The most likely label of each image, (n,)."""
+        """Return the most likely label of each image, (n,)."""
         best = self._columns(X, "forward", -np.inf).argmax(axis=1)
         return self.classes_[best]
 
@@ -97,9 +97,9 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
         if (known.dtype.kind in NUMBERS) != (y.dtype.kind in NUMBERS):
             raise ValueError(f"y must hold labels like {known[:1].tolist()}, got {y[:1].tolist()}")
         further = [] if classes is None else list(classes)
-        for label in further:  # NumPy would make texts of numbers
+        for label in further:  # NumPy would convert numbers to strings
             if isinstance(label, (Number, np.bool_)) != (y.dtype.kind in NUMBERS):
-                raise ValueError(f"classes must hold labels like {y[:1].tolist()}, those of y, got {label!r}")
+                raise ValueError(f"classes must hold labels like those of y, {y[:1].tolist()}, got {label!r}")
         old = np.isin(y, known)
         new = np.unique(y[~old])
         if old.any():
@@ -120,43 +120,45 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
     def _texts(self, labels: list[Any]) -> np.ndarray:
         missing = [label for label in labels if label not in (self.texts or {})]
         if self.texts is None or missing:
-            raise ValueError(f"{self.classifier!r} needs texts, and texts has none of class {missing[0]!r}")
+            raise ValueError(f"{self.classifier!r} needs texts, but texts has none for the class {missing[0]!r}")
         return np.stack([np.asarray(self.texts[label], dtype=np.float32) for label in labels])
 
     @torch.no_grad()
     def _columns(self, X: Any, answer: str, absent: float) -> np.ndarray:
-        """What the classifier answers, in the order of `classes_`; `absent` for a class without an image."""
+        """Call the classifier's method `answer`, and order its columns as `classes_`; other classes are `absent`."""
         check_is_fitted(self)
         X = validate_data(self, X, reset=False, dtype=DTYPES)
-        found = getattr(self.classifier_, answer)(X).double().cpu().numpy()
+        learned = getattr(self.classifier_, answer)(X).double().cpu().numpy()
         columns = np.full((len(X), len(self.classes_)), absent)
-        columns[:, np.searchsorted(self.classes_, self._labels)] = found
+        columns[:, np.searchsorted(self.classes_, self._labels)] = learned
         return columns
 
 
 class ImageClassifier(ClassifierMixin, BaseEstimator):
-    """Photographs in, names out: a pretrained model's features, and a classifier over them.
+    """A classifier for images: a pretrained model computes features, and a classifier learns from them.
 
-    It clones, pickles, cross-validates and grid-searches. Nothing is trained in the model. An image is encoded once:
-    its features are kept in the feature store. The model is loaded once in each process.
+    The estimator can be cloned, pickled, cross-validated and grid-searched. The model itself is not trained. The
+    features of each image are kept in the feature store, so that it is encoded only once. The model is loaded once per
+    process.
+
+    Images are a list or an array of paths, PIL images, or (height, width, 3) arrays of bytes.
 
     Args:
-        model: a model as `load_dual_encoder` takes it: a folder, the id of a repository on the Hub, or "demo".
-        classifier: its name and settings, as for [`FeatureClassifier`].
-        prompt_template: what a label stands in for `{}`, where the model has a text tower.
+        model: the model, as `load_dual_encoder` takes it: a folder, a repository id on the Hub, or "demo".
+        classifier: name and settings of the classifier, as for [`FeatureClassifier`].
+        prompt_template: the prompt for a label, which replaces `{}`. It is used if the model has a text tower.
 
     Attributes:
         classes_: the labels, sorted.
-        features_: the [`FeatureClassifier`] that has learned.
-        encoder_: what its features were made by; with another model, processor or precision it answers nothing.
-
-    Images are a list or an array of paths, PIL images, or (height, width, 3) arrays of bytes.
+        features_: the fitted [`FeatureClassifier`].
+        encoder_: facts about the model, processor and precision that computed the features. Predicting with others is
+            an error.
 
     >>> from sklearn.datasets import load_digits
     >>> digits, names = load_digits(), np.array(["zero", "one", "two", "three"])
     >>> X, y = digits.images[digits.target < 4] * 15.9, names[digits.target[digits.target < 4]]
-    >>> found = ImageClassifier("demo").fit(X[:100].astype(np.uint8), y[:100])
-    >>> bool(found.score(X[100:200].astype(np.uint8), y[100:200]) > 0.9)
+    >>> classifier = ImageClassifier("demo").fit(X[:100].astype(np.uint8), y[:100])
+    >>> bool(classifier.score(X[100:200].astype(np.uint8), y[100:200]) > 0.9)
     True
     """
 
@@ -170,7 +172,7 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
         self.prompt_template = prompt_template
 
     def fit(self, images: Any, y: Any) -> Self:
-        """Learn all classes anew, as one task, from n images and labels, (n,), whose texts are their names."""
+        """Fit all classes from scratch, as one task, on n images and labels, (n,). A label's text is its name."""
         encoder = _encoder(str(self.model))
         self.encoder_ = encoder.facts
         texts: dict[Hashable, Any] | None = None
@@ -179,27 +181,27 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
             names = check_class_names([str(label) for label in labels])
             prompts = {name: [self.prompt_template.format(name)] for name in names}
             texts = dict(zip(labels, encoder.text_embeds(names, prompts).cpu().numpy(), strict=True))
-        made = FeatureClassifier(self.classifier, texts=texts, logit_scale=logit_scale(encoder.clip))
-        self.features_ = made.fit(self._embeds(images), y)
+        classifier = FeatureClassifier(self.classifier, texts=texts, logit_scale=logit_scale(encoder.clip))
+        self.features_ = classifier.fit(self._embeds(images), y)
         self.classes_ = self.features_.classes_
         return self
 
     def predict(self, images: Any) -> np.ndarray:
-        """The most likely label of each image, (n,)."""
+        """Return the most likely label of each image, (n,)."""
         check_is_fitted(self)
         return self.features_.predict(self._embeds(images))
 
     def predict_proba(self, images: Any) -> np.ndarray:
-        """Calibrated probabilities, (n, classes), in the order of `classes_`."""
+        """Return calibrated probabilities, (n, classes), in the order of `classes_`."""
         check_is_fitted(self)
         return self.features_.predict_proba(self._embeds(images))
 
     def _embeds(self, images: Any) -> np.ndarray:
         encoder = _encoder(str(self.model))
-        found = encoder.facts
-        if differ := sorted(name for name in found if found[name] != self.encoder_.get(name)):
+        facts = encoder.facts
+        if differ := sorted(name for name in facts if facts[name] != self.encoder_.get(name)):
             raise ValueError(
-                f"this classifier learned with another encoder than {self.model!r} is now: {differ} differ; fit anew"
+                f"the encoder {self.model!r} has changed since this classifier was fitted: {differ} differ; fit again"
             )
         data = unlabelled_images([as_image(number, image) for number, image in enumerate(images)])
         return encoder.dataset_embeds(encoder.images(data)).cpu().numpy()
@@ -207,5 +209,5 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
 
 @lru_cache(maxsize=2)
 def _encoder(model: str) -> Encoder:
-    """The model and its feature store, once in each process."""
+    """Load a model with its feature store, once per process."""
     return Encoder.at_rest(*load_dual_encoder(model), LearnerArguments(progress=False))

@@ -16,10 +16,10 @@ from transformers import Trainer, TrainingArguments
 from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checkpoints import loading, saving, unfinished
-from dulbe_peft.checkpoints.layout import TASK_FILE
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.data.images import named_images
 from dulbe_peft.encoders.pixels import PixelDataset
+from dulbe_peft.encoders.reading import loader_settings
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.strategies.dulbe import Dulbe
 from dulbe_peft.subspaces.occupation import OccupationStatistics
@@ -27,9 +27,10 @@ from dulbe_peft.training.batches import EpochLoader, Order, WholeBatches, collat
 from dulbe_peft.training.state import LearnerState, set_adapter_state
 from dulbe_peft.training.trainer import TaskTrainer
 from dulbe_peft.training.trainer_arguments import check_arguments, learner_settings, paper_arguments
-from dulbe_peft.utils.folders import fill_folder
+from dulbe_peft.utils.folders import CheckpointError, fill_folder
 from dulbe_peft.utils.processes import raise_in_all, sum_over_processes, world
 from dulbe_peft.utils.tensors import read_tensors
+from dulbe_peft.utils.terminal import print_once
 
 
 class DualModeTrainer(Trainer):
@@ -123,7 +124,8 @@ class DualModeTrainer(Trainer):
         """Learn the classes of `train_dataset` as one more task; on any error the learner is as it was before.
 
         Args:
-            resume_from_checkpoint: a checkpoint of the same task, or True for the newest one in `args.output_dir`. It
+            resume_from_checkpoint: a checkpoint of the same task, or True for the newest whole one in
+                `args.output_dir`, where newer ones that were not written to their end are stepped over and named. It
                 brings adapter, classifiers and statistics along, whatever the model has learned.
             trial, ignore_keys_for_eval: as transformers has them.
 
@@ -132,6 +134,7 @@ class DualModeTrainer(Trainer):
 
         Raises:
             ValueError: as `ClassIncrementalLearner.learn_task`; or the checkpoint is of another task.
+            CheckpointError: the checkpoint that was named is damaged, or was not written to its end.
         """
         if self._given_optimizers and self.optimizer is None:
             raise ValueError("the given optimizers are of an earlier task: set .optimizer and .lr_scheduler anew")
@@ -146,17 +149,17 @@ class DualModeTrainer(Trainer):
         """The checkpoint to go on with, of the task that `train_dataset` is; the learner gets its state."""
         wanted = unfinished.record_of(named_images(self.train_dataset, self.class_names), self._looks)
         place = Path(self.args.output_dir or ".") if asked is True else Path(asked)
-        folders = [place]
         if asked is True:
-            named = [path.parent for path in place.glob(f"checkpoint-*/{TASK_FILE}")]
-            folders = [folder for folder in named if folder.name.removeprefix("checkpoint-").isdecimal()]  # no copy
-        own = [folder for folder in folders if unfinished.read(folder)[1] == wanted]
-        if not own:
+            newest = self._newest(place, wanted)
+        else:
+            newest = place if unfinished.read(place)[1] == wanted else None
+        if newest is None:
             raise ValueError(
                 f"{place} has no checkpoint of this task, with {wanted['images']} images of the classes "
                 f"{wanted['class_names']!r:.200}: call train() without resuming"
             )
-        newest = own[0] if asked is not True else max(own, key=lambda one: int(one.name.rpartition("-")[2]))
+        if asked is not True:
+            unfinished.check_whole(newest)
         learned, state = self.learner.tasks, loading.restore(self.learner.state, newest)
         if learned and learned != state.tasks:
             raise ValueError(
@@ -165,6 +168,19 @@ class DualModeTrainer(Trainer):
             )
         self.learner.use_state(state)
         return newest
+
+    @staticmethod
+    def _newest(place: Path, wanted: dict[str, Any]) -> Path | None:
+        """The newest whole checkpoint of a task in a folder; newer ones that are not whole are named."""
+        named = [path for path in place.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
+        for folder in sorted(named, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
+            try:
+                unfinished.check_whole(folder)
+                if unfinished.read(folder)[1] == wanted:
+                    return folder
+            except (CheckpointError, ValueError) as error:
+                print_once(f"stepping over {folder}: {error}")
+        return None
 
     @property
     def _looks(self) -> bool:
@@ -182,8 +198,8 @@ class DualModeTrainer(Trainer):
         """Whole batches of the task in the order that a learner takes them: pixels of this process's rows alone."""
         task = self._current
         order = Order(len(task.images), self._train_batch_size * world()[1], task.args.seed, task.index)
-        batches = WholeBatches(task)
-        return EpochLoader(batches, order, task.encoder.loader_settings(len(order)) | {"collate_fn": itemgetter(0)})
+        settings = loader_settings(task.encoder.args, task.encoder.device, len(order))
+        return EpochLoader(WholeBatches(task), order, settings | {"collate_fn": itemgetter(0)})
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         with raise_in_all():  # an image that one process cannot read ends all
@@ -259,6 +275,8 @@ class DualModeTrainer(Trainer):
         While a task is trained, it is a checkpoint, with which `train(resume_from_checkpoint=...)` goes on.
         """
         if self.args.should_save:
+            if output_dir is not None and _internal_call:
+                unfinished.begin(Path(output_dir))
             fill_folder(Path(output_dir or self.args.output_dir or "."), "learner", self._write_learner)
 
     def _write_learner(self, folder: Path) -> None:

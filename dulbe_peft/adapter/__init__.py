@@ -1,6 +1,6 @@
-"""The adapter as PEFT knows it. To import this package is to register the method with PEFT."""
+"""The dual-mode adapter. Importing this package registers the method with PEFT."""
 
-import peft  # noqa: F401 - first, as the modules below are imported by whoever waits for it
+import peft  # noqa: F401 - first, because whatever waits for PEFT imports the modules below
 
 from dulbe_peft.adapter.model import register
 

@@ -1,4 +1,4 @@
-"""What the adapted layers of both towers share: merging, unmerging and the choice of branch."""
+"""The base class of the adapted layers in both towers: merging, unmerging and the choice of branch."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _FORWARD = nn.Linear.forward
 
 
 def quantization(layer: nn.Module) -> Any:
-    """What PEFT knows of a quantised layer; None where it is not one."""
-    # Only a merge needs torchao's own function, and none takes place here.
+    """Return PEFT's backend for a quantised layer, or None for any other layer."""
+    # PEFT needs torchao's function only to merge, and quantised layers are never merged here.
     return resolve_quantization_backend(layer, get_apply_tensor_subclass=object)
 
 
 def is_linear(layer: nn.Module) -> bool:
-    """Whether an adapter can stand beside the layer: a linear one, quantised or not."""
+    """Return whether the layer is linear, quantised or not, so that an adapter can stand beside it."""
     backend = None if isinstance(layer, nn.Linear) else quantization(layer)
     return isinstance(layer, nn.Linear) or (backend is not None and backend.layer_type == "linear")
 
 
 @contextmanager
 def temporarily(owner: Any, attribute: str, value: Any) -> Iterator[None]:
-    """Give an attribute another value for the length of a block."""
+    """Set an attribute to another value while the block runs."""
     before = getattr(owner, attribute)
     setattr(owner, attribute, value)
     try:
@@ -43,18 +43,18 @@ def temporarily(owner: Any, attribute: str, value: Any) -> Iterator[None]:
 
 
 def layers_of(model: nn.Module, adapter: str, kind: type[nn.Module] | None = None) -> dict[str, Any]:
-    """Dotted name -> layer that has an adapter, in the model's order; of both towers, or of one `kind`."""
+    """Return the layers that have the adapter, by dotted name: those of class `kind`, by default all."""
     kind = kind or DualModeLayer
     layers: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
-    return {name: layer for name, layer in layers.items() if layer.adapters_here([adapter])}
+    return {name: layer for name, layer in layers.items() if layer.present_adapters([adapter])}
 
 
 class DualModeLayer(BaseTunerLayer, nn.Module):
-    """A linear layer and the adapters' updates of it, beside the base weight or, after `merge`, in it.
+    """A linear layer and its adapters' updates, which stand beside the base weight until `merge` adds them to it.
 
-    A layer has `updates(adapter)`, the whole update as factors; `get_delta_weight(adapter, dtype)`, the same as a
-    matrix, (d_out, d_in), in at least this type; and `scaled(adapter, scale)`, a block in which W_0 + scale * dW is
-    used.
+    Subclasses define `updates(adapter)`, the whole update as factors; `get_delta_weight(adapter, dtype)`, the same
+    update as a matrix, (d_out, d_in), in `dtype` or a wider type; and `scaled(adapter, scale)`, a context manager
+    inside which the layer uses W_0 + scale * dW.
     """
 
     if TYPE_CHECKING:  # PEFT's base class carries no types
@@ -77,16 +77,16 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
 
     @property
     def packed(self) -> bool:
-        """Whether the base layer is quantised, or of a class that computes otherwise: no update fits its weight."""
+        """Whether no update can be merged, because the base layer is quantised or its class has its own `forward`."""
         linear = self._linear
         return type(linear._parameters.get("weight")) is not nn.Parameter or type(linear).forward is not _FORWARD
 
     @property
     def plain(self) -> bool:
-        """Whether the base layer is, at this moment, x W' + bias from a weight that is here, with nothing around it.
+        """Whether the base layer currently computes x W' + bias, without hooks, from a weight that is not offloaded.
 
-        Where it is not, because it is packed, has hooks or a forward of its own, or its weight is offloaded, it is
-        called, and all updates are added to what it returns.
+        If it is packed, has hooks or a `forward` of its own, or if its weight is offloaded, the base layer is called
+        and all updates are added to its output.
         """
         linear = self._linear
         return not (
@@ -101,21 +101,21 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
         )
 
     def get_base_weight(self) -> torch.Tensor:
-        """W_0, (d_out, d_in), of a quantised layer as PEFT unpacks it."""
+        """Return W_0, (d_out, d_in). PEFT unpacks the weight of a quantised layer."""
         backend = quantization(self._linear)
         weight: torch.Tensor = self._linear.weight if backend is None else backend.get_base_weight(self._linear)
         if not weight.is_floating_point() or weight.shape != (self.out_features, self.in_features):
-            raise ValueError(f"the weight of a {type(self._linear).__name__} cannot be unpacked, and is needed here")
+            raise ValueError(f"this needs the weight of a {type(self._linear).__name__}, which cannot be unpacked")
         return weight
 
-    def adapters_here(self, names: Iterable[str]) -> list[str]:
-        """The adapters among `names` that this layer has."""
+    def present_adapters(self, names: Iterable[str]) -> list[str]:
+        """Return those of `names` that are adapters of this layer."""
         container = getattr(self, self.adapter_layer_names[0])
         return [name for name in names if name in container]
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Write updates, of the active adapters by default, into the base weight, and keep the pristine weight."""
-        for name in self.adapters_here(check_adapters_to_merge(self, adapter_names)):
+        """Add updates (by default those of the active adapters) to the base weight, and keep the pristine weight."""
+        for name in self.present_adapters(check_adapters_to_merge(self, adapter_names)):
             weight = self._linear.weight
             dtype = torch.promote_types(weight.dtype, torch.float32)
             with torch.no_grad():
@@ -129,12 +129,12 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
             self.merged_adapters.append(name)
 
     def unmerge(self) -> None:
-        """Put the pristine base weight back, bit for bit."""
+        """Restore the pristine base weight, bit for bit."""
         if self._pristine_weight is None:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
             return
         weight = self._linear.weight
-        if weight.is_meta:  # offloaded: PEFT brings it here and takes it away again
+        if weight.is_meta:  # offloaded: PEFT loads it for the block and offloads it again
             with onload_layer(self):
                 return self.unmerge()
         weight.data = self._pristine_weight.to(device=weight.device, dtype=weight.dtype)
@@ -153,16 +153,16 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
             return self._adapted_forward(x) if adapter_names is None else self._mixed_forward(x, adapter_names)
 
     def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
-        updates = [update for name in self.adapters_here(self.active_adapters) for update in self.updates(name)]
+        updates = [update for name in self.present_adapters(self.active_adapters) for update in self.updates(name)]
         return add_updates(self.base_layer(x), x, updates)
 
     def _mixed_forward(self, x: torch.Tensor, names: list[str]) -> torch.Tensor:
-        """Each row, (n, ..., d_in), with the adapter of its name; a name that the layer does not have adds nothing."""
+        """Apply to each row of x, (n, ..., d_in), the adapter named for it. Unknown names leave the base output."""
         if len(x) != len(names):
-            raise ValueError(f"adapter_names has {len(names)} names, but a layer reads {len(x)} rows")
+            raise ValueError(f"adapter_names has {len(names)} names, but the input of a layer has {len(x)} rows")
         result = self.base_layer(x)
-        for name in self.adapters_here(dict.fromkeys(names)):
-            rows = torch.tensor([row for row, own in enumerate(names) if own == name], device=x.device)
+        for name in self.present_adapters(dict.fromkeys(names)):
+            rows = torch.tensor([row for row, row_name in enumerate(names) if row_name == name], device=x.device)
             result = result.index_copy(0, rows, add_updates(result[rows], x[rows], self.updates(name)))
         return result
 
@@ -175,10 +175,10 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
         return super()._apply(fn, recurse)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """New base weights, or new values of a merged adapter, are for the unmerged layer."""
-        own = tuple(f".{name}" for name in self.merged_adapters)
+        """Load the state dict; unmerge first if it holds the base weight or values of a merged adapter."""
+        merged_endings = tuple(f".{name}" for name in self.merged_adapters)
         keys = (key for key in state_dict if key.startswith(prefix))
-        if self.merged and any(key == prefix + "base_layer.weight" or key.endswith(own) for key in keys):
+        if self.merged and any(key == prefix + "base_layer.weight" or key.endswith(merged_endings) for key in keys):
             self.unmerge()
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -188,7 +188,7 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
 
 @contextmanager
 def _onloaded(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Have the parameters here that accelerate offloaded; the base layer's own hook does so for its own."""
+    """Load the adapter's offloaded parameters while the block runs; the base layer has its own hook for this."""
     with ExitStack() as stack:
         for module in modules:
             if isinstance(module, (nn.ParameterDict, BufferDict)):
@@ -197,6 +197,6 @@ def _onloaded(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _restore_pristine(layer: DualModeLayer, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """A state dict carries the pristine base weight, also while an adapter is merged."""
+    """Put the pristine base weight into the state dict, also while an adapter is merged."""
     if layer._pristine_weight is not None:
         state_dict[prefix + "base_layer.weight"] = layer._pristine_weight

@@ -1,8 +1,8 @@
-"""The same update as a stock LoRA adapter, which loads without this package.
+"""Export an adapter as a stock LoRA adapter, which loads without this package.
 
 dW = [B_1 ... B_t] [P_1 ... P_t]'    exact: LoRA's B and A; every task adds r_S + r_R to their rank
 
-Where the history is one matrix, it is B_1 and P_1 is the identity.
+If the history is one matrix, this matrix is B_1 and P_1 is the identity.
 """
 
 from pathlib import Path
@@ -23,20 +23,23 @@ COMPRESSION_FILE = "compression.json"
 
 
 def export_lora(model: PeftModel, folder: str | Path, compress_to: int | None = None) -> Path:
-    """Write the active adapter as PEFT's own LoRA: A = stacked bases, B = stacked up-projections, alpha = rank.
+    """Write the active adapter as a LoRA adapter of PEFT: A = stacked bases, B = stacked up-projections, alpha = rank.
 
-    History, current modes, text LoRA and `modules_to_save` are included, also while the adapter is merged or
-    disabled. Without `compress_to` the factors are this adapter's, bit for bit.
+    The export includes history, current modes, text LoRA and `modules_to_save`, even while the adapter is merged or
+    disabled. Without `compress_to`, the factors equal those of this adapter bit for bit.
 
     Args:
         model: a model from `get_peft_model` with one active dual-mode adapter.
-        folder: where the adapter goes, which is also what is returned. An earlier export there is replaced.
+        folder: the folder to write. An earlier export in it is replaced.
         compress_to: replace every update of a higher rank by its best approximation of this rank, and write
             `compression.json` with the relative errors |dW - dW_k|_F / |dW|_F of all layers together and of each.
 
+    Returns:
+        The path of `folder`.
+
     Raises:
         ValueError: an update to compress is not finite, or not exactly one adapter is active.
-        FileExistsError: the folder lies in a saved learner or holds something that no export wrote.
+        FileExistsError: the folder lies inside a saved learner, or it holds files that no export wrote.
     """
     commit_folder(Path(folder), "export", lambda temporary: write_lora(model, temporary, compress_to))
     return Path(folder)
@@ -60,23 +63,23 @@ def write_lora(model: PeftModel, folder: Path, compress_to: int | None = None) -
 
 
 def _compress(layers: dict[str, Factors], rank: int) -> tuple[dict[str, Factors], dict[str, Any]]:
-    """The best factors of at most `rank`, and the report."""
+    """Return the best factors of at most `rank` for each layer, and the content of `compression.json`."""
     compressed, rows = {}, {}
     lost = total = 0.0
     for name, factors in layers.items():
-        kept, values = best_of_rank(factors, rank, name)
+        best, values = best_of_rank(factors, rank, name)
         energy = values**2
-        left_out, whole = energy[len(kept.down) :].sum().item(), energy.sum().item()
-        error = (left_out / whole) ** 0.5 if whole else 0.0
-        compressed[name] = kept
-        rows[name] = {"rank_before": len(factors.down), "rank": len(kept.down), "relative_error": error}
-        lost, total = lost + left_out, total + whole
+        layer_lost, layer_total = energy[len(best.down) :].sum().item(), energy.sum().item()
+        error = (layer_lost / layer_total) ** 0.5 if layer_total else 0.0
+        compressed[name] = best
+        rows[name] = {"rank_before": len(factors.down), "rank": len(best.down), "relative_error": error}
+        lost, total = lost + layer_lost, total + layer_total
     error = (lost / total) ** 0.5 if total else 0.0
     return compressed, {"rank": rank, "relative_error": error, "layers": rows}
 
 
 def _lora_config(config: DualModeLoraConfig, layers: dict[str, Factors]) -> LoraConfig:
-    """A configuration with the highest rank as the default, and the layers that differ as patterns."""
+    """Return a configuration whose default is the highest rank, with patterns for the layers that differ."""
     ranks = {name: len(factors.down) for name, factors in layers.items()}
     alphas = {name: factors.scale * ranks[name] for name, factors in layers.items()}
     rank = max(ranks.values())

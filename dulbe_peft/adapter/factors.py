@@ -1,4 +1,4 @@
-"""The whole update of every layer as a pair of factors, its best approximation of a lower rank, and sums of adapters.
+"""Each layer's whole update as a pair of factors, its best approximation of a lower rank, and sums of adapters.
 
 B = Q_B R_B,  P = Q_P R_P,  R_B R_P' = U S V'
 dW_k = (Q_B U_k S_k^1/2) (S_k^1/2 V_k' Q_P')      the best approximation of rank k, by a small SVD
@@ -19,7 +19,7 @@ from dulbe_peft.utils.settings import check_int, check_number
 
 
 class Factors(NamedTuple):
-    """A layer's update, scale * up @ down; down is (rank, d_in), up (d_out, rank)."""
+    """A layer's update scale * up @ down, with `down` of shape (rank, d_in) and `up` of shape (d_out, rank)."""
 
     down: torch.Tensor
     up: torch.Tensor
@@ -27,7 +27,7 @@ class Factors(NamedTuple):
 
 
 def all_factors(base: nn.Module, adapter: str) -> dict[str, Factors]:
-    """Layer name -> its whole update, history first; the layer's own tensors."""
+    """Return each layer's whole update by name, history first. Tensors are not copied unless they are joined."""
     layers = {}
     for name, layer in layers_of(base, adapter).items():
         if isinstance(layer, TextLoraLinear):
@@ -42,7 +42,7 @@ def all_factors(base: nn.Module, adapter: str) -> dict[str, Factors]:
 
 
 def best_of_rank(factors: Factors, rank: int, name: str) -> tuple[Factors, torch.Tensor]:
-    """The factors, or where their rank is higher the best ones of `rank`; and all singular values of the update."""
+    """Return the best factors of at most `rank`, and all singular values of the update. `name` is for messages."""
     down, up = factors.down.double(), factors.up.double()
     if not (torch.isfinite(down).all() and torch.isfinite(up).all()):
         raise ValueError(f"the update of layer {name!r} holds NaN or infinity: it cannot be compressed")
@@ -64,14 +64,14 @@ def add_weighted_adapter(
     combination_type: str = "svd",
     svd_rank: int | None = None,
 ) -> None:
-    """Add an adapter whose update is the weighted sum of others' updates; it is not made active.
+    """Add an adapter whose update is the weighted sum of other adapters' updates. It does not become active.
 
     Args:
-        adapters: names of adapters in the same layers.
-        weights: one number for each.
+        adapters: names of adapters that are in the same layers.
+        weights: one number for each adapter.
         adapter_name: the new adapter's name. Its history is the sum, and its modes are new.
-        combination_type: "cat" is exact; "svd" takes the best approximation of a rank in every layer.
-        svd_rank: that rank; None takes the highest rank among the adapters.
+        combination_type: "cat" is exact; "svd" takes the best approximation of rank `svd_rank` in every layer.
+        svd_rank: the rank for "svd"; None takes the highest rank among the adapters.
 
     Raises:
         ValueError: the adapters cannot be added, or the name is taken. Nothing is changed then.
@@ -90,10 +90,10 @@ def add_weighted_adapter(
     if svd_rank is not None:
         check_int("svd_rank", svd_rank, 1)
     if any(configs[name].modules_to_save for name in adapters):
-        raise ValueError(f"one of the adapters {list(adapters)} has modules_to_save, which have no weighted sum")
+        raise ValueError(f"one of the adapters {list(adapters)} has modules_to_save, which cannot be summed")
     parts = [all_factors(tuner.model, name) for name in adapters]
     if any(part.keys() != parts[0].keys() for part in parts):
-        raise ValueError(f"the adapters {list(adapters)} stand in different layers, so they have no sum")
+        raise ValueError(f"the adapters {list(adapters)} are in different layers and cannot be summed")
     total = {}
     for name in parts[0]:
         ups = [weight * part[name].scale * part[name].up for weight, part in zip(weights, parts, strict=True)]
@@ -103,7 +103,7 @@ def add_weighted_adapter(
             total[name] = best_of_rank(total[name], rank, name)[0]
     config = replace(configs[adapters[0]], history_rank=0, history_pattern={})
     text_ranks = [len(factors.down) for name, factors in total.items() if in_text_tower(name)]
-    if text_ranks:  # the same in all layers
+    if text_ranks:  # all text layers have the same rank
         config = replace(config, text_rank=text_ranks[0], text_alpha=float(text_ranks[0]))
     configs[adapter_name] = config
     tuner.inject_adapter(tuner.model, adapter_name)

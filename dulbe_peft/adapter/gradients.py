@@ -1,4 +1,4 @@
-"""Gradients of the method: the probe that plans a task, and the routing that trains it."""
+"""The gradients of the method: the probe for planning a task, and gradient routing for training it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -16,7 +16,7 @@ from dulbe_peft.utils.settings import check_number
 
 
 class GradientProbe(dict[str, torch.Tensor]):
-    """Layer name -> G, (out_features, in_features), and the configuration of the adapter that was probed."""
+    """A dict of layer name -> G, (out_features, in_features), with the configuration of the probed adapter."""
 
     def __init__(self, gradients: Mapping[str, torch.Tensor], config: DualModeLoraConfig) -> None:
         super().__init__(gradients)
@@ -26,24 +26,25 @@ class GradientProbe(dict[str, torch.Tensor]):
 def probe_gradients(
     model: nn.Module, batches: Iterable[Any], loss_fn: Callable[[nn.Module, Any], tuple[torch.Tensor, int]]
 ) -> GradientProbe:
-    """Return the gradient of a data set's mean loss by every adapted layer's weight, without a step.
+    """Return the gradient of a data set's mean loss with respect to the weight of every adapted layer.
 
-    The model runs in evaluation mode. Where `torch.distributed` is initialised, every process has to call this, with
-    batches of its own, of which it may have none; all get the gradient of the mean over all samples of all processes.
+    The model runs in evaluation mode and is not changed. If `torch.distributed` is initialised, every process must
+    call this function, each with its own batches or with none. All processes get the gradient of the mean over the
+    samples of all processes.
 
     Args:
-        model: a model from `get_peft_model` with one active dual-mode adapter; also inside DDP or accelerate's
-            wrappers, without which `loss_fn` is given it.
-        batches: any iterable; each element is handed to `loss_fn`.
+        model: a model from `get_peft_model` with one active dual-mode adapter. It may be wrapped by DDP or accelerate;
+            `loss_fn` gets it unwrapped.
+        batches: any iterable; each element is passed to `loss_fn`.
         loss_fn: `loss_fn(model, batch) -> (loss, n)`, the batch's mean loss, a scalar, and its number of samples.
 
     Returns:
-        Layer name -> G, (out_features, in_features), in at least float32, on the base weight's device. Its attribute
-        `config` is the adapter's configuration, from which `allocate_modes` takes the ranks.
+        A dict of layer name -> G, (out_features, in_features), in float32 or a wider dtype, on the base weight's
+        device. Its attribute `config` is the adapter's configuration, from which `allocate_modes` takes the ranks.
 
     Raises:
         ValueError: there is no batch, a loss is not finite, or no loss depends on an adapted layer.
-        TypeError: the model does not come from `get_peft_model`, or `loss_fn` returns no pair.
+        TypeError: the model does not come from `get_peft_model`, or `loss_fn` does not return a pair.
 
     Reference:
         Section "Gradient-Demand Dual-Mode Subspace Allocation"; appendix "Prospective-gradient estimation".
@@ -61,7 +62,7 @@ def probe_gradients(
 def summed_gradients(
     model: Any, batches: Iterable[Any], loss_fn: Callable[[nn.Module, Any], tuple[torch.Tensor, int]]
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """Return the sum over this process's samples of the loss's gradients, and the number of samples."""
+    """Return the gradients of the loss, summed over this process's samples, and the number of samples."""
     layers: dict[str, DualModeLinear] = model.dual_mode_layers()
     model.check_unmerged()
     adapter = next(iter(layers.values())).active_adapters[0]
@@ -71,7 +72,7 @@ def summed_gradients(
         weights = {}
         for name, layer in layers.items():
             weight = layer.folded_weight(adapter).detach()
-            # At least float32: half precision loses sums over many batches.
+            # Half precision would lose digits in sums over many batches.
             weights[name] = weight.to(torch.promote_types(weight.dtype, torch.float32)).requires_grad_()
             held.enter_context(layer.holding(weights[name]))
         for batch in batches:
@@ -83,7 +84,7 @@ def summed_gradients(
             losses.append(loss.detach())
             total += size
     if total and all(weight.grad is None for weight in weights.values()):
-        raise ValueError("the loss of loss_fn has no gradient in any adapted layer: it must run the vision tower")
+        raise ValueError("the loss of loss_fn has no gradient in any adapted layer: loss_fn must run the vision tower")
     finite = torch.isfinite(torch.stack(losses)).tolist() if losses else []
     if not all(finite):
         bad = finite.index(False)
@@ -92,15 +93,15 @@ def summed_gradients(
 
 
 def tuner_of(model: nn.Module) -> Any:
-    """Return a model from `get_peft_model` without what DDP or accelerate put around it; refuse any other model."""
+    """Return the `PeftModel` inside the wrappers of DDP or accelerate. For any other model, raise a `TypeError`."""
     inner = unwrapped(model)
     if hasattr(inner, "dual_mode_layers"):
         return inner
     if any(isinstance(module, DualModeLayer) for module in inner.modules()):
         raise TypeError(
-            f"the adapter of this {type(inner).__name__} was injected, by add_adapter, load_adapter or "
-            "inject_adapter_in_model: it can be used and saved so, but not planned or trained task by task, which a "
-            "model from get_peft_model or PeftModel.from_pretrained can"
+            f"the adapter of this {type(inner).__name__} was injected by add_adapter, load_adapter or "
+            "inject_adapter_in_model. Such an adapter can be used and saved, but not planned or trained task by task: "
+            "use a model from get_peft_model or PeftModel.from_pretrained"
         )
     raise TypeError(f"model must come from get_peft_model(..., DualModeLoraConfig(...)), got {type(inner).__name__}")
 
@@ -111,24 +112,24 @@ def route_gradients(
     structure_loss: torch.Tensor | None,
     structure_weight: float | None = None,
 ) -> None:
-    """Accumulate into `.grad` as `backward()` would, each loss into the parameters it is meant for.
+    """Backpropagate each loss into the parameters it is meant for, accumulating into `.grad` as `backward()` does.
 
-    `task_loss` reaches every trainable parameter, those outside the model too; `structure_weight * structure_loss`
-    reaches B_S of every layer and nothing else. Both losses may come from one forward pass.
+    `task_loss` reaches every trainable parameter, including those outside the model. `structure_weight *
+    structure_loss` reaches B_S of every layer and nothing else. Both losses may come from one forward pass.
 
-    Where `torch.distributed` is initialised, every process has to call this, and the gradients of the model's
-    parameters are summed over the processes: a loss that is a mean over the rows of one process is to be divided by
-    the number of processes. A model inside DDP is left to DDP, which takes the mean.
+    If `torch.distributed` is initialised, every process must call this function, and the gradients of the model's
+    parameters are summed over the processes. A loss that is a mean over the rows of one process must therefore be
+    divided by the number of processes. A model inside DDP is left to DDP, which averages the gradients.
 
     Args:
-        model: a model from `get_peft_model` with one active dual-mode adapter; also inside DDP.
+        model: a model from `get_peft_model` with one active dual-mode adapter. It may be wrapped by DDP.
         task_loss: scalar, cross-entropy over the current classes.
-        structure_loss: scalar, `bidirectional_kl` over the old classes; None at the first task.
-        structure_weight: lambda, at least 0; None takes the configuration's.
+        structure_loss: scalar, `bidirectional_kl` over the old classes; None in the first task.
+        structure_weight: lambda, at least 0; None takes the configuration's value.
 
     Raises:
-        ValueError: a loss is no scalar, has no gradient where it is meant to have one, or (on the CPU, where looking
-            is free) is not finite. No gradient is touched then.
+        ValueError: a loss is not a scalar, has no gradient in the parameters it is meant for, or is not finite (which
+            is only checked on the CPU, where it costs nothing). No gradient is changed in this case.
         TypeError: the model does not come from `get_peft_model`.
 
     Reference:
@@ -140,7 +141,10 @@ def route_gradients(
 
 @contextmanager
 def _summed_over_processes(model: nn.Module) -> Iterator[None]:
-    """Add to `.grad` the sum over all processes of what the block accumulates; on an error in one process, nothing."""
+    """Sum the gradients that the block accumulates over all processes, and add the sums to `.grad`.
+
+    If the block raises an error in one process, no gradient is changed in any.
+    """
     if world()[1] == 1 or isinstance(model, nn.parallel.DistributedDataParallel):
         yield
         return
@@ -173,25 +177,27 @@ def routed_loss(
     weight: float | None = None,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """Return task_loss + lambda structure_loss, whose `backward()` gives each loss to the parameters it is meant for.
+    """Return task_loss + lambda structure_loss, whose `backward()` routes each loss to the parameters it is meant for.
 
-    `task_loss` reaches every trainable parameter, `structure_loss` B_S of every layer and nothing else. Use it where
-    something else calls `backward()`, as `accelerator.backward(loss)` or `scaler.scale(loss).backward()` do. The
-    gradient g of the structure loss by B_S is computed here, and sum(g B_S) has this gradient and no other.
+    `task_loss` reaches every trainable parameter, `structure_loss` only B_S of every layer. Use this function instead
+    of `route_gradients` if other code calls `backward()`, such as `accelerator.backward(loss)` or
+    `scaler.scale(loss).backward()`. It computes the gradient g of the structure loss with respect to B_S, and adds
+    sum(g B_S), whose only gradient is g in B_S.
 
     Args:
-        model: a model from `get_peft_model` with one active dual-mode adapter; also inside DDP.
+        model: a model from `get_peft_model` with one active dual-mode adapter. It may be wrapped by DDP.
         task_loss: scalar, cross-entropy over the current classes.
-        structure_loss: scalar, `bidirectional_kl` over the old classes; None at the first task.
+        structure_loss: scalar, `bidirectional_kl` over the old classes; None in the first task.
         weight: lambda, at least 0; None takes the configuration's `structure_weight`.
-        scale: that of a `torch.amp.GradScaler`, `scaler.get_scale()`: half precision would lose g without it.
+        scale: the scale of a `torch.amp.GradScaler`, `scaler.get_scale()`. Without it, g would underflow in half
+            precision.
 
     Returns:
         A scalar with the value of task_loss + lambda structure_loss.
 
     Raises:
-        ValueError: a loss is no scalar, has no gradient where it is meant to have one, or (on the CPU, where looking
-            is free) is not finite.
+        ValueError: a loss is not a scalar, has no gradient in the parameters it is meant for, or is not finite (which
+            is only checked on the CPU, where it costs nothing).
         TypeError: the model does not come from `get_peft_model`.
 
     Example:
@@ -222,8 +228,8 @@ def routed_loss(
     pairs = [(p, gradient / scale) for p, gradient in zip(shared, routed) if gradient is not None]
     if not pairs:
         raise ValueError(
-            "structure_loss has no gradient in any shared mode: it must run the vision tower, and gradient "
-            "checkpointing must be the kind with use_reentrant=False"
+            "structure_loss has no gradient in any shared mode: compute it from the outputs of the vision tower, and "
+            "use gradient checkpointing only with use_reentrant=False"
         )
     carrier = torch.stack([(p * gradient).sum() for p, gradient in pairs]).sum()
     return task_loss + weight * structure_loss.detach() + (carrier - carrier.detach())

@@ -3,30 +3,32 @@
     x (.., d_in) ──┬── W = W_0 + B_hist P_hist'  (frozen, folded once, d_out x d_in) ──┬── + ── y (.., d_out)
                    └── P = [P_S P_R] (frozen, d_in x r) ── B = [B_S B_R] (trained) ────┘
 
-W_0 is never written to: the folded weight is a cache beside it, recomputed from W_0 and the saved history by
-`DualModeLinear.folded_weight` alone. A model that learned and a model that was loaded therefore agree bit for bit, and
-disabling or unloading the adapter gives the pristine base model. Only an explicit `merge` writes to the base weight,
-and it keeps the pristine one beside it, so `unmerge` is exact too.
+W_0 is never written to. The folded weight is a cache beside it, which only `DualModeLinear.folded_weight` computes,
+from W_0 and the saved history. A model that was trained and a model that was loaded therefore agree bit for bit, and
+disabling or unloading the adapter gives the pristine base model. Only an explicit `merge` writes to the base weight.
+It keeps a copy of the pristine weight, so `unmerge` is exact too.
 
-The history is a pair of factors until these would take more than one matrix, r (d_in + d_out) > d_in d_out. From then
-on B_hist holds the sum of all updates, (d_out, d_in), and P_hist, which would be the identity, has no column.
+The history is a pair of factors until these would take more memory than one matrix: r (d_in + d_out) > d_in d_out.
+From then on B_hist holds the sum of all updates, (d_out, d_in), and P_hist, which would be the identity, has no
+columns.
 
-The base layer is not called where it is a linear layer as transformers makes it; the weight below takes its place.
-Where it is not `plain`, as it is quantised, has hooks or a forward of its own, or its weight is offloaded, it is
-called. Every weight below is then W - W_0, added to its output, and the normal state adds the history's factors.
-Which of the two is decided in every pass. With `fold="factors"` the normal state adds these factors to a plain layer,
-too: nothing is cached, and every pass takes a product more.
+A plain linear layer, as transformers makes it, is not called: the forward pass uses the weight in the table below
+instead of the layer's own. A layer that is not `plain` (because it is quantised, has hooks or a `forward` of its own,
+or because its weight is offloaded) is called. Each weight W in the table is then applied as W - W_0 and added to the
+layer's output, and the normal state adds the factors of the history. Every forward pass checks anew whether the layer
+is plain. With `fold="factors"`, the normal state adds these factors to a plain layer too: nothing is cached, and every
+pass computes one more product.
 
-Which weight a forward pass of the vision tower's layer uses, and whether it adds the current modes:
+The weight that a forward pass of a vision layer uses, and whether it adds the current modes:
 
 | state | set by | weight | modes |
 | --- | --- | --- | --- |
 | normal | | W_0 + B_hist P_hist', cached | on |
-| mixed | `adapter_names` | W_0; a row adds its own adapter's factors | on |
-| held | `layer.holding(weight)` | the given one; further updates are added where given | on, or off as asked |
+| mixed | `adapter_names` | W_0; to each row, the factors of the row's adapter are added | on |
+| held | `layer.holding(weight)` | the given weight, plus further updates if given | on, or off if asked |
 | scaled | `layer.scaled(adapter, scale)` | W_0 + scale * (B_hist P_hist' + B P') | off: they are in the weight |
-| resting | `layer.resting()` | as above | off |
-| merged, or adapter disabled | PEFT | the base layer's own | off |
+| resting | `layer.resting()` | that of the state it is combined with | off |
+| merged, or adapter disabled | PEFT | the base layer's weight | off |
 """
 
 import math
@@ -47,7 +49,7 @@ from dulbe_peft.utils.tensors import has_values, identity
 
 class _Held(NamedTuple):
     weight: torch.Tensor
-    beside: bool  # the weight is W - W_0
+    beside: bool  # the weight holds W - W_0 and is added to the base layer's
     updates: Callable[[], Updates]
     modes: bool
 
@@ -77,7 +79,7 @@ class DualModeLinear(DualModeLayer):
         self.dulbe_history_B = BufferDict({}, persistent=True)
         self.dulbe_shared_B = nn.ParameterDict({})
         self.dulbe_residual_B = nn.ParameterDict({})
-        # (cache key, source tensors, weight); the sources are kept alive so their ids stay unique.
+        # (cache key, source tensors, weight). Keeping the sources alive keeps their ids unique.
         self._folded: tuple[tuple[Any, ...], tuple[torch.Tensor, ...], torch.Tensor] | None = None
         self.folds: dict[str, bool] = {}  # adapter name -> whether its history is folded into a cached weight
         self._held: _Held | None = None
@@ -86,9 +88,9 @@ class DualModeLinear(DualModeLayer):
         self.update_layer(adapter_name, config, key)
 
     def update_layer(self, adapter_name: str, config: DualModeLoraConfig, key: str = "") -> None:
-        """Add `adapter_name`: random orthonormal bases, B = 0 (or random with `init_weights=False`), zero history.
+        """Add `adapter_name` with random orthonormal bases, B = 0 (random if `init_weights` is False) and no history.
 
-        `key` is the layer's dotted name, which the patterns of the configuration speak of.
+        `key` is the layer's dotted name, to which the patterns of the configuration are applied.
         """
         ranks, history_rank = config.ranks_of(key), config.history_rank_of(key)
         self.folds[adapter_name] = config.fold == "weight"
@@ -112,11 +114,11 @@ class DualModeLinear(DualModeLayer):
                 buffers[adapter_name] = buffers[adapter_name].float()
 
     def folded_weight(self, adapter: str) -> torch.Tensor:
-        """W_0 + B_hist P_hist', (d_out, d_in) in the base weight's dtype; W_0 itself where there is no history.
+        """Return W_0 + B_hist P_hist', (d_out, d_in), in the base weight's dtype; without a history, W_0 itself.
 
-        The one place where an effective weight is made, and cached until a factor changes. What is written through
-        `.data`, or to tensors of inference mode, is noticed when the adapter is saved or loaded, a task begins or is
-        folded, or a merge is undone: see `forget_weight`.
+        Only this method computes the effective weight. The result is cached until a factor changes. Writes through
+        `.data` or to inference tensors go unnoticed until the adapter is saved or loaded, a task begins or is folded,
+        or a merge is undone: see `forget_weight`.
         """
         history = self.dulbe_history_B[adapter], self.dulbe_history_P[adapter]
         if not self.plain:
@@ -127,9 +129,9 @@ class DualModeLinear(DualModeLayer):
         if base.requires_grad or not has_values():
             return _fold(base, self.history(adapter))
         sources = base, *history
-        key, kept = identity(sources), self._folded
-        if kept is not None and kept[0] == key:
-            return kept[2]
+        key, cached = identity(sources), self._folded
+        if cached is not None and cached[0] == key:
+            return cached[2]
         with torch.inference_mode(False), torch.no_grad():
             weight = _fold(base, self.history(adapter))
         if self.folds[adapter]:
@@ -137,74 +139,77 @@ class DualModeLinear(DualModeLayer):
         return weight
 
     def forget_weight(self) -> None:
-        """Make the effective weight anew when it is needed next."""
+        """Drop the cached effective weight, so that the next pass computes it again."""
         self._folded = None
 
     @torch.no_grad()
     def scaled_weight(self, adapter: str, scale: float, modes: bool = False) -> torch.Tensor:
-        """W_0 + scale * B_hist P_hist', (d_out, d_in) in the base weight's dtype; with `modes` also scale * B P'."""
+        """Return W_0 + scale * B_hist P_hist', (d_out, d_in), in the base weight's dtype.
+
+        With `modes`, scale * B P' is added. For a layer that is not plain, W_0 is left out.
+        """
         base = self._linear.weight if self.plain else None
         dtype = torch.float32 if base is None else torch.promote_types(base.dtype, torch.float32)
         delta = scale * (self.get_delta_weight(adapter, dtype) if modes else dense(self.history(adapter), dtype))
         return delta if base is None else _fold(base, (None, delta))
 
     def get_delta_weight(self, adapter: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """History and current modes together, (d_out, d_in) in at least this type."""
+        """Return the sum of history and current modes, (d_out, d_in), in `dtype` or a wider type."""
         return dense(self.history(adapter), dtype) + dense((self.dulbe_P[adapter], self.current_up(adapter)), dtype)
 
     def history(self, adapter: str) -> Update:
-        """The factors P_hist and B_hist, or None and the sum of all finished tasks' updates."""
+        """Return the factors P_hist and B_hist, or None and the summed updates of all finished tasks."""
         down, up = self.dulbe_history_P[adapter], self.dulbe_history_B[adapter]
         return down if down.shape[1] == up.shape[1] else None, up
 
     def updates(self, adapter: str, history: bool = True, modes: bool = True) -> Updates:
-        """History and current modes as factors, none where there is no history."""
-        kept = [self.history(adapter)] if history and self.dulbe_history_B[adapter].shape[1] else []
+        """Return the factors of the history, if there is one, and of the current modes."""
+        updates = [self.history(adapter)] if history and self.dulbe_history_B[adapter].shape[1] else []
         down = self.dulbe_P[adapter]
-        return [*kept, (down, self.current_up(adapter).to(down.dtype))] if modes else kept
+        return [*updates, (down, self.current_up(adapter).to(down.dtype))] if modes else updates
 
     def current_up(self, adapter: str) -> torch.Tensor:
-        """B = [B_S B_R], (d_out, r_S + r_R)."""
+        """Return B = [B_S B_R], (d_out, r_S + r_R)."""
         return torch.cat([self.dulbe_shared_B[adapter], self.dulbe_residual_B[adapter]], dim=1)
 
     def history_rank(self, adapter: str) -> int:
-        """How many columns `adapter`'s folded history has; DENSE where it is one matrix."""
+        """Return how many columns the folded history of `adapter` has, or DENSE if it is one matrix."""
         down, up = self.history(adapter)
         return DENSE if down is None else up.shape[1]
 
     def is_trained(self, adapter: str) -> bool:
-        """Whether any current up-projection differs from zero."""
+        """Return whether any current up-projection differs from zero."""
         return bool(self.dulbe_shared_B[adapter].any() or self.dulbe_residual_B[adapter].any())
 
     def holding(
         self, weight: torch.Tensor, updates: Callable[[], Updates] = list, modes: bool = True
     ) -> AbstractContextManager[None]:
-        """Use `weight`, (d_out, d_in), for W_0 and history, and add `updates()`, pairs of P and B, in every pass."""
+        """Use `weight`, (d_out, d_in), instead of W_0 and history, and add the factors `updates()` in every pass."""
         return temporarily(self, "_held", _Held(weight, not self.plain, updates, modes))
 
     def scaled(self, adapter: str, scale: float) -> AbstractContextManager[None]:
-        # With nothing held, scale 1 is the layer as it is, bit for bit.
+        # At scale 1 the layer is used as it is, so that its outputs are the same bit for bit.
         if scale == 1:
             return temporarily(self, "_held", None)
         return self.holding(self.scaled_weight(adapter, scale, modes=True), modes=False)
 
     def resting(self) -> AbstractContextManager[None]:
-        """Leave out the current modes: the history alone."""
+        """Leave out the current modes while the block runs, so that only the history acts."""
         return temporarily(self, "_resting", True)
 
     @property
-    def in_block(self) -> bool:
-        """Whether a block holds another weight, or leaves out the current modes."""
+    def weight_overridden(self) -> bool:
+        """Whether a block is running that replaces the weight or leaves out the current modes."""
         return self._held is not None or self._resting
 
     def repeats_bases(self, adapter: str) -> bool:
-        """Whether the current bases are those of the modes that were folded last."""
+        """Return whether the current bases equal those of the modes that were folded last."""
         current = self.dulbe_P[adapter]
         return torch.equal(self.dulbe_history_P[adapter][:, -current.shape[1] :], current)
 
     @torch.no_grad()
     def fold(self, adapter: str, keep_factors: bool = False) -> None:
-        """Add the current modes to the history and set B = 0; a history of too many factors becomes one matrix."""
+        """Add the current modes to the history and set B = 0. Factors that outgrow one matrix become one."""
         old, up = self.history(adapter)
         modes = self.dulbe_P[adapter], self.current_up(adapter).float()
         if old is None:
@@ -215,14 +220,14 @@ class DualModeLinear(DualModeLayer):
 
     @torch.no_grad()
     def set_history(self, adapter: str, down: torch.Tensor, up: torch.Tensor, keep_factors: bool = False) -> None:
-        """Make B P', from (d_in, r) and (d_out, r), the history: as one matrix where the factors take more."""
+        """Set the history to B P', given P, (d_in, r), and B, (d_out, r); as one matrix if that takes less memory."""
         if not keep_factors and down.numel() + up.numel() > self.in_features * self.out_features:
             down, up = down[:, :0], dense((down, up))
         self.dulbe_history_P[adapter], self.dulbe_history_B[adapter] = down.contiguous(), up.contiguous()
 
     @torch.no_grad()
     def install_bases(self, adapter: str, shared: torch.Tensor, residual: torch.Tensor) -> None:
-        """Freeze P = [P_S P_R], (d_in, r_S) and (d_in, r_R), as the current bases and set B = 0."""
+        """Set the current, frozen bases to P = [P_S P_R], (d_in, r_S) and (d_in, r_R), and set B = 0."""
         device = self.dulbe_P[adapter].device
         self.dulbe_P[adapter] = torch.cat([shared, residual], dim=1).to(device, torch.float32).contiguous()
         self._zero_up_projections(adapter)
@@ -234,15 +239,15 @@ class DualModeLinear(DualModeLayer):
 
     @torch.no_grad()
     def set_up_projections(self, adapter: str, up: torch.Tensor) -> None:
-        """Write B = [B_S B_R], (d_out, r_S + r_R)."""
+        """Copy `up`, (d_out, r_S + r_R), into B = [B_S B_R]."""
         shared_rank = self.dulbe_shared_B[adapter].shape[1]
         self.dulbe_shared_B[adapter].copy_(up[:, :shared_rank])
         self.dulbe_residual_B[adapter].copy_(up[:, shared_rank:])
 
     def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
-        linear, held, names = self._linear, self._held, self.adapters_here(self.active_adapters)
+        linear, held, names = self._linear, self._held, self.present_adapters(self.active_adapters)
         plain, modes = self.plain, not self._resting and (held is None or held.modes)
-        # The first adapter's history is in the weight; a second one's stands beside it.
+        # The history of the first adapter is folded into the weight. The histories of others are added as factors.
         folded = names[0] if names and held is None and plain and self.folds[names[0]] else None
         updates = [] if held is None else held.updates()
         for name in names:
@@ -257,7 +262,7 @@ class DualModeLinear(DualModeLayer):
         return updated_linear(x, weight.to(linear.weight.dtype), linear.bias, updates)
 
     def _held_beside(self) -> Updates:
-        """W - W_0 of the held weight W, also where the layer was plain when the block began."""
+        """Return W - W_0 for the held weight W, also if the layer was still plain when the block began."""
         if self._held is None:
             return []
         weight = self._held.weight
@@ -271,7 +276,7 @@ class DualModeLinear(DualModeLayer):
         return super()._apply(fn, recurse)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Resize the history to the length in the state before its values are copied in."""
+        """Resize the history to that of the state dict, then load the values."""
         self._folded = None
         for attribute, size in (("dulbe_history_P", self.in_features), ("dulbe_history_B", self.out_features)):
             buffers = getattr(self, attribute)

@@ -1,11 +1,11 @@
-"""A frozen linear map and trained low-rank updates beside it, as one step of automatic differentiation.
+"""A frozen linear map with trained low-rank updates beside it, as one autograd function.
 
     y = x W' + bias + sum_i (x P_i) B_i'
 
-Written with separate operations, every update costs two more passes over the output and, backwards, over the input:
-once to write its product, once to add it. Here the products are added where they are made, and backward skips tokens
-whose gradient is zero. That is most of them in the last block of a tower that is read at its class token alone.
-Gradients of gradients are refused on this path.
+With separate operations, every update would cost two more passes over the output and, in the backward pass, over the
+input: one to write the product and one to add it. Here each product is added in place. The backward pass also skips
+tokens whose gradient is zero: most tokens, in the last block of a tower of which only the class token is used.
+Second-order gradients raise an error on this path.
 """
 
 from typing import Any
@@ -16,18 +16,18 @@ from torch.nn import functional as F
 
 from dulbe_peft.utils.devices import without_autocast
 
-# Pairs P, (d_in, r), and B, (d_out, r), of updates B P'; with None for P, B is (d_out, d_in) and the whole update.
+# Pairs of P, (d_in, r), and B, (d_out, r), for the update B P'. If P is None, B, (d_out, d_in), is the whole update.
 Update = tuple[torch.Tensor | None, torch.Tensor]
 Updates = list[Update]
 
 
 def is_consistent(down: torch.Tensor, up: torch.Tensor) -> bool:
-    """Whether P and B are a history: they have as many columns, or P has none and B is (d_out, d_in)."""
+    """Return whether P and B form a history: their columns are equally many, or P has none and B is (d_out, d_in)."""
     return up.shape[1] in (down.shape[1], down.shape[1] or len(down))
 
 
 def dense(update: Update, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """B P', (d_out, d_in), in at least this type."""
+    """Return B P', (d_out, d_in), in `dtype` or a wider type."""
     down, up = update
     dtype = torch.promote_types(up.dtype, dtype)
     with without_autocast(up):
@@ -35,7 +35,7 @@ def dense(update: Update, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def add_updates(result: torch.Tensor, x: torch.Tensor, updates: Updates) -> torch.Tensor:
-    """The result, (..., d_out), + sum_i (x P_i) B_i'; the products run in P's dtype."""
+    """Return `result` + sum_i (x P_i) B_i', (..., d_out). The products are computed in P's dtype."""
     for down, up in updates:
         hidden = x.to(up.dtype) if down is None else x.to(down.dtype) @ down
         result = result + F.linear(hidden, up).to(result.dtype)
@@ -43,7 +43,7 @@ def add_updates(result: torch.Tensor, x: torch.Tensor, updates: Updates) -> torc
 
 
 def joined(updates: Updates) -> Updates:
-    """The same sum as one pair of P and B, unless one of them has the whole update in B."""
+    """Join the updates into one pair of P and B with the same sum, unless one of them is a whole matrix."""
     downs = [down for down, _ in updates if down is not None]
     if len(downs) < max(2, len(updates)):
         return updates
@@ -51,7 +51,7 @@ def joined(updates: Updates) -> Updates:
 
 
 def updated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, updates: Updates) -> torch.Tensor:
-    """x W' + bias + sum_i (x P_i) B_i', (..., d_out), for x, (..., d_in); products with W run in x's dtype."""
+    """Return x W' + bias + sum_i (x P_i) B_i', (..., d_out), for x, (..., d_in). Products with W run in x's dtype."""
     down, up = updates[0] if len(updates) == 1 else (None, None)
     if (
         down is not None
@@ -77,7 +77,7 @@ class _UpdatedLinear(torch.autograd.Function):
         down: torch.Tensor,
         up: torch.Tensor,
     ) -> torch.Tensor:
-        # Products with a few columns are several times faster where these lie side by side in memory.
+        # A product with few columns is several times faster if each column is contiguous in memory.
         down, up = down.T.contiguous(), up.T.contiguous()
         hidden = x.reshape(-1, x.shape[-1]) @ down.T
         ctx.save_for_backward(weight, down, up, hidden)
@@ -104,7 +104,10 @@ class _UpdatedLinear(torch.autograd.Function):
 
 
 def _live_rows(rows: torch.Tensor) -> torch.Tensor | None:
-    """Indices of the rows that are not zero where those are few; None: take all. Only a CPU can look for free."""
+    """Return the indices of nonzero rows if they are fewer than half, otherwise None, which stands for all rows.
+
+    On an accelerator the result is always None, because looking at values would wait for the device.
+    """
     if rows.device.type != "cpu" or not len(rows) or rows[-1].any():
         return None
     live = rows.any(dim=1).nonzero().squeeze(1)

@@ -1,4 +1,4 @@
-"""Batches whose rows have adapters of their own, as PEFT's LoRA takes them."""
+"""Batches in which each row names the adapter to use, as in PEFT's LoRA."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,18 +21,18 @@ Rows = Sequence[str] | Mapping[str, Sequence[str]]
 
 @contextmanager
 def rows_with_adapters(tuner: BaseTuner, names: Rows) -> Iterator[None]:
-    """Give each row of a forward pass the adapter of its name, by one list, or one for each of INPUTS."""
+    """Use for each row of a forward pass the adapter named for it: one list of names, or one for each of `INPUTS`."""
     rows = names if isinstance(names, Mapping) else dict.fromkeys(INPUTS, names)
     if set(rows) != set(INPUTS):
         raise ValueError(f"adapter_names must be a list, or a mapping with the keys {INPUTS}, got {list(rows)}")
     known = [*tuner.peft_config, BASE]
-    unknown = sorted({name for own in rows.values() for name in own}.difference(known))
+    unknown = sorted({name for row_names in rows.values() for name in row_names}.difference(known))
     if unknown:
-        raise ValueError(f"adapter_names has {unknown}, the model {known}")
+        raise ValueError(f"adapter_names has {unknown}, but the adapters of the model are {known}")
     if tuner.training:
-        raise ValueError("adapter_names is for a model in evaluation mode: call eval()")
-    if any(isinstance(module, DualModeLinear) and module.in_block for module in tuner.modules()):
-        raise ValueError("adapter_names cannot be given inside a block that scales or holds the model's weights")
+        raise ValueError("adapter_names requires a model in evaluation mode: call eval()")
+    if any(isinstance(module, DualModeLinear) and module.weight_overridden for module in tuner.modules()):
+        raise ValueError("adapter_names cannot be given inside a block that scales or replaces the model's weights")
     with ExitStack() as hooks:
         for name, module in tuner.model.named_modules():
             if isinstance(module, (DualModeLayer, AuxiliaryTrainingWrapper)):

@@ -1,4 +1,4 @@
-"""The tuner: puts the layers into a model, and takes it from one task to the next."""
+"""The PEFT tuner, which injects the layers into a model and takes the model from task to task."""
 
 import copy
 import warnings
@@ -26,10 +26,10 @@ from dulbe_peft.adapter.saved import (
     base_digests,
     check_saved,
     check_tower,
+    describe_origin,
     innermost,
     tower_of,
     warn_of_another_base,
-    whose,
 )
 from dulbe_peft.adapter.targets import check_targets, find_target, in_text_tower
 from dulbe_peft.adapter.text import TextLoraLinear
@@ -43,8 +43,8 @@ from dulbe_peft.utils.settings import check_number
 class DualModeLoraModel(BaseTuner):
     """A model whose vision tower learns through shared and residual modes, and whose text tower has plain LoRA.
 
-    Made by `peft.get_peft_model(model, DualModeLoraConfig(...))`; the `PeftModel` around it forwards every method
-    here. The methods act on the active adapter, of which there must be exactly one. A layer's name is its dotted path
+    `peft.get_peft_model(model, DualModeLoraConfig(...))` creates it, inside a `PeftModel` that forwards every method.
+    The methods act on the active adapter and require that exactly one is active. A layer's name is its dotted path
     in the model given to `get_peft_model`.
     """
 
@@ -59,15 +59,19 @@ class DualModeLoraModel(BaseTuner):
 
     def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         if layers_of(model, adapter_name):
-            raise ValueError(f"the model already has the adapter {adapter_name!r}: unload() it, or take another name")
+            raise ValueError(
+                f"the model already has the adapter {adapter_name!r}: unload() it, or choose another name"
+            )
         super().__init__(model, peft_config, adapter_name, *args, **kwargs)
-        # Adapter -> copies of its `modules_to_save` in the vision tower, by name, as they were when the task began.
+        # Adapter -> copies of its `modules_to_save` in the vision tower, by name, taken when the task began.
         self._beginnings: dict[str, dict[str, nn.Module]] = {}
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Inject as PEFT does, after a check of the name, which becomes a part of parameter and folder names."""
+        """Inject as PEFT does, after checking the name, which becomes a part of parameter and folder names."""
         if not adapter_name or set(adapter_name) & set("./\\") or hasattr(nn.ParameterDict, adapter_name):
-            raise ValueError(f"adapter name {adapter_name!r} is empty, has one of ./\\, or is taken by ParameterDict")
+            raise ValueError(
+                f"adapter name {adapter_name!r} is empty, contains one of ./\\, or is an attribute of ParameterDict"
+            )
         config = cast(DualModeLoraConfig, self.peft_config[adapter_name])
         tower = tower_of(type_of(model))
         check_tower(config, model, tower)
@@ -79,18 +83,18 @@ class DualModeLoraModel(BaseTuner):
         return find_target(peft_config, self.model, key)
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> PeftConfig:
-        """The layers of a known encoder where none are named; of another model they must be."""
+        """Fill in the target layers of a known encoder; for any other model the user must name them."""
         if peft_config.target_modules is None and model_config["model_type"] not in self.target_module_mapping:
             known = ", ".join(record.model for record in ENCODERS.values())
             raise ValueError(
-                f"{type(self.model).__name__} is no encoder whose layers this method knows; these are {known} and "
+                f"the target layers of a {type(self.model).__name__} are not known. They are known for {known} and "
                 "CLIP's vision towers. For another model, name its linear layers: "
                 "DualModeLoraConfig(target_modules=[...])"
             )
         return super()._prepare_adapter_config(peft_config, model_config)
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
-        check_targets(peft_config, model)  # before the first layer is replaced: a refused one changes nothing
+        check_targets(peft_config, model)  # before any layer is replaced, so that an error leaves the model unchanged
 
     def _create_and_replace(  # type: ignore[override]
         self, config: Any, adapter_name: str, target: Any, target_name: str, parent: Any, current_key: str, **_: Any
@@ -101,11 +105,11 @@ class DualModeLoraModel(BaseTuner):
         kind = TextLoraLinear if in_text_tower(current_key) else DualModeLinear
         layer = kind(target, adapter_name, config, current_key)
         if adapter_name not in self.active_adapters:
-            layer.requires_grad_(False)  # a further adapter is not trained before it is made active
+            layer.requires_grad_(False)  # a further adapter is not trained until it is made active
         self._replace_module(parent, target_name, layer, target)
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
-        """Merge as PEFT does; a `safe_merge` that is refused leaves every layer as it was."""
+        """Merge as PEFT does. If `safe_merge` finds an update that is not finite, no layer is changed."""
         if safe_merge:
             self._check_finite(adapter_names)
         super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
@@ -114,14 +118,14 @@ class DualModeLoraModel(BaseTuner):
     def merge_and_unload(
         self, progressbar: bool = False, safe_merge: bool = False, adapter_names: list[str] | None = None
     ) -> nn.Module:
-        """The same of PEFT's `merge_and_unload`."""
+        """Merge and unload as PEFT does. If `safe_merge` finds an update that is not finite, no layer is changed."""
         if safe_merge:
             self._check_finite(adapter_names)
         return super().merge_and_unload(progressbar, safe_merge, adapter_names)
 
     def _check_finite(self, adapter_names: list[str] | None) -> None:
         for layer in self._layers():
-            for name in layer.adapters_here(adapter_names or layer.active_adapters):
+            for name in layer.present_adapters(adapter_names or layer.active_adapters):
                 if not torch.isfinite(layer.get_delta_weight(name)).all():
                     raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
 
@@ -130,19 +134,19 @@ class DualModeLoraModel(BaseTuner):
         packed = [n for n, m in self.model.named_modules() if isinstance(m, DualModeLayer) and m.packed]
         if packed:
             raise ValueError(
-                f"layer {packed[0]!r} is quantised, or computes in a way of its own ({len(packed)} such layers): no "
-                "update can be merged into its weight; use the adapter as it is, or load the base model unquantised"
+                f"layer {packed[0]!r} is quantised, or its class has its own forward ({len(packed)} such layers), so "
+                "no update can be merged into it: use the adapter unmerged, or load the base model unquantised"
             )
 
     def __getattr__(self, name: str) -> Any:
-        """The model's own attributes; its methods for features of images or texts take `adapter_names`, too."""
-        found = super().__getattr__(name)
+        """Return an attribute of the model. `get_image_features` and `get_text_features` also take `adapter_names`."""
+        attribute = super().__getattr__(name)
         if name not in ("get_image_features", "get_text_features"):
-            return found
+            return attribute
 
         def with_rows(*args: Any, adapter_names: Rows | None = None, **kwargs: Any) -> Any:
             with self._enable_peft_forward_hooks(adapter_names=adapter_names):
-                return found(*args, **kwargs)
+                return attribute(*args, **kwargs)
 
         return with_rows
 
@@ -155,19 +159,19 @@ class DualModeLoraModel(BaseTuner):
         return rows_with_adapters(self, adapter_names)
 
     def unload(self) -> nn.Module:
-        """The base model without the adapter, bit for bit as it was, also when an adapter is merged."""
+        """Remove the adapters and return the base model, bit for bit as it was, even if an adapter is merged."""
         for layer in self._layers():
             if layer.merged:
                 layer.unmerge()
         return super().unload()
 
     def _layers(self) -> list[DualModeLayer]:
-        """All layers of both towers, with whatever adapters."""
+        """Return the adapted layers of both towers, whichever adapters they have."""
         return [module for module in self.modules() if isinstance(module, DualModeLayer)]
 
     @property
     def adapter_name(self) -> str:
-        """The name of the active adapter, of which there must be exactly one."""
+        """The name of the active adapter. Exactly one must be active."""
         if len(self.active_adapters) != 1:
             raise ValueError(f"one adapter must be active for this call, got {self.active_adapters}: call set_adapter")
         return self.active_adapters[0]
@@ -177,20 +181,20 @@ class DualModeLoraModel(BaseTuner):
         return cast(DualModeLoraConfig, self.peft_config[self.adapter_name])
 
     def dual_mode_layers(self) -> dict[str, DualModeLinear]:
-        """Name -> layer for every adapted layer of the vision tower, in the model's order."""
+        """Return the adapted layers of the vision tower by name, in the model's order."""
         return layers_of(self.model, self.adapter_name, DualModeLinear)
 
     def shared_parameters(self) -> Iterator[nn.Parameter]:
-        """B_S of every adapted layer, each (d_out, r_S)."""
+        """Return B_S of every adapted vision layer, each (d_out, r_S)."""
         return (layer.dulbe_shared_B[self.adapter_name] for layer in self.dual_mode_layers().values())
 
     def residual_parameters(self) -> Iterator[nn.Parameter]:
-        """B_R of every adapted layer, each (d_out, r_R)."""
+        """Return B_R of every adapted vision layer, each (d_out, r_R)."""
         return (layer.dulbe_residual_B[self.adapter_name] for layer in self.dual_mode_layers().values())
 
     @property
     def history_rank(self) -> int:
-        """The most columns that the folded history of a layer has; 0 where there is none, or every one is a matrix."""
+        """The highest rank among the layers' histories; 0 if there is no history or all of them are matrices."""
         return max([0, *_history_ranks(self.model, self.adapter_name).values()])
 
     def begin_task(
@@ -202,24 +206,24 @@ class DualModeLoraModel(BaseTuner):
     ) -> None:
         """Fold the finished task's modes into the history (see `fold_task`), install new bases, and set B = 0.
 
-        Where `torch.distributed` is initialised, every process has to call this and gets the first one's bases.
+        If `torch.distributed` is initialised, every process must call this method. All get the first process's bases.
 
         Args:
-            modes: the gradients of the new task, layer name -> G, as `probe_gradients` returns them, to be planned
-                with the adapter's own ranks; or the modes that `allocate_modes` returns, layer name -> [`ModeBases`].
-            stats: beside gradients, the statistics of earlier tasks; None or empty at the first task.
-            orthonormal: refuse bases whose columns are not orthonormal.
+            modes: the gradients of the new task, layer name -> G, as `probe_gradients` returns them, from which modes
+                of the adapter's ranks are planned; or the result of `allocate_modes`, layer name -> [`ModeBases`].
+            stats: the statistics of earlier tasks, given together with gradients; None or empty for the first task.
+            orthonormal: whether to raise an error if the columns of a basis are not orthonormal.
 
         Raises:
-            ValueError: the modes do not fit the layers, or an adapter is merged. Nothing is changed then.
-            TypeError: `modes` holds neither gradients nor modes, or modes with statistics.
+            ValueError: the modes do not fit the layers, or an adapter is merged. Nothing is changed in this case.
+            TypeError: `modes` holds neither gradients nor modes, or `stats` was given together with modes.
         """
         adapter, layers = self.adapter_name, self.dual_mode_layers()
         self.check_unmerged()
         if isinstance(modes, Mapping) and modes and all(isinstance(value, torch.Tensor) for value in modes.values()):
             modes = allocate_modes(cast(Any, modes), stats, config=self.active_config)
         elif stats is not None:
-            raise TypeError("stats are planned with gradients, as probe_gradients returns them, and not with modes")
+            raise TypeError("stats can only be given with gradients, as probe_gradients returns them, not with modes")
         modes = cast(Mapping[str, ModeBases], modes)
         ranks = {name: self.active_config.ranks_of(name) for name in layers}
         shapes = {n: tuple((layers[n].in_features, rank) for rank in both) for n, both in ranks.items()}
@@ -231,32 +235,32 @@ class DualModeLoraModel(BaseTuner):
         self.note_beginning()
 
     def fold_task(self, keep_factors: bool = False) -> None:
-        """Take the current modes into the history, dW = B_S P_S' + B_R P_R', and set B = 0.
+        """Add the current modes to the history, dW = B_S P_S' + B_R P_R', and set B = 0.
 
-        It warns where B = 0 already, as in an adapter that was not trained or has been folded.
+        There is a warning if B is already 0, because the adapter was not trained or has already been folded.
 
         Args:
-            keep_factors: keep the modes of every task apart, where one matrix would already take less memory.
+            keep_factors: keep the history as factors even if one matrix would take less memory.
 
         Reference:
             Section "Subspace-Frozen Parameterization", the task's update.
         """
         if not self.fold_if_trained(keep_factors):
             warnings.warn(
-                "fold_task has nothing to fold: no mode was trained since the last task was folded, or begun",
+                "fold_task has nothing to fold: no mode was trained since the last task was folded or begun",
                 stacklevel=2,
             )
 
     def fold_if_trained(self, keep_factors: bool = False) -> bool:
-        """`fold_task` without its warning; returns whether there was anything to fold."""
+        """Call `fold_task` without its warning, and return whether there was anything to fold."""
         adapter, layers = self.adapter_name, self.dual_mode_layers()
         self.check_unmerged()
         if not any(layer.is_trained(adapter) for layer in layers.values()):
             return False
         if all(layer.repeats_bases(adapter) for layer in layers.values()):
             warnings.warn(
-                "this task was trained in the same bases as the task before it, so nothing protects what that one "
-                "learned: call begin_task(allocate_modes(...)) before each task",
+                "this task was trained in the same bases as the previous task, so what the previous task learned is "
+                "not protected: call begin_task(allocate_modes(...)) before each task",
                 stacklevel=3,
             )
         for layer in layers.values():
@@ -267,37 +271,39 @@ class DualModeLoraModel(BaseTuner):
         return True
 
     def note_history(self) -> None:
-        """Bring the configuration in line with the layers' histories."""
+        """Record the ranks of the layers' histories in the configuration."""
         self.active_config.set_history(_history_ranks(self.model, self.adapter_name))
 
     def previous_task(self) -> AbstractContextManager[None]:
         """Use the vision tower as it was when this task began: history on, current modes off.
 
-        Its `modules_to_save` are those of then, too. All else, such as the text LoRA, stays as it is.
+        Its `modules_to_save` are also as they were then. Everything else, such as the text LoRA, is as it is now.
 
         Raises:
             ValueError: an adapter is merged, or there are `modules_to_save` and no task has begun since the adapter
-                was made or loaded.
+                was created or loaded.
         """
         self.check_unmerged()
         wrappers, beginning = self._trained_modules(), self._beginnings.get(self.adapter_name, {})
         if wrappers.keys() - beginning.keys():
             names = sorted(wrappers.keys() - beginning.keys())
-            raise ValueError(f"how modules_to_save {names} were before this task is not known: call begin_task first")
+            raise ValueError(
+                f"the state of modules_to_save {names} before this task is not known: call begin_task first"
+            )
         swapped = [_swapped(m.modules_to_save, self.adapter_name, beginning[name]) for name, m in wrappers.items()]
         return _all_of([*(layer.resting() for layer in self.dual_mode_layers().values()), *swapped])
 
     def note_beginning(self) -> None:
-        """Keep copies of the vision tower's `modules_to_save` for `previous_task`."""
+        """Copy the `modules_to_save` of the vision tower, for `previous_task` to use later."""
         adapter, wrappers = self.adapter_name, self._trained_modules()
         self._beginnings[adapter] = {n: copy.deepcopy(m.modules_to_save[adapter]) for n, m in wrappers.items()}
         for module in self._beginnings[adapter].values():
             module.requires_grad_(False)
 
     def _trained_modules(self) -> dict[str, Any]:
-        """Name -> PEFT's wrapper of a module of the vision tower that the active adapter trains as a whole."""
-        found = ((name, m) for name, m in self.model.named_modules() if isinstance(m, ModulesToSaveWrapper))
-        return {name: m for name, m in found if self.adapter_name in m.modules_to_save and not in_text_tower(name)}
+        """Return PEFT's wrappers of the vision modules that the active adapter trains as a whole, by name."""
+        wrappers = ((name, m) for name, m in self.model.named_modules() if isinstance(m, ModulesToSaveWrapper))
+        return {name: m for name, m in wrappers if self.adapter_name in m.modules_to_save and not in_text_tower(name)}
 
     def _forget_weights(self) -> None:
         for layer in self._layers():
@@ -305,31 +311,31 @@ class DualModeLoraModel(BaseTuner):
                 layer.forget_weight()
 
     def without_idle_modes(self) -> AbstractContextManager[None]:
-        """Leave out modes whose B are all zero, as between tasks: the same outputs at a lower cost."""
+        """Leave out the modes if every B is zero, as between tasks: the outputs are the same and cost less."""
         adapter, layers = self.adapter_name, self.dual_mode_layers().values()
         if any(layer.merged or layer.is_trained(adapter) for layer in layers):
             return nullcontext()
         return _all_of(layer.resting() for layer in layers)
 
     def held_weights(self) -> AbstractContextManager[None]:
-        """Hold the effective weights of now, for the training of one task; later changes of them are not noticed."""
-        # Else code is compiled anew for each rank of the history, and makes the weights in every pass.
+        """Keep using the present effective weights while one task is trained; later changes of them have no effect."""
+        # Without this, torch.compile recompiles for each rank of the history and computes the weights in every pass.
         adapter, layers = self.adapter_name, self.dual_mode_layers().values()
         frozen = (layer for layer in layers if layer.plain and layer.folds[adapter])
         frozen = (layer for layer in frozen if not layer.base_layer.weight.requires_grad)
         return _all_of(layer.holding(layer.folded_weight(adapter).detach()) for layer in frozen)
 
     def scaled_history(self, scale: float) -> AbstractContextManager[None]:
-        """Use W_0 + scale * B_hist P_hist' as every layer's frozen weight."""
+        """Use W_0 + scale * B_hist P_hist' as the frozen weight of every vision layer while the block runs."""
         adapter, layers = self.adapter_name, self.dual_mode_layers().values()
         self.check_unmerged()
         return _all_of(layer.holding(layer.scaled_weight(adapter, scale)) for layer in layers)
 
     def scaled(self, scale: float) -> AbstractContextManager[None]:
-        """Use every adapted layer with W_0 + scale * dW while the block runs, in both towers; not for training.
+        """Use W_0 + scale * dW in every adapted layer of both towers while the block runs. Not for training.
 
-        dW is all that the adapter has learned. Scale 0 is the base model and 1 the model as it has learned, both bit
-        for bit.
+        dW is everything that the adapter has learned. Scale 0 gives the base model and scale 1 the trained model, both
+        bit for bit.
 
         Raises:
             ValueError: the scale is not in [0, 1], an adapter is merged, or the adapter has `modules_to_save`.
@@ -341,12 +347,12 @@ class DualModeLoraModel(BaseTuner):
         adapter = self.adapter_name
         self.check_unmerged()
         if scale != 1 and self.active_config.modules_to_save:
-            raise ValueError("the adapter has modules_to_save, whole modules that a scale does not blend")
+            raise ValueError("the adapter has modules_to_save, and whole modules cannot be scaled: use scale=1")
         return _all_of(layer.scaled(adapter, scale) for layer in layers_of(self.model, adapter).values())
 
     @contextmanager
     def trained_bases(self, names: Iterable[str] | None = None) -> Iterator[list[torch.Tensor]]:
-        """Train the bases P of these layers, or of all, beside B while the block runs; yields them, (d_in, r) each."""
+        """Train the bases P of the named layers (by default all) along with B; yields the bases, each (d_in, r)."""
         adapter, layers = self.adapter_name, self.dual_mode_layers()
         bases = [layers[name].dulbe_P[adapter] for name in (layers if names is None else names)]
         try:
@@ -362,26 +368,30 @@ class DualModeLoraModel(BaseTuner):
             raise ValueError(f"adapters {merged} are merged into the base weights: call unmerge_adapter() first")
 
     def check_unscaled(self) -> None:
-        """Raise inside a block of `scaled`."""
-        if any(layer.in_block for layer in self.dual_mode_layers().values()):
-            raise ValueError("the model is scaled for the length of a block: learn before or after it")
+        """Raise an error inside a block of `scaled`, or of another method that replaces the layers' weights."""
+        if any(layer.weight_overridden for layer in self.dual_mode_layers().values()):
+            raise ValueError("the model is scaled while a block runs: train before or after the block")
 
     @classmethod
     def _get_adapter_state_dict(  # type: ignore[override]
         cls, model: nn.Module, config: Any, adapter_name: str, **kwargs: Any
     ) -> Any:
-        """Select the adapter's entries, and bring the configuration that is written next in line with them."""
+        """Select the adapter's entries, and update the configuration, which PEFT writes next, to match them."""
         config.set_history(_history_ranks(model, adapter_name))
         config.base_digests = base_digests(model)
         for layer in layers_of(model, adapter_name, DualModeLinear).values():
-            layer.forget_weight()  # what was written through .data is saved, so it counts here, too
+            layer.forget_weight()  # values written through .data are saved, so the model must use them too
         return super()._get_adapter_state_dict(model=model, config=config, adapter_name=adapter_name, **kwargs)
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: PeftConfig, adapter_name: str, state_dict: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Fit a file's keys to the model, also between `CLIPModel` and the stand-alone vision towers, or raise."""
+        """Rename a file's keys to match the model, also between `CLIPModel` and stand-alone vision towers.
+
+        Raises:
+            ValueError: the tensors do not fit the model.
+        """
         known = model.state_dict()
         renames = KEY_RENAMES[:1] if tower_of(type_of(innermost(model))) == "text" else KEY_RENAMES
         renamed = [{rename(key): value for key, value in state_dict.items()} for rename in renames]
@@ -393,8 +403,11 @@ class DualModeLoraModel(BaseTuner):
         try:
             check_saved(best, known, adapter_name)
         except MisfitError as error:
-            raise ValueError(f"the adapter does not fit this model: {whose(config, model)} ({error})") from error
-        # Copies: low_cpu_mem_usage would keep the file's own, which lie unaligned in memory and multiply otherwise.
+            raise ValueError(
+                f"the adapter does not fit this model: {describe_origin(config, model)} ({error})"
+            ) from error
+        # With low_cpu_mem_usage, PEFT would use the file's tensors directly. They are unaligned in memory, so products
+        # with them would be rounded differently. Copies are aligned.
         return {key: tensor.clone() for key, tensor in best.items()}
 
 
@@ -404,19 +417,19 @@ def _history_ranks(model: nn.Module, adapter: str) -> dict[str, int]:
 
 @contextmanager
 def _swapped(modules: nn.ModuleDict, name: str, other: nn.Module) -> Iterator[None]:
-    """Put another module in the place of one, on its device and in its mode."""
-    own = modules[name]
-    parameter = next(own.parameters(), None)
-    modules[name] = other.to(None if parameter is None else parameter.device).train(own.training)
+    """Put `other` in the place of a module while the block runs, on the same device and in the same mode."""
+    module = modules[name]
+    parameter = next(module.parameters(), None)
+    modules[name] = other.to(None if parameter is None else parameter.device).train(module.training)
     try:
         yield
     finally:
-        modules[name] = own
+        modules[name] = module
 
 
 @contextmanager
 def _all_of(blocks: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
-    """Enter blocks one after the other, each as soon as it is made."""
+    """Enter context managers in order, each as soon as the iterable yields it."""
     with ExitStack() as stack:
         for block in blocks:
             stack.enter_context(block)
@@ -424,7 +437,7 @@ def _all_of(blocks: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
 
 
 def register() -> None:
-    """Make PEFT know the method; repeated calls change nothing."""
+    """Register the method with PEFT. Repeated calls change nothing."""
     if DULBE not in PEFT_TYPE_TO_TUNER_MAPPING:
         register_peft_method(name=DULBE.value.lower(), config_cls=DualModeLoraConfig, model_cls=DualModeLoraModel)
         extend_peft_model(DualModeLoraModel)

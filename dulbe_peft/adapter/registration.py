@@ -1,4 +1,4 @@
-"""The entry of the method in `PeftType`, PEFT's enumeration of methods, to which nothing can be added from outside."""
+"""Add the method to `PeftType`, PEFT's enumeration of methods, which was not made to be extended."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ PREFIX = "dulbe_"
 
 
 def register_peft_type() -> PeftType:
-    """A real member, added once, so that JSON, pickle and deepcopy work as for PEFT's own methods."""
+    """Add a real enumeration member, once, so that JSON, pickle and deepcopy work as for PEFT's own methods."""
     name = "DULBE"
     if name in PeftType.__members__:
         return PeftType[name]

@@ -1,4 +1,4 @@
-"""What an adapter's file must hold to fit a model, and the other names that its keys may have."""
+"""Check that a saved adapter fits a model, and list the other names that the keys of its tensors may have."""
 
 import warnings
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def _with_vision_model(key: str) -> str:
     return f"{head}{dot}vision_model.{tail}" if dot else f"vision_model.{key}"
 
 
-# Between `CLIPModel` and the vision towers that stand alone.
+# How keys change between `CLIPModel` and the vision towers that stand alone.
 KEY_RENAMES: tuple[Callable[[str], str], ...] = (
     str,
     lambda key: key.replace("vision_model.", "", 1),
@@ -32,7 +32,7 @@ KEY_RENAMES: tuple[Callable[[str], str], ...] = (
 
 
 class MisfitError(ValueError):
-    """The adapter is of another base model, or of other settings than its configuration says."""
+    """Raised if an adapter was made for another base model, or with settings that its configuration does not state."""
 
 
 def innermost(model: Any) -> Any:
@@ -42,17 +42,17 @@ def innermost(model: Any) -> Any:
     return model
 
 
-def whose(config: Any, model: Any) -> str:
-    """On which base model an adapter was made, and which one it is being put into."""
-    made, kind = config.base_model_name_or_path, (config.auto_mapping or {}).get("base_model_class")
+def describe_origin(config: Any, model: Any) -> str:
+    """Return a clause for messages that names an adapter's base model and the model it is being loaded into."""
+    origin, kind = config.base_model_name_or_path, (config.auto_mapping or {}).get("base_model_class")
     model = innermost(model)
-    own = getattr(model, "name_or_path", None) or getattr(getattr(model, "config", None), "_name_or_path", None)
-    here = f"{own!r}, a {type(model).__name__}" if own else f"a {type(model).__name__} without a name"
-    return f"it was made on {made!r}{f', a {kind}' if kind else ''}, and this model is {here}"
+    name = getattr(model, "name_or_path", None) or getattr(getattr(model, "config", None), "_name_or_path", None)
+    target = f"{name!r}, a {type(model).__name__}" if name else f"a {type(model).__name__} without a name"
+    return f"it was made on {origin!r}{f', a {kind}' if kind else ''}, and this model is {target}"
 
 
 def tower_of(model_type: Any) -> str | None:
-    """Return "vision" or "text" for an encoder or a tower that stands alone, by its type; None for other models."""
+    """Return "vision" or "text" if this model type is an encoder or a tower that stands alone, otherwise None."""
     parts = str(model_type).split("_")
     if model_type in ENCODERS or "vision" in parts:
         return "vision"
@@ -60,17 +60,17 @@ def tower_of(model_type: Any) -> str | None:
 
 
 def check_tower(config: Any, model: Any, tower: str | None) -> None:
-    """Raise where an adapter's modes were made for another tower than the model is."""
+    """Raise an error if the model is a tower other than the one that the adapter's modes were made for."""
     if config.tower and tower and config.tower != tower:
-        raise ValueError(f"the adapter's modes are for a {config.tower} tower, but {whose(config, model)}")
+        raise ValueError(f"the adapter's modes are for a {config.tower} tower, but {describe_origin(config, model)}")
 
 
 def base_digests(model: nn.Module) -> dict[str, str]:
-    """Return a digest of 256 pristine values of every weight in each tower's blocks, as bfloat16 and as float16.
+    """Return digests of 256 pristine values of every weight in each tower's blocks, as bfloat16 and as float16.
 
-    Keys are such as "vision bfloat16"; "vision shapes" is a digest of names and shapes. A type is left out that the
-    weights cannot be converted to without another rounding. Nothing is returned where weights are quantised or not
-    here.
+    Keys look like "vision bfloat16"; "vision shapes" is a digest of names and shapes. A dtype is left out if the
+    weights were already rounded to a different half-precision type. If any weight is quantised or offloaded, the
+    result is empty.
     """
     towers: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in model.state_dict().items():
@@ -81,45 +81,50 @@ def base_digests(model: nn.Module) -> dict[str, str]:
             return {}
         tower = "text" if in_text_tower(name) else "vision"
         towers.setdefault(tower, {})[name.removeprefix("vision_model.")] = tensor
-    found = {}
+    digests = {}
     for tower, weights in towers.items():
-        found[f"{tower} shapes"] = rounded_digest({name: weights[name][:0] for name in weights}, torch.float16)[:16]
+        digests[f"{tower} shapes"] = rounded_digest({name: weights[name][:0] for name in weights}, torch.float16)[:16]
         for dtype in (torch.bfloat16, torch.float16):
             if all(weight.dtype in (dtype, torch.float32, torch.float64) for weight in weights.values()):
                 kind = str(dtype).removeprefix("torch.")
-                found[f"{tower} {kind}"] = rounded_digest(weights, dtype)[:16]
-    return found
+                digests[f"{tower} {kind}"] = rounded_digest(weights, dtype)[:16]
+    return digests
 
 
 def warn_of_another_base(config: Any, model: nn.Module) -> None:
-    """Warn where an adapter was saved on other weights than the model has."""
-    here = base_digests(model) if config.base_digests else {}
-    differing = [key.split() for key in here if config.base_digests.get(key, here[key]) != here[key]]
-    other = sorted({tower for tower, _ in differing})
-    if other and "shapes" not in {what for _, what in differing}:  # else loading raises an error
+    """Warn if an adapter was trained on a base model whose weights differ from the model's."""
+    digests = base_digests(model) if config.base_digests else {}
+    differing = [key.split() for key in digests if config.base_digests.get(key, digests[key]) != digests[key]]
+    towers = sorted({tower for tower, _ in differing})
+    if towers and "shapes" not in {what for _, what in differing}:  # different shapes raise an error when loaded
         warnings.warn(
-            f"the adapter was made on a base model with other weights in the {' and the '.join(other)} tower: "
-            f"{whose(config, model)}. It changes these weights, so its answers will be wrong",
+            f"the adapter was made on a base model with other weights in the {' and the '.join(towers)} tower: "
+            f"{describe_origin(config, model)}. Its update does not fit other weights, so predictions will be wrong",
             stacklevel=4,
         )
 
 
 def check_saved(saved: dict[str, torch.Tensor], known: dict[str, torch.Tensor], adapter: str) -> None:
-    """Raise unless a file's tensors are the adapter's, finite; text LoRA may be missing, or the model's text tower."""
-    ours = {key for key in known if f".{PREFIX}" in key and key.endswith(f".{adapter}")}
-    theirs = {key for key in saved if f".{PREFIX}" in key}
-    if not any(map(in_text_tower, theirs)) or not any(map(in_text_tower, known)):
-        ours, theirs = ({key for key in keys if not in_text_tower(key)} for keys in (ours, theirs))
-    if theirs and not ours & theirs:
-        raise MisfitError(f"none of its {len(theirs)} keys fits a layer: {min(theirs)!r}")
-    if ours != theirs:
-        missing, unknown = sorted(ours - theirs), sorted(theirs - ours)
+    """Raise an error unless the saved tensors are finite and match the adapter's tensors in the model.
+
+    Tensors of the text tower are not compared if the file or the model has none.
+    """
+    expected_keys = {key for key in known if f".{PREFIX}" in key and key.endswith(f".{adapter}")}
+    saved_keys = {key for key in saved if f".{PREFIX}" in key}
+    if not any(map(in_text_tower, saved_keys)) or not any(map(in_text_tower, known)):
+        expected_keys, saved_keys = (
+            {key for key in keys if not in_text_tower(key)} for keys in (expected_keys, saved_keys)
+        )
+    if saved_keys and not expected_keys & saved_keys:
+        raise MisfitError(f"none of its {len(saved_keys)} keys matches a layer: {min(saved_keys)!r}")
+    if expected_keys != saved_keys:
+        missing, unknown = sorted(expected_keys - saved_keys), sorted(saved_keys - expected_keys)
         raise MisfitError(f"keys missing {missing[:3]}, unknown {unknown[:3]}")
-    # PEFT would load them, also in place of a weight of the base model.
-    strange = sorted(key for key in saved if f".{PREFIX}" not in key and ".modules_to_save." not in key)
-    if strange:
-        raise ValueError(f"the saved adapter holds {strange[0]!r}, which is no tensor of an adapter")
-    for key in sorted(ours):
+    # PEFT would load other keys, even into weights of the base model.
+    foreign = sorted(key for key in saved if f".{PREFIX}" not in key and ".modules_to_save." not in key)
+    if foreign:
+        raise ValueError(f"the saved adapter holds {foreign[0]!r}, which is not a tensor of an adapter")
+    for key in sorted(expected_keys):
         expected = known[key].shape
         if ".dulbe_history_" in key:
             expected = expected[:1] + saved[key].shape[1:2]
@@ -127,8 +132,8 @@ def check_saved(saved: dict[str, torch.Tensor], known: dict[str, torch.Tensor], 
             shapes = f"{tuple(saved[key].shape)}, the model's {tuple(known[key].shape)}"
             raise MisfitError(f"{key!r} has shape {shapes}")
         if saved[key].dtype not in _FLOATS:
-            raise ValueError(f"the saved adapter's {key!r} has type {saved[key].dtype}, expected floating point")
-    for key in (key for key in ours if ".dulbe_history_P" in key):
+            raise ValueError(f"the saved adapter's {key!r} has dtype {saved[key].dtype}, expected floating point")
+    for key in (key for key in expected_keys if ".dulbe_history_P" in key):
         down, up = saved[key], saved[key.replace(".dulbe_history_P", ".dulbe_history_B")]
         if not is_consistent(down, up):
             raise ValueError(f"the saved adapter's {key!r} does not fit its B: {tuple(down.shape)}, {tuple(up.shape)}")

@@ -1,4 +1,4 @@
-"""Which layers an adapter takes: in the vision tower those that the configuration names, in the text tower its own."""
+"""Choose the layers to adapt: in the vision tower by `target_modules`, in the text tower by `text_target_modules`."""
 
 import difflib
 import re
@@ -12,20 +12,20 @@ from dulbe_peft.adapter.base import DualModeLayer, is_linear
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.encoders.registry import CLIP_TEXT_TARGETS, ENCODERS, find_record
 
-# The projection of a text's features stands beside the tower, and images do not pass through it.
+# The text projection is not inside the text tower, but it counts as a part, because only texts pass through it.
 _TEXT_PARTS = {record.text_tower for record in ENCODERS.values() if record.text_tower} | {"text_projection"}
 
 
 def in_text_tower(key: str) -> bool:
-    """Whether a module of this dotted name is a part of the text tower, or its projection."""
+    """Return whether the module with this dotted name belongs to the text tower or is its projection."""
     return not _TEXT_PARTS.isdisjoint(key.split("."))
 
 
 def find_target(config: DualModeLoraConfig, model: nn.Module, key: str) -> Any:
-    """What PEFT asks of a tuner: whether a module is a target, and PEFT's own mark where it is excluded."""
-    found = check_target_module_exists(config, key)
-    if isinstance(found, _ExcludedModule):
-        return found
+    """Return whether PEFT is to adapt a module, or PEFT's `_ExcludedModule` if the configuration excludes it."""
+    match = check_target_module_exists(config, key)
+    if isinstance(match, _ExcludedModule):
+        return match
     record = find_record(model)
     if in_text_tower(key):
         if config.text_target_modules:
@@ -34,19 +34,22 @@ def find_target(config: DualModeLoraConfig, model: nn.Module, key: str) -> Any:
             endings = record.text_targets if record else CLIP_TEXT_TARGETS
             targeted = re.fullmatch(rf"(.*\.)?({endings})", key) is not None
         return config.text_rank > 0 and targeted
-    # A list of names leaves the pooling head alone; an expression does not.
+    # A list of names never selects the pooling head; a regular expression can.
     if not isinstance(config.target_modules, str) and record is not None and record.pooling_head in key.split("."):
         return False
-    return found
+    return match
 
 
 def check_targets(config: DualModeLoraConfig, model: nn.Module) -> None:
-    """Raise where a target cannot be adapted, or the vision tower has none; "all-linear" becomes a list of names."""
+    """Raise an error if a target cannot be adapted, or if no vision layer is a target.
+
+    For a known encoder, "all-linear" is first replaced by the names of the linear layers in its vision blocks.
+    """
     modules = {name: module for name, module in model.named_modules() if name and ".base_layer" not in name}
     if config.target_modules == "all-linear" and find_record(model) is not None:
         linear = [n for n, m in modules.items() if isinstance(m, DualModeLayer) or is_linear(m)]
         linear = [name for name in linear if not in_text_tower(name)]
-        # The blocks are the numbered modules.
+        # A number in the name of a layer says that it is inside a block.
         inside = [name for name in linear if any(part.isdigit() for part in name.split("."))]
         config.target_modules = sorted({name.rpartition(".")[2] for name in inside})
     every = config.target_modules == "all-linear"
@@ -69,7 +72,7 @@ def _check_target(config: DualModeLoraConfig, name: str, module: nn.Module) -> N
         if isinstance(linear, nn.MultiheadAttention):
             hint = "; convert the model to the transformers layout, where q, k and v are linear layers"
         kind = type(linear).__name__
-        raise ValueError(f"target {name!r} is a {kind}, only torch.nn.Linear can be adapted{hint}")
+        raise ValueError(f"target {name!r} is a {kind}, but only torch.nn.Linear can be adapted{hint}")
     if in_text_tower(name):
         ranks, rank = "text_rank", config.text_rank
     else:
@@ -83,10 +86,10 @@ def _check_target(config: DualModeLoraConfig, name: str, module: nn.Module) -> N
 def _no_target_message(config: DualModeLoraConfig, names: list[str]) -> str:
     message = f"Target modules {config.target_modules} not found in the base model."
     if config.layers_to_transform is not None:
-        message += f" They are looked for in layers_to_transform={config.layers_to_transform}."
+        message += f" Only layers_to_transform={config.layers_to_transform} were searched."
     if any(check_target_module_exists(config, name) for name in names):
-        message += " They name parts of the text tower, which text_target_modules is for."
-    wanted = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules or []
+        message += " They match only modules of the text tower: name those in text_target_modules."
+    targets = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules or []
     endings = sorted({name.rpartition(".")[2] for name in names})
-    close = sorted({match for target in wanted for match in difflib.get_close_matches(target, endings)})
+    close = sorted({match for target in targets for match in difflib.get_close_matches(target, endings)})
     return message + (f" Closest names: {close}." if close else "")

@@ -13,7 +13,7 @@ from dulbe_peft.adapter.linear import Updates, dense
 
 
 class TextLoraLinear(DualModeLayer):
-    """A linear layer of the text tower with plain LoRA over all tasks: y = W x + (text_alpha / text_rank) B A x."""
+    """A linear layer of the text tower with one plain LoRA for all tasks: y = W x + (text_alpha / text_rank) B A x."""
 
     adapter_layer_names = ("dulbe_text_A", "dulbe_text_B")
     other_param_names = ("scaling",)
@@ -21,14 +21,14 @@ class TextLoraLinear(DualModeLayer):
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: DualModeLoraConfig, key: str = "") -> None:
         super().__init__(base_layer)
         self.scaling: dict[str, float] = {}
-        self._scale = 1.0  # of a `scaled` block
+        self._scale = 1.0  # set by `scaled` while its block runs
         self.dulbe_text_A = nn.ParameterDict({})
         self.dulbe_text_B = nn.ParameterDict({})
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, config)
 
     def update_layer(self, adapter_name: str, config: DualModeLoraConfig, key: str = "") -> None:
-        """Add `adapter_name` with a random A and B = 0 (or random with `init_weights=False`)."""
+        """Add `adapter_name` with a random A, and with B = 0 or, if `init_weights` is False, a random B."""
         self.scaling[adapter_name] = config.text_alpha / config.text_rank
         down = nn.init.xavier_uniform_(torch.empty(config.text_rank, self.in_features, dtype=torch.float32))
         up = torch.zeros(self.out_features, config.text_rank, dtype=torch.float32)

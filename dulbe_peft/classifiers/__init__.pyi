@@ -1,3 +1,8 @@
+from . import calibration as calibration
+from . import drift as drift
+from . import novelty as novelty
+from . import saved as saved
+from . import scripted as scripted
 from .base import Classifier as Classifier
 from .bayes import BayesClassifier as BayesClassifier
 from .bridge import BridgeEnsembleHead as BridgeEnsembleHead

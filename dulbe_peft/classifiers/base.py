@@ -17,12 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dulbe_peft.classifiers import calibration, novelty
-from dulbe_peft.classifiers.calibration import calibrated, check_share, hold_back, ranking, threshold
-from dulbe_peft.classifiers.checks import check_labels, random_features, same_scores
+from dulbe_peft import classifiers
+from dulbe_peft.classifiers.checks import check_labels, check_share, random_features, same_scores
 from dulbe_peft.classifiers.corrections import CorrectedState
-from dulbe_peft.classifiers.drift import chosen_map
-from dulbe_peft.classifiers.scripted import LinearScores
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils.devices import one_thread, without_autocast
 from dulbe_peft.utils.tensors import has_values
@@ -157,7 +154,7 @@ class Classifier(CorrectedState):
     def __prepare_scriptable__(self) -> nn.Module:
         """Return what `torch.jit.script` takes in this classifier's place, where its scores are linear."""
         function, tensors = self.formula()
-        return LinearScores(**tensors) if function is linear else self
+        return classifiers.scripted.LinearScores(**tensors) if function is linear else self
 
     @classmethod
     def follows_drift(cls, drift: str = "auto") -> bool:
@@ -260,7 +257,7 @@ class Classifier(CorrectedState):
         """
         if self.follows_drift():
             old, new = (self.lifted(each.detach().cpu().double()) for each in (before, after))
-            matrix = chosen_map(old, new, labels)
+            matrix = classifiers.drift.chosen_map(old, new, labels)
             if matrix is not None:
                 self.install(self.followed(matrix))
 
@@ -319,7 +316,7 @@ class Classifier(CorrectedState):
         self, images: Tensor, labels: Tensor, new: list[str]
     ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor] | None]:
         """The choices of `choose` on held-back images of the new task, and their scores and labels."""
-        held, classes = hold_back(images, labels), len(self._class_names) + len(new)
+        held, classes = classifiers.calibration.hold_back(images, labels), len(self._class_names) + len(new)
         if type(self).judge is not Classifier.judge or not held.any() or classes < 2:
             return {}, None
         try:
@@ -330,14 +327,14 @@ class Classifier(CorrectedState):
         twin.install(choices)
         rows = held.nonzero()[:, 0]
         if (step := len(rows) * classes // MOST_SCORES + 1) > 1:
-            rows = rows[ranking(images[rows]).argsort()][::step]
+            rows = rows[classifiers.calibration.ranking(images[rows]).argsort()][::step]
         return choices, (twin.logits(images[rows]), labels[rows])
 
     def _adopt(self, twin: Self, scores: tuple[Tensor, Tensor] | None, images: Tensor, labels: Tensor) -> None:
         """Become what a fork has become, which has learned images; `scores` are of some as if it had not."""
         if scores is not None:
-            twin.calibration = calibrated(self.calibration, *scores, labels)
-        twin.novelty_tasks = novelty.judged(twin, images, labels, twin.left_out, twin.temperature)
+            twin.calibration = classifiers.calibration.calibrated(self.calibration, *scores, labels)
+        twin.novelty_tasks = classifiers.novelty.judged(twin, images, labels, twin.left_out, twin.temperature)
         self.calibration, self.novelty_tasks = twin.calibration, twin.novelty_tasks
         self._buffers, self._class_names, self._derived = twin._buffers, twin._class_names, twin._derived
 
@@ -366,7 +363,7 @@ class Classifier(CorrectedState):
     @property
     def temperature(self) -> float:
         """T of `probabilities`; 1 where no image could be held back to fit it."""
-        return calibration.temperature(self.calibration, len(self._class_names))
+        return classifiers.calibration.temperature(self.calibration, len(self._class_names))
 
     @torch.no_grad()
     def novelty(self, image_embeds: Tensor | np.ndarray) -> Tensor:
@@ -375,10 +372,10 @@ class Classifier(CorrectedState):
         See `classifiers.novelty` where means, counts and scatter are kept, as `lda`, `gda` and `bayes` do; else 1 less
         the largest probability.
         """
-        if novelty.sums_of(self) is None:
+        if classifiers.novelty.sums_of(self) is None:
             return 1 - self.probabilities(image_embeds).amax(dim=1).double()
         images = self._unit(image_embeds, "image_embeds")
-        return novelty.novelty(self, images, self(image_embeds) / self.temperature)
+        return classifiers.novelty.novelty(self, images, self(image_embeds) / self.temperature)
 
     def refused(self, image_embeds: Tensor | np.ndarray, share: float) -> Tensor:
         """Which images are taken for none of the classes, (n,) booleans, because their novelty is too large.
@@ -389,9 +386,9 @@ class Classifier(CorrectedState):
             ValueError: the newest tasks have too few images to promise it; the message says how many it takes.
         """
         share = check_share("reject", share, 0.05)
-        if novelty.sums_of(self) is None or not any(task.novelties for task in self.novelty_tasks):
+        if classifiers.novelty.sums_of(self) is None or not any(task.novelties for task in self.novelty_tasks):
             return self.probabilities(image_embeds).amax(dim=1) < self.rejection_threshold(share)
-        return self.novelty(image_embeds) > novelty.novelty_threshold(self.novelty_tasks, share)
+        return self.novelty(image_embeds) > classifiers.novelty.novelty_threshold(self.novelty_tasks, share)
 
     @property
     def roc_area(self) -> float | None:
@@ -399,7 +396,7 @@ class Classifier(CorrectedState):
 
         It is measured by leaving out each class in turn; 1/2 says that they cannot be told. None: it is not known.
         """
-        return novelty.roc_area(self.novelty_tasks)
+        return classifiers.novelty.roc_area(self.novelty_tasks)
 
     def rejection_threshold(self, share: float) -> float:
         """The probability below which the best one of an image of known classes is with at most the chance `share`.
@@ -408,7 +405,7 @@ class Classifier(CorrectedState):
             Hendrycks and Gimpel, "A Baseline for Detecting Misclassified and Out-of-Distribution Examples in Neural
             Networks", 2017: the largest softmax probability as the score.
         """
-        return threshold(self.calibration, "largest", check_share("reject", share, 0.05))
+        return classifiers.calibration.threshold(self.calibration, "largest", check_share("reject", share, 0.05))
 
     def prediction_sets(self, image_embeds: Tensor | np.ndarray, coverage: float) -> Tensor:
         """The classes that each image may be of, (n, C) booleans, by split-conformal prediction.
@@ -416,6 +413,6 @@ class Classifier(CorrectedState):
         With a chance of `coverage`, the right one is among them, for images of known classes like those of the newest
         tasks. The most likely one always is. Too few images to promise it are a `ValueError`, as above.
         """
-        least = threshold(self.calibration, "own", 1 - check_share("coverage", coverage, 0.95))
+        least = classifiers.calibration.threshold(self.calibration, "own", 1 - check_share("coverage", coverage, 0.95))
         found = self.probabilities(image_embeds)
         return (found >= least) | (found == found.amax(dim=1, keepdim=True))

@@ -10,7 +10,6 @@ T for 10 classes than for 100. The newest tasks weigh most, because their images
 
 import math
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
@@ -148,13 +147,6 @@ def order_statistic(parts: Sequence[np.ndarray], share: float) -> float:
             "ask for a larger share of errors, or teach more images, of each class two at least; merging begins anew"
         )
     return float(np.sort(values)[math.floor(round((len(values) + 1) * share, 6)) - 1])
-
-
-def check_share(name: str, value: float, example: float) -> float:
-    """A number between 0 and 1, both left out."""
-    if not isinstance(value, Real) or not 0 < value < 1:
-        raise ValueError(f"{name} must be a share between 0 and 1, such as {example}, got {value!r}")
-    return float(value)
 
 
 def ranking(images: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """What a classifier asks of features, labels and other classifiers that come in."""
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -91,3 +92,10 @@ def same_scores(found: Tensor, expected: Tensor) -> bool:
         return False
     largest = max(1.0, float(expected.abs().max()))
     return float((found - expected).abs().max()) <= TOLERANCE * largest
+
+
+def check_share(name: str, value: float, example: float) -> float:
+    """Return a share as a float; raise a `ValueError` unless it lies between 0 and 1, both excluded."""
+    if not isinstance(value, Real) or not 0 < value < 1:
+        raise ValueError(f"{name} must be a share between 0 and 1, such as {example}, got {value!r}")
+    return float(value)

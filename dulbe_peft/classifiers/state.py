@@ -5,58 +5,27 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self, dataclass_transform
 
 import torch
 from annotated_types import Ge, Le
-from pydantic import ValidationError
 from torch import Tensor, nn
 
-from dulbe_peft.classifiers.calibration import TaskNovelty, TaskTemperature
+from dulbe_peft import classifiers
 from dulbe_peft.data.names import check_class_names
-from dulbe_peft.utils import hub
 from dulbe_peft.utils.devices import one_thread
 from dulbe_peft.utils.processes import world
-from dulbe_peft.utils.records import Record, first_problem, read_record, write_record
 from dulbe_peft.utils.settings import LEAST, check_settings
-from dulbe_peft.utils.tensors import has_values, identity, is_finite, read_tensors, tensor_shapes, write_tensors
+from dulbe_peft.utils.tensors import has_values, identity, is_finite
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from dulbe_peft.classifiers.calibration import TaskNovelty, TaskTemperature
+
 EXTRA_STATE = "_extra_state"
 CLASSES = ".classes"  # no buffer can be called so
 UNIT_ROWS = ("visual_prototypes", "text_embeds")
 LogitScale = Annotated[float, Ge(LEAST), Le(1e30)]  # logits stay finite in float32
-SOLVED = "solved."  # how the names of tensors in a file begin that follow from the others
 MOST_IMAGES = 2**40  # of a class: sums over the counts of all classes stay far below the largest int64
-
-
-class ExtraState(Record):
-    """What a state dict holds beside the tensors: as JSON in a uint8 tensor, which every serialiser can carry."""
-
-    class_names: list[str]
-    calibration: tuple[TaskTemperature, ...]
-    novelty_tasks: tuple[TaskNovelty, ...] = ()
-
-    def to_tensor(self) -> Tensor:
-        return torch.tensor(list(self.model_dump_json().encode()), dtype=torch.uint8)
-
-    @classmethod
-    def from_tensor(cls, tensor: Tensor) -> Self:
-        try:
-            return cls.model_validate_json(bytes(tensor.tolist()))
-        except ValidationError as error:
-            raise ValueError(f"class names in the state are damaged: {first_problem(error)}") from error
-
-
-class SavedClassifier(ExtraState):
-    """`<stem>_config.json`."""
-
-    format: Literal["dulbe-classifier-2"] = "dulbe-classifier-2"
-    name: str
-    embed_dim: int
-    logit_scale: float
-    settings: dict[str, Any]
-    source: dict[str, str] | None
 
 
 class _Derived(NamedTuple):
@@ -244,15 +213,12 @@ class GrowingState(nn.Module):
                 raise ValueError(f"{name} must be {expected} for {classes} classes, got {tuple(shapes[name])}")
 
     def get_extra_state(self) -> Tensor:
-        return ExtraState(class_names=self._class_names, **self._measured()).to_tensor()
+        return classifiers.saved.ExtraState.of(self).to_tensor()
 
     def set_extra_state(self, state: Tensor) -> None:
-        extra = ExtraState.from_tensor(state)
+        extra = classifiers.saved.ExtraState.from_tensor(state)
         self._class_names = extra.class_names
         self.calibration, self.novelty_tasks = extra.calibration, extra.novelty_tasks
-
-    def _measured(self) -> dict[str, Any]:
-        return {"calibration": self.calibration, "novelty_tasks": self.novelty_tasks}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         device, solved = fn(torch.zeros(1, device=self.device)).device, self._derived.get("solved")
@@ -279,7 +245,8 @@ class GrowingState(nn.Module):
             return
         state = {key: state_dict[prefix + key] for key in self.tensors()}
         try:
-            self._check(state, ExtraState.from_tensor(state_dict[prefix + EXTRA_STATE]).class_names)
+            extra = classifiers.saved.ExtraState.from_tensor(state_dict[prefix + EXTRA_STATE])
+            self._check(state, extra.class_names)
         except (ValueError, TypeError) as error:
             error_msgs.append(f"state is inconsistent: {error}")
             return
@@ -311,13 +278,7 @@ class GrowingState(nn.Module):
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write `<stem>_config.json` and `<stem>.safetensors`, names that do not collide with an adapter's files."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        facts = {name: getattr(self, name) for name in ("name", "embed_dim", "logit_scale", "class_names")}
-        config = SavedClassifier(**facts, **self._measured(), settings=self.settings(), source=self.source)
-        config_file, tensors_file = (Path(folder) / name for name in self.file_names())
-        solved = {SOLVED + name: tensor for name, tensor in self.solved().items()}
-        write_tensors(tensors_file, self.tensors() | solved, {"format": config.format})
-        write_record(config_file, config)
+        classifiers.saved.save(self, folder)
 
     @classmethod
     def from_pretrained(
@@ -325,40 +286,11 @@ class GrowingState(nn.Module):
     ) -> Self:
         """Load what `save_pretrained` wrote, onto the CPU, from a folder or from a repository on the Hub.
 
-        The files are read in order: the configuration, the shapes in the tensors' header, the tensors. No memory is
-        taken for a tensor that does not fit the configuration.
-
         Raises:
-            FileNotFoundError: there is no such folder, repository or revision, or a file is missing from it.
-            ValueError: a file is damaged, of another format, or the two do not fit each other.
+            FileNotFoundError: There is no such folder, repository or revision, or a file is missing from it.
+            ValueError: A file is damaged or has another format, or the two files do not fit each other.
         """
-        folder, commit = Path(source), None
-        if not folder.is_dir():
-            folder, commit = hub.fetch(source, cls.file_names(), revision, token, cache_dir)
-        config_file, tensors_file = (folder / name for name in cls.file_names())
-        if not config_file.is_file():
-            raise FileNotFoundError(f"{config_file} does not exist: {folder} holds no saved {cls.__name__}")
-        config = read_record(config_file, SavedClassifier)
-        if config.name != cls.name:
-            raise ValueError(f"{config_file} holds a classifier {config.name!r}, expected {cls.name!r}")
-        shapes, solved_shapes = _parted(tensor_shapes(tensors_file))
-        arguments: Any = {"embed_dim": config.embed_dim, "logit_scale": config.logit_scale, **config.settings}
-        try:
-            with torch.device("meta"):
-                classifier = cls(**arguments)
-            classifier.check_shapes(shapes, len(config.class_names))
-            if solved_shapes and solved_shapes not in (known := classifier.solved_shapes(len(config.class_names))):
-                raise ValueError(f"what begins with {SOLVED!r} must be of the shapes {known}, got {solved_shapes}")
-            state, solved = _parted(read_tensors(tensors_file)[0])
-            measured = {name: getattr(config, name) for name in ("calibration", "novelty_tasks")}
-            extra = ExtraState(class_names=config.class_names, **measured)
-            classifier.load_state_dict({**state, EXTRA_STATE: extra.to_tensor()})
-            if solved:
-                classifier.keep_derived("solved", {name: tensor.float() for name, tensor in solved.items()})
-        except (ValueError, TypeError, RuntimeError, MemoryError) as error:
-            raise ValueError(f"{cls.__name__} in {str(source)!r} cannot be loaded: {error}") from error
-        classifier.source = {"repo_id": str(source), "commit": commit} if commit else config.source
-        return classifier.eval()
+        return classifiers.saved.load(cls, source, revision, token, cache_dir)
 
     def push_to_hub(self, repo_id: str, *, commit_message: str | None = None, **options: Any) -> Any:
         """Upload what `save_pretrained` writes to a repository on the Hub; it is made where it does not exist.
@@ -366,10 +298,4 @@ class GrowingState(nn.Module):
         `options` are `private`, `token`, `revision` and `create_pr` of huggingface_hub.
         """
         message = commit_message or f"Upload {self.name} classifier"
-        return hub.push(lambda folder, _: self.save_pretrained(folder), repo_id, commit_message=message, **options)
-
-
-def _parted(found: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
-    """What a file says of the state, and of what is solved, by name."""
-    solved = {name.removeprefix(SOLVED): value for name, value in found.items() if name.startswith(SOLVED)}
-    return {name: value for name, value in found.items() if not name.startswith(SOLVED)}, solved
+        return classifiers.saved.push(self, repo_id, message, options)

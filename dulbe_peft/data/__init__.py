@@ -1,4 +1,4 @@
-"""Images with labels: decoding them, telling them apart by content, and keeping their features."""
+"""Labelled images: reading and decoding them, identifying them by content, and storing their features."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Views of an image: a crop, the mirror image, a small affine change. Each is a function of its seed alone."""
+"""Augmented views of an image: a crop, a flip and a small affine change. Each depends only on its seed."""
 
 import math
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ from PIL import Image
 
 
 def augmented(image: Any, kinds: str, seed: Sequence[int]) -> Image.Image:
-    """A view of an upright RGB image; `kinds` are names of `CHANGES` with "+" between them."""
+    """Return a random view of an upright RGB image; `kinds` are names in `CHANGES`, joined with "+"."""
     if not isinstance(image, Image.Image):
         raise TypeError(
-            f"augment={kinds!r} needs images that are not preprocessed, got a {type(image).__name__}: give PIL images "
+            f"augment={kinds!r} needs images that are not preprocessed, got a {type(image).__name__}: pass PIL images "
             "or files, or leave augment out"
         )
     random = np.random.default_rng(seed)
@@ -23,7 +23,7 @@ def augmented(image: Any, kinds: str, seed: Sequence[int]) -> Image.Image:
 
 
 def _crop(image: Image.Image, random: np.random.Generator) -> Image.Image:
-    """A part of 50 to 100 % of the area, whose sides are to each other as 3/4 to 4/3 of the image's are."""
+    """Crop 50 to 100 % of the area, with 3/4 to 4/3 of the image's aspect ratio."""
     area, stretch = random.uniform(0.5, 1), math.exp(random.uniform(-1, 1) * math.log(4 / 3) / 2)
     shares = np.minimum(1, math.sqrt(area) * np.array([stretch, 1 / stretch]))
     sides = np.maximum(1, np.round(shares * image.size))
@@ -32,12 +32,12 @@ def _crop(image: Image.Image, random: np.random.Generator) -> Image.Image:
 
 
 def _flip(image: Image.Image, random: np.random.Generator) -> Image.Image:
-    """Left and right change places, every second time."""
+    """Flip the image horizontally with probability 0.5."""
     return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if random.random() < 0.5 else image
 
 
 def _affine(image: Image.Image, random: np.random.Generator) -> Image.Image:
-    """Turned by up to 10 degrees, sheared by up to 5, scaled and moved by up to 10 %, on the colour of the border."""
+    """Rotate by up to 10 degrees, shear by up to 5, scale and shift by up to 10 %; fill with the border's colour."""
     angle, shear = np.radians(random.uniform(-10, 10)), np.radians(random.uniform(-5, 5))
     turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
     matrix = turn @ [[1, np.tan(shear)], [0, 1]] * random.uniform(0.9, 1.1)
@@ -52,4 +52,4 @@ def _affine(image: Image.Image, random: np.random.Generator) -> Image.Image:
     )
 
 
-CHANGES = {"crop": _crop, "flip": _flip, "affine": _affine}  # in the order in which they are done
+CHANGES = {"crop": _crop, "flip": _flip, "affine": _affine}  # in the order in which they are applied

@@ -1,6 +1,6 @@
-"""One image file as an upright RGB image, and a quick look at its header.
+"""Decode an image file to an upright RGB image, or read only its header.
 
-Pillow gets a fixed list of formats. Without it, a PostScript file that is named like a photograph starts Ghostscript.
+Pillow is given a fixed list of formats. Without it, a PostScript file named like a photograph would start Ghostscript.
 """
 
 import io
@@ -29,9 +29,9 @@ _SUFFIXES = {
     "HEIF": (".heic", ".heif"),
 }
 ARCHIVES = (".zip", ".tar", ".gz", ".tgz", ".rar", ".7z")
-_INSTEAD = {  # what to do with files that hold pictures, and are not read
-    "it is an archive: unzip it, and name the folder that comes out": ARCHIVES,
-    "camera raw is not read: export JPEG files from the program that develops it": (
+_INSTEAD = {  # advice for files that contain pictures in formats that are not read
+    "it is an archive: unpack it and pass the folder": ARCHIVES,
+    "camera raw is not read: export JPEG files from your raw converter": (
         *(".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf", ".pef", ".srw"),
     ),
     "JPEG XL and JPEG 2000 are not read: convert the files to PNG or JPEG": (".jxl", ".jp2", ".j2k", ".jpx", ".jpf"),
@@ -44,7 +44,7 @@ _INSTEAD = {  # what to do with files that hold pictures, and are not read
         ".m4v",
         ".3gp",
     ),
-    "a table is not read here: --labels FILE reads labels from one": (".csv", ".tsv", ".jsonl"),
+    "a table is not an image: pass it as --labels FILE if it contains labels": (".csv", ".tsv", ".jsonl"),
     "drawings and documents are not read: export PNG files": (".svg", ".psd", ".xcf", ".pdf"),
 }
 _LFS = b"version https://git-lfs"
@@ -57,23 +57,23 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# Pillow refuses images of more than twice `Image.MAX_IMAGE_PIXELS`, and warns from half of that on. The refusal is
-# our limit: cameras of 100 million pixels exist. Damaged EXIF is no news either, where the pixels are whole. These
-# filters stand behind the user's own.
+# Pillow refuses images of more than twice `Image.MAX_IMAGE_PIXELS` and warns above that number. Only the refusal is a
+# limit here, because there are cameras with 100 million pixels. A warning about damaged EXIF does not help either if
+# the pixels are intact. The filters are appended so that the user's filters take precedence.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning, append=True)
 warnings.filterwarnings("ignore", message="Corrupt EXIF data", category=UserWarning, append=True)
-READING = "2"  # goes up where the same file gives other pixels or another view: kept features are then made anew
-MOST_OBLONG = 100  # a processor that resizes the short side makes the long one as many times longer
-_LARGE = 2**25  # pixels; of larger images, all processes that read images decode one at a time, and keep a smaller one
+READING = "2"  # increase it when the same file gives other pixels or another view, so that features are recomputed
+MOST_OBLONG = 100  # limits the long side after a processor has resized the short one
+_LARGE = 2**25  # pixels; to limit memory, larger images are decoded by one process at a time and then reduced
 
 
 class UnreadableImageError(ValueError):
-    """A stored image cannot be read; the message says why."""
+    """Raised when a stored image cannot be read; the message says why."""
 
 
 @cache
 def image_formats() -> tuple[str, ...]:
-    """The formats that are read: WEBP and AVIF are not in every build of Pillow, HEIF has a package of its own."""
+    """Return the formats that can be read: not every Pillow has WEBP and AVIF, and HEIF needs a separate package."""
     absent = {"WEBP", "AVIF", "HEIF"} - set(map(str.upper, features.get_supported_modules()))
     with suppress(ImportError):
         from pillow_heif import register_heif_opener
@@ -85,37 +85,37 @@ def image_formats() -> tuple[str, ...]:
 
 @cache
 def image_suffixes() -> tuple[str, ...]:
-    """What the names of image files end in, in lower case."""
+    """Return the file suffixes of `image_formats`, in lower case."""
     return tuple(suffix for name in image_formats() for suffix in _SUFFIXES[name])
 
 
 @cache
 def one_at_a_time() -> Any:
-    """A lock that processes share which are forked after the first call."""
+    """Return the lock for decoding large images. Processes forked after the first call share it."""
     return multiprocessing.Lock()
 
 
 def why_not_read(suffix: str) -> str:
-    """Why files with a suffix, in lower case, are left out."""
+    """Return the reason why files with this suffix, in lower case, are not read."""
     for why, suffixes in _INSTEAD.items():
         if suffix in suffixes:
             return why
     if suffix in _SUFFIXES["HEIF"]:
-        return f'{suffix} files of phones need a package: pip install "dulbe_peft[heic]"'
-    return f"files ending in {suffix} are not read" if suffix else "without a suffix; if it is an image, give it one"
+        return f'{suffix} files need an extra package: pip install "dulbe_peft[heic]"'
+    return f"files ending in {suffix} are not read" if suffix else "the name has no suffix; if it is an image, add one"
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """An image as `standard_rgb`, and upright, as its EXIF tag says."""
+    """Convert an image with `standard_rgb` and turn it upright, as its EXIF orientation says."""
     if max(image.size) > MOST_OBLONG * min(image.size):
         shape = f"{image.width} x {image.height}"
-        raise ValueError(f"it is {shape} pixels large: no side may be more than {MOST_OBLONG} times the other")
+        raise ValueError(f"its size is {shape} pixels: no side may be more than {MOST_OBLONG} times the other")
     large = image.width * image.height > _LARGE
     with one_at_a_time() if large else nullcontext():
-        image.load()  # Pillow turns a TIFF here by itself, and then forgets its tag
+        image.load()  # for a TIFF, Pillow applies the orientation here and then drops the tag
         try:
             turn = _UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-        except Exception:  # damaged EXIF raises almost anything, and the pixels may be whole
+        except Exception:  # damaged EXIF raises almost anything, and the pixels may be intact
             turn = None
         plain = (
             type(image) is Image.Image and image.mode == "RGB" and not {"transparency", "icc_profile"} & {*image.info}
@@ -127,15 +127,15 @@ def to_rgb(image: Image.Image) -> Image.Image:
             image = image.reduce(math.ceil(math.sqrt(image.width * image.height / _LARGE)))
         if turn is not None:
             image = image.transpose(turn)
-    image.info.clear()  # the tag, too: a second call must not turn the image again
+    image.info.clear()  # drop the orientation, so that a second call does not turn the image again
     return image
 
 
-# The cards of exports take the text of the next two functions.
+# The source of the next two functions is copied into the cards of exported models.
 def standard_rgb(image: Image.Image) -> Image.Image:
-    """An image in sRGB with 8 bits, over white where it is transparent; 16-bit grey is scaled."""
-    if image.mode in ("I", "F"):  # 32 bits say nothing about where white is
-        raise ValueError(f"pixels of mode {image.mode!r} have no fixed range; save it with 8 or 16 bits a channel")
+    """Convert an image to 8-bit sRGB; transparent pixels are blended with white, and 16-bit grey is scaled."""
+    if image.mode in ("I", "F"):  # 32-bit modes do not define which value is white
+        raise ValueError(f"pixels of mode {image.mode!r} have no fixed range; save it with 8 or 16 bits per channel")
     profile, grey = image.info.get("icc_profile"), image.mode[0] in "1LI"
     if image.mode.startswith("I;16"):
         values = np.asarray(image)
@@ -147,12 +147,12 @@ def standard_rgb(image: Image.Image) -> Image.Image:
     if profile:
         image = managed(image, profile, "CMYK" if image.mode == "CMYK" else "L" if grey else "RGB")
     image = image.convert("RGB")
-    image.info.clear()  # else a processor may take a colour for transparent
+    image.info.clear()  # otherwise a processor may treat a colour as transparent
     return image
 
 
 def managed(image: Image.Image, profile: bytes, mode: str) -> Image.Image:
-    """An image of an ICC profile in sRGB; as it is where that changes nothing, or the profile is not its own."""
+    """Convert an image from its ICC profile to sRGB, unless the profile has no effect or does not fit the mode."""
     try:
         source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         if source.profile.xcolor_space.strip() != {"L": "GRAY"}.get(mode, mode):
@@ -167,12 +167,12 @@ def managed(image: Image.Image, profile: bytes, mode: str) -> Image.Image:
 
 
 def open_image(source: Source) -> Image.Image:
-    """Open a path or binary file with the decoders of `image_formats` alone; decodes no pixel."""
+    """Open a path or binary file with the decoders of `image_formats` only, without decoding pixels."""
     return Image.open(source, formats=image_formats())
 
 
 def stored_bytes(source: Source) -> bytes:
-    """All bytes of a path or binary file."""
+    """Return all bytes of a path or binary file."""
     try:
         if isinstance(source, (str, os.PathLike)):
             return Path(source).read_bytes()
@@ -183,7 +183,7 @@ def stored_bytes(source: Source) -> bytes:
 
 
 def decode_image(source: Source, content: bytes | None = None) -> Image.Image:
-    """A path or binary file as an upright RGB image, from its bytes where they were read; of frames, the first."""
+    """Decode the first frame of a path or binary file to an upright RGB image; `content` are its bytes, if known."""
     content = stored_bytes(source) if content is None else content
     try:
         with open_image(io.BytesIO(content)) as image:
@@ -193,7 +193,7 @@ def decode_image(source: Source, content: bytes | None = None) -> Image.Image:
 
 
 def _reason(error: Exception, source: Any, content: bytes = b"") -> str:
-    """An error in words that need no path, which the caller gives."""
+    """Describe an error without the path, which the caller adds."""
     path = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
     if os.path.islink(path) and not os.path.exists(path):
         return f"{os.path.basename(path)} is a link to {os.readlink(path)}, which does not exist"
@@ -204,6 +204,6 @@ def _reason(error: Exception, source: Any, content: bytes = b"") -> str:
         if os.path.isfile(path) and not os.path.getsize(path):
             return "it is an empty file"
         if content.startswith(_LFS):
-            return "it is a pointer of Git LFS, and no image: `git lfs pull` fetches the image"
+            return "it is a Git LFS pointer, not an image: run `git lfs pull` to fetch the image"
         return f"it is none of the formats {', '.join(image_formats())}"
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__

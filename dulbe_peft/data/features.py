@@ -1,6 +1,6 @@
-"""A table of features as a data source: parquet with `embedding` and `label`, whichever program wrote it.
+"""Feature tables as a data source: parquet files with the columns `embedding` and `label`, written by any program.
 
-`split` and `content` are taken where they are there. Our own tables note the encoder that made them.
+The columns `split` and `content` are optional. Tables written by this package also record their encoder.
 """
 
 import hashlib
@@ -22,15 +22,15 @@ from dulbe_peft.utils.extras import installed
 from dulbe_peft.utils.files import replacing
 
 COLUMNS = ("content", "path", "split", "label", "embedding")
-_NOTE = b"dulbe_peft"  # of the schema's metadata: an `EncoderNote` as JSON
-AT_ONCE = 2048  # images whose features are in memory while a table is written
-_UNIT = 1e-3  # how far from 1 the length of an embedding may be
-Schemas = dict[str, Any]  # of parquet files
+_NOTE = b"dulbe_peft"  # key of the schema's metadata whose value is an `EncoderNote` as JSON
+AT_ONCE = 2048  # number of images whose features are in memory while a table is written
+_UNIT = 1e-3  # embeddings whose length is this close to 1 are not normalised again
+Schemas = dict[str, Any]  # schemas of parquet files by path
 
 
 @dataclass(frozen=True)
 class EncoderNote:
-    """What a table of ours says of the encoder that made it."""
+    """The encoder that made a feature table, as the table records it."""
 
     model: str
     revision: str | None
@@ -39,7 +39,7 @@ class EncoderNote:
 
 @dataclass(frozen=True, eq=False)
 class FeatureTable:
-    """Unit features, `rows`, (n, d), float32, in the place of images; `note` says who made them, if that is known."""
+    """Unit features `rows`, (n, d), float32, that take the place of images; `note` is their encoder, or None."""
 
     name: str
     rows: np.ndarray
@@ -54,11 +54,11 @@ class FeatureTable:
         return str(self.paths[position] or f"{self.name}[{position}]")
 
     def of(self, images: LabelledImages) -> np.ndarray:
-        """The features of some of the source's images, (n, d)."""
+        """Return the features of `images`, a part of this source, (n, d)."""
         return self.rows[images.indices]
 
     def check(self, width: int, facts: Mapping[str, str]) -> None:
-        """Raise a `ValueError` unless an encoder of this width, with these facts, may have made the features."""
+        """Raise a `ValueError` if an encoder with this width and these facts cannot have made the features."""
         if self.rows.shape[1] != width:
             raise ValueError(f"{self.name} has embeddings of width {self.rows.shape[1]}, the model's have {width}")
         if self.note is None:
@@ -70,16 +70,16 @@ class FeatureTable:
 
 
 def encoder_note(path: Path) -> EncoderNote | None:
-    """What a table of features notes of its encoder."""
+    """Return the encoder that a feature table records, or None."""
     notes = {(schema.metadata or {}).get(_NOTE, b"null") for schema in _schemas(path).values()}
     if len(notes) > 1:
-        raise ValueError(f"{path} has files of several encoders: keep those of each in a folder of their own")
-    found = json.loads(next(iter(notes), b"null"))
-    return None if found is None else EncoderNote(**found["encoder"])
+        raise ValueError(f"{path} has files of several encoders: keep the files of each encoder in a separate folder")
+    note = json.loads(next(iter(notes), b"null"))
+    return None if note is None else EncoderNote(**note["encoder"])
 
 
 def feature_splits(path: Path) -> Splits:
-    """The splits of a table of features, "train" where it has no such column; none where a path is no such table."""
+    """Return the splits of a feature table, "train" if it has no split column; empty if `path` is not such a table."""
     schemas = _schemas(path)
     if not any("split" in schema.names for schema in schemas.values()):
         return {"train": partial(_load, path, schemas)} if schemas else {}
@@ -90,34 +90,34 @@ def feature_splits(path: Path) -> Splits:
 
 
 def _schemas(path: Path) -> Schemas:
-    """The parquet files of a table of features, each with its schema; none where a path is no such table."""
+    """Return the parquet files of a feature table with their schemas; empty if `path` is not such a table."""
     files = sorted(path.glob("[!._]*.parquet")) if path.is_dir() else [path]
     files = [file for file in files if file.is_file()]
-    whole = [file for file in files if _begins_as_parquet(file)]
-    first = _read("read_schema", whole[0]) if whole else None
+    readable = [file for file in files if _has_parquet_header(file)]
+    first = _read("read_schema", readable[0]) if readable else None
     if first is None or not {"embedding", "label"} <= {*first.names} or "image" in first.names:
         return {}
-    if len(whole) < len(files):
-        raise ValueError(f"{next(file for file in files if file not in whole)} is damaged, or no parquet file")
+    if len(readable) < len(files):
+        raise ValueError(f"{next(file for file in files if file not in readable)} is damaged or not a parquet file")
     schemas = [_read("read_schema", file) for file in files]
     for file, schema in zip(files, schemas, strict=True):
         if {*schema.names} != {*first.names}:
-            raise ValueError(f"{file} has the columns {schema.names}, and {files[0]} has {first.names}")
+            raise ValueError(f"{file} has the columns {schema.names}, but {files[0]} has {first.names}: use the same")
         for name in ("label", "embedding"):
-            own, other = schema.field(name).type, first.field(name).type
-            if own != other:
-                raise ValueError(f"{file} has a {name} of the type {own}, and {files[0]} of {other}: write one type")
+            kind, expected = schema.field(name).type, first.field(name).type
+            if kind != expected:
+                raise ValueError(f"{name} has the type {kind} in {file} and {expected} in {files[0]}: use one type")
     return dict(zip(map(os.fspath, files), schemas, strict=True))
 
 
-def _begins_as_parquet(file: Path) -> bool:
+def _has_parquet_header(file: Path) -> bool:
     with file.open("rb") as opened:
         return opened.read(4) == b"PAR1"
 
 
-def _load(path: Path, schemas: Schemas, rows_of: Any = None) -> LabelledImages:
+def _load(path: Path, schemas: Schemas, filters: Any = None) -> LabelledImages:
     columns = [name for name in COLUMNS if name in next(iter(schemas.values())).names]
-    table = _read("read_table", list(schemas), columns=columns, filters=rows_of, partitioning=None)
+    table = _read("read_table", list(schemas), columns=columns, filters=filters, partitioning=None)
 
     def column(name: str) -> list[Any]:
         return list(table[name].to_pylist()) if name in columns else [None] * len(table)
@@ -133,11 +133,11 @@ def _load(path: Path, schemas: Schemas, rows_of: Any = None) -> LabelledImages:
 
 
 def _content(path: Path, value: Any, row: Any) -> bytes:
-    """The content that a table gives for a row, in hexadecimal digits; that of the feature where it gives none."""
+    """Return the content that a table gives in hexadecimal digits; without one, the SHA-256 of the feature."""
     if not value:
         return hashlib.sha256(row).digest()
     if not isinstance(value, str) or not re.fullmatch("[0-9a-fA-F]{64}", value):
-        raise ValueError(f"{path} has the content {value!r:.80}: it must be a SHA-256 in 64 hexadecimal digits")
+        raise ValueError(f"{path} has the content {value!r:.80}: expected a SHA-256 in 64 hexadecimal digits")
     return bytes.fromhex(value)
 
 
@@ -147,7 +147,10 @@ def write_features(
     encode: Callable[[LabelledImages], np.ndarray],
     note: EncoderNote,
 ) -> None:
-    """Write a table, whole or not at all, of images by the names of their splits; `encode` gives features, (n, d)."""
+    """Write a feature table atomically.
+
+    `parts` maps the names of splits to images, and `encode` returns the features of images, (n, d).
+    """
     pa, parquet = _pyarrow()
     metadata = {_NOTE: json.dumps({"encoder": vars(note)}).encode()}
     writer = None
@@ -171,7 +174,11 @@ def write_features(
 
 
 def _labels(path: Path, schemas: Schemas, values: list[Any]) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Labels, (n,), and the names of the classes: texts, sorted, or whole numbers with the names that the file has."""
+    """Return labels, (n,), and class names.
+
+    Labels that are texts become class names in sorted order. For whole numbers, the names are those in the file's
+    metadata, or the numbers themselves.
+    """
     if all(isinstance(value, str) for value in values):
         names = check_class_names(sorted(set(map(normalized, values))))
         place = {name: label for label, name in enumerate(names)}
@@ -180,27 +187,27 @@ def _labels(path: Path, schemas: Schemas, values: list[Any]) -> tuple[np.ndarray
     if not all(type(value) is int and value >= 0 for value in values):
         kind = str if isinstance(values[0], str) else int
         wrong = next(value for value in values if type(value) is not kind or (type(value) is int and value < 0))
-        raise ValueError(f"{path} has the label {wrong!r}: labels are texts, or whole numbers from 0 on")
+        raise ValueError(f"{path} has the label {wrong!r}: labels must be all texts or all whole numbers from 0 on")
     hints = [json.loads((schema.metadata or {}).get(b"huggingface", b"{}")) for schema in schemas.values()]
     named, *others = (hint.get("info", {}).get("features", {}).get("label", {}).get("names") for hint in hints)
     if any(other != named for other in others):
-        raise ValueError(f"{path} has files that name the classes of their labels in different ways")
+        raise ValueError(f"the files of {path} give their classes different names: use the same names in all files")
     names = check_class_names(named or [str(value) for value in range(max(values) + 1)])
     if max(values) >= len(names):
-        raise ValueError(f"{path} has the label {max(values)}, and names for {len(names)} classes")
+        raise ValueError(f"{path} has the label {max(values)} but names for only {len(names)} classes")
     return np.array(values, dtype=np.int64), names
 
 
 def _unit_rows(path: Path, column: Any) -> np.ndarray:
-    """The embeddings as unit rows, (n, d), float32; a `ValueError` names a row that is none."""
+    """Return the embeddings as unit rows, (n, d), float32; raises a `ValueError` that names the first invalid row."""
     rows: np.ndarray | None = None
     done = 0
     for chunk in filter(len, column.chunks):
-        array = getattr(chunk, "storage", chunk)  # Ray's tensors
+        array = getattr(chunk, "storage", chunk)  # Ray writes an extension type whose storage is the list
         widths = importlib.import_module("pyarrow.compute").list_value_length(array).unique().to_pylist()
         rows = np.empty((len(column), widths[0] or 0), dtype=np.float32) if rows is None else rows
         if widths != [rows.shape[1]]:
-            raise ValueError(f"{path} has embeddings of several widths, or rows without one")
+            raise ValueError(f"{path} has embeddings of different widths, or rows without an embedding")
         part = np.asarray(array.flatten(), dtype=np.float32).reshape(len(array), -1)
         lengths = np.linalg.norm(part, axis=1, keepdims=True)
         bad = ~np.isfinite(lengths[:, 0]) | (lengths[:, 0] == 0)
@@ -213,12 +220,12 @@ def _unit_rows(path: Path, column: Any) -> np.ndarray:
 
 
 def _read(function: str, files: Any, **options: Any) -> Any:
-    """What a function of pyarrow's gives for a file or several."""
+    """Call a function of `pyarrow.parquet` on one file or several."""
     pa, parquet = _pyarrow()
     try:
         return getattr(parquet, function)(files, **options)
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{files} is damaged, or no parquet file: {error}") from error
+        raise ValueError(f"{files} is damaged or not a parquet file: {error}") from error
 
 
 def _pyarrow() -> tuple[Any, Any]:

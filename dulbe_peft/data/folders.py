@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,33 +12,36 @@ from dulbe_peft.data.decoding import image_suffixes, why_not_read
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.names import check_class_names
 
-# Names that people give to the splits of a data set, in lower case.
+# Common names of the splits of a data set, in lower case.
 SPLIT_NAMES = ("train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval", "evaluation")
 _SPLIT = re.compile(rf"(?:.*[\W_])?(?:{'|'.join(SPLIT_NAMES)})(?:[\W_\d].*|set)?", re.IGNORECASE)  # as in seg_train
-# Names of folders that hold a data set rather than the images of a class.
+# Names of folders that usually contain a whole data set rather than the images of one class.
 _HOLDERS = {"dataset", "datasets", "data", "images", "image", "imgs", "img", "photos", "pictures", "pics"}
 _HOLDERS |= {"examples", "samples", "files", "jpegimages", "raw"}
-# Folders that systems keep beside photographs, with thumbnails and what was deleted; in lower case.
+# Folders in which operating systems keep thumbnails and deleted files beside photographs, in lower case.
 _SYSTEM = {"@eadir", "@__thumb", "#recycle", "#snapshot", "$recycle.bin", "recycler", "system volume information"}
 _SYSTEM |= {"__macosx", "lost+found", "thumbnails.noindex"}
-OF_A_SYSTEM = "a folder that a system keeps for itself, no class"
+OF_A_SYSTEM = "a folder of the operating system, not a class"
 TABLES = (".csv", ".tsv", ".jsonl")
 
 
 def system_folders(path: Path) -> list[str]:
-    """The folders in a folder that a system keeps there."""
+    """Return the names of the operating system's folders in `path`."""
     return sorted(name for name in os.listdir(path) if name.lower() in _SYSTEM and os.path.isdir(path / name))
 
 
 def like_splits(names: Sequence[str]) -> list[str]:
-    """The names of splits among some; seg_train and seg_test are two of them, a steam_train alone is none."""
-    found = [name for name in names if _SPLIT.fullmatch(name)]
-    both = len({"train" in name.lower() for name in found}) == 2
-    return [name for name in found if both or name.lower() in SPLIT_NAMES]
+    """Return the names that look like splits: seg_train and seg_test do, but a single steam_train does not."""
+    candidates = [name for name in names if _SPLIT.fullmatch(name)]
+    both = len({"train" in name.lower() for name in candidates}) == 2
+    return [name for name in candidates if both or name.lower() in SPLIT_NAMES]
 
 
 def folder_content(folder: Path) -> tuple[list[str], list[tuple[str, str]]]:
-    """Sorted paths of the images below a folder, and path and reason of what is left out; links are followed once."""
+    """Return the sorted paths of the images below a folder, and (path, reason) of what is left out.
+
+    Links to folders are followed, but no folder is read twice.
+    """
     images, left_out = list[str](), list[tuple[str, str]]()
     start = len(os.path.join(folder, ""))
     for path in _files_below(folder, left_out):
@@ -52,23 +56,24 @@ def folder_content(folder: Path) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def holds_image(folder: Path) -> bool:
-    """Whether there is an image below a folder, of which no more is walked than up to the first one."""
+    """Return whether there is an image below a folder; the search stops at the first one."""
     return any(map(_is_image, _files_below(folder, [])))
 
 
 def _is_image(path: str) -> bool:
     if os.path.splitext(path)[1].lower() not in image_suffixes():
         return False
-    return os.path.isfile(path) or (os.path.islink(path) and not os.path.exists(path))  # reading says it leads nowhere
+    # A broken link counts as an image, so that reading it reports the missing target.
+    return os.path.isfile(path) or (os.path.islink(path) and not os.path.exists(path))
 
 
 def _files_below(folder: Path, left_out: list[tuple[str, str]]) -> Iterator[str]:
-    """Paths of the files below a folder that are not hidden; what is passed over comes into `left_out`."""
+    """Yield the paths of the files below a folder that are not hidden; what is skipped is added to `left_out`."""
     entered = set[tuple[int, int]]()
     for here, folders, files in os.walk(folder, onerror=_cannot_be_read, followlinks=True):
         status = os.stat(here)
         if (status.st_dev, status.st_ino) in entered:
-            left_out.append((here, "a link to a folder that is read already"))
+            left_out.append((here, "a link to a folder that has already been read"))
             folders.clear()
             continue
         entered.add((status.st_dev, status.st_ino))
@@ -76,10 +81,10 @@ def _files_below(folder: Path, left_out: list[tuple[str, str]]) -> Iterator[str]
         system = sorted(name for name in folders if name.lower() in _SYSTEM)
         left_out += [(os.path.join(here, name), OF_A_SYSTEM) for name in system]
         folders[:] = sorted(name for name in folders if name[0] != "." and name not in system)
-        seen = sorted(name for name in files if name[0] != ".")
-        if here != str(folder) and not folders and not seen:
+        visible = sorted(name for name in files if name[0] != ".")
+        if here != str(folder) and not folders and not visible:
             left_out.append((here, "an empty folder"))
-        yield from (os.path.join(here, name) for name in seen)
+        yield from (os.path.join(here, name) for name in visible)
 
 
 def _cannot_be_read(error: OSError) -> None:
@@ -87,21 +92,21 @@ def _cannot_be_read(error: OSError) -> None:
 
 
 def subfolders(path: Path) -> list[str]:
-    """Names of the folders in `path` that are neither hidden nor a system's, sorted by code point on every system."""
+    """Return the folders in `path` that are neither hidden nor the operating system's, sorted by code point."""
     names = (name for name in os.listdir(path) if name[0] != "." and name.lower() not in _SYSTEM)
     return sorted(name for name in names if os.path.isdir(path / name))
 
 
 def holds_only_folders(path: Path) -> bool:
-    """Whether a folder holds folders, and no image beside them."""
-    with os.scandir(path) as entries:  # which ends at the first image
-        if any(one.name.lower().endswith(image_suffixes()) and one.is_file() for one in entries):
+    """Return whether a folder contains folders and no images beside them."""
+    with os.scandir(path) as entries:  # stops at the first image
+        if any(entry.name.lower().endswith(image_suffixes()) and entry.is_file() for entry in entries):
             return False
     return bool(subfolders(path))
 
 
 class FileImages(LabelledImages):
-    """Images in files with their classes: `source` has their paths below `root`."""
+    """Labelled images in files; `source` has their paths relative to `root`."""
 
     def __init__(
         self,
@@ -120,45 +125,46 @@ class FileImages(LabelledImages):
         return self.root / self.source[position], int(self._own_labels[position])
 
     def item_name(self, index: int) -> str:
-        """Path of an image."""
+        """Return the path of an image."""
         return str(self.root / self.source[self.indices[index]])
 
 
 class ImageFolder(FileImages):
     """Images in `root/split/class name/**`, or `root/class name/**` without a split.
 
-    A class folder may hold folders of any depth. Files are .jpg, .jpeg, .jfif, .png, .webp, .bmp, .gif (the first
-    frame), .tif, .tiff and, where Pillow reads it, .avif, in either case. Classes and files are sorted by name.
+    A class folder may contain folders of any depth. Files may end in .jpg, .jpeg, .jfif, .png, .webp, .bmp, .gif (the
+    first frame), .tif, .tiff and, if Pillow can read it, .avif, in upper or lower case. Classes and files are sorted
+    by name.
 
     Args:
-        root: folder that holds the splits, or the classes.
-        split: name of the folder of the split; None where there are no splits.
-        leave_out: classes, or folders in classes such as "cat/old", that are no part of the data.
+        root: Folder that contains the splits or the classes.
+        split: Name of the split's folder, or None if there are no splits.
+        leave_out: Classes to skip, or folders in classes such as "cat/old".
 
     Attributes:
-        left_out: (path, reason) of every file and folder that is no part of the data.
+        left_out: (path, reason) of every file and folder that is skipped.
 
     Raises:
-        FileNotFoundError: `root` or the split is not there.
-        ValueError: there is no class folder with an image, or a class folder holds files and none is an image.
+        FileNotFoundError: If `root` or the split does not exist.
+        ValueError: If no class folder contains an image, or a class folder contains files but no images.
 
     Example:
         >>> photos = ImageFolder("photos", "train")
         >>> len(photos), photos.class_names, photos.left_out
-        (120, ('cat', 'dog'), [('photos/train/cat/notes.txt', 'files ending in .txt are not read')])
+        (120, ('cat', 'dog'), [('photos/train/cat/notes.txt', 'a file ending in .txt is not read')])
     """
 
     def __init__(self, root: str | os.PathLike[str], split: str | None = None, leave_out: Sequence[str] = ()) -> None:
         folder = folder_of_classes(Path(root), split, leave_out)
-        found, left_out = folder_content(folder)
-        named = tuple(f"{name.strip('/')}/" for name in leave_out)
-        left_out += [(str(folder / name), "named to be left out") for name in named if (folder / name).is_dir()]
-        found = [image for image in found if not image.startswith(named)]
-        left_out += [(str(folder / image), "not in a class folder") for image in found if "/" not in image]
-        found = sorted((image for image in found if "/" in image), key=lambda image: image.partition("/"))
-        files = [image for image in found if image.encode("utf-8", "ignore").decode() == image]
-        # No table of a run could name the others.
-        left_out += [(str(folder / image), "the name is not UTF-8") for image in sorted(set(found) - set(files))]
+        paths, left_out = folder_content(folder)
+        skipped = tuple(f"{name.strip('/')}/" for name in leave_out)
+        left_out += [(str(folder / name), "left out on request") for name in skipped if (folder / name).is_dir()]
+        paths = [image for image in paths if not image.startswith(skipped)]
+        left_out += [(str(folder / image), "not in a class folder") for image in paths if "/" not in image]
+        paths = sorted((image for image in paths if "/" in image), key=lambda image: image.partition("/"))
+        files = [image for image in paths if image.encode("utf-8", "ignore").decode() == image]
+        # Other names cannot be written into the tables of a run.
+        left_out += [(str(folder / image), "the name is not UTF-8") for image in sorted(set(paths) - set(files))]
         images = [(image, image.partition("/")[0]) for image in files]
         for name in sorted(set(subfolders(folder)) - {name for _, name in images} - {*leave_out}):
             inside = os.path.join(folder, name, "")
@@ -166,66 +172,83 @@ class ImageFolder(FileImages):
             if why:
                 raise ValueError(f"class folder {folder / name} has no {', '.join(image_suffixes())} file ({why})")
         if not files:
-            raise ValueError(f"no class folder in {folder} has an image; its folders are {subfolders(folder)}")
+            raise ValueError(f"no class folder in {folder} contains an image; its folders are {subfolders(folder)}")
         super().__init__(folder, split, images, left_out)
 
 
+@dataclass(frozen=True)
+class FolderSplit:
+    """A split of a folder of images that has not been read yet; a call reads it."""
+
+    root: Path
+    split: str | None
+    leave_out: Sequence[str] = ()
+
+    def __call__(self) -> ImageFolder:
+        return ImageFolder(self.root, self.split, self.leave_out)
+
+    def check(self) -> None:
+        """Raise what reading raises about folders, without a walk through the files."""
+        folder_of_classes(self.root, self.split, self.leave_out)
+
+
 def folder_of_classes(folder: Path, split: str | None, leave_out: Sequence[str] = ()) -> Path:
-    """The folder that holds the classes; raises where what should be classes are splits, or the other way round."""
+    """Return the folder that contains the class folders; raises if its folders look like splits instead of classes."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder of images")
     names = subfolders(folder)
     if split is not None and split not in names:
         raise FileNotFoundError(
-            f"{folder} has no split {split!r}; its folders are {names} (if these are classes, pass split=None, or "
-            "--split '' to evaluate)"
+            f"{folder} has no split {split!r}; its folders are {names} (if these are the classes, pass split=None, or "
+            "--split '' to the command evaluate)"
         )
     if split is not None:
         folder, names = folder / split, subfolders(folder / split)
     if not names:
-        loose = any(place.suffix.lower() in image_suffixes() for place in folder.iterdir())
-        heap = ". Images without classes are for predict, suggest and serve --photos" if loose else ""
-        raise ValueError(f"{folder} has no folder; one folder per class is needed{heap}{_or_table(folder)}")
+        has_images = any(path.suffix.lower() in image_suffixes() for path in folder.iterdir())
+        hint = ". For images without classes, use predict, suggest or serve --photos" if has_images else ""
+        raise ValueError(f"{folder} has no folder; one folder per class is needed{hint}{_or_table(folder)}")
     names = [name for name in names if name not in leave_out]
     _check_level(folder, names, split)
     return folder
 
 
 def _check_level(folder: Path, names: list[str], split: str | None) -> None:
-    """Raise where the folders in a folder are not the classes, but lie above them or hold all of them."""
+    """Raise a `ValueError` if the folders in `folder` are not the classes but contain splits or classes."""
     nested = [name for name in names if holds_only_folders(folder / name)]
     splits = like_splits(nested)
     if split is None and splits and (len(splits) > 1 or splits == names):
-        where = f"{folder / splits[0]} has no image, it holds folders"
-        raise ValueError(f"{where}: {splits[0]!r} may be a split, name it ({split_flags(splits)})")
+        where = f"{folder / splits[0]} contains folders and no image"
+        raise ValueError(f"{where}: if {splits[0]!r} is a split, pass its name ({split_flags(splits)})")
     for name in nested:
         inner = subfolders(folder / name)
-        of_splits = any(holds_only_folders(folder / name / one) for one in like_splits(inner))
+        of_splits = any(holds_only_folders(folder / name / split_name) for split_name in like_splits(inner))
         if of_splits or (len(inner) > 1 and (name.lower() in _HOLDERS or names == [name])):
             listed = ", ".join(map(repr, inner[:4])) + (", ..." if len(inner) > 4 else "")
             raise ValueError(
-                f"{folder / name} holds folders alone ({listed}): give it, if these are the "
-                f"{'splits' if of_splits else 'classes'}; if {name!r} is a class, put its images into it directly"
+                f"{folder / name} contains only folders ({listed}): if these are the "
+                f"{'splits' if of_splits else 'classes'}, pass {folder / name}; if {name!r} is a class, put its "
+                "images directly into its folder"
             )
     if names and all(name.lower() in _HOLDERS for name in {*names} - {*like_splits(names)}):
         raise ValueError(
-            f"the folders of {folder}, {', '.join(map(repr, names))}, are none of classes, by their names: one folder "
-            f"per class is needed{_or_table(folder, *(folder / name for name in names))}"
+            f"the folders in {folder}, {', '.join(map(repr, names))}, do not look like classes by their names: one "
+            f"folder per class is needed{_or_table(folder, *(folder / name for name in names))}"
         )
 
 
 def split_flags(names: Sequence[str]) -> str:
-    """The flags that name splits, of some folders that are called like them."""
-    learned = next((name for name in names if "train" in name.lower()), "NAME")
-    return f"--train-split {learned} --test-split {next((name for name in names if name != learned), 'none')}"
+    """Return the command-line flags that choose a training and a test split among `names`."""
+    train = next((name for name in names if "train" in name.lower()), "NAME")
+    return f"--train-split {train} --test-split {next((name for name in names if name != train), 'none')}"
 
 
 def _or_table(*folders: Path) -> str:
-    """A hint at what lies in some folders and may hold the labels, or the images."""
-    if any(place.suffix.lower() == ".tar" for folder in folders for place in folder.iterdir()):
+    """Return a hint if the folders contain archives, which may have the images, or a table, which may have labels."""
+    if any(path.suffix.lower() == ".tar" for folder in folders for path in folder.iterdir()):
         return (
-            '. Of a webdataset, `datasets.load_dataset("webdataset", data_files="FOLDER/*.tar").save_to_disk(NEW)` '
-            "makes a folder that is read, with --image-column and --label-column; other archives are to be unpacked"
+            '. Convert a webdataset with `datasets.load_dataset("webdataset", data_files="FOLDER/*.tar")'
+            ".save_to_disk(NEW)` and pass NEW with --image-column and --label-column; unpack other archives"
         )
-    tables = [place for folder in folders for place in sorted(folder.iterdir()) if place.suffix.lower() in TABLES]
-    return f". Labels of {tables[0]} are read with --labels {tables[0]}" if tables else ""
+    tables = [path for folder in folders for path in sorted(folder.iterdir()) if path.suffix.lower() in TABLES]
+    return f". To read labels from {tables[0]}, pass --labels {tables[0]}" if tables else ""

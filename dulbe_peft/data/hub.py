@@ -1,4 +1,4 @@
-"""Datasets of the library `datasets`: on the Hugging Face hub, saved in a folder, or parquet files in a folder."""
+"""Datasets of the library `datasets`: on the Hugging Face Hub, saved in a folder, or parquet files in a folder."""
 
 import importlib
 import os
@@ -13,36 +13,36 @@ from dulbe_peft.data.images import LabelledImages, Splits, UnlabelledError, labe
 from dulbe_peft.utils.extras import installed
 
 HUB_PREFIX = "hf:"
-SAVED_FILES = ("dataset_dict.json", "state.json")  # what marks a folder that `datasets` has written
+SAVED_FILES = ("dataset_dict.json", "state.json")  # their presence shows that `datasets` has written a folder
 
 
 def hub_images(dataset: Any, name: str, image_column: str = "image", label_column: str = "label") -> LabelledImages:
-    """The images of a `datasets.Dataset` with an image column and one of labels; messages call it `name`.
+    """Return the labelled images of a `datasets.Dataset`; error messages call it `name`.
 
-    Labels are a `ClassLabel`, or texts or whole numbers, which become the names of the classes.
+    The label column is a `ClassLabel`, or has texts or whole numbers, which become the class names.
     """
     for column in (image_column, label_column):
         if column not in dataset.column_names:
             raise ValueError(f"{name} has no column {column!r}; its columns are {dataset.column_names}")
     kind = type(dataset.features[image_column]).__name__
     if kind != "Image":
-        raise ValueError(f"column {image_column!r} of {name} holds {kind} values, and no images")
+        raise ValueError(f"column {image_column!r} of {name} has {kind} values: expected images")
     names = {image_column: "image", label_column: "label"}
     rows = dataset.with_format(None).select_columns(list(names)).rename_columns(names)
     if getattr(rows.features["label"], "names", None) is None:
-        rows = _named(rows, f"column {label_column!r} of {name}")
+        rows = _with_class_label(rows, f"column {label_column!r} of {name}")
     images = labelled_images(rows)
     images.name = name
     return images
 
 
-def _named(rows: Any, column: str) -> Any:
-    """A data set whose labels are texts or whole numbers, with a `ClassLabel` of these in their order."""
+def _with_class_label(rows: Any, column: str) -> Any:
+    """Replace labels that are texts or whole numbers by a `ClassLabel` with the sorted values as names."""
     values = rows["label"][:]
     kinds = {type(value) for value in values}
     if kinds not in ({str}, {int}):
-        found = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise ValueError(f"{column} holds {found} values: expected class names, texts or whole numbers")
+        listed = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise ValueError(f"{column} has {listed} values: expected class names, texts or whole numbers")
     if kinds == {int} and max(values) < 0:
         raise UnlabelledError(f"all labels of {column} are {max(values)}")
     places = {value: place for place, value in enumerate(sorted(set(values)))}
@@ -51,7 +51,10 @@ def _named(rows: Any, column: str) -> Any:
 
 
 def hub_splits(text: str, *columns: str) -> Splits:
-    """The splits of a dataset on the hub, "hf:NAME", or of a folder that `datasets` wrote, or in the Hub's layout."""
+    """Return the splits of a dataset on the Hub, "hf:NAME", of a folder saved by `datasets`, or of parquet files.
+
+    The result is empty if `text` is none of these.
+    """
     files = _parquet_files(Path(text))
     saved = any(Path(text, name).is_file() for name in SAVED_FILES)
     if not (text.startswith(HUB_PREFIX) or files or saved):
@@ -65,7 +68,7 @@ def hub_splits(text: str, *columns: str) -> Splits:
     elif files:
         read = {split: partial(_read_parquet, datasets, files[split]) for split in files}
     else:
-        data = datasets.load_from_disk(text)  # it may have no splits
+        data = datasets.load_from_disk(text)  # a single Dataset has no splits
         parts = data if isinstance(data, dict) else {data.split and str(data.split): data}
         read = {split: partial(parts.get, split) for split in parts}
 
@@ -78,30 +81,30 @@ def hub_splits(text: str, *columns: str) -> Splits:
 def _read_parquet(datasets: Any, files: list[str]) -> Any:
     try:
         return datasets.Dataset.from_parquet(files)
-    except Exception as error:  # on damaged files the library raises errors of its own
+    except Exception as error:  # for damaged files the library raises its internal errors
         raise ValueError(f"{', '.join(files)} cannot be read: {error.__cause__ or error}") from error
 
 
 def _parquet_files(path: Path) -> dict[str | None, list[str]]:
-    """Split -> its files, in a folder, or in its folder "data" or "default".
+    """Return the parquet files of each split in a folder, or in its folder "data" or "default".
 
-    "train.parquet", "train-00000-of-00002.parquet" and "train/0000.parquet" are of the split train; a file by itself,
-    and files whose names say nothing where no others do, are of no split.
+    "train.parquet", "train-00000-of-00002.parquet" and "train/0000.parquet" belong to the split train. The key None is
+    used for a single file, and for files in a folder where no name shows a split.
     """
     if path.suffix.lower() == ".parquet" and path.is_file():
         return {None: [os.fspath(path)]}
-    found: dict[str | None, list[str]] = {}
+    by_split: dict[str | None, list[str]] = {}
     for folder in (path, path / "data", path / "default"):
-        for file in sorted((*folder.glob("*.parquet"), *folder.glob("*/*.parquet"))) if not found else ():
+        for file in sorted((*folder.glob("*.parquet"), *folder.glob("*/*.parquet"))) if not by_split else ():
             name = re.match(r"[^\W\d_]+", file.name if file.parent == folder else file.parent.name)
             if name and name[0].lower() in SPLIT_NAMES:
-                found.setdefault(name[0], []).append(os.fspath(file))
+                by_split.setdefault(name[0], []).append(os.fspath(file))
     plain = sorted(map(os.fspath, path.glob("*.parquet")))
-    return found or ({None: plain} if plain else {})
+    return by_split or ({None: plain} if plain else {})
 
 
 def import_datasets(name: str) -> Any:
-    """The package datasets, which reads what is called `hf:NAME`."""
+    """Import the package `datasets` to read `name`."""
     if name.strip() == HUB_PREFIX:
         raise ValueError(f"{name} names no dataset: expected hf:NAME, such as hf:cifar10")
     with installed(f"reading {name}"):

@@ -1,8 +1,8 @@
-"""Images with a label for each: read once from whatever a user has, and only sliced from then on.
+"""Labelled images: any user's data set is converted once, and afterwards only sliced.
 
-A user's data set is anything with `len(dataset)` and `dataset[i]` giving a {"image", "label"} mapping or an
-(image, label) pair. Where the labels can be had alone (`.labels`, `.targets`, a "label" column), no image is decoded
-for them.
+A user's data set is any object with `len(dataset)` whose items `dataset[i]` are {"image", "label"} mappings or
+(image, label) pairs. If it also gives the labels alone (`.labels`, `.targets` or a "label" column), no image is
+decoded to read the labels.
 """
 
 import copy
@@ -19,27 +19,32 @@ from PIL import Image
 from dulbe_peft.data.decoding import UnreadableImageError, decode_image, stored_bytes, to_rgb
 from dulbe_peft.data.names import check_class_names
 
-FILES: Any = (Path, io.IOBase)  # what Pillow opens
+FILES: Any = (Path, io.IOBase)  # types that Pillow opens
 
 
 class UnlabelledError(ValueError):
-    """The images of a data set, as those of a competition's test split, have no labels."""
+    """Raised when the images of a data set have no labels, as in the test split of a competition."""
 
 
 class LabelledImages:
-    """Images, a label for each, and the names of the classes; a slice reads from the same source.
+    """Images with labels and class names. Slices share the same source.
 
-    It is a data set like others: `len`, and items {"image", "label"}, with images upright and in RGB. `labels`, (n,),
-    int64, index `class_names`, which are empty where nobody has named the classes. `indices`, (n,), say where the
-    images stand in `source`. Messages call the source `name`; else its own `item_name(i)` names an image. `stored`
-    images are files, whose headers can be looked at without decoding them.
+    It is a data set with `len` and items {"image", "label"}, where images are upright and in RGB.
+
+    Attributes:
+        labels: Labels, (n,), int64, which index `class_names`.
+        class_names: Names of the classes; empty if they are not known.
+        source: The user's data set.
+        indices: Position of each image in `source`, (n,).
+        name: Name of the source in error messages; if empty, images are named by the source's `item_name(i)`.
+        stored: Whether the images are files, whose headers can be read without decoding them.
     """
 
     name = ""
-    left_out: Sequence[tuple[str, str]] = ()  # paths of what a folder holds and is no part of the data, and reasons
-    notes: Sequence[str] = ()  # sentences about what was guessed
+    left_out: Sequence[tuple[str, str]] = ()  # (path, reason) of what a folder contains but the data set skips
+    notes: Sequence[str] = ()  # messages to the user about what was guessed
     split: str | None = None
-    features: Any = None  # a `FeatureTable`, where a model has encoded the images before
+    features: Any = None  # a `FeatureTable` if the images were encoded earlier
 
     def __init__(
         self, source: Any, labels: np.ndarray, class_names: Sequence[str] = (), *, stored: bool = False
@@ -49,7 +54,7 @@ class LabelledImages:
         self.class_names = tuple(class_names)
         self.stored = stored
         self.indices = np.arange(len(labels))
-        # Position -> content, and of a file what its entry said when it was read; all slices share it.
+        # Maps a position to the content and, for a file, its entry on the disk when it was read. Slices share it.
         self._contents: dict[int, tuple[bytes | None, Any]] = {}
 
     def __len__(self) -> int:
@@ -64,11 +69,11 @@ class LabelledImages:
         return {"image": image, "label": int(self.labels[index])}
 
     def image(self, index: int) -> Any:
-        """An image, upright and in RGB where it is a file or a PIL image; errors do not say which image it is."""
+        """Return an image, upright and in RGB if it is a file or a PIL image; errors do not name the image."""
         return self.read(index)[1]
 
     def read(self, index: int) -> tuple[bytes | None, Any]:
-        """An image's content, see `contents`, and the image, from the same bytes; errors are as in `image`."""
+        """Return an image's content, see `contents`, and the image, both from the same bytes."""
         image = self.given(index)
         if isinstance(image, FILES):
             stored = stored_bytes(image)
@@ -78,24 +83,27 @@ class LabelledImages:
         return content_of(image), image
 
     def given(self, index: int) -> Any:
-        """An image as the source gives it, or the path or file that Pillow opens, which nobody has read."""
+        """Return an image as the source gives it, or the path or file to open, which is not read yet."""
         position = int(self.indices[index])
         image, label = self._item(position)
-        if label != self._own_labels[position]:  # a transform of labels, say, would put it into another class
-            raise ValueError(f"its own label is {label}, the dataset's list says {self._own_labels[position]}")
+        if label != self._own_labels[position]:  # for example, a transform of labels changes the class
+            raise ValueError(
+                f"its label is {label}, but the dataset's list of labels has {self._own_labels[position]}"
+            )
         return _opened_from(image)
 
     def contents(self) -> list[bytes | None]:
-        """What names each image wherever it lies: SHA-256 of its stored bytes, else of its pixels, size and type.
+        """Return a hash that identifies each image: the SHA-256 of its stored bytes, or of its pixels, size and type.
 
-        None of an image that cannot be read. A file is read again where its entry on the disk has changed.
+        It is None for an image that cannot be read. A file is read again if its entry on the disk has changed.
         """
         return [self._content(index) for index in range(len(self))]
 
     def note_content(self, index: int, content: bytes | None) -> None:
-        """Take what `read` found, also in another process; a `ValueError` where a file had another content before.
+        """Store a content that `read` has returned, perhaps in another process.
 
-        None is of pixel values that were kept, or of an image that cannot be read: it says nothing.
+        None is ignored: it comes from cached pixel values or from an image that cannot be read. Raises a `ValueError`
+        if a file had another content before.
         """
         position = int(self.indices[index])
         before, entry = self._contents.get(position, (None, None))
@@ -104,12 +112,12 @@ class LabelledImages:
         if entry is None and not self.stored:
             self._contents[position] = content, None
         if entry is not None and content != before:
-            raise ValueError(f"{self.item_name(index)} changed while it was read: begin again")
+            raise ValueError(f"{self.item_name(index)} changed while it was being read: start again")
 
     def _content(self, index: int) -> bytes | None:
         position = int(self.indices[index])
         content, before = self._contents.get(position, (None, ()))
-        if before is None:  # no file, so it is as it was
+        if before is None:  # not a file, so it cannot have changed
             return content
         try:
             image = self.given(index)
@@ -117,12 +125,12 @@ class LabelledImages:
             if entry != before:
                 content = content_of(image)
                 self._contents[position] = content, entry
-        except Exception:  # whatever a user's data set raises; who reads the image says why
+        except Exception:  # a user's data set may raise anything; reading the image will report it
             return None
         return content
 
     def item_name(self, index: int) -> str:
-        """Name of an image for messages: its path where the source knows it."""
+        """Return the name of an image for messages: its path if the source knows it."""
         position = int(self.indices[index])
         if self.name:
             return f"{self.name}[{position}]"
@@ -130,7 +138,7 @@ class LabelledImages:
         return f"item {position}" if named is None else str(named(position))
 
     def at(self, indices: Any, labels: np.ndarray | None = None, class_names: Sequence[str] | None = None) -> Self:
-        """The images at some indices, with the same labels and names or with others."""
+        """Return the images at `indices`, with the same labels and class names or with the given ones."""
         part = copy.copy(self)
         part.indices = self.indices[indices]
         part.labels = self.labels[indices] if labels is None else labels
@@ -138,7 +146,10 @@ class LabelledImages:
         return part
 
     def select(self, class_names: Sequence[str], others: bool = False) -> Self:
-        """The images of some classes, labelled by their place in `class_names`; `others` may have none here."""
+        """Return the images of some classes, labelled by their position in `class_names`.
+
+        Raises a `ValueError` if the data set does not know one of the classes, unless `others` is true.
+        """
         wanted = check_class_names(class_names)
         absent = sorted(set(wanted) - set(self.class_names))
         if absent and not others:
@@ -149,7 +160,10 @@ class LabelledImages:
         return self.at(chosen, places[self.labels[chosen]], wanted)
 
     def fingerprint(self, look: bool = True) -> str:
-        """SHA-256 of labels, class names and contents, of no path; without `look`, of no content that is no file's."""
+        """Return the SHA-256 of labels, class names and contents, but not of paths.
+
+        Without `look`, contents are included only if the images are files.
+        """
         digest = hashlib.sha256(b"dulbe_peft dataset 3")
         contents = self.contents() if look or self.stored else []
         for chunk in (
@@ -165,12 +179,12 @@ class LabelledImages:
         return _image_and_label(self.source, position)
 
 
-# A split's name -> what opens it; None is the name where there are no splits.
+# Maps the name of a split to a function that opens it; the name is None if there are no splits.
 Splits = dict[str | None, Callable[[], LabelledImages]]
 
 
 def labelled_images(dataset: Any) -> LabelledImages:
-    """What a user gives as a data set, with its labels and, where it carries them, class names."""
+    """Convert a user's data set to `LabelledImages`, with class names if the data set has them."""
     if isinstance(dataset, LabelledImages) and type(dataset).__getitem__ is LabelledImages.__getitem__:
         return dataset
     if isinstance(dataset, Mapping):
@@ -200,12 +214,12 @@ def labelled_images(dataset: Any) -> LabelledImages:
 def named_images(
     dataset: Any, class_names: Sequence[str] | None = None, default: Sequence[str] = (), title: str = "dataset"
 ) -> LabelledImages:
-    """A user's data set, which must not be empty; labels index `class_names`, or its own names, or `default`."""
+    """Convert a user's data set, which must not be empty, with the given class names, its own, or `default`."""
     images = labelled_images(dataset)
     labels, carried = images.labels, images.class_names
     names = check_class_names(class_names) if class_names is not None else carried or tuple(default)
     if not names:
-        raise ValueError("the dataset carries no class names; pass class_names")
+        raise ValueError("the dataset has no class names; pass class_names")
     if not len(labels):
         raise ValueError(f"{title} is empty; at least one image is needed")
     if labels.max() >= len(names):
@@ -215,17 +229,20 @@ def named_images(
             f"lie in 0..{len(names) - 1}"
         )
     for label in np.unique(labels) if carried and names != carried else ():
-        meant = carried[label] if label < len(carried) else None
-        if meant != names[label]:
+        expected = carried[label] if label < len(carried) else None
+        if expected != names[label]:
             raise ValueError(
-                f"label {label} is {names[label]!r} in class_names, but {meant!r} in the dataset's own names: leave "
-                "class_names out, or give the names in the dataset's order"
+                f"label {label} is {names[label]!r} in class_names but {expected!r} in the dataset's class names: "
+                "leave class_names out, or pass the names in the dataset's order"
             )
     return images.at(slice(None), class_names=names)
 
 
 def undecoded(dataset: Any) -> Any:
-    """A dataset of `datasets` with images as stored, for its decoder takes every format; None where it has none."""
+    """Return a dataset of `datasets` with its images as stored, or None for anything else.
+
+    The library's decoder is avoided because it accepts every format that Pillow knows.
+    """
     features = getattr(dataset, "features", None)
     feature = features.get("image") if isinstance(features, Mapping) else None
     if feature is None or type(feature).__name__ != "Image" or not hasattr(dataset, "cast_column"):
@@ -236,7 +253,7 @@ def undecoded(dataset: Any) -> Any:
 
 
 def content_of(image: Any) -> bytes | None:
-    """SHA-256 of a file's bytes, or of type, size and values of an image as RGB, an array or a tensor; else None."""
+    """Return the SHA-256 of a file's bytes, or of the type, size and values of an image, array or tensor, or None."""
     if isinstance(image, FILES):
         return hashlib.sha256(stored_bytes(image)).digest()
     if isinstance(image, Image.Image):
@@ -245,7 +262,7 @@ def content_of(image: Any) -> bytes | None:
     elif hasattr(image, "shape") and hasattr(image, "dtype"):
         array = image.detach().cpu() if hasattr(image, "detach") else image
         kind = f"{type(image).__name__} {array.dtype} {tuple(array.shape)}"
-        # NumPy has no bfloat16; every value of it is one of float32.
+        # NumPy has no bfloat16, whose values are all exact in float32.
         values = np.asarray(array.float() if "bfloat16" in str(array.dtype) else array).tobytes()
     else:
         return None
@@ -253,7 +270,7 @@ def content_of(image: Any) -> bytes | None:
 
 
 def _entry_of(image: Any) -> Any:
-    """What a path's entry on the disk says: where it is the same, the file need not be read again."""
+    """Return the identity, size and times of a file; while they are the same, it need not be read again."""
     if not isinstance(image, Path):
         return None
     status = os.stat(image)
@@ -261,7 +278,7 @@ def _entry_of(image: Any) -> Any:
 
 
 def _opened_from(image: Any) -> Any:
-    """The path or file of what `datasets` stores of an image; anything else as it is."""
+    """Return the path or file of an image as `datasets` stores it; anything else is returned as it is."""
     if not isinstance(image, Mapping) or not {"bytes", "path"} <= set(image):
         return image
     if image["bytes"] is not None:
@@ -272,7 +289,7 @@ def _opened_from(image: Any) -> Any:
 
 
 def _image_and_label(dataset: Any, index: int) -> tuple[Any, int]:
-    """Image and label of an item of a user's data set."""
+    """Return the image and label of an item of a user's data set."""
     try:
         sample = dataset[index]
     except IndexError as error:
@@ -292,28 +309,28 @@ def _image_and_label(dataset: Any, index: int) -> tuple[Any, int]:
 
 
 def _labels_of(dataset: Any, inner: LabelledImages | None) -> np.ndarray:
-    """Labels of a user's data set, (n,), int64, without decoding an image wherever that is possible."""
+    """Return the labels of a user's data set, (n,), int64, without decoding images if possible."""
     columns = getattr(dataset, "column_names", None)
     for attribute in ("labels", "targets"):
         if getattr(dataset, attribute, None) is not None:
             return _label_array(getattr(dataset, attribute), f"dataset.{attribute}")
     if isinstance(columns, list):
         if "label" not in columns:
-            raise ValueError(f"dataset has the columns {columns}; name the one with the labels 'label'")
+            raise ValueError(f"dataset has the columns {columns}; rename the column with the labels to 'label'")
         return _label_array(dataset.with_format(None)["label"][:], "dataset['label']")
     if inner is not None:
         return inner.labels
-    found = []
+    labels = []
     for index in range(len(dataset)):
         try:
-            found.append(_image_and_label(dataset, index)[1])
+            labels.append(_image_and_label(dataset, index)[1])
         except OSError as error:
             raise ValueError(f"image {index} (item {index}) cannot be preprocessed: {error}") from error
-    return _label_array(found, "the dataset's labels")
+    return _label_array(labels, "the dataset's labels")
 
 
 def _label_array(values: Any, source: str) -> np.ndarray:
-    """Labels as int64, refusing the bools and floats that a cast would let through."""
+    """Convert labels to int64, refusing bools and floats, which a cast would accept."""
     for index, value in enumerate(values if isinstance(values, (list, tuple)) else ()):
         if isinstance(value, (bool, np.bool_)):
             raise TypeError(f"{source}[{index}] is {value!r}; labels must be ints")
@@ -326,15 +343,15 @@ def _label_array(values: Any, source: str) -> np.ndarray:
 
 
 def _array(values: Any, source: str) -> np.ndarray:
-    """What NumPy makes of labels, also of a tensor on an accelerator."""
+    """Convert labels to a NumPy array, also from a tensor on an accelerator."""
     try:
         return np.asarray(values.cpu() if hasattr(values, "cpu") else values)
-    except (TypeError, ValueError) as error:  # bfloat16, lists of several lengths
+    except (TypeError, ValueError) as error:  # bfloat16 tensors, lists of different lengths
         raise TypeError(f"{source} must hold ints: {error}") from error
 
 
 def _carried_names(dataset: Any) -> tuple[str, ...]:
-    """Class names that a user's data set carries: `.class_names`, `.classes`, or those of its "label" column."""
+    """Return the class names of a user's data set: `.class_names`, `.classes`, or those of its "label" column."""
     for attribute in ("class_names", "classes"):
         names = getattr(dataset, attribute, None)
         if names is not None:

@@ -1,4 +1,4 @@
-"""Which images a learner has learned and was tested on, by class and content: no image counts twice unsaid."""
+"""Records which images a learner has learned and was tested on, so that no image silently counts twice."""
 
 import json
 from collections import Counter
@@ -16,9 +16,12 @@ Contents = dict[str, tuple[bytes, ...]]
 
 @dataclass(frozen=True)
 class KnownImages:
-    """Contents of images by class, see `LabelledImages.contents`; not `complete` where some were not noted.
+    """Contents of images by class, see `LabelledImages.contents`.
 
-    `ways` are those in which images were learned, as `Encoder.way` has them.
+    Attributes:
+        learned, tested: Contents of the images that were learned and tested on.
+        complete: False if some images were not recorded.
+        ways: How the learned images were encoded, see `Encoder.way`.
     """
 
     learned: Contents = field(default_factory=dict)
@@ -27,42 +30,48 @@ class KnownImages:
     ways: frozenset[tuple[str, int]] = frozenset()
 
     def with_learned(self, images: LabelledImages, way: tuple[str, int]) -> Self:
-        """With images that were learned in some way."""
+        """Return a copy that also records learned images, which were encoded in the given way."""
         return self.merged(KnownImages(learned=_by_class(images), ways=frozenset([way])))
 
     def with_tested(self, images: LabelledImages) -> Self:
-        """With images that were tested on."""
+        """Return a copy that also records tested images."""
         return self.merged(KnownImages(tested=_by_class(images)))
 
     def without_class(self, name: str) -> Self:
-        """Without the images of a class that is forgotten."""
-        learned, tested = ({n: of for n, of in kind.items() if n != name} for kind in (self.learned, self.tested))
+        """Return a copy without the images of a forgotten class."""
+        learned, tested = (
+            {other: contents for other, contents in kind.items() if other != name}
+            for kind in (self.learned, self.tested)
+        )
         return replace(self, learned=learned, tested=tested)
 
     def renamed(self, old: str, new: str) -> Self:
-        """With another name of a class, which may have images already."""
+        """Return a copy with class `old` renamed to `new`, which may already have images."""
         moved = KnownImages({new: self.learned.get(old, ())}, {new: self.tested.get(old, ())})
         return self.without_class(old).merged(moved)
 
     def without_contents(self, gone: Collection[bytes]) -> Self:
-        """Without some images that were learned."""
-        kept = {name: tuple(one for one in of if one not in gone) for name, of in self.learned.items()}
+        """Return a copy without the learned images whose content is in `gone`."""
+        kept = {name: tuple(content for content in of if content not in gone) for name, of in self.learned.items()}
         return replace(self, learned=kept)
 
     def merged(self, other: "KnownImages") -> Self:
-        """With the images of another learner."""
+        """Return a copy that also records the images of another learner."""
         learned, tested = (
-            {name: (*one.get(name, ()), *more.get(name, ())) for name in {**one, **more}}
-            for one, more in ((self.learned, other.learned), (self.tested, other.tested))
+            {name: (*ours.get(name, ()), *theirs.get(name, ())) for name in {**ours, **theirs}}
+            for ours, theirs in ((self.learned, other.learned), (self.tested, other.tested))
         )
         return type(self)(learned, tested, self.complete and other.complete, self.ways | other.ways)
 
     def class_of(self) -> dict[bytes, str]:
-        """Content -> the class as which an image was learned."""
+        """Return the class under which each content was learned."""
         return {content: name for name, contents in self.learned.items() for content in contents}
 
     def new_rows(self, images: LabelledImages) -> tuple[list[int], dict[str, list[int]]]:
-        """The rows of images that are new or cannot be read, and of others by why they would count twice."""
+        """Split images into rows to use and rows that would count twice, keyed by the reason.
+
+        Rows to use are those of images that are new or cannot be read.
+        """
         learned, seen, rows, twice = self.class_of(), dict[bytes, int](), list[int](), dict[str, list[int]]()
         for row, (content, label) in enumerate(zip(images.contents(), images.labels.tolist(), strict=True)):
             if content is not None and content in learned:
@@ -78,22 +87,22 @@ class KnownImages:
         return rows, twice
 
     def arrays(self, class_names: Sequence[str]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-        """Tensors and metadata of a file: contents, (n, 32) in uint8, and the place of each one's class, (n,)."""
+        """Return the arrays and metadata to save: contents, (n, 32) in uint8, and each content's class index, (n,)."""
         place = {name: row for row, name in enumerate(class_names)}
-        found = {"complete": np.array([self.complete], dtype=np.uint8)}
-        found["ways"] = np.frombuffer(json.dumps(sorted(self.ways)).encode(), dtype=np.uint8).copy()
+        arrays = {"complete": np.array([self.complete], dtype=np.uint8)}
+        arrays["ways"] = np.frombuffer(json.dumps(sorted(self.ways)).encode(), dtype=np.uint8).copy()
         for kind, contents in (("learned", self.learned), ("tested", self.tested)):
             rows = [(content, place[name]) for name, of in contents.items() if name in place for content in of]
             joined = np.frombuffer(b"".join(content for content, _ in rows), dtype=np.uint8)
-            found[kind] = joined.reshape(-1, 32).copy()
-            found[f"{kind} class"] = np.array([label for _, label in rows], dtype=np.int64)
-        return found, {"format": FORMAT}  # one entry alone, for safetensors writes several in any order
+            arrays[kind] = joined.reshape(-1, 32).copy()
+            arrays[f"{kind} class"] = np.array([label for _, label in rows], dtype=np.int64)
+        return arrays, {"format": FORMAT}  # a single entry, because safetensors writes several in any order
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, Any], metadata: Mapping[str, str], class_names: Sequence[str]) -> Self:
-        """What `arrays` gave."""
+        """Return the record from which `arrays` made the given arrays and metadata."""
         if metadata.get("format") != FORMAT:
-            raise ValueError(f"the notes of images have the format {metadata.get('format')!r}, expected {FORMAT!r}")
+            raise ValueError(f"the record of images has the format {metadata.get('format')!r}, expected {FORMAT!r}")
         both = []
         for kind in ("learned", "tested"):
             names = [class_names[label] for label in np.asarray(arrays[f"{kind} class"]).tolist()]
@@ -104,40 +113,48 @@ class KnownImages:
 
 def compared(
     images: LabelledImages | None,
-    noted: Contents,
+    known: Contents,
     names: Sequence[str],
     renamed: Mapping[str, str] | None = None,
     look: bool = True,
 ) -> tuple[dict[int, str], list[int], int]:
-    """The rows of images that are noted as of some classes, with these; the other rows; how many noted ones lack.
+    """Compare images with those recorded in `known` for the classes `names`.
 
-    `renamed`: what the images' classes may be called now. Without `look` the class alone tells, not the content.
+    `renamed` maps the images' class names to their present names. Without `look`, only the class is compared, not the
+    content.
+
+    Returns:
+        The recorded class by row, the rows that are not recorded, and the number of recorded images that are missing
+        in `images`.
     """
-    left = Counter((name, content if look else b"") for name in names for content in noted.get(name, ()))
-    found, others = dict[int, str](), list[int]()
+    left = Counter((name, content if look else b"") for name in names for content in known.get(name, ()))
+    recorded, others = dict[int, str](), list[int]()
     if images is None:
-        return found, others, left.total()
+        return recorded, others, left.total()
     for row, content in enumerate(images.contents() if look else [None] * len(images)):
-        own, image = images.class_names[images.labels[row]], content or b""
-        name = next((name for name in (own, (renamed or {}).get(own, own)) if left[name, image] > 0), None)
+        label, image = images.class_names[images.labels[row]], content or b""
+        name = next((name for name in (label, (renamed or {}).get(label, label)) if left[name, image] > 0), None)
         if name is None:
             others.append(row)
         else:
             left[name, image] -= 1
-            found[row] = name
-    return found, others, left.total()
+            recorded[row] = name
+    return recorded, others, left.total()
 
 
 def _by_class(images: LabelledImages) -> Contents:
-    """The contents of images that were just encoded, by class; without its content, one could count twice later."""
+    """Group the contents of images that were just encoded by class.
+
+    Raises a `ValueError` if a content is missing, because the image could later be counted twice.
+    """
     contents = images.contents()
     if None in contents:
-        raise ValueError(f"{images.item_name(contents.index(None))} cannot be read any more: begin again")
-    return _grouped([images.class_names[label] for label in images.labels], [of or b"" for of in contents])
+        raise ValueError(f"{images.item_name(contents.index(None))} can no longer be read: start again")
+    return _grouped([images.class_names[label] for label in images.labels], [content or b"" for content in contents])
 
 
 def _grouped(names: Sequence[str], contents: Sequence[bytes]) -> Contents:
     grouped: dict[str, list[bytes]] = {}
     for name, content in zip(names, contents, strict=True):
         grouped.setdefault(name, []).append(content)
-    return {name: tuple(of) for name, of in grouped.items()}
+    return {name: tuple(contents) for name, contents in grouped.items()}

@@ -1,34 +1,33 @@
-"""Class names, and the prompts that are made of them."""
+"""Class names, and the prompts made from them."""
 
 import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
-from dulbe_peft.utils.specs import closest
-
-NONE = "none of these"  # the answer for what is of no class
+NONE = "none of these"  # the prediction for images that belong to no class
 _QUOTES = " '\"`\u00ab\u00bb\u2018\u2019\u201a\u201c\u201d\u201e\u2039\u203a"
-_LONGEST = 1000  # characters; a tokenizer takes seconds for a million, and a text tower takes fewer than this
+_LONGEST = 1000  # characters; text towers read fewer, and a tokenizer would need seconds for a million
 
 
 def normalized(text: str) -> str:
-    """A text in the one form that Unicode recommends; systems write letters with accents in several ways."""
+    """Return a text in Unicode's form NFC, because operating systems encode accented letters differently."""
     return unicodedata.normalize("NFC", text)
 
 
 def class_key(name: str) -> str:
-    """What spellings of a class name have in common: without case, blanks, quotation marks, invisible characters."""
-    text = "".join(one for one in unicodedata.normalize("NFKC", name).casefold() if unicodedata.category(one) != "Cf")
+    """Return a key that ignores case, extra blanks, enclosing quotation marks and invisible characters of a name."""
+    folded = unicodedata.normalize("NFKC", name).casefold()
+    text = "".join(character for character in folded if unicodedata.category(character) != "Cf")
     return " ".join(text.strip(_QUOTES).split()) or name
 
 
 def check_class_names(names: Iterable[str], seen: Collection[str] = ()) -> tuple[str, ...]:
-    """Class names as a tuple of normalized strings whose keys differ, also from those in `seen`."""
+    """Return normalized class names after a check that their keys differ from each other and from those of `seen`."""
     if isinstance(names, str):
         raise TypeError(f"class_names must be a sequence of strings, got the single string {names!r}")
     if isinstance(names, Set) or not isinstance(names, Iterable):
         raise TypeError(f"class_names must be a sequence of strings, got {names!r:.100}, which has no order")
     taken = {class_key(name): normalized(name) for name in seen}
-    found: dict[str, tuple[int, str]] = {}
+    checked: dict[str, tuple[int, str]] = {}
     for position, name in enumerate(names):
         where = f"class_names[{position}]"
         if not isinstance(name, str):
@@ -38,68 +37,70 @@ def check_class_names(names: Iterable[str], seen: Collection[str] = ()) -> tuple
         if not name.strip():
             raise ValueError(f"{where} is {name!r}; a class name must not be blank")
         if any(unicodedata.category(character) == "Cc" for character in name):
-            raise ValueError(f"{where} is {name!r}; a class name must not hold control characters")
+            raise ValueError(f"{where} is {name!r}; a class name must not contain control characters")
         try:
             name.encode("utf-8")
         except UnicodeEncodeError as error:
             raise ValueError(f"{where} is {name!r}, which cannot be written as UTF-8") from error
-        name = normalized(str(name))  # numpy's strings are a subclass that JSON and pickle need not meet
+        name = normalized(str(name))  # turns NumPy's subclass of str into a plain str for JSON and pickle
         key = class_key(name)
         if key == NONE:
-            raise ValueError(f"{where} is {name!r}, which is the answer for what is of no class: rename the class")
-        if key in found:
-            position, other = found[key]
+            raise ValueError(f"{where} is {name!r}, which is reserved for images of no class: rename the class")
+        if key in checked:
+            position, other = checked[key]
             spelt = f"both {name!r}" if name == other else f"{name!r} and {other!r}, two spellings of one name"
             raise ValueError(f"{where} and [{position}] are {spelt}; names must differ")
         if key in taken:
-            spelt = "" if name == taken[key] else f", there as {taken[key]!r}: spell it so"
-            raise ValueError(f"{where} is {name!r}, a class that was seen already{spelt}")
-        found[key] = len(found), name
-    if not found:
+            spelt = "" if name == taken[key] else f" with the spelling {taken[key]!r}: use that spelling"
+            raise ValueError(f"{where} is {name!r}, a class that was already seen{spelt}")
+        checked[key] = len(checked), name
+    if not checked:
         raise ValueError("class_names is empty; at least one class is needed")
-    return tuple(name for _, name in found.values())
+    return tuple(name for _, name in checked.values())
 
 
 def learned_name(name: str, known: Sequence[str], what: str) -> str:
-    """The name of a learned class as the learner writes it; another one is a `ValueError`."""
+    """Return the normalized name of a learned class; for another name, raise an error that it "cannot be `what`"."""
     name = normalized(name)
     if name not in known:
+        from dulbe_peft.utils.specs import closest
+
         hint = closest(name, known)
         raise ValueError(f"class {name!r:.100} has not been learned, so it cannot be {what}{hint:.300}")
     return name
 
 
 def check_rename(old: str, new: str, known: Sequence[str]) -> tuple[str, str]:
-    """Both names as the learner writes them, after a check that the first one is known and the other differs."""
+    """Return both names normalized, after a check that `old` is a learned class and `new` is another name."""
     old, (new,) = learned_name(old, known, "renamed"), check_class_names([new])
     if new not in known:
         check_class_names([new], [name for name in known if name != old])
     if new == old:
-        raise ValueError(f"the class {old!r:.100} has this name already")
+        raise ValueError(f"the class {old!r:.100} already has this name")
     return old, new
 
 
 def format_prompts(name: str, templates: Iterable[str], style: str = "verbatim") -> list[str]:
-    """Each template with its "{}" replaced by the class name; in the style "spaces" underscores become spaces."""
+    """Replace "{}" in each template by the class name; with the style "spaces", underscores become spaces."""
     shown = name.replace("_", " ") if style == "spaces" else name
     return [template.replace("{}", shown) for template in templates]
 
 
 def check_class_texts(texts: Mapping[str, Sequence[str]], class_names: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """The texts of each class, normalized, after a check that they are texts of these classes."""
+    """Return normalized texts of each class, after a check that `texts` maps known class names to lists of texts."""
     if not isinstance(texts, Mapping):
         raise TypeError(f"class_texts must map class names to lists of texts, got a {type(texts).__name__}")
-    found = {}
+    checked = {}
     for given, several in texts.items():
         where, name = f"class_texts[{given!r:.100}]", normalized(str(given))
         if name not in class_names:
-            raise ValueError(f"{where} is of no class here; the classes are {list(class_names)[:5]} ...")
+            raise ValueError(f"{where} belongs to no class here; the classes are {list(class_names)[:5]} ...")
         if isinstance(several, str) or not isinstance(several, Sequence) or not several:
-            raise TypeError(f"{where} must be a list of one text or more, got {several!r:.100}")
+            raise TypeError(f"{where} must be a list of one or more texts, got {several!r:.100}")
         for text in several:
             if not isinstance(text, str) or not text.strip():
-                raise TypeError(f"{where} must hold texts that are not blank, got {text!r:.100}")
+                raise TypeError(f"{where} must contain texts that are not blank, got {text!r:.100}")
             if len(text) > _LONGEST:
                 raise ValueError(f"{where} has a text of {len(text)} characters; at most {_LONGEST} are allowed")
-        found[name] = tuple(dict.fromkeys(map(normalized, several)))
-    return found
+        checked[name] = tuple(dict.fromkeys(map(normalized, several)))
+    return checked

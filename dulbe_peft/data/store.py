@@ -68,6 +68,7 @@ class FeatureStore:
     def __init__(self, path: Path | None = None) -> None:
         self.private = path is None
         self.path = path or Path()
+        self.said_damage = False  # once is enough: what is encoded again takes the place of a damaged row
 
     def get(self, key: EncoderKey, contents: Sequence[bytes | None]) -> dict[bytes, np.ndarray]:
         """Content -> feature, (d,), float32, of those images that are known."""
@@ -80,9 +81,10 @@ class FeatureStore:
                 query = f"""SELECT content, embedding, checksum FROM features
                     WHERE way = ? AND content IN ({", ".join("?" * len(part))})"""
                 found += database.execute(query, [way, *part])
-            whole = [row for row in found if row[2] == zlib.crc32(way + row[0] + row[1])]
-            if len(whole) < len(found):
+            whole = [row for row in found if _is_whole(way, *row)]
+            if len(whole) < len(found) and not self.said_damage:
                 _warn(f"{self.path} holds {len(found) - len(whole)} damaged features, which are encoded again")
+                self.said_damage = True
             return {content: np.frombuffer(embedding, dtype="<f4") for content, embedding, _ in whole}
 
         return self._used(read, {})
@@ -139,9 +141,15 @@ class FeatureStore:
                 raise ValueError("it is another program's file")
             if (version := _number(database, "user_version")) != VERSION:
                 raise ValueError(f"it has the version {version}, this release knows {VERSION}")
+            database.text_factory = bytes  # of a damaged row, whose text need not be UTF-8
             if self.private:
                 database.execute("PRAGMA synchronous = OFF")  # it does not outlive the machine
             yield database
+
+
+def _is_whole(way: bytes, content: bytes, embedding: Any, checksum: Any) -> bool:
+    """Whether a row is as it was written; SQLite keeps a value of any type in any column."""
+    return isinstance(embedding, bytes) and checksum == zlib.crc32(way + content + embedding)
 
 
 def _make(database: sqlite3.Connection) -> None:

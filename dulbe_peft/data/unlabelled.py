@@ -1,4 +1,4 @@
-"""Images that nobody has labelled: files, folders, PIL images, tensors, data sets, or a sequence of them."""
+"""Unlabelled images: files, folders, PIL images, tensors, data sets, or a sequence of them."""
 
 import io
 import os
@@ -17,27 +17,30 @@ from dulbe_peft.data.images import LabelledImages, undecoded
 
 
 def unlabelled_images(images: Any) -> LabelledImages:
-    """Whatever `predict` of a learner takes, each image with the label -1; what is not there is unreadable."""
+    """Convert whatever a learner's `predict` accepts, with the label -1 for each image.
+
+    A missing file raises no error here, but when the image is read.
+    """
     if isinstance(images, LabelledImages) and type(images).__getitem__ is LabelledImages.__getitem__:
         return images
     given = images if isinstance(images, (list, tuple)) and not _is_pair(images) else [images]
-    entries = [entry for one in given for entry in _entries_of(one)]
+    entries = [entry for element in given for entry in _entries_of(element)]
     return _Unlabelled(entries, np.full(len(entries), -1, dtype=np.int64))
 
 
 def left_out(images: Any) -> list[tuple[str, str]]:
-    """What `unlabelled_images` passes over in the folders among some paths, with the reasons."""
+    """Return (path, reason) of everything that `unlabelled_images` skips in the folders among some paths."""
     return [row for path in images if os.path.isdir(path) for row in folder_content(Path(path))[1]]
 
 
 class _Unlabelled(LabelledImages):
-    """Images, each of which is a path, a file or an image with None in `source`, or a data set with a place in it."""
+    """Unlabelled images. `source` has pairs of a path, file or image and None, or of a data set and a position."""
 
     def _item(self, position: int) -> tuple[Any, int]:
         source, place = self.source[position]
         if isinstance(source, Path) and os.path.isdir(source):
-            folder_content(source)  # raises what keeps the folder from being read
-            raise ValueError(f"the folder holds no image ({', '.join(image_suffixes())})")
+            folder_content(source)  # raises if the folder cannot be read
+            raise ValueError(f"the folder contains no image ({', '.join(image_suffixes())})")
         if isinstance(source, LabelledImages) and place is not None:
             return source.given(place), -1
         try:
@@ -49,7 +52,7 @@ class _Unlabelled(LabelledImages):
         return item[0] if _is_pair(item) else item, -1
 
     def item_name(self, index: int) -> str:
-        """The path of a file, the name that a file or data set has, or the image's number."""
+        """Return the path of a file, the name that a file or data set gives, or the image's number."""
         position = int(self.indices[index])
         source, place = self.source[position]
         if isinstance(source, Path):
@@ -60,12 +63,12 @@ class _Unlabelled(LabelledImages):
 
 
 def _entries_of(entry: Any) -> list[tuple[Any, int | None]]:
-    if isinstance(entry, str) and not entry:  # pathlib takes it for the current folder
+    if isinstance(entry, str) and not entry:  # pathlib would read "" as the current folder
         raise ValueError("the path of an image is '', expected a file or a folder")
     if isinstance(entry, (str, os.PathLike)):
         path, names = Path(entry), []
         if os.path.isdir(path):
-            with suppress(OSError):  # a folder that cannot be read is itself the image that cannot be
+            with suppress(OSError):  # an unreadable folder becomes one entry, which raises when it is read
                 names = folder_content(path)[0]
         return [(path / name, None) for name in names] or [(path, None)]
     if isinstance(entry, torch.Tensor):
@@ -77,7 +80,7 @@ def _entries_of(entry: Any) -> list[tuple[Any, int | None]]:
 
 
 def _is_pair(item: Any) -> bool:
-    """Whether it is an (image, label) pair, and not two images."""
+    """Return whether `item` is an (image, label) pair rather than two images."""
     if not isinstance(item, (tuple, list)) or len(item) != 2:
         return False
     label = item[1]
@@ -85,7 +88,7 @@ def _is_pair(item: Any) -> bool:
 
 
 def as_image(number: int, image: Any) -> Any:
-    """One image, which may be an array or bytes, as `unlabelled_images` takes it; the number is for errors."""
+    """Convert one image, which may also be an array or bytes, for `unlabelled_images`; errors name its number."""
     if isinstance(image, np.ndarray):
         array = image.squeeze(axis=2) if image.shape[2:] == (1,) else image
         if image.dtype != np.uint8 or not (array.ndim == 2 or array.shape[2:] in ((3,), (4,))) or not array.size:
@@ -95,7 +98,7 @@ def as_image(number: int, image: Any) -> Any:
     if isinstance(image, (bytes, bytearray, memoryview)):
         return io.BytesIO(image)
     if isinstance(image, (str, os.PathLike)) and (not str(image) or os.path.isdir(image)):
-        raise ValueError(f"image {number} is {str(image)!r}, expected the path of an image, and no folder")
+        raise ValueError(f"image {number} is {str(image)!r}: expected the path of an image file")
     if isinstance(image, (list, tuple, set)) or getattr(image, "ndim", 3) > 3:
-        raise ValueError(f"image {number} is a {type(image).__name__} of several, expected one image")
+        raise ValueError(f"image {number} is a {type(image).__name__} of several images: expected one image")
     return image

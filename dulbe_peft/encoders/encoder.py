@@ -1,14 +1,9 @@
 """Images on their way through the model: in which batches, process, precision and backend."""
 
-import hashlib
 import json
-import os
-import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cache
-from importlib.metadata import version
 from itertools import islice
 from typing import Any, Self, cast
 
@@ -17,48 +12,25 @@ import torch
 import torch._functorch.config
 from accelerate.utils import send_to_device
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch.utils.data import DataLoader
-from tqdm.auto import tqdm
 
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.data import decoding
 from dulbe_peft.data.features import FeatureTable
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.store import EncoderKey, FeatureStore, open_store
 from dulbe_peft.encoders import backends, loading
+from dulbe_peft.encoders.identity import ImageTowerFacts, encoder_key
 from dulbe_peft.encoders.patches import unpacked
 from dulbe_peft.encoders.pixels import PixelDataset
+from dulbe_peft.encoders.reading import read_batches
 from dulbe_peft.encoders.text_encoder import TextEncoder
 from dulbe_peft.utils import processes
 from dulbe_peft.utils.devices import choose_device, has_bfloat16, settled_precision
 from dulbe_peft.utils.profiling import Profile
-from dulbe_peft.utils.tensors import whole_digest
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # A processor encodes so many images at once, and fills up a batch of fewer: the size of a product chooses its kernel,
 # and each kernel rounds in its own way. Where even the place in such a batch does, each image is encoded by itself.
 WHOLE = 8
-UNSHOWN = 5.0  # seconds of a pass over images that show no progress
-_NO_LAYERS = ("architectures", "dtype", "torch_dtype", "transformers_version")  # of a configuration
-_version = cache(version)  # each reads the whole description of a package, and every pass over images asks
-
-
-def _leave_signals_to_the_main_process(_: int) -> None:
-    """End quietly: a terminal or a scheduler signals every process, and an error from here would hide the signal."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-
-
-def _alive(batches: Iterable[Any]) -> Iterator[Any]:
-    """The batches; where a process that reads images dies, an error says so in plain words."""
-    try:
-        yield from batches
-    except RuntimeError as error:
-        if "DataLoader worker (pid" not in str(error):
-            raise
-        raise ChildProcessError(
-            f"a process that reads images died, as when memory runs out ({error}): choose a smaller num_workers, or 0"
-        ) from error
 
 
 def _filled(pixels: torch.Tensor, size: int) -> torch.Tensor:
@@ -78,7 +50,7 @@ class Encoder(TextEncoder):
         # Of the known classes, by what compares another backend with torch; None: their names do, or neighbours.
         self.scores: Callable[[torch.Tensor], torch.Tensor | None] | None = None
         self.graph: str | None = None  # SHA-256 of the int8 graph that a learner carries
-        self._digest: tuple[Any, str] = ((), "")
+        self._tower_facts = ImageTowerFacts()
         self._tower: tuple[str, backends.Tower | None] = ("", None)  # of the weights with a digest
         self._trains = False  # what moves at every task is not exported
         self._alike: dict[tuple[str, int], bool] = {}  # whether each place in a batch rounds alike, by what computes
@@ -130,42 +102,15 @@ class Encoder(TextEncoder):
     @property
     def facts(self) -> dict[str, str]:
         """What tells this encoder's image features from those of others, on whichever machine."""
-        text = loading.encoder_of(self.clip).text_tower
-        weights = {name: t for name, t in self.clip.state_dict().items() if not name.startswith(f"{text}.")}
-        versions = tuple((t.data_ptr(), t._version) for t in weights.values() if type(t) is torch.Tensor)
-        if self._digest[0] != versions:
-            self._digest = versions, whole_digest(weights)
-        steps = json.dumps(self.processor.image_processor.to_dict(), sort_keys=True, default=str)
-        digest = hashlib.sha256(steps.encode()).hexdigest()
-        config = getattr(self.clip.config, "vision_config", self.clip.config).to_diff_dict()
-        layers = {name: value for name, value in config.items() if name not in _NO_LAYERS and name[0] != "_"}
-        made = hashlib.sha256(json.dumps(layers, sort_keys=True, default=str).encode()).hexdigest()
-        return {
-            "weights": self._digest[1],
-            "layers": made,
-            "image_processor": digest,
-            "precision": self.args.precision,
-            **({"graph": self.graph or ""} if self.args.precision == "int8" else {}),
-        }
+        graph = {"graph": self.graph or ""} if self.args.precision == "int8" else {}
+        return self._tower_facts(self.clip, self.processor) | {"precision": self.args.precision} | graph
 
     @property
     def key(self) -> EncoderKey:
         """What makes two features of an image equal bit by bit: also versions, and what computes."""
-        facts, kind = self.facts, self.device.type
-        precision = facts.pop("precision")
-        facts |= {"attention": self.clip.config._attn_implementation, "device": kind, "reading": decoding.READING}
-        facts["products"] = torch.get_float32_matmul_precision()
-        if kind == "cpu":
-            facts["processor"] = torch.backends.cpu.get_cpu_capability()
-        else:  # the size of a batch chooses the kernel
-            name = torch.cuda.get_device_name(self.device) if kind == "cuda" else kind
-            facts |= {"processor": name, "batch": str(self.args.eval_batch_size)}
-        facts |= {name: _version(name) for name in ("torch", "transformers", "pillow")}
-        backend, tower = "torch", self.tower
-        if tower is not None:
-            backend = tower.backend
-            facts |= {"graph": tower.sha256, "backend": tower.version}
-        return EncoderKey(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest(), precision, backend)
+        facts, attention, tower = self.facts, self.clip.config._attn_implementation, self.tower
+        backend = None if tower is None else (tower.sha256, tower.backend, tower.version)
+        return encoder_key(facts, attention, self.device, self.args.eval_batch_size, backend)
 
     @property
     def tower(self) -> backends.Tower | None:
@@ -267,26 +212,8 @@ class Encoder(TextEncoder):
             yield send_to_device(batch, self.device, non_blocking=True)
 
     def _load(self, images: PixelDataset, title: str, batches: list[list[int]]) -> Iterator[Any]:
-        # The accelerator's own wrapper would keep every data set, with its pixels, for the rest of the process.
-        loader: Any = DataLoader(images, batch_sampler=batches, **self.loader_settings(len(batches)))
-        hidden = not self.args.progress or processes.world()[0] > 0  # None: on a terminal alone
-        shown: dict[str, Any] = {"unit": " images", "delay": UNSHOWN, "leave": False, "disable": hidden or None}
         how = self.args.precision if self._tower[1] is None else f"{self.args.precision} by {self.args.backend}"
-        with tqdm(total=sum(map(len, batches)), desc=f"{title}, {how}", **shown) as bar:
-            for number, batch in enumerate(_alive(self.profile.batches(loader))):
-                yield batch
-                bar.update(len(batches[number]))
-
-    def loader_settings(self, batches: int) -> dict[str, Any]:
-        """How a `DataLoader` reads so many batches: with which processes, and into which memory."""
-        workers = min(self.args.num_workers, batches)  # a further one would have nothing to read
-        processes.check_open_files(workers)
-        decoding.one_at_a_time()  # the processes that read images share it
-        return {
-            "num_workers": workers,
-            "pin_memory": self.device.type == "cuda",
-            "worker_init_fn": _leave_signals_to_the_main_process,
-        }
+        return self.profile.batches(read_batches(images, batches, self.args, self.device, f"{title}, {how}"))
 
     def image_embeds(self, pixels: torch.Tensor) -> torch.Tensor:
         """Unit features of pixel values, (rows, d) in float32."""

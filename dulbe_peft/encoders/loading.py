@@ -79,7 +79,9 @@ def load_processor(name: str, model: Any, revision: str | None = None) -> Any:
     record = encoder_of(model)
     kind = getattr(transformers, record.image_processor)
     if not Path(name).is_dir() or any((Path(name) / file).is_file() for file in IMAGE_PROCESSOR_FILES):
-        image_processor = kind.from_pretrained(name, revision=revision or "main")
+        settings, _ = kind.get_image_processor_dict(name, revision=revision or "main")
+        _check_kind(name, settings, record)
+        image_processor = kind.from_dict(settings)
     else:
         image_processor = _own_image_processor(kind, model)
     if record.processor is None:
@@ -93,6 +95,22 @@ def load_processor(name: str, model: Any, revision: str | None = None) -> Any:
             backend = tokenizer.backend_tokenizer
             backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), backend.normalizer])
     return getattr(transformers, record.processor)(image_processor=image_processor, tokenizer=tokenizer)
+
+
+def _check_kind(name: str, settings: dict[str, Any], record: DualEncoder) -> None:
+    """Raise a `ValueError` where a folder names an image processor whose pixels are not those of the family's own."""
+    named = str(settings.get("image_processor_type") or settings.get("feature_extractor_type") or "")
+    family = {_family_name(kind) for kind in (record.image_processor, *record.image_processor_names)}
+    if named and _family_name(named) not in family:
+        raise ValueError(
+            f"{name} has the image processor {named!r}, and a {record.title} is read with {record.image_processor}, "
+            f"which gives other pixels: take a model with {' or '.join(sorted(family))}"
+        )
+
+
+def _family_name(kind: str) -> str:
+    """The name of an image processor without the words of its backend, and as it is called since transformers 4.26."""
+    return kind.replace("FeatureExtractor", "ImageProcessor").removesuffix("Fast").removesuffix("Pil")
 
 
 def _own_image_processor(kind: Any, model: Any) -> Any:
@@ -137,6 +155,23 @@ def check_processor(processor: Any, model: Any) -> None:
     for name in ("image_processor", "tokenizer") if has_text(model) else ("image_processor",):
         if not hasattr(processor, name):
             raise TypeError(f"processor must be a {kind} or like one, got {processor!r:.100} without {name}")
+
+
+def unsaved_part(processor: Any, model: Any) -> str:
+    """What a learner that is loaded would not have of its processor, for messages; "" where it has all of it."""
+    expected, given = encoder_of(model).image_processor, type(processor.image_processor)
+    if given is not getattr(transformers, expected):
+        return f"the image processor is a {given.__name__}, and a saved learner is loaded with a {expected}"
+    tokenizer = type(processor.tokenizer) if has_text(model) else None
+    if tokenizer is not None and tokenizer.__module__.partition(".")[0] != transformers.__name__:
+        return f"the tokenizer is a {tokenizer.__name__}, and a saved learner is loaded with one of transformers' own"
+    return ""
+
+
+def check_saved(processor: Any, model: Any) -> None:
+    """Raise a `ValueError` where a learner that is loaded would read images or texts with another processor."""
+    if lost := unsaved_part(processor, model):
+        raise ValueError(f"{lost}: take the processor that load_dual_encoder gives, with settings of your own")
 
 
 def check_statistics_tokens(model: Any, tokens: str) -> None:

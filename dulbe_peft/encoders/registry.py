@@ -23,6 +23,7 @@ class DualEncoder:
     model: str  # transformers' class of the model
     image_processor: str  # transformers' class of the image processor, the one that needs no torchvision
     processor: str | None = None  # transformers' class of the processor; None: there is an image processor alone
+    image_processor_names: tuple[str, ...] = ()  # other classes of published files, whose pixels are the same
     embed_dim: str = "projection_dim"  # where the configuration holds the width of the features
     image_size: str = "vision_config.image_size"  # where it holds the height and width of the images
     any_image_size: bool = False  # position embeddings are interpolated: the image processor decides the size
@@ -84,7 +85,14 @@ ENCODERS: dict[str, DualEncoder] = {
     "dinov2_with_registers": DualEncoder(
         "DINOv2 with registers", "Dinov2WithRegistersModel", "BitImageProcessorPil", any_image_size=True, **_IMAGE_ONLY
     ),
-    "dinov3_vit": DualEncoder("DINOv3", "DINOv3ViTModel", "ViTImageProcessorPil", any_image_size=True, **_IMAGE_ONLY),
+    "dinov3_vit": DualEncoder(
+        "DINOv3",
+        "DINOv3ViTModel",
+        "ViTImageProcessorPil",
+        image_processor_names=("DINOv3ViTImageProcessor",),
+        any_image_size=True,
+        **_IMAGE_ONLY,
+    ),
     "vit": DualEncoder("ViT", "ViTModel", "ViTImageProcessorPil", unused_pooler=True, **_IMAGE_ONLY),
 }
 
@@ -124,9 +132,12 @@ def demo_model_folder() -> Path:
 
 def find_model(name_or_path: str | os.PathLike[str], revision: str | None = None) -> tuple[str, DualEncoder]:
     """The folder or Hub id of a model, and the record of its type; nothing that takes time is imported."""
+    from dulbe_peft.utils.folders import put_back
+
     name = str(name_or_path)
     if name == "demo" and not Path(name).exists():
         name = str(demo_model_folder())
+    put_back(Path(name))
     if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise FileNotFoundError(f"model folder {name!r} does not exist")
     if Path(name).is_file():

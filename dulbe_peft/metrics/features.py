@@ -1,6 +1,6 @@
-"""The features of a stream, task by task: kept by a run, and shown to classifiers that are chosen later.
+"""The features of a stream, task by task, which a run saves so that classifiers can be compared on them later.
 
-Training never looks at a classifier, so one trained stream serves every classifier.
+Training does not depend on the classifiers, so one trained stream serves all of them.
 """
 
 import json
@@ -20,27 +20,27 @@ from dulbe_peft.utils.tensors import read_tensors, write_tensors
 
 FEATURES_FOLDER = "features"
 SUFFIX = ".safetensors"
-_CLOSING = ("features", "labels", "before", "views", "texts")  # tensors of a closing pass
+_CLOSING = ("features", "labels", "before", "views", "texts")  # the tensors of a closing pass
 _EACH_TEXT = ("each text", "class of each text")
 _FORMAT = "dulbe_peft task features 1"
 
 
 @dataclass(frozen=True)
 class TaskFeatures:
-    """What the classifiers see of one task, and what it is tested on."""
+    """The features that the classifiers learn from in one task, and those that they are tested on after it."""
 
-    closing: ClosingPass  # its texts are by the model after the task, also where no classifier needs them
-    # A task's number from 1 -> features of its test images by this model, (n, d), and their classes, (n,).
+    closing: ClosingPass  # its text embeddings come from the model after the task, even if no classifier needs them
+    # The number of a task, from 1 -> the features of its test images, (n, d), and their labels, (n,).
     tests: dict[int, tuple[torch.Tensor, torch.Tensor]]
 
     def write(self, path: Path) -> None:
         closing = self.closing
-        kept = {name: getattr(closing, name) for name in _CLOSING}
-        kept |= zip(_EACH_TEXT, closing.each_text or (), strict=False)
+        optional = {name: getattr(closing, name) for name in _CLOSING}
+        optional |= zip(_EACH_TEXT, closing.each_text or (), strict=False)
         for number, (features, truth) in self.tests.items():
-            kept |= {f"test {number}": features, f"truth {number}": truth}
+            optional |= {f"test {number}": features, f"truth {number}": truth}
         names = json.dumps(closing.class_names, ensure_ascii=False)
-        tensors = {name: tensor for name, tensor in kept.items() if tensor is not None}
+        tensors = {name: tensor for name, tensor in optional.items() if tensor is not None}
         write_tensors(path, tensors, {"format": _FORMAT, "class_names": names})
 
     @classmethod
@@ -60,7 +60,7 @@ class TaskFeatures:
 
 
 def read_features(run: str | Path) -> list[TaskFeatures]:
-    """The features that a run kept, one entry for each finished task."""
+    """Return the features that a run saved, one entry for each finished task."""
     folder = Path(run) / FEATURES_FOLDER
     paths = sorted(folder.glob(f"task-*{SUFFIX}"))
     if not paths:
@@ -70,12 +70,12 @@ def read_features(run: str | Path) -> list[TaskFeatures]:
 
 @dataclass(frozen=True)
 class Answers:
-    """What one classifier says of the n test images after one task; those of the first task come first."""
+    """The predictions of one classifier for the n test images after one task, in the order of the tasks."""
 
     truth: torch.Tensor
     predicted: torch.Tensor
     probability: torch.Tensor  # of the predicted class
-    task: torch.Tensor  # the number, from 1, of the task that an image tests
+    task: torch.Tensor  # the number, from 1, of the task that each image belongs to
 
     @property
     def right(self) -> torch.Tensor:
@@ -91,26 +91,33 @@ def learn_from_features(
     text_embeds: str = "current",
     seed: int = 0,
 ) -> tuple[list[Answers], Classifier]:
-    """Teach one classifier a stream whose features are known; the answers after each task, and what has learned."""
+    """Train one classifier on the saved features of a stream.
+
+    Returns:
+        The predictions after each task, and the trained classifier.
+    """
     absent = [task.closing.before is None for task in tasks[1:]]
     if any(absent) and (drift == "linear" or not all(absent)):
-        raise ValueError(f"drift is {drift!r}, but the features before each task were not kept: train with a drift")
+        raise ValueError(
+            f"drift is {drift!r}, but the features before each task were not saved: train the stream with a drift "
+            "other than 'none'"
+        )
     name = spec.partition(":")[0]
-    made = {name: make_classifier(spec, tasks[0].closing.features.shape[1], logit_scale)}
-    if made[name].needs_text and any(task.closing.texts is None for task in tasks):
+    classifiers = {name: make_classifier(spec, tasks[0].closing.features.shape[1], logit_scale)}
+    if classifiers[name].needs_text and any(task.closing.texts is None for task in tasks):
         raise ValueError(f"the classifier {name!r} needs text, and the model of this stream has no text tower")
-    found = []
+    after_each_task = []
     for index, task in enumerate(tasks):
         with own_randomness(seed, index):
-            made = learn_task(made, task.closing, drift, text_embeds)
-        found.append(_answers(made[name], task))
-    return found, made[name]
+            classifiers = learn_task(classifiers, task.closing, drift, text_embeds)
+        after_each_task.append(_answers(classifiers[name], task))
+    return after_each_task, classifiers[name]
 
 
 def _answers(classifier: Classifier, task: TaskFeatures) -> Answers:
-    nothing = torch.zeros(0, dtype=torch.int64)
-    parts = [Answers(nothing, nothing, nothing.float(), nothing)]
-    said = answers(classifier, [features for features, _ in task.tests.values()])
-    for (number, (_, truth)), of in zip(task.tests.items(), said, strict=True):
-        parts.append(Answers(truth, *of, torch.full((len(truth),), number)))
+    empty = torch.zeros(0, dtype=torch.int64)
+    parts = [Answers(empty, empty, empty.float(), empty)]
+    predictions = answers(classifier, [features for features, _ in task.tests.values()])
+    for (number, (_, truth)), (predicted, probability) in zip(task.tests.items(), predictions, strict=True):
+        parts.append(Answers(truth, predicted, probability, torch.full((len(truth),), number)))
     return Answers(*map(torch.cat, zip(*(vars(part).values() for part in parts), strict=True)))

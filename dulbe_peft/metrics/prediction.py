@@ -1,4 +1,4 @@
-"""The answers of a classifier for images that nobody has labelled."""
+"""The predictions of a classifier for unlabelled images."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,22 +13,25 @@ from dulbe_peft.utils.settings import check_int
 
 @dataclass(frozen=True)
 class Prediction:
-    """The answer for one image: its `classes`, the most likely one first, and their calibrated `probabilities`."""
+    """The prediction for one image: its `classes`, most likely first, and their calibrated `probabilities`."""
 
     image: str
     classes: tuple[str, ...] = ()
     probabilities: tuple[float, ...] = ()
-    known: bool = True  # False: it is too unlike all that was learned
-    novelty: float | None = None  # how unlike that it is, where it was asked for
+    known: bool = True  # False if the image is too unlike everything that was learned
+    novelty: float | None = None  # how unlike everything that was learned, if this was requested
     error: str | None = None  # why the image cannot be read
 
     def answer(self, number: int, scores: bool, several: Any) -> Any:
-        """The best class, or all of them where `several` is true, as (name, probability) where `scores` are asked."""
+        """Return the best class, or a list of all classes if `several`; with `scores`, pairs (name, probability).
+
+        If the image is not known, return None or an empty list. `number` is the image's place, for error messages.
+        """
         if self.error is not None:
             raise ValueError(f"image {number} ({self.image}) cannot be read: {self.error}")
-        found = list(zip(self.classes, self.probabilities, strict=True)) if scores else list(self.classes)
-        found = found if self.known else []
-        return found if several else next(iter(found), None)
+        classes = list(zip(self.classes, self.probabilities, strict=True)) if scores else list(self.classes)
+        classes = classes if self.known else []
+        return classes if several else next(iter(classes), None)
 
 
 @torch.no_grad()
@@ -41,7 +44,10 @@ def predict_images(
     coverage: float | None = None,
     novelty: bool = False,
 ) -> list[Prediction]:
-    """The `top_k` most likely classes of every image, or its set by `prediction_sets`; the rest as in `predict`."""
+    """Predict the `top_k` most likely classes of every image or, with `coverage`, its prediction set.
+
+    See `ClassIncrementalLearner.predict` for the arguments. An image that cannot be read has an `error`.
+    """
     count = min(check_int("top_k", top_k, 1), len(classifier.class_names))
     if not len(images):
         return []
@@ -49,14 +55,14 @@ def predict_images(
     readable = [index for index in range(len(images)) if index not in unreadable]
     rows = [Prediction(images.item_name(index), error=unreadable.get(index)) for index in range(len(images))]
     for chunk in torch.tensor(readable, dtype=torch.long).split(4096):
-        own, sizes = features[chunk.to(features.device)], [count] * len(chunk)
-        refused = [False] * len(chunk) if reject is None else classifier.refused(own, reject).tolist()
-        novel = classifier.novelty(own).tolist() if novelty else [None] * len(chunk)
+        rows_of_chunk, sizes = features[chunk.to(features.device)], [count] * len(chunk)
+        refused = [False] * len(chunk) if reject is None else classifier.refused(rows_of_chunk, reject).tolist()
+        novel = classifier.novelty(rows_of_chunk).tolist() if novelty else [None] * len(chunk)
         if coverage is not None:
-            sizes = classifier.prediction_sets(own, coverage).sum(dim=1).tolist()
-        best, chosen = classifier.probabilities(own).topk(max(sizes, default=1), dim=1)
-        found = zip(chunk.tolist(), sizes, best.tolist(), chosen.tolist(), refused, novel, strict=True)
-        for index, size, values, classes, unknown, distance in found:
+            sizes = classifier.prediction_sets(rows_of_chunk, coverage).sum(dim=1).tolist()
+        best, chosen = classifier.probabilities(rows_of_chunk).topk(max(sizes, default=1), dim=1)
+        results = zip(chunk.tolist(), sizes, best.tolist(), chosen.tolist(), refused, novel, strict=True)
+        for index, size, values, classes, unknown, distance in results:
             names = tuple(classifier.class_names[label] for label in classes[:size])
             rows[index] = Prediction(rows[index].image, names, tuple(values[:size]), not unknown, distance)
     return rows

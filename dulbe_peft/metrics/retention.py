@@ -1,7 +1,7 @@
-"""How well a model still tells classes by their names alone, also classes that it never learned.
+"""Zero-shot retention: how well a model still recognises classes by their names, including classes it never learned.
 
-All figures are of the text classifier: the class whose text embedding is nearest to the image's feature. A test set is
-a pair of images and the class names that their labels index.
+All figures are accuracies of the text classifier, which predicts the class whose text embedding is nearest to the
+image's feature. A test set is a pair of images and the class names that their labels index.
 """
 
 import itertools
@@ -19,7 +19,7 @@ Tests = Sequence[tuple[Any, Sequence[str]]]
 
 
 class Embeds(Protocol):
-    """A learner, as far as it embeds class names and images."""
+    """The part of a learner that embeds class names and images."""
 
     def text_embeds(self, class_names: Sequence[str]) -> torch.Tensor: ...
 
@@ -27,7 +27,7 @@ class Embeds(Protocol):
 
 
 class Scales(Embeds, Protocol):
-    """A learner whose update can be scaled, down to the pristine model."""
+    """The part of a learner that scales its update, down to the pristine model."""
 
     def zero_shot(self, tests: Tests) -> list[float | None]: ...
 
@@ -36,18 +36,21 @@ class Scales(Embeds, Protocol):
 
 @torch.no_grad()
 def seen_accuracies(learner: Embeds, tests: Tests) -> list[float | None]:
-    """A_t, t = 1, 2, ...: accuracy on the first t test sets together, among their classes, by the model as it is."""
+    """Return A_t for t = 1, 2, ...: the present model's accuracy on the first t test sets, among all their classes.
+
+    A_t is None if the first t test sets have no images.
+    """
     text = learner.text_embeds([name for _, names in tests for name in names])
-    encoded, classes, found = [], 0, []
+    encoded, classes, accuracies = [], 0, []
     for dataset, names in tests:
         if dataset is not None and names:
             images = named_images(dataset, names)
             encoded.append((learner.image_embeds(images), torch.as_tensor(images.labels) + classes))
         classes += len(names)
-        right = [(nearest(features, text[:classes]) == labels).tolist() for features, labels in encoded]
-        hits = list(itertools.chain(*right))
-        found.append(sum(hits) / len(hits) if hits else None)
-    return found
+        correct = [(nearest(features, text[:classes]) == labels).tolist() for features, labels in encoded]
+        hits = list(itertools.chain(*correct))
+        accuracies.append(sum(hits) / len(hits) if hits else None)
+    return accuracies
 
 
 def zero_shot_retention(
@@ -57,14 +60,19 @@ def zero_shot_retention(
     scales: Sequence[float] = (1.0,),
     learned: Tests = (),
 ) -> dict[str, Any]:
-    """What a learner still knows of classes that it never learned, and what a smaller scale would give and cost.
+    """Measure the accuracy on classes that a learner never learned, before and after learning, and at smaller scales.
 
-    `dataset` has images of classes that were not learned, and `learned` are test sets of learned ones; the classifier
-    chooses among the classes of either. `scales` say how much of the learned update to use, see
-    `ClassIncrementalLearner.scaled`; 0 and 1 are always there.
+    Args:
+        learner: the learner to measure.
+        dataset: images of classes that were not learned. The text classifier chooses among these classes.
+        class_names: the names of the classes in `dataset`. None takes the names that `dataset` has.
+        scales: how much of the learned update to use, see `ClassIncrementalLearner.scaled`. 0 and 1 are always used.
+        learned: test sets of learned classes. For these, the text classifier chooses among the classes in `learned`.
 
-    The result has "before" and "after", accuracy on `dataset` by the pristine model and by the learner, and "scales":
-    for each scale from 0 to 1 "scale", "unlearned", the accuracy on `dataset`, and "learned", on `learned` or None.
+    Returns:
+        A dict with "before" and "after", the accuracies on `dataset` of the pristine model and of the learner, and
+        "scales", a list in ascending order of dicts with "scale", "unlearned" (the accuracy on `dataset`) and
+        "learned" (the accuracy on `learned`, or None without it).
 
     Reference:
         Wortsman et al., "Robust fine-tuning of zero-shot models", 2022: the curve over the scale.
@@ -76,9 +84,10 @@ def zero_shot_retention(
     rows = []
     for scale in sorted({0.0, 1.0, *scales}):
         if scale == 0:
-            found = [learner.zero_shot(tests)[-1] for tests in groups]
+            accuracies = [learner.zero_shot(tests)[-1] for tests in groups]
         else:
             with learner.scaled(scale):
-                found = [seen_accuracies(learner, tests)[-1] for tests in groups]
-        rows.append({"scale": float(scale), "unlearned": found[0], "learned": found[1] if learned else None})
+                accuracies = [seen_accuracies(learner, tests)[-1] for tests in groups]
+        row = {"scale": float(scale), "unlearned": accuracies[0], "learned": accuracies[1] if learned else None}
+        rows.append(row)
     return {"before": rows[0]["unlearned"], "after": rows[-1]["unlearned"], "scales": rows}

@@ -1,1 +1,1 @@
-"""Methods of other papers, one file a paper: its strategy, its classifier, or both."""
+"""Methods from other papers. Each file holds one paper's strategy, its classifier, or both."""

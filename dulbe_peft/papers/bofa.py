@@ -1,13 +1,13 @@
-"""BOFA: only the visual projection learns, each task along the input directions that earlier tasks used least.
+"""BOFA: only the visual projection is trained, each task along the input directions that earlier tasks used least.
 
-    dW_t = B P'                         P: the r eigenvectors of least eigenvalue of S_<t = sum of x x', x the
-                                        projection's input over all images of earlier tasks; B trained from 0
+    dW_t = B P'                         P: the r eigenvectors of S_<t with the smallest eigenvalues; B starts at 0
+                                        S_<t = sum of x x', where x are the projection's inputs in earlier tasks
     W = W_0 + (1 / t) sum over s <= t of dW_s
 
-Each task is trained on W_0 alone; the earlier updates are switched off meanwhile. The input of the projection is
-frozen, so S never goes stale.
+Each task is trained on W_0 alone; earlier updates are switched off during training. The layers before the projection
+are frozen, so S never goes stale.
 
-Its classifier mixes every class's mean feature and text embedding with one weight that task 1 chooses.
+The classifier mixes each class's mean feature and text embedding. Its single mixing weight is chosen on task 1.
 
 Reference: "BOFA: Bridge-Layer Orthogonal Low-Rank Fusion for CLIP-Based Class-Incremental Learning", arXiv 2511.11421.
 """
@@ -29,14 +29,14 @@ from dulbe_peft.subspaces.decompositions import eigh, fix_signs
 
 
 def least_directions(statistic: torch.Tensor, count: int, name: str = "S") -> torch.Tensor:
-    """The eigenvectors of S, (d, d) in float64, of the `count` smallest eigenvalues, the smallest first."""
+    """Return the eigenvectors of S, (d, d) in float64, with the `count` smallest eigenvalues, smallest first."""
     _, vectors = eigh(statistic, name)
     return fix_signs(vectors.flip(1)[:, :count])
 
 
 @dataclass(frozen=True)
 class Bofa(OccupationStrategy):
-    """The mean of updates that start from the same weight, each in the directions used least before it."""
+    """Average updates that all start from the same weight, each along the directions that earlier tasks used least."""
 
     name = "bofa"
     classifiers = ("bofa", "lda")
@@ -54,12 +54,12 @@ class Bofa(OccupationStrategy):
 
     @contextmanager
     def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:
-        names = () if task.index else None  # the first task trains P, too
+        names = () if task.index else None  # only the first task also trains P
         with task.adapter.scaled_history(0), task.adapter.trained_bases(names) as bases:
             yield bases
 
     def finish(self, task: NewTask) -> None:
-        """The old updates' mean over t - 1 tasks becomes their part of the mean over t, and so does the new update."""
+        """Update the mean over tasks: scale old updates by (t - 1) / t and the new one by 1 / t."""
         adapter, part = task.adapter_name, 1 / (task.index + 1)
         for layer in task.layers.values():
             layer.dulbe_history_B[adapter] = (1 - part) * layer.dulbe_history_B[adapter]
@@ -67,15 +67,15 @@ class Bofa(OccupationStrategy):
 
 
 class BofaClassifier(PrototypeClassifier):
-    """logits = tau z . p_c, with p_c = (1 - lambda) e_c + lambda v_c, not normalised again.
+    """BOFA's classifier: logits = tau z . p_c, where p_c = (1 - lambda) e_c + lambda v_c is not normalised again.
 
-    v_c is the direction of the class's mean unit feature. lambda is the one of `grid` values from 0 to 1 with the best
-    accuracy on the first task's own images, and the middle one of these where several are best. It never changes.
+    v_c is the direction of the class's mean unit feature. lambda is chosen once, from `grid` values between 0 and 1,
+    by the accuracy on the training images of the first task; if several values tie, the middle one is taken.
 
-    The paper makes v_c of old classes anew with each task's projection, from unprojected class means. A classifier
-    sees projected features alone, so here v_c stays, unless drift="linear" moves it along. The published code's
-    Gaussian discriminant is left out for the same reason. In that code lambda weighs the text when it is searched and
-    the image when it is used; here it weighs the image both times, as in the paper.
+    The paper recomputes v_c of old classes after each task, by applying the new projection to unprojected class means.
+    A classifier here sees only projected features, so v_c stays as it is unless drift="linear" moves it. The Gaussian
+    discriminant of the published code is left out for the same reason. In that code lambda weights the text during the
+    search and the image afterwards; here it weights the image both times, as in the paper.
 
     Reference:
         "BOFA: Bridge-Layer Orthogonal Low-Rank Fusion for CLIP-Based Class-Incremental Learning", arXiv 2511.11421.
@@ -84,10 +84,10 @@ class BofaClassifier(PrototypeClassifier):
     grid: Annotated[int, Ge(2)] = 21
 
     name = "bofa"
-    summary = "BOFA's rule: class means and text classifier, mixed"
+    summary = "BOFA's rule: a mixture of class means and the text classifier"
     belongs_to = "bofa"
     needs_text = True
-    adds_up = None  # two sides have chosen two weights
+    adds_up = None  # cannot be combined: each learner has chosen its own weight
 
     def register(self) -> None:
         super().register()
@@ -106,14 +106,14 @@ class BofaClassifier(PrototypeClassifier):
 
     @property
     def prototypes(self) -> Tensor:
-        """p_c, (C, d), float32."""
+        """Return p_c, (C, d), float32."""
         return torch.lerp(self.text_embeds.float(), self.visual_prototypes, self.image_weight.float())
 
     def logits(self, images: Tensor) -> Tensor:
         return self.logit_scale * images @ self.prototypes.T
 
     def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
-        """As of class means, with the text's share of the own class; lambda is held as it is."""
-        scores, own = super().left_out(images, labels), labels[:, None]
+        """Return leave-one-out scores of class means, mixed with the text score of the true class; lambda is fixed."""
+        scores, columns = super().left_out(images, labels), labels[:, None]
         by_text = self.logit_scale * (images * self.text_embeds[labels].to(images)).sum(dim=1, keepdim=True)
-        return scores.scatter(1, own, torch.lerp(by_text, scores.gather(1, own), self.image_weight.to(scores)))
+        return scores.scatter(1, columns, torch.lerp(by_text, scores.gather(1, columns), self.image_weight.to(scores)))

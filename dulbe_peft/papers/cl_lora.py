@@ -1,15 +1,16 @@
-"""CL-LoRA: one shared pair in the lower blocks, a pair for each task in the upper ones, and an early exit between.
+"""CL-LoRA: one shared pair in the lower blocks, a pair per task in the upper blocks, and an early exit between them.
 
-    lower blocks   W x + B A x           A random orthonormal, frozen, the same for all tasks; B trained on
-    upper blocks   W x + mu_t B_t A_t x  A_t starts as such a matrix and is trained, and so is mu_t, from U(0.5, 1.5)
+    lower blocks   W x + B A x           A: random orthonormal, frozen, the same for all tasks; B: trained in all tasks
+    upper blocks   W x + mu_t B_t A_t x  A_t (random orthonormal at first), B_t and mu_t (from U(0.5, 1.5)): trained
 
     loss = cross-entropy + similarity * mean over earlier tasks s of |cos(mu_s, mu_t)|
          + distillation * H(softmax(teacher / T), softmax(student / T))         from the second task on
 
-Each upper layer has one mu_t; the penalty takes all of them as one vector. Teacher and student are logits at the early
-exit, as in the published code: the tower ends after the lower blocks, with its own last norm and projection. The
-teacher has B as the last task left it. The distillation reaches the lower B alone, and row i of its gradient is scaled
-by d_out |B_old[i]| / sum over j of |B_old[j]|. The update is merged after each task, that of an upper layer with mu.
+Each upper layer has one mu_t; the penalty treats all of them as one vector. Teacher and student are the logits at the
+early exit, as in the published code: the tower is cut after the lower blocks, and its final norm and projection are
+applied. The teacher uses B as the previous task left it. The distillation trains only the lower B, and row i of its
+gradient is scaled by d_out |B_old[i]| / sum over j of |B_old[j]|. After each task the update is merged, which is
+mu_t B_t A_t in upper layers.
 
 Reference: He et al., "CL-LoRA: Continual Low-Rank Adaptation for Rehearsal-Free Class-Incremental Learning",
 arXiv 2505.24816; the weights 5 and 1e-4 and the temperature are those of the published code.
@@ -36,12 +37,12 @@ WEIGHTS = "block_weights"
 
 
 def block_of(name: str) -> int:
-    """The number of the block in a layer's dotted name, -1 where there is none."""
+    """Return the block number in a layer's dotted name, or -1 if it has none."""
     return next((int(part) for part in name.split(".") if part.isdigit()), -1)
 
 
 def lower_and_upper(names: Iterable[str], share: float) -> tuple[list[str], list[str], int]:
-    """The layers of the lower blocks, all other layers, and how many blocks are lower ones: `share`, rounded down."""
+    """Split layers into those of the first `share` of blocks and the rest; also return the number of these blocks."""
     blocks = {name: block_of(name) for name in names}
     count = int(share * (1 + max(blocks.values(), default=-1)))
     lower = [name for name, block in blocks.items() if 0 <= block < count]
@@ -49,14 +50,14 @@ def lower_and_upper(names: Iterable[str], share: float) -> tuple[list[str], list
 
 
 def early_exit(model: nn.Module, name: str, count: int) -> AbstractContextManager[None]:
-    """Let the tower that has the layer `name` end after `count` blocks, with its own last norm and projection."""
+    """Cut the tower that contains the layer `name` after `count` blocks; its final norm and projection still apply."""
     path, _, attribute = name[: name.index(f".{block_of(name)}.")].rpartition(".")
     parent = model.get_submodule(path)
     return temporarily(parent, attribute, getattr(parent, attribute)[:count])
 
 
 def row_scales(old_up: torch.Tensor) -> torch.Tensor:
-    """d_out |B_old[i]| / sum_j |B_old[j]|, (d_out, 1), of mean 1; all 1 where B_old, (d_out, r), is 0."""
+    """Return d_out |B_old[i]| / sum_j |B_old[j]|, (d_out, 1), with mean 1; all are 1 if B_old, (d_out, r), is 0."""
     norms = old_up.norm(dim=1, keepdim=True)
     mean = norms.mean()
     return torch.where(mean > 0, norms / torch.where(mean > 0, mean, 1.0), 1.0)
@@ -64,9 +65,9 @@ def row_scales(old_up: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ClLora(Strategy):
-    """CL-LoRA, merged."""
+    """CL-LoRA, whose update is merged into the weights after each task."""
 
-    shared_blocks: Annotated[float, Ge(0), Lt(1)] = 0.5  # share of the blocks with the shared pair, from the input on
+    shared_blocks: Annotated[float, Ge(0), Lt(1)] = 0.5  # share of blocks that have the shared pair, from the input on
     distillation: Weight = 5.0
     temperature: Positive = 2.0
     similarity: Weight = 1e-4
@@ -113,11 +114,11 @@ class ClLora(Strategy):
                     teacher = step.encode()
             logits = [step.logit_scale * z @ step.text.detach().T / self.temperature for z in (student, teacher)]
             loss = self.distillation * -(logits[1].softmax(dim=1) * logits[0].log_softmax(dim=1)).sum(dim=1).mean()
-            # Row by row scaled by the B that the last task left.
+            # Scale each row of the gradient by B as the previous task left it.
             adapter, layers = task.adapter_name, [task.layers[name] for name in lower]
             ups = [(layer, up[adapter]) for layer in layers for up in (layer.dulbe_shared_B, layer.dulbe_residual_B)]
             for (layer, up), gradient in zip(ups, torch.autograd.grad(loss, [up for _, up in ups]), strict=True):
-                # All tasks have the same orthonormal A, so the B of the last task is the whole history times A'.
+                # All tasks share one orthonormal A, so the previous task's B is the whole history times A'.
                 gradient *= row_scales(dense(layer.history(adapter)) @ layer.dulbe_P[adapter])
                 up.grad = gradient if up.grad is None else up.grad.add_(gradient)
 
@@ -131,5 +132,5 @@ class ClLora(Strategy):
         return {WEIGHTS: torch.cat([*old, row])}
 
     def _upper(self, task: NewTask) -> dict[str, DualModeLinear]:
-        """The layers with a pair for each task."""
+        """Return the layers that have a pair for each task."""
         return {name: task.layers[name] for name in lower_and_upper(task.layers, self.shared_blocks)[1]}

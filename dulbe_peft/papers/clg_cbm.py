@@ -1,10 +1,10 @@
-"""CLG-CBM: a concept bottleneck, whose concepts are the texts of the classes, and a sparse linear layer behind it.
+"""CLG-CBM: a concept bottleneck, whose concepts are the texts of the classes, followed by a sparse linear layer.
 
-a = E x,  score = W a                                 E: one row a concept, W: one column a concept, x: unit feature
-old class c:  x_i + mu_c - mu_r for the images of the new class r whose mean is nearest to the text of c; and in each
-              step a draw from N(mu_c, Sigma_c) for two old classes
+a = E x,  score = W a                               E: one row per concept, W: one column per concept, x: unit feature
 
-A task adds rows to E and rows and columns to W, and trains all of both on
+An old class c is replayed as x_i + mu_c - mu_r, where x_i are the images of the new class r whose mean is nearest to
+the text of c. Each step also samples from N(mu_c, Sigma_c) for two old classes. A task adds rows to E, and rows and
+columns to W, and trains all of E and W on
 
 cross-entropy - mean over concepts k of cos_k + 0.001 (0.99 |W|_1 + 0.01 |W|^2 / 2)
 cos_k = cosine over the batch of (e_k . x)^3 and (E x)_k^3     e_k: embedding of text k
@@ -23,27 +23,27 @@ from dulbe_peft.papers.fitting import KeptGaussians, fit, minibatches, task_gene
 from dulbe_peft.strategies.frozen import Frozen
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed, Weight, check_int
 
-MILESTONES = (30, 40, 50)  # after these epochs the learning rate falls to a tenth
+MILESTONES = (30, 40, 50)  # epochs after which the learning rate is divided by ten
 SPARSITY, LASSO = 0.001, 0.99
-REPLAYED = 2  # old classes of which a step draws features
-RIDGE = 1e-4  # on the diagonal of a covariance
+REPLAYED = 2  # number of old classes that a step samples features of
+RIDGE = 1e-4  # added to the diagonal of each covariance
 
 
 class ClgCbmClassifier(KeptGaussians):
-    """Both layers, 4 (2 d + C) bytes a text, and one Gaussian a class; it draws features, and keeps no image.
+    """CLG-CBM's classifier. It stores both layers, 4 (2 d + C) bytes per text, and a Gaussian per class, but no image.
 
-    The concepts are the texts of the classes: give descriptions as `class_texts`, or else they are the names in the
-    prompt templates. Left out is the authors' choice of ten concepts a class among those that a language model wrote:
-    its distance takes the inverse covariance of the task's texts, which needs more of them than d, so here you choose.
-    The authors keep the epoch that is best on test images; here it is the last one. A text stays as it was when its
-    class came, and leaves with the class.
+    The concepts are the texts of the classes: pass descriptions as `class_texts`; without them, the concepts are the
+    class names in the prompt templates. The authors select ten concepts per class from those that a language model
+    wrote. This selection is left out, because its distance needs the inverse covariance of the task's texts and so
+    more than d texts. The authors keep the epoch with the best accuracy on test images; here the last one is kept.
+    A text stays as it was when its class was learned, and is dropped with the class.
 
     Args:
-        epochs, batch_size: passes over a task's features, moved ones among them, and of these per step.
-        learning_rate: of Adam at the start of each task, a tenth of it after epochs 30, 40 and 50.
-        alignment: weight of the cosines, which keep E x near the products with the texts.
-        draws: drawn features of each of two old classes in a step.
-        seed: of the layers' start, of the order of the features and of the draws.
+        epochs, batch_size: Number of passes over a task's features and the replayed ones, and features per step.
+        learning_rate: Learning rate of Adam at the start of each task; divided by ten after epochs 30, 40 and 50.
+        alignment: Weight of the cosines, which keep E x close to the products of features and texts.
+        draws: Number of features sampled in a step for each of two old classes.
+        seed: Seed of the layers' initial values, of the order of the features and of the samples.
 
     Reference:
         Yu et al., "Language Guided Concept Bottleneck Models for Interpretable Continual Learning", CVPR 2025, arXiv
@@ -58,7 +58,7 @@ class ClgCbmClassifier(KeptGaussians):
     seed: Seed = 0
 
     name = "clg_cbm"
-    summary = "CLG-CBM's rule: how much an image looks like each text of each class, and a sparse sum of that"
+    summary = "CLG-CBM's rule: sparse weighted sums of how well an image matches each text of each class"
     belongs_to = "clg_cbm"
     needs_text = True
     needs_each_text = True
@@ -71,7 +71,7 @@ class ClgCbmClassifier(KeptGaussians):
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         old, concepts = len(self._class_names), self.each_text.float()
         kept, generator = self.with_gaussians(images, labels, RIDGE), task_generator(self.seed, old)
-        images, labels = with_moved(images, labels - old, kept["means"], self.text_embeds.float())
+        images, labels = add_replayed(images, labels - old, kept["means"], self.text_embeds.float())
         bottleneck = uniform(generator, self.embed_dim, *concepts.shape)
         weight = uniform(generator, len(concepts), old + len(new), len(concepts))
         bottleneck[: len(self.bottleneck)] = self.bottleneck
@@ -95,22 +95,22 @@ class ClgCbmClassifier(KeptGaussians):
         return images @ self.derived("product", lambda: (self.weight.float() @ self.bottleneck.float()).T)
 
     def concepts(self, class_name: str, k: int = 5) -> list[tuple[str, int, float]]:
-        """The k concepts that speak most for a class, the most telling first.
+        """Return the k concepts that contribute most to a class, largest contribution first.
 
-        Each is the class that brought the text, which of its texts it is, from 0, and what it adds to the score of
-        the class's mean feature.
+        Each is a tuple: the class that the text belongs to, the index of the text among that class's texts, from 0,
+        and the contribution to the score of the mean feature of `class_name`.
         """
         if class_name not in self._class_names:
             raise ValueError(f"class {class_name!r:.100} is not known: known are {self._class_names!r:.200}")
-        own, owners = self._class_names.index(class_name), zip(self._class_names, self.num_texts.tolist(), strict=True)
-        texts = [(name, index) for name, count in owners for index in range(count)]
-        parts = self.weight[own].float() * (self.bottleneck.float() @ self.means[own].float())
+        row, counts = self._class_names.index(class_name), zip(self._class_names, self.num_texts.tolist(), strict=True)
+        texts = [(name, index) for name, count in counts for index in range(count)]
+        parts = self.weight[row].float() * (self.bottleneck.float() @ self.means[row].float())
         best = parts.topk(min(check_int("k", k, 1), len(texts)))
         return [(*texts[i], value) for i, value in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
 
 
-def with_moved(images: Tensor, labels: Tensor, means: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
-    """Features of new classes, (n, d), then those that stand for old ones, see above, and the classes of both."""
+def add_replayed(images: Tensor, labels: Tensor, means: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
+    """Append x_i + mu_c - mu_r for each old class to features of new classes, (n, d); returns features and labels."""
     old = len(means) - int(labels.max()) - 1
     nearest = (texts[:old] @ F.normalize(means[old:], dim=1).T).argmax(dim=1)
     moved = [images[labels == new] - means[old + new] + means[c] for c, new in enumerate(nearest.tolist())]
@@ -121,7 +121,7 @@ def with_moved(images: Tensor, labels: Tensor, means: Tensor, texts: Tensor) -> 
 def bottleneck_loss(
     features: Tensor, labels: Tensor, concepts: Tensor, bottleneck: Tensor, weight: Tensor, alignment: float
 ) -> Tensor:
-    """The loss of features of any length, (n, d), with embeddings of concepts, (K, d), E, (K, d), and W, (C, K)."""
+    """Return the loss of features of any norm, (n, d), given concept embeddings, (K, d), E, (K, d), and W, (C, K)."""
     active = F.normalize(features, dim=1) @ bottleneck.T
     cosines = (F.normalize(active**3, dim=0) * F.normalize((features @ concepts.T) ** 3, dim=0)).sum(dim=0)
     sparse = SPARSITY * (LASSO * weight.abs().sum() + (1 - LASSO) / 2 * weight.square().sum())
@@ -130,7 +130,7 @@ def bottleneck_loss(
 
 @dataclass(frozen=True)
 class ClgCbm(Frozen):
-    """Trains nothing; the classifier `clg_cbm` has the paper's rule."""
+    """Train nothing: the method is implemented by the classifier `clg_cbm`."""
 
     name = "clg_cbm"
     classifiers = ("clg_cbm",)

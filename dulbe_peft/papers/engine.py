@@ -1,14 +1,17 @@
-"""ENGINE: a linear unit for images and one for texts a task, beside a Gaussian discriminant of the features.
+"""ENGINE: each task adds a linear unit for images and one for texts, used with a Gaussian discriminant of features.
 
-u(z) = v / |v|,  v = sum over tasks of s W_t z + b_t   one sum for images, one for texts; finished units are frozen
+u(z) = v / |v|,  v = sum over tasks of s W_t z + b_t   images and texts have separate sums; finished units are frozen
 cos  = u(z) . u(e_c)                                   s = 10
-g    = mu_c' P z - mu_c' P mu_c / 2 - log C            P = d (S + tr S / (N - 1) I)^-1,  S: scatter within the classes
-score = tau (a g / |g| + (1 - a) cos)                  |g| over the classes
+g    = mu_c' P z - mu_c' P mu_c / 2 - log C            P = d (S + tr S / (N - 1) I)^-1,  S: within-class scatter
+score = tau (a g / |g| + (1 - a) cos)                  |g|: the norm over the classes
 
-A batch of images z_i of classes y_i, and a drawn s mu_c + 0.25 n for each old class c, n standard normal, train the
-task's units. With pairs (i, j) of the batch and K(p, q) = mean over i of -log softmax_j(p_i . q_j) at j = i:
+The units of a task are trained on batches of image features z_i with labels y_i. Each old class c adds a sample
+s mu_c + 0.25 n to the batch, where n is standard normal. With K(p, q) = mean over i of -log softmax_j(p_i . q_j) at
+j = i, where i and j run over the batch, the loss is
 
-(K(l u(z), u(e_y)) + K(l u(e_y), u(z))) / 2 + 2 K(u(e_y), e_y) + 0.5 K(u(z), z)        l = log 100, new z alone last
+(K(l u(z), u(e_y)) + K(l u(e_y), u(z))) / 2 + 2 K(u(e_y), e_y) + 0.5 K(u(z), z)        l = log 100
+
+The last term uses only the features of new images.
 """
 
 import math
@@ -26,10 +29,10 @@ from dulbe_peft.papers.fitting import class_means, fit, minibatches, task_genera
 from dulbe_peft.strategies.frozen import Frozen
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed, Weight
 
-LENGTH = 10.0  # about the norm of CLIP's features before they are normalised
-SHARPNESS = math.log(100)  # the authors' code multiplies by the logarithm of CLIP's scale
+LENGTH = 10.0  # s: roughly the norm of CLIP's features before normalisation
+SHARPNESS = math.log(100)  # l: the authors' code multiplies by the logarithm of CLIP's scale
 MOMENTUM, DECAY = 0.9, 0.05
-MOST_DRAWN = 1024  # old classes in a step: the loss compares every pair of a batch
+MOST_DRAWN = 1024  # old classes sampled in a step; limited because the loss compares every pair of rows in the batch
 
 
 def injected(
@@ -41,28 +44,32 @@ def injected(
     offsets: torch.Tensor,
     share: torch.Tensor,
 ) -> torch.Tensor:
-    """Scores, (n, C), of unit features z, (n, d): cosines with texts behind a linear map, and a discriminant."""
+    """Return the scores, (n, C), of unit features z, (n, d): cosines of mapped z with texts, plus a discriminant."""
     cosines = torch.nn.functional.normalize(z @ unit.T + shift, dim=1) @ texts.T
     return cosines + share * torch.nn.functional.normalize(z @ directions.T + offsets, dim=1)
 
 
 class EngineClassifier(Classifier):
-    """The sums of the tasks' units, one mean a class, and one scatter; it draws features, and keeps no image.
+    """ENGINE's classifier. It stores the summed units, one mean per class and one scatter matrix, but no images.
 
-    What is left out: the paper's GPT-4 descriptions. `text_embeds` are the means of each class's texts, so u(e_y) is
-    drawn to this mean where the authors draw one description a step; give descriptions as `class_texts`. The second
-    ranking, which compares an image with descriptions of each pair of its best five classes, needs the texts of C^2
-    pairs and the text tower at test. Also, u(z) is drawn to the image's own feature, not to that of the image with
-    noise, and the discriminant sees projected features. P is that of the scatter of all tasks; the authors average
-    the tasks' P. Of more than 1024 old classes, a step draws 1024.
+    Differences from the paper:
+
+    - The paper's GPT-4 descriptions are not included; pass descriptions as `class_texts`. The authors sample one
+      description per step and pull u(e_y) towards it; here u(e_y) is pulled towards the mean of the class's texts.
+    - The re-ranking of an image's five best classes is left out: it needs texts for C^2 pairs of classes, and the text
+      tower at test time.
+    - u(z) is pulled towards the feature of the same image, not of a noisy copy of the image.
+    - The discriminant sees projected features. Its P comes from the scatter of all tasks; the authors average the P of
+      the tasks.
+    - With more than 1024 old classes, each step samples 1024 of them.
 
     Args:
-        epochs, batch_size: passes over a task's features, and features of images per step.
-        learning_rate: of SGD at the start of each task; it falls to 0 on a cosine over the epochs.
-        text_loss, image_loss: weights of the last two losses.
-        noise: standard deviation of a drawn feature, whose mean has about the length 10.
+        epochs, batch_size: Number of passes over a task's features, and number of image features per step.
+        learning_rate: Learning rate of SGD at the start of each task; it decays to 0 over the epochs on a cosine.
+        text_loss, image_loss: Weights of the last two terms of the loss.
+        noise: Standard deviation of a sampled feature, whose mean has a length of about 10.
         discriminant: a, from 0 to 1.
-        seed: of the units' start, of the order of the features and of the draws.
+        seed: Seed of the units' initial values, of the order of the features and of the samples.
 
     Reference:
         Zhou et al., "External Knowledge Injection for CLIP-Based Class-Incremental Learning", ICCV 2025, arXiv
@@ -79,13 +86,15 @@ class EngineClassifier(Classifier):
     seed: Seed = 0
 
     name = "engine"
-    summary = "ENGINE's rule: names against images behind linear maps, one a task, and a discriminant of the images"
+    summary = (
+        "ENGINE's rule: compares names with linearly mapped images, and adds a Gaussian discriminant of the images"
+    )
     belongs_to = "engine"
     needs_text = True
-    moves = ("means", "scatter")  # units stay, and the task that follows trains one on moved draws
+    moves = ("means", "scatter")  # the units stay; the next task trains its unit on samples around the moved means
 
     def register(self) -> None:
-        for name in ("image_unit", "text_unit"):  # [W b], s included
+        for name in ("image_unit", "text_unit"):  # [W b]; the scale s is applied outside
             self.register_buffer(name, torch.zeros(self.embed_dim, self.embed_dim + 1))
         self.register_rows("means", self.embed_dim, dtype=torch.float64)
         self.register_buffer("scatter", torch.zeros(self.embed_dim, self.embed_dim, dtype=torch.float64))
@@ -100,7 +109,7 @@ class EngineClassifier(Classifier):
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs)
 
         def loss(_: int, rows: Tensor) -> Tensor:
-            drawn, classes = self._drawn(old, generator)
+            drawn, classes = self._sample_old(old, generator)
             image_unit, text_unit = (value + unit for value, unit in zip(before, units, strict=True))
             features = torch.cat([LENGTH * images[rows], drawn.to(images)])
             classes = torch.cat([labels[rows], classes.to(labels)])
@@ -111,9 +120,9 @@ class EngineClassifier(Classifier):
 
         fit(loss, optimizer, (minibatches(images, self.batch_size, generator) for _ in range(self.epochs)), schedule)
         image_unit, text_unit = (value + unit.detach() for value, unit in zip(before, units, strict=True))
-        own, rows = (labels - old).to(self.means.device), images.to(self.means)
-        means = class_means(images, own).to(rows)
-        spread = rows - means[own]
+        task_labels, rows = (labels - old).to(self.means.device), images.to(self.means)
+        means = class_means(images, task_labels).to(rows)
+        spread = rows - means[task_labels]
         return {
             "image_unit": image_unit,
             "text_unit": text_unit,
@@ -122,8 +131,11 @@ class EngineClassifier(Classifier):
             "images": self.images + len(images),
         }
 
-    def _drawn(self, old: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """One feature of each old class, at most 1024, (n, d), float64 on the CPU, and the classes, (n,)."""
+    def _sample_old(self, old: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Sample one feature for each of at most 1024 old classes.
+
+        Returns the features, (n, d), float64 on the CPU, and their classes, (n,).
+        """
         classes = torch.randperm(old, generator=generator)[:MOST_DRAWN]
         noise = torch.randn(len(classes), self.embed_dim, generator=generator)
         return LENGTH * self.means.cpu()[classes] + self.noise * noise, classes
@@ -135,7 +147,8 @@ class EngineClassifier(Classifier):
         precision, classes = self._precision(), len(self.means)
         directions = self.means @ precision
         offsets = -(directions * self.means).sum(dim=1) / 2 - math.log(classes)
-        largest = directions.abs().max().clamp(min=1)  # P may leave the range of half precision; g / |g| has no scale
+        # P may exceed the range of half precision. Dividing by a constant does not change g / |g|.
+        largest = directions.abs().max().clamp(min=1)
         unit, texts = self.image_unit.float(), _mapped(LENGTH * self.text_embeds.float(), self.text_unit.float())
         return {
             "unit": LENGTH * unit[:, :-1],
@@ -147,14 +160,14 @@ class EngineClassifier(Classifier):
         }
 
     def _precision(self) -> Tensor:
-        """P, (d, d), float64; 0 while no class has two different images."""
+        """Return P, (d, d), float64. It is 0 while no class has two different images."""
         more = self.scatter.trace() / max(1, int(self.images) - 1) * torch.eye(self.embed_dim).to(self.scatter)
         return self.embed_dim * torch.linalg.pinv(self.scatter + more, hermitian=True)
 
 
-def contrast(one: Tensor, other: Tensor) -> Tensor:
-    """K: mean cross-entropy of one_i . other_j, both (n, d), with j = i as the right answer."""
-    return F.cross_entropy(one @ other.T, torch.arange(len(one), device=one.device))
+def contrast(p: Tensor, q: Tensor) -> Tensor:
+    """Return K(p, q): the mean cross-entropy of the products p_i . q_j, both (n, d), with j = i as the target."""
+    return F.cross_entropy(p @ q.T, torch.arange(len(p), device=p.device))
 
 
 def _mapped(features: Tensor, unit: Tensor) -> Tensor:
@@ -163,7 +176,7 @@ def _mapped(features: Tensor, unit: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Engine(Frozen):
-    """Trains nothing; the classifier `engine` has the paper's rule."""
+    """Train nothing: the method is implemented by the classifier `engine`."""
 
     name = "engine"
     classifiers = ("engine",)

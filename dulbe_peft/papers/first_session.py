@@ -1,4 +1,4 @@
-"""First Session Adaptation: plain LoRA on the first task alone; later tasks only teach the classifiers.
+"""First Session Adaptation: plain LoRA is trained on the first task only; later tasks update only the classifiers.
 
 Reference: Panos et al., "First Session Adaptation: A Strong Replay-Free Baseline for Class-Incremental Learning",
 arXiv 2303.13199.
@@ -12,7 +12,7 @@ from dulbe_peft.strategies.lora import Lora
 
 @dataclass(frozen=True)
 class FirstSession(Lora):
-    """LoRA on the first task, both towers frozen afterwards."""
+    """Train LoRA on the first task and freeze both towers afterwards."""
 
     name = "first_session"
     classifiers = ("lda",)

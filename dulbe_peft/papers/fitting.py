@@ -1,4 +1,4 @@
-"""What classifiers share that train by gradient descent when they learn, with old classes drawn or as their means."""
+"""Shared parts of classifiers trained by gradient descent, which replay old classes as samples or as class means."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +19,10 @@ def fit(
     epochs: Iterable[Iterable[Tensor]],
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
 ) -> None:
-    """Descend on the `loss` of every step's number in its epoch and batch; the learning rate falls after an epoch."""
+    """Minimise `loss(step, rows)` over the batches of all epochs; `schedule` advances after each epoch.
+
+    `step` is the number of the batch within its epoch, and `rows` are the row numbers of the batch.
+    """
     for batches in epochs:
         for step, rows in enumerate(batches):
             optimizer.zero_grad()
@@ -30,86 +33,92 @@ def fit(
 
 
 def minibatches(images: Tensor, size: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-    """Row numbers of `images` in random order, `size` at a time; the same in whatever order the images come."""
+    """Return the row numbers of `images` in random order, split into batches; the input order makes no difference."""
     ranked = ranking(images).argsort()
     return ranked[torch.randperm(len(images), generator=generator).to(ranked.device)].split(size)
 
 
 def task_generator(seed: int, old: int) -> torch.Generator:
-    """The random numbers of the task that comes when `old` classes are known."""
+    """Return the random generator of the task that is learned after `old` classes."""
     return torch.Generator().manual_seed((seed * 1_000_003 + old) % 2**63)
 
 
 def uniform(generator: torch.Generator, width: int, *shape: int) -> Tensor:
-    """Numbers as PyTorch's linear layers of an input of this width start: evenly within 1 / sqrt(width) of 0."""
+    """Sample uniformly between -1 / sqrt(width) and 1 / sqrt(width), as PyTorch initialises a linear layer."""
     return (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(width)
 
 
 def class_means(images: Tensor, labels: Tensor) -> Tensor:
-    """The mean of each class's (n, d) features, (classes, d), float64 on the CPU."""
+    """Return the mean feature of each class, (classes, d), float64 on the CPU, from features, (n, d)."""
     counts = labels.cpu().bincount()
     sums = torch.zeros(len(counts), images.shape[1], dtype=torch.float64)
     return sums.index_add(0, labels.cpu(), images.cpu().double()) / counts[:, None]
 
 
 class KeptGaussians(Classifier):
-    """Keeps mu_c, (C, d), and the Cholesky factor of Sigma_c, (C, d, d), of each class's features."""
+    """Base of classifiers with a Gaussian per class.
+
+    It stores mu_c, (C, d), and the Cholesky factors of Sigma_c, (C, d, d).
+    """
 
     def register(self) -> None:
         self.register_rows("means", self.embed_dim)
         self.register_rows("factors", self.embed_dim, self.embed_dim)
 
     def with_gaussians(self, images: Tensor, labels: Tensor, ridge: float) -> dict[str, Tensor]:
-        """The rows of all classes with those of a new task's; `ridge` is added to the diagonal of each covariance."""
+        """Return the means and factors of all classes, including a new task's; `ridge` is added to each diagonal."""
         labels = labels.cpu() - len(self._class_names)
         rows, counts = images.cpu().double()[labels.argsort(stable=True)], labels.bincount()
         least = ridge * torch.eye(rows.shape[1], dtype=torch.float64)
         means, factors = [], images.new_empty(len(counts), *least.shape)
-        for index, own in enumerate(rows.split(counts.tolist())):
-            means.append(own.mean(dim=0))
-            centred = own - means[-1]
-            covariance = torch.addmm(least, centred.T, centred, alpha=1 / max(1, len(own) - 1))
+        for index, features in enumerate(rows.split(counts.tolist())):
+            means.append(features.mean(dim=0))
+            centred = features - means[-1]
+            covariance = torch.addmm(least, centred.T, centred, alpha=1 / max(1, len(features) - 1))
             factors[index] = torch.linalg.cholesky(covariance)
         return self.with_rows(means=torch.stack(means).to(images), factors=factors)
 
-    def drawn(self, classes: Tensor, generator: torch.Generator) -> Tensor:
-        """One feature mu_c + L_c n, n standard normal, for each entry of `classes`, (n, d)."""
+    def sample(self, classes: Tensor, generator: torch.Generator) -> Tensor:
+        """Sample one feature mu_c + L_c n, n standard normal, for each entry of `classes`; returns (n, d)."""
         noise = torch.randn(len(classes), self.embed_dim, generator=generator).to(self.means.device)
-        drawn = torch.empty_like(noise)
+        samples = torch.empty_like(noise)
         for index in classes.unique():
             rows = classes == index
-            drawn[rows] = self.means[index].float() + noise[rows] @ self.factors[index].float().T
-        return drawn
+            samples[rows] = self.means[index].float() + noise[rows] @ self.factors[index].float().T
+        return samples
 
     def replay(
         self, order: Tensor, step: int, classes: int, draws: int, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """So many drawn features of each of the `classes` that are next in the `order`, and their labels."""
+        """Sample `draws` features for each of the next `classes` classes in `order`; returns features and labels."""
         labels = order[(classes * step + torch.arange(classes)) % len(order)].repeat_interleave(draws)
         labels = labels.to(self.means.device)
-        return self.drawn(labels, generator), labels
+        return self.sample(labels, generator), labels
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
-        """mu_c to mu_c M and Sigma_c to M' Sigma_c M; what is trained stays: the next task trains on moved draws."""
+        """Map mu_c to mu_c M and Sigma_c to M' Sigma_c M. Trained weights stay; later tasks train on moved samples."""
         return {"means": self.means.double().cpu() @ matrix, "factors": matrix.T @ self.factors.double().cpu()}
 
 
 class ReplayedMeans(Classifier):
-    """Keeps each class's mean feature, number of images and task, and the buffer `by_task` with one row a task."""
+    """Base of classifiers that replay class means.
+
+    It stores each class's mean feature, number of images and task, and the buffer named `by_task`, one row per task.
+    """
 
     needs_text = True
-    moves = ("means",)  # what is trained stays: the task that follows trains it on moved means
+    moves = ("means",)  # trained weights stay: the next task trains them on the moved means
     by_task: ClassVar[str]
 
     def keep_means(self, numbers: int) -> None:
-        """Register the buffers; `numbers` are those of a task."""
+        """Register the buffers; a task's row of the buffer `by_task` has `numbers` entries."""
         self.register_rows("means", self.embed_dim)
         self.register_rows(self.by_task, numbers, of=".tasks")
         self.register_rows("counts", dtype=torch.int64)
         self.register_rows("task", dtype=torch.int64)
 
     def with_means(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        """The rows of all classes with those of a new task's."""
+        """Return the means, counts and tasks of all classes, including those of a new task."""
         labels = labels - len(self._class_names)
         means = class_means(images, labels)
         check_directions(means, new)
@@ -117,7 +126,7 @@ class ReplayedMeans(Classifier):
         return self.with_rows(means=means.to(images), counts=labels.bincount(), task=task)
 
     def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
-        """The numbers of a task leave with its last class."""
+        """Drop classes; when the last class of a task is dropped, its row of the buffer `by_task` goes too."""
         changes = super().forgotten(kept)
         left, changes["task"] = changes["task"].unique(return_inverse=True)
         return changes | {self.by_task: getattr(self, self.by_task)[left]}
@@ -130,12 +139,12 @@ class ReplayedMeans(Classifier):
 
 
 def next_task(task: Tensor, classes: int) -> Tensor:
-    """The number of the task that follows those of the known classes, from 0, for each of its classes."""
+    """Return the next task's number, counted from 0, repeated for each of its `classes` classes."""
     return task.new_full((classes,), int(task.max()) + 1 if len(task) else 0)
 
 
 def stand_ins(means: Tensor, counts: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Class means, (C, d), in place of images, and their labels: as many of a class as it had images, or `most`."""
+    """Repeat each class mean, (C, d), once per image of the class, at most `most` times; returns means and labels."""
     times = counts.clamp(max=most)
     labels = torch.arange(len(means), device=means.device)
     return means.float().repeat_interleave(times, dim=0), labels.repeat_interleave(times)

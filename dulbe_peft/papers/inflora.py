@@ -1,17 +1,17 @@
-"""InfLoRA: frozen bases in the directions that the new task's inputs use and the finished tasks' inputs do not.
+"""InfLoRA: frozen bases along directions that the new task's inputs use and earlier tasks' inputs do not.
 
 Before a task, with C = X'X of the new task's images at a layer and Z a basis of the layer's free directions:
 
     A_t = U_r' / sqrt(3)                      U_r: top r left singular vectors of Z Z' C
     W_t = W_0 + sum over i <= t of B_i A_i    B_t trained from 0, all else frozen
 
-After it, with C anew by the trained model, DualGPM occupies the directions of most energy until their share of the sum
-of squared singular values of C reaches eps_t; t counts from 0, and T is the number of tasks:
+After the task, C is recomputed with the trained model. DualGPM then occupies the directions of highest energy until
+they hold a share eps_t of the sum of squared singular values of C; t counts from 0, and T is the number of tasks:
 
     eps_t = energy + (final_energy - energy) t / T
 
 The left singular vectors of Z Z' C are the eigenvectors of Z Z' C C Z Z', so the energy matrix is K = C C. Layers
-that read one tensor share C, A and memory.
+that read the same tensor share C, A and the memory.
 
 Reference: Liang and Li, "InfLoRA: Interference-Free Low-Rank Adaptation for Continual Learning", arXiv 2404.00228.
 """
@@ -33,10 +33,10 @@ from dulbe_peft.utils.records import Fraction
 
 @dataclass(frozen=True)
 class InfLora(ProjectionMemoryStrategy):
-    """Bases from the new task's inputs outside the directions that DualGPM keeps of finished tasks."""
+    """Take bases from the new task's inputs, outside the directions that DualGPM keeps for earlier tasks."""
 
-    energy: Annotated[float, Gt(0), Le(1)] = 0.95  # the published code's lamb, 0.95 to 0.98
-    final_energy: Fraction = 1.0  # its lame; with 1 nothing is free after T tasks
+    energy: Annotated[float, Gt(0), Le(1)] = 0.95  # called lamb in the published code, which uses 0.95 to 0.98
+    final_energy: Fraction = 1.0  # called lame in the published code; with 1, no direction is free after T tasks
     tasks: Annotated[int, Ge(1)] = 10
 
     name = "inflora"
@@ -48,7 +48,7 @@ class InfLora(ProjectionMemoryStrategy):
             raise ValueError(f"energy must be at most final_energy = {self.final_energy}, got {self.energy}")
 
     def threshold(self, index: int) -> float:
-        """eps_t of the task with this index, which counts from 0."""
+        """Return eps_t of the task with the given index, counted from 0."""
         return self.energy + (self.final_energy - self.energy) * min(1.0, index / self.tasks)
 
     def plan(self, task: NewTask) -> Modes:
@@ -68,7 +68,7 @@ class InfLora(ProjectionMemoryStrategy):
     def _occupied_and_used(
         self, task: NewTask, inputs: OccupationStatistics
     ) -> Iterator[tuple[tuple[str, ...], Subspace, torch.Tensor]]:
-        """Layers that share their input, what is occupied there, and K = C C in float64."""
+        """Yield each group of layers that share an input, with its occupied subspace and K = C C in float64."""
         kept = self.from_memory(task.memory)
         for names in inputs.groups:
             moment = to_float64(inputs[names[0]], f"inputs of layer {names[0]!r}")

@@ -1,14 +1,14 @@
 """KeepLoRA: frozen bases from the new task's gradient, outside the weight's principal and the old tasks' directions.
 
-Before the first task each layer occupies W_p, the first right singular vectors of W_0 (d_out x d_in), as many as are
-needed for sum of sigma_i^2 >= eps_w |W_0|^2. Before every task, with G the gradient of the cross-entropy over the
-task's images and Q = [W_p, M] all directions occupied so far, orthonormal:
+Before the first task, the occupied directions of a layer are W_p: the fewest first right singular vectors of W_0
+(d_out x d_in) with sum of sigma_i^2 >= eps_w |W_0|^2. Before every task, with G the gradient of the
+cross-entropy over the task's images, and Q = [W_p, M] an orthonormal basis of all directions occupied so far:
 
     A_t = V_r'                    V_r: top r right singular vectors of G (I - Q Q')
     W_t = W_{t-1} + B_t A_t       B_t trained from 0, all else frozen
 
-After it, with the inputs X of the merged model, M takes the leading right singular vectors of X (I - Q Q') until Q
-holds the share eps_f of |X|^2. Their energies are the eigenvalues of (I - Q Q') X'X (I - Q Q').
+After the task, with X the inputs in the merged model, the leading right singular vectors of X (I - Q Q') are added to
+M until Q holds a share eps_f of |X|^2. Their energies are the eigenvalues of (I - Q Q') X'X (I - Q Q').
 
 Reference: "KeepLoRA: Continual Learning with Residual Gradient Adaptation", arXiv 2601.19659, section 3.
 """
@@ -31,7 +31,7 @@ from dulbe_peft.utils.records import Fraction
 
 
 def principal_directions(weight: torch.Tensor, share: float, name: str = "W") -> torch.Tensor:
-    """W_p, (d_in, p) in float64: the fewest right singular vectors of W, (d_out, d_in), that hold `share` of |W|^2."""
+    """Return W_p, (d_in, p) in float64: the fewest right singular vectors of W with the given share of |W|^2."""
     _, scales, right = torch.linalg.svd(to_float64(weight, name), full_matrices=False)
     energies = scales.square()
     return right[: directions_to_take(energies, float(energies.sum()), share)].T
@@ -39,7 +39,7 @@ def principal_directions(weight: torch.Tensor, share: float, name: str = "W") ->
 
 @dataclass(frozen=True)
 class KeepLora(ProjectionMemoryStrategy):
-    """Bases from the new task's gradient outside the principal weight directions and the old inputs' directions."""
+    """Take bases from the new task's gradient, outside the weight's principal directions and old input directions."""
 
     eps_w: Fraction = 0.85
     eps_f: Fraction = 0.99
@@ -63,7 +63,7 @@ class KeepLora(ProjectionMemoryStrategy):
         return self.to_memory(after)
 
     def _occupied(self, task: NewTask) -> dict[str, Subspace]:
-        """Layer name -> Q: [W_p, M], or W_p alone at the first task."""
+        """Return Q for each layer name: [W_p, M], or W_p alone at the first task."""
         if task.memory:
             return self.from_memory(task.memory)
         return {

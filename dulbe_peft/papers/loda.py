@@ -1,19 +1,20 @@
-"""LoDA: one pair of directions that the old and the new task share, and one that the new task has for itself.
+"""LoDA: a general LoRA pair for directions that old and new tasks share, and an isolated pair for the new task alone.
 
 With S_old the sum of X'X over the finished tasks and S_t that of the new one, both before training on it:
 
     general    P_G = the top eigenvectors of S_old + S_t
-    isolated   P_I = the top generalised eigenvectors of (S_t, S_old), made orthonormal: large X_t u, small X_old u
+    isolated   P_I = the orthonormalised top generalised eigenvectors of (S_t, S_old): large X_t u, small X_old u
                S_old + rho I = L L',  L^-1 S_t L^-T = V diag(l) V',  P_I = orthonormalised L^-T V
     training   dW = B_G P_G' + B_I P_I'; P_G and P_I are frozen
-    the end    W <- W + B_G Lambda P_G' + B_I P_I';  S_old <- S_old + S_t
+    afterwards W <- W + B_G Lambda P_G' + B_I P_I';  S_old <- S_old + S_t
 
 The adapter's shared mode is the general pair and its residual mode the isolated one. The two need not be orthogonal.
 
-Derived here, because the sources at hand do not give the paper's formulas:
-- C = B_G Lambda leaves the old inputs their outputs and gives the new ones those of training:
+The available sources do not give these formulas of the paper, so they are derived here:
+- C = B_G Lambda keeps the outputs of old inputs as they were and those of new inputs as they are after training:
       min over C of |C P_G' X_old'|^2 + |(C - B_G) P_G' X_t'|^2;  Lambda = (P_G' S_t P_G) (P_G' (S_old + S_t) P_G)^-1
-- The ridge rho = ridge * trace(S_old) / d_in. Without it, directions that no old task uses win, whatever S_t is there.
+- The ridge is rho = ridge * trace(S_old) / d_in. Without it, directions that no old task uses would always win, even
+  where S_t is small.
 - At the first task P_G takes the first r_S eigenvectors of S_t and P_I the next r_R; Lambda is 1.
 
 Reference: He et al., "Task-Driven Subspace Decomposition for Knowledge Sharing and Isolation in LoRA-based Continual
@@ -32,16 +33,16 @@ from dulbe_peft.utils.settings import Positive
 
 
 def general_pair(moment: torch.Tensor, count: int, name: str = "S") -> torch.Tensor:
-    """The top eigenvectors of S, (d, d) in float64, as orthonormal columns (d, count), completed where S is 0."""
+    """Return the top eigenvectors of S, (d, d) in float64, completed to orthonormal columns, (d, count)."""
     vectors = top_eigenvectors(moment, count, name)
     return torch.cat([fix_signs(vectors), orthonormal_complement(vectors, count - vectors.shape[1])], dim=1)
 
 
 def isolated_pair(old: torch.Tensor, new: torch.Tensor, count: int, ridge: float, name: str = "S") -> torch.Tensor:
-    """P_I, (d, count), from S_old and S_t, (d, d), in float64; `ridge` is rho in units of S_old's mean eigenvalue."""
+    """Return P_I, (d, count), from S_old and S_t, (d, d), in float64; rho is `ridge` times S_old's mean eigenvalue."""
     identity = torch.eye(len(old), dtype=old.dtype, device=old.device)
     rho = ridge * float(old.trace()) / len(old)
-    for _ in range(10):  # float32 sums may have eigenvalues a little below zero
+    for _ in range(10):  # sums in float32 may have slightly negative eigenvalues
         factor, failed = torch.linalg.cholesky_ex(old + rho * identity)
         if not failed:
             break
@@ -55,7 +56,7 @@ def isolated_pair(old: torch.Tensor, new: torch.Tensor, count: int, ridge: float
 
 
 def recalibration(basis: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Lambda = (P'S_t P) (P'(S_old + S_t) P)^-1, (r, r), for a basis P, (d, r)."""
+    """Return Lambda = (P'S_t P) (P'(S_old + S_t) P)^-1, (r, r), for a basis P, (d, r)."""
     total = basis.T @ (old + new) @ basis
     return basis.T @ new @ basis @ torch.linalg.pinv(total, hermitian=True)
 
@@ -69,7 +70,7 @@ class Loda(OccupationStrategy):
     name = "loda"
     needs = frozenset({INPUTS})
     orthonormal = False
-    remembers_inputs = False  # the model before the task has read them already
+    remembers_inputs = False  # the inputs were already collected before the task
 
     def plan(self, task: NewTask) -> Modes:
         bases: dict[str, torch.Tensor] = {}
@@ -99,5 +100,5 @@ class Loda(OccupationStrategy):
                 layers[name].set_up_projections(adapter, torch.cat([up[:, :rank] @ scale, up[:, rank:]], dim=1))
 
     def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
-        """S + X'X of the task's images by the model before the task."""
+        """Return S_old + S_t; `inputs` is not used, because S_t comes from the model before training."""
         return super().remember(task, task.inputs)

@@ -1,19 +1,20 @@
-"""LoRA-Sub, also LoRA-DRS: train inside the directions that the new task uses in a model that unlearned the old tasks.
+"""LoRA-Sub, or LoRA-DRS: train only in the new task's input directions, measured after subtracting old updates.
 
-    W~ = W_0 - sum over the finished tasks j of B_j A_j      in all adapted layers at once
-    S  = X'X over the new task's images, X a layer's inputs in the model of the W~
+    W~ = W_0 - sum over earlier tasks j of B_j A_j           in all adapted layers at once
+    S  = X'X over the new task's images, X: a layer's inputs in the model with weights W~
     S  = U diag(l) U',  l descending;  k = the least with l_1 + ... + l_k >= energy * (l_1 + l_2 + ...)
     A <- A + step U_k U_k'                                   step: what the optimiser would have added
 
-A and B are new for each task, and the update B A joins the weight when the task ends. The first task is free.
-Here P = A'. With `normalize` the projector is divided by its norm, |U_k U_k'|_F = sqrt(k), as in the published code;
-the default is the paper's projector.
+A and B are new for each task, and the update B A is merged into the weight when the task ends. The first task is not
+restricted. In the code, P = A'. With `normalize`, the projector is divided by its norm, |U_k U_k'|_F = sqrt(k), as in
+the published code; by default it is the paper's.
 
-The projector acts on the step that Adam has made, as in the published code: Adam would lead a projected gradient out
-of the space again. With `project_start` A's random start is projected too, and with it the whole update.
+The step that Adam has made is projected, as in the published code, and not the gradient, because Adam's scaling would
+move a projected gradient out of the space again. With `project_start`, the random start of A is projected too, so that
+the whole update lies in the space.
 
 Reference: Liu and Chang, "LoRA Subtraction for Drift-Resistant Space in Exemplar-Free Continual Learning",
-arXiv 2503.18985; the least k is fixed at energy = 0.99 in the published code.
+arXiv 2503.18985; the published code fixes energy = 0.99.
 """
 
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ from dulbe_peft.subspaces.decompositions import eigh, fix_signs, to_float64
 
 
 def leading_space(moment: torch.Tensor, energy: float, name: str) -> torch.Tensor:
-    """U_k, (d_in, k), float32: the fewest leading eigenvectors of X'X, (d_in, d_in), that hold the share `energy`."""
+    """Return U_k, (d_in, k), float32: the fewest leading eigenvectors of X'X, (d_in, d_in), with a share `energy`."""
     values, vectors = eigh(to_float64(moment, name), name)
     held = values.clamp(min=0).cumsum(0)
     count = 1 + int((held < energy * held[-1]).sum())
@@ -65,12 +66,12 @@ class LoraSub(MergedLora):
     def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:
         with super().training(task) as bases:
             for name, basis in zip(task.layers, bases, strict=True):
-                task.notes[f"{name}.before"] = basis.detach().clone()  # P as it was before the step
+                task.notes[f"{name}.before"] = basis.detach().clone()  # P before the step
             yield bases
 
     def after_step(self, task: NewTask) -> None:
         if not task.index:
-            return  # the first task is free
+            return  # the first task is not restricted
         for name, layer in task.layers.items():
             space, basis, before = task.notes[name], layer.dulbe_P[task.adapter_name], task.notes[f"{name}.before"]
             step = space @ (space.T @ (basis - before))

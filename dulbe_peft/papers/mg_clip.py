@@ -1,15 +1,15 @@
-"""MG-CLIP: one LoRA pair for all tasks, trained for as few epochs as keep the wrong classes' logits in place.
+"""MG-CLIP: one LoRA pair for all tasks; training stops before the logits of the wrong classes move far.
 
-    W = W_0 + (alpha / r) B A    A and B trained on from task to task; alpha = 1, A Xavier-uniform and B 0 at first
+    W = W_0 + (alpha / r) B A    all tasks train the same A and B; at first A is Xavier-uniform and B is 0; alpha = 1
 
-    n_e: mean logit of the wrong classes over task 1's images after e epochs; n_0 is the untrained model's
+    n_e: mean logit of the wrong classes over task 1's images after e epochs; n_0: the same before training
     E:   the last epoch before the first one with |n_0 - n_e| / n_0 > 0.1, but at least 1; later tasks train E epochs
 
-Task 1 is trained once and stops after the epoch that crosses the limit, so it may have one epoch more than the later
-tasks. E is at most `epochs` of the learner's settings, and is `epochs` where n_0 is not positive: it is 0 for a single
-class, and may be negative for a SigLIP model.
+Task 1 is trained once and stops after the epoch that crosses the limit, so it may train one epoch more than later
+tasks. E is at most `epochs` of the learner's settings, and equals `epochs` if n_0 is not positive: n_0 is 0 for a
+single class and may be negative for a SigLIP model.
 
-Its classifier is a cosine classifier that starts at the class means, mixed with the text classifier:
+The classifier is a cosine classifier, initialised with the class means and mixed with the text classifier:
 
     p_c = (softmax_c(tau z . e_c) + w softmax_c(cos(z, V_c))) / (1 + w)          w = 4
 
@@ -40,7 +40,7 @@ from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
 @dataclass(frozen=True)
 class MgClip(Strategy):
-    """One pair (A, B) for all tasks, and a number of epochs that task 1 chooses."""
+    """Train one pair (A, B) in all tasks, for a number of epochs that is chosen on task 1."""
 
     name = "mg_clip"
     trains_bases = True
@@ -49,10 +49,10 @@ class MgClip(Strategy):
     classifiers = ("visual_agent",)
     target_modules = ("k_proj", "v_proj")
     alpha: Positive = 1.0
-    threshold: Positive = 0.1  # how far the mean wrong logit may move, as a part of its value before training
+    threshold: Positive = 0.1  # allowed change of the mean wrong logit, relative to its value before training
 
     def plan(self, task: NewTask) -> Modes | None:
-        """P = (alpha / r) A' with A Xavier-uniform, so that B P' is the scaled update."""
+        """Return P = (alpha / r) A' with A Xavier-uniform, so that B P' is the scaled update."""
         if task.index:
             return None
 
@@ -63,7 +63,7 @@ class MgClip(Strategy):
 
     @contextmanager
     def training(self, task: NewTask) -> Iterator[list[torch.Tensor]]:
-        """Train A itself, not P: a step of Adam has the same length whatever the scale of what it trains."""
+        """Train A itself instead of P, because the length of Adam's steps does not depend on the parameter's scale."""
         adapter, layers = task.adapter_name, task.layers
         scales = {name: self.alpha / task.rank(name) for name in layers}
         downs = {name: (layer.dulbe_P[adapter] / scales[name]).requires_grad_() for name, layer in layers.items()}
@@ -98,17 +98,17 @@ class MgClip(Strategy):
 
 
 def mix(z: torch.Tensor, texts: torch.Tensor, agents: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """Scores, (n, C), of unit features z, (n, d): those of the texts mixed with those of the image means."""
+    """Return the scores, (n, C), of unit features z, (n, d): text scores mixed with those of the visual agents."""
     by_text, by_agent = (z @ texts.T).softmax(1), (z @ agents.T).softmax(1)
     return ((by_text + share * by_agent) / (1 + share)).log()
 
 
 class VisualAgentClassifier(Classifier):
-    """logits = log p_c of the mix; the agents V_c of a task are trained when the task is learned, and then stay.
+    """MG-CLIP's classifier: logits = log p_c. The agents V_c of a task are trained with the task and then fixed.
 
     V_c starts as the mean of the class's unit features, not normalised again. Adam then minimises the cross-entropy of
-    the plain cosines over the new classes alone, so old rows get no gradient. A softmax of plain cosines is nearly
-    flat; the `weight` of 4 is on that flat distribution. A cosine takes the learning rate to 1 % over a task.
+    unscaled cosines over the new classes only, so old agents get no gradient. A softmax of unscaled cosines is nearly
+    uniform, which is why its `weight` is as large as 4. The learning rate decays on a cosine to 1 % over a task.
 
     Reference:
         "Mind the Gap: Preserving and Compensating for the Modality Gap in CLIP-Based Continual Learning", arXiv
@@ -122,7 +122,7 @@ class VisualAgentClassifier(Classifier):
     seed: Seed = 0
 
     name = "visual_agent"
-    summary = "MG-CLIP's rule: class means that are trained further, mixed with the text classifier"
+    summary = "MG-CLIP's rule: class means that are trained further and mixed with the text classifier"
     belongs_to = "mg_clip"
     needs_text = True
     moves = ("agents",)
@@ -131,7 +131,7 @@ class VisualAgentClassifier(Classifier):
         self.register_rows("agents", self.embed_dim)
 
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        labels = labels - len(self._class_names)  # the softmax is over the task's classes
+        labels = labels - len(self._class_names)  # the softmax covers the new classes only
         agents = class_means(images, labels).to(images)
         check_directions(agents, new)
         generator = task_generator(self.seed, len(self._class_names))
@@ -142,8 +142,8 @@ class VisualAgentClassifier(Classifier):
         def loss(_: int, rows: Tensor) -> Tensor:
             return F.cross_entropy(images[rows] @ F.normalize(agents, dim=1).T, labels[rows])
 
-        every = ([rows] for _ in range(self.epochs) for rows in minibatches(images, self.batch_size, generator))
-        fit(loss, optimizer, every, schedule)  # the learning rate falls after every step
+        batches = ([rows] for _ in range(self.epochs) for rows in minibatches(images, self.batch_size, generator))
+        fit(loss, optimizer, batches, schedule)  # each batch counts as an epoch, so the schedule advances every step
         return self.with_rows(agents=agents.detach())
 
     def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:

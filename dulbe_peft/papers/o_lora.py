@@ -1,10 +1,10 @@
-"""O-LoRA: a new LoRA pair for each task, whose rows are pushed away from the rows of all earlier pairs.
+"""O-LoRA: a new LoRA pair for each task, with a penalty on the overlap of its rows with those of earlier pairs.
 
     W_t = W_0 + sum over i < t of B_i A_i + B_t A_t            A_t and B_t trained, earlier pairs frozen and active
     loss = cross-entropy + lambda_1 * sum over layers and i < t of the sum of entries |A_i A_t'|
 
-A_t starts as LoRA's A does and B_t starts at 0. The earlier pairs are the adapter's history: its columns P_hist are
-all A_i' side by side, so a layer's sum over i is the sum of the entries of |P_hist' P|.
+A_t is initialised like LoRA's A, and B_t at 0. Earlier pairs are in the adapter's history: P_hist has all A_i' side by
+side as columns, so a layer's sum over i is the sum of the entries of |P_hist' P|.
 
 Reference: Wang et al., "Orthogonal Subspace Learning for Language Model Continual Learning", arXiv 2310.14152.
 """
@@ -20,7 +20,7 @@ from dulbe_peft.utils.settings import Weight
 
 @dataclass(frozen=True)
 class OLora(MergedLora):
-    """LoRA with a new pair for each task and a penalty on its overlap with earlier pairs."""
+    """Train a new LoRA pair for each task, with a penalty on its overlap with earlier pairs."""
 
     name = "o_lora"
     keeps_factors = True

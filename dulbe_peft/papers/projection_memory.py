@@ -1,7 +1,7 @@
-"""Gradient-projection memories: which input directions of a layer the finished tasks occupy, and which are free.
+"""Gradient projection memory: tracks which input directions of a layer earlier tasks occupy and which are free.
 
-An energy matrix K, (d, d) in float64, says how much a task uses each direction: the energy of a unit vector v is v'Kv,
-and the energy of all directions is tr K. A method chooses K, for example X'X of the layer's inputs.
+An energy matrix K, (d, d) in float64, measures how much a task uses each direction: the energy of a unit vector v is
+v'Kv, and the total energy is tr K. Each method chooses its K, for example X'X of the layer's inputs.
 
 Reference: Saha et al., "Gradient Projection Memory for Continual Learning", arXiv 2103.09762; Liang and Li, "Adaptive
 Plasticity Improvement for Continual Learning", CVPR 2023 (DualGPM).
@@ -24,18 +24,18 @@ from dulbe_peft.subspaces.decompositions import (
 )
 
 OCCUPIED, FREE = "occupied", "free"
-ROUNDING = 1e-12  # a share that is missed by less counts as reached
+ROUNDING = 1e-12  # relative tolerance within which a share of the energy counts as reached
 
 
 @dataclass(frozen=True, eq=False)
 class Subspace:
-    """A layer's occupied directions: an orthonormal basis, (d, m), of them or, with side "free", of the others."""
+    """The occupied directions of a layer: an orthonormal basis, (d, m), of them or, if side is "free", of the rest."""
 
     basis: torch.Tensor
     side: str = OCCUPIED
 
     def free_basis(self) -> torch.Tensor:
-        """An orthonormal basis Z of the free directions, float64."""
+        """Return an orthonormal basis Z of the free directions in float64."""
         basis = to_float64(self.basis, f"basis of {self.side} directions")
         if self.side == FREE:
             return basis
@@ -44,15 +44,15 @@ class Subspace:
 
 
 def directions_to_take(energies: torch.Tensor, total: float, share: float) -> int:
-    """How many directions to take, largest energy first, until those left hold at most (1 - share) of the total."""
-    left = energies.clamp(min=0).flip(0).cumsum(0).flip(0)  # energy of direction i and of all after it
+    """Count the directions to take, largest energy first, until the rest hold at most (1 - share) of the total."""
+    left = energies.clamp(min=0).flip(0).cumsum(0).flip(0)  # energy of direction i and all later ones
     return int((left > (1 - share) * total * (1 + ROUNDING)).sum())
 
 
 def gpm(old: Subspace, energy: torch.Tensor, share: float, name: str, dual: bool = False) -> Subspace:
-    """The occupied directions, and those of most energy besides, until they hold `share` of K's.
+    """Add the free directions of highest energy to the occupied ones until these hold `share` of the energy of K.
 
-    `dual`: as a basis of whichever side has at most d/2 dimensions.
+    With `dual`, the result stores a basis of the side, occupied or free, that has at most d/2 dimensions.
     """
     free = old.free_basis().to(energy)
     energies, vectors = eigh(free.T @ energy @ free, name)
@@ -63,7 +63,10 @@ def gpm(old: Subspace, energy: torch.Tensor, share: float, name: str, dual: bool
 
 
 def top_directions(old: Subspace, energy: torch.Tensor, count: int, name: str) -> torch.Tensor:
-    """The `count` free directions of most energy, (d, count) in float64; then zeros, which train nothing."""
+    """Return the `count` free directions of highest energy, (d, count) in float64.
+
+    Missing directions are columns of zeros, along which nothing is trained.
+    """
     free = old.free_basis().to(energy)
     inside = free.T @ energy @ free
     rounding = len(energy) * EPS64 * float(energy.trace())
@@ -74,14 +77,17 @@ def top_directions(old: Subspace, energy: torch.Tensor, count: int, name: str) -
 
 @dataclass(frozen=True)
 class ProjectionMemoryStrategy(Strategy):
-    """Remembers which directions are occupied, as tensors named "side:LAYER,LAYER": layers of one input share one."""
+    """Base of strategies that remember the occupied directions between tasks.
+
+    They are saved as tensors named "side:LAYER,LAYER"; layers that read the same input share one tensor.
+    """
 
     remembers_inputs = True
-    orthonormal = False  # a column without a free direction is 0
+    orthonormal = False  # where free directions run out, columns of the basis are 0
 
     @staticmethod
     def to_memory(subspaces: Mapping[tuple[str, ...], Subspace]) -> dict[str, torch.Tensor]:
-        """Subspaces by the layers that share them, as named float32 tensors on the CPU."""
+        """Return the subspaces, keyed by the layers that share them, as named float32 tensors on the CPU."""
         return {
             f"{subspace.side}:{','.join(names)}": subspace.basis.to("cpu", torch.float32).contiguous()
             for names, subspace in subspaces.items()
@@ -89,7 +95,7 @@ class ProjectionMemoryStrategy(Strategy):
 
     @staticmethod
     def from_memory(memory: Memory | None) -> dict[str, Subspace]:
-        """Layer name -> subspace, from what `to_memory` made; empty where there is none."""
+        """Return the inverse of `to_memory`, a subspace per layer name; empty if there is no memory yet."""
         subspaces = {}
         for key, basis in (memory or {}).items():
             side, _, names = key.partition(":")

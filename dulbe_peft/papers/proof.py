@@ -1,9 +1,9 @@
-"""PROOF: linear projections of both branches, one more pair a task, and one self-attention over all that they give.
+"""PROOF: each task adds a linear projection of images and one of texts; self-attention runs over all projections.
 
-x = P_i(z),  p_c = P_i(v_c),  w_c = P_t(e_c), all of length 1      P(z) = sum over tasks of A_b z + a_b; old A_b stay
-tokens = [x, w_1 .. w_C, p_1 .. p_C, contexts]                     3 contexts more a task; old ones stay
+x = P_i(z),  p_c = P_i(v_c),  w_c = P_t(e_c), all of length 1      P(z) = sum over tasks b of A_b z + a_b; old b frozen
+tokens = [x, w_1 .. w_C, p_1 .. p_C, contexts]                     each task adds 3 contexts; old ones are frozen
 t~ = LN(t + O sum_s softmax_s((Q t) . (K s) / sqrt(d)) V s + o)    for each token t
-score = tau (cos(x, w_c) + cos(x~, p~_c) + cos(x~, w~_c))          a task minimises the three cross-entropies
+score = tau (cos(x, w_c) + cos(x~, p~_c) + cos(x~, w~_c))          loss: the sum of the three terms' cross-entropies
 """
 
 import math
@@ -42,30 +42,36 @@ def projected_fusion(
     scale: torch.Tensor,
     sums: bool = True,
 ) -> torch.Tensor:
-    """Scores, (n, C), of unit features z, (n, d): by texts, by fused class means, by fused texts; or all three."""
+    """Return the scores, (n, C), of unit features z, (n, d): those of texts, fused means and fused texts in sum.
+
+    Without `sums`, the three terms are returned separately, (3, n, C).
+    """
     x = torch.nn.functional.normalize(z @ image_map.T + image_shift, dim=1)
-    itself = (x @ attention * x).sum(dim=1, keepdim=True)
-    taken = torch.cat([itself, x @ keys.T], dim=1).softmax(dim=1)
-    own = x @ carried.T
-    image = x + shift + taken[:, :1] * own + taken[:, 1:] @ values
-    image, own = image - image.mean(dim=1, keepdim=True), own - own.mean(dim=1, keepdim=True)
-    # The tokens see one another alike beside each image; what the image adds is a share of its own value.
+    self_score = (x @ attention * x).sum(dim=1, keepdim=True)
+    weights = torch.cat([self_score, x @ keys.T], dim=1).softmax(dim=1)
+    value = x @ carried.T
+    image = x + shift + weights[:, :1] * value + weights[:, 1:] @ values
+    image, value = image - image.mean(dim=1, keepdim=True), value - value.mean(dim=1, keepdim=True)
+    # The attention among the other tokens is the same for every image; an image adds only a share of its value.
     share = (x @ asks.T - totals).sigmoid()
-    # Row c is base_c + share_c (own - rest_c); its product with the image, and its length squared.
-    product = image @ base.T + share * ((image * own).sum(dim=1, keepdim=True) - image @ rest.T)
-    apart = (own**2).sum(dim=1, keepdim=True) - 2 * own @ rest.T + (rest**2).sum(dim=1)
-    square = (base**2).sum(dim=1) + 2 * share * (own @ base.T - (base * rest).sum(dim=1)) + share**2 * apart
+    # Row c is base_c + share_c (value - rest_c). Compute its product with the image, and its squared length.
+    product = image @ base.T + share * ((image * value).sum(dim=1, keepdim=True) - image @ rest.T)
+    apart = (value**2).sum(dim=1, keepdim=True) - 2 * value @ rest.T + (rest**2).sum(dim=1)
+    square = (base**2).sum(dim=1) + 2 * share * (value @ base.T - (base * rest).sum(dim=1)) + share**2 * apart
     fused = product / (square.clamp(min=1e-12).sqrt() * image.norm(dim=1, keepdim=True))
     classes = len(texts)
     scores = scale * torch.stack([x @ texts.T, fused[:, classes:], fused[:, :classes]])
     return scores.sum(dim=0) if sums else scores
 
 
-def beside_images(
-    texts: Tensor, means: Tensor, contexts: Tensor, scale: float, now: Mapping[str, Tensor]
+def fusion_tensors(
+    texts: Tensor, means: Tensor, contexts: Tensor, scale: float, weights: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """What `projected_fusion` takes besides the features, from texts, means and contexts, (rows, d) each."""
-    image_map, image_shift, text_map, text_shift, query, key, value, out, shift = (now[n] for n in NUMBERS)
+    """Return the arguments of `projected_fusion` that do not depend on images.
+
+    `texts`, `means` and `contexts` are (rows, d) each; `weights` has the tensors named in `NUMBERS`.
+    """
+    image_map, image_shift, text_map, text_shift, query, key, value, out, shift = (weights[n] for n in NUMBERS)
     w, p = F.linear(texts, text_map, text_shift), F.linear(means, image_map, image_shift)
     tokens = torch.cat([F.normalize(w, dim=1), F.normalize(p, dim=1), contexts])
     rows = tokens[: 2 * len(texts)]
@@ -92,23 +98,28 @@ def beside_images(
 
 
 class ProofClassifier(ReplayedMeans):
-    """The projections' sums, the attention, each class's text and mean feature, and each task's contexts.
+    """PROOF's classifier.
 
-    The authors replay 20 images of each old class. Here each old class is replayed as its mean feature, as many times
-    as they would have images of it: how its images differ is lost, and its match with its own mean is trivial. They
-    keep every task's projections; their sums are enough. They fuse texts and class means with each image and take the
-    mean over the batch, so that an answer depends on the other images; here each image has its own. All three scores
-    are tau times a cosine, as in the paper. In their code the fused ones are plain products of vectors of length
-    sqrt(d), the first loss is CLIP's over the batch, and old text projections and tau are trained on. Dropout and the
-    gain and bias of the LayerNorm are left out. The projections start at random, so task 1 gives the zero-shot scores
-    up.
+    It stores the summed projections, the attention, each class's text and mean feature, and each task's contexts. The
+    projections start at random, so task 1 gives up the zero-shot scores.
+
+    Differences from the paper and the authors' code:
+
+    - The authors replay 20 images of each old class. Here the mean feature is repeated instead, so the variation
+      between images is lost, and matching a replayed feature with its class mean is trivial.
+    - They keep the projections of every task; their sums are sufficient.
+    - They fuse texts and class means with each image and average over the batch, so that a prediction depends on the
+      other images. Here each image has its own fusion.
+    - All three scores are tau times a cosine, as in the paper. In their code the fused ones are products of vectors of
+      length sqrt(d), the first loss is CLIP's loss over the batch, and old text projections and tau are trained too.
+    - Dropout and the gain and bias of the LayerNorm are left out.
 
     Args:
-        epochs, batch_size: passes over a task's features, and features per step.
-        learning_rate: of SGD; over a task it falls to 0 on a cosine.
-        contexts: c, how many context vectors a task adds.
-        exemplars: as how many images an old class is replayed, at most as it had.
-        seed: of all that starts at random, and of the order of the features.
+        epochs, batch_size: Number of passes over a task's features, and number of features per step.
+        learning_rate: Learning rate of SGD; over a task it decays to 0 on a cosine.
+        contexts: Number of context vectors that a task adds.
+        exemplars: How often the mean of an old class is replayed; at most the number of images that the class had.
+        seed: Seed of all random initial values and of the order of the features.
 
     Reference:
         Zhou et al., "Learning without Forgetting for Vision-Language Models", arXiv 2305.19270, and the authors'
@@ -123,7 +134,7 @@ class ProofClassifier(ReplayedMeans):
     seed: Seed = 0
 
     name = "proof"
-    summary = "PROOF's rule: projected features, names and class means, compared before and after they see one another"
+    summary = "PROOF's rule: compares projected features, names and class means, before and after attention among them"
     belongs_to = "proof"
     by_task = "prompts"
 
@@ -138,47 +149,47 @@ class ProofClassifier(ReplayedMeans):
         images, labels = torch.cat([images, replayed]), torch.cat([labels, classes])
         texts, contexts = self.text_embeds.float(), self.prompts.float().view(-1, self.embed_dim)
         old = {name: getattr(self, name).float() for name in PROJECTIONS}
-        started = self._started(generator, first=not len(contexts))
-        leaves = {name: tensor.to(images).clone().requires_grad_() for name, tensor in started.items()}
+        initial = self._initial_tensors(generator, first=not len(contexts))
+        leaves = {name: tensor.to(images).clone().requires_grad_() for name, tensor in initial.items()}
         optimizer = torch.optim.SGD(leaves.values(), self.learning_rate, MOMENTUM, weight_decay=DECAY)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs)
 
         def loss(_: int, rows: Tensor) -> Tensor:
-            now = leaves | {name: old[name] + leaves[name] for name in PROJECTIONS}
+            weights = leaves | {name: old[name] + leaves[name] for name in PROJECTIONS}
             tokens = texts, changes["means"], torch.cat([contexts, leaves["contexts"]])
-            tensors: Any = beside_images(*tokens, self.logit_scale, now)
-            scores = projected_fusion(images[rows], **tensors, sums=False)
-            return torch.stack([F.cross_entropy(one, labels[rows]) for one in scores]).sum()
+            tensors: Any = fusion_tensors(*tokens, self.logit_scale, weights)
+            terms = projected_fusion(images[rows], **tensors, sums=False)
+            return torch.stack([F.cross_entropy(scores, labels[rows]) for scores in terms]).sum()
 
         fit(loss, optimizer, (minibatches(images, self.batch_size, generator) for _ in range(self.epochs)), schedule)
-        found = {name: tensor.detach() for name, tensor in leaves.items()}
-        prompts = self.with_rows(prompts=found.pop("contexts").view(1, -1))
-        return changes | prompts | found | {name: old[name] + found[name] for name in PROJECTIONS}
+        trained = {name: tensor.detach() for name, tensor in leaves.items()}
+        prompts = self.with_rows(prompts=trained.pop("contexts").view(1, -1))
+        return changes | prompts | trained | {name: old[name] + trained[name] for name in PROJECTIONS}
 
-    def _started(self, generator: torch.Generator, first: bool) -> dict[str, Tensor]:
-        """Where the task's tensors start, as the authors': only the attention goes on from where it was."""
+    def _initial_tensors(self, generator: torch.Generator, first: bool) -> dict[str, Tensor]:
+        """Return the task's initial tensors; as in the authors' code, only the attention is carried over."""
         width, bound = self.embed_dim, 1 / math.sqrt(self.embed_dim)
 
         def uniform(*shape: int) -> Tensor:
             return bound * (2 * torch.rand(*shape, generator=generator) - 1)
 
-        started = {name: uniform(*getattr(self, name).shape) for name in PROJECTIONS}
-        started["contexts"] = torch.randn(self.contexts, width, generator=generator)
+        initial = {name: uniform(*getattr(self, name).shape) for name in PROJECTIONS}
+        initial["contexts"] = torch.randn(self.contexts, width, generator=generator)
         for name in ATTENTION[:-1]:
-            started[name] = bound * torch.randn(width, width, generator=generator) if first else getattr(self, name)
-        return started | {"out_shift": uniform(width) if first else self.out_shift}
+            initial[name] = bound * torch.randn(width, width, generator=generator) if first else getattr(self, name)
+        return initial | {"out_shift": uniform(width) if first else self.out_shift}
 
     def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         return projected_fusion, self.derived("tensors", self._tensors)
 
     def _tensors(self) -> dict[str, Tensor]:
         tokens = self.text_embeds.float(), self.means.float(), self.prompts.float().view(-1, self.embed_dim)
-        return beside_images(*tokens, self.logit_scale, {name: getattr(self, name).float() for name in NUMBERS})
+        return fusion_tensors(*tokens, self.logit_scale, {name: getattr(self, name).float() for name in NUMBERS})
 
 
 @dataclass(frozen=True)
 class Proof(Frozen):
-    """Trains nothing; the classifier `proof` has the paper's rule."""
+    """Train nothing: the method is implemented by the classifier `proof`."""
 
     name = "proof"
     classifiers = ("proof",)

@@ -1,8 +1,8 @@
-"""RAPF: a linear map of frozen image features, trained with drawn features of old classes and fused over tasks.
+"""RAPF: a linear map of frozen image features, trained with sampled features of old classes and fused over tasks.
 
 z(x) = A x / |A x|,  score = tau z(x) . e_c           A: (d, d), one for all tasks
-old classes:  x ~ N(mu_c, Sigma_c)                    one Gaussian a class, of features before A
-hard pairs:   old i, new j with |e_i - e_j| < theta   + mean of max(0, z.e_j - z.e_i + 0.1), x drawn from class i
+old classes:  x ~ N(mu_c, Sigma_c)                    a Gaussian per class, of features before A
+hard pairs:   old i, new j with |e_i - e_j| < theta   + mean of max(0, z.e_j - z.e_i + 0.1), x sampled from class i
 fusion:       A = A_old + U (M o C)                   A_old = U S V',  C = U'(A_new - A_old),
                                                       M = min(1, |C| / max |C| + b)
 """
@@ -20,33 +20,38 @@ from dulbe_peft.strategies.frozen import Frozen
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
 MARGIN = 0.1
-MILESTONES = (4, 10)  # after these epochs the learning rate falls to a tenth
-MOST_PAIRS = 32  # of a step, whose time and memory grow with them: each gives `int(20 beta)` features
+MILESTONES = (4, 10)  # epochs after which the learning rate is divided by ten
+MOST_PAIRS = 32  # hard pairs in a step; limited because each adds int(20 beta) features to its time and memory
 
 
 def mapped_cosine(z: torch.Tensor, map_: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Scores, (n, C), of unit features z, (n, d): their cosine with texts after a linear map."""
+    """Return the scores, (n, C), of unit features z, (n, d): cosines with the texts after a linear map."""
     return torch.nn.functional.normalize(z @ map_.T, dim=1) @ weight.T
 
 
 class RapfClassifier(KeptGaussians):
-    """The method's map, Gaussians and texts; it draws features of old classes, and keeps no image.
+    """RAPF's classifier. It stores the map, the texts and a Gaussian per class, but no images.
 
-    A class's Gaussian takes 4 d (d + 1) bytes: 100 MiB for 100 classes of d = 512, 2.9 GiB for 3,000, and learning
-    takes twice that. Of more than 32 hard pairs, a step draws 32, where the authors take all. They add 1e-4 I to a
-    covariance of features whose norm is about 10; here their norm is 1, so it is 1e-6 I. A starts as the authors'
-    does, as a random matrix without the identity, so task 1 gives the zero-shot scores up. Where a task's counts
-    differ, its images are weighed as in `ridge`; the authors' are not.
+    A class's Gaussian takes 4 d (d + 1) bytes: with d = 512, 100 MiB for 100 classes and 2.9 GiB for 3,000. Learning
+    takes twice that. A starts as a random matrix, without the identity, as in the authors' code, so task 1 gives up
+    the zero-shot scores.
+
+    Differences from the authors' code:
+
+    - With more than 32 hard pairs, each step samples 32 of them; the authors use all.
+    - The authors add 1e-4 I to the covariance of features whose norm is about 10. Features here have norm 1, so 1e-6 I
+      is added.
+    - If the classes of a task differ in their number of images, the images are weighted as in `ridge`.
 
     Args:
-        epochs, batch_size: passes over a task's features, and features of images per step.
-        learning_rate: of Adam at the start of each task, a tenth of it after epoch 4, and again after epoch 10.
-        draws: beta; a replayed class gives int(10 beta) features to a step, and a hard pair int(20 beta).
-        replayed: k, how many old classes a step replays.
+        epochs, batch_size: Number of passes over a task's features, and number of image features per step.
+        learning_rate: Learning rate of Adam at the start of each task; divided by ten after epochs 4 and 10.
+        draws: beta; a replayed class adds int(10 beta) features to a step, and a hard pair int(20 beta).
+        replayed: k, the number of old classes that a step replays.
         pair_distance: theta.
-        fusion_bias: b; 1 or more turns the fusion off, A is then what the task trained.
-        ridge: what is added to a covariance's diagonal.
-        seed: of A's start, of the order of the features and of the draws.
+        fusion_bias: b; values of 1 or more switch the fusion off, so that A is what the task has trained.
+        ridge: Value added to the diagonal of each covariance.
+        seed: Seed of the initial A, of the order of the features and of the samples.
 
     Reference:
         "Class-Incremental Learning with CLIP: Adaptive Representation Adjustment and Parameter Fusion", arXiv
@@ -64,7 +69,7 @@ class RapfClassifier(KeptGaussians):
     seed: Seed = 0
 
     name = "rapf"
-    summary = "RAPF's rule: names against image features that pass a linear map, which every task trains further"
+    summary = "RAPF's rule: compares names with image features after a linear map, which every task trains further"
     belongs_to = "rapf"
     needs_text = True
 
@@ -100,7 +105,7 @@ class RapfClassifier(KeptGaussians):
             if len(pairs) > MOST_PAIRS:
                 hard = pairs[torch.randint(len(pairs), (MOST_PAIRS,), generator=generator)]
             hard = hard.repeat_interleave(int(20 * self.draws), dim=0)
-            return right + push_apart(_mapped(self.drawn(hard[:, 0], generator), map_), texts, hard)
+            return right + push_apart(_mapped(self.sample(hard[:, 0], generator), map_), texts, hard)
 
         fit(loss, optimizer, epochs(), schedule)
         after = fused(start, map_.detach(), self.fusion_bias) if old else map_.detach()
@@ -111,20 +116,20 @@ class RapfClassifier(KeptGaussians):
 
 
 def hard_pairs(texts: Tensor, old: int, distance: float) -> Tensor:
-    """Pairs of an old class i and a new class j whose texts are nearer than theta, (pairs, 2); texts are (C, d)."""
+    """Return the pairs of an old class i and a new class j whose texts, (C, d), are closer than theta; (pairs, 2)."""
     # For unit vectors, |e_i - e_j| < theta is e_i . e_j > 1 - theta^2 / 2.
     near = (texts[:old] @ texts[old:].T > 1 - distance**2 / 2).nonzero()
     return near + torch.tensor([0, old], device=near.device)
 
 
 def push_apart(mapped: Tensor, texts: Tensor, pairs: Tensor) -> Tensor:
-    """Mean of max(0, z . e_j - z . e_i + 0.1) over features z of old classes i, (n, d), and pairs (i, j), (n, 2)."""
+    """Return the mean of max(0, z.e_j - z.e_i + 0.1) over features z of old classes, (n, d), and pairs, (n, 2)."""
     apart = texts[pairs[:, 1]] - texts[pairs[:, 0]]
     return ((mapped * apart).sum(dim=1) + MARGIN).relu().mean()
 
 
 def fused(old: Tensor, new: Tensor, bias: float) -> Tensor:
-    """A_old + U (M o C), (d, d): entries that moved most along U, of A_old = U S V', take the new value."""
+    """Return A_old + U (M o C), (d, d), with A_old = U S V'; M keeps the largest changes C and damps the others."""
     before = old.cpu().double()
     left = torch.linalg.svd(before).U
     change = left.T @ (new.cpu().double() - before)
@@ -141,7 +146,7 @@ def _mapped(features: Tensor, map_: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Rapf(Frozen):
-    """Trains nothing; the classifier `rapf` has the paper's rule."""
+    """Train nothing: the method is implemented by the classifier `rapf`."""
 
     name = "rapf"
     classifiers = ("rapf",)

@@ -1,11 +1,11 @@
-"""SD-LoRA: the directions of old updates are frozen, and how far to go along each is trained on.
+"""SD-LoRA: the directions of old updates are frozen, while their magnitudes are still trained.
 
     W x = W_0 x + sum over old tasks i of m_i B_i A_i x / (|B_i| |A_i|) + m_t B_t A_t x        |.|: Frobenius norm
 
 Task t trains A_t, B_t and all magnitudes m_1, ..., m_t. The new pair is not normalised while it is trained.
 
 When the task ends, the magnitudes are written into the factors: B_i becomes m_i B_i / (|B_i| |A_i|), and B_t becomes
-m_t B_t. The next task reads them off the factors as m_i = |B_i| |A_i|, so the border of two tasks changes no output.
+m_t B_t. The next task recovers them from the factors as m_i = |B_i| |A_i|, so no output changes between two tasks.
 
 Reference: Wu et al., "SD-LoRA: Scalable Decoupled Low-Rank Adaptation for Class Incremental Learning",
 arXiv 2501.13198.
@@ -24,7 +24,7 @@ from dulbe_peft.utils.settings import Positive
 
 
 def directions(down: torch.Tensor, up: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """B_i / (|B_i| |A_i|), (d_out, pairs * rank), 0 where B_i is, and m_i = |B_i| |A_i|, (pairs,)."""
+    """Return B_i / (|B_i| |A_i|), (d_out, pairs * rank), or 0 where B_i is 0, and m_i = |B_i| |A_i|, (pairs,)."""
     pairs = up.shape[1] // rank
     norms = [factor.unflatten(1, (pairs, rank)).norm(dim=(0, 2)) for factor in (down, up)]
     magnitudes = norms[0] * norms[1]
@@ -32,15 +32,15 @@ def directions(down: torch.Tensor, up: torch.Tensor, rank: int) -> tuple[torch.T
 
 
 def scaled(up: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
-    """m_i times the columns of pair i, for all pairs side by side in `up`, (d_out, pairs * rank)."""
+    """Multiply the columns of each pair i in `up`, (d_out, pairs * rank), by m_i."""
     return up * magnitudes.repeat_interleave(up.shape[1] // len(magnitudes))
 
 
 @dataclass(frozen=True)
 class SdLora(MergedLora):
-    """SD-LoRA with magnitudes of each layer's own, carried on from task to task."""
+    """SD-LoRA, in which each layer has its own magnitudes and every task trains all of them."""
 
-    magnitude: Positive = 0.8  # where a new pair's starts
+    magnitude: Positive = 0.8  # initial magnitude of a new pair
 
     name = "sd_lora"
     keeps_factors = True

@@ -1,9 +1,10 @@
-"""SLCA: LoRA at a small rate, and a linear head that each task aligns anew on features from all classes' Gaussians.
+"""SLCA: LoRA with a small learning rate, and a linear head that each task realigns on features sampled from Gaussians.
 
 x = sqrt(d) z,  score = W x + b
-head:       rows of a task's classes, trained on the task's features by the cross-entropy over these classes
-alignment:  from task 2 on, all rows, from what their task has trained, on x ~ N(a_c mu_c, Sigma_c), as many of each
-            a_c = 0.9 + 0.1 (t_c + 1) / T             t_c: the class's task of T, from 0
+head:       the rows of a task's classes are trained on the task's features with the cross-entropy over these classes
+alignment:  from task 2 on, all rows are trained further, starting from the trained heads, on x ~ N(a_c mu_c, Sigma_c)
+            with equally many x per class
+            a_c = 0.9 + 0.1 (t_c + 1) / T             t_c: index of the class's task, from 0; T: number of tasks
             cross-entropy of scores / (h n),  n = mean over tasks of |scores of the task's classes|,  h = 0.1
 """
 
@@ -21,31 +22,32 @@ from dulbe_peft.papers.fitting import KeptGaussians, fit, minibatches, next_task
 from dulbe_peft.strategies.lora import Lora
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
-MOMENTUM, DECAY = 0.9, 5e-4  # of both trainings, as in the authors' configuration
+MOMENTUM, DECAY = 0.9, 5e-4  # for both head and alignment, as in the authors' configuration
 
 
 class SlcaClassifier(KeptGaussians):
-    """A linear head and one Gaussian a class, 4 d (d + 3) bytes; it draws features, and keeps no image.
+    """SLCA's classifier. It stores a linear head and a Gaussian per class, 4 d (d + 3) bytes, but no images.
 
-    The head is kept twice, aligned for the scores, and as trained for the next alignment.
-    The authors' features have passed a LayerNorm, which gives them a norm near sqrt(d); unit features get it here.
-    Learning runs twice for each task, because the temperature of the probabilities needs held-back images. Every task
-    aligns all classes, so its time grows with their square.
+    The head is stored twice: the aligned one gives the scores, and the trained one is the start of the next alignment.
+    The authors' features have passed a LayerNorm and so have a norm near sqrt(d); unit features are scaled to it here.
+    Each task is learned twice, because the temperature of the probabilities needs held-out images. Every task aligns
+    all classes, so the total time grows with the square of their number.
 
     Args:
-        epochs: passes over a task's features. With few steps the head's scores stay small, and the alignment, whose
-            gradient grows as they shrink, overshoots: digits were told at 37 % after 5 steps a task, at 92 % after 20.
-        batch_size: features of images per step.
-        learning_rate: of SGD for head and alignment.
-        rounds: how often the alignment draws anew; its rate falls to 0 over them on a cosine.
-        draws: drawn features of each class in a round, and features in a step of the alignment.
+        epochs: Number of passes over a task's features. With few steps the head's scores stay small, and the
+            alignment, whose gradient grows as they shrink, overshoots: on digits the accuracy was 37 % after 5 steps
+            per task and 92 % after 20.
+        batch_size: Number of image features per step.
+        learning_rate: Learning rate of SGD for the head and the alignment.
+        rounds: How often the alignment samples new features. Its learning rate decays to 0 on a cosine meanwhile.
+        draws: Number of features sampled per class in a round, and number of features per step of the alignment.
         norm: h.
-        ridge: what is added to the diagonal of a covariance of x.
-        seed: of the order of the features and of the draws.
+        ridge: Value added to the diagonal of each covariance of x.
+        seed: Seed of the order of the features and of the samples.
 
     Reference:
         Zhang et al., "SLCA: Slow Learner with Classifier Alignment for Continual Learning on a Pre-trained Model",
-        arXiv 2303.05118, and the authors' public code, of which the settings are.
+        arXiv 2303.05118, and the authors' public code, which is the source of the settings.
     """
 
     epochs: AtLeastOne = 20
@@ -58,7 +60,7 @@ class SlcaClassifier(KeptGaussians):
     seed: Seed = 0
 
     name = "slca"
-    summary = "SLCA's rule: a linear layer, trained after every task on features drawn like those of all classes"
+    summary = "SLCA's rule: a linear layer, retrained after every task on features sampled from a Gaussian per class"
     belongs_to = "slca"
 
     def register(self) -> None:
@@ -81,7 +83,7 @@ class SlcaClassifier(KeptGaussians):
         return kept | trained | {"weight": weight, "bias": bias}
 
     def _head(self, x: Tensor, labels: Tensor, classes: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """W, (classes, d), and b, (classes,), from 0, after training on a task's features alone."""
+        """Return W, (classes, d), and b, (classes,), trained from 0 on the features of one task."""
         weight, bias = (x.new_zeros(classes, *rest).requires_grad_() for rest in (x.shape[1:], ()))
 
         def loss(_: int, rows: Tensor) -> Tensor:
@@ -94,21 +96,21 @@ class SlcaClassifier(KeptGaussians):
     def _aligned(
         self, weight: Tensor, bias: Tensor, means: Tensor, factors: Tensor, task: Tensor, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """W and b of all classes after training on drawn features."""
+        """Return W and b of all classes, trained further on sampled features."""
         labels = torch.arange(len(means), device=means.device).repeat_interleave(self.draws)
-        means, drawn = shrunk(means, task), means.new_empty(len(labels), self.embed_dim)
+        means, samples = shrunk(means, task), means.new_empty(len(labels), self.embed_dim)
         optimizer = self._optimizer([weight.requires_grad_(), bias.requires_grad_()])
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, self.rounds))
 
         def epochs() -> Iterator[tuple[Tensor, ...]]:
             for _ in range(self.rounds):
-                for own, mean, factor in zip(drawn.split(self.draws), means, factors, strict=True):
+                for features, mean, factor in zip(samples.split(self.draws), means, factors, strict=True):
                     noise = torch.randn(self.draws, self.embed_dim, generator=generator).to(means)
-                    torch.addmm(mean, noise, factor.T, out=own)
-                yield torch.randperm(len(labels), generator=generator).to(drawn.device).split(self.draws)
+                    torch.addmm(mean, noise, factor.T, out=features)
+                yield torch.randperm(len(labels), generator=generator).to(samples.device).split(self.draws)
 
         def loss(_: int, rows: Tensor) -> Tensor:
-            return F.cross_entropy(normed(F.linear(drawn[rows], weight, bias), task) / self.norm, labels[rows])
+            return F.cross_entropy(normed(F.linear(samples[rows], weight, bias), task) / self.norm, labels[rows])
 
         fit(loss, optimizer, epochs(), schedule)
         return weight.detach(), bias.detach()
@@ -121,19 +123,19 @@ class SlcaClassifier(KeptGaussians):
 
 
 def shrunk(means: Tensor, task: Tensor) -> Tensor:
-    """a_c mu_c, (C, d): means of older tasks, (C,) from 0, are pulled towards 0."""
+    """Return a_c mu_c, (C, d): the means of earlier tasks are shrunk towards 0. `task` is (C,), counted from 0."""
     return means * (0.9 + 0.1 * (task + 1) / (task.max() + 1))[:, None]
 
 
 def normed(scores: Tensor, task: Tensor) -> Tensor:
-    """Scores, (n, C), over the mean over tasks, (C,), of the norm that an image's scores of a task's classes have."""
-    parts = scores.split(task.unique_consecutive(return_counts=True)[1].tolist(), dim=1)  # a task's stand together
+    """Divide each image's scores, (n, C), by n, the mean over tasks of |scores of the task's classes|."""
+    parts = scores.split(task.unique_consecutive(return_counts=True)[1].tolist(), dim=1)  # one part per task
     return scores / (torch.stack([part.norm(dim=1) for part in parts]).mean(dim=0)[:, None] + 1e-7)
 
 
 @dataclass(frozen=True)
 class Slca(Lora):
-    """LoRA for all tasks, as in SLCA++, arXiv 2408.08295, read through SLCA's classifier."""
+    """Train LoRA in all tasks, as in SLCA++, arXiv 2408.08295, and classify with SLCA's classifier."""
 
     name = "slca"
     classifiers = ("slca",)

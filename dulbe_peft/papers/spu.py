@@ -1,12 +1,14 @@
-"""SPU: a tenth of each first MLP layer's weights is trained, those whose gradient is largest, and nothing else.
+"""SPU: trains only a tenth of the weights in the first layer of each MLP, those with the largest gradients.
 
-    chosen  the weights of the `share` |W| largest |G| of a layer; G: gradient of the new images' loss, before the task
-    W_t     = W_{t-1} + D        D is 0 but at the chosen weights, where it is trained from 0
+    chosen  a `share` of the layer's weights, those with the largest |G|; G: gradient of the new images' loss before
+            the task
+    W_t     = W_{t-1} + D        D starts at 0 and is trained at the chosen weights only
 
-Every task chooses anew. An update of so many single weights has full rank, so the adapter keeps one matrix a layer.
+Every task chooses its weights anew. Such a sparse update may have full rank, so the adapter keeps one dense matrix per
+layer.
 
-Reference: Zhang et al., "Overcoming Generic Knowledge Loss with Selective Parameter Update", arXiv 2308.12462. The
-published code takes the gradient of the logits' squared norm for G.
+Reference: Zhang et al., "Overcoming Generic Knowledge Loss with Selective Parameter Update", arXiv 2308.12462. In the
+published code, G is the gradient of the squared norm of the logits.
 """
 
 from collections.abc import Iterator
@@ -26,7 +28,7 @@ VALUES = "values of layer "
 
 @dataclass(frozen=True)
 class Spu(Strategy):
-    """Single weights of the first MLP layers, in place of low-rank modes."""
+    """Train single weights of the first MLP layers instead of low-rank modes."""
 
     name = "spu"
     needs = frozenset({GRADIENTS})
@@ -37,7 +39,7 @@ class Spu(Strategy):
         return max(1, int(self.share * layer.in_features * layer.out_features))
 
     def plan(self, task: NewTask) -> None:
-        """Choose the weights; the modes stay at 0."""
+        """Choose the weights to train; the low-rank modes stay at 0."""
         for name, layer in task.layers.items():
             task.notes[name] = task.gradients[name].abs().flatten().topk(self.trained_weights(layer)).indices
 
@@ -58,7 +60,7 @@ class Spu(Strategy):
         task.adapter.note_history()
 
     def _update(self, task: NewTask, name: str) -> Updates:
-        """D, (d_out, d_in)."""
+        """Return D, (d_out, d_in)."""
         layer, values = task.layers[name], task.notes[VALUES + name]
         empty = values.new_zeros(layer.out_features * layer.in_features)
         return [(None, empty.scatter(0, task.notes[name], values).view(layer.out_features, layer.in_features))]

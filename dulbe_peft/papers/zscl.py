@@ -1,14 +1,14 @@
-"""ZSCL: on reference images the model keeps the similarities with texts that it had before it learned anything.
+"""ZSCL: distillation keeps the similarities between reference images and texts as they were in the pristine model.
 
     loss = cross-entropy over the current classes
          + distillation * T^2 (mean over images of KL(p || q) over texts + mean over texts of KL(p || q) over images)
-    p, q: softmax of tau z_0 . e_0 / T and of tau z . e_0 / T        0: the pristine model, both towers
+    p, q: softmax of tau z_0 . e_0 / T and of tau z . e_0 / T        0: both towers of the pristine model
 
-Each step draws a batch of reference images. The texts are the names of their classes, or those of a file. With
-`average`, every tensor of the adapter ends the task as its mean over the steps, the start included.
+Each step samples a batch of reference images. The texts are the names of their classes, or are read from a file. With
+`average`, each tensor of the adapter is replaced at the end of the task by its mean over the start and all steps.
 
 Reference: Zheng et al., "Preventing Zero-Shot Transfer Degradation in Continual Learning of Vision-Language Models",
-arXiv 2303.06628, and the authors' public code, of which T = 2 and the weight are.
+arXiv 2303.06628, and the authors' public code, which is the source of T = 2 and of the weight.
 """
 
 import os
@@ -31,7 +31,7 @@ from dulbe_peft.utils.settings import Positive, Weight
 
 @dataclass
 class References:
-    """Reference images, and what the pristine model gives for them and for the texts."""
+    """Reference images, and the pristine model's embeddings of them and of the texts."""
 
     encoder: Encoder
     images: PixelDataset
@@ -40,7 +40,7 @@ class References:
     generator: torch.Generator
 
     def loss(self, temperature: float) -> torch.Tensor:
-        """The distillation on a batch of images that is drawn now."""
+        """Return the distillation loss on a newly sampled batch of reference images."""
         rows = torch.randperm(len(self.images), generator=self.generator)[: self.encoder.args.batch_size]
         pixels = torch.stack([self.images[row][0] for row in rows.tolist()]).to(self.encoder.device)
         text = logit_scale(self.encoder.clip) * self.text.T
@@ -50,10 +50,10 @@ class References:
 
 @dataclass(frozen=True)
 class Zscl(Lora):
-    """ZSCL with a LoRA pair."""
+    """Train a LoRA pair with ZSCL's distillation."""
 
-    reference_images: str = ""  # as for `--data`; in both, variables such as $DATA are filled in
-    reference_texts: str = ""  # a file with one text a line; without it, the names of the images' classes
+    reference_images: str = ""  # same forms as for `--data`; ~ and environment variables such as $DATA are expanded
+    reference_texts: str = ""  # a file with one text per line, also expanded; by default the images' class names
     distillation: Weight = 1.0
     temperature: Positive = 2.0
     average: bool = True
@@ -62,7 +62,7 @@ class Zscl(Lora):
 
     def plan(self, task: NewTask) -> Modes | None:
         if not self.reference_images:
-            raise ValueError("the strategy 'zscl' needs images to refer to: zscl:reference_images=FOLDER")
+            raise ValueError("the strategy 'zscl' needs reference images: pass zscl:reference_images=FOLDER")
         return super().plan(task)
 
     @contextmanager
@@ -75,13 +75,13 @@ class Zscl(Lora):
             yield bases
 
     def references(self, task: NewTask) -> References:
-        """The reference images, as the pristine model sees them."""
+        """Load the reference images and texts and embed them with the pristine model."""
         encoder = task.encoder
         assert encoder is not None
-        images = load_data(filled_in(self.reference_images))
-        texts = read_lines(filled_in(self.reference_texts)) if self.reference_texts else None
+        images = load_data(expand_path(self.reference_images))
+        texts = read_lines(expand_path(self.reference_texts)) if self.reference_texts else None
         if texts == []:
-            raise ValueError(f"reference_texts {self.reference_texts!r} holds no text: give one a line")
+            raise ValueError(f"reference_texts {self.reference_texts!r} contains no text: write one text per line")
         names, given = texts or list(images.class_names), {text: (text,) for text in texts or ()}
         pixels = encoder.images(images, keep=True)
         with task.adapter.scaled(0):
@@ -101,6 +101,6 @@ class Zscl(Lora):
             tensor.copy_(mean)
 
 
-def filled_in(path: str) -> str:
-    """A path with ~ and variables of the environment filled in."""
+def expand_path(path: str) -> str:
+    """Expand ~ and environment variables in a path."""
     return os.path.expanduser(os.path.expandvars(path))

@@ -1,4 +1,4 @@
-"""The application on the library: folders of photographs, the command line, reports, a page to label on, exports."""
+"""The application for photographs: reading folders, the command line, reports, a labelling page and exports."""
 
 import lazy_loader
 

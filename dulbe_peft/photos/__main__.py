@@ -1,4 +1,4 @@
-"""The command line: `dulbe-peft`, `python -m dulbe_peft` and `python -m dulbe_peft.photos`."""
+"""Start the command line: `dulbe-peft`, `python -m dulbe_peft` or `python -m dulbe_peft.photos`."""
 
 import sys
 
@@ -6,7 +6,7 @@ from dulbe_peft.utils.extras import installed
 
 
 def start() -> int:
-    """Call the command line; Ctrl-C while it is imported is one line, too."""
+    """Run the command line and return its exit status; Ctrl-C during the imports prints one line, not a traceback."""
     try:
         with installed("dulbe-peft"):
             from dulbe_peft.photos.commands.main import main

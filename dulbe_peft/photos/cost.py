@@ -1,4 +1,4 @@
-"""What a strategy trains and keeps: parameters, shared inputs and bytes, counted from shapes."""
+"""Count what a strategy trains and keeps, from shapes: parameters, shared inputs and bytes."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 
 def trainable_parameters(model: Any, strategy: Strategy) -> dict[str, int]:
-    """How many parameters a task trains: B of shared and residual modes, trained bases P, all else, and the total."""
+    """Return how many parameters a task trains: B of shared and residual modes, trained bases P, others, the total."""
     layers = model.dual_mode_layers().values()
     shared, residual = (
         sum(p.numel() for p in modes()) for modes in (model.shared_parameters, model.residual_parameters)
@@ -25,7 +25,7 @@ def trainable_parameters(model: Any, strategy: Strategy) -> dict[str, int]:
 
 
 def shared_inputs(model: Any) -> dict[tuple[str, ...], int]:
-    """The adapted layers by the tensor that they read, with its width d_in, found by one image."""
+    """Return names of the adapted layers that share an input -> its width d_in, observed while encoding one image."""
     read: dict[str, torch.Tensor] = {}
     base, layers = model.get_base_model(), model.dual_mode_layers()
     blank = torch.zeros(1, *image_shape(base), device=next(base.parameters()).device)
@@ -38,12 +38,12 @@ def shared_inputs(model: Any) -> dict[tuple[str, ...], int]:
 
 
 def statistics_bytes(model: Any) -> int:
-    """Bytes of the statistics S of a model's inputs, float32."""
+    """Return the size in bytes of the statistics S of a model's inputs, in float32."""
     return 4 * sum(width**2 for width in shared_inputs(model).values())
 
 
 def memory_bytes(memory: Memory | None) -> int:
-    """Bytes of what a strategy keeps between tasks."""
+    """Return the size in bytes of what a strategy keeps between tasks."""
     if isinstance(memory, OccupationStatistics):
         return memory.nbytes
     return sum(tensor.nbytes for tensor in (memory or {}).values())

@@ -1,4 +1,4 @@
-"""The embedded demo: handwritten digits, offline, with a tiny CLIP that comes with the package."""
+"""Run the demo on handwritten digits, offline, with a tiny CLIP that is part of the package."""
 
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ SETTINGS: dict[str, Any] = {"epochs": 4, "prompt_template": "a photo of the digi
 
 
 def run_demo(output_dir: str | Path) -> dict[str, Any]:
-    """Three months of digits: nothing is trained, and no month is seen again; returns the results.
+    """Learn digits in three months, without training and without revisiting a month; return the results.
 
-    Each month brings new classes, and the model is tested on all of them so far. The report is `report.html`.
+    Each month brings new classes, and the model is tested on all classes so far. The report is `report.html`.
     """
     output, args = Path(output_dir), LearnerArguments(**SETTINGS, device="cpu")
     learner = ClassIncrementalLearner(*_clip(), args=args, strategy="frozen")
@@ -32,17 +32,17 @@ def run_demo(output_dir: str | Path) -> dict[str, Any]:
     tasks = digit_tasks(increment=3, initial_increment=4)
     results = learner.run(tasks, output)
     trains, tests = [task.train for task in tasks], [task.test for task in tasks]
-    write_pictures(output, tests, results, learner=learner, trains=trains)
+    write_pictures(output, tests, results, learner=learner, trains=trains, task_names=MONTHS)
     matrix = next(iter(results["classifiers"].values()))["matrix"]
     for month, task, row in zip(MONTHS, tasks, matrix, strict=True):
-        old = f"; of {MONTHS[0]}'s, {percent(row[0])} %" if len(row) > 1 else ""
-        print(f"{month} brought {', '.join(task.class_names)}: {percent(row[-1])} % of them are named right{old}")
+        old = f"; of {MONTHS[0]}'s classes, {percent(row[0])} %" if len(row) > 1 else ""
+        print(f"{month} brought {', '.join(task.class_names)}: {percent(row[-1])} % are classified correctly{old}")
     print(f"written: {write_report(output, output / 'report.html')}, for a browser")
     return results
 
 
 def compare_demo(output_dir: str | Path) -> dict[str, Any]:
-    """The digits in five tasks with training and without, and one table; returns the results with training."""
+    """Learn the digits in five tasks with and without training, print one table, and return the trained results."""
     output, args, tasks = Path(output_dir), LearnerArguments(**SETTINGS, device="cpu"), digit_tasks()
     clip, processor = _clip()
     model = get_peft_model(clip, DualModeLoraConfig(support_rank=16))
@@ -62,7 +62,7 @@ def compare_demo(output_dir: str | Path) -> dict[str, Any]:
 
 
 def _clip() -> tuple[Any, Any]:
-    """The tiny CLIP and its processor."""
+    """Return the tiny CLIP and its processor."""
     import torch
 
     torch.set_num_threads(1)  # a model this small only waits for a second thread

@@ -1,37 +1,94 @@
-"""Images whose label is likely wrong: a classifier that has not seen them takes them for another class."""
+"""Find images whose label is probably wrong, because a classifier that has not seen them predicts another class."""
 
 import warnings
 from collections.abc import Hashable
+from typing import NamedTuple
 
 import numpy as np
 
 from dulbe_peft.classifiers.calibration import FOLDS
 from dulbe_peft.sklearn import FeatureClassifier
 
+SWAPPED = 0.05  # share of the labels that a trial swaps, as far as these are not more than are enough
+TRIALS, ENOUGH = 5, 60  # at most so many trials, until so many labels were swapped
+
+
+class Trial(NamedTuple):
+    """How many labels were swapped on copies, and of how many the doubts found; the same of the labels beside them."""
+
+    found: int
+    swapped: int
+    others_doubted: int
+    others: int
+
+
+def tried_on_swapped(
+    features: np.ndarray, labels: np.ndarray, texts: np.ndarray | None, logit_scale: float
+) -> Trial | None:
+    """Swap labels of images of different classes on a copy, and count how many of these `doubtful_labels` finds.
+
+    Arguments are as there. Classes keep their sizes. None where no two images that are judged differ in their class.
+    """
+    judged = np.flatnonzero(np.bincount(labels)[labels] > 1)
+    pairs = min(max(1, round(SWAPPED * len(judged) / 2)), ENOUGH // 2)
+    generator, trial = np.random.default_rng(0), Trial(0, 0, 0, 0)
+    for _ in range(TRIALS):
+        changed = _swapped(labels, generator.permutation(judged), pairs)
+        places = {*np.flatnonzero(changed != labels).tolist()}
+        if not places:
+            return None
+        doubted = {image for image, _, _ in doubtful_labels(features, changed, texts, logit_scale)}
+        counts = len(doubted & places), len(places), len(doubted - places), len(judged) - len(places)
+        trial = Trial(*(before + now for before, now in zip(trial, counts, strict=True)))
+        if trial.swapped >= ENOUGH:
+            break
+    return trial
+
+
+def _swapped(labels: np.ndarray, order: np.ndarray, pairs: int) -> np.ndarray:
+    """A copy in which each of some pairs of images, drawn in this order, has each other's labels."""
+    changed, left = labels.copy(), order.tolist()
+    while pairs and left:
+        first = left.pop()
+        second = next((one for one in reversed(left) if labels[one] != labels[first]), None)
+        if second is None:
+            break
+        left.remove(second)
+        changed[[first, second]] = labels[[second, first]]
+        pairs -= 1
+    return changed
+
 
 def doubtful_labels(
     features: np.ndarray, labels: np.ndarray, texts: np.ndarray | None, logit_scale: float
 ) -> list[tuple[int, int, float]]:
-    """(image, the class that it is taken for, probability of its label), the least probable label first.
+    """Return (image, predicted class, probability of its label) for doubtful images, least probable label first.
 
-    `features` are (n, d), `texts` (classes, d). `bayes` judges each fifth of the images after
-    it has learned the others. An image that is alone in its class is not judged: nothing else shows the class.
+    `bayes` predicts each fifth of the images after it has learned the others. An image that is alone in its class is
+    left out, because no other image shows that class.
+
+    Args:
+        features: features of the images, (n, d).
+        labels: class indices, (n,).
+        texts: text features of the classes, (classes, d), or None.
+        logit_scale: the scale of the model's cosines.
     """
     from sklearn.model_selection import StratifiedKFold, cross_val_predict
 
     counts = np.bincount(labels)
-    places = np.flatnonzero(counts[labels] > 1)
+    rows = np.flatnonzero(counts[labels] > 1)
     if (counts > 1).sum() < 2:
         return []
-    classes, own = np.unique(labels[places], return_inverse=True)
-    given: dict[Hashable, np.ndarray] = {} if texts is None else dict(enumerate(texts[classes]))
-    made = FeatureClassifier("bayes", texts=given, logit_scale=logit_scale)
+    classes, targets = np.unique(labels[rows], return_inverse=True)
+    class_texts: dict[Hashable, np.ndarray] = {} if texts is None else dict(enumerate(texts[classes]))
+    classifier = FeatureClassifier("bayes", texts=class_texts, logit_scale=logit_scale)
     folds = StratifiedKFold(min(FOLDS, counts.max()), shuffle=True, random_state=0)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The least populated class", UserWarning)  # it is in most folds all the same
-        probabilities = cross_val_predict(made, features[places], own, cv=folds, method="predict_proba")
-    best = probabilities.argmax(axis=1)
-    doubted = np.flatnonzero(best != own)
-    columns = places[doubted], classes[best[doubted]], probabilities[doubted, own[doubted]]
-    found = zip(*(column.tolist() for column in columns), strict=True)
-    return sorted(found, key=lambda row: (row[2], row[0]))
+        # A class with fewer images than folds is missing from some test folds, which does no harm here.
+        warnings.filterwarnings("ignore", "The least populated class", UserWarning)
+        probabilities = cross_val_predict(classifier, features[rows], targets, cv=folds, method="predict_proba")
+    predicted = probabilities.argmax(axis=1)
+    doubtful = np.flatnonzero(predicted != targets)
+    columns = rows[doubtful], classes[predicted[doubtful]], probabilities[doubtful, targets[doubtful]]
+    doubts = zip(*(column.tolist() for column in columns), strict=True)
+    return sorted(doubts, key=lambda doubt: (doubt[2], doubt[0]))

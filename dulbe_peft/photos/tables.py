@@ -1,4 +1,4 @@
-"""What a command writes alone: a table, and copies of files in folders."""
+"""Lock a table or folder while a command writes to it, and copy files into folders of classes."""
 
 import filecmp
 import itertools
@@ -13,34 +13,34 @@ from pathlib import Path
 from dulbe_peft.utils import files
 from dulbe_peft.utils.folders import LOCK_SUFFIX, clear_leftovers, exclusive
 
-_UNFIT = re.compile(r'[/\\:*?"<>|%\x00-\x1f]|^\.|[. ]$')  # what some system does not take in the name of a folder
+_UNFIT = re.compile(r'[/\\:*?"<>|%\x00-\x1f]|^\.|[. ]$')  # not allowed in the name of a folder on some system
 
 
 @contextmanager
 def only_writer(path: str) -> Iterator[None]:
-    """While the block runs, no other process writes there by this function."""
-    place = Path(path).resolve()
-    with exclusive(place.with_name(f".{place.name}{LOCK_SUFFIX}"), path):
+    """Lock a path while the block runs, so that another process that uses this function raises an error."""
+    target = Path(path).resolve()
+    with exclusive(target.with_name(f".{target.name}{LOCK_SUFFIX}"), path):
         yield
 
 
 @contextmanager
 def sorted_folder(path: str) -> Iterator[Callable[[Path, str], None]]:
-    """A folder into which one process sorts files: the function that copies a file into the folder of a class."""
+    """Lock a folder and yield a function that copies a file into the subfolder of a class."""
     folder = Path(path).resolve()
     with only_writer(path):
-        for place in folder.iterdir() if folder.exists() else ():
-            if place.is_dir():
-                clear_leftovers(place, ".+")
+        for subfolder in folder.iterdir() if folder.exists() else ():
+            if subfolder.is_dir():
+                clear_leftovers(subfolder, ".+")
         yield partial(_copy_into, folder)
 
 
 def _copy_into(folder: Path, file: Path, class_name: str) -> None:
-    """Copy a file; nothing is replaced, and what is there already is not copied again."""
-    place = folder / _UNFIT.sub(lambda found: f"%{ord(found[0]):02X}", class_name)
-    place.mkdir(parents=True, exist_ok=True)
+    """Copy a file under a free name, unless the folder of the class already holds a file with the same content."""
+    class_folder = folder / _UNFIT.sub(lambda match: f"%{ord(match[0]):02X}", class_name)
+    class_folder.mkdir(parents=True, exist_ok=True)
     names = itertools.chain([file.name], (f"{file.stem}-{number}{file.suffix}" for number in itertools.count(2)))
-    for target in map(place.joinpath, names):
+    for target in map(class_folder.joinpath, names):
         if not os.path.lexists(target):
             with file.open("rb") as source, files.replacing(target) as copy, copy.open("wb") as opened:
                 shutil.copyfileobj(source, opened)

@@ -1,4 +1,4 @@
-"""Where each layer of a new task may write: its historical support, and the frozen bases of its modes beside it."""
+"""Plan where each layer may write during a new task: its historical support, and the frozen bases of its modes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,24 +29,27 @@ def allocate_modes(
     support_rank: int | None = None,
     config: Any = None,
 ) -> dict[str, ModeBases]:
-    """Plan the modes of a task from its prospective gradient and the history of layer inputs. Touches no model.
+    """Plan the modes of a task from its prospective gradient and the statistics of earlier layer inputs.
+
+    No model is read or changed.
 
     Args:
         grad_probe: layer name -> G, (d_out, d_in), as `probe_gradients` returns them.
         stats: layer name -> S, (d_in, d_in): an `OccupationStatistics` or any mapping. A layer without an entry is
-            planned as at the first task.
-        shared_rank: r_S; None takes it from `config`, without one 1.
-        residual_rank: r_R, one for all layers or layer name -> r_R; None: from `config`, without one 8.
-        support_rank: K_h, clamped to what a layer and its data allow; None: from `config`, without one 128.
-        config: the adapter's configuration; None takes that of the adapter that `probe_gradients` has measured.
+            planned as in the first task.
+        shared_rank: r_S. None takes the value of `config`, or 1 without a configuration.
+        residual_rank: r_R for all layers, or layer name -> r_R. None takes the value of `config`, or 8 without one.
+        support_rank: K_h, reduced to what a layer and its data allow. None takes the value of `config`, or 128
+            without one.
+        config: the adapter's configuration. None takes the configuration that `probe_gradients` put into `grad_probe`.
 
     Returns:
-        Layer name -> [`ModeBases`], in the order of `grad_probe`, on each gradient's device.
+        A dict of layer name -> [`ModeBases`], in the order of `grad_probe`, on each gradient's device.
 
     Raises:
         ValueError: the ranks do not fit a layer, or a matrix has the wrong shape or is not finite; the message names
             the layer.
-        TypeError: gradients or statistics are no mapping.
+        TypeError: the gradients or the statistics are not a mapping.
 
     Reference:
         Section "Gradient-Demand Dual-Mode Subspace Allocation".
@@ -72,11 +75,14 @@ def supports_and_modes(
     residual_rank: int | Mapping[str, int],
     support_rank: int,
 ) -> tuple[dict[str, torch.Tensor], dict[str, ModeBases]]:
-    """U, (d_in, K), of the layers that have a statistic, and the modes of all; see `allocate_modes`."""
+    """Return the support U, (d_in, K), of each layer with a statistic, and the modes of all layers.
+
+    See `allocate_modes` for the arguments.
+    """
     check_int("shared_rank", shared_rank, 0)
     check_int("support_rank", support_rank, 0)
     residual_ranks = residual_rank if isinstance(residual_rank, Mapping) else dict.fromkeys(probe, residual_rank)
-    # Layers that share a statistic share its decomposition; the statistic is kept alive, so that its id is unique.
+    # Layers that share a statistic share its decomposition. Keeping the statistic alive keeps its id unique.
     decomposed: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
     supports, modes = {}, {}
     for name, gradient in probe.items():
@@ -90,7 +96,7 @@ def supports_and_modes(
         if stats and name in stats:
             matrix = stats[name]
             if matrix.shape != (width, width):
-                sizes = f"{(width, width)}, as its gradient says, got {tuple(matrix.shape)}"
+                sizes = f"{(width, width)} to match its gradient, got {tuple(matrix.shape)}"
                 raise ValueError(f"statistic of layer {name!r} must be {sizes}")
             if (id(matrix), rank) not in decomposed:
                 inputs = matrix.to(gradient.device), support_rank, rank, f"statistic of layer {name!r}"
@@ -104,7 +110,7 @@ def supports_and_modes(
 
 
 def _capture(gradient: torch.Tensor, basis: torch.Tensor) -> float:
-    """|G P|^2 / |G|^2, 0 where G is zero; the largest entry is divided out, so that no square leaves float32."""
+    """Return |G P|^2 / |G|^2, or 0 if G is zero. Dividing by the largest entry keeps squares inside float32."""
     largest = gradient.abs().max().float()
     if largest == 0:
         return 0.0
@@ -115,10 +121,10 @@ def _capture(gradient: torch.Tensor, basis: torch.Tensor) -> float:
 def historical_support(
     statistic: torch.Tensor, support_rank: int, residual_rank: int, name: str = "S"
 ) -> torch.Tensor:
-    """Dominant eigenvectors U, (d_in, K_eff) in float32, of an occupation statistic S, (d_in, d_in): what was used.
+    """Return U, (d_in, K_eff), float32: the dominant eigenvectors of an occupation statistic S, (d_in, d_in).
 
-    K_eff is the smallest of K_h, the number of eigenvalues above d_in * eps(float32) * the largest, and d_in - r_R; it
-    may be 0.
+    They span the input directions that earlier tasks used. K_eff is the smallest of K_h, d_in - r_R, and the number of
+    eigenvalues above d_in * eps(float32) times the largest one; it may be 0.
 
     Reference:
         "Historical Visual-Mode Occupation", the eigendecomposition of S_<t.
@@ -132,12 +138,13 @@ def historical_support(
 def allocate_layer(
     gradient: torch.Tensor, support: torch.Tensor | None, shared_rank: int, residual_rank: int, name: str = "G"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """P_S, (d_in, r_S), and P_R, (d_in, r_R), of one layer, float32 and together orthonormal; P_R is orthogonal to U.
+    """Return P_S, (d_in, r_S), and P_R, (d_in, r_R), of one layer: float32, together orthonormal, P_R orthogonal to U.
 
-    Without a support U (the first task) the top right singular vectors of G, (d_out, d_in), the first r_S of them
-    shared. With one, P_S = U q, q the top eigenvectors of U'G'GU, and P_R the top right singular vectors of
-    G(I - UU'). Directions that the gradient does not determine are filled up: those of P_R outside U; those of P_S
-    that a support of fewer than r_S columns leaves open by the singular vectors of G(I - UU') that follow P_R.
+    Without a support U (in the first task), they are the top right singular vectors of G, (d_out, d_in), of which the
+    first r_S are shared. With a support, P_S = U q, where q are the top eigenvectors of U'G'GU, and P_R holds the top
+    right singular vectors of G(I - UU'). Directions that the gradient does not determine are filled up: those of P_R
+    with directions outside U, and those of P_S, if U has fewer than r_S columns, with the singular vectors of
+    G(I - UU') that follow P_R.
 
     Reference:
         "Rewritable Shared Mode", "Low-Interference Residual Modes", "Subspace-Frozen Parameterization"; for r_S > 1
@@ -145,11 +152,11 @@ def allocate_layer(
     """
     matrix = to_float64(gradient, name)
     if support is None:
-        nothing = matrix.new_zeros(matrix.shape[1], 0)
-        basis = _dominant_directions(matrix, nothing, shared_rank + residual_rank, name)
+        no_support = matrix.new_zeros(matrix.shape[1], 0)
+        basis = _dominant_directions(matrix, no_support, shared_rank + residual_rank, name)
         shared, residual = basis[:, :shared_rank], basis[:, shared_rank:]
     else:
-        # Orthonormal beyond the rounding of its float32 columns.
+        # The columns of U were rounded to float32; QR makes them orthonormal in float64.
         occupied = torch.linalg.qr(support.to(matrix)).Q
         inside = min(shared_rank, occupied.shape[1])
         response = matrix @ occupied
@@ -162,12 +169,16 @@ def allocate_layer(
 
 
 def _dominant_directions(matrix: torch.Tensor, avoid: torch.Tensor, count: int, name: str) -> torch.Tensor:
-    """Top right singular vectors of `matrix` (I - `avoid` `avoid`'), filled up outside it; float64, (d, count)."""
+    """Return the top right singular vectors of `matrix` (I - `avoid` `avoid`'), (d, count), float64.
+
+    If there are fewer than `count`, other directions orthogonal to `avoid` fill up the columns.
+    """
     projected = matrix - (matrix @ avoid) @ avoid.T
     wide = matrix.shape[0] < matrix.shape[1]
-    # The smaller Gram matrix is enough: squaring costs half the digits, which float64 has to spare for a float32 G.
+    # The smaller Gram matrix is enough. Squaring loses half the digits, but float64 has twice those of a float32 G.
     gram = projected @ projected.T if wide else projected.T @ projected
-    # Against |G|, not |G(I - UU')|: what is left of a G inside U is rounding, and its directions fall back into U.
+    # Relative to |G|, not to |G(I - UU')|: if G lies inside U, only rounding errors are left outside, and their
+    # directions would fall back into U.
     threshold = max(matrix.shape) * EPS64 * float(matrix.square().sum())
     vectors = top_eigenvectors(gram, min(count, len(gram)), f"Gram matrix of {name}", absolute=threshold)
     directions = projected.T @ vectors if wide else vectors

@@ -1,4 +1,4 @@
-"""What the adapted layers read while images pass through the model, and its sums X'X."""
+"""Record the inputs of the adapted layers while images pass through the model, and sum X'X over them."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,24 +25,24 @@ def collect_statistics(
     tokens: str = "all",
     mask_fn: Callable[[Any], torch.Tensor | None] | None = None,
 ) -> OccupationStatistics:
-    """Add the input tokens of every adapted layer, over all batches of all processes, to the statistics.
+    """Add the input tokens of every adapted layer, from all batches of all processes, to the statistics.
 
-    The model runs in evaluation mode. Where `torch.distributed` is initialised, every process has to call this, with
-    batches of its own, of which it may have none, and with equal statistics to add to.
+    The model runs in evaluation mode. If `torch.distributed` is initialised, every process must call this function,
+    each with its own batches or with none, and with equal statistics to add to.
 
     Args:
-        model: a model from `get_peft_model`, or any with `dual_mode_layers()`, a mapping layer name -> module; also
-            inside DDP or accelerate's wrappers, without which `forward_fn` is given it.
-        batches: any iterable; each element is handed to `forward_fn`.
-        forward_fn: `forward_fn(model, batch)` runs the vision tower; what it returns is not used.
-        into: statistics to add to, which are also returned; on an error they are as they were.
-        tokens: "all", "cls" (token 0 of dimension 1) or "patch" (the others). A layer whose input is (n, d_in) has
-            only the CLS token.
-        mask_fn: `mask_fn(batch)` gives (n, tokens) in bool, False for padding, or None where a batch has none. Padding
-            is left out of the inputs that have so many tokens.
+        model: a model from `get_peft_model`, or any model with a method `dual_mode_layers()` that returns a mapping
+            of layer name -> module. It may be wrapped by DDP or accelerate; `forward_fn` gets it unwrapped.
+        batches: any iterable; each element is passed to `forward_fn`.
+        forward_fn: `forward_fn(model, batch)` runs the vision tower. Its result is not used.
+        into: statistics to add to, which are also returned. After an error they are unchanged.
+        tokens: "all", "cls" (token 0 of dimension 1) or "patch" (the other tokens). A layer whose input is (n, d_in)
+            has only the CLS token.
+        mask_fn: `mask_fn(batch)` returns a bool tensor, (n, tokens), that is False for padding, or None for a batch
+            without padding. Padding is left out of inputs with this number of tokens.
 
     Raises:
-        ValueError: an input is not finite, a layer was not reached, or layers share inputs otherwise than before.
+        ValueError: an input is not finite, a layer was not reached, or the layers that share an input have changed.
         TypeError: the model has no `dual_mode_layers`.
 
     Reference:
@@ -70,7 +70,7 @@ def collect_statistics(
 
 @contextmanager
 def observed_inputs(layers: Mapping[str, nn.Module], observe: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
-    """Call `observe(name, input)` with what each layer is about to be given, while the block runs."""
+    """Call `observe(name, input)` before each forward pass of each layer while the block runs."""
 
     def hook(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         observe(name, args[0] if args else next(iter(kwargs.values())))
@@ -82,18 +82,18 @@ def observed_inputs(layers: Mapping[str, nn.Module], observe: Callable[[str, tor
 
 
 class _Collector:
-    """Sums X'X once for all layers that are handed the same tensor object; the first of them leads."""
+    """Sums X'X only once for layers that are given the same tensor object. The first such layer holds the sum."""
 
     def __init__(self, tokens: str) -> None:
         self.tokens = tokens
         self.mask: torch.Tensor | None = None
         self.leader_of: dict[str, str] = {}
         self.sums: dict[str, torch.Tensor] = {}
-        # An id may be given anew to another tensor, and a strong reference would keep all inputs in memory.
+        # Weak references, because an id may be reused for another tensor, and strong ones would keep inputs in memory.
         self.inputs: dict[str, weakref.ref[torch.Tensor]] = {}
 
     def add(self, name: str, hidden: torch.Tensor) -> None:
-        """Take in what a layer is about to be given, (..., d_in)."""
+        """Add the input of a layer, (..., d_in)."""
         if name not in self.leader_of:
             same = (leader for leader, reference in self.inputs.items() if reference() is hidden)
             self.leader_of[name] = next(same, name)
@@ -105,7 +105,7 @@ class _Collector:
             raise ValueError(f"layers {leader!r} and {name!r} shared their input tensor before, but not in this batch")
 
     def terms(self) -> dict[tuple[str, ...], torch.Tensor]:
-        """Return the sums by the layers that share them."""
+        """Return the sums, keyed by the names of the layers that share them."""
         groups: dict[str, list[str]] = {}
         for name, leader in self.leader_of.items():
             groups.setdefault(leader, []).append(name)
@@ -113,7 +113,7 @@ class _Collector:
 
     def _select(self, name: str, hidden: torch.Tensor) -> torch.Tensor:
         if hidden.ndim == 2 and self.tokens == "patch":
-            raise ValueError(f"layer {name!r} reads one token per image, it has no patch tokens")
+            raise ValueError(f"layer {name!r} reads one token per image and has no patch tokens")
         if hidden.ndim < 3:
             return hidden
         chosen = TOKENS[self.tokens]

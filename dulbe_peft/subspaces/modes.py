@@ -1,4 +1,4 @@
-"""The frozen bases of one layer's modes, and what those of a whole model must be."""
+"""The frozen bases of one layer's modes, and a check of the bases of a whole model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class ModeBases:
-    """One layer's bases, and how much of the gradient they take in.
+    """One layer's bases, and the share of the gradient that they capture.
 
     Attributes:
         shared: P_S, (d_in, r_S), float32, orthonormal columns.
         residual: P_R, (d_in, r_R), float32, orthonormal columns, orthogonal to P_S.
-        shared_capture: |G P_S|^2 / |G|^2, in [0, 1]; 0 where G is zero.
-        residual_capture: |G P_R|^2 / |G|^2, in [0, 1]; 0 where G is zero.
-        support_rank: K_eff, how many historical directions were set apart; 0 at the first task.
+        shared_capture: |G P_S|^2 / |G|^2, in [0, 1]; 0 if G is zero.
+        residual_capture: |G P_R|^2 / |G|^2, in [0, 1]; 0 if G is zero.
+        support_rank: K_eff, the number of historical directions in the support; 0 in the first task.
     """
 
     shared: torch.Tensor
@@ -26,7 +26,10 @@ class ModeBases:
 
 
 def check_modes(modes: object, shapes: Mapping[str, tuple[tuple[int, ...], ...]], orthonormal: bool) -> None:
-    """Raise unless every layer of `shapes` has P_S and P_R of those shapes, finite and, where asked, orthonormal."""
+    """Raise an error unless `modes` has finite bases P_S and P_R for exactly the layers and shapes in `shapes`.
+
+    With `orthonormal`, their columns must be orthonormal, too.
+    """
     if not isinstance(modes, Mapping) or not all(isinstance(value, ModeBases) for value in modes.values()):
         raise TypeError(f"modes must be a mapping of layer names to ModeBases, got {modes!r:.100}")
     missing, unknown = sorted(set(shapes) - set(modes)), sorted(set(modes) - set(shapes))
@@ -35,10 +38,11 @@ def check_modes(modes: object, shapes: Mapping[str, tuple[tuple[int, ...], ...]]
     for name, expected in shapes.items():
         got = tuple(modes[name].shared.shape), tuple(modes[name].residual.shape)
         if len(got[0]) == len(got[1]) == 2 and [g[0] for g in got] == [e[0] for e in expected] and got != expected:
-            ranks, own = ((shapes[0][1], shapes[1][1]) for shapes in (got, expected))
+            ranks, expected_ranks = ((shapes[0][1], shapes[1][1]) for shapes in (got, expected))
             raise ValueError(
-                f"modes of layer {name!r} have shared_rank {ranks[0]} and residual_rank {ranks[1]}, the adapter's "
-                f"configuration has {own[0]} and {own[1]}: allocate_modes(..., config=...) takes them from there"
+                f"modes of layer {name!r} have shared_rank {ranks[0]} and residual_rank {ranks[1]}, but the adapter's "
+                f"configuration has {expected_ranks[0]} and {expected_ranks[1]}: allocate_modes(..., config=...) "
+                "takes the ranks from it"
             )
         if got != expected:
             raise ValueError(f"bases of layer {name!r} have shapes {got}, expected {expected}")

@@ -1,4 +1,4 @@
-"""What earlier tasks wrote through each layer: S = sum of X'X over the layer's input tokens X.
+"""Statistics of the inputs that each layer read in earlier tasks: S = sum of X'X over the layer's input tokens X.
 
 Layers that read the same tensor (q, k and v of an attention block) share one matrix.
 """
@@ -21,15 +21,15 @@ FORMAT = "dulbe-occupation-statistics-1"
 
 
 class _Layout(Record):
-    """A file's metadata: the layers that share each matrix."""
+    """The metadata of a file: for each matrix, the layers that share it."""
 
     groups: list[Annotated[list[str], MinLen(1)]]
 
 
 class OccupationStatistics(Mapping[str, torch.Tensor]):
-    """Mapping layer name -> S (d_in, d_in), float32: un-centred, un-normalised sums over all tasks so far.
+    """A mapping of layer name -> S, (d_in, d_in), float32: uncentred, unnormalised sums over all tasks so far.
 
-    Layers updated together share one matrix object: `stats["a"] is stats["b"]`.
+    Layers that are updated together share one matrix object: `stats["a"] is stats["b"]`.
 
     Reference:
         "Historical Visual-Mode Occupation", S_<t.
@@ -57,7 +57,7 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
-        """The layers by shared matrix, in the order they came."""
+        """The layers, grouped by the matrix they share, in the order in which they were added."""
         groups: dict[int, list[str]] = {}
         for name, matrix in self._matrices.items():
             groups.setdefault(id(matrix), []).append(name)
@@ -69,19 +69,25 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
         return sum(self._matrices[names[0]].nbytes for names in self.groups)
 
     def update(self, names: str | Sequence[str], tokens: torch.Tensor) -> None:
-        """S += X'X, X (..., d_in), for one layer, or for layers that read the same tensor; all or nothing."""
+        """Add X'X, for tokens X, (..., d_in), to S of one layer or of layers that read the same tensor.
+
+        After an error nothing is changed.
+        """
         group = (names,) if isinstance(names, str) else tuple(names)
         if tokens.ndim < 2 or not tokens.numel():
             raise ValueError(f"tokens of {group} must be (..., d_in) and not empty, got {tuple(tokens.shape)}")
         self.add({group: mirrored(accumulate(None, tokens))})
 
     def merge(self, other: Self) -> None:
-        """Add another's sums, all or none."""
+        """Add the sums of another object. After an error nothing is changed."""
         terms = {names: other[names[0]] for names in other.groups}
         self.add({names: term if names[0] in self else term.clone() for names, term in terms.items()})
 
     def add(self, terms: Mapping[tuple[str, ...], torch.Tensor]) -> None:
-        """Add sums X'X, by the layers that share them, all or none; new ones are kept."""
+        """Add sums X'X, keyed by the layers that share them. After an error nothing is changed.
+
+        The tensors of new layers are kept, not copied.
+        """
         for names, term in terms.items():
             self._check(names, term)
         for names, term in terms.items():
@@ -91,29 +97,29 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
                 self._matrices.update(dict.fromkeys(names, term))
 
     def _check(self, names: tuple[str, ...], term: torch.Tensor) -> None:
-        """Raise where a term does not fit what these layers read so far, or its sum is not finite."""
+        """Raise an error if a term does not fit the earlier inputs of its layers or makes a sum that is not finite."""
         for group in self.groups:
             if not set(group).isdisjoint(names) and set(group) != set(names):
-                raise ValueError(f"layers {list(names)} read one tensor, but {list(group)} share one matrix so far")
+                raise ValueError(f"layers {list(names)} read one tensor, but so far {list(group)} share one matrix")
         old = self._matrices.get(names[0])
         if old is not None and old.shape[1] != term.shape[1]:
-            raise ValueError(f"layer {names[0]!r} reads {term.shape[1]} features, but {old.shape[1]} so far")
-        # No entry of a sum of X'X exceeds its largest diagonal entry, so the diagonal tells of all.
-        told = term.diagonal()
+            raise ValueError(f"layer {names[0]!r} reads {term.shape[1]} features, but has read {old.shape[1]} so far")
+        # No entry of a sum of X'X exceeds its largest diagonal entry, so checking the diagonal is enough.
+        diagonal = term.diagonal()
         if old is not None:
-            told = told.to(old.device) + old.diagonal()
-        if not torch.isfinite(told).all():
+            diagonal = diagonal.to(old.device) + old.diagonal()
+        if not torch.isfinite(diagonal).all():
             raise ValueError(f"input of layer {names[0]!r} holds NaN or infinity, or its squares overflow float32")
 
     def save(self, path: str | Path) -> None:
-        """Write one safetensors file, each distinct matrix once, the sharing in its metadata."""
+        """Write a safetensors file with each distinct matrix once. Its metadata says which layers share a matrix."""
         tensors = {names[0]: self._matrices[names[0]] for names in self.groups}
         layout = _Layout(groups=[list(names) for names in self.groups])
         write_tensors(path, tensors, {FORMAT: layout.model_dump_json()})
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> Self:
-        """Read what `save` wrote, onto a device; a file that is damaged or foreign is a `ValueError`."""
+        """Load a file that `save` wrote, onto a device. A damaged or foreign file raises a `ValueError`."""
         tensors, metadata = read_tensors(path)
         if FORMAT not in metadata:
             raise ValueError(f"{path} has format {sorted(metadata)}, expected {FORMAT!r}")
@@ -135,14 +141,14 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
 
 
 def summed(terms: dict[tuple[str, ...], torch.Tensor], device: torch.device) -> dict[tuple[str, ...], torch.Tensor]:
-    """Return the sums X'X of all processes, by the layers that share them; a process without an image has no terms.
+    """Return the sums X'X over all processes, keyed by the layers that share them.
 
-    Every process has to call it.
+    Every process must call this function. A process without images passes no terms.
     """
     layouts = gather_objects([(names, tuple(term.shape)) for names, term in terms.items()])
     layout = next(filter(None, layouts), [])
     if any(other and other != layout for other in layouts):
-        raise ValueError("layers share their input tensors otherwise in one process than in another")
+        raise ValueError("the processes disagree about which layers share an input tensor")
     terms = terms or {names: torch.zeros(shape, device=device) for names, shape in layout}
     for term in terms.values():
         sum_over_processes([term])
@@ -150,7 +156,10 @@ def summed(terms: dict[tuple[str, ...], torch.Tensor], device: torch.device) -> 
 
 
 def accumulate(total: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
-    """The total plus X'X over all leading dimensions of X, float32; only its upper triangle and diagonal blocks."""
+    """Add X'X, over all leading dimensions of X, to `total` in place and return it; float32.
+
+    Only the diagonal blocks and the blocks above them are computed: see `mirrored`.
+    """
     with torch.no_grad(), without_autocast(tokens):
         rows = tokens.detach().reshape(-1, tokens.shape[-1]).float()
         total = rows.new_zeros(rows.shape[1], rows.shape[1]) if total is None else total
@@ -160,7 +169,7 @@ def accumulate(total: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor
 
 
 def mirrored(total: torch.Tensor) -> torch.Tensor:
-    """The matrix with its upper triangle copied into the lower one, in place."""
+    """Copy the upper triangle into the lower one, in place, and return the matrix."""
     for block in _blocks(len(total)):
         square = total[block, block]
         square.copy_(square.triu() + square.triu(1).T)
@@ -169,6 +178,6 @@ def mirrored(total: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(width: int) -> list[slice]:
-    """Blocks of columns: with fewer, more of the lower triangle is computed; with more, the products are too thin."""
+    """Return blocks of columns. Fewer blocks compute more of the lower triangle; more blocks make slower products."""
     size = max(64, width // 6)
     return [slice(start, min(start + size, width)) for start in range(0, width, size)]

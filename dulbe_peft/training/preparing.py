@@ -157,6 +157,8 @@ def new_state(
     state = LearnerState(model, processor, args, make_strategy(strategy), {})
     check_model(state)
     clip = state.base
+    if lost := loading.unsaved_part(processor, clip):
+        warnings.warn(f"{lost}: this learner can learn and predict, and cannot be saved", stacklevel=3)
     rows = parse_classifiers(state.strategy.classifiers if classifiers is None else classifiers)
     if classifiers is None and not loading.has_text(clip):
         rows = {name: row for name, row in rows.items() if not CLASSIFIERS[name].needs_text}

@@ -1,6 +1,6 @@
 """What a learner is between two tasks: everything that is saved, and nothing else."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -163,15 +163,33 @@ class LearnerState:
     @contextmanager
     def adapter_kept(self) -> Iterator[None]:
         """A block after which, where it raises, the adapter's weights are what they were before."""
-        before = {name: tensor.clone() for name, tensor in self.adapter_tensors().items()}
+        restore = self._copied_adapter()
         try:
             yield
         except BaseException:
+            restore()
+            raise
+
+    @contextmanager
+    def adapter_restored(self) -> Iterator[None]:
+        """A block after which the adapter's weights are what they were before."""
+        restore = self._copied_adapter()
+        try:
+            yield
+        finally:
+            restore()
+
+    def _copied_adapter(self) -> Callable[[], None]:
+        """Copy the adapter's weights; the call puts the copy back."""
+        before = {name: tensor.clone() for name, tensor in self.adapter_tensors().items()}
+
+        def restore() -> None:
             if before:
                 set_adapter_state(self.model, before)
                 self.model.zero_grad(set_to_none=True)
                 self.model.eval()
-            raise
+
+        return restore
 
     @property
     def device(self) -> torch.device:

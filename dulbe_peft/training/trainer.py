@@ -41,6 +41,7 @@ class TaskRecord:
     """What learning one task showed. Time and memory are not among it: the same task gives the same record."""
 
     images: dict[str, int]  # class -> number of its training images
+    learning_rate: float | None = None  # None where nothing was trained
     loss: list[float] = field(default_factory=list)  # mean of each epoch
     shared_capture: float | None = None  # mean over the layers of `ModeBases.shared_capture`, where one is measured
     residual_capture: float | None = None
@@ -105,7 +106,8 @@ class TaskTrainer:
         self.task = NewTask(self.index, self.adapter, self.args, state.memory, encoder=encoder)
         self.step = state.step
         counts = np.bincount(images.labels, minlength=len(self.names)).tolist()
-        self.record = TaskRecord(dict(zip(self.names, counts, strict=True)))
+        rate = cast(float, self.args.learning_rate) if self.strategy.adapts else None
+        self.record = TaskRecord(dict(zip(self.names, counts, strict=True)), rate)
         self.teacher: torch.Tensor | None = None
         self.old_text: torch.Tensor | None = None
         self._trained_text: torch.Tensor | None = None
@@ -116,12 +118,7 @@ class TaskTrainer:
         if not strategy.adapts:
             with self.encoder.profile.phase("close"):
                 return self.encoder.dataset_embeds(self.images, self.title("close")), self.state.memory
-        self.begin()
-        with self.encoder.profile.phase("train"), self.encoder.retain_graphs():
-            self.train()
-        # The last loss is computed before the step that breaks a weight.
-        if not all(p.isfinite().all() for p in self.model.parameters() if p.requires_grad):
-            raise ValueError("a weight is NaN or infinite after training: lower the learning_rate")
+        self.take_steps()
         with torch.no_grad():
             strategy.finish(task)
         if strategy.folds:
@@ -131,6 +128,15 @@ class TaskTrainer:
             memory = strategy.remember(task, inputs)
         task.gradients, task.inputs = {}, OccupationStatistics()  # they take as much memory as the adapted weights
         return features, memory
+
+    def take_steps(self) -> None:
+        """Measure, plan and train; what is trained stays beside the history."""
+        self.begin()
+        with self.encoder.profile.phase("train"), self.encoder.retain_graphs():
+            self.train()
+        # The last loss is computed before the step that breaks a weight.
+        if not all(p.isfinite().all() for p in self.model.parameters() if p.requires_grad):
+            raise ValueError("a weight is NaN or infinite after training: lower the learning_rate")
 
     def begin(self) -> None:
         """Measure the new task and install its bases."""
@@ -204,13 +210,14 @@ class TaskTrainer:
         task, args, encoder, size = self.task, self.args, self.encoder, len(self.images)
         with self.strategy.training(task) as extra, ExitStack() as stack:
             parameters = [p for p in self.model.parameters() if p.requires_grad] + extra
-            optimizer = torch.optim.Adam(parameters, lr=args.learning_rate)
+            rate = cast(float, args.learning_rate)  # "auto" was settled before the task
+            optimizer = torch.optim.Adam(parameters, lr=rate)
             epoch, epochs = 0, self.strategy.epochs(task)
             per_step, steps = args.lr_schedule == "step", math.ceil(size / args.batch_size)
             schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(  # to 0 by step, or to a floor of 1 % by epoch
                 optimizer,
                 T_max=epochs * steps if per_step else epochs,
-                eta_min=0.0 if per_step else 0.01 * args.learning_rate,
+                eta_min=0.0 if per_step else 0.01 * rate,
             )
             optimizer.zero_grad(set_to_none=True)
             stack.callback(self.model.eval)

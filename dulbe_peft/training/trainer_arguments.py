@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.arguments import PAPER_RATE, LearnerArguments
 
 # Settings of a learner that TrainingArguments has under names of its own.
 _NAMES = {
@@ -53,7 +53,7 @@ def paper_arguments(output_dir: str, **changes: Any) -> TrainingArguments:
     fields: dict[str, Any] = {
         "num_train_epochs": LearnerArguments.epochs,
         "per_device_train_batch_size": LearnerArguments.batch_size,
-        "learning_rate": LearnerArguments.learning_rate,
+        "learning_rate": PAPER_RATE,
         "lr_scheduler_type": "cosine",
         "max_grad_norm": 0.0,
         "optim": "adamw_torch",

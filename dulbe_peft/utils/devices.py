@@ -1,4 +1,4 @@
-"""The device that a learner works on, and torch's own settings while it works: gradients, types, random numbers."""
+"""The device that a learner works on, and torch's settings while it works: gradients, dtypes, random numbers."""
 
 import os
 import random
@@ -17,47 +17,51 @@ from dulbe_peft.utils.processes import world
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of a learner, "auto", "cpu" or an accelerator's type; joins the processes that a launcher started."""
+    """Return the device named "auto", "cpu" or after an accelerator type, and join the processes of a launcher."""
     for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() == "true":
-            raise ValueError(f"the launch shards the model ({kind}): dual-mode adapters need whole weights")
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if name not in ("auto", "cpu") and (found is None or found.type != name):
-        kind = "none" if found is None else found.type
-        raise ValueError(f"device {name!r} was asked for, the accelerator of this machine is: {kind}")
+            raise ValueError(f"the launcher shards the model ({kind}), but dual-mode adapters need whole weights")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name not in ("auto", "cpu") and (accelerator is None or accelerator.type != name):
+        available = "no accelerator" if accelerator is None else f"only the accelerator {accelerator.type!r}"
+        raise ValueError(f"device {name!r} was requested, but this machine has {available}")
     state = PartialState(cpu=name == "cpu")
     if state.num_processes > 1:
         return state.device
-    # accelerate's own device is that of the first learner in this Python process.
-    return torch.device("cpu") if name == "cpu" or found is None else found
+    # accelerate would return the device that the first learner in this Python process chose.
+    return torch.device("cpu") if name == "cpu" or accelerator is None else accelerator
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether products of bfloat16 are the hardware's own: AVX512_BF16, AMX, or compute capability 8."""
+    """Return whether the hardware multiplies bfloat16 natively: AVX512_BF16, AMX, or compute capability 8."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    say = getattr(torch.cpu, "get_capabilities", dict)  # an older torch does not say, and float32 is right anywhere
-    known: dict[str, Any] = say() if device.type == "cpu" else {}
-    # ATEN_CPU_CAPABILITY, a variable of torch's own, may keep the process from what the processor has.
+    query = getattr(torch.cpu, "get_capabilities", dict)  # missing in older versions of torch; then float32 is used
+    capabilities: dict[str, Any] = query() if device.type == "cpu" else {}
+    # The environment variable ATEN_CPU_CAPABILITY may forbid torch to use what the processor has.
     allowed = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return allowed and bool(known.get("avx512_bf16") or known.get("amx_bf16"))
+    return allowed and bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
-def settled_precision(asked: str, learned: str | None, trains: bool, able: bool) -> Any:
-    """What is asked for, else what a learner `learned` in, else bfloat16 where that is fast; a change is said."""
+def settled_precision(requested: str, learned: str | None, trains: bool, able: bool) -> Any:
+    """Choose the precision: the requested one, or the one that a learner `learned` in, or bfloat16 if that is fast.
+
+    `able` says whether the hardware has bfloat16, and `trains` whether the model is trained. If the precision of a
+    learner changes, a message says so.
+    """
     if learned is None:
-        return asked if asked != "auto" else "bfloat16" if able and not trains else "float32"
-    found = asked if asked != "auto" else learned if able else "float32"
-    if found != learned and world()[0] == 0:
-        why = "is what there is here" if asked == "auto" else "is asked for"
-        said = f"this learner learned in {learned}, and {found} {why}: its features are others from here on"
-        print(f"dulbe-peft: {said}", file=sys.stderr)
-    return found
+        return requested if requested != "auto" else "bfloat16" if able and not trains else "float32"
+    precision = requested if requested != "auto" else learned if able else "float32"
+    if precision != learned and world()[0] == 0:
+        why = f"this machine uses {precision}" if requested == "auto" else f"{precision} was requested"
+        message = f"this learner learned in {learned}, but {why}: its features differ from now on"
+        print(f"dulbe-peft: {message}", file=sys.stderr)
+    return precision
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A model in evaluation mode; afterwards each of its modules is in the mode it was in."""
+    """Put a model into evaluation mode while the block runs, then restore the mode of each of its modules."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -69,7 +73,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Small products in one thread: several spin while they wait, many times as long where the cores are busy."""
+    """Use one thread while the block runs.
+
+    With small products, further threads only spin and wait, which takes many times as long if the cores are busy.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -79,18 +86,18 @@ def one_thread() -> Iterator[None]:
 
 
 def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """A context in which an enclosing autocast does not turn products on `tensor`'s device into half precision."""
+    """Return a context that disables autocast on the device of `tensor`, so that products keep their precision."""
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 _dtype_lock = threading.Lock()
-_dtype: list[Any] = [0, torch.float32]  # how many threads need float32 as default type, and what it was before them
+_dtype: list[Any] = [0, torch.float32]  # how many threads need float32 as the default, and the default before
 
 
 @contextmanager
 def usual_torch() -> Iterator[None]:
-    """torch as a program finds it that has set nothing: gradients are on, tensors are float32, on the CPU, uncast."""
+    """Use torch's default settings while the block runs: gradients on, float32, tensors on the CPU, no autocast."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -105,7 +112,7 @@ def usual_torch() -> Iterator[None]:
 
 @contextmanager
 def _float32_by_default() -> Iterator[None]:
-    """The default type is one for all threads, so the last one that leaves puts it back."""
+    """Make float32 the default dtype. All threads share the default, so the last thread to leave restores it."""
     with _dtype_lock:
         if not _dtype[0]:
             _dtype[1] = torch.get_default_dtype()
@@ -122,7 +129,7 @@ def _float32_by_default() -> Iterator[None]:
 
 @contextmanager
 def own_randomness(*entropy: int) -> Iterator[None]:
-    """Seed Python, numpy and torch while the block runs, so that a resumed task augments its images alike."""
+    """Seed Python, NumPy and torch while the block runs, so that a resumed task draws the same augmentations."""
     python, array = random.getstate(), np.random.get_state()
     seeds = [int(seed) for seed in np.random.SeedSequence(entropy).generate_state(3)]
     try:

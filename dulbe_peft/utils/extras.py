@@ -1,29 +1,30 @@
-"""Packages: what is said where one is missing or lacks a name, what works, and how they are imported fast."""
+"""Optional packages: error messages for missing or unsupported ones, tested versions, and faster imports."""
 
 import gc
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Module -> package of the extra `photos`.
+# Module -> package in the extra `photos`.
 PHOTOS = {"click": "click", "joblib": "joblib", "matplotlib": "matplotlib", "sklearn": "scikit-learn"}
-# Module -> extra of other packages.
+# Module -> extra that installs it.
 EXTRAS = {"datasets": "datasets", "pyarrow": "datasets", "distributed": "dask", "ray": "ray"}
-# Packages of which names are used that may go, with versions in which they are there.
+# Packages from which unstable names are used, with versions that are known to have them.
 TESTED = {"peft": "peft>=0.21,<0.22", "transformers": "transformers>=5.18,!=5.24.0,<6"}
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Around imports and the loading of a model, whose objects stay: looking for garbage takes a fifth of the time.
+    """Turn the garbage collector off while the block imports modules or loads a model.
 
-    After the first time in a process nothing looks at them again.
+    Their objects stay in memory, and searching them for garbage would take a fifth of the time. After the first block
+    in a process they are frozen, so that they are not searched later, either.
     """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
-        if not gc.get_freeze_count():  # or garbage of each time would stay
+        if not gc.get_freeze_count():  # freezing again would also keep the garbage of later blocks
             gc.freeze()
     finally:
         if enabled:
@@ -32,24 +33,24 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def installed(what: str, extra: str = "") -> Iterator[None]:
-    """Around imports that `what` needs: an `ImportError` names what is missing, and what to install.
+    """Explain failed imports in the block: the `ImportError` names the package that `what` needs.
 
-    With an `extra`, whatever is missing is of that one, as what its packages need in turn.
+    With `extra`, every missing package is attributed to this extra, including those that its packages depend on.
     """
     try:
         yield
     except ImportError as error:
-        said = explained(error, what, extra)
-        raise said from (None if said is error else error)
+        explanation = explained(error, what, extra)
+        raise explanation from (None if explanation is error else error)
 
 
 def explained(error: ImportError, what: str = "dulbe_peft", extra: str = "") -> ImportError:
-    """The error in plain words, where it is about a package that this file knows; else as it is."""
+    """Return an `ImportError` in plain words if the error concerns a package listed above, else the same error."""
     module = error.name or ""
     package = module.partition(".")[0]
     if isinstance(error, ModuleNotFoundError) and (extra or package in PHOTOS | EXTRAS):
-        extra, called = extra or EXTRAS.get(package, "photos"), PHOTOS.get(package, package)
-        message = f"{what} needs the package {called}: pip install 'dulbe_peft[{extra}]'"
+        extra, distribution = extra or EXTRAS.get(package, "photos"), PHOTOS.get(package, package)
+        message = f"{what} needs the package {distribution}: pip install 'dulbe_peft[{extra}]'"
     elif package in TESTED and module and not (isinstance(error, ModuleNotFoundError) and module == package):
         from importlib.metadata import version
 

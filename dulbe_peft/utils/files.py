@@ -1,6 +1,6 @@
-"""Files that are whole or not there, on the disk when a call returns, readable by whom the umask allows.
+"""Files that are either complete or absent, flushed to disk when a call returns, and with the umask's mode.
 
-Tensor files are safetensors only, and finite. Cells of CSV files are texts to a spreadsheet, never formulas.
+A spreadsheet reads the cells of the CSV files as text, never as formulas.
 """
 
 import csv
@@ -18,13 +18,13 @@ from typing import IO, Any
 
 from safetensors import SafetensorError
 
-_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what a spreadsheet may take for the beginning of a formula
-TEMPORARY_MARK = ".dulbe-tmp-"  # in the name of every temporary folder: only what has it may be cleared away
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # characters with which a formula may begin in a spreadsheet
+TEMPORARY_MARK = ".dulbe-tmp-"  # part of the name of every temporary folder; nothing else may be cleaned up
 
 
 @contextmanager
 def temporary_folder(path: Path) -> Iterator[Path]:
-    """A new folder beside `path` while the block runs, in which its successor is written."""
+    """Create a folder next to `path`, in which its successor is written, and remove it when the block ends."""
     folder = Path(tempfile.mkdtemp(prefix=f".{path.name}{TEMPORARY_MARK}", dir=path.parent))
     try:
         yield folder
@@ -33,41 +33,41 @@ def temporary_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_temporary(folder: Path) -> None:
-    """Remove a temporary folder, with a second try where the first one fails: nobody looks for it later."""
+    """Remove a temporary folder. If that fails, try once more, because nobody removes it later."""
     for _ in range(2):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def paths_below(folder: Path) -> list[Path]:
-    """Every file and folder at any depth, sorted; raises where one cannot be listed, which `Path.rglob` leaves out."""
+    """Return every file and folder at any depth, sorted. Unlike `Path.rglob`, do not skip unreadable folders."""
 
     def fail(error: OSError) -> None:
         raise error
 
-    found = os.walk(folder, onerror=fail)
-    return sorted(Path(here, name) for here, folders, files in found for name in (*folders, *files))
+    walk = os.walk(folder, onerror=fail)
+    return sorted(Path(here, name) for here, folders, files in walk for name in (*folders, *files))
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write `content` as JSON, its keys in their order, whole or not at all."""
+    """Write `content` as JSON, with its keys in their order, completely or not at all."""
     with replacing(path) as temporary:
-        from pydantic_core import from_json, to_json  # json indents in Python, a hundred times slower
+        from pydantic_core import from_json, to_json  # a hundred times faster than json, which indents in Python
 
         text = json.dumps(content, ensure_ascii=False)
         temporary.write_bytes(to_json(from_json(text), indent=2) + b"\n")
 
 
 def read_lines(path: str | Path) -> list[str]:
-    """The lines of somebody's text file in UTF-8 that are not blank, without the mark that some editors put first."""
+    """Return the lines of a user's UTF-8 text file that are not blank. A byte order mark is ignored."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+        raise ValueError(f"{path} is not a text file in UTF-8: {error}") from error
     return [line.rstrip() for line in text.splitlines() if line.strip()]
 
 
 def read_json(path: str | Path) -> Any:
-    """What a JSON file holds; a ValueError names the file where it is no JSON."""
+    """Return the content of a JSON file. If it is not valid JSON, a ValueError names the file."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -75,13 +75,13 @@ def read_json(path: str | Path) -> Any:
 
 
 def damage(path: str | Path, error: Exception) -> str:
-    """What is said of a file that does not hold what it should: the path and the reason, each once."""
+    """Return the error message for a file with invalid content: its path, which is not repeated, and the reason."""
     text = str(error)
     return text if text.startswith(f"{path} ") else f"{path} is damaged: {type(error).__name__}: {text}"
 
 
 def write_csv(path: str | Path, header: Sequence[str], rows: Iterable[Sequence[Any]], errors: str = "strict") -> None:
-    """Write a table, whole or not at all; a text that a spreadsheet would take for a formula gets an apostrophe."""
+    """Write a table completely or not at all. A text that looks like a formula to a spreadsheet gets an apostrophe."""
     with output_file(path, errors) as file:
         write_rows(file, header, rows)
 
@@ -89,7 +89,7 @@ def write_csv(path: str | Path, header: Sequence[str], rows: Iterable[Sequence[A
 def write_rows(file: IO[str], header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Write a table into an open text file, as `write_csv` does."""
 
-    def write(line: str) -> None:  # a writer that ends its lines in \n itself would not quote a cell with an \r
+    def write(line: str) -> None:  # with lineterminator="\n", csv.writer would not quote a cell that contains \r
         file.write(line.removesuffix("\r\n") + "\n")
 
     lines: Any = SimpleNamespace(write=write)
@@ -97,39 +97,42 @@ def write_rows(file: IO[str], header: Sequence[str], rows: Iterable[Sequence[Any
 
 
 def read_csv(path: Path) -> list[list[str]]:
-    """The rows of a table such as `write_csv` writes, the header first, without the apostrophes that it added."""
+    """Return the rows of a table that `write_csv` wrote, header first, without the apostrophes that it added."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         try:
             return [list(map(unguarded, row)) for row in csv.reader(file)]
         except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is no CSV file in UTF-8: {error}") from error
+            raise ValueError(f"{path} is not a CSV file in UTF-8: {error}") from error
 
 
 def _guarded(cell: Any) -> Any:
-    # A text that has apostrophes of its own before the sign gets one more, so that reading takes exactly one away.
+    # A text that already has apostrophes before the sign gets one more, because reading removes exactly one.
     return f"'{cell}" if isinstance(cell, str) and cell.lstrip("'").startswith(_FORMULA) else cell
 
 
 def unguarded(cell: str) -> str:
-    """A cell without the apostrophe that `write_csv` adds."""
+    """Return the cell without the apostrophe that `write_csv` added, if any."""
     return cell[1:] if cell.startswith("'") and cell != _guarded(cell) else cell
 
 
 def is_standard_output(path: str | Path) -> bool:
-    """Whether standard output goes there anyway: "-", /dev/stdout, or the file to which a shell sends it."""
-    with suppress(OSError, ValueError, AttributeError):  # there is no such file, or a program replaced standard output
+    """Return whether `path` is standard output: "-", /dev/stdout, or the file to which a shell redirects it."""
+    with suppress(OSError, ValueError, AttributeError):  # the file does not exist, or sys.stdout was replaced
         return str(path) == "-" or os.path.samestat(os.stat(path), os.fstat(sys.stdout.fileno()))
     return False
 
 
 def is_stream(path: str | Path) -> bool:
-    """Whether what is written there is gone: standard output, a pipe or a device. It is never replaced."""
+    """Return whether `path` is standard output, a pipe or a device, which is written to but never replaced."""
     return is_standard_output(path) or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
 
 
 @contextmanager
 def output_file(path: str | Path, errors: str = "surrogateescape") -> Iterator[IO[str]]:
-    """A text file that somebody named: whole or not there, where a link leads; a stream is written to."""
+    """Open an output file that the user named: a stream is written to, any other file is complete or absent.
+
+    Links are followed.
+    """
     if is_standard_output(path):
         yield sys.stdout
         return
@@ -139,27 +142,27 @@ def output_file(path: str | Path, errors: str = "surrogateescape") -> Iterator[I
 
 
 def step_aside(path: Path) -> None:
-    """Give what stands at a path the name NAME.old, or NAME.old1 and so on, and say so."""
+    """Rename an existing file or folder to NAME.old, or NAME.old1 and so on, and print a message about it."""
     names = (path.with_name(f"{path.name}.old{number or ''}") for number in count())
     aside = path.rename(next(name for name in names if not os.path.lexists(name)))
-    print(f"what was in {path} is now in {aside}", file=sys.stderr)
+    print(f"renamed the existing {path} to {aside}", file=sys.stderr)
 
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A temporary file beside `path` that takes its place when the block ends well, with the mode the umask gives."""
+    """Yield a temporary file that replaces `path`, with the umask's mode, if the block ends without an error."""
     path = Path(path)
     with write_errors(path):
         if path.exists() and not path.is_file():  # a pipe or a device
             yield path
             return
-        # The longest name leaves no room for a mark.
+        # A name of the greatest length would leave no room for the mark.
         with temporary_folder(path.with_name(path.name[:50])) as folder:
             temporary = folder / path.name
             temporary.touch()
             mode = temporary.stat().st_mode
             yield temporary
-            # safetensors writes files that only their owner can read.
+            # safetensors creates files that only their owner can read.
             os.chmod(temporary, mode)
             sync(temporary)
             os.replace(temporary, path)
@@ -168,22 +171,22 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def write_errors(path: Path) -> Iterator[None]:
-    """Turn what goes wrong while something is written into an OSError that names `path`, as a full disk's does not."""
+    """Turn errors while writing into an OSError that names `path`, because the error for a full disk does not."""
     try:
         yield
-    except UnicodeEncodeError as error:  # of a file's name that is not UTF-8
+    except UnicodeEncodeError as error:  # the name of a file is not UTF-8
         raise ValueError(f"{path} cannot be written: {error.object[-200:]!r} is not UTF-8; rename it") from error
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise OSError(error.errno, error.strerror, str(path)) from error
-        # Tokenizers raise a bare Exception over a full disk. Our own FileExistsError names its file.
+        # Tokenizers raise a bare Exception if the disk is full. This library's FileExistsError already names its file.
         if type(error) not in (Exception, SafetensorError, OSError):
             raise
         raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of entries, is on the disk."""
+    """Wait until the content of a file, or the list of entries of a folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""Folders that are either whole or not there: written beside their place, sealed by a manifest, and renamed.
+"""Folders that are either complete or absent: written under a temporary name, given a manifest, and then renamed.
 
-A folder is written where there is none, where it is empty, or where its manifest says that an earlier call of the same
-kind wrote it. Reading checks every file against the manifest first.
+A folder may be written if it does not exist, if it is empty, or if its manifest says that an earlier call of the same
+kind wrote it. Before a folder is read, every file is checked against the manifest.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
@@ -23,13 +24,13 @@ from dulbe_peft.utils.files import TEMPORARY_MARK, paths_below, remove_temporary
 from dulbe_peft.utils.records import Count, Record, read_record, write_record
 
 MANIFEST = "manifest.json"
-MODEL_CARD = "README.md"  # people edit it where the folder is published, so reading does not check it
+MODEL_CARD = "README.md"  # not checked when a folder is read, because people edit published cards
 LOCK_SUFFIX = ".dulbe_peft.lock"
 _VERSIONED = ("dulbe_peft", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "huggingface_hub")
 
 
 class CheckpointError(Exception):
-    """A saved folder is damaged, in use, of another format, or does not fit what it is loaded into."""
+    """Raised if a saved folder is damaged, in use, in another format, or does not fit what it is loaded into."""
 
 
 class FileEntry(Record):
@@ -40,15 +41,15 @@ class FileEntry(Record):
 
 
 class Manifest(Record):
-    """`manifest.json`: what wrote a folder, what is in it, and what the writer noted."""
+    """`manifest.json`: the versions that wrote a folder, the files in it, and further notes of the writer."""
 
     format_version: Literal[1] = 1
     kind: str
     versions: dict[str, str]
     files: dict[str, FileEntry]
-    card_sha256: str | None  # the model card as it was written
+    card_sha256: str | None  # of the model card when it was written
     notes: dict[str, Any]
-    sha256: str = ""  # of all that stands above
+    sha256: str = ""  # of all fields above
 
     def digest(self) -> str:
         return json_sha256(self.model_dump(mode="json", exclude={"sha256"}))
@@ -63,31 +64,32 @@ def commit_folder(
     lock: bool = True,
     overwrite: bool = False,
 ) -> None:
-    """Let `write` fill a temporary folder, add the manifest, and rename it to `folder`; a link is followed.
+    """Let `write` fill a temporary folder, add the manifest, and rename it to `folder`. Links are followed.
 
-    Files of others in the folder stay, unless `overwrite`. Without `lock` the caller keeps other writers out.
+    Files in `folder` that this library did not write are kept, unless `overwrite` is set. Without `lock`, the caller
+    must keep other writers out.
     """
     folder = folder.resolve()
     check_outside_saved(folder.parent, f"write the {kind}")
-    held = exclusive(folder.with_name(f".{folder.name}{LOCK_SUFFIX}"), str(folder)) if lock else nullcontext()
-    with held, write_errors(folder):
+    locked = exclusive(folder.with_name(f".{folder.name}{LOCK_SUFFIX}"), str(folder)) if lock else nullcontext()
+    with locked, write_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         if lock:
             clear_leftovers(folder.parent, re.escape(folder.name))
-        others = [] if overwrite else _files_of_others(folder, kind)
+        foreign = [] if overwrite else _foreign_files(folder, kind)
         with _sealed(folder, kind, write, notes or {}) as temporary:
-            for name in others:
+            for name in foreign:
                 _keep(folder / name, temporary / name)
             _put_in_place(temporary, folder)
 
 
 def fill_folder(folder: Path, kind: str, write: Callable[[Path], None]) -> None:
-    """Let `write` add files and a manifest to a folder; files of their names are replaced, all others stay."""
+    """Add the files that `write` creates, and a manifest, to a folder. Files with other names are kept."""
     folder = folder.resolve()
     with write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with _sealed(folder, kind, write, {}) as temporary:
-            (folder / MANIFEST).unlink(missing_ok=True)  # a folder that is not written to its end has none
+            (folder / MANIFEST).unlink(missing_ok=True)  # so that an incomplete folder has no manifest
             paths = [path for path in paths_below(temporary) if path.is_file() and path.name != MANIFEST]
             for path in (*paths, temporary / MANIFEST):
                 target = folder / path.relative_to(temporary)
@@ -97,26 +99,36 @@ def fill_folder(folder: Path, kind: str, write: Callable[[Path], None]) -> None:
 
 
 def check_outside_saved(folder: Path, what: str) -> None:
-    """Raise a `FileExistsError` where `folder` is one that `commit_folder` wrote, or lies inside one."""
+    """Raise a `FileExistsError` if `commit_folder` wrote `folder` or one of its parents.
+
+    `what` is the action in the message, such as "write the export".
+    """
     for place in (folder.resolve(), *folder.resolve().parents):
         with suppress(CheckpointError):
             kind = parse_manifest(place).kind
-            raise FileExistsError(f"{place} is a saved folder of the kind {kind!r}: {what} to a folder outside of it")
+            raise FileExistsError(f"{place} is a saved folder of kind {kind!r}: {what} to a folder outside of it")
 
 
 def check_replaceable(files: Sequence[Path], kind: type[Record] | None = None) -> None:
-    """Raise where one of the files of a command is there, and the first is not of an earlier call, a `kind`."""
-    taken = next((path for path in files if path.exists() or path.is_symlink()), None)
+    """Raise a `FileExistsError` if one of a command's files exists and no earlier call of the command wrote them.
+
+    An earlier call is recognised by the first file: it must exist and, if `kind` is given, hold such a record.
+    """
+    existing = next((path for path in files if path.exists() or path.is_symlink()), None)
     try:
-        if taken is not None:
+        if existing is not None:
             files[0].stat() if kind is None else read_record(files[0], kind)
     except (ValueError, OSError) as error:
-        what = f"{taken} is not of an earlier call ({error})"
-        raise FileExistsError(f"{what}: choose another folder or move the file, nothing is replaced") from error
+        problem = f"{existing} was not written by an earlier call of this command ({error})"
+        raise FileExistsError(f"{problem}: choose another folder or move the file. Nothing was replaced") from error
 
 
-def _files_of_others(folder: Path, kind: str) -> list[Path]:
-    """Files in `folder`, relative to it, that no earlier call wrote; raises unless one of the same kind wrote it."""
+def _foreign_files(folder: Path, kind: str) -> list[Path]:
+    """Return the files in `folder`, relative to it, that no earlier call wrote.
+
+    Raises:
+        FileExistsError: the folder was not written by an earlier call of the same kind.
+    """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return []
     try:
@@ -124,17 +136,17 @@ def _files_of_others(folder: Path, kind: str) -> list[Path]:
     except CheckpointError as error:
         raise FileExistsError(f"{str(folder)!r} exists and was not written by this library: choose another") from error
     if manifest.kind != kind:
-        raise FileExistsError(f"{folder} is a folder of the kind {manifest.kind!r}, expected {kind!r}: choose another")
-    ours = {Path(name) for name in (*manifest.files, MANIFEST)}
+        raise FileExistsError(f"{folder} is a folder of kind {manifest.kind!r}, expected {kind!r}: choose another")
+    written = {Path(name) for name in (*manifest.files, MANIFEST)}
     card = folder / MODEL_CARD
     if card.is_file() and manifest.card_sha256 == file_sha256(card):
-        ours.add(Path(MODEL_CARD))
+        written.add(Path(MODEL_CARD))
     files = (path for path in paths_below(folder) if path.is_symlink() or not path.is_dir())
-    return [name for path in files if (name := path.relative_to(folder)) not in ours]
+    return [name for path in files if (name := path.relative_to(folder)) not in written]
 
 
 def _keep(source: Path, target: Path) -> None:
-    """Put somebody else's file into the folder that takes the place of the one it lies in."""
+    """Put a file that this library did not write into the folder that is about to replace its folder."""
     if target.name == MODEL_CARD:
         target.unlink(missing_ok=True)
     elif target.exists():
@@ -142,13 +154,13 @@ def _keep(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target, follow_symlinks=False)
-    except OSError:  # a file system without links
+    except OSError:  # the file system has no hard links
         shutil.copy2(source, target, follow_symlinks=False)
 
 
 @contextmanager
 def _sealed(place: Path, kind: str, write: Callable[[Path], None], notes: dict[str, Any]) -> Iterator[Path]:
-    """A temporary folder that `write` has filled, with a manifest, the umask's modes, and all of it on the disk."""
+    """Yield a temporary folder with the files of `write` and a manifest, in the umask's modes and flushed to disk."""
     with temporary_folder(place) as folder:
         write(folder)
         paths = paths_below(folder)
@@ -170,7 +182,7 @@ def _sealed(place: Path, kind: str, write: Callable[[Path], None], notes: dict[s
 
 
 def _put_in_place(temporary: Path, folder: Path) -> None:
-    """Rename. A folder that was there steps aside first, and comes back where the rename fails."""
+    """Rename `temporary` to `folder`. An existing folder is moved aside first, and back if the rename fails."""
     aside = temporary.with_name(temporary.name + ".old")
     try:
         if folder.exists():
@@ -181,40 +193,74 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
             remove_temporary(aside)
         elif aside.exists():
             os.replace(aside, folder)
-    with suppress(OSError):  # the folder is whole and in place; some file systems cannot wait for a list of entries
+    with suppress(OSError):  # the folder is complete and in place; some file systems cannot flush a folder's entries
         sync(folder.parent)
 
 
 def clear_leftovers(parent: Path, names: str) -> None:
-    """Remove what killed writers of anything that the regular expression `names` matches left, or put it back."""
-    leftover = re.compile(rf"\.({names}){re.escape(TEMPORARY_MARK)}[a-z0-9_]{{8}}(\.old)?")
-    for path in sorted(parent.iterdir()):
-        match = leftover.fullmatch(path.name)
-        if match and match[2] and not (parent / match[1]).exists():
-            os.replace(path, parent / match[1])
-        elif match:
+    """Clean up in `parent` after killed writers of folders whose names match the regular expression `names`.
+
+    Temporary folders are removed. A folder that was moved aside is moved back if it was not yet replaced.
+    """
+    for path, name, aside in _leftovers(parent, names):
+        if aside and not (parent / name).exists():
+            os.replace(path, parent / name)
+        else:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def put_back(folder: Path) -> None:
+    """Move a saved folder back if its writer was killed between the two renames of a commit. Links are followed.
+
+    Raises:
+        CheckpointError: another process is writing the folder, or it cannot be renamed. The message says where it is.
+    """
+    if folder.exists():
+        return
+    folder, aside = folder.resolve(), list[Path]()
+    name = re.escape(folder.name)
+    with suppress(OSError):  # the parent folder cannot be listed
+        aside = [path for path, _, moved in _leftovers(folder.parent, name) if moved]
+    if not aside:
+        return
+    try:
+        with exclusive(folder.with_name(f".{folder.name}{LOCK_SUFFIX}"), str(folder)):
+            clear_leftovers(folder.parent, name)
+    except OSError as error:
+        why = f"a program was killed while it replaced {folder}, whose content is now in {aside[0]}"
+        raise CheckpointError(f"{why}: rename it yourself, because renaming it failed ({error})") from error
+    print(f"restored {folder}, which a killed program was about to replace", file=sys.stderr)
+
+
+def _leftovers(parent: Path, names: str) -> list[tuple[Path, str, bool]]:
+    """Return for each path that a killed writer left: the path, its final name, and whether it was moved aside."""
+    leftover = re.compile(rf"\.({names}){re.escape(TEMPORARY_MARK)}[a-z0-9_]{{8}}(\.old)?")
+    matches = [(path, leftover.fullmatch(path.name)) for path in sorted(parent.iterdir())]
+    return [(path, match[1], bool(match[2])) for path, match in matches if match]
 
 
 @contextmanager
 def exclusive(path: Path, what: str) -> Iterator[None]:
-    """Hold the lock file `path` of `what` while the block runs; any other thread or process is refused at once."""
+    """Hold the lock file `path` while the block runs. Another thread or process that tries gets an error at once.
+
+    `what` names the locked thing in messages.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         foreign = path.is_symlink() or (path.exists() and not (path.is_file() and path.stat().st_size == 0))
         if not foreign:
-            path.touch()  # filelock may take a folder that takes no file for one that is in use
+            path.touch()  # because filelock may report a folder that is not writable as being in use
     except OSError as error:
         raise OSError(f"{path.parent} cannot be written to ({error.strerror}): choose another folder") from error
-    if foreign:  # the lock would empty it
-        raise CheckpointError(f"{what} cannot be locked: {path} is not an empty file, as a lock is; move it away")
+    if foreign:  # locking would empty the file
+        raise CheckpointError(f"{what} cannot be locked: {path} is not an empty lock file; move it elsewhere")
     with write_errors(path):
-        # A new object each time: it opens the file anew, and flock tells two openings apart, also in one process.
+        # A new FileLock opens the file again. flock distinguishes two openings even within one process.
         try:
-            held = FileLock(path).acquire(blocking=False)
+            lock = FileLock(path).acquire(blocking=False)
         except Timeout:
             raise CheckpointError(f"{what} is in use by another process or thread: choose another name") from None
-    with held:
+    with lock:
         try:
             yield
         finally:
@@ -222,64 +268,68 @@ def exclusive(path: Path, what: str) -> Iterator[None]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of `folder`, after it and every file it lists have been checked; else a `CheckpointError`."""
+    """Return the manifest of `folder` after checking it and every file it lists.
+
+    Raises:
+        CheckpointError: the manifest or a file is missing or damaged.
+    """
     manifest = parse_manifest(folder)
     for name, entry in manifest.files.items():
         outside = "\0" in name or ".." in Path(name).parts or Path(name).is_absolute()
         if outside or not (file := folder / name).is_file():
-            raise CheckpointError(f"{folder} misses {name!r}, which its manifest lists")
+            raise CheckpointError(f"{folder} lacks the file {name!r}, which its manifest lists")
         if file.stat().st_size != entry.size or file_sha256(file) != entry.sha256:
             raise CheckpointError(f"{file} is damaged: its size or SHA-256 differs from the manifest's")
     return manifest
 
 
 def parse_manifest(folder: Path) -> Manifest:
-    """The manifest of `folder` after a check of itself, but not of the files that it lists."""
+    """Return the manifest of `folder` after checking the manifest itself, but not the files that it lists."""
     path = folder / MANIFEST
-    if path.exists() and not path.is_file():  # to read a pipe would wait for ever
-        raise CheckpointError(f"{path} is no file")
+    if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+        raise CheckpointError(f"{path} is not a regular file")
     try:
         manifest = read_record(path, Manifest)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(f"{folder} holds no {MANIFEST}: it was not written to its end") from error
+        raise CheckpointError(f"{folder} has no {MANIFEST}: it was not written completely") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(str(error)) from error
     if manifest.sha256 != manifest.digest():
-        raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the one it holds")
+        raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the one stored in it")
     return manifest
 
 
 @contextmanager
 def load_errors(folder: Path) -> Iterator[None]:
-    """Turn what a file's content can make go wrong into a `CheckpointError` that names the folder."""
+    """Turn errors that the content of a file can cause into a `CheckpointError` that names the folder."""
     try:
         yield
     except CheckpointError:
         raise
-    except Exception as error:  # tokenizers and PEFT raise almost anything over a strange file
+    except Exception as error:  # tokenizers and PEFT raise many kinds of errors for an invalid file
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             raise
         raise CheckpointError(f"{folder} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def json_sha256(content: Any) -> str:
-    """Hexadecimal SHA-256 of what `content` is as JSON, whatever the order of its keys."""
+    """Return the SHA-256 of `content` as JSON with sorted keys, in hexadecimal digits."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file's content, in hexadecimal digits."""
+    """Return the SHA-256 of a file's content, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of Python and of the packages a result depends on."""
-    found = {"python": platform.python_version(), **dict.fromkeys(_VERSIONED, "not installed")}
+    """Return the versions of Python and of the packages that a result depends on."""
+    versions = {"python": platform.python_version(), **dict.fromkeys(_VERSIONED, "not installed")}
     for name in _VERSIONED:
         with suppress(metadata.PackageNotFoundError):
-            found[name] = _version(name)
-    return found
+            versions[name] = _version(name)
+    return versions
 
 
-_version = cache(metadata.version)  # which reads the whole description of a package, and every saved folder asks
+_version = cache(metadata.version)  # cached, because it reads a package's whole metadata for every saved folder

@@ -1,4 +1,4 @@
-"""Repositories on the Hub: files of one commit, asked for by name, and folders uploaded as one commit."""
+"""Repositories on the Hub: download named files of one commit, and upload a folder as one commit."""
 
 import glob
 import tempfile
@@ -12,7 +12,7 @@ from huggingface_hub import constants
 
 @contextmanager
 def reached() -> Iterator[None]:
-    """Around calls of the Hub's client: no connection is a `ConnectionError`, whichever HTTP library it comes from."""
+    """Turn connection errors of the Hub's client into a `ConnectionError`, whichever HTTP library raises them."""
     try:
         yield
     except Exception as error:
@@ -28,27 +28,31 @@ def fetch(
     token: str | None = None,
     cache_dir: str | Path | None = None,
 ) -> tuple[Path, str]:
-    """The folder of downloaded files of a repository, and the commit they are of; else a `FileNotFoundError`."""
+    """Download files of a repository, and return their folder and the commit.
+
+    Raises:
+        FileNotFoundError: the repository, the revision or a file does not exist.
+    """
     if isinstance(source, Path):
         raise FileNotFoundError(f"folder {str(source)!r} does not exist")
     where = f"{source!r}" if revision is None else f"{source!r} at revision {revision!r}"
     cached = Path(cache_dir or constants.HF_HUB_CACHE, f"models--{source.replace('/', '--')}")
-    if constants.HF_HUB_OFFLINE and not cached.is_dir():  # said without the client, which takes time to import
-        raise FileNotFoundError(f"{source!r} is no folder here, and offline the Hub has no {where}")
+    if constants.HF_HUB_OFFLINE and not cached.is_dir():  # checked here, because importing the client takes time
+        raise FileNotFoundError(f"{source!r} is not a folder, and {where} is not in the Hub cache (offline mode)")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
     from huggingface_hub.utils import HFValidationError
 
     try:
-        asked: dict[str, Any] = {"revision": revision, "token": token, "cache_dir": cache_dir}
-        folder = Path(snapshot_download(source, **asked, allow_patterns=[glob.escape(name) for name in files]))
+        options: dict[str, Any] = {"revision": revision, "token": token, "cache_dir": cache_dir}
+        folder = Path(snapshot_download(source, **options, allow_patterns=[glob.escape(name) for name in files]))
     except HFValidationError as error:
         raise FileNotFoundError(f"{source!r} is neither an existing folder nor a repository id on the Hub") from error
     except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError) as error:
-        raise FileNotFoundError(f"{source!r} is no folder here, and the Hub has no {where}: {error}") from error
+        raise FileNotFoundError(f"{source!r} is not a folder, and {where} is not on the Hub: {error}") from error
     absent = [name for name in files if not (folder / name).is_file()]
     if absent:
-        raise FileNotFoundError(f"{source!r} is no folder here, and on the Hub {where} holds no {absent[0]!r}")
+        raise FileNotFoundError(f"{source!r} is not a folder, and {where} on the Hub has no file {absent[0]!r}")
     return folder, folder.name  # the cache's layout: snapshots/<commit>
 
 
@@ -63,7 +67,10 @@ def push(
     create_pr: bool = False,
     replaces: Iterable[str] = (),
 ) -> Any:
-    """Upload what `write(folder, owner/name)` writes as one commit, without files that it `replaces` and lacks."""
+    """Upload the files that `write(folder, "owner/name")` creates as one commit.
+
+    Remote files that match a pattern in `replaces` and are not among the new files are deleted.
+    """
     from huggingface_hub import HfApi
 
     api = HfApi(token=token)
@@ -84,7 +91,7 @@ def push(
 
 
 def is_repo_id(name: str | None) -> bool:
-    """Whether `name` can be a repository on the Hub, and is no folder here."""
+    """Return whether `name` is a valid repository id and not an existing local path."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     with suppress(HFValidationError):

@@ -1,9 +1,9 @@
-"""Several processes, as `accelerate launch` starts them: who holds which rows, and what is summed or copied.
+"""Work in several processes, as `accelerate launch` starts them: sharing rows, and summing or copying tensors.
 
-Every process holds the whole model. Of each training batch it encodes its own rows, gathers the features of all, and
-computes every loss on the whole batch; gradients flow back through its own rows alone. So they are **summed** over
-processes, never averaged. The model is never wrapped: routed gradients bypass the hooks of a data-parallel wrapper.
-With one process every function here returns what it was given.
+Every process holds the whole model. It encodes its own rows of each training batch, gathers the features of all rows,
+and computes every loss on the whole batch. Gradients flow back only through its own rows, so they are **summed** over
+processes, never averaged. The model is never wrapped, because routed gradients bypass the hooks of a data-parallel
+wrapper. With a single process, every function here returns its input unchanged.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,40 +18,43 @@ T = TypeVar("T")
 
 
 def world() -> tuple[int, int]:
-    """This process's number and how many there are."""
+    """Return the rank of this process and the number of processes."""
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     return 0, 1
 
 
 def padded_shard(rows: Sequence[T]) -> list[T]:
-    """This process's rows of a batch that all know; each has as many, the last ones filled up with first rows."""
+    """Return this process's rows of a batch that all processes have.
+
+    All processes get equally many rows; the last ones are filled up with rows from the beginning.
+    """
     rank, size = world()
     share = -(-len(rows) // size)
     return [rows[i % len(rows)] for i in range(rank * share, (rank + 1) * share)]
 
 
 def shard(rows: Sequence[T]) -> Sequence[T]:
-    """This process's part of `rows`, each row in exactly one process; may be empty."""
+    """Return this process's part of `rows`, which may be empty. Each row goes to exactly one process."""
     rank, size = world()
     share = -(-len(rows) // size)
     return rows[rank * share : (rank + 1) * share]
 
 
-def gather_rows(own: torch.Tensor, total: int) -> torch.Tensor:
-    """The rows of all processes, (total, ...), from each one's `padded_shard`; gradients reach its own."""
+def gather_rows(local: torch.Tensor, total: int) -> torch.Tensor:
+    """Return the rows of all processes, (total, ...), from their `padded_shard`s. Gradients reach only local rows."""
     rank, size = world()
     if size == 1:
-        return own
-    parts = [torch.empty_like(own) for _ in range(size)]
-    distributed.all_gather(parts, own.detach().contiguous())
-    parts[rank] = own
+        return local
+    parts = [torch.empty_like(local) for _ in range(size)]
+    distributed.all_gather(parts, local.detach().contiguous())
+    parts[rank] = local
     return torch.cat(parts)[:total]
 
 
 @torch.no_grad()
 def sum_over_processes(tensors: Iterable[torch.Tensor]) -> None:
-    """Replace each tensor by its sum over all processes, in place; tensors of one dtype travel in common buffers."""
+    """Replace each tensor by its sum over all processes, in place. Tensors of one dtype are sent in one buffer."""
     if world()[1] == 1:
         return
     buffers: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -66,7 +69,7 @@ def sum_over_processes(tensors: Iterable[torch.Tensor]) -> None:
 
 @torch.no_grad()
 def copy_from_main(tensors: Iterable[torch.Tensor]) -> None:
-    """Replace each tensor by the first process's, in place."""
+    """Replace each tensor by that of the first process, in place."""
     if world()[1] > 1:
         for tensor in tensors:
             copy = tensor.contiguous()
@@ -75,7 +78,10 @@ def copy_from_main(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def on_main_process(make: Callable[[], T]) -> T:
-    """What `make` returns or raises in the first process, in all of them; tensors in it should be on the CPU."""
+    """Call `make` in the first process, and return its result or raise its error in all processes.
+
+    Tensors in the result should be on the CPU.
+    """
     rank, size = world()
     if size == 1:
         return make()
@@ -93,7 +99,7 @@ def on_main_process(make: Callable[[], T]) -> T:
 
 @contextmanager
 def raise_in_all() -> Iterator[None]:
-    """Raise in all processes where the block raised in one, so that none waits for a process that stopped."""
+    """Raise an error in all processes if the block raises one in any, so that none waits for a stopped process."""
     error: Exception | None = None
     try:
         yield
@@ -108,13 +114,13 @@ def raise_in_all() -> Iterator[None]:
 
 
 def check_same_in_all(value: object, what: str) -> None:
-    """Raise a `ValueError` in all processes where they were not given the same."""
+    """Raise a `ValueError` in all processes unless `value` is the same in all of them."""
     if any(other != value for other in gather_objects(value)):
         raise ValueError(f"{what} differ between the processes: every process needs the same, in the same order")
 
 
 def gather_objects(value: T) -> list[T]:
-    """Every process's value, in the order of their numbers; the values are pickled."""
+    """Return the values of all processes, in the order of their ranks. The values are pickled."""
     size = world()[1]
     if size == 1:
         return [value]
@@ -124,17 +130,19 @@ def gather_objects(value: T) -> list[T]:
 
 
 def check_open_files(workers: int) -> None:
-    """Raise an `OSError` where so few files may be open that processes that read images would wait for ever."""
+    """Raise an `OSError` if the limit of open files is so low that image-reading workers would wait for ever."""
     with suppress(ImportError):  # Windows has no such module
         import resource
 
         allowed, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 64 + 8 * workers
         if workers and allowed != resource.RLIM_INFINITY and allowed < needed:
-            raise OSError(f"num_workers={workers} needs {needed} open files, the system allows {allowed}: lower it")
+            raise OSError(
+                f"num_workers={workers} needs {needed} open files, but the system allows {allowed}: use fewer workers"
+            )
 
 
 def leave() -> None:
-    """At the end of a program, together with the others: leave the group, whose threads must not outlive it."""
+    """Leave the process group at the end of a program, together with the others: its threads must not outlive it."""
     if distributed.is_available() and distributed.is_initialized():
         distributed.barrier()
         distributed.destroy_process_group()
@@ -146,7 +154,7 @@ def _cpu_group() -> distributed.ProcessGroup:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside what DDP, accelerate or `torch.compile` put around it."""
+    """Return the model inside the wrappers of DDP, accelerate or `torch.compile`."""
     while True:
         parallel = isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel))
         inner: Any = model.module if parallel else model._modules.get("_orig_mod")
@@ -156,19 +164,19 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raise a `ValueError` where a parameter is not whole here: the method reads whole weights and gradients."""
+    """Raise a `ValueError` if a parameter is sharded or has no values, because the method reads whole weights."""
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         if parameter.is_meta:
             raise ValueError(
-                f"{name} is on the meta device and has no values, as with weights that are offloaded to the disk: "
+                f"{name} is on the meta device and has no values, perhaps because weights are offloaded: "
                 "load the model without device_map and without offloading"
             )
     kinds = {type(module).__name__ for module in model.modules()}
-    found = sorted(kinds & {"FullyShardedDataParallel", "DeepSpeedEngine"})
-    found += [name for name, p in parameters.items() if hasattr(p, "ds_id") or hasattr(p, "device_mesh")]
-    if found:
+    sharded = sorted(kinds & {"FullyShardedDataParallel", "DeepSpeedEngine"})
+    sharded += [name for name, p in parameters.items() if hasattr(p, "ds_id") or hasattr(p, "device_mesh")]
+    if sharded:
         raise ValueError(
-            f"{found[0]} is sharded over processes (FSDP, tensor parallelism or DeepSpeed ZeRO-3): dual-mode adapters "
-            "need whole weights in every process, launch without sharding"
+            f"{sharded[0]} is sharded over processes (FSDP, tensor parallelism or DeepSpeed ZeRO-3), but dual-mode "
+            "adapters need whole weights in every process: launch without sharding"
         )

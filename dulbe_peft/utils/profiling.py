@@ -1,4 +1,4 @@
-"""Where a task's time goes, by the clock on the wall, and how much memory it takes."""
+"""Measure the wall-clock time of each phase of a task, and the peak memory."""
 
 import sys
 import time
@@ -13,24 +13,24 @@ T = TypeVar("T")
 
 
 class Profile:
-    """Seconds by phase since the last `clear`; a phase inside another counts for itself alone."""
+    """Seconds by phase since the last `clear`. Time in a nested phase is not counted for the outer phase."""
 
     clock = staticmethod(time.perf_counter)
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self.waiting: dict[str, float] = defaultdict(float)  # of these, until the next batch was there
+        self.waiting: dict[str, float] = defaultdict(float)  # the part of `seconds` spent waiting for batches
         self._phases: list[str] = []
         self._since = 0.0
 
     def clear(self) -> None:
-        """Forget the last task's figures."""
+        """Discard the figures of the last task."""
         self.seconds.clear()
         self.waiting.clear()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the block's seconds for `name`."""
+        """Count the time of the block for the phase `name`."""
         self._switch()
         self._phases.append(name)
         try:
@@ -46,7 +46,7 @@ class Profile:
         self._since = now
 
     def batches(self, batches: Iterable[T]) -> Iterator[T]:
-        """The same batches; the time until each is there counts as waiting."""
+        """Yield the batches, and count the time until each one arrives as waiting."""
         started = time.perf_counter()
         for batch in batches:
             if self._phases:
@@ -55,7 +55,7 @@ class Profile:
             started = time.perf_counter()
 
     def table(self) -> str:
-        """The figures as lines of text, the phases in the order they came."""
+        """Return the figures as a table in plain text, with the phases in the order in which they began."""
         total = sum(self.seconds.values())
         lines = [f"{'phase':<10}{'seconds':>9}{'share':>8}{'waiting for images':>20}"]
         for name, seconds in self.seconds.items():
@@ -64,13 +64,16 @@ class Profile:
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """Begin to measure `peak_memory` anew, where that is possible: on CUDA."""
+    """Restart the measurement of `peak_memory`. This is only possible on CUDA devices."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Most bytes in use: of tensors on a CUDA device, elsewhere of this process since it began; None where unknown."""
+    """Return the most bytes in use: by tensors on a CUDA device, otherwise by this process since its start.
+
+    The result is None if the operating system does not say.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:

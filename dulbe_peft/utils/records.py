@@ -1,4 +1,4 @@
-"""JSON files as pydantic models: a file that is damaged or foreign ends in one error that names file and field."""
+"""JSON files as pydantic models. A damaged or foreign file raises an error that names the file and the field."""
 
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -13,13 +13,13 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class Record(BaseModel):
-    """What a JSON file holds. Its fields are all there is: an unknown or missing one is an error, and so is NaN."""
+    """The content of a JSON file. An unknown field, a missing field and NaN are errors."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def read_record(path: str | Path, kind: type[R]) -> R:
-    """The record in a JSON file; a `ValueError` names the file and the field that are wrong."""
+    """Return the record in a JSON file. If it is invalid, a `ValueError` names the file and the field."""
     content = Path(path).read_bytes()
     try:
         return kind.model_validate_json(content)
@@ -28,12 +28,12 @@ def read_record(path: str | Path, kind: type[R]) -> R:
 
 
 def write_record(path: Path, record: Record) -> None:
-    """Write a record as JSON; the file is replaced at once."""
+    """Write a record as JSON, replacing the file in one step."""
     write_json(path, record.model_dump(mode="json"))
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first thing that pydantic found, in one line: field, reason, and the value that was there."""
+    """Describe the first problem that pydantic found, in one line: the field, the reason and the value."""
     problem: Any = error.errors(include_url=False)[0]
     field = ".".join(str(part) for part in problem["loc"])
     value = "" if isinstance(problem["input"], (dict, list, bytes)) else f", got {problem['input']!r:.100}"

@@ -1,4 +1,4 @@
-"""Classes by name: this package's own, those of other installed packages, and those that a program registers."""
+"""Classes by name: those of this package, of other installed packages, and those that a program registers."""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -15,8 +15,8 @@ class Registry(Mapping[str, type[T]], Generic[T]):
     Args:
         kind: what the classes are called in messages, such as "strategy".
         group: the group of entry points in which other packages name their classes, such as "dulbe_peft.strategies".
-            An entry point has the name of its class.
-        homes: name -> "module:Class" of this package's own classes.
+            The name of an entry point is the name of its class.
+        homes: name -> "module:Class" for the classes of this package.
     """
 
     def __init__(self, kind: str, group: str, homes: Mapping[str, str]) -> None:
@@ -33,7 +33,7 @@ class Registry(Mapping[str, type[T]], Generic[T]):
             cls = resolve_name(home) if isinstance(home, str) else home.load()
             if getattr(cls, "name", None) != name:
                 raise ValueError(
-                    f"the entry point {name!r} of {self.group!r} leads to {cls!r:.100}, whose name is "
+                    f"the entry point {name!r} of {self.group!r} points to {cls!r:.100}, whose name is "
                     f"{getattr(cls, 'name', None)!r}: give both the same name"
                 )
             self._classes.setdefault(name, cls)  # importing the class may have registered it
@@ -47,11 +47,11 @@ class Registry(Mapping[str, type[T]], Generic[T]):
         return sum(1 for _ in self)
 
     def __contains__(self, name: object) -> bool:
-        """Whether there is a class of this name; does not import it."""
+        """Return whether there is a class with this name, without importing it."""
         return name in self._homes or name in self._classes or name in set(self)
 
     def register(self, cls: type[T]) -> None:
-        """Add a class under its `name`; a `ValueError` says that another class has the name."""
+        """Add a class under its `name`. If another class has this name, a `ValueError` is raised."""
         name: str = cls.name  # type: ignore[attr-defined]
         home = self._homes.get(name)
         path = f"{cls.__module__}:{cls.__qualname__}"
@@ -59,7 +59,7 @@ class Registry(Mapping[str, type[T]], Generic[T]):
         if name in self._classes:
             known = f"{self._classes[name].__module__}:{self._classes[name].__qualname__}"
         if known not in (None, path):
-            raise ValueError(f"the {self.kind} {name!r} is {known} already: choose another name for {path}")
+            raise ValueError(f"the {self.kind} {name!r} is already {known}: choose another name for {path}")
         self._classes[name] = cls
 
     def _add_entry_points(self) -> None:
@@ -70,7 +70,7 @@ class Registry(Mapping[str, type[T]], Generic[T]):
             if point.name in self._homes:
                 package = point.dist.name if point.dist else point.value
                 warnings.warn(
-                    f"the {self.kind} {point.name!r} of the package {package} is ignored: the name is taken. "
+                    f"the {self.kind} {point.name!r} of the package {package} is ignored, because the name is taken. "
                     f"Rename its entry point of {self.group!r}",
                     stacklevel=3,
                 )

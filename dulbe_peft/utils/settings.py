@@ -1,6 +1,6 @@
 """Settings as plain dataclasses whose fields declare their limits: `epochs: Annotated[int, Ge(1)] = 2`.
 
-pydantic checks them. It is imported with the first check, so that a command's flags are read without it.
+pydantic checks them. It is imported at the first check, so that the command line can read its flags without it.
 """
 
 import re
@@ -11,8 +11,9 @@ from typing import Annotated, Any, get_type_hints
 
 from annotated_types import Ge, Interval, Le
 
-LEAST, MOST = 2.0**-126, (2 - 2**-23) * 2.0**127  # what float32 holds in full, in which nearly all is computed
-# Types that several settings have. Numbers are such as float32 holds, in which nearly all is computed.
+# The limits of normal float32 numbers, the precision in which nearly everything is computed.
+LEAST, MOST = 2.0**-126, (2 - 2**-23) * 2.0**127
+# Types that several settings share.
 Positive = Annotated[float, Ge(LEAST), Le(MOST)]
 Weight = Annotated[float, Ge(0), Le(MOST)]
 AtLeastOne = Annotated[int, Ge(1)]
@@ -20,48 +21,58 @@ Seed = Annotated[int, Ge(0)]
 
 
 def setting(default: Any, help: str, **metadata: Any) -> Any:
-    """A dataclass field with its help text, from which the command line and the documentation are made."""
+    """Return a dataclass field with a help text, from which the command line and the docs are generated."""
     return field(default=default, metadata={"help": help, **metadata})
 
 
 @cache
 def field_types(kind: type) -> dict[str, Any]:
-    """Name -> type of every field of a dataclass, with its limits."""
+    """Return the type of every field of a dataclass by name, including its limits."""
     hints = get_type_hints(kind, include_extras=True)
     return {field.name: hints[field.name] for field in fields(kind)}
 
 
 def check_settings(settings: Any, kind: type | None = None, owner: str = "") -> None:
-    """Give the fields of a dataclass, or of its base class `kind`, their declared types, or say whose is wrong."""
-    said = f"{owner}: " if owner else ""
+    """Convert the fields of a dataclass, or of its base class `kind`, to their declared types.
+
+    Raises:
+        TypeError: a value has the wrong type. The message begins with `owner`, if it is given.
+        ValueError: a value is outside its limits.
+    """
+    prefix = f"{owner}: " if owner else ""
     for name, hint in field_types(kind or type(settings)).items():
-        object.__setattr__(settings, name, check_value(f"{said}{name}", hint, getattr(settings, name)))
+        object.__setattr__(settings, name, check_value(f"{prefix}{name}", hint, getattr(settings, name)))
 
 
 def check_value(name: str, hint: Any, value: Any, strict: bool = True) -> Any:
-    """`value` as the type `hint` asks for; where not `strict`, a text may stand for a number or a bool."""
+    """Return `value` converted to the type `hint`. Unless `strict`, a string may stand for a number or a bool.
+
+    Raises:
+        TypeError: the value has the wrong type.
+        ValueError: the value is outside its limits.
+    """
     from pydantic import ValidationError
 
     try:
         return _reader(hint).validate_python(_plain(value), strict=strict)
     except ValidationError as error:
         problems = error.errors(include_url=False)
-    wanted = " or ".join(dict.fromkeys(problem["msg"].partition(" should ")[2] for problem in problems))
-    wanted = wanted.replace(" or be ", " or ").removesuffix(" after validation, not 0")
-    wanted = wanted.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
-    wanted = re.sub(r"at least 0\.0{30,}\d+", f"positive, {LEAST:.1e} at least", wanted)
-    message = f"{name} must {wanted}, got {value!r:.200}"
+    rule = " or ".join(dict.fromkeys(problem["msg"].partition(" should ")[2] for problem in problems))
+    rule = rule.replace(" or be ", " or ").removesuffix(" after validation, not 0")
+    rule = rule.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+    rule = re.sub(r"at least 0\.0{30,}\d+", f"positive, {LEAST:.1e} at least", rule)
+    message = f"{name} must {rule}, got {value!r:.200}"
     limits = ("greater", "less", "literal", "finite", "string_too", "string_pattern", "too_")
     raise (ValueError if any(problem["type"].startswith(limits) for problem in problems) else TypeError)(message)
 
 
 def check_int(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """`value` as a Python int, after a check that it is one from `least` to `most`."""
+    """Return `value` as a Python int, after checking that it is an integer from `least` to `most`."""
     return int(check_value(name, Annotated[int, Interval(ge=least, le=most)], value))
 
 
 def check_number(name: str, value: Any, *, least: float = -MOST, most: float = MOST) -> None:
-    """Raise unless `value` is an int or a float, from `least` to `most`; by default what float32 holds."""
+    """Raise an error unless `value` is an int or a float from `least` to `most`, by default the limits of float32."""
     check_value(name, Annotated[float, Interval(ge=least, le=most)], value)
 
 
@@ -73,7 +84,7 @@ def _reader(hint: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers, arrays and tensors of NumPy and PyTorch as Python's own, also in a list or a tuple."""
+    """Convert numbers, arrays and tensors of NumPy and PyTorch to Python's types, also inside a list or a tuple."""
     if type(value) in (list, tuple):
         return type(value)(_plain(entry) for entry in value)
     if hasattr(value, "tolist"):
@@ -82,8 +93,8 @@ def _plain(value: Any) -> Any:
 
 
 def flat_settings(settings: dict[str, Any], path: str = "") -> dict[str, Any]:
-    """Nested settings as dotted names: {"adapter": {"shared_rank": 1}} becomes {"adapter.shared_rank": 1}."""
-    found: dict[str, Any] = {}
+    """Flatten nested settings: {"adapter": {"shared_rank": 1}} becomes {"adapter.shared_rank": 1}."""
+    flat: dict[str, Any] = {}
     for key, value in settings.items():
-        found |= flat_settings(value, f"{path}{key}.") if isinstance(value, dict) else {f"{path}{key}": value}
-    return found
+        flat |= flat_settings(value, f"{path}{key}.") if isinstance(value, dict) else {f"{path}{key}": value}
+    return flat

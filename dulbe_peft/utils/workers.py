@@ -1,4 +1,4 @@
-"""Calls side by side, by joblib's backends: processes of this machine, a Dask cluster, or Ray."""
+"""Parallel calls with joblib's backends: processes on this machine, a Dask cluster, or Ray."""
 
 import os
 import threading
@@ -18,20 +18,20 @@ from dulbe_peft.utils.extras import installed
 
 T = TypeVar("T")
 ENGINES = ("local", "dask", "ray")
-_one_at_a_time = threading.Lock()
+_making = threading.Lock()
 
 
 @dataclass(frozen=True)
 class OncePerProcess(Generic[T]):
-    """What `make` returns, made once in each process for all copies of this object, which pickle as `make` does."""
+    """Calls `make` once per process and gives the result to all copies of this object. The result is not pickled."""
 
     make: Callable[[], T] = field(compare=False)
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __call__(self) -> T:
-        with _one_at_a_time:
-            found: T = _made(self)
-            return found
+        with _making:
+            result: T = _made(self)
+            return result
 
 
 @lru_cache(maxsize=4)
@@ -42,30 +42,30 @@ def _made(once: OncePerProcess[Any]) -> Any:
 def side_by_side(
     function: Callable[..., T], calls: Iterable[tuple[Any, ...]], jobs: int, engine: str, address: str | None
 ) -> Iterator[T]:
-    """Call a function with each of some arguments, in workers of one thread each; yields the results as they come.
+    """Call a function with each tuple of arguments, in single-threaded workers; yields the results as they arrive.
 
-    Where a worker dies, Dask repeats its call; with the others that is a `ChildProcessError`.
+    If a worker dies, Dask repeats its call; the other engines raise a `ChildProcessError`.
     """
     with installed(f"the engine {engine!r}"):
         from joblib import Parallel, delayed
 
         died = _deaths(engine)
     work = (delayed(function)(*arguments) for arguments in calls)
-    with ExitStack() as opened:
+    with ExitStack() as stack:
         try:
-            _start(opened, jobs, engine, address)
+            _start(stack, jobs, engine, address)
             if engine != "ray":
                 yield from Parallel(batch_size=1, return_as="generator_unordered")(work)
                 return
-            with Parallel(batch_size=1) as pool:  # Ray's backend gives its results as a list: so one call a worker
+            with Parallel(batch_size=1) as pool:  # Ray only returns lists, so each list has one call per worker
                 while part := list(islice(work, jobs)):
                     yield from pool(part)
         except died as error:
-            raise ChildProcessError(f"a worker died, as when memory runs out: choose fewer jobs ({error})") from error
+            raise ChildProcessError(f"a worker died, perhaps out of memory: choose fewer jobs ({error})") from error
 
 
 def _deaths(engine: str) -> tuple[type[Exception], ...]:
-    """What an engine, which is imported here, raises when a worker has died."""
+    """Import an engine and return the errors that it raises if a worker has died."""
     if engine == "dask":
         from distributed.scheduler import KilledWorker
 
@@ -77,23 +77,23 @@ def _deaths(engine: str) -> tuple[type[Exception], ...]:
     return (BrokenProcessPool,)
 
 
-def _start(opened: ExitStack, jobs: int, engine: str, address: str | None) -> None:
-    """Have joblib use an engine until the stack is closed, on a running cluster or with workers on this machine."""
+def _start(stack: ExitStack, jobs: int, engine: str, address: str | None) -> None:
+    """Let joblib use an engine until the stack is closed, on a running cluster or with workers on this machine."""
     from joblib import parallel_config
 
     if engine == "local":
         from joblib.externals.loky import get_reusable_executor
 
-        opened.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "A worker stopped while some jobs", UserWarning)  # another one starts
-        # Else they stay for minutes, with the models that they hold, in the folder where they began.
-        opened.callback(lambda: get_reusable_executor().shutdown(kill_workers=True))
-        opened.enter_context(parallel_config("loky", n_jobs=jobs, inner_max_num_threads=1))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "A worker stopped while some jobs", UserWarning)  # a new worker starts
+        # Otherwise idle workers live on for minutes, with their models in memory and in the folder they started in.
+        stack.callback(lambda: get_reusable_executor().shutdown(kill_workers=True))
+        stack.enter_context(parallel_config("loky", n_jobs=jobs, inner_max_num_threads=1))
         return
     if engine == "dask":
         from distributed import Client
 
-        opened.enter_context(Client(address) if address else Client(n_workers=jobs, threads_per_worker=1))
+        stack.enter_context(Client(address) if address else Client(n_workers=jobs, threads_per_worker=1))
     else:
         import ray
         from ray.util.joblib import register_ray
@@ -101,13 +101,13 @@ def _start(opened: ExitStack, jobs: int, engine: str, address: str | None) -> No
         register_ray()
         if not ray.is_initialized():
             ray.init(address=address, num_cpus=None if address else jobs)
-            opened.callback(ray.shutdown)
-    opened.enter_context(parallel_config(engine, n_jobs=jobs))
+            stack.callback(ray.shutdown)
+    stack.enter_context(parallel_config(engine, n_jobs=jobs))
 
 
-def jobs_at_once(asked: int | None, address: str | None) -> int:
-    """How many of the jobs that are asked for: without a cluster's address never more than there are cores here."""
+def jobs_at_once(requested: int | None, address: str | None) -> int:
+    """Return the number of parallel jobs: as many as requested, but on this machine at most one per core."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if not asked:
-        return 1 if torch.accelerator.is_available() else cores  # several would share the accelerator
-    return asked if address else min(asked, cores)
+    if not requested:
+        return 1 if torch.accelerator.is_available() else cores  # several jobs would share the accelerator
+    return requested if address else min(requested, cores)

@@ -1,7 +1,7 @@
-"""A page to teach a CLIP new classes and to ask it about images; nothing is trained, and no image is kept.
+"""A page that teaches a CLIP new classes and classifies images. Nothing is trained, and no image is kept.
 
-The environment variable MODEL names the model, such as openai/clip-vit-base-patch16, and PROMPT its prompt. Without
-them it is the tiny CLIP that comes with the package, which knows printed characters.
+The environment variable MODEL names the model, such as openai/clip-vit-base-patch16, and PROMPT its prompt. The
+default is the tiny CLIP of the package, which knows printed characters.
 """
 
 import os
@@ -19,13 +19,13 @@ SHOWN = 5  # classes of an answer
 
 
 def new_learner() -> ClassIncrementalLearner:
-    """A learner that knows no class; all visitors share the model, and nobody changes it."""
+    """Return a learner without classes. All visitors share the model, which never changes."""
     args = LearnerArguments(device="cpu", progress=False, prompt_template=PROMPT)
     return ClassIncrementalLearner(CLIP, PROCESSOR, args=args, strategy="frozen")
 
 
 def teach(learner: Any, files: list[str] | None, name: str) -> tuple[Any, str]:
-    """Give images to a class: a new one is learned, a known one takes them in."""
+    """Learn the images in `files` as class `name`, which is new or known."""
     if not files or not name.strip():
         raise gr.Error("Choose some images, and write the name of their class.")
     learner, name = learner or new_learner(), name.strip()
@@ -38,7 +38,7 @@ def teach(learner: Any, files: list[str] | None, name: str) -> tuple[Any, str]:
 
 
 def digits(learner: Any) -> tuple[Any, str]:
-    """Begin anew with handwritten digits, eight of each, zero to nine."""
+    """Return a new learner that has learned eight handwritten digits of each class."""
     from dulbe_peft.data.readers import load_data
     from dulbe_peft.photos.data.splits import draw_per_class
 
@@ -48,15 +48,15 @@ def digits(learner: Any) -> tuple[Any, str]:
 
 
 def ask(learner: Any, image: Any) -> dict[str, float]:
-    """The most likely classes of an image, with their probabilities."""
+    """Return the most likely classes of an image with their probabilities."""
     if learner is None or image is None:
         raise gr.Error("Teach two classes first, then choose an image.")
-    (found,) = learner.predictions(image, min(SHOWN, len(learner.class_names)))
-    return dict(zip(found.classes, found.probabilities, strict=True))
+    (prediction,) = learner.predictions(image, min(SHOWN, len(learner.class_names)))
+    return dict(zip(prediction.classes, prediction.probabilities, strict=True))
 
 
 def known(learner: Any) -> str:
-    """What the learner knows, in a line."""
+    """Return a line that lists the classes of the learner."""
     return f"It knows {len(learner.class_names)} classes: {', '.join(learner.class_names)}."
 
 

@@ -6,14 +6,13 @@ import csv
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from research.comparison.summary import FEW
 
 Row = dict[str, str]
-DEFAULT, UNKNOWN = "bayes", "not measured"
+DEFAULT, KNOWN, UNKNOWN = "bayes", "still known", "not measured"
 DRIFTS = ("none", "linear", "auto")  # the last one that was measured stands in the tables
 
 
@@ -94,24 +93,60 @@ def family(results: Path, file: str, stream: str, classifiers: str) -> list[list
 
 
 def drifts(results: Path, files: str, method: str, classifiers: str) -> list[list[str]]:
-    """One line a stream and classifier: A_last with nothing trained, and with a method by each drift, the best bold.
+    """One line a stream and way to treat the drift: A_last with nothing trained, and with a method, see `whole_line`.
 
-    `files` are comparisons with semicolons between them, each with the name of its data: "defaults=handwriting".
+    `files` are comparisons with semicolons between them, each with the name of its data: "drift=handwriting".
     """
-    lines = []
+    lines, columns = [], classifiers.split(",")
     for file, _, data in (part.partition("=") for part in files.split(";")):
-        with (results / f"comparisons/{file}.csv").open(newline="", encoding="utf-8") as opened:
-            rows = {(r["stream"], r["classifier"], r["method"], r["drift"]): r["last"] for r in csv.DictReader(opened)}
-        for stream, name in product(dict.fromkeys(key[0] for key in rows), classifiers.split(",")):
-            found = [float(rows[stream, name, method, drift]) for drift in DRIFTS]
-            untrained = percent(rows[stream, name, "frozen", "none"])
-            lines.append([f"{data}, {stream}", name, untrained, *best_bold([100 * share for share in found], max)])
-    return [["", "classifier", "nothing trained", *DRIFTS], *lines]
+        rows = {drift: compared(results, file, drift) for drift in DRIFTS}
+        for stream in dict.fromkeys(key[0] for key in rows["none"]):
+            where = f"{data}, {stream}"
+            lines.append([f"{where}: {named('frozen')}", *whole_line(rows["none"], stream, "frozen", columns)])
+            lines += [[f"{where}: {drift}", *whole_line(rows[drift], stream, method, columns)] for drift in DRIFTS]
+    return [["", *whole_head(columns)], *lines]
+
+
+def gaps(results: Path, classifiers: str) -> list[list[str]]:
+    """One line a gap and way to train: mean A_last, what is still known, and the cosines that the gap makes."""
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for path in sorted(results.glob("gap/*.json")):
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            where, _, what = row["what"].partition(": ")
+            gap, _, how = where.partition(", ")
+            found.setdefault(gap, {}).setdefault(how.rpartition(",")[0], {}).setdefault(what, []).append(row["value"])
+    lines, columns = [], classifiers.split(",")
+    for gap, ways in sorted(found.items()):
+        cosines = {name: values[0] for name, values in ways.pop("").items()}
+        pairs = (("own mean", "other means"), ("own name", "other names"))
+        angles = [f"{cosines[own]:.2f}, {cosines[other]:.2f}".replace("-", "−") for own, other in pairs]
+        for how, figures in ways.items():
+            means = {name: sum(values) / len(values) for name, values in figures.items()}
+            best = max((name for name in means if name not in (DEFAULT, KNOWN)), key=lambda name: means[name])
+            cells = [f"{means[name]:.1f}" for name in (DEFAULT, *columns)]
+            known = f"{means[KNOWN]:.1f}" if KNOWN in means else UNKNOWN
+            lines.append([f"{gap}: {named(how)}", *cells, f"{best}: {means[best]:.1f}", known, *angles])
+    head = ["an image's cosine with its class mean, with others", "with its name, with others"]
+    return [["", *whole_head(columns), *head], *lines]
+
+
+def pays(results: Path, files: str, method: str, classifier: str) -> str:
+    """The sentence about what a method's training with its defaults changes, over all streams of comparisons."""
+    found = [compared(results, file) for file in files.split(";")]
+    rows, ends = [row for one in found for row in one.values() if row["method"] == method], []
+    streams = sum(len({stream for stream, *_ in one}) for one in found)
+    for name in (classifier, DEFAULT):
+        gains = [float(row["gain"]) for row in rows if row["classifier"] == name]
+        ends.append(f"{signed(str(min(gains)))} to {signed(str(max(gains)))}")
+    return (
+        f"With its defaults, on our small models, {method} changes the accuracy of the classifier `{classifier}` by "
+        f"{ends[0]} points\nand that of `{DEFAULT}`, the default, by {ends[1]}, over {streams} streams."
+    )
 
 
 def whole_head(columns: list[str]) -> list[str]:
     """What every comparison with training shows: the default classifier, others, the best one, what is still known."""
-    return [DEFAULT, *map(short, columns), "the best other", "still known"]
+    return [DEFAULT, *map(short, columns), "the best other", KNOWN]
 
 
 def whole_line(
@@ -196,10 +231,11 @@ def figures_of(results: Path, folder: str, pattern: str) -> Iterator[tuple[tuple
             yield found.groups(), [row["value"], *row["each"]]
 
 
-def compared(results: Path, file: str) -> dict[tuple[str, str, str], Row]:
-    """(stream, method, classifier) -> the row of a comparison; of several drifts the last of `DRIFTS`."""
+def compared(results: Path, file: str, drift: str | None = None) -> dict[tuple[str, str, str], Row]:
+    """(stream, method, classifier) -> the row of a comparison; of several drifts the last of `DRIFTS`, or this one."""
     with (results / f"comparisons/{file}.csv").open(newline="", encoding="utf-8") as lines:
         rows = sorted(csv.DictReader(lines), key=lambda row: DRIFTS.index(row["drift"]))
+    rows = [row for row in rows if drift in (None, row["drift"]) or row["method"] == "frozen"]
     return {(row["stream"], row["method"], short(row["classifier"])): row for row in rows}
 
 
@@ -244,5 +280,6 @@ def best_bold(figures: list[float], best: Callable[..., float] | None) -> list[s
     return [f"**{text}**" if best and float(text) == best(map(float, texts)) else text for text in texts]
 
 
-_TABLES = (frozen, edges, trained, family, drifts, costs, beside, estimates, order, suggest)
+COMPARISONS = (trained, family, drifts, gaps)  # what training gives and takes: these have the columns of `whole_head`
+_TABLES = (frozen, edges, *COMPARISONS, pays, costs, beside, estimates, order, suggest)
 TABLES: dict[str, Any] = {table.__name__: table for table in _TABLES}

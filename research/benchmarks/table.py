@@ -16,7 +16,7 @@ from research.benchmarks import evidence
 from research.benchmarks.common import RESULTS
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "research" / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -36,7 +36,10 @@ def made(marker: str, results: Path) -> str:
     settings = dict(argument.split("=", 1) for argument in arguments)
     if name == "figures":
         return figures(results, **settings)
-    head, *lines = evidence.TABLES[name](results, **settings)
+    found = evidence.TABLES[name](results, **settings)
+    if isinstance(found, str):
+        return found
+    head, *lines = found
     first, *rows = ("| " + " | ".join(line) + " |" for line in [head, *lines])
     return "\n".join([first, "|" + "---|" * len(head), *rows])
 

@@ -2,8 +2,8 @@
   python -m research compare examples/comparisons/digits.yaml --output comparison
   python -m research report comparison
 
-The file names streams, methods, classifiers and seeds. What is finished stays; the same command
-goes on.
+The file lists streams, methods, classifiers and seeds. Finished runs are kept; repeating the command
+continues with the others.
 """
 
 import shlex
@@ -19,9 +19,9 @@ from dulbe_peft.utils.settings import AtLeastOne, setting
 def compare(
     file: str = setting(..., "YAML file that says what to compare", place=True),
     output: Folder = setting(..., "folder for all runs and the table"),
-    jobs: AtLeastOne | None = setting(None, "runs at once, at most one a core of this machine (so many)"),
-    backend: Literal["local", "dask", "ray"] = setting("local", "who runs"),
-    address: str | None = setting(None, "of the scheduler of dask or ray; else one starts on this machine"),
+    jobs: AtLeastOne | None = setting(None, "number of parallel runs, at most one per core (default: all cores)"),
+    backend: Literal["local", "dask", "ray"] = setting("local", "how the runs are distributed"),
+    address: str | None = setting(None, "address of the Dask or Ray scheduler (default: start one here)"),
     overwrite: bool = OVERWRITE,
 ) -> None:
     from research.comparison.compare import compare
@@ -29,7 +29,7 @@ def compare(
     from research.comparison.summary import format_summary
 
     plan, folder = read_plan(file), Path(output)
-    data = (*(stream["data"] for stream in plan.streams.values()), *(own[0] for own in plan.retentions.values()))
+    data = (*(stream["data"] for stream in plan.streams.values()), *(row[0] for row in plan.retentions.values()))
     claim(("--output", output, FOLDER), reads=[file], apart=data, overwrite=overwrite)
     entries = compare(plan, folder, jobs, backend, address)
     print(format_summary(entries))

@@ -1,7 +1,7 @@
 """example:
   python -m research figures out --output pictures
 
-Nothing is measured anew: a figure whose facts the run did not keep is left out.
+Nothing is measured again: a figure is left out if the run did not keep its data.
 """
 
 from dulbe_peft.photos.commands.named import FOLDER, claim
@@ -11,8 +11,8 @@ from dulbe_peft.utils.settings import setting
 
 @command()
 def figures(
-    run: str = setting(..., "folder that run has written", place=True),
-    output: Folder = setting(..., "folder for the pictures, and for their numbers in diagnostics.json"),
+    run: str = setting(..., "folder that run wrote", place=True),
+    output: Folder = setting(..., "folder for the figures, and for their numbers in diagnostics.json"),
     overwrite: bool = OVERWRITE,
 ) -> None:
     claim(("--output", output, FOLDER), reads=[run], overwrite=overwrite)

@@ -2,7 +2,7 @@
   python -m research report comparison
   python -m research report comparison --output all.html --csv all.csv
 
-The page is one file that any browser opens, also without a network.
+The page is a single file that any browser opens, even without a network.
 """
 
 from pathlib import Path
@@ -15,13 +15,13 @@ from dulbe_peft.utils.settings import setting
 @command()
 def report(
     comparison: str = setting(..., "folder that compare wrote", place=True),
-    output: Page | None = setting(None, "the page (report.html in the folder)"),
-    csv: File | None = setting(None, "write the table of results, too, with full figures"),
-    latex: File | None = setting(None, "write the table of results, too, for LaTeX"),
+    output: Page | None = setting(None, "the page (default: report.html in the folder)"),
+    csv: File | None = setting(None, "also write the table of results with all digits"),
+    latex: File | None = setting(None, "also write the table of results for LaTeX"),
     overwrite: bool = OVERWRITE,
 ) -> None:
-    named = (("--output", output, ".html"), ("--csv", csv, ".csv"), ("--latex", latex, ".tex"))
-    claim(*named, reads=[comparison], overwrite=overwrite)
+    outputs = (("--output", output, ".html"), ("--csv", csv, ".csv"), ("--latex", latex, ".tex"))
+    claim(*outputs, reads=[comparison], overwrite=overwrite)
     from research.comparison.comparison_file import COMPARISON_FILE
     from research.comparison.comparison_page import write_comparison_page
 

@@ -4,7 +4,7 @@
   python -m research verify --level 2 --data pets --splits split_zhou_OxfordPets.json
   python -m research verify --checks my.yaml --output mine.json
 
-The exit status is 1 where a number is outside its tolerance, and 2 where a check could not be run.
+The exit status is 1 if a number is outside its tolerance, and 2 if a check could not be run.
 """
 
 from pathlib import Path
@@ -17,25 +17,27 @@ from dulbe_peft.utils.settings import setting
 
 @command(kept="the checks that were measured are kept")
 def verify(
-    level: Literal["0", "1", "2"] | None = setting(None, "0: one photograph; 1: zero-shot; 2: taught, untrained (0)"),
-    data: str | None = setting(None, "the checks of one data set, of all levels where none is named"),
-    listed: bool = setting(False, "name the checks, and measure nothing", flag="--list"),
-    checks: File | None = setting(None, "your own checks in place of the project's; all levels"),
-    splits: File | None = setting(None, "the split file of --data, where no program may fetch it"),
-    images: Folder | None = setting(None, "the images of --data, where they are here already"),
+    level: Literal["0", "1", "2"] | None = setting(
+        None, "0: one photograph; 1: zero-shot; 2: classifiers of a frozen model (default: 0)"
+    ),
+    data: str | None = setting(None, "run the checks of one data set, of all levels unless --level is given"),
+    listed: bool = setting(False, "list the checks, and measure nothing", flag="--list"),
+    checks: File | None = setting(None, "your checks instead of the project's, of all levels"),
+    splits: File | None = setting(None, "the split file of --data, if programs must not download it"),
+    images: Folder | None = setting(None, "the images of --data, if you have them already"),
     output: File = setting("verify.json", "results, versions and hardware"),
     device: str = setting("auto", "auto, cpu or an accelerator's type"),
     overwrite: bool = OVERWRITE,
 ) -> int:
-    from research.verification.checks import OWN_CHECKS, chosen, read_checks
+    from research.verification.checks import OWN_CHECKS, read_checks, select_checks
 
     file = OWN_CHECKS if checks is None else Path(checks)
-    found = read_checks(file)
+    all_checks = read_checks(file)
     narrow = level is not None or data is not None or checks is not None or listed
-    wanted = chosen(found, int(level) if level is not None else None if narrow else 0, data)
+    wanted = select_checks(all_checks, int(level) if level is not None else None if narrow else 0, data)
     if (splits or images) and len({check.data for check in wanted}) > 1:
         names = ", ".join(dict.fromkeys(check.data for check in wanted))
-        raise ValueError(f"--splits and --images are of one of {names}: name it with --data")
+        raise ValueError(f"--splits and --images belong to one data set of {names}: choose it with --data")
     for flag, path in (("--splits", splits), ("--images", images)):
         if path is not None and not Path(path).exists():
             raise FileNotFoundError(f"{flag} {path!r} does not exist")
@@ -54,8 +56,8 @@ def verify(
     if overwrite and Path(output).is_file():
         step_aside(Path(output))
     places = Places(file.parent, Path(images) if images else None, Path(splits) if splits else None)
-    outcomes = Kit(found, places, Path(output), device).run(wanted)
+    outcomes = Kit(all_checks, places, Path(output), device).run(wanted)
     print("\n" + "\n".join(table(outcomes)))
-    said = [outcome.within for outcome in outcomes]
-    print(f"\n{said.count(OUTSIDE)} of {len(said)} outside, {said.count(NOT_RUN)} not run; written: {output}")
-    return 1 if OUTSIDE in said else 2 if NOT_RUN in said else 0
+    results = [outcome.within for outcome in outcomes]
+    print(f"\n{results.count(OUTSIDE)} of {len(results)} outside, {results.count(NOT_RUN)} not run; written: {output}")
+    return 1 if OUTSIDE in results else 2 if NOT_RUN in results else 0

@@ -56,6 +56,7 @@ class CellRecord(Record):
     method: str
     seed: int
     settings: dict[str, Any]
+    arguments: dict[str, Any]  # what it learned by, with all defaults
     strategy: dict[str, Any]
     class_names: list[list[str]]
     logit_scale: float
@@ -145,6 +146,7 @@ def _train(cell: Cell, folder: Path) -> CellRecord:
         method=cell.method,
         seed=cell.seed,
         settings=as_json(cell.settings),
+        arguments=arguments_of(cell),
         strategy={"name": strategy.name, **strategy.settings()},
         class_names=[list(task) for task in learner.tasks],
         logit_scale=learner.logit_scale,
@@ -176,6 +178,11 @@ def _retention(learner: ClassIncrementalLearner, cell: Cell, tasks: Sequence[Tas
     return Retention.model_validate(found if learned else {name: found[name] for name in ("before", "after")})
 
 
+def arguments_of(cell: Cell) -> dict[str, Any]:
+    """What a cell's run learns by, with all defaults, as a JSON file gives it back."""
+    return as_json(validated(cell.settings)[2].portable())
+
+
 def as_json(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings as a JSON file gives them back."""
     return dict(json.loads(json.dumps(settings)))
@@ -188,6 +195,7 @@ def _finished(cell: Cell, folder: Path) -> CellRecord | None:
         return None
     asked, settings = as_json(cell.settings), dict(done.settings)
     asked["retention"], settings["retention"] = list(cell.retention), done.retention_of
+    asked, settings = asked | arguments_of(cell), settings | done.arguments  # a default may have changed since
     other = "name another folder as output, remove this one, or give the stream or the method another name"
     for name in sorted({*settings, *asked}):
         before, now = settings.get(name), asked.get(name)

@@ -16,7 +16,15 @@ from dulbe_peft.photos.report.table import Column, filled, format_markdown
 from dulbe_peft.utils.files import write_csv
 from dulbe_peft.utils.records import Record
 from dulbe_peft.utils.settings import flat_settings
-from research.comparison.cells import AnswersFacts, CellRecord, answers_path, as_json, read_answers, read_cell
+from research.comparison.cells import (
+    AnswersFacts,
+    CellRecord,
+    answers_path,
+    arguments_of,
+    as_json,
+    read_answers,
+    read_cell,
+)
 from research.comparison.comparison_file import Entry, Retention, ScalePoint
 from research.comparison.intervals import Difference, Measure, image_shares, mean_interval, mean_share
 from research.comparison.plan import Cell, Chosen, Plan, Row, Work, as_text
@@ -59,7 +67,9 @@ def make_entries(plan: Plan, output: Path, work: Work, chosen: Chosen | None = N
 def read_row(folder: Path, row: Row, cell: Cell) -> CellRow | None:
     """What a cell's files tell of a row; None where there is no answer to the cell's settings."""
     done = read_cell(folder)
-    if done is None or done.settings != as_json(cell.settings) or not answers_path(folder, row).is_file():
+    if done is None or (done.settings, done.arguments) != (as_json(cell.settings), arguments_of(cell)):
+        return None
+    if not answers_path(folder, row).is_file():
         return None
     answers, facts = read_answers(folder, row, done)
     shares = image_shares(answers, facts.class_names)

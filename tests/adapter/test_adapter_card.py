@@ -1,4 +1,4 @@
-"""What an adapter says of itself: its card, its parameters and whose it is."""
+"""How an adapter describes itself: its card, its trainable parameters and the base model it belongs to."""
 
 import copy
 import re
@@ -25,19 +25,19 @@ from dulbe_peft import (
 from dulbe_peft.adapter.peft_model import MARK, adapter_card
 from dulbe_peft.encoders.registry import demo_model_folder
 
-# PEFT asks the Hub for a base model of this name.
+# PEFT asks the Hub for the base model by its name.
 pytestmark = pytest.mark.filterwarnings("ignore:Could not find a config file")
 
 
 @pytest.fixture
 def adapted(base):
-    """The demo's CLIP, as if from the Hub, after two folded tasks and with a third one under way."""
+    """The demo CLIP under a Hub name, after two folded tasks and in the middle of a third."""
     clip = copy.deepcopy(base[0])
     clip.name_or_path = "someone/tiny-clip"
     return learned(get_peft_model(clip, DualModeLoraConfig(**CONFIG)), 3)
 
 
-def test_the_card_is_of_the_adapter_until_somebody_writes_one(adapted, tmp_path):
+def test_card_is_generated_until_somebody_edits_it(adapted, tmp_path):
     adapted.save_pretrained(tmp_path)
     file = tmp_path / "README.md"
     card = ModelCard.load(file)
@@ -62,8 +62,8 @@ def test_the_card_is_of_the_adapter_until_somebody_writes_one(adapted, tmp_path)
 
 
 IMPORT = "import dulbe_peft"
-LOOKED_FOR = IMPORT + ", importlib.util; importlib.util.find_spec('peft')"  # which is not imported yet
-# PEFT reads an attribute that transformers has renamed, with every method.
+LOOKED_FOR = IMPORT + ", importlib.util; importlib.util.find_spec('peft')"  # peft must not be imported yet
+# For every method, PEFT reads an attribute that transformers has renamed.
 STRICT = """
 import warnings
 warnings.simplefilter("error")
@@ -80,12 +80,12 @@ print("rank", model.history_rank)
 
 
 @pytest.mark.slow
-def test_the_card_s_lines_run_without_a_warning_and_need_the_import(base, tmp_path):
+def test_code_on_the_card_runs_without_warnings_and_needs_the_import(base, tmp_path):
     model = learned(get_peft_model(copy.deepcopy(base[0]), DualModeLoraConfig(**CONFIG)))
     model.save_pretrained(tmp_path)
     text = (tmp_path / "README.md").read_text(encoding="utf-8")
     header, _, body = text.removeprefix("---").partition("---")
-    assert f"base_model: {demo_model_folder()}" in header, "as PEFT's own cards have it"
+    assert f"base_model: {demo_model_folder()}" in header, "as in PEFT's cards"
     assert str(demo_model_folder()) not in body
     code = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[0]
     for placeholder, folder in (("path/to/the/base/model", demo_model_folder()), ("path/to/this/folder", tmp_path)):
@@ -96,30 +96,30 @@ def test_the_card_s_lines_run_without_a_warning_and_need_the_import(base, tmp_pa
         assert expected in (done.stdout or done.stderr), done.stderr[-2000:]
 
 
-def test_a_published_card_names_its_repository(adapted, base, tmp_path, monkeypatch):
+def test_published_card_names_its_repository(adapted, base, tmp_path, monkeypatch):
     with on_this_process(monkeypatch, tmp_path) as hub:
         adapted.push_to_hub("adapter", private=True)
         text = hub.files("someone/adapter")["README.md"].decode()
         assert "base_model: someone/tiny-clip" in text
         assert "PeftModel.from_pretrained(model, 'someone/adapter')" in text and MARK in text
-        found = PeftModel.from_pretrained(copy.deepcopy(base[0]), "someone/adapter")
+        downloaded = PeftModel.from_pretrained(copy.deepcopy(base[0]), "someone/adapter")
         with pytest.raises(TypeError, match="max_shard"):
             adapted.push_to_hub("adapter", max_shard_size="1GB")
-    assert found.history_rank == adapted.history_rank
+    assert downloaded.history_rank == adapted.history_rank
 
 
-def test_every_adapter_of_a_model_is_on_the_card_and_a_dense_history_counts_no_tasks(base, tmp_path):
+def test_card_lists_every_adapter_and_no_task_count_for_dense_history(base, tmp_path):
     model = get_peft_model(copy.deepcopy(base[0]), DualModeLoraConfig(**CONFIG | {"residual_rank": 40}, text_rank=0))
     learned(model, 3).fold_task()
     model.add_adapter("birds", DualModeLoraConfig(**CONFIG))
     model.save_pretrained(tmp_path)
     text = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert "subfolder='birds', adapter_name='birds'" in text and "**birds**" in text
-    assert "| tasks learned | not known: the history is one matrix a layer |" in text
+    assert "| tasks learned | not known: the history is one matrix for each layer |" in text
     assert "| text tower | as it was |" in text
 
 
-def test_parameters_are_told_by_tower_and_other_adapters_left_to_peft(adapted, base, tmp_path, capsys):
+def test_trainable_parameters_are_printed_by_tower_for_this_method_only(adapted, base, tmp_path, capsys):
     adapted.print_trainable_parameters()
     first, second = capsys.readouterr().out.splitlines()
     numbers = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", second)]
@@ -132,9 +132,9 @@ def test_parameters_are_told_by_tower_and_other_adapters_left_to_peft(adapted, b
     assert "Model ID" in (tmp_path / "README.md").read_text(encoding="utf-8")
 
 
-def test_a_model_that_does_not_fit_is_told_what_would(adapted, tiny_clip, tmp_path):
+def test_error_for_unfit_model_names_models_that_fit(adapted, tiny_clip, tmp_path):
     small = ResNetConfig(num_channels=3, embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])
-    message = "ResNetModel is no encoder.*CLIPModel, SiglipModel.*DualModeLoraConfig\\(target_modules="
+    message = "a ResNetModel are not known.*CLIPModel, SiglipModel.*DualModeLoraConfig\\(target_modules="
     with pytest.raises(ValueError, match=message):
         get_peft_model(ResNetModel(small), DualModeLoraConfig())
     adapted.save_pretrained(tmp_path)
@@ -143,23 +143,23 @@ def test_a_model_that_does_not_fit_is_told_what_would(adapted, tiny_clip, tmp_pa
         PeftModel.from_pretrained(tiny_clip(), tmp_path)
 
 
-def test_a_published_card_tells_of_no_folder(base):
+def test_published_card_names_no_local_folder(base):
     model = get_peft_model(copy.deepcopy(base[0]), DualModeLoraConfig(**CONFIG))
     assert ModelCard(adapter_card(model, "someone/adapter")).data.base_model is None
     assert ModelCard(adapter_card(model)).data.base_model == str(demo_model_folder())
 
 
-def test_other_methods_of_peft_keep_their_methods_and_everybody_the_warnings():
-    """In a process of its own: what an import changes for others is changed for good."""
+def test_import_hides_no_warning_of_other_methods():
+    """Import the package in a separate process, because the effects on other packages cannot be undone."""
     code = """
 import warnings
 from peft import PeftModel
 before = len(warnings.filters)
 import dulbe_peft.adapter
 added = [entry for entry in warnings.filters[: len(warnings.filters) - before]]
-ours = [entry[1] for entry in added if entry[1] is not None]
-assert all("dulbe_" in message.pattern for message in ours if "dapter" in message.pattern), ours
-assert not any("gradient_checkpointing" in message.pattern for message in ours), ours
+messages = [entry[1] for entry in added if entry[1] is not None]
+assert all("dulbe_" in message.pattern for message in messages if "dapter" in message.pattern), messages
+assert not any("gradient_checkpointing" in message.pattern for message in messages), messages
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -173,7 +173,7 @@ def tower(kind, **fields):
 
 
 @pytest.mark.parametrize("names", [("CLIPVisionModel", "CLIPTextModel"), ("SiglipVisionModel", "SiglipTextModel")])
-def test_an_adapter_of_one_tower_does_not_load_into_the_other(names, tmp_path):
+def test_adapter_of_one_tower_does_not_load_into_the_other(names, tmp_path):
     vision, text = (getattr(transformers, name) for name in names)
     small, targets = {"image_size": 16, "patch_size": 8}, {"target_modules": ["fc1", "fc2", "k_proj", "v_proj"]}
     model = learned(get_peft_model(tower(vision, **small), DualModeLoraConfig(**CONFIG, **targets)))
@@ -191,9 +191,9 @@ def test_an_adapter_of_one_tower_does_not_load_into_the_other(names, tmp_path):
     assert torch.equal(again(input_ids=ids).last_hidden_state, other(input_ids=ids).last_hidden_state)
 
 
-def test_another_base_of_the_same_shapes_is_warned_of(tiny_clip, tmp_path):
+def test_base_model_with_other_weights_of_same_shapes_warns(tiny_clip, tmp_path):
     model = learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG)))
-    model.merge_adapter()  # the digest is of the pristine weights
+    model.merge_adapter()  # makes no difference, because the digest uses the pristine weights
     model.save_pretrained(tmp_path)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         PeftModel.from_pretrained(tiny_clip().to(dtype), tmp_path)
@@ -210,12 +210,12 @@ def test_another_base_of_the_same_shapes_is_warned_of(tiny_clip, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["r", "lora_alpha", "lora_dropout", "bias"])
-def test_settings_of_lora_are_explained(name):
-    with pytest.raises(TypeError, match=f"{name}=1 is of LoRA: "):
+def test_settings_of_lora_are_refused_with_an_explanation(name):
+    with pytest.raises(TypeError, match=f"{name}=1 is a setting of LoRA: "):
         DualModeLoraConfig(**{name: 1})
 
 
-def test_models_without_tasks_are_told_what_they_are(tiny_clip):
+def test_injected_adapters_and_plain_models_are_refused_for_training(tiny_clip):
     native, injected, plain = tiny_clip(), tiny_clip(), tiny_clip()
     native.add_adapter(DualModeLoraConfig(**CONFIG))
     inject_adapter_in_model(DualModeLoraConfig(**CONFIG), injected)
@@ -228,7 +228,7 @@ def test_models_without_tasks_are_told_what_they_are(tiny_clip):
     for call in calls:
         for model in (native, injected):
             with pytest.raises(
-                TypeError, match="adapter of this CLIPModel was injected, by add_adapter.*get_peft_model"
+                TypeError, match="adapter of this CLIPModel was injected by add_adapter.*get_peft_model"
             ):
                 call(model)
         with pytest.raises(TypeError, match="must come from get_peft_model.*got CLIPModel"):

@@ -1,4 +1,4 @@
-"""Base layers that are not plain any more after the adapter was put beside them, and base weights that change."""
+"""Base layers that gain hooks, offloading or quantisation after injection, and base weights that change."""
 
 import copy
 
@@ -23,75 +23,75 @@ def layer_of(model, name="fc1"):
     return next(layer for key, layer in model.dual_mode_layers().items() if key.endswith(name))
 
 
-def close(found, expected):
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+def assert_close(actual, expected):
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
 
 
 def loss_fn(model, batch):
     return model.get_image_features(pixel_values=batch).pooler_output.square().mean(), len(batch)
 
 
-def test_a_base_layer_with_hooks_or_another_forward_is_called(model):
-    expected, seen = image_features(model), []
+def test_base_layer_with_hooks_or_replaced_forward_is_called(model):
+    expected, calls = image_features(model), []
     probe = probe_gradients(model, [PIXELS], loss_fn)
     linear = layer_of(model).base_layer
-    hook = linear.register_forward_hook(lambda module, args, result: seen.append(result))
-    close(image_features(model), expected)
-    close(dict(probe_gradients(model, [PIXELS], loss_fn)), dict(probe))
+    hook = linear.register_forward_hook(lambda module, args, result: calls.append(result))
+    assert_close(image_features(model), expected)
+    assert_close(dict(probe_gradients(model, [PIXELS], loss_fn)), dict(probe))
     for scale in (0.0, 0.5):
         with model.scaled(scale):
             hooked = image_features(model)
             hook.remove()
-            close(image_features(model), hooked)  # also where it changes inside a block
-            hook = linear.register_forward_hook(lambda module, args, result: seen.append(result))
+            assert_close(image_features(model), hooked)  # the hook may also be removed inside a block
+            hook = linear.register_forward_hook(lambda module, args, result: calls.append(result))
     hook.remove()
-    assert len(seen) == 4
+    assert len(calls) == 4
     linear.forward = lambda x: nn.functional.linear(x, linear.weight, linear.bias) + 1
     assert not torch.allclose(image_features(model), expected, atol=1e-3)
     del linear.forward
-    close(image_features(model), expected)
-    with model.held_weights():  # a block that begins with a plain layer
+    assert_close(image_features(model), expected)
+    with model.held_weights():  # the layer is plain when the block begins
         hook = linear.register_forward_pre_hook(lambda module, args: (2 * args[0],))
         assert not torch.allclose(image_features(model), expected, atol=1e-3)
         hook.remove()
-        close(image_features(model), expected)
+        assert_close(image_features(model), expected)
 
 
-def test_accelerate_s_offloading_after_injection(model, tmp_path):
+def test_outputs_are_the_same_after_accelerate_offloads_the_model(model, tmp_path):
     expected = outputs(model)
     with model.previous_task():
         before = image_features(model)
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     assert layer_of(model).base_layer.weight.is_meta and next(model.shared_parameters()).is_meta
-    for found, wanted in zip(outputs(model), expected, strict=True):
-        close(found, wanted)
+    for offloaded, output in zip(outputs(model), expected, strict=True):
+        assert_close(offloaded, output)
     with model.previous_task():
-        close(image_features(model), before)
+        assert_close(image_features(model), before)
     with model.disable_adapter():
         assert not torch.allclose(image_features(model), expected[0], atol=1e-3)
 
 
-def test_torchao_after_injection(model):
+def test_adapter_works_after_torchao_quantises_its_base_layers(model):
     torchao = pytest.importorskip("torchao.quantization")
     expected = image_features(model)
-    wanted = {id(layer.base_layer) for layer in model.dual_mode_layers().values()}
-    torchao.quantize_(model, torchao.Int8WeightOnlyConfig(version=2), lambda module, _: id(module) in wanted)
+    base_layers = {id(layer.base_layer) for layer in model.dual_mode_layers().values()}
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig(version=2), lambda module, _: id(module) in base_layers)
     layers = [module for module in model.modules() if isinstance(module, DualModeLayer)]
-    assert all(layer.packed and not layer.plain for layer in layers if id(layer.base_layer) in wanted)
+    assert all(layer.packed and not layer.plain for layer in layers if id(layer.base_layer) in base_layers)
     torch.testing.assert_close(image_features(model), expected, atol=0.05, rtol=0.05)
     with pytest.raises(ValueError, match="is quantised"):
         model.merge_adapter()
 
 
-def test_weights_written_through_data_are_noticed_at_the_doors(tiny_clip, tmp_path):
-    def changed(door):
+def test_writes_through_data_are_noticed_on_save_load_fold_and_merge(tiny_clip, tmp_path):
+    def change_weights_then(refresh):
         model = learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG)))
         image_features(model)
         for layer in model.dual_mode_layers().values():
             layer.base_layer.weight.data.mul_(2)
             layer.dulbe_history_B["default"].data.mul_(2)
-        door(model)
-        return image_features(model), image_features(copy.deepcopy(model))  # a copy takes no cache along
+        refresh(model)
+        return image_features(model), image_features(copy.deepcopy(model))  # a copy has no cached weight
 
     def merge(model):
         model.merge_adapter()
@@ -105,7 +105,7 @@ def test_weights_written_through_data_are_noticed_at_the_doors(tiny_clip, tmp_pa
 
     state = {}
     learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG))).save_pretrained(tmp_path / "other")
-    for door in (
+    for refresh in (
         lambda model: model.save_pretrained(tmp_path / "saved"),
         lambda model: model.load_adapter(tmp_path / "other", "default"),
         lambda model: model.load_state_dict(state or model.state_dict()),
@@ -113,44 +113,43 @@ def test_weights_written_through_data_are_noticed_at_the_doors(tiny_clip, tmp_pa
         begin,
         lambda model: model.fold_task(),
     ):
-        found, expected = changed(door)
-        assert torch.equal(found, expected)
+        features, expected = change_weights_then(refresh)
+        assert torch.equal(features, expected)
 
 
-def test_a_float64_base_merges_in_float64(tiny_clip):
+def test_float64_base_merges_in_float64(tiny_clip):
     torch.manual_seed(1)
     model = learned(get_peft_model(tiny_clip().double(), DualModeLoraConfig(**CONFIG)))
     layer, text = layer_of(model), model.get_base_model().text_model.encoder.layers[0].mlp.fc1
-    pristine = {id(one): one.base_layer.weight.clone() for one in (layer, text)}
+    deltas = {layer: update(layer), text: text.dulbe_text_B["default"] / 8 @ text.dulbe_text_A["default"]}
+    expected = {merged: merged.base_layer.weight + delta for merged, delta in deltas.items()}
     model.merge_adapter()
-    for one in (layer, text):
-        factors = [(one.dulbe_text_A["default"].T, one.dulbe_text_B["default"] / 8)] if one is text else []
-        delta = sum((up @ down.T for down, up in factors), update(layer) if one is layer else 0)
-        torch.testing.assert_close(one.base_layer.weight, pristine[id(one)] + delta, rtol=1e-13, atol=1e-15)
+    for merged, weight in expected.items():
+        torch.testing.assert_close(merged.base_layer.weight, weight, rtol=1e-13, atol=1e-15)
 
 
-def test_factors_keep_no_weight_and_answer_like_weights(tiny_clip, tmp_path):
+def test_fold_as_factors_equals_fold_as_weight_and_caches_nothing(tiny_clip, tmp_path):
     torch.manual_seed(1)
     model = learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG, fold="weight")), tasks=3)
     model.save_pretrained(tmp_path)
     config = DualModeLoraConfig.from_pretrained(tmp_path)
     config.fold = "factors"
     other = PeftModel.from_pretrained(tiny_clip(), tmp_path, config=config)
-    close(image_features(other), image_features(model))
+    assert_close(image_features(other), image_features(model))
     with other.held_weights():
-        close(image_features(other), image_features(model))
+        assert_close(image_features(other), image_features(model))
     assert all(layer._folded is None for layer in other.dual_mode_layers().values())
     assert all(layer._folded is not None for layer in model.dual_mode_layers().values())
     grads = []
-    for one in (model, other):
-        for parameter in (*one.shared_parameters(), *one.residual_parameters()):
+    for trained in (model, other):
+        for parameter in (*trained.shared_parameters(), *trained.residual_parameters()):
             parameter.requires_grad_(True)
-        loss_fn(one, PIXELS)[0].backward()
-        grads.append([parameter.grad for parameter in one.shared_parameters()])
-    close(*grads)
+        loss_fn(trained, PIXELS)[0].backward()
+        grads.append([parameter.grad for parameter in trained.shared_parameters()])
+    assert_close(*grads)
 
 
-def test_a_teacher_s_whole_modules_are_those_of_before_the_task(tiny_clip):
+def test_previous_task_uses_modules_to_save_from_before_the_task(tiny_clip):
     config = DualModeLoraConfig(**CONFIG, modules_to_save=["visual_projection", "text_projection"])
     model = get_peft_model(tiny_clip(), config)
     with pytest.raises(ValueError, match=r"modules_to_save \['visual_projection'\].*call begin_task first"):
@@ -170,20 +169,20 @@ def test_a_teacher_s_whole_modules_are_those_of_before_the_task(tiny_clip):
         assert torch.equal(image_features(model), image_features(copy.deepcopy(model)))
 
 
-def test_a_task_is_planned_with_the_adapter_s_own_ranks(tiny_clip):
+def test_begin_task_plans_with_the_ranks_of_the_adapter(tiny_clip):
     config = DualModeLoraConfig(shared_rank=2, residual_rank=3, support_rank=5, rank_pattern={"fc2": 4})
     model, stats = get_peft_model(tiny_clip(), config), OccupationStatistics()
     collect_statistics(model, [PIXELS], loss_fn, stats)
     probe = probe_gradients(model, [PIXELS], loss_fn)
     modes = allocate_modes(probe, stats)
-    assert {found.support_rank for found in modes.values()} == {5}
+    assert {bases.support_rank for bases in modes.values()} == {5}
     assert all(m.residual.shape[1] == (4 if name.endswith("fc2") else 3) for name, m in modes.items())
-    assert {found.support_rank for found in allocate_modes(probe, stats, support_rank=4).values()} == {4}
+    assert {bases.support_rank for bases in allocate_modes(probe, stats, support_rank=4).values()} == {4}
     for plan in ((probe, stats), (dict(probe), stats), (modes,)):
         model.begin_task(*plan)
         for name, layer in model.dual_mode_layers().items():
             assert torch.equal(layer.dulbe_P["default"], torch.cat([modes[name].shared, modes[name].residual], dim=1))
-    with pytest.raises(TypeError, match="stats are planned with gradients"):
+    with pytest.raises(TypeError, match="stats can only be given with gradients"):
         model.begin_task(modes, stats)
     with pytest.raises(TypeError, match="modes must be a mapping of layer names to ModeBases"):
         model.begin_task([probe])

@@ -1,4 +1,4 @@
-"""The stock-LoRA export: read back by PEFT as LoRA, and cut to a lower rank; see test_deployment for its lines."""
+"""The export as stock LoRA: PEFT reads it back, and it can be compressed. test_deployment runs its documented code."""
 
 import copy
 import json
@@ -19,10 +19,10 @@ def adapted(base, **fields):
 
 
 @torch.no_grad()
-def test_stock_lora_gives_the_same_outputs(tiny_clip, tmp_path):
-    """History, text LoRA, modules to save and a tower alone; merged, disabled and one of two adapters.
+def test_exported_lora_gives_the_same_outputs(tiny_clip, tmp_path):
+    """Cover history, text LoRA, modules to save, a single tower, and merged, disabled and second adapters.
 
-    Of twelve blocks, layer 1 is a prefix of layers 10 and 11, and PEFT shortens the list of targets.
+    With twelve blocks, the name of layer 1 is a prefix of layers 10 and 11, and PEFT shortens the list of targets.
     """
     tower, config = CLIPVisionModelWithProjection(tiny_clip().config.vision_config).eval(), tiny_clip().config
     config.vision_config.num_hidden_layers = config.text_config.num_hidden_layers = 12
@@ -30,7 +30,7 @@ def test_stock_lora_gives_the_same_outputs(tiny_clip, tmp_path):
     two.add_adapter("second", DualModeLoraConfig(shared_rank=1, residual_rank=2, support_rank=4, text_rank=3))
     two.set_adapter("second")
 
-    def said(model):
+    def outputs_of(model):
         return outputs(model) if hasattr(model, "get_image_features") else model(pixel_values=PIXELS)[0]
 
     cases = [(copy.deepcopy(base), adapted(base)) for base in (CLIPModel(config).eval(), tower)]
@@ -39,7 +39,7 @@ def test_stock_lora_gives_the_same_outputs(tiny_clip, tmp_path):
         (tiny_clip(), learned(two, 3)),
     ]
     for base, model in cases:
-        expected = said(model)
+        expected = outputs_of(model)
         with model.disable_adapter():
             export_lora(model, tmp_path / "disabled")
         export_lora(model, tmp_path / "plain")
@@ -48,11 +48,11 @@ def test_stock_lora_gives_the_same_outputs(tiny_clip, tmp_path):
         for kind in ("plain", "disabled", "merged"):
             stock = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / kind).eval()
             assert isinstance(stock.active_peft_config, LoraConfig)
-            torch.testing.assert_close(said(stock), expected, atol=2e-6, rtol=0)
+            torch.testing.assert_close(outputs_of(stock), expected, atol=2e-6, rtol=0)
 
 
-def test_factors_are_ours_bit_for_bit_and_compressed_the_best_approximation(tiny_clip, tmp_path):
-    """Against a full float64 SVD of every update; ranks that are low enough stay as they are, bit for bit."""
+def test_exported_factors_are_exact_and_compressed_ones_optimal(tiny_clip, tmp_path):
+    """Compare with a full float64 SVD of every update. Updates of low rank stay unchanged, bit for bit."""
     config = DualModeLoraConfig(**CONFIG, text_rank=5, rank_pattern={"k_proj": 0})
     model = learned(get_peft_model(tiny_clip(), config), 3)
     exact = load_file(export_lora(model, tmp_path / "exact") / "adapter_model.safetensors")
@@ -70,11 +70,11 @@ def test_factors_are_ours_bit_for_bit_and_compressed_the_best_approximation(tiny
         whole = scale * exact[up].double() @ exact[down].double()
         u, s, vh = torch.linalg.svd(whole, full_matrices=False)
         best = (u[:, :4] * s[:4]) @ vh[:4]
-        found = scale * short[up].double() @ short[down].double()
-        torch.testing.assert_close(found, best, atol=1e-6, rtol=0)
+        compressed = scale * short[up].double() @ short[down].double()
+        torch.testing.assert_close(compressed, best, atol=1e-6, rtol=0)
         error = ((whole - best).norm() / whole.norm()).item()
         assert row["relative_error"] == pytest.approx(error, abs=1e-7)
-        assert ((whole - found).norm() / whole.norm()).item() == pytest.approx(error, abs=1e-6)
+        assert ((whole - compressed).norm() / whole.norm()).item() == pytest.approx(error, abs=1e-6)
         if name.startswith("vision_model") and name.endswith("k_proj"):
             assert (row["rank_before"], row["rank"], row["relative_error"]) == (3, 3, 0.0)
             assert torch.equal(short[up], exact[up]) and torch.equal(short[down], exact[down])
@@ -88,7 +88,7 @@ def test_factors_are_ours_bit_for_bit_and_compressed_the_best_approximation(tiny
     assert {(layer.r["default"], layer.scaling["default"]) for layer in text} == {(4, 1 / 5)}
 
 
-def test_what_cannot_be_exported_leaves_the_earlier_export(tiny_clip, tmp_path):
+def test_failed_export_leaves_the_earlier_export_unchanged(tiny_clip, tmp_path):
     model = adapted(tiny_clip())
     assert (export_lora(model, tmp_path, compress_to=1) / "compression.json").is_file()
     before = {path.name: path.read_bytes() for path in export_lora(model, tmp_path).iterdir()}

@@ -1,4 +1,4 @@
-"""The probe against autograd on merged weights, and the routing against two literal gradient calls."""
+"""The probe compared with autograd on merged weights, and the routing with two separate gradient calls."""
 
 import copy
 
@@ -28,8 +28,8 @@ def model(tiny_clip):
     return learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG)))
 
 
-def test_probe_is_the_gradient_of_the_mean_loss_and_leaves_the_model_as_it_was(model):
-    """A short last batch counts by its size; history and current modes are in the weight that is differentiated."""
+def test_probe_equals_gradient_of_mean_loss_and_leaves_model_unchanged(model):
+    """Check that a shorter last batch counts by its size, and that the weight includes history and modes."""
     plain = copy.deepcopy(model).merge_and_unload().requires_grad_(True)
     loss_fn(plain, torch.tensor([0, 1, 2]))[0].backward()
     model.train()
@@ -48,7 +48,7 @@ def losses(model):
     return F.cross_entropy(10 * images @ texts.T, LABELS), (images**3).sum()
 
 
-def test_routing_is_what_the_paper_says(model):
+def test_routed_gradients_equal_two_separate_backward_passes(model):
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     shared = {id(p) for p in model.shared_parameters()}
     literal = copy.deepcopy(model)
@@ -58,38 +58,38 @@ def test_routing_is_what_the_paper_says(model):
     for name, parameter in trainable.items():
         if id(parameter) in shared:
             expected[name] = expected[name] + 0.25 * torch.autograd.grad(structure, twins[name], retain_graph=True)[0]
-    told, scale = {}, torch.nn.Parameter(torch.tensor(2.0))
+    seen_by_hooks, scale = {}, torch.nn.Parameter(torch.tensor(2.0))
     for parameter in model.shared_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: told.update({id(p): p.grad.clone()}))
-    for repeat in (1, 2):  # accumulates, as backward() does
+        parameter.register_post_accumulate_grad_hook(lambda p: seen_by_hooks.update({id(p): p.grad.clone()}))
+    for repeat in (1, 2):  # gradients accumulate, as with backward()
         task, structure = losses(model)
         route_gradients(model, scale / 2 * task, scale / 2 * structure, structure_weight=0.25)
         for name, parameter in trainable.items():
             torch.testing.assert_close(parameter.grad, repeat * expected[name], atol=1e-6, rtol=1e-4)
-        assert all(torch.equal(told[id(p)], p.grad) for p in model.shared_parameters()), "hooks see both parts"
-        # What is elsewhere learns from the task alone.
+        assert all(torch.equal(seen_by_hooks[id(p)], p.grad) for p in model.shared_parameters()), "both parts"
+        # A parameter outside the model gets the gradient of the task loss alone.
         torch.testing.assert_close(scale.grad, repeat * task.detach() / 2)
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_is_exact_or_refused(model, reentrant):
-    def gradients(by):
+    def gradients(backward):
         model.zero_grad(set_to_none=True)
-        by(*losses(model))
+        backward(*losses(model))
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
     def plain(task, structure):
         (task + structure).backward()
 
-    kinds = [plain] if reentrant else [plain, lambda *both: route_gradients(model, *both)]
-    expected = [gradients(by) for by in kinds]
+    backwards = [plain] if reentrant else [plain, lambda *both: route_gradients(model, *both)]
+    expected = [gradients(backward) for backward in backwards]
     model.train()
     clip = model.get_base_model()
     clip.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     clip.vision_model.embeddings.register_forward_hook(lambda *args: args[-1].requires_grad_())
-    for by, wanted in zip(kinds, expected, strict=True):
-        torch.testing.assert_close(gradients(by), wanted, rtol=1e-5, atol=1e-6)
+    for backward, unchecked in zip(backwards, expected, strict=True):
+        torch.testing.assert_close(gradients(backward), unchecked, rtol=1e-5, atol=1e-6)
     if reentrant:
         model.zero_grad(set_to_none=True)
         with pytest.raises(ValueError, match="structure_loss has no gradient in any shared mode.*use_reentrant=False"):
@@ -97,7 +97,7 @@ def test_gradient_checkpointing_is_exact_or_refused(model, reentrant):
         assert all(p.grad is None for p in model.parameters())
 
 
-def test_what_fails_touches_no_gradient_and_lets_the_weights_go(model):
+def test_errors_change_no_gradient_and_release_held_weights(model):
     task, structure = losses(model)
     bad = float("nan") * task, float("inf") * structure, task[None]
     for arguments in ((bad[0], structure), (task, bad[1]), (bad[2], None), (task, structure, -1.0)):
@@ -117,19 +117,19 @@ def test_what_fails_touches_no_gradient_and_lets_the_weights_go(model):
 
 
 @pytest.mark.parametrize("ranks", [(0, 2), (2, 0)])
-def test_one_mode_alone_and_the_first_task(tiny_clip, ranks):
+def test_routing_with_one_mode_or_without_structure_loss_equals_backward(tiny_clip, ranks):
     model = get_peft_model(tiny_clip(), DualModeLoraConfig(shared_rank=ranks[0], residual_rank=ranks[1]))
     learned(model, 1)
     twin = copy.deepcopy(model)
     losses(twin)[0].backward()
     task, structure = losses(model)
-    route_gradients(model, task, None if ranks[0] else structure)  # without a shared mode, a structure loss is nothing
-    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        assert (ours.grad is None) == (theirs.grad is None)
-        assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
+    route_gradients(model, task, None if ranks[0] else structure)  # without a shared mode, structure has no effect
+    for routed, plain in zip(model.parameters(), twin.parameters(), strict=True):
+        assert (routed.grad is None) == (plain.grad is None)
+        assert routed.grad is None or torch.equal(routed.grad, plain.grad)
 
 
-def test_a_half_precision_model_s_gradients_are_summed_in_float32(tiny_clip):
+def test_gradients_of_half_precision_model_are_summed_in_float32(tiny_clip):
     model = get_peft_model(tiny_clip().to(torch.bfloat16), DualModeLoraConfig(residual_rank=2))
     pixels = torch.randn(2, 3, 16, 16, dtype=torch.bfloat16)
 

@@ -1,4 +1,4 @@
-"""Histories that become one matrix, ranks that differ from layer to layer, and sums of adapters."""
+"""Histories that become one matrix, ranks that differ between layers, and sums of adapters."""
 
 import json
 from dataclasses import replace
@@ -17,23 +17,24 @@ def nbytes(layer):
 
 
 def native(clip, folder):
-    """What transformers' own loading gives, which knows the ranks from the configuration alone."""
+    """Return features after loading with transformers, which reads the ranks from the configuration."""
     clip.load_adapter(str(folder))
     with torch.no_grad():
         return clip.get_image_features(pixel_values=PIXELS).pooler_output
 
 
-def test_the_effective_weight_is_the_paper_s_sum_and_a_history_takes_no_more_than_one_matrix(tiny_clip, tmp_path):
-    """W_t = W_0 + sum over tasks of B_S P_S' + B_R P_R', literally in float64.
+def test_effective_weight_equals_sum_over_tasks_in_bounded_memory(tiny_clip, tmp_path):
+    """Compute W_t = W_0 + sum over tasks of B_S P_S' + B_R P_R' literally in float64.
 
-    k and v, 32 x 32, become matrices at 17 columns, fc1 and fc2, 64 x 32, at 22, which seven tasks do not reach.
+    The histories of k and v, 32 x 32, become matrices at 17 columns. Those of fc1 and fc2, 64 x 32, would become
+    matrices at 22 columns, which seven tasks do not reach.
     """
     model = get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG))
     layers = model.dual_mode_layers()
     expected = {name: layer.base_layer.weight.detach().double() for name, layer in layers.items()}
     for task in range(7):
         modes = random_modes(model)
-        model.begin_task(random_modes(model))  # folds the task before; modes that nobody trained leave no trace
+        model.begin_task(random_modes(model))  # folds the previous task; untrained modes leave no trace
         model.begin_task(modes)
         assert model.history_rank == model.active_peft_config.history_rank == 3 * task
         randomise((*model.shared_parameters(), *model.residual_parameters()))
@@ -64,13 +65,13 @@ def test_the_effective_weight_is_the_paper_s_sum_and_a_history_takes_no_more_tha
     torch.testing.assert_close(image_features(merged), images, atol=5e-6, rtol=1e-5)
 
 
-def test_rank_pattern_gives_layers_a_residual_rank_of_their_own(tiny_clip, tmp_path):
+def test_rank_pattern_sets_the_residual_rank_of_single_layers(tiny_clip, tmp_path):
     pattern = {"fc1": 4, r"layers\.0\.self_attn\.k_proj": 0}
     model = get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG, rank_pattern=pattern))
-    wanted = {name: 4 if "fc1" in name else 0 if "0.self_attn.k" in name else 2 for name in model.dual_mode_layers()}
+    ranks = {name: 4 if "fc1" in name else 0 if "0.self_attn.k" in name else 2 for name in model.dual_mode_layers()}
     probe = probe_gradients(model, [PIXELS], lambda m, x: (m.get_image_features(x).pooler_output.square().mean(), 3))
-    modes = allocate_modes(probe, None, residual_rank=wanted)
-    assert {name: mode.residual.shape[1] for name, mode in modes.items()} == wanted
+    modes = allocate_modes(probe, None, residual_rank=ranks)
+    assert {name: mode.residual.shape[1] for name, mode in modes.items()} == ranks
     for _ in range(2):
         model.begin_task(modes)
         randomise((*model.shared_parameters(), *model.residual_parameters()))
@@ -82,7 +83,7 @@ def test_rank_pattern_gives_layers_a_residual_rank_of_their_own(tiny_clip, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["cat", "svd"])
-def test_a_weighted_sum_of_adapters(tiny_clip, tmp_path, kind):
+def test_weighted_adapter_equals_weighted_sum_of_updates(tiny_clip, tmp_path, kind):
     model = learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG)), 2)
     model.add_adapter("second", DualModeLoraConfig(**CONFIG | {"residual_rank": 1}, text_rank=3))
     model.set_adapter("second")
@@ -102,7 +103,7 @@ def test_a_weighted_sum_of_adapters(tiny_clip, tmp_path, kind):
     assert torch.equal(text_features(loaded), text_features(model))
 
 
-def test_what_has_no_weighted_sum_is_refused(tiny_clip):
+def test_adapters_that_cannot_be_summed_are_refused(tiny_clip):
     model = learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG)), 1)
     model.add_adapter("second", DualModeLoraConfig(**CONFIG, target_modules=["fc1"]))
     before = set(model.peft_config)
@@ -112,31 +113,31 @@ def test_what_has_no_weighted_sum_is_refused(tiny_clip):
         ((["default"], [float("nan")], "sum"), "weights must be a finite"),
         ((["default"], [1], "second"), "already has the adapter"),
         ((["default"], [1], "sum", "ties"), "'cat' or 'svd', got 'ties'"),
-        ((["default", "second"], [1, 1], "sum"), "different layers"),
+        ((["default", "second"], [1, 1], "sum"), "in different layers"),
     ):
         with pytest.raises(ValueError, match=words):
             model.add_weighted_adapter(*arguments)
     assert set(model.peft_config) == before
 
 
-def test_folding_nothing_and_a_stream_trained_in_the_same_bases_are_warned_of(tiny_clip):
+def test_folding_nothing_or_repeating_bases_warns(tiny_clip):
     model = get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG, init_weights=False))
     model.fold_task()
     with pytest.warns(UserWarning, match="nothing to fold: no mode was trained"):
         model.fold_task()
     randomise(model.shared_parameters())
-    with pytest.warns(UserWarning, match="nothing protects what that one learned"):
+    with pytest.warns(UserWarning, match="what the previous task learned is not protected"):
         model.fold_task()
-    learned(model, 2).fold_task()  # bases of its own for each task: no warning
+    learned(model, 2).fold_task()  # no warning, because each task has new bases
     assert model.history_rank == 12
 
 
-def test_the_history_s_rank_is_read_from_the_file_whatever_the_configuration_says(tiny_clip, tmp_path):
+def test_history_rank_is_read_from_the_file_not_the_configuration(tiny_clip, tmp_path):
     model = learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG)), 3)
     model.save_pretrained(tmp_path)
     file = tmp_path / "adapter_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
-    assert settings["history_rank"] == 6  # which transformers' own load_adapter goes by
+    assert settings["history_rank"] == 6  # load_adapter of transformers uses this value
     file.write_text(json.dumps(settings | {"history_rank": 60_000}), encoding="utf-8")
     assert DualModeLoraConfig.from_pretrained(tmp_path).history_rank == 6
     loaded = PeftModel.from_pretrained(tiny_clip(), tmp_path)

@@ -1,4 +1,4 @@
-"""The PEFT method: injection, the way from task to task, saving and merging."""
+"""The PEFT method: injection, moving from task to task, saving and merging."""
 
 import copy
 
@@ -20,7 +20,7 @@ def learned(tiny_clip):
     return adapted_clip.learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG)))
 
 
-def test_previous_task_is_the_model_at_the_task_s_beginning(learned):
+def test_previous_task_restores_the_model_from_before_the_task(learned):
     learned.fold_task()
     before = image_features(learned)
     learned.begin_task(random_modes(learned))
@@ -33,7 +33,7 @@ def test_previous_task_is_the_model_at_the_task_s_beginning(learned):
     assert not torch.allclose(image_features(learned), before, atol=1e-4)
 
 
-def test_safe_merge_refuses_nan_and_changes_nothing(learned):
+def test_safe_merge_refuses_nan_and_changes_no_weight(learned):
     *_, last = learned.shared_parameters()
     last.data[0, 0] = float("nan")
     before = {name: value.clone() for name, value in learned.named_parameters() if "base_layer" in name}
@@ -44,7 +44,7 @@ def test_safe_merge_refuses_nan_and_changes_nothing(learned):
 
 
 def test_effective_weight_follows_every_change_of_its_factors(learned):
-    """In-place changes, another precision and an enclosing autocast: never a stale or a rounded weight."""
+    """Check that the weight is never stale or rounded: after in-place changes, in another precision, in autocast."""
     layer = next(iter(learned.dual_mode_layers().values()))
     base, before = layer.base_layer.weight, layer.folded_weight("default").clone()
     with torch.no_grad():
@@ -69,7 +69,7 @@ def test_effective_weight_follows_every_change_of_its_factors(learned):
     assert layer.folded_weight("default").dtype == torch.bfloat16
 
 
-def test_a_history_made_in_inference_mode_and_a_base_weight_that_is_trained(learned):
+def test_fold_in_inference_mode_and_trainable_base_weight_work(learned):
     expected = image_features(learned)
     with torch.inference_mode():
         assert torch.equal(image_features(learned), expected)
@@ -84,7 +84,7 @@ def test_a_history_made_in_inference_mode_and_a_base_weight_that_is_trained(lear
 
 
 @pytest.mark.parametrize("tower", [CLIPVisionModel, CLIPVisionModelWithProjection])
-def test_files_go_between_the_clip_classes(learned, tiny_clip, tmp_path, tower):
+def test_saved_adapter_moves_between_clip_classes(learned, tiny_clip, tmp_path, tower):
     def vision(model):
         with torch.no_grad():
             return model(pixel_values=PIXELS).last_hidden_state
@@ -95,12 +95,12 @@ def test_files_go_between_the_clip_classes(learned, tiny_clip, tmp_path, tower):
     alone = PeftModel.from_pretrained(tower.from_pretrained(tmp_path / "base"), tmp_path / "clip")
     assert torch.equal(vision(alone), expected)
     alone.save_pretrained(tmp_path / "tower")
-    with pytest.warns(UserWarning, match="missing adapter keys"):  # the text LoRA, which the tower has not
+    with pytest.warns(UserWarning, match="missing adapter keys"):  # the text LoRA, which the vision tower lacks
         back = PeftModel.from_pretrained(tiny_clip(), tmp_path / "tower")
     assert torch.equal(vision(back.get_base_model().vision_model), expected)
 
 
-def test_reloading_over_a_history_of_another_length(learned, tiny_clip, tmp_path):
+def test_load_adapter_replaces_history_of_another_length(learned, tiny_clip, tmp_path):
     learned.save_pretrained(tmp_path / "short")
     short = image_features(learned)
     learned.fold_task()
@@ -115,7 +115,7 @@ def test_reloading_over_a_history_of_another_length(learned, tiny_clip, tmp_path
     assert torch.equal(image_features(model), long)
 
 
-def test_the_configuration_is_the_same_whatever_the_order_of_a_set():
+def test_configuration_sorts_sets():
     config = DualModeLoraConfig(target_modules={"v_proj", "k_proj", "fc1"}, exclude_modules={"b", "a"})
     assert config.to_dict()["target_modules"] == ["fc1", "k_proj", "v_proj"]
     assert config.to_dict()["exclude_modules"] == ["a", "b"]
@@ -126,12 +126,12 @@ def test_the_configuration_is_the_same_whatever_the_order_of_a_set():
     [
         ({"residual_rank": 40}, "shared_rank . residual_rank = 41 exceeds in_features = 32 of layer"),
         ({"target_modules": ["k_porj"]}, "not found in the base model.*Closest names.*k_proj"),
-        ({"target_modules": ["patch_embedding"]}, "is a Conv2d, only torch.nn.Linear"),
+        ({"target_modules": ["patch_embedding"]}, "is a Conv2d, but only torch.nn.Linear"),
         ({"target_modules": ["attn"]}, "convert the model to the transformers layout"),
         ({"target_modules": "all-linear", "residual_rank": 39}, "= 40 exceeds in_features"),
     ],
 )
-def test_refused_injection_changes_nothing(tiny_clip, fields, words):
+def test_refused_injection_leaves_the_model_unchanged(tiny_clip, fields, words):
     base = tiny_clip()
     base.vision_model.attn = nn.MultiheadAttention(8, 2)
     keys, grads = base.state_dict().keys(), [p.requires_grad for p in base.parameters()]
@@ -146,14 +146,14 @@ def test_feature_extraction_task_type_warns():
 
 
 def literal_update(layer):
-    """dW in float64, from the factors."""
+    """Return dW in float64, computed from the factors."""
     if hasattr(layer, "dulbe_text_A"):
         return layer.scaling["default"] * layer.dulbe_text_B["default"] @ layer.dulbe_text_A["default"]
     return update(layer)
 
 
 @pytest.mark.parametrize("scale", [0, 0.25, 1.0])
-def test_a_scaled_model_has_literally_interpolated_weights(learned, tiny_clip, scale):
+def test_scaled_model_equals_interpolated_weights(learned, tiny_clip, scale):
     learned, blend = learned.double(), tiny_clip().double()
     layers = {name: m for name, m in learned.base_model.model.named_modules() if isinstance(m, DualModeLayer)}
     assert {type(layer).__name__ for layer in layers.values()} == {"DualModeLinear", "TextLoraLinear"}
@@ -164,17 +164,17 @@ def test_a_scaled_model_has_literally_interpolated_weights(learned, tiny_clip, s
         for name, layer in layers.items():
             blend.get_submodule(name).weight += scale * literal_update(layer)
     with learned.scaled(0.5), learned.scaled(scale):
-        found = outputs(learned)
+        scaled = outputs(learned)
         twin = copy.deepcopy(learned)
-    torch.testing.assert_close(found, outputs(blend), rtol=1e-12, atol=1e-12)
-    assert scale not in ends or all(map(torch.equal, found, ends[scale]))  # both ends are exact
+    torch.testing.assert_close(scaled, outputs(blend), rtol=1e-12, atol=1e-12)
+    assert scale not in ends or all(map(torch.equal, scaled, ends[scale]))  # scales 0 and 1 are exact
     with pytest.raises(KeyError), learned.scaled(0.5):
         raise KeyError
-    for model in (learned, twin):  # afterwards, and in a copy from inside the block
+    for model in (learned, twin):  # after the block, also in a copy that was made inside it
         assert all(map(torch.equal, outputs(model), expected))
 
 
-def test_what_cannot_be_done_is_refused(learned):
+def test_invalid_scales_and_calls_on_merged_or_several_adapters_are_refused(learned):
     for scale, error in ((1.5, ValueError), (float("nan"), ValueError), ("0.5", TypeError)):
         with pytest.raises(error, match="scale must be"), learned.scaled(scale):
             raise AssertionError

@@ -1,4 +1,4 @@
-"""What PEFT promises of every method, on a plain MLP and on the CLIP classes: files, merging, precisions, adapters."""
+"""PEFT's promises for every method, tested on an MLP and the CLIP classes: files, merging, precisions, adapters."""
 
 import copy
 import pickle
@@ -29,7 +29,7 @@ class MLP(nn.Module):
 
 
 class Case:
-    """A kind of model: how it is made, adapted and run."""
+    """A class of models: how one is created, adapted and run."""
 
     def __init__(self, kind, tiny_clip):
         self.kind, self.tiny_clip, self.mlp = kind, tiny_clip, kind is MLP
@@ -66,15 +66,16 @@ def case(request, tiny_clip):
     return Case(request.param, tiny_clip)
 
 
-def close(got, expected, atol=1e-5):
-    torch.testing.assert_close(got.float(), expected.float(), atol=atol, rtol=1e-4)
+def assert_close(actual, expected, atol=1e-5):
+    torch.testing.assert_close(actual.float(), expected.float(), atol=atol, rtol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:Adapter name '.*' should not be contained")  # the import's filter ends with a test
+# Importing the package adds this filter, but pytest removes it after the first test.
+@pytest.mark.filterwarnings("ignore:Adapter name '.*' should not be contained")
 @pytest.mark.parametrize(
     ("name", "low_cpu_mem_usage"), [("default", False), ("my_dulbe_adapter", True), ("e", False), ("dulbe_", True)]
 )
-def test_a_saved_adapter_is_the_same_adapter(case, tmp_path, name, low_cpu_mem_usage):
+def test_saved_adapter_loads_with_the_same_outputs(case, tmp_path, name, low_cpu_mem_usage):
     model = case.adapted(2, adapter_name=name)
     expected = case(model)
     model.save_pretrained(tmp_path)
@@ -91,11 +92,11 @@ def test_a_saved_adapter_is_the_same_adapter(case, tmp_path, name, low_cpu_mem_u
         assert torch.equal(case(copied), expected)
 
 
-def test_an_archive_of_plain_tensors_is_read(case, tmp_path):
+def test_pickle_of_plain_tensors_loads_and_other_pickles_are_refused(case, tmp_path):
     model = case.adapted()
     model.save_pretrained(tmp_path, safe_serialization=False)
     assert torch.equal(case(PeftModel.from_pretrained(case.base(), tmp_path)), case(model))
-    torch.save(model, tmp_path / "adapter_model.bin")  # names classes: it is not unpickled
+    torch.save(model, tmp_path / "adapter_model.bin")  # refers to classes, so it must not be unpickled
     with pytest.raises(ValueError, match="adapter_model.bin, a pickle"):
         PeftModel.from_pretrained(case.base(), tmp_path)
 
@@ -112,11 +113,11 @@ def shorter(state):
     [
         (lambda state: {key: value for key, value in state.items() if not key.endswith("dulbe_P")}, "missing"),
         (lambda state: state | {ODD: torch.zeros(4, 1)}, r"layers\.7"),
-        (lambda state: {f"elsewhere.{key}": state[key] for key in state}, "of its .* keys fits a layer"),
+        (lambda state: {f"elsewhere.{key}": state[key] for key in state}, "of its .* keys matches a layer"),
         (shorter, "does not fit its B"),
     ],
 )
-def test_a_file_that_fits_in_part_is_an_error(case, tmp_path, edit, words):
+def test_file_that_fits_only_in_part_is_refused(case, tmp_path, edit, words):
     case.adapted(2).save_pretrained(tmp_path)
     state = edit(load_file(tmp_path / FILE))
     save_file(state, tmp_path / FILE)
@@ -129,7 +130,7 @@ def test_a_file_that_fits_in_part_is_an_error(case, tmp_path, edit, words):
     with pytest.raises(ValueError, match=words):
         model.load_adapter(tmp_path, "default")
     assert torch.equal(case(model), expected)
-    if edit is shorter:  # which torch's own loading sees, too
+    if edit is shorter:  # loading with torch notices this, too
         with pytest.raises(RuntimeError, match=r"dulbe_history_P.* do not fit"):
             model.load_state_dict(edit(model.state_dict()), strict=False)
 
@@ -138,38 +139,38 @@ def test_a_file_that_fits_in_part_is_an_error(case, tmp_path, edit, words):
     ("dtype", "autocast_adapter_dtype"),
     [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, False)],
 )
-def test_merging_in_every_precision(case, dtype, autocast_adapter_dtype):
+def test_merge_and_unmerge_work_in_every_precision(case, dtype, autocast_adapter_dtype):
     base = case.base().to(dtype)
     pristine = copy.deepcopy(base.state_dict())
     model = get_peft_model(base, case.config(), autocast_adapter_dtype=autocast_adapter_dtype).eval()
-    wanted = torch.float32 if autocast_adapter_dtype else {dtype, torch.float32}
+    allowed = torch.float32 if autocast_adapter_dtype else {dtype, torch.float32}
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-    assert dtypes == {wanted} if autocast_adapter_dtype else dtypes <= wanted
+    assert dtypes == {allowed} if autocast_adapter_dtype else dtypes <= allowed
     frozen = [buffer.dtype for name, buffer in model.named_buffers() if "dulbe_" in name]
     assert frozen and set(frozen) == {torch.float32}  # bases and history, whatever the base model's precision
     with torch.no_grad():
         expected, tolerance = case(model), 1e-5 if dtype is torch.float32 else 0.1
         assert torch.isfinite(expected).all()
         model.merge_adapter(safe_merge=True)
-        once = case(model)
-        close(once, expected, tolerance)
+        merged_once = case(model)
+        assert_close(merged_once, expected, tolerance)
         with pytest.warns(UserWarning, match="Already following adapters were merged|nothing to do"):
             model.merge_adapter()
-        assert torch.equal(case(model), once)
-        saved = model.state_dict()  # of the pristine base weights, also while an adapter is merged
+        assert torch.equal(case(model), merged_once)
+        saved = model.state_dict()  # holds the pristine base weights, also while an adapter is merged
         plain = {key.removeprefix("base_model.model.").replace(".base_layer", ""): saved[key] for key in saved}
         assert all(torch.equal(plain[key], value) for key, value in pristine.items())
         model.unmerge_adapter()
         assert torch.equal(case(model), expected)
         model.merge_adapter()
-        model.load_state_dict(saved)  # which unmerges
+        model.load_state_dict(saved)  # unmerges
         assert torch.equal(case(model), expected)
-        assert torch.equal(case(copy.deepcopy(model).merge_and_unload()), once)
+        assert torch.equal(case(copy.deepcopy(model).merge_and_unload()), merged_once)
     assert all(torch.equal(value, pristine[key]) for key, value in model.unload().state_dict().items())
 
 
 @pytest.mark.filterwarnings("ignore:Adapter default was active which is now deleted:UserWarning")
-def test_two_adapters_with_histories_of_different_lengths_of_which_one_leaves(case):
+def test_deleting_one_of_two_active_adapters_leaves_the_other(case):
     model = case.adapted(2)
     first = case(model)
     model.add_adapter("second", case.config(residual_rank=1))
@@ -180,7 +181,7 @@ def test_two_adapters_with_histories_of_different_lengths_of_which_one_leaves(ca
     assert not torch.equal(first, second) and not torch.equal(both, first)
     with torch.no_grad():
         for names in (["default", "second"], ["second", "default"]):
-            close(case(copy.deepcopy(model).merge_and_unload(adapter_names=names)), both)
+            assert_close(case(copy.deepcopy(model).merge_and_unload(adapter_names=names)), both)
     model.set_adapter("default")
     assert torch.equal(case(model), first)
     model.delete_adapter("default")
@@ -191,7 +192,7 @@ def test_two_adapters_with_histories_of_different_lengths_of_which_one_leaves(ca
 
 
 @pytest.mark.parametrize("is_trainable", [False, True])
-def test_modules_to_save_and_what_is_trainable(tiny_clip, tmp_path, is_trainable):
+def test_modules_to_save_are_trained_saved_and_loaded(tiny_clip, tmp_path, is_trainable):
     mlp = Case(MLP, tiny_clip)
     model = mlp.adapted(target_modules=["lin0"], modules_to_save=["lin1"])
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -212,7 +213,7 @@ class FeatureTrainer(Trainer):
         return model(**inputs).last_hidden_state.square().mean()
 
 
-def test_trainer_saves_and_resumes(tiny_clip, tmp_path):
+def test_trainer_resumes_from_a_checkpoint_exactly(tiny_clip, tmp_path):
     case = Case(CLIPVisionModel, tiny_clip)
     images = [{"pixel_values": torch.full((3, 16, 16), index / 8)} for index in range(8)]
 
@@ -233,7 +234,7 @@ def test_trainer_saves_and_resumes(tiny_clip, tmp_path):
 @pytest.mark.filterwarnings("ignore:Adapter .* was active which is now deleted:UserWarning")
 @pytest.mark.filterwarnings("ignore:Already found a .peft_config. attribute:UserWarning")
 @pytest.mark.parametrize("kind", [CLIPVisionModel, CLIPVisionModelWithProjection, CLIPModel])
-def test_transformers_own_adapter_calls(kind, tiny_clip, tmp_path):
+def test_adapter_methods_of_transformers_work(kind, tiny_clip, tmp_path):
     clip_case = Case(kind, tiny_clip)
     model = clip_case.adapted(2)
     expected = clip_case(model)
@@ -258,11 +259,11 @@ def test_transformers_own_adapter_calls(kind, tiny_clip, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tasks", [0, 2])
-def test_compiled_in_one_graph(tiny_clip, tasks):
+def test_model_compiles_into_one_graph(tiny_clip, tasks):
     case = Case(CLIPVisionModel, tiny_clip)
     model = case.adapted(tasks)
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    close(compiled(pixel_values=case.inputs).last_hidden_state, case(model))
+    assert_close(compiled(pixel_values=case.inputs).last_hidden_state, case(model))
     compiled(pixel_values=case.inputs).last_hidden_state.square().sum().backward()
     assert all(p.grad is not None for p in (*model.shared_parameters(), *model.residual_parameters()))

@@ -1,6 +1,6 @@
-"""PEFT's own common tests, run on this method; PEFT_CHECKOUT names a folder with PEFT's sources of the same version.
+"""PEFT's common tests, run on this method. PEFT_CHECKOUT names a folder with PEFT's sources of the installed version.
 
-Its helpers take a model by its name, for which a folder stands in here, so that nothing is downloaded.
+PEFT's helpers load a model by its name. Here the name is a local folder, so that nothing is downloaded.
 """
 
 import importlib
@@ -18,11 +18,11 @@ from dulbe_peft import DualModeLoraConfig
 CHECKOUT = os.environ.get("PEFT_CHECKOUT")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not CHECKOUT, reason="PEFT_CHECKOUT names no checkout of PEFT"),
-    pytest.mark.filterwarnings("ignore"),  # they are PEFT's tests, with PEFT's filters
+    pytest.mark.skipif(not CHECKOUT, reason="PEFT_CHECKOUT is not set"),
+    pytest.mark.filterwarnings("ignore"),  # PEFT's tests expect PEFT's own filters
 ]
 KINDS = {"CLIPModel": CLIPModel, "CLIPVisionModel": CLIPVisionModel}
-# What the common tester has for every method, but for tests that generate a text or embed one.
+# The common tester's tests for every method, without those that generate or embed text.
 TESTS = [
     "model_attr",
     "adapter_name",
@@ -48,18 +48,18 @@ TESTS = [
     "lora_conversion",
     "get_base_model_state_dict",
 ]
-# An update that is zero would make no difference in these.
+# Tests that would compare nothing if the update were zero.
 WITH_UPDATE = {"merge_layers", "merge_layers_multi", "merge_layers_is_idempotent", "safe_merge", "unload_adapter"}
 
 
 @pytest.fixture(scope="module")
 def common():
-    """PEFT's module of common tests."""
+    """PEFT's module with the common tests."""
     folder = Path(str(CHECKOUT)) / "tests"
     sys.path.insert(0, str(folder.parent))
     try:
         importlib.import_module("diffusers")
-    except ImportError:  # it is imported for tests of images that are generated
+    except ImportError:  # only tests of generated images need it
         sys.modules["diffusers"] = types.SimpleNamespace(StableDiffusionPipeline=None)
     package = sys.modules["tests_of_peft"] = types.ModuleType("tests_of_peft")
     package.__path__ = [str(folder)]
@@ -71,10 +71,10 @@ def common():
 
 @pytest.fixture(params=KINDS)
 def tester(request, common, tiny_clip, tmp_path):
-    """PEFT's tester for a kind of model, and the folder of a tiny one."""
+    """PEFT's tester for a class of models, and the folder of a tiny model of this class."""
     kind = KINDS[request.param]
     clip = tiny_clip()
-    clip.logit_scale.data.zero_()  # the tests compare to 1e-6: logits are cosines here, whose rounding is smaller
+    clip.logit_scale.data.zero_()  # makes the logits cosines, whose rounding errors are below the tests' 1e-6
     clip.save_pretrained(tmp_path / "clip")
     model = kind.from_pretrained(tmp_path / "clip")
     model.save_pretrained(tmp_path / "model")
@@ -93,9 +93,9 @@ def tester(request, common, tiny_clip, tmp_path):
 
 
 @pytest.mark.parametrize("test", TESTS)
-def test_a_common_test_of_peft(tester, test):
+def test_common_test_of_peft_passes(tester, test):
     case, folder = tester
     if test == "lora_conversion" and case.transformers_class is CLIPModel:
-        pytest.skip("it reads hidden states, which the output of a CLIPModel lacks")
+        pytest.skip("the test reads hidden states, which the output of a CLIPModel lacks")
     settings = {"residual_rank": 2, "support_rank": 4, "init_weights": test not in WITH_UPDATE}
     getattr(case, f"_test_{test}")(folder, DualModeLoraConfig, settings)

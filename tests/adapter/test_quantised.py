@@ -1,4 +1,4 @@
-"""Base layers that are quantised or have a forward of their own: all but a merge works beside what they return."""
+"""Base layers that are quantised or have a forward of their own: everything works on them except merging."""
 
 import copy
 import importlib
@@ -24,7 +24,7 @@ from dulbe_peft.strategies import make_strategy
 
 
 class Packed(nn.Linear):
-    """A linear layer whose weight lies in one byte a number, in a shape of its own."""
+    """A linear layer whose weight is stored as one byte per number, in a different shape."""
 
     def __init__(self, linear):
         super().__init__(linear.in_features, linear.out_features)
@@ -40,7 +40,7 @@ class Packed(nn.Linear):
 
 
 def pack(clip):
-    """The model with packed layers, and the same model with their values in plain ones."""
+    """Return the model with packed layers, and a copy with the same values in plain layers."""
     plain = copy.deepcopy(clip)
     for name, module in list(clip.named_modules()):
         if isinstance(module, nn.Linear) and ".layers." in name:
@@ -52,7 +52,7 @@ def pack(clip):
 
 
 def quantise(clip):
-    """The same by torchao."""
+    """Quantise the model with torchao, and return it with a copy that has the same values in plain layers."""
     torchao = importlib.import_module("torchao.quantization")
     torchao.quantize_(clip, torchao.Int8WeightOnlyConfig(version=2), lambda _, name: name.endswith(("fc1", "k_proj")))
     plain = copy.deepcopy(clip)
@@ -75,7 +75,7 @@ def loss_fn(model, batch):
 
 
 def learn(model, tasks=2):
-    """Tasks by hand: probe, allocate, one step, fold, statistics."""
+    """Learn tasks step by step: probe, allocate, one step, fold, statistics."""
     statistics, probes = OccupationStatistics(), []
     for task in range(tasks):
         probes.append(probe_gradients(model, [PIXELS + task], loss_fn))
@@ -88,33 +88,33 @@ def learn(model, tasks=2):
     return probes
 
 
-def close(found, expected):
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+def assert_close(actual, expected):
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_a_packed_model_learns_as_its_plain_values_do(pair, tmp_path):
+def test_quantised_model_learns_like_its_dequantised_copy(pair, tmp_path):
     bases = copy.deepcopy(pair)
     models = [get_peft_model(base, DualModeLoraConfig(**CONFIG)) for base in pair]
     assert all(layer.packed for name, layer in models[0].dual_mode_layers().items() if "fc1" in name)
     models[1].load_state_dict({k: v for k, v in models[0].state_dict().items() if "dulbe_" in k}, strict=False)
     pristine = image_features(models[0])
-    close(*map(learn, models))
+    assert_close(*map(learn, models))
     packed, plain = models
     assert not torch.allclose(image_features(packed), pristine, atol=1e-3)
-    close(outputs(packed), outputs(plain))
+    assert_close(outputs(packed), outputs(plain))
     for scale in (0.0, 0.5):
         with packed.scaled(scale), plain.scaled(scale):
-            close(image_features(packed), image_features(plain))
+            assert_close(image_features(packed), image_features(plain))
     with packed.previous_task(), plain.previous_task():
-        close(image_features(packed), image_features(plain))
+        assert_close(image_features(packed), image_features(plain))
     packed.save_pretrained(tmp_path / "adapter")
     loaded = PeftModel.from_pretrained(bases[0], tmp_path / "adapter")
     assert torch.equal(image_features(loaded), image_features(packed))
     export_lora(packed, tmp_path / "lora")
-    close(image_features(PeftModel.from_pretrained(bases[1], tmp_path / "lora")), image_features(plain))
+    assert_close(image_features(PeftModel.from_pretrained(bases[1], tmp_path / "lora")), image_features(plain))
 
 
-def test_what_needs_the_weight_itself_unpacks_it_or_is_refused_and_changes_nothing(pair):
+def test_merging_into_quantised_layers_is_refused(pair):
     model = get_peft_model(pair[0], DualModeLoraConfig(**CONFIG, init_weights=False))
     expected = image_features(model)
     for merge in (model.merge_adapter, model.merge_and_unload):
@@ -123,13 +123,13 @@ def test_what_needs_the_weight_itself_unpacks_it_or_is_refused_and_changes_nothi
     assert torch.equal(image_features(model), expected)
     name, layer = next((name, layer) for name, layer in model.dual_mode_layers().items() if "fc1" in name)
     if isinstance(layer.base_layer, Packed):
-        with pytest.raises(ValueError, match="weight of a Packed cannot be unpacked"):
+        with pytest.raises(ValueError, match="weight of a Packed, which cannot be unpacked"):
             layer.get_base_weight()
     else:
         assert torch.equal(layer.get_base_weight(), pair[1].get_submodule(name).weight)
 
 
-def test_a_learner_over_a_packed_model_is_saved_and_loaded(tmp_path):
+def test_learner_over_quantised_model_is_saved_and_loaded(tmp_path):
     pytest.importorskip("torchao")
     clip, processor = lives.tiny_base()
     base = quantise(copy.deepcopy(clip))[0]
@@ -142,12 +142,12 @@ def test_a_learner_over_a_packed_model_is_saved_and_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["sd_lora", "cl_lora", "lora_sub"])
-def test_strategies_that_replace_the_weight_add_to_a_packed_one(tiny_clip, strategy):
-    kind, found = make_strategy(strategy), []
+def test_weight_replacing_strategies_work_on_quantised_layers(tiny_clip, strategy):
+    method, features = make_strategy(strategy), []
     for base in pack(tiny_clip()):
         torch.manual_seed(0)
         adapter, memory = stepping.adapted(base), None
         for index in range(2):
-            memory = stepping.learn(kind, adapter, index, memory)
-        found.append(stepping.features(adapter))
-    close(*found)
+            memory = stepping.learn(method, adapter, index, memory)
+        features.append(stepping.features(adapter))
+    assert_close(*features)

@@ -1,4 +1,4 @@
-"""Training loops by hand in two processes, each with a part of the data."""
+"""Hand-written training loops in two processes, each with a part of the data."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).with_name("two_processes.py")
 
 
 @pytest.mark.slow
-def test_probe_statistics_and_routed_gradients_are_those_of_all_processes():
+def test_probe_statistics_and_routed_gradients_cover_all_processes():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
     path = f"{SCRIPT.parents[1]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}

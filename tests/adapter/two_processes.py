@@ -1,4 +1,4 @@
-"""What test_two_processes.py launches in two processes: each has a part of the data, all get the whole's numbers."""
+"""The script that test_two_processes.py runs in two processes, each with a part of the data."""
 
 import copy
 import re
@@ -26,7 +26,7 @@ from dulbe_peft.utils.processes import leave, world
 
 IMAGES = torch.randn(7, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 LABELS = torch.arange(7) % 2
-PARTS = (slice(0, 2), slice(2, 7))  # of the processes
+PARTS = (slice(0, 2), slice(2, 7))  # the rows of each process
 
 
 def tiny_clip() -> CLIPModel:
@@ -38,7 +38,7 @@ def tiny_clip() -> CLIPModel:
 
 
 class Features(nn.Module):
-    """A model whose forward pass is that of the images, as DDP needs it."""
+    """A model whose forward pass embeds images, because DDP only wraps `forward`."""
 
     def __init__(self, peft_model):
         super().__init__()
@@ -63,17 +63,17 @@ def loss_fn(model, rows):
 
 
 def measured(model, batches):
-    """Probe and statistics of some rows of the data in batches."""
+    """Return the probe and the statistics of batches, each a slice of the data, in one dict."""
     probe = probe_gradients(model, batches, loss_fn)
     return dict(probe) | dict(collect_statistics(model, batches, loss_fn, OccupationStatistics()))
 
 
-def close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+def assert_close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 def alone(function, *arguments):
-    """What a single process computes."""
+    """Return what the function computes in a single process."""
     initialised, torch.distributed.is_initialized = torch.distributed.is_initialized, lambda: False
     try:
         return function(*arguments)
@@ -81,51 +81,51 @@ def alone(function, *arguments):
         torch.distributed.is_initialized = initialised
 
 
-def sums(model):
-    """The measures of all data, also where a process has none of it, the model is wrapped, or one process fails."""
+def check_sums(model):
+    """Check the measures of all data, also if a process has no data, the model is wrapped, or one process fails."""
     rank = world()[0]
-    mine = [slice(0, 2)] if rank == 0 else [slice(2, 5), slice(5, 7)]
+    batches = [slice(0, 2)] if rank == 0 else [slice(2, 5), slice(5, 7)]
     expected = alone(measured, copy.deepcopy(model), [slice(0, 7)])
-    close(measured(model, mine), expected)
-    close(measured(model, [] if rank == 0 else [slice(0, 7)]), expected)
-    close(measured(DistributedDataParallel(copy.deepcopy(model)), mine), expected)
-    close(measured(Accelerator(cpu=True).prepare(copy.deepcopy(model)), mine), expected)
+    assert_close(measured(model, batches), expected)
+    assert_close(measured(model, [] if rank == 0 else [slice(0, 7)]), expected)
+    assert_close(measured(DistributedDataParallel(copy.deepcopy(model)), batches), expected)
+    assert_close(measured(Accelerator(cpu=True).prepare(copy.deepcopy(model)), batches), expected)
     for call in (probe_gradients, lambda *args: collect_statistics(*args, OccupationStatistics())):
         try:
             call(model, [slice(0, 2), slice("no rows", None) if rank else slice(2, 4)], loss_fn)
         except (TypeError, RuntimeError) as error:
             assert rank or re.search("process 1 stopped: TypeError", str(error)), error
         else:
-            raise SystemExit("an error of one process was not raised")
+            raise SystemExit("an error in one process was not raised")
 
 
-def gradients(model, both, scale):
-    """What `both`, a function of features, accumulates over two calls of route_gradients."""
+def gradients(model, losses, scale):
+    """Return what two calls of route_gradients accumulate for the two losses that `losses(model)` returns."""
     model.zero_grad()
     for _ in range(2):
-        route_gradients(model, *(scale * loss for loss in both(model)))
+        route_gradients(model, *(scale * loss for loss in losses(model)))
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def routing(model):
-    """Summed without a wrapper, and the mean with DDP, also by `routed_loss` and over images alone."""
+def check_routing(model):
+    """Check that gradients are summed without a wrapper and averaged by DDP, also with `routed_loss`."""
 
-    def both(rows):
+    def losses_of(rows):
         def losses(model):
             embeds = model.get_image_features(pixel_values=IMAGES[rows]).pooler_output
             return loss_of(embeds, LABELS[rows]), embeds.square().mean()
 
         return losses
 
-    parts = [alone(gradients, copy.deepcopy(model), both(rows), 1) for rows in PARTS]
+    parts = [alone(gradients, copy.deepcopy(model), losses_of(rows), 1) for rows in PARTS]
     total = {name: parts[0][name] + parts[1][name] for name in parts[0]}
-    close(gradients(model, both(PARTS[world()[0]]), 1), total)
+    assert_close(gradients(model, losses_of(PARTS[world()[0]]), 1), total)
     try:
-        route_gradients(model, torch.tensor(float("nan")) if world()[0] else both(PARTS[0])(model)[0], None)
+        route_gradients(model, torch.tensor(float("nan")) if world()[0] else losses_of(PARTS[0])(model)[0], None)
     except (ValueError, RuntimeError):
-        close({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, total)
+        assert_close({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, total)
     else:
-        raise SystemExit("a loss that is not finite was taken")
+        raise SystemExit("a loss that is not finite was accepted")
     model.zero_grad()
     # The text LoRA has no gradient from images alone: DDP has to look for it.
     parallel = DistributedDataParallel(Features(model), find_unused_parameters=True)
@@ -133,13 +133,13 @@ def routing(model):
         for _ in range(2):
             embeds = parallel(IMAGES[PARTS[world()[0]]])
             route(parallel, loss_of(embeds, LABELS[PARTS[world()[0]]]), embeds.square().mean())
-        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        close({name: found[name] for name in total}, {name: value / 2 for name, value in total.items()})
+        averaged = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert_close({name: averaged[name] for name in total}, {name: value / 2 for name, value in total.items()})
         model.zero_grad()
 
 
-class Answers(nn.Module):
-    """A head beside a parameter, without which DDP wraps nothing."""
+class ScaledHead(nn.Module):
+    """A head with a parameter, because DDP refuses a module without one."""
 
     def __init__(self, head):
         super().__init__()
@@ -149,19 +149,19 @@ class Answers(nn.Module):
         return self.scale * self.head(embeds)
 
 
-def buffers():
-    """DDP copies the first process's buffers over the others', and these answer by them."""
+def check_buffers():
+    """Check that the other processes use the first one's buffers after DDP has copied these over theirs."""
     features, head = torch.randn(6, 16, generator=torch.Generator().manual_seed(3)), BridgeEnsembleHead(16)
     head.add_classes(["a", "b"], features, torch.arange(6) % 2, features[:2])
-    parallel = DistributedDataParallel(Answers(head))
+    parallel = DistributedDataParallel(ScaledHead(head))
     parallel(features)
     if world()[0]:
         head.text_embeds.copy_(F.normalize(features[2:4], dim=1))
         head(features)
     embeds = head.text_embeds.clone()
-    found = parallel(features).detach()
+    scores = parallel(features).detach()
     assert world()[0] == 0 or not torch.equal(head.text_embeds, embeds)
-    assert torch.equal(found, copy.deepcopy(head)(features))
+    assert torch.equal(scores, copy.deepcopy(head)(features))
 
 
 def main() -> None:
@@ -169,9 +169,9 @@ def main() -> None:
     torch.distributed.init_process_group("gloo")
     torch.manual_seed(0)
     model = adapted_clip.learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**adapted_clip.CONFIG)))
-    sums(model)
-    routing(model)
-    buffers()
+    check_sums(model)
+    check_routing(model)
+    check_buffers()
     probe = probe_gradients(model, [PARTS[world()[0]]], loss_fn)
     model.begin_task(allocate_modes(probe, None, config=model.active_config))
     print("ended", world()[0])

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
         ("config.json", "choose another name"),
         ("run/sources.json", "choose another name"),
         ("run/predictions.csv", "choose another name"),
-        ("run/task-001/new.json", "of the kind 'task of a run'"),
+        ("run/task-001/new.json", "of kind 'task of a run'"),
         ("data.csv/x.csv", "the folder .*data.csv does not exist"),
     ],
 )
@@ -45,7 +45,7 @@ def test_an_output_is_no_file_that_is_read_or_kept(own_run, tmp_path, name, mess
     with pytest.raises((ValueError, OSError), match=message):
         claim(("--x", str(path), path.suffix), reads=[str(tmp_path / "data.csv")])
     for path in ("-", str(tmp_path / "answers")):
-        with pytest.raises(ValueError, match="--csv and --json both name"):
+        with pytest.raises(ValueError, match="--csv and --json are both"):
             claim(("--csv", path, ".csv"), ("--json", path, ".json"))
     claim(("--csv", str(tmp_path / "predictions.csv"), ".csv"), ("--json", None, ".json"))
 
@@ -61,7 +61,7 @@ def test_too_little_memory_is_one_line(finished_run, tmp_path, monkeypatch, caps
 
 def test_processes_that_read_images_need_open_files(monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda _: (12, 12))
-    with pytest.raises(OSError, match="num_workers=1 needs 72 open files, the system allows 12: lower it"):
+    with pytest.raises(OSError, match="num_workers=1 needs 72 open files, but the system allows 12: use fewer"):
         tiny_learner(num_workers=1).learn_task(images_of(0, 1), ["a", "b"])
 
 
@@ -70,7 +70,7 @@ def test_the_mark_of_an_editor_is_no_part_of_a_name(tmp_path):
     path.write_text("cat\n\ndog \n", encoding="utf-8-sig")
     assert read_lines(path) == ["cat", "dog"]
     path.write_text("cat", encoding="utf-16")
-    for read, words in ((read_lines, "is no text in UTF-8"), (read_csv, "is no CSV file in UTF-8")):
+    for read, words in ((read_lines, "is not a text file in UTF-8"), (read_csv, "is not a CSV file in UTF-8")):
         with pytest.raises(ValueError, match=rf"names\.txt {words}"):
             read(path)
 
@@ -270,5 +270,5 @@ def test_the_current_folder_is_not_taken_away_from_under_a_program(learner, tmp_
 
 def test_a_pipe_in_a_file_s_place_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "manifest.json")
-    with pytest.raises(CheckpointError, match=r"manifest\.json is no file"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json is not a regular file"):
         ClassIncrementalLearner.from_pretrained(tmp_path)

@@ -38,7 +38,7 @@ def test_bad_calls_are_named_and_change_nothing(tmp_path):
         return lambda: to.add_classes(**good | change)
 
     for call, message in (
-        (add(class_names=["class 0", "x"]), "'class 0', a class that was seen already"),
+        (add(class_names=["class 0", "x"]), "'class 0', a class that was already seen"),
         (add(image_embeds=math.nan * rows), "image_embeds row 0 holds NaN or infinity"),
         (add(image_embeds=0 * rows), "image_embeds row 0 is zero"),
         (add(image_embeds=rows[:, :3]), r"must be \(rows, 64\), got shape \(120, 3\)"),

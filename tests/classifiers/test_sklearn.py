@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(digits):
     X, y, _ = digits
     for spec, labels, message in (
         ("lda", ["a", "b"], r"y must hold labels like \[0\], got \['a'\]"),
-        ("gda", [3, 9], "'gda' needs texts, and texts has none of class 9"),
+        ("gda", [3, 9], "'gda' needs texts, but texts has none for the class 9"),
         ("rapf:epochs=1", [1, 9], "'rapf' classifier cannot learn more images of a known class"),
         ("lda", [0, 1, 2], "inconsistent numbers of samples"),
     ):
@@ -78,7 +78,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(digits):
             made.partial_fit(X[:2], labels)
         np.testing.assert_array_equal(made.predict_proba(X), before)
     for labels, classes, got in ((y, ["a", "b"], "'a'"), (y, [0, 1, "2"], "'2'"), (y.astype(str), [0, 1], "0")):
-        with pytest.raises(ValueError, match=rf"classes must hold labels like \[.*\], those of y, got {got}"):
+        with pytest.raises(ValueError, match=rf"classes must hold labels like those of y, \[.*\], got {got}"):
             FeatureClassifier("lda").partial_fit(X, labels, classes=classes)
     named = FeatureClassifier("lda").partial_fit(X, y.astype(str), classes=np.array(["a"], dtype=object))
     assert named.classes_.tolist() == [*map(str, range(10)), "a"]

@@ -1,4 +1,4 @@
-"""Upright RGB images from files of every kind, refusals of what is no photograph, and what a header shows."""
+"""Test decoding of image files to upright RGB images, and the errors for files that are not photographs."""
 
 import importlib.util
 import io
@@ -19,7 +19,7 @@ from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.unlabelled import as_image
 from dulbe_peft.photos.deployment.pixels import rgb
 
-CORNERS = np.zeros((40, 60, 3), dtype=np.uint8)  # each in another colour
+CORNERS = np.zeros((40, 60, 3), dtype=np.uint8)  # four quarters in different colours
 CORNERS[:20, :30], CORNERS[:20, 30:], CORNERS[20:, :30] = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 
 
@@ -31,8 +31,8 @@ def tagged(orientation: int) -> Image.Exif:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("suffix", ["jpg", "png", "tiff", "webp"])
-def test_the_exif_tag_turns_an_image_once(tmp_path, orientation, suffix):
-    """Pillow's own rule for each orientation is the reference."""
+def test_exif_orientation_is_applied_exactly_once(tmp_path, orientation, suffix):
+    """The reference is Pillow's `exif_transpose`."""
     path = tmp_path / f"photo.{suffix}"
     Image.fromarray(CORNERS).save(path, exif=tagged(orientation))
     with Image.open(path) as opened:
@@ -40,18 +40,18 @@ def test_the_exif_tag_turns_an_image_once(tmp_path, orientation, suffix):
     image = decode_image(path)
     assert np.array_equal(image, expected) and to_rgb(image) is image
     assert image.size == ((40, 60) if orientation >= 5 else (60, 40))
-    with Image.open(path) as opened:  # given directly, decoded or not
+    with Image.open(path) as opened:  # an image passed directly, decoded or not
         assert np.array_equal(labelled_images([(opened, 0)])[0]["image"], expected)
         assert np.array_equal(to_rgb(opened), expected) and np.array_equal(to_rgb(to_rgb(opened)), expected)
 
 
-def test_damaged_exif_leaves_the_pixels_as_they_are(tmp_path):
+def test_damaged_exif_does_not_change_the_pixels(tmp_path):
     Image.fromarray(CORNERS).save(tmp_path / "a.png", exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\x01\x12")
     assert np.array_equal(decode_image(tmp_path / "a.png"), CORNERS)
 
 
-def test_the_lines_read_an_image_as_the_learner_does():
-    """16-bit grey would be white, and so would the colour that is named for transparent, which `convert` keeps."""
+def test_code_in_export_cards_converts_images_like_the_learner():
+    """A plain `convert` would turn 16-bit grey white, and would keep the note of a transparent colour."""
     noise = np.random.default_rng(0).integers(0, 65536, (9, 7), dtype=np.uint16)
     swapped, clear = Image.fromarray(CORNERS // 2 + 60), Image.new("RGBA", (9, 9), (0, 0, 0, 90))
     swapped.info["icc_profile"] = rotated_profile()
@@ -60,14 +60,14 @@ def test_the_lines_read_an_image_as_the_learner_does():
     colours.info["transparency"] = 3
     plain = colours.convert("RGB")
     for image in (Image.fromarray(noise), colours, plain, photo.convert("LA"), swapped, clear):
-        found = to_rgb(image)
-        assert rgb(image).tobytes() == found.tobytes() and not rgb(image).info and not found.info
+        expected = to_rgb(image)
+        assert rgb(image).tobytes() == expected.tobytes() and not rgb(image).info and not expected.info
     assert "transparency" in plain.info
     with pytest.raises(ValueError, match="8 or 16 bits"):
         rgb(Image.new("F", (2, 2)))
 
 
-def test_a_postscript_file_never_starts_ghostscript(tmp_path, monkeypatch):
+def test_postscript_file_never_starts_ghostscript(tmp_path, monkeypatch):
     started = []
     drawn = Image.new("RGB", (9, 9)).im
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: started.append(1) or drawn)
@@ -76,7 +76,7 @@ def test_a_postscript_file_never_starts_ghostscript(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="it is none of the formats JPEG, PNG"):
         decode_image(tmp_path / "a.jpg")
     assert not started
-    with Image.open(tmp_path / "a.jpg") as image:  # what Pillow does without the list
+    with Image.open(tmp_path / "a.jpg") as image:  # without the list of formats, Pillow starts it
         image.load()
     assert started
 
@@ -94,16 +94,16 @@ def png_of(width: int, height: int) -> bytes:
     [
         ("a.jpg", b"", "it is an empty file"),
         ("a.png", png_of(60000, 60000), "3600000000 pixels. exceeds limit of 178956970 pixels"),
-        # A processor resizes the short side: of these bytes it would make 448,000,000 x 224 pixels.
+        # A processor that resizes the short side would turn this small file into 448,000,000 x 224 pixels.
         (
             "a.png",
             png_of(2_000_000, 1),
-            "it is 2000000 x 1 pixels large: no side may be more than 100 times",
+            "its size is 2000000 x 1 pixels: no side may be more than 100 times",
         ),
         ("a.tiff", None, "mode 'F' have no fixed range"),
     ],
 )
-def test_what_is_no_photograph_is_refused_by_what_it_is(tmp_path, name, content, words):
+def test_error_says_why_a_file_is_not_a_photograph(tmp_path, name, content, words):
     path = tmp_path / name
     path.write_bytes(content) if content is not None else Image.new("F", (8, 8), 0.5).save(path)
     with pytest.raises(UnreadableImageError, match=words):
@@ -111,8 +111,8 @@ def test_what_is_no_photograph_is_refused_by_what_it_is(tmp_path, name, content,
     assert to_rgb(Image.new("RGB", (800, 8))).size == (800, 8)
 
 
-def test_huge_pictures_are_made_smaller_one_at_a_time(monkeypatch):
-    """One lock holds for all processes, so that eight readers do not take 500 MB each."""
+def test_large_images_are_reduced_by_one_process_at_a_time(monkeypatch):
+    """All processes share one lock, so that eight readers do not need 500 MB each."""
     pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3), dtype=np.uint8).repeat(2, axis=0).repeat(2, axis=1)
     lock = MagicMock()
     assert type(decoding.one_at_a_time()) is type(multiprocessing.Lock())
@@ -127,12 +127,12 @@ def test_huge_pictures_are_made_smaller_one_at_a_time(monkeypatch):
     assert lock.__enter__.call_count == lock.__exit__.call_count == 3
 
 
-def test_what_pillow_warns_of_is_read_all_the_same(recwarn):
-    """An image of a hundred million pixels, in a program that shows warnings."""
+def test_image_with_100_million_pixels_raises_no_warning(recwarn):
+    """The module's filters must also work in a program that shows all warnings."""
     with warnings.catch_warnings():
         warnings.resetwarnings()
         spec = importlib.util.find_spec(decoding.__name__)
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))  # its filters go behind the others
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))  # appends its filters to the others
         assert decoding.open_image(io.BytesIO(png_of(10000, 10000))).size == (10000, 10000)
     assert not recwarn
 
@@ -151,7 +151,7 @@ def test_what_pillow_warns_of_is_read_all_the_same(recwarn):
         ("I;16", 65535 // 2, "png", [127, 127, 127]),
     ],
 )
-def test_every_mode_becomes_rgb(tmp_path, mode, colour, suffix, expected):
+def test_every_mode_is_converted_to_rgb(tmp_path, mode, colour, suffix, expected):
     path = tmp_path / f"image.{suffix}"
     Image.new(mode, (8, 8), colour).save(path)
     image = decode_image(path)
@@ -161,24 +161,24 @@ def test_every_mode_becomes_rgb(tmp_path, mode, colour, suffix, expected):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("clear", [True, False])
 @pytest.mark.parametrize(("mode", "colour"), [("1", 0), ("L", 9), ("P", 0), ("RGB", (9, 9, 9)), ("I;16", 9)])
-def test_a_colour_that_is_named_for_transparent_is_white(tmp_path, mode, colour, clear):
-    """The tRNS chunk of a PNG, or the one of a GIF, in every mode that may have it."""
-    how = {"transparency": colour} if clear else {}
-    Image.new(mode, (8, 8), colour).save(tmp_path / "icon.png", **how)
+def test_transparent_colour_of_a_png_becomes_white(tmp_path, mode, colour, clear):
+    """Every mode that may have a tRNS chunk is tested."""
+    options = {"transparency": colour} if clear else {}
+    Image.new(mode, (8, 8), colour).save(tmp_path / "icon.png", **options)
     assert (np.asarray(decode_image(tmp_path / "icon.png")) > 250).all() == clear
 
 
 def rotated_profile() -> bytes:
-    """The standard profile with the tags of its red and blue primaries exchanged."""
+    """Return the sRGB profile with its red and blue primaries exchanged."""
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
-    for one, other in ((b"rXYZ", b"#XYZ"), (b"bXYZ", b"rXYZ"), (b"#XYZ", b"bXYZ")):
-        profile = profile.replace(one, other, 1)
+    for old, new in ((b"rXYZ", b"#XYZ"), (b"bXYZ", b"rXYZ"), (b"#XYZ", b"bXYZ")):
+        profile = profile.replace(old, new, 1)
     return profile
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "tiff"])
-def test_a_colour_profile_is_brought_to_srgb(tmp_path, suffix):
-    """Pillow's own conversion is the reference; a profile that changes nothing leaves the pixels, a broken one too."""
+def test_colour_profile_is_converted_to_srgb(tmp_path, suffix):
+    """The reference is Pillow's conversion. An sRGB profile and a broken one leave the pixels as they are."""
     pixels, srgb = CORNERS // 2 + 60, ImageCms.createProfile("sRGB")
     for profile in (rotated_profile(), ImageCms.ImageCmsProfile(srgb).tobytes(), b"no profile at all"):
         path = tmp_path / f"photo.{suffix}"
@@ -187,18 +187,18 @@ def test_a_colour_profile_is_brought_to_srgb(tmp_path, suffix):
             plain = opened.convert("RGB")
         expected = plain
         if profile == rotated_profile():
-            own = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-            expected = ImageCms.profileToProfile(plain, own, srgb, outputMode="RGB")
+            source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+            expected = ImageCms.profileToProfile(plain, source, srgb, outputMode="RGB")
             assert np.abs(np.subtract(expected, plain, dtype=np.int16)).max() > 40
-        found = decode_image(path)
-        assert found.tobytes() == expected.tobytes() and not found.info and to_rgb(found) is found
+        image = decode_image(path)
+        assert image.tobytes() == expected.tobytes() and not image.info and to_rgb(image) is image
     clear = Image.new("RGBA", (8, 8), (90, 0, 0, 0))
     clear.save(tmp_path / "clear.png", icc_profile=rotated_profile())
     assert (np.asarray(decode_image(tmp_path / "clear.png")) == 255).all()
 
 
 @pytest.mark.parametrize("values", [np.zeros((8, 8), np.uint16), np.zeros(8, np.uint8), np.zeros((2, 8, 8), np.uint8)])
-def test_an_array_that_could_mean_two_things_is_refused(values):
+def test_ambiguous_array_is_refused_as_an_image(values):
     with pytest.raises(ValueError, match="image 3 is an array of .*expected uint8 from 0 to 255"):
         as_image(3, values)
 
@@ -212,7 +212,7 @@ def test_an_array_that_could_mean_two_things_is_refused(values):
         (".zip", "it is an archive"),
     ],
 )
-def test_what_holds_pictures_and_is_not_read_says_what_to_do(tmp_path, suffix, words):
+def test_unsupported_formats_are_refused_with_advice(tmp_path, suffix, words):
     path = tmp_path / f"a{suffix}"
     path.write_bytes(b"xyz")
     with pytest.raises(UnreadableImageError, match=words):
@@ -223,17 +223,17 @@ def test_what_holds_pictures_and_is_not_read_says_what_to_do(tmp_path, suffix, w
         decode_image(tmp_path / "a.jpg")
 
 
-def test_photographs_of_phones_are_read_where_their_package_is():
+def test_heic_is_read_if_pillow_heif_is_installed():
     assert (".heic" in image_suffixes()) == bool(importlib.util.find_spec("pillow_heif"))
 
 
 @pytest.mark.parametrize("suffix", image_suffixes())
-def test_every_suffix_is_a_format_that_is_read(tmp_path, suffix):
+def test_every_listed_suffix_can_be_decoded(tmp_path, suffix):
     path = tmp_path / f"image{suffix.upper()}"
     frames = [Image.fromarray(CORNERS), Image.new("RGB", (60, 40), "blue")]
     several = {"save_all": True, "append_images": frames[1:]} if suffix == ".gif" else {}
     frames[0].save(path, {".jfif": "JPEG", ".jpe": "JPEG"}.get(suffix), **several)
-    assert np.abs(np.asarray(decode_image(path))[4, 4] - (255.0, 0, 0)).max() < 99, "of several frames, the first"
+    assert np.abs(np.asarray(decode_image(path))[4, 4] - (255.0, 0, 0)).max() < 99, "the first frame must be read"
     path.write_bytes(path.read_bytes()[:60])
     with pytest.raises(UnreadableImageError):
         decode_image(path)

@@ -1,4 +1,4 @@
-"""Tables of features: written by `features`, by this process or an engine, and as good as the images."""
+"""Test feature tables: the command `features` writes them, and learning from them equals learning from images."""
 
 import csv
 import json
@@ -35,7 +35,7 @@ def call(*arguments, expected=0):
 
 @pytest.fixture(scope="module")
 def root(digit_folders):
-    """Five digits; one of them has no test image, and is in the middle of the list of classes."""
+    """Make folders of five digits; one class in the middle of the list has no test image."""
     root = digit_folders(5, 8, 3)
     shutil.rmtree(root / "test" / "three")
     return root
@@ -49,12 +49,12 @@ def table(root, tmp_path_factory):
 
 
 def probabilities(run):
-    """Of each test image, by its file's name: the class, the answer and its probability."""
+    """Return the prediction of each test image by its file name: class, predicted class and probability."""
     with (run / "predictions.csv").open(newline="") as file:
         return {row["image"].split("test/")[-1]: row for row in csv.DictReader(file)}
 
 
-def test_any_program_reads_what_the_model_sees(root, table, base):
+def test_table_contains_the_features_of_the_model(root, table, base):
     rows = parquet.read_table(table).to_pydict()
     assert list(rows) == ["content", "path", "split", "label", "embedding"] and len(rows["path"]) == 40 + 12
     learner = ClassIncrementalLearner(*base, args=LearnerArguments(**QUICK), strategy="frozen")
@@ -66,11 +66,11 @@ def test_any_program_reads_what_the_model_sees(root, table, base):
     assert np.array_equal(np.array(rows["embedding"], dtype=np.float32), features)
 
 
-def test_learning_from_the_table_is_learning_from_images(root, table, tmp_path):
+def test_learning_from_a_table_equals_learning_from_images(root, table, tmp_path):
     for data, run, model in ((root, "images", FROZEN), (table, "table", FROZEN[2:])):
-        whole, learned = tmp_path / run, tmp_path / f"{run} learned"
-        call("run", *model, "--data", data, "--increment", 3, "--output", whole)
-        call("learn", whole / "task-001", "--data", data, "--output", learned, "--no-update")
+        folder, learned = tmp_path / run, tmp_path / f"{run} learned"
+        call("run", *model, "--data", data, "--increment", 3, "--output", folder)
+        call("learn", folder / "task-001", "--data", data, "--output", learned, "--no-update")
     for end in ("", " learned"):
         assert probabilities(tmp_path / f"images{end}") == probabilities(tmp_path / f"table{end}")
     learner = ClassIncrementalLearner.from_pretrained(tmp_path / "images", machine={"progress": False})
@@ -81,8 +81,8 @@ def test_learning_from_the_table_is_learning_from_images(root, table, tmp_path):
     assert learner.evaluate(left) == learner.evaluate(right) and learner.predict(left) == learner.predict(right)
 
 
-def test_tables_of_other_programs(root, table, tmp_path, capsys):
-    """A folder of parts as Ray or Spark leaves it: no split, other types, lengths other than 1, numbers as labels."""
+def test_table_written_by_another_program_is_read(root, table, tmp_path, capsys):
+    """Ray and Spark write a folder of parts, here without splits, not normalised, and with numbers as labels."""
     rows = parquet.read_table(table)
     train = rows.filter(pyarrow.compute.equal(rows["split"], "train")).to_pydict()
     names = sorted(set(train["label"]))
@@ -95,13 +95,13 @@ def test_tables_of_other_programs(root, table, tmp_path, capsys):
     (tmp_path / "names.txt").write_text("\n".join(names))
     call("run", *FROZEN, "--data", tmp_path / "parts", "--test-fraction", 0.3, "--class-names", tmp_path / "names.txt",
          "--output", tmp_path / "run")  # fmt: skip
-    assert "does not say which model made it" in capsys.readouterr().out
-    found = load_data(tmp_path / "parts")
-    np.testing.assert_allclose(np.linalg.norm(found.features.rows, axis=1), 1, atol=1e-5)
-    assert found.class_names == ("0", "1", "2", "3", "4") and len(set(found.contents())) == 40
+    assert "does not say which model its features are from" in capsys.readouterr().out
+    data = load_data(tmp_path / "parts")
+    np.testing.assert_allclose(np.linalg.norm(data.features.rows, axis=1), 1, atol=1e-5)
+    assert data.class_names == ("0", "1", "2", "3", "4") and len(set(data.contents())) == 40
 
 
-def written(file, **columns):
+def write_table(file, **columns):
     file.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(pyarrow.table(columns), file)
     return file
@@ -110,71 +110,73 @@ def written(file, **columns):
 UNIT, LABELS = [[1.0, 0.0], [0.0, 1.0]], ["a", "b"]
 
 
-def test_features_of_others_are_refused(root, table, tmp_path, base, capsys):
+def test_features_of_another_model_are_refused(root, table, tmp_path, base, capsys):
     args = LearnerArguments(**QUICK, image_resize="squash")
     with pytest.raises(ValueError, match="not by this model as it is: image_processor differ"):
         ClassIncrementalLearner(*base, args=args, strategy="frozen").learn_task(load_data(table, "train"))
     with pytest.raises(ValueError, match="has embeddings of width 2, the model's have 64"):
-        learner_of(base, "frozen").learn_task(load_data(written(tmp_path / "2.parquet", label=LABELS, embedding=UNIT)))
+        learner_of(base, "frozen").learn_task(
+            load_data(write_table(tmp_path / "2.parquet", label=LABELS, embedding=UNIT))
+        )
     call("run", "--model", "demo", "--strategy", "dulbe", "--data", table, "--output", tmp_path / "run", expected=2)
     assert "this one has an adapter" in capsys.readouterr().err
     with pytest.raises(FileNotFoundError, match=r"no split 'val'; its splits are \['train', 'test'\]"):
         load_data(table, "val")
-    words = ["features", "--model", "demo", "--device", "cpu", "--data", table, "--engine", "local", "--jobs", 1]
-    call(*words, expected=2)
-    assert "is a table of features already" in capsys.readouterr().err
+    command = ["features", "--model", "demo", "--device", "cpu", "--data", table, "--engine", "local", "--jobs", 1]
+    call(*command, expected=2)
+    assert "is already a table of features" in capsys.readouterr().err
     call("check", table, "--page", tmp_path / "page.html", expected=2)
     assert "has no pictures for --page" in capsys.readouterr().err
-    assert FeatureStore(store_path()).facts()[0] == 0, "features of another model would be found in the store"
+    assert FeatureStore(store_path()).facts()[0] == 0, "features of another model must not be stored"
 
 
 @pytest.mark.parametrize(
     ("files", "words"),
     [
         ([{"embedding": [[1.0, 0.0], [0.0, 0.0]]}], "the embedding of row 1 of .* is zero, NaN or infinite"),
-        ([{"embedding": [[1.0, 2.0, 3.0], [4.0]]}], "has embeddings of several widths"),
-        ([{"label": [0.5, 1.0]}], "has the label 0.5: labels are texts, or whole numbers"),
+        ([{"embedding": [[1.0, 2.0, 3.0], [4.0]]}], "has embeddings of different widths"),
+        ([{"label": [0.5, 1.0]}], "has the label 0.5: labels must be all texts or all whole numbers"),
         ([{"label": ["a", None]}], "the label None"),
         ([{"content": ["caption", None]}], "the content 'caption'"),
         ([{"content": ["0000", "0001"]}], "the content '0000'"),
         ([{"content": [b"0", b"1"]}], "the content b'"),
         (
             [{}, {"label": [0, 0]}],
-            "b.parquet has a label of the type int64, and .*a.parquet of string: write",
+            "label has the type int64 in .*b.parquet and string in .*a.parquet: use one",
         ),
         ([{}, {"class": LABELS}], "b.parquet has the columns .*class.*a.parquet has"),
-        ([{"names": ["cat", "dog"]}, {"names": ["dog", "cat"]}], "name the classes of their labels in different ways"),
-        ([{}, None], "b.parquet is damaged, or no parquet file"),
+        ([{"names": ["cat", "dog"]}, {"names": ["dog", "cat"]}], "give their classes different names"),
+        ([{}, None], "b.parquet is damaged or not a parquet file"),
     ],
 )
-def test_a_table_that_would_be_read_wrongly_is_refused(tmp_path, files, words):
+def test_inconsistent_or_damaged_table_is_refused(tmp_path, files, words):
     for name, columns in zip("ab", files):
         if columns is None:
             (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:200])
             continue
         names = columns.get("names")
-        own = {name: values for name, values in columns.items() if name != "names"}
-        rows = pyarrow.table({"label": [0, 1] if names else LABELS, "embedding": UNIT} | own)
+        changed = {name: values for name, values in columns.items() if name != "names"}
+        rows = pyarrow.table({"label": [0, 1] if names else LABELS, "embedding": UNIT} | changed)
         hints = {"huggingface": json.dumps({"info": {"features": {"label": {"names": names}}}})}
         parquet.write_table(rows.replace_schema_metadata(hints), tmp_path / f"{name}.parquet")
     with pytest.raises(ValueError, match=words):
         load_data(tmp_path)
 
 
-def test_the_content_of_a_row_does_not_depend_on_other_rows(tmp_path):
+def test_content_of_a_row_does_not_depend_on_other_rows(tmp_path):
     rows, known = [[0.6001, 0.8], [0.0, 1.0], [0.0, 5.0]], "0f" * 32
-    few = load_data(written(tmp_path / "few.parquet", label=["a", "b"], embedding=rows[:2]))
-    more = load_data(written(tmp_path / "more.parquet", label=["a", "b", "b"], embedding=rows))
+    few = load_data(write_table(tmp_path / "few.parquet", label=["a", "b"], embedding=rows[:2]))
+    more = load_data(write_table(tmp_path / "more.parquet", label=["a", "b", "b"], embedding=rows))
     assert more.contents()[:2] == few.contents()
-    some = [known, None, ""]
-    mixed = load_data(written(tmp_path / "mixed.parquet", label=["a", "b", "b"], embedding=rows, content=some))
+    given = [known, None, ""]
+    mixed = load_data(write_table(tmp_path / "mixed.parquet", label=["a", "b", "b"], embedding=rows, content=given))
     assert mixed.contents() == [bytes.fromhex(known), *more.contents()[1:]]
 
 
-def test_an_engine_fills_the_store(root, table, tmp_path, capsys):
+def test_engine_fills_the_store_only_with_an_untrained_model(root, table, tmp_path, capsys):
     file = tmp_path / "f.parquet"
-    words = ["features", "--model", "demo", "--device", "cpu", "--precision", "float32", "--data", root]
-    call(*words, "--engine", "local", "--jobs", 2, "--output", file)
+    command = ["features", "--model", "demo", "--device", "cpu", "--precision", "float32", "--data", root]
+    call(*command, "--engine", "local", "--jobs", 2, "--output", file)
     assert FeatureStore(store_path()).facts()[0] == 52
     assert parquet.read_table(file).equals(parquet.read_table(table))
     dulbe = ["run", "--model", "demo", "--strategy", "dulbe", "--epochs", 1, "--residual-rank", 1, "--support-rank", 8]
@@ -188,16 +190,16 @@ def test_an_engine_fills_the_store(root, table, tmp_path, capsys):
     assert FeatureStore(store_path()).facts()[0] == 52
 
 
-def test_an_engine_that_is_not_installed_is_asked_for_once(root, monkeypatch, capsys):
+def test_missing_engine_is_reported_once_with_install_command(root, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
     call("features", "--model", "demo", "--device", "cpu", "--data", root, "--engine", "ray", expected=2)
-    found = capsys.readouterr().err
-    assert "pip install 'dulbe_peft[ray]'" in found and "again" not in found
+    error = capsys.readouterr().err
+    assert "pip install 'dulbe_peft[ray]'" in error and "again" not in error
 
 
 @contextmanager
 def two_workers(engine):
-    """The options that name a cluster, where it does not start with the command, and what finds its workers."""
+    """Yield the options for a cluster that the command does not start, and a function that lists the workers."""
     if engine == "dask":
         distributed = pytest.importorskip("distributed")
         with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
@@ -212,15 +214,15 @@ def two_workers(engine):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("engine", ["local", "dask", "ray"])
-def test_a_killed_worker_costs_its_shard_at_most(root, table, tmp_path, monkeypatch, capsys, engine):
-    """Dask encodes it again; with the others the command says so, keeps what is done, and repeated does the rest."""
+def test_killed_worker_loses_at_most_its_shard(root, table, tmp_path, monkeypatch, capsys, engine):
+    """Dask encodes the shard again. With other engines the command fails, and repeating it does only the rest."""
     command = ["features", "--model", "demo", "--device", "cpu", "--data", root, "--output", tmp_path / "f.parquet"]
     killed, arrived = list[int](), list[int]()
     monkeypatch.setattr(encoding, "SHARD", 2)
     monkeypatch.setattr(encoding, "jobs_at_once", lambda jobs, address: jobs)
     with two_workers(engine) as (address, workers):
 
-        def kill_one_of_those_that_work(*given):
+        def kill_a_worker(*given):
             for result in side_by_side(*given):
                 arrived.append(len(result[1]))
                 yield result
@@ -228,16 +230,16 @@ def test_a_killed_worker_costs_its_shard_at_most(root, table, tmp_path, monkeypa
                     killed.append(workers()[-1])
                     os.kill(killed[0], signal.SIGKILL)
 
-        monkeypatch.setattr(encoding, "side_by_side", kill_one_of_those_that_work)
+        monkeypatch.setattr(encoding, "side_by_side", kill_a_worker)
         command += ["--engine", engine, *address, "--jobs", 2]
         call(*command, expected=0 if engine == "dask" else 2)
         if engine != "dask":
             assert "a worker died" in capsys.readouterr().err
-            kept = FeatureStore(store_path()).facts()[0]  # of this machine's workers, which write into it, too
+            kept = FeatureStore(store_path()).facts()[0]  # workers on this machine also write to the store
             assert 4 <= sum(arrived) <= kept < 52
             arrived.clear()
             call(*command)
-            assert sum(arrived) == 52 - kept, "what was done is not done again"
+            assert sum(arrived) == 52 - kept, "stored features must not be computed again"
     assert killed and parquet.read_table(tmp_path / "f.parquet").equals(parquet.read_table(table))
 
 
@@ -246,7 +248,7 @@ CLASSIFIERS = ("bridge", "text", "prototype", "lda", "ridge", "ranpac:features=5
 
 @pytest.fixture(scope="module", params=["none", "linear", "auto"])
 def run(request, tiny_model, digit_folders, tmp_path_factory):
-    """A stream of two tasks that DuLBE has trained with all classifiers and kept the features of."""
+    """Run a stream of two tasks with DuLBE and all classifiers, and keep its features."""
     learner = learner_of(load_dual_encoder(tiny_model), classifiers=CLASSIFIERS, drift=request.param)
     folder = tmp_path_factory.mktemp("run")
     learner.run(tasks_of(digit_folders(4, 6, 3)), folder, keep_features=True)
@@ -254,15 +256,15 @@ def run(request, tiny_model, digit_folders, tmp_path_factory):
 
 
 @pytest.mark.parametrize("spec", CLASSIFIERS)
-def test_a_classifier_learns_from_features_what_it_learned_in_the_run(run, spec):
+def test_classifier_trained_on_kept_features_equals_that_of_the_run(run, spec):
     learner, folder = run
     answers, replayed = learn_from_features(read_features(folder), spec, learner.logit_scale, learner.args.drift)
-    taught = learner.classifiers[spec.partition(":")[0]]
-    assert replayed.class_names == taught.class_names
-    for name, tensor in taught.tensors().items():
+    original = learner.classifiers[spec.partition(":")[0]]
+    assert replayed.class_names == original.class_names
+    for name, tensor in original.tensors().items():
         assert torch.equal(replayed.tensors()[name], tensor), name
-    scores = [task.row.classifiers[taught.name] for task in known_tasks(learner)]
-    assert [float(found.right.float().mean()) for found in answers] == pytest.approx(
+    scores = [task.row.classifiers[original.name] for task in known_tasks(learner)]
+    assert [float(answer.right.float().mean()) for answer in answers] == pytest.approx(
         [score.accuracy for score in scores]
     )
     assert answers[-1].task.tolist() == [1] * 6 + [2] * 6

@@ -1,4 +1,4 @@
-"""The readers of images, what they refuse, what they make of a user's data set, and the fingerprint of a data set."""
+"""Test the readers of images, the conversion of users' data sets, and the fingerprint of a data set."""
 
 import io
 import os
@@ -52,7 +52,7 @@ def red(sample: dict[str, Any]) -> int:
     return int(np.asarray(sample["image"])[0, 0, 0])
 
 
-def test_image_folder_reads_folders_in_class_folders(folder, tmp_path):
+def test_image_folder_reads_nested_folders_and_reports_skipped_files(folder, tmp_path):
     zebra = folder / "train" / "zebra"
     write(zebra / "2025" / "june" / "z.JFIF", encoded(50, "JPEG"))
     write(zebra / "2025" / "a.gif", encoded(60, "GIF"))
@@ -67,7 +67,7 @@ def test_image_folder_reads_folders_in_class_folders(folder, tmp_path):
     with open(os.fsencode(zebra) + b"/\xff.png", "wb") as file:
         file.write(encoded(90))
     for link in (folder / "far", folder / "train" / "far", folder / "train" / "far.png"):
-        link.symlink_to("x" * 300)  # which cannot be looked at
+        link.symlink_to("x" * 300)  # the target's name is too long for any file
     data = ImageFolder(folder, "train")
     below = ["0.tif", "2025/a.gif", "2025/june/z.JFIF", "a.jpeg", "b.PNG", "more/c.png", "z.png"]
     assert [data.item_name(index) for index in range(2, 9)] == [str(zebra / name) for name in below]
@@ -79,31 +79,31 @@ def test_image_folder_reads_folders_in_class_folders(folder, tmp_path):
     assert {
         (str(root / ".cache"), "hidden"),
         (str(root / "Ant eater" / "._1.webp"), "hidden"),
-        (str(root / "Ant eater" / "notes.txt"), "files ending in .txt are not read"),
+        (str(root / "Ant eater" / "notes.txt"), "a file ending in .txt is not read"),
         (str(root / "empty"), "an empty folder"),
         (str(zebra / "2025" / "later"), "an empty folder"),
-        (str(zebra / "again"), "a link to a folder that is read already"),
+        (str(zebra / "again"), "a link to a folder that has already been read"),
         (str(zebra / "pipe.png"), "neither a file nor a folder"),
         (str(root / "far.png"), "not in a class folder"),
         (str(zebra / "\udcff.png"), "the name is not UTF-8"),
     } <= set(data.left_out)
-    assert "\udcff.png" in folder_content(zebra)[0], "to predict, any name will do"
+    assert "\udcff.png" in folder_content(zebra)[0], "prediction accepts any file name"
 
 
-def test_image_folder_says_what_is_missing(folder):
+def test_image_folder_error_says_what_is_missing(folder):
     write(folder / "raw" / "psd" / "1.psd", b"")
     for root, split, words in (
         (folder / "nowhere", None, "nowhere is not a folder of images"),
         (folder, "val", r"no split 'val'; its folders are \['raw', 'test', 'train'\]"),
-        (folder, None, "'test' may be a split"),
-        (folder / "train" / "zebra", None, "zebra has no folder.* without classes are for predict, suggest and serve"),
+        (folder, None, "if 'test' is a split, pass its name"),
+        (folder / "train" / "zebra", None, "zebra has no folder.* without classes, use predict, suggest or serve"),
         (folder, "raw", r"class folder .*psd has no \.jpg.* \(drawings and documents are not read"),
     ):
         with pytest.raises((FileNotFoundError, ValueError), match=words):
             ImageFolder(root, split)
 
 
-def test_load_data_chooses_by_the_path(folder, tmp_path, monkeypatch):
+def test_load_data_chooses_the_reader_by_the_path(folder, tmp_path, monkeypatch):
     assert isinstance(load_data(folder, split="test"), ImageFolder)
     assert load_data(str(folder / "train"), split=None).class_names == ("Ant eater", "zebra")
     assert load_data("demo-digits", "test").class_names[3] == "three"
@@ -112,9 +112,9 @@ def test_load_data_chooses_by_the_path(folder, tmp_path, monkeypatch):
     write(tmp_path / "parquet" / "train.parquet", b"")
     monkeypatch.setitem(sys.modules, "datasets", None)
     for path, words in (
-        ("user/birds", 'written "hf:user/birds"'),
+        ("user/birds", 'write "hf:user/birds"'),
         ("labels.csv", "^labels.csv does not exist$"),
-        (tmp_path / "x.tar", "file, it is an archive: unzip"),
+        (tmp_path / "x.tar", "file: it is an archive: unpack"),
         *((at, r"pip install 'dulbe_peft\[datasets\]'") for at in ("hf:x", tmp_path / "saved", tmp_path / "parquet")),
     ):
         with pytest.raises((FileNotFoundError, ValueError, ImportError), match=words):
@@ -138,7 +138,7 @@ def birds(datasets: Any, contents: list[bytes], image: str = "image", label: str
 @pytest.mark.parametrize(
     "files", [["train.parquet"], ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"]]
 )
-def test_the_parquet_layout_of_the_hub(datasets, tmp_path, files):
+def test_parquet_layouts_of_the_hub_are_read(datasets, tmp_path, files):
     root = tmp_path / "birds"
     (root / "data").mkdir(parents=True)
     for number, file in enumerate(files):
@@ -156,42 +156,42 @@ def test_the_parquet_layout_of_the_hub(datasets, tmp_path, files):
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=words):
             call()
-    found = open_stream_data(root, strict=False)
-    assert [len(part) for part in found[:2]] == [len(train), 1] and red(found[1][0]) == 60
+    opened = open_stream_data(root, strict=False)
+    assert [len(part) for part in opened[:2]] == [len(train), 1] and red(opened[1][0]) == 60
     assert sorted(root.rglob("*")) == before  # nothing is written beside the data
 
 
-def test_saved_datasets_and_their_splits(datasets, tmp_path):
+def test_datasets_saved_to_disk_are_read_with_their_splits(datasets, tmp_path):
     columns = {"image_column": "img", "label_column": "fine"}
     data = birds(datasets, [encoded(5), encoded(6), b"damaged"], "img", "fine")
     datasets.DatasetDict(train=data).save_to_disk(tmp_path / "dict")
     data.save_to_disk(tmp_path / "single")
     for path in (tmp_path / "dict", tmp_path / "single"):
-        found = load_data(path, **columns)
-        assert found.class_names == ("finch", "robin")
-        assert found.labels.tolist() == [1, 0, 1] and (red(found[1]), found[1]["label"]) == (6, 0)
+        loaded = load_data(path, **columns)
+        assert loaded.class_names == ("finch", "robin")
+        assert loaded.labels.tolist() == [1, 0, 1] and (red(loaded[1]), loaded[1]["label"]) == (6, 0)
     unnamed = data.cast_column("fine", datasets.Value("float32"))
     for call, words in (
         (lambda: load_data(tmp_path / "dict", "test", **columns), r"no split 'test'; its splits are \['train'\]"),
         (lambda: load_data(tmp_path / "dict"), r"no column 'image'; its columns are \['img', 'fine'\]"),
-        (lambda: hub_images(unnamed, "x", "img", "fine"), "'fine' of x holds float values: expected class names"),
-        (lambda: hub_images(data, "x", "fine", "fine"), "column 'fine' of x holds ClassLabel values, and no images"),
+        (lambda: hub_images(unnamed, "x", "img", "fine"), "'fine' of x has float values: expected class names"),
+        (lambda: hub_images(data, "x", "fine", "fine"), "column 'fine' of x has ClassLabel values: expected images"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=words):
             call()
-    whole = birds(datasets, [encoded(5), encoded(6)])
-    datasets.DatasetDict(train=whole, test=whole, val=whole).save_to_disk(tmp_path / "three")
-    whole.save_to_disk(tmp_path / "one")
-    train, test, found = open_stream_data(tmp_path / "three")
-    assert len(train) == len(test) == 2 and found.left_out[0][0].endswith("three[val]")
+    valid = birds(datasets, [encoded(5), encoded(6)])
+    datasets.DatasetDict(train=valid, test=valid, val=valid).save_to_disk(tmp_path / "three")
+    valid.save_to_disk(tmp_path / "one")
+    train, test, inventory = open_stream_data(tmp_path / "three")
+    assert len(train) == len(test) == 2 and inventory.left_out[0][0].endswith("three[val]")
     train, test, _ = open_stream_data(tmp_path / "one")
     assert len(train) == 2 and test is None
 
 
 @pytest.mark.parametrize("values", [["robin", "finch"], [10, 2], [7, -1]])
 @pytest.mark.parametrize("file", ["train.parquet", "default/train/0000.parquet", "0000.parquet"])
-def test_labels_that_are_texts_or_numbers_are_the_names(datasets, tmp_path, values, file):
-    """Numbers in their order; a file whose name says nothing is of no split."""
+def test_text_and_number_labels_become_class_names(datasets, tmp_path, values, file):
+    """Numbers are sorted as numbers. A file whose name shows no split belongs to none."""
     root = tmp_path / "birds"
     (root / file).parent.mkdir(parents=True)
     kind = datasets.Value("string" if values[0] == "robin" else "int64")
@@ -204,7 +204,7 @@ def test_labels_that_are_texts_or_numbers_are_the_names(datasets, tmp_path, valu
     assert [red(sample) for sample in train] == [40, 41]
 
 
-def test_tests_without_labels_and_names_without_images_are_left_out(datasets, tmp_path):
+def test_unlabelled_tests_and_classes_without_images_are_left_out(datasets, tmp_path):
     kind = datasets.ClassLabel(names=["unused", "finch", "robin"])
     for split, labels in (("train", [1, 2]), ("test", [-1, -1])):
         rows = [{"bytes": encoded(40 + place), "path": None} for place in range(2)]
@@ -212,19 +212,19 @@ def test_tests_without_labels_and_names_without_images_are_left_out(datasets, tm
         datasets.Dataset.from_dict({"image": rows, "label": labels}, features=features).to_parquet(
             tmp_path / f"{split}.parquet"
         )
-    train, test, found = open_stream_data(tmp_path)
+    train, test, inventory = open_stream_data(tmp_path)
     assert train.class_names == ("finch", "robin") and train.labels.tolist() == [0, 1] and test is None
-    assert "all of its labels are -1: images without labels test nothing" in found.left_out[0][1]
-    assert found.notes == ["left out: 1 class without images, such as 'unused'"]
+    assert "all of its labels are -1: images without labels cannot be tested on" in inventory.left_out[0][1]
+    assert inventory.notes == ["left out: 1 class without images, such as 'unused'"]
 
 
-def test_a_webdataset_is_told_what_to_do(tmp_path):
+def test_error_for_a_webdataset_says_how_to_convert_it(tmp_path):
     write(tmp_path / "000.tar", b"")
     with pytest.raises(ValueError, match=r"load_dataset\(.webdataset., .*save_to_disk"):
         load_data(tmp_path)
 
 
-def test_datasets_are_decoded_with_our_formats_and_turned_upright(datasets, monkeypatch):
+def test_dataset_images_are_upright_and_never_start_ghostscript(datasets, monkeypatch):
     started: list[int] = []
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: started.append(1))
     exif = Image.Exif()
@@ -249,42 +249,42 @@ def test_datasets_are_decoded_with_our_formats_and_turned_upright(datasets, monk
     assert other[0] == {"image": "x", "label": 0}
 
 
-def test_load_data_asks_the_hub_by_name(datasets, monkeypatch):
-    asked = []
+def test_load_data_requests_a_hub_dataset_by_name(datasets, monkeypatch):
+    requests = []
 
     def load_dataset(name: str, split: str) -> Any:
-        asked.append((name, split))
+        requests.append((name, split))
         return birds(datasets, [encoded(5), encoded(6)], "img", "fine")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: ["train", "test"])
     data = load_data("hf:user/birds", "test", image_column="img", label_column="fine")
-    assert asked == [("user/birds", "test")] and data.item_name(1) == "hf:user/birds[1]"
+    assert requests == [("user/birds", "test")] and data.item_name(1) == "hf:user/birds[1]"
     with pytest.raises(FileNotFoundError, match=r"no split None; its splits are \['train', 'test'\]"):
         load_data("hf:user/birds", None)
 
 
 class Listed:
-    """A data set with a list of labels, which its items may contradict."""
+    """A data set with a list of labels `targets`, which the labels of its items may contradict."""
 
-    def __init__(self, targets: list[Any], own: list[Any]) -> None:
-        self.targets, self.own = targets, own
+    def __init__(self, targets: list[Any], item_labels: list[Any]) -> None:
+        self.targets, self.item_labels = targets, item_labels
 
     def __len__(self) -> int:
-        return len(self.own)
+        return len(self.item_labels)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, Any]:
-        return Image.new("RGB", (8, 8)), self.own[index]
+        return Image.new("RGB", (8, 8)), self.item_labels[index]
 
     def item_name(self, index: int) -> str:
         return f"photo-{index}.jpg"
 
 
-def test_items_that_contradict_the_list_of_labels_are_refused_in_every_slice():
+def test_items_that_contradict_the_list_of_labels_are_refused():
     images = labelled_images(Listed([0, 1, 0], [0, 1, 1]))
     assert images[1]["label"] == 1 and images.item_name(2) == "photo-2.jpg"
     for part, index in ((images, 2), (images.at([2, 1]), 0), (images.at([2], np.array([5])), 0)):
-        with pytest.raises(ValueError, match="its own label is 1, .* list says 0"):
+        with pytest.raises(ValueError, match="its label is 1, .* list of labels has 0"):
             part[index]
     half = torch.tensor(1, dtype=torch.bfloat16)
     for data, words in (
@@ -295,7 +295,7 @@ def test_items_that_contradict_the_list_of_labels_are_refused_in_every_slice():
             labelled_images(data)
 
 
-def test_an_overridden_item_is_what_is_read(folder):
+def test_overridden_getitem_of_a_subclass_is_used(folder):
     class Grey(ImageFolder):
         def __getitem__(self, index):
             sample = super().__getitem__(index)
@@ -306,7 +306,7 @@ def test_an_overridden_item_is_what_is_read(folder):
     assert len(set(ImageFolder(folder, "train")[0]["image"].getpixel((0, 0)))) > 1
 
 
-def test_fingerprint_follows_the_content_and_not_the_place(folder, tmp_path):
+def test_fingerprint_depends_on_content_and_not_on_paths(folder, tmp_path):
     original = ImageFolder(folder, "train").fingerprint()
     copy = shutil.copytree(folder / "train", tmp_path / "copy")
     assert len(original) == 64 and ImageFolder(copy).fingerprint() == original
@@ -329,7 +329,7 @@ def test_fingerprint_follows_the_content_and_not_the_place(folder, tmp_path):
     assert len({task.train.fingerprint() for task in tasks} | seen) == 6
 
 
-def test_fingerprint_of_plain_datasets():
+def test_fingerprint_of_a_list_depends_on_pixels_and_labels():
     image = np.zeros((4, 4, 3), dtype=np.uint8)
     rows = [(Image.fromarray(image), 0), (Image.fromarray(image + 1), 1)]
     original = labelled_images(rows).fingerprint()

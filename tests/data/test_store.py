@@ -138,7 +138,7 @@ def test_a_file_that_changes_while_it_is_read_is_said(photos, tmp_path, base, mo
     learner = learner_of(base, "frozen")
     learner.use_store(FeatureStore())
     monkeypatch.setattr(LabelledImages, "read", edited)
-    with pytest.raises(ValueError, match=r"3\.png changed while it was read: begin again"):
+    with pytest.raises(ValueError, match=r"3\.png changed while it was being read: start again"):
         learner.image_embeds(images)
 
 
@@ -146,7 +146,7 @@ def test_an_image_that_is_learned_without_its_content_is_an_error(photos, base, 
     """As where too many files are open for a moment: later it could count twice."""
     learner = learner_of(base, "frozen")
     monkeypatch.setattr("dulbe_peft.data.images._entry_of", lambda _: 1 / 0)
-    with pytest.raises(ValueError, match=r"0\.png cannot be read any more"):
+    with pytest.raises(ValueError, match=r"0\.png can no longer be read"):
         learner.learn_task(ImageFolder(photos, "train"))
     assert not learner.tasks
 
@@ -204,6 +204,34 @@ def test_features_come_back_bit_by_bit_by_all_of_their_key(tmp_path, capsys):
     with sqlite3.connect(store.path) as database:  # as two machines do that do not see each other's locks
         database.execute("UPDATE features SET way = ?", (others[0].way,))
     assert not store.get(others[0], contents) and "40 damaged features" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("embedding", None),
+        ("embedding", 7),
+        ("embedding", 0.5),
+        ("embedding", "text"),
+        ("embedding", b""),
+        ("embedding", b"abc"),
+        ("checksum", None),
+        ("checksum", "text"),
+        ("checksum", b"\xff"),
+    ],
+)
+def test_a_row_with_a_value_of_any_type_is_encoded_again_and_said_once(tmp_path, capsys, column, value):
+    contents, features = some_features()
+    store = FeatureStore(tmp_path / "f.sqlite")
+    store.put(KEY, contents, features)
+    with sqlite3.connect(store.path) as database:
+        database.execute(f"UPDATE features SET {column} = ? WHERE content = ?", (value, contents[3]))
+        database.execute(f"UPDATE features SET {column} = CAST(x'ff' AS TEXT) WHERE content = ?", (contents[4],))
+    for _ in range(2):
+        assert store.get(KEY, contents).keys() == {*contents} - {*contents[3:5]}
+    assert capsys.readouterr().err == f"dulbe-peft: {store.path} holds 2 damaged features, which are encoded again\n"
+    store.put(KEY, contents[3:5], features[3:5])
+    assert len(store.get(KEY, contents)) == 40 and not store.private
 
 
 def test_a_private_store_goes_with_its_owner():
@@ -317,7 +345,7 @@ def test_an_image_is_encoded_once_by_all_commands_together(photos, tmp_path, enc
     call("env")
     assert f"feature store: {store_path()}, 59 features" in capsys.readouterr().out
     call("forget", july / "run", "six", "--output", july / "less", *MACHINE)
-    assert f"may still stand in {store_path()}" in capsys.readouterr().out
+    assert f"may still be in {store_path()}" in capsys.readouterr().out
 
 
 def test_a_second_run_equals_the_first_whatever_the_order_and_what_is_damaged(
@@ -408,7 +436,7 @@ def test_no_photograph_counts_twice_by_any_way(photos, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "11 learned before" in said and "1 in the data twice" in said
     assert "2 of another class" in said and "learned as 'two' before" in said
-    assert "1 image to learn from stood in the tests of an earlier task" in said and "tested.png" in said
+    assert "1 training image, such as " in said and "tested.png, was among the test images of an earlier task" in said
     learner = ClassIncrementalLearner.from_pretrained(tmp_path / "learned")
     counts = dict(zip(learner.class_names, learner.classifiers["lda"].counts.tolist(), strict=True))
     assert counts == {"one": 9, "three": 8, "two": 8, "four": 8, "zero": 8}

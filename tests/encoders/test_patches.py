@@ -80,7 +80,7 @@ def test_a_learner_leaves_the_padding_out_and_what_it_cannot_read_or_use(process
     pictures()[0].save(tmp_path / "whole.png")
     broken, whole = ours.predictions(tmp_path)
     assert broken.error and whole.error is None and ours.predict(tmp_path / "whole.png") == [whole.classes[0]]
-    with pytest.raises(ValueError, match="SigLIP 2 NaFlex gives each image a grid of its own"):
+    with pytest.raises(ValueError, match="SigLIP 2 NaFlex has a different grid for each image"):
         relevance_maps(ours, pictures(), ours.text_embeds(["a0"]))
     with pytest.raises(ValueError, match="Siglip2ImageProcessorPil cannot crop"):
         with_image_resize(processor, ours.clip, "squash")

@@ -113,7 +113,7 @@ def test_a_run_keeps_them_and_goes_on_with_the_same_ones(tmp_path):
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "run", copy.deepcopy(tiny_base()[0]))
     assert loaded.state.class_texts == {"a0": tuple(TEXTS["a0"])}
     assert torch.equal(loaded.text_embeds(["a0"]), learner.text_embeds(["a0"]))
-    with pytest.raises(ValueError, match="texts of the class 'a0', which is learned, were"):
+    with pytest.raises(ValueError, match="texts of the learned class 'a0' were"):
         frozen().run(tasks, tmp_path / "run", class_texts={"b1": ["drei"]})
     frozen().run(tasks, tmp_path / "run", class_texts=TEXTS)
     found = whole.run(tasks, tmp_path / "whole", class_texts=TEXTS)
@@ -134,8 +134,8 @@ def test_the_command_reads_them_from_a_file(digit_folders, tmp_path, capsys):
     command += ["--device", "cpu", "--no-progress"]
     assert main([*command, "--class-texts", str(file)]) == 0
     said = capsys.readouterr().out
-    assert "1 of 4 classes have texts of their own" in said
-    assert "left out: texts of classes that are not there (Zero, tw\\x1b[2Jo)" in said
+    assert "1 of 4 classes have their own texts" in said
+    assert "left out: texts of classes that the data does not have (Zero, tw\\x1b[2Jo)" in said
     texts = ClassIncrementalLearner.from_pretrained(tmp_path / "run" / "task-002").state.class_texts
     assert texts == {"zero": ("the digit zero.", "nought", "a round digit")}
 
@@ -144,8 +144,8 @@ def test_texts_of_no_use_change_nothing():
     learner, (task,) = frozen(), stream(1)
     for texts, words in (
         (["an owl"], "must map class names to lists of texts, got a list"),
-        ({"nine": ["an owl"]}, r"class_texts\['nine'\] is of no class here"),
-        ({"a0": "an owl"}, r"class_texts\['a0'\] must be a list of one text or more, got 'an owl'"),
+        ({"nine": ["an owl"]}, r"class_texts\['nine'\] belongs to no class here"),
+        ({"a0": "an owl"}, r"class_texts\['a0'\] must be a list of one or more texts, got 'an owl'"),
         ({"a0": ["null", " "]}, "not blank"),
         ({"a0": ["null " * 100]}, "tokens, the text tower takes"),
         ({"a0": ["a", "b"], "b0": ["b", "a"]}, "classes 'a0' and 'b0' give the same prompt"),

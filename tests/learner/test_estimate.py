@@ -93,7 +93,7 @@ def test_run_and_report_show_it_where_there_are_no_test_images(digit_folders, tm
         pages.append((out / "report.html").read_text())
         assert "classifiers" not in json.loads((out / "results.json").read_text())
     assert f"{many} has no test images" in said[0] and "--test-fraction" in said[0]
-    assert "increment is 9, there are 3 classes: they are learned as one task" in said[0] and "task 1/1" in said[0]
+    assert "increment is 9, and the data has 3 classes: one task learns all" in said[0] and "task 1/1" in said[0]
     assert "\nestimate from 18 training images, each left out, with its 95 % interval: " in said[0]
     assert "\nrecommended by it: prototype, which answers" in said[0] and "“prototype” " in pages[0]
     assert "The stream has no test images. Estimate from 18 training images, each left out" in pages[0]

@@ -1,4 +1,4 @@
-"""What a learner still knows of classes that it never learned, at every scale."""
+"""The accuracy on classes that a learner never learned, at every scale of its update."""
 
 import json
 from types import SimpleNamespace
@@ -15,41 +15,41 @@ from dulbe_peft.metrics.retention import zero_shot_retention
 from dulbe_peft.photos.commands.main import main
 
 
-def made(strategy="dulbe"):
+def make_learner(strategy="dulbe"):
     return learner_of(load_dual_encoder(demo_model_folder()), strategy, None, learning_rate=0.05)
 
 
 @pytest.fixture(scope="module")
-def ran(digit_folders, tmp_path_factory):
-    """A learner of two digits, a stream of four in two tasks, and the folders of images and learner."""
+def trained(digit_folders, tmp_path_factory):
+    """A learner of two digits, a stream of four digits in two tasks, and the folders of the images and the learner."""
     images, output = digit_folders(4, 6, 3), tmp_path_factory.mktemp("retention")
-    learner, tasks = made(), tasks_of(images)
+    learner, tasks = make_learner(), tasks_of(images)
     learner.learn_task(tasks[0].train, tasks[0].class_names)
     learner.save_pretrained(output / "learner")
     return learner, tasks, images, output / "learner"
 
 
 def literal_accuracy(model, learner, images, names):
-    """The share of images whose class's prompt is nearest, one image after the other."""
+    """Return the accuracy of choosing the nearest prompt, computed image by image."""
     with torch.no_grad():
         tokens = tokenize(learner.processor, [f"a photo of a {name}." for name in names], learner.clip)
         text = F.normalize(model.get_text_features(**tokens).pooler_output, dim=1)
-        right = []
+        correct = []
         for item in (images[index] for index in range(len(images))):
             pixels = pixel_values(learner.processor, item["image"])[None]
             feature = F.normalize(model.get_image_features(pixel_values=pixels).pooler_output, dim=1)[0]
-            right.append(names[int((text @ feature).argmax())] == names[item["label"]])
-    return sum(right) / len(right)
+            correct.append(names[int((text @ feature).argmax())] == names[item["label"]])
+    return sum(correct) / len(correct)
 
 
-def test_retention_equals_a_model_whose_weights_are_blended_by_hand(ran):
-    learner, (first, second), *_ = ran
-    found = zero_shot_retention(learner, second.test, scales=[0.3], learned=[(first.test, first.class_names)])
-    assert [row["scale"] for row in found["scales"]] == [0, 0.3, 1]
-    assert (found["before"], found["after"]) == (found["scales"][0]["unlearned"], found["scales"][2]["unlearned"])
-    assert len({row["learned"] for row in found["scales"]}) > 1, "the scale makes no difference here"
+def test_retention_equals_model_with_hand_blended_weights(trained):
+    learner, (first, second), *_ = trained
+    result = zero_shot_retention(learner, second.test, scales=[0.3], learned=[(first.test, first.class_names)])
+    assert [row["scale"] for row in result["scales"]] == [0, 0.3, 1]
+    assert (result["before"], result["after"]) == (result["scales"][0]["unlearned"], result["scales"][2]["unlearned"])
+    assert len({row["learned"] for row in result["scales"]}) > 1, "the scale makes no difference here"
     whole = learner.model.base_model.model
-    for row in found["scales"]:
+    for row in result["scales"]:
         blend, _ = load_dual_encoder(demo_model_folder())
         with torch.no_grad():
             for name, module in whole.named_modules():
@@ -61,18 +61,18 @@ def test_retention_equals_a_model_whose_weights_are_blended_by_hand(ran):
 
 
 @pytest.mark.parametrize("most", [1, 2**22])
-def test_accuracies_among_the_classes_of_each_time_equal_loops(monkeypatch, most):
+def test_seen_accuracies_equal_plain_loops(monkeypatch, most):
     generator = torch.Generator().manual_seed(0)
 
-    def whole(*shape):  # so that all products are exact, and a tie is one whatever computes it
+    def integers(*shape):  # make all products exact, so that ties are ties on every machine
         return torch.randint(-4, 5, shape, generator=generator).float()
 
-    sizes, text = (2, 3, 0, 4), whole(9, 6)
-    text[4] = text[1]  # two classes of one name's embedding: the first is taken
+    sizes, text = (2, 3, 0, 4), integers(9, 6)
+    text[4] = text[1]  # of two classes with equal embeddings the first is predicted
     parts, first = [], 0
     for size in sizes:
         labels = torch.arange(5 * size) % max(1, size) + first
-        features = text[labels] + whole(5 * size, 6)
+        features = text[labels] + integers(5 * size, 6)
         parts.append((features, labels) if size in (2, 4) else None)
         first += size
     monkeypatch.setattr(retention, "named_images", lambda images, names: images)
@@ -81,38 +81,39 @@ def test_accuracies_among_the_classes_of_each_time_equal_loops(monkeypatch, most
     starts = [sum(sizes[:step]) for step in range(4)]
     images = [p and SimpleNamespace(features=p[0], labels=(p[1] - s).numpy()) for p, s in zip(parts, starts)]
     tests = [(given, ["a"] * size) for given, size in zip(images, sizes)]
-    found = retention.seen_accuracies(learner, tests)
+    accuracies = retention.seen_accuracies(learner, tests)
     for step in range(4):
-        right, seen = [], sum(sizes[: step + 1])
+        correct, seen = [], sum(sizes[: step + 1])
         for features, labels in filter(None, parts[: step + 1]):
             for feature, label in zip(features, labels.tolist(), strict=True):
                 scores = [float(row @ feature) for row in text[:seen]]
-                right.append(scores.index(max(scores)) == label)
-        assert found[step] == pytest.approx(sum(right) / len(right))
-    assert len(set(found)) > 1, "the test would not see a mistake"
+                correct.append(scores.index(max(scores)) == label)
+        assert accuracies[step] == pytest.approx(sum(correct) / len(correct))
+    assert len(set(accuracies)) > 1, "the test would not notice a mistake"
 
 
-def test_nothing_is_learned_in_a_scaled_block_and_a_frozen_model_has_nothing_to_scale(ran):
-    learner, (first, second), *_ = ran
+def test_learning_while_scaled_is_refused_and_scaling_frozen_model_does_nothing(trained):
+    learner, (first, second), *_ = trained
     for call, images in ((learner.learn_task, second.train), (learner.update_classes, first.train)):
-        with learner.scaled(0.5), pytest.raises(ValueError, match="scaled for the length of a block"):
+        with learner.scaled(0.5), pytest.raises(ValueError, match="scaled while a block runs"):
             call(images)
-    frozen = made("frozen")
+    frozen = make_learner("frozen")
     with frozen.scaled(0.5), learner.scaled(0):
         assert torch.equal(frozen.image_embeds(second.test), learner.image_embeds(second.test))
     rows = zero_shot_retention(frozen, second.test, scales=[0.5])["scales"]
     assert len({row["unlearned"] for row in rows}) == 1 and rows[0]["learned"] is None
 
 
-def test_a_saved_learner_is_measured_on_the_command_line(ran, capsys):
-    learner, (first, second), images, folder = ran
+def test_evaluate_command_reports_zero_shot_retention(trained, capsys):
+    learner, (first, second), images, folder = trained
     command = ["evaluate", str(folder), "--data", str(images), "--device", "cpu", "--no-progress"]
     assert main([*command, "--zero-shot", "--scale", "0.3", "0.6"]) == 0
     captured = capsys.readouterr()
-    found = json.loads(captured.out)
+    result = json.loads(captured.out)
     tests = [(first.test, first.class_names)]
-    assert found.pop("not_learned") == sorted(second.class_names) and found.pop("learned") == sorted(first.class_names)
-    assert found == zero_shot_retention(learner, second.test, scales=[0.3, 0.6], learned=tests)
+    assert result.pop("not_learned") == sorted(second.class_names)
+    assert result.pop("learned") == sorted(first.class_names)
+    assert result == zero_shot_retention(learner, second.test, scales=[0.3, 0.6], learned=tests)
     assert "scale 0.3" in captured.err
     for wrong, words in ((["--scale", "0.5"], "--zero-shot"), (["--zero-shot", "--scale", "2"], "at most 1")):
         assert main([*command, *wrong]) == 2

@@ -1,4 +1,4 @@
-"""BOFA: updates along the directions of least energy, their mean, and the weight between text and image."""
+"""Test BOFA: updates along the least-used directions, their mean, and the weight that mixes texts and images."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def tasks():
     return [([task.train[i] for i in range(24)], task.class_names) for task in digit_tasks()[:3]]
 
 
-def test_three_tasks_end_in_the_mean_of_updates_that_start_from_the_base_weight(base, tasks, monkeypatch):
+def test_weight_after_three_tasks_is_base_plus_mean_update(base, tasks, monkeypatch):
     clip, processor = base
     weight, inputs = clip.visual_projection.weight.detach(), []
     for images, _ in tasks:
@@ -45,19 +45,19 @@ def test_three_tasks_end_in_the_mean_of_updates_that_start_from_the_base_weight(
         learner.learn_task(images, names)
         assert updates[index].abs().max() > 1e-4
         mean = sum(updates) / len(updates)
-        found = layer.folded_weight("default").double()
-        torch.testing.assert_close(found, weight.double() + mean, rtol=0, atol=1e-6)
+        actual = layer.folded_weight("default").double()
+        torch.testing.assert_close(actual, weight.double() + mean, rtol=0, atol=1e-6)
         assert layer.history_rank("default") == 5 * (index + 1)
     for index in (1, 2):
         seen = sum(inputs[:index])
         energy = (bases[index].T @ seen @ bases[index]).trace()
         assert energy <= torch.linalg.eigvalsh(seen)[:5].sum() * (1 + 1e-3) + 1e-6 * seen.trace()
-    # Task 1 trains P, too; later tasks do not.
+    # Only task 1 also trains P, so only its P does not stay orthonormal.
     orthonormal = [float((b.T @ b - torch.eye(5)).abs().max()) for b in bases]
     assert orthonormal[0] > 1e-3 and max(orthonormal[1:]) < 1e-5
 
 
-def test_the_first_task_chooses_the_weight():
+def test_first_task_chooses_the_mixing_weight():
     texts = normal(6, DIM, seed=9)
     x, y = features(4, 30, 0)
     classifier = BofaClassifier(DIM, logit_scale=10.0)

@@ -1,4 +1,4 @@
-"""CLG-CBM's classifier: three tasks beside a literal version, each text of a class, and its concepts."""
+"""Test CLG-CBM's classifier: three tasks against a literal version, the texts of the classes, and the concepts."""
 
 import copy
 import math
@@ -15,23 +15,23 @@ from dulbe_peft.papers import clg_cbm
 from dulbe_peft.papers.clg_cbm import ClgCbmClassifier
 
 SETTINGS = {"epochs": 4, "batch_size": 5, "learning_rate": 0.05, "alignment": 0.7, "draws": 3, "seed": 2}
-# Of each task: the number of classes, their names, the class of each text, and the order in which the texts are given.
+# For each task: number of classes, class names, class of each text, and the order in which the texts are passed.
 TASKS = [(3, "abc", [0, 1, 1, 2], [3, 1, 0, 2]), (2, "de", [0, 0, 1], [2, 0, 1]), (1, "f", [0, 0], [0, 1])]
 
 
 def literal_loss(x, classes, concepts, e, w):
-    """The loss of a batch, feature by feature."""
+    """Return the loss of a batch, computed feature by feature."""
     active = [e @ (row / row.norm()) for row in x]
     loss = sum((w @ a).logsumexp(dim=0) - (w @ a)[c] for a, c in zip(active, classes, strict=True)) / len(x)
     for k, text in enumerate(concepts):
-        one, other = torch.stack([a[k] ** 3 for a in active]), torch.stack([(row @ text) ** 3 for row in x])
-        loss = loss - 0.7 * (one @ other) / (one.norm() * other.norm()) / len(concepts)
+        p, q = torch.stack([a[k] ** 3 for a in active]), torch.stack([(row @ text) ** 3 for row in x])
+        loss = loss - 0.7 * (p @ q) / (p.norm() * q.norm()) / len(concepts)
     return loss + 0.001 * (0.99 * w.abs().sum() + 0.005 * (w**2).sum())
 
 
 def literal_task(x, y, texts, concepts, old, e, w):
-    """E and W after a task, in float64; `old` holds (mean, covariance) of the classes before, and then of all."""
-    known, generator, own = len(old), torch.Generator().manual_seed(2 * 1_000_003 + len(old)), []
+    """Return E and W after a task in float64; `old` has each class's (mean, covariance) and gets the new ones."""
+    known, generator, leaves = len(old), torch.Generator().manual_seed(2 * 1_000_003 + len(old)), []
     old += [(x[y == c].mean(dim=0), torch.cov(x[y == c].T) + 1e-4 * torch.eye(DIM)) for c in range(int(y.max()) + 1)]
     shown = [(row, known + int(c)) for row, c in zip(x, y, strict=True)]
     for c in range(known):
@@ -42,8 +42,8 @@ def literal_task(x, y, texts, concepts, old, e, w):
     for before, shape in ((e, (len(concepts), DIM)), (w, (len(old), len(concepts)))):
         start = ((2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[1])).double()
         start[: before.shape[0], : before.shape[1]] = before
-        own.append(start.requires_grad_())
-    adam, order = torch.optim.Adam(own), torch.randperm(known, generator=generator).tolist()
+        leaves.append(start.requires_grad_())
+    adam, order = torch.optim.Adam(leaves), torch.randperm(known, generator=generator).tolist()
     for epoch in range(4):
         for number, batch in enumerate(torch.randperm(len(shown), generator=generator).split(5)):
             pairs = [shown[i] for i in batch]
@@ -52,11 +52,11 @@ def literal_task(x, y, texts, concepts, old, e, w):
                 noise = torch.randn(6, DIM, generator=generator).double()
                 roots = [torch.linalg.cholesky(old[c][1]) for c in replayed]
                 pairs += [(old[c][0] + root @ n, c) for c, root, n in zip(replayed, roots, noise, strict=True)]
-            step(adam, 0.005 if epoch == 3 else 0.05, literal_loss(*zip(*pairs, strict=True), concepts, *own))
-    return [tensor.detach() for tensor in own]
+            step(adam, 0.005 if epoch == 3 else 0.05, literal_loss(*zip(*pairs, strict=True), concepts, *leaves))
+    return [tensor.detach() for tensor in leaves]
 
 
-def test_three_tasks_equal_the_literal_version_and_a_class_leaves_with_its_texts(monkeypatch):
+def test_three_tasks_equal_literal_version_and_forgotten_class_loses_texts(monkeypatch):
     monkeypatch.setattr(clg_cbm, "MILESTONES", (3,))
     classifier, texts, each = ClgCbmClassifier(DIM, **SETTINGS), normal(6, DIM, seed=8), normal(9, DIM, seed=9)
     unit, concepts, old = F.normalize(texts, dim=1).double(), F.normalize(each, dim=1).double(), []
@@ -65,8 +65,9 @@ def test_three_tasks_equal_the_literal_version_and_a_class_leaves_with_its_texts
         x, y = features(count, 13, 5 * number)
         new, seen, total = each[seen : seen + len(owners)], seen + len(owners), len(old) + count
         e, w = literal_task(F.normalize(x, dim=1).double(), y, unit, concepts[:seen], old, e, w)
-        mixed, own = normal(len(x), seed=number).argsort(), (new[given], torch.tensor(owners)[given])
-        classifier.add_classes(list(names), x[mixed], y[mixed], texts[:total], own)  # any order gives the same
+        shuffled, new_texts = normal(len(x), seed=number).argsort(), (new[given], torch.tensor(owners)[given])
+        # The order of the images must not matter.
+        classifier.add_classes(list(names), x[shuffled], y[shuffled], texts[:total], new_texts)
     sums, kept, x = w[1] * (e @ old[1][0]), [0, 3, 4, 5, 6, 7, 8], F.normalize(normal(4, DIM, seed=3).double(), dim=1)
     named = [("a", 0), ("b", 0), ("b", 1), ("c", 0), ("d", 0), ("d", 1), ("e", 0), ("f", 0), ("f", 1)]
     for (name, index, value), k in zip(classifier.concepts("b", 3), sums.argsort(descending=True)[:3], strict=True):
@@ -86,20 +87,22 @@ def test_three_tasks_equal_the_literal_version_and_a_class_leaves_with_its_texts
         classifier.concepts("b")
 
 
-def test_each_text_comes_from_the_learner_and_from_the_features_of_a_run(tmp_path):
-    """Templates are the texts of a class that has none of its own."""
+def test_concept_texts_agree_for_learner_loaded_learner_and_run_features(tmp_path):
+    """A class without texts in `class_texts` gets those of the prompt templates."""
     texts = {"a0": ["six legs", "an ant"], "b1": ["a mane", "four legs", "a tail"]}
     spec = "clg_cbm:epochs=3"
-    (one, two), whole = stream(2), tiny_learner("clg_cbm", (spec,))
-    whole.learn_task(one.train, one.class_names, class_texts={"a0": texts["a0"]})
-    whole.save_pretrained(tmp_path / "saved")
+    (first, second), original = stream(2), tiny_learner("clg_cbm", (spec,))
+    original.learn_task(first.train, first.class_names, class_texts={"a0": texts["a0"]})
+    original.save_pretrained(tmp_path / "saved")
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "saved", copy.deepcopy(tiny_base()[0]))
-    for learner in (whole, loaded):
-        learner.learn_task(two.train, two.class_names, class_texts={"b1": texts["b1"]})
-    own, each = whole.classifiers["clg_cbm"], ("six legs", "an ant", "a b0.", "a a1.", "a mane", "four legs", "a tail")
-    expected = torch.cat([whole.encoder.text_embeds(["x"], {"x": (text,)}) for text in each])
-    torch.testing.assert_close(own.each_text, expected, rtol=0, atol=1e-5)
-    tiny_learner("frozen", ("prototype",)).run([one, two], tmp_path / "run", keep_features=True, class_texts=texts)
-    asked = learn_from_features(read_features(tmp_path / "run"), spec, whole.logit_scale)[1]
-    for other, atol in ((loaded.classifiers["clg_cbm"], 0), (asked, 1e-4)):
-        torch.testing.assert_close(other.tensors(), own.tensors(), rtol=0, atol=atol)
+    for learner in (original, loaded):
+        learner.learn_task(second.train, second.class_names, class_texts={"b1": texts["b1"]})
+    classifier = original.classifiers["clg_cbm"]
+    concepts = ("six legs", "an ant", "a b0.", "a a1.", "a mane", "four legs", "a tail")
+    expected = torch.cat([original.encoder.text_embeds(["x"], {"x": (text,)}) for text in concepts])
+    torch.testing.assert_close(classifier.each_text, expected, rtol=0, atol=1e-5)
+    run, learner = tmp_path / "run", tiny_learner("frozen", ("prototype",))
+    learner.run([first, second], run, keep_features=True, class_texts=texts)
+    from_features = learn_from_features(read_features(run), spec, original.logit_scale)[1]
+    for other, atol in ((loaded.classifiers["clg_cbm"], 0), (from_features, 1e-4)):
+        torch.testing.assert_close(other.tensors(), classifier.tensors(), rtol=0, atol=atol)

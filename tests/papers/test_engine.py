@@ -1,4 +1,4 @@
-"""ENGINE's classifier: three whole tasks beside a literal version, and what the discriminant does without spread."""
+"""Test ENGINE's classifier: three tasks against a literal version, and classes whose images hardly differ."""
 
 import math
 
@@ -23,18 +23,18 @@ TASKS = [(3, "abc"), (2, "de"), (1, "f")]
 
 
 def mapped(x, units):
-    """The sum of the units' outputs for one feature, (d,), at length 1."""
+    """Return the sum of the units' outputs for one feature, (d,), normalised to length 1."""
     total = sum(weight @ (10 * x) + bias for weight, bias in units)
     return total / total.norm()
 
 
 def contrast(rows, others, sharpness=1.0):
-    """Mean over the rows of the cross-entropy of a row with all others, its own being right."""
+    """Return the mean cross-entropy of each row with all `others`, whose entry at the same index is the target."""
     return F.cross_entropy(sharpness * torch.stack(rows) @ torch.stack(others).T, torch.arange(len(rows)))
 
 
 def batch_loss(images, classes, new, texts, image_units, text_units):
-    """The loss of features, of which the first `new` are images, in float64; `images` have length 1 where they do."""
+    """Return the loss in float64 of features, the first `new` of which are images and have length 1."""
     z = [mapped(image, image_units) for image in images]
     e = [mapped(texts[c], text_units) for c in classes]
     pair = (contrast(z, e, math.log(100)) + contrast(e, z, math.log(100))) / 2
@@ -42,25 +42,26 @@ def batch_loss(images, classes, new, texts, image_units, text_units):
 
 
 def literal_units(x, y, texts, old_means, earlier, generator):
-    """This task's two units, after SGD with momentum 0.9 and decay 0.05 on a cosine; `earlier` stay."""
+    """Return the task's two units after SGD with momentum 0.9, decay 0.05 and a cosine; `earlier` are frozen."""
     rows = [(2 * torch.rand(DIM, DIM + 1, generator=generator) - 1) / math.sqrt(DIM) for _ in range(2)]
-    own = [tensor.double().requires_grad_() for row in rows for tensor in (row[:, :DIM].clone(), row[:, DIM].clone())]
-    units, old = [earlier[0] + [own[:2]], earlier[1] + [own[2:]]], len(old_means)
-    sgd = torch.optim.SGD(own, momentum=0.9, weight_decay=0.05)
+    starts = [tensor.clone() for row in rows for tensor in (row[:, :DIM], row[:, DIM])]
+    leaves = [tensor.double().requires_grad_() for tensor in starts]
+    units, old = [earlier[0] + [leaves[:2]], earlier[1] + [leaves[2:]]], len(old_means)
+    sgd = torch.optim.SGD(leaves, momentum=0.9, weight_decay=0.05)
     for epoch in range(3):
         for batch in torch.randperm(len(x), generator=generator).split(5):
             order = torch.randperm(old, generator=generator)[:4].tolist()
             noise = torch.randn(len(order), DIM, generator=generator).double()
-            drawn = [old_means[c] + 2.0 * n / 10 for c, n in zip(order, noise, strict=True)]
-            images, classes = [*x[batch], *drawn], [*(y[batch] + old).tolist(), *order]
+            samples = [old_means[c] + 2.0 * n / 10 for c, n in zip(order, noise, strict=True)]
+            images, classes = [*x[batch], *samples], [*(y[batch] + old).tolist(), *order]
             rate = 0.4 * (1 + math.cos(math.pi * epoch / 3)) / 2
             step(sgd, rate, batch_loss(images, classes, len(batch), texts, *units))
-    own = [tensor.detach() for tensor in own]
-    return own[:2], own[2:]
+    trained = [tensor.detach() for tensor in leaves]
+    return trained[:2], trained[2:]
 
 
 def literal_scores(tests, texts, units, tasks):
-    """Scores in float64; `tasks` hold the unit features and labels of all tasks."""
+    """Return the scores in float64; `tasks` has the unit features and labels of all tasks."""
     means = [rows[labels == c].mean(dim=0) for rows, labels in tasks for c in range(int(labels.max()) + 1)]
     centred = [z - rows[labels == c].mean(dim=0) for rows, labels in tasks for z, c in zip(rows, labels, strict=True)]
     n = len(centred)
@@ -75,7 +76,7 @@ def literal_scores(tests, texts, units, tasks):
 
 
 def test_three_tasks_equal_the_literal_version(monkeypatch):
-    monkeypatch.setattr(engine, "MOST_DRAWN", 4)  # of the five old classes of the last task
+    monkeypatch.setattr(engine, "MOST_DRAWN", 4)  # fewer than the five old classes of the last task
     classifier, texts, units = EngineClassifier(DIM, 20.0, **SETTINGS), normal(6, DIM, seed=8), [[], []]
     e, old, tasks, tests = F.normalize(texts.double(), dim=1), [], [], F.normalize(normal(9, DIM, seed=9), dim=1)
     for number, (classes, names) in enumerate(TASKS):
@@ -83,10 +84,10 @@ def test_three_tasks_equal_the_literal_version(monkeypatch):
         x, seen = F.normalize(images, dim=1).double(), len(old) + classes
         generator = torch.Generator().manual_seed(2 * 1_000_003 + len(old))
         before = classifier.image_unit.double()
-        own = literal_units(x, labels, e[:seen], old, units, generator)
-        units, tasks = [[*kept, unit] for kept, unit in zip(units, own, strict=True)], [*tasks, (x, labels)]
+        new = literal_units(x, labels, e[:seen], old, units, generator)
+        units, tasks = [[*kept, unit] for kept, unit in zip(units, new, strict=True)], [*tasks, (x, labels)]
         old += [x[labels == c].mean(dim=0) for c in range(classes)]
-        order = normal(len(x), seed=number).argsort()  # any gives the same
+        order = normal(len(x), seed=number).argsort()  # the order must not matter
         classifier.add_classes(list(names), images[order], labels[order], texts[:seen])
         assert (classifier.image_unit.double() - before).abs().max() > 0.1
     for name, expected in zip(("image_unit", "text_unit"), units, strict=True):
@@ -96,19 +97,19 @@ def test_three_tasks_equal_the_literal_version(monkeypatch):
     torch.testing.assert_close(classifier(tests).double(), expected, rtol=1e-4, atol=1e-3)
 
 
-def test_without_spread_the_discriminant_says_nothing():
+def test_discriminant_has_no_effect_on_identical_images():
     images, labels = features(2, 8, 0)
     classifier, texts = EngineClassifier(DIM, epochs=1, discriminant=0.5), normal(2, DIM, seed=8)
     same = torch.stack([images[labels == c][0] for c in (0, 1)]).repeat_interleave(7, dim=0)
     classifier.add_classes(["a", "b"], same, [0] * 7 + [1] * 7, texts)
     assert not classifier.scatter.any()
-    alone = EngineClassifier(DIM, epochs=1, discriminant=0.0)
-    alone.load_state_dict(classifier.state_dict())
-    apart = classifier(images)[:, 0] - classifier(images)[:, 1]
-    torch.testing.assert_close(apart, (alone(images)[:, 0] - alone(images)[:, 1]) / 2, rtol=1e-4, atol=1e-3)
+    without = EngineClassifier(DIM, epochs=1, discriminant=0.0)
+    without.load_state_dict(classifier.state_dict())
+    margin = classifier(images)[:, 0] - classifier(images)[:, 1]
+    torch.testing.assert_close(margin, (without(images)[:, 0] - without(images)[:, 1]) / 2, rtol=1e-4, atol=1e-3)
 
 
-def test_images_that_hardly_differ_leave_numbers_that_half_precision_holds():
+def test_nearly_identical_images_do_not_overflow_half_precision():
     (images, labels), texts = features(2, 8, 0), normal(2, DIM, seed=8)
     classifier, z = EngineClassifier(DIM, 20.0, epochs=1, discriminant=1.0), F.normalize(images, dim=1)
     classifier.add_classes(["a", "b"], z[labels] + 1e-4 * images, labels, texts)

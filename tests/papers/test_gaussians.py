@@ -1,4 +1,4 @@
-"""Classifiers that train on features drawn from each class's Gaussian: RAPF and SLCA, against literal versions."""
+"""Test RAPF and SLCA, which train on features sampled from each class's Gaussian, against literal versions."""
 
 import math
 
@@ -12,7 +12,7 @@ from dulbe_peft.papers.rapf import RapfClassifier, fused
 from dulbe_peft.papers.slca import SlcaClassifier, normed
 
 
-def test_fusion_is_the_literal_one():
+def test_fusion_equals_the_paper_s_formula():
     old, new = normal(DIM, DIM, seed=1).double(), normal(DIM, DIM, seed=2).double()
     left, values, right = torch.linalg.svd(old)
     p, r = left.T @ new, torch.diag(values) @ right  # U'A_new and U'A_old
@@ -24,7 +24,7 @@ def test_fusion_is_the_literal_one():
 
 
 def literal_map(start, x, y, texts, tau, old, generator, epochs, size, draws, k, distance, most):
-    """The task's map in float64, one feature after the other; `old` holds (mean, covariance) of the old classes."""
+    """Return the task's map in float64, computed feature by feature; `old` has (mean, covariance) of old classes."""
     a = start.double().clone().requires_grad_()
     e, rows = F.normalize(texts.double(), dim=1), F.normalize(x.double(), dim=1)
     adam = torch.optim.Adam([a])
@@ -54,16 +54,16 @@ def literal_map(start, x, y, texts, tau, old, generator, epochs, size, draws, k,
             if pairs:
                 few = len(pairs) <= most
                 hard = pairs if few else [pairs[k] for k in torch.randint(len(pairs), (most,), generator=generator)]
-                every = [pair for pair in hard for _ in range(int(20 * draws))]
-                z = [mapped(feature) for feature in draw([i for i, _ in every])]
-                gaps = [zi @ e[j] - zi @ e[i] + 0.1 for zi, (i, j) in zip(z, every, strict=True)]
+                repeated = [pair for pair in hard for _ in range(int(20 * draws))]
+                z = [mapped(feature) for feature in draw([i for i, _ in repeated])]
+                gaps = [zi @ e[j] - zi @ e[i] + 0.1 for zi, (i, j) in zip(z, repeated, strict=True)]
                 loss = loss + sum(gap.clamp(min=0) for gap in gaps) / len(gaps)
             step(adam, rate, loss)
     return a.detach()
 
 
 @pytest.mark.parametrize("most", [2, 32])
-def test_rapf_s_two_tasks_equal_the_literal_version(monkeypatch, most):
+def test_two_tasks_of_rapf_equal_the_literal_version(monkeypatch, most):
     monkeypatch.setattr(rapf, "MOST_PAIRS", most)
     settings = {"epochs": 6, "batch_size": 5, "draws": 0.3, "replayed": 2, "pair_distance": 1.35}
     classifier = RapfClassifier(DIM, 10.0, learning_rate=0.01, fusion_bias=0.4, ridge=1e-3, seed=2, **settings)
@@ -94,14 +94,14 @@ def test_rapf_s_two_tasks_equal_the_literal_version(monkeypatch, most):
 SETTINGS = {"epochs": 3, "batch_size": 5, "learning_rate": 0.05, "rounds": 2, "draws": 7, "norm": 0.2, "ridge": 0.01}
 
 
-def trained(*start):
-    """Copies of tensors to train, and SGD with momentum 0.9 and decay 5e-4."""
+def trainable(*start):
+    """Return trainable copies of the tensors, and their SGD optimiser with momentum 0.9 and decay 5e-4."""
     tensors = [tensor.clone().requires_grad_() for tensor in start]
     return *tensors, torch.optim.SGD(tensors, momentum=0.9, weight_decay=5e-4)
 
 
 def literal_head(x, y, classes, generator):
-    w, b, sgd = trained(torch.zeros(classes, DIM, dtype=torch.float64), torch.zeros(classes, dtype=torch.float64))
+    w, b, sgd = trainable(torch.zeros(classes, DIM, dtype=torch.float64), torch.zeros(classes, dtype=torch.float64))
     for _ in range(3):
         for rows in torch.randperm(len(x), generator=generator).split(5):
             step(sgd, 0.05, F.cross_entropy(x[rows] @ w.T + b, y[rows]))
@@ -109,14 +109,14 @@ def literal_head(x, y, classes, generator):
 
 
 def literal_alignment(weight, bias, gaussians, sizes, generator):
-    task, (w, b, sgd) = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)), trained(weight, bias)
+    task, (w, b, sgd) = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)), trainable(weight, bias)
     for number in range(2):
         noise = [torch.randn(7, DIM, generator=generator).double() for _ in task]
-        drawn = []
+        samples = []
         for c, (mean, covariance) in enumerate(gaussians):
             shrunk = mean * (0.9 + 0.1 * (int(task[c]) + 1) / len(sizes))
-            drawn += [shrunk + torch.linalg.cholesky(covariance) @ n for n in noise[c]]
-        x, y = torch.stack(drawn), torch.arange(len(task)).repeat_interleave(7)
+            samples += [shrunk + torch.linalg.cholesky(covariance) @ n for n in noise[c]]
+        x, y = torch.stack(samples), torch.arange(len(task)).repeat_interleave(7)
         for rows in torch.randperm(len(y), generator=generator).split(7):
             scores = x[rows] @ w.T + b
             norms = [scores[:, task == t].norm(dim=1, keepdim=True) for t in range(len(sizes))]
@@ -125,15 +125,15 @@ def literal_alignment(weight, bias, gaussians, sizes, generator):
     return w.detach(), b.detach()
 
 
-def test_slca_s_three_tasks_equal_the_literal_version():
+def test_three_tasks_of_slca_equal_the_literal_version():
     classifier, gaussians, sizes = SlcaClassifier(DIM, seed=2, **SETTINGS), [], [3, 2, 2]
     heads = torch.zeros(0, DIM, dtype=torch.float64), torch.zeros(0, dtype=torch.float64)
     for number, (classes, names) in enumerate([(3, "abc"), (2, "de"), (2, "fg")]):
         images, labels = features(classes, 13, 5 * number)
         x = math.sqrt(DIM) * torch.nn.functional.normalize(images, dim=1).double()
         generator = torch.Generator().manual_seed(2 * 1_000_003 + sum(sizes[:number]))
-        own = literal_head(x, labels, classes, generator)
-        weight, bias = heads = torch.cat([heads[0], own[0]]), torch.cat([heads[1], own[1]])
+        head = literal_head(x, labels, classes, generator)
+        weight, bias = heads = torch.cat([heads[0], head[0]]), torch.cat([heads[1], head[1]])
         parts = [x[labels == c] for c in range(classes)]
         gaussians += [(part.mean(dim=0), torch.cov(part.T) + 0.01 * torch.eye(DIM)) for part in parts]
         if number:
@@ -146,8 +146,8 @@ def test_slca_s_three_tasks_equal_the_literal_version():
     torch.testing.assert_close(classifier(images).double(), expected, rtol=1e-4, atol=1e-3)
 
 
-def test_a_class_that_is_forgotten_leaves_its_task_s_norm():
+def test_norm_skips_tasks_whose_classes_are_all_forgotten():
     scores = normal(4, 5)
-    task = torch.tensor([0, 0, 2, 2, 2])  # task 1 has lost its classes
+    task = torch.tensor([0, 0, 2, 2, 2])  # all classes of task 1 were forgotten
     mean = (scores[:, :2].norm(dim=1) + scores[:, 2:].norm(dim=1)) / 2
     torch.testing.assert_close(normed(scores, task), scores / mean[:, None])

@@ -1,4 +1,4 @@
-"""MG-CLIP: the scaled pair against PEFT's own LoRA, the rule for the number of epochs, and the visual agent."""
+"""Test MG-CLIP: the scaled pair against PEFT's LoRA, the rule for the number of epochs, and the visual agents."""
 
 import copy
 import math
@@ -24,17 +24,17 @@ def tasks():
     return [([task.train[i] for i in range(12)], task.class_names) for task in digit_tasks()[:2]]
 
 
-def made(base, classifiers=None, text_rank=0, **fields):
+def make_learner(base, classifiers=None, text_rank=0, **fields):
     config = {"residual_rank": 3, "text_rank": text_rank, "target_modules": ["k_proj", "v_proj"]}
     quick = {"epochs": 2, "batch_size": 8, "prompt_template": "a photo of the digit {}."}
     return learner_of(base, "mg_clip", classifiers, config, **quick | fields)
 
 
-def test_two_tasks_train_what_stock_lora_of_alpha_1_trains(base, tasks):
-    learner = made(base)
+def test_two_tasks_train_like_peft_s_lora_with_alpha_1(base, tasks):
+    learner = make_learner(base)
     layers, args = learner.model.dual_mode_layers(), learner.args
     bases = learner.strategy.plan(NewTask(0, learner.state.adapter, args))
-    for name, modes in bases.items():  # A is Xavier-uniform
+    for name, modes in bases.items():  # check that A is Xavier-uniform
         width, down = layers[name].in_features, 4 * torch.cat([modes.shared, modes.residual], dim=1)
         bound = math.sqrt(6 / (width + 4))
         assert 0.95 * bound < down.abs().max() <= bound and abs(down.mean()) < 0.1 * bound
@@ -63,10 +63,11 @@ def test_two_tasks_train_what_stock_lora_of_alpha_1_trains(base, tasks):
     for name, layer in layers.items():
         module = stock.base_model.model.get_submodule(name)
         expected = module.lora_B["default"].weight @ module.lora_A["default"].weight / 4
-        found = layer.get_delta_weight("default")
+        actual = layer.get_delta_weight("default")
         assert expected.abs().max() > 1e-4
-        # Where a gradient is near zero, rounding decides where Adam's whole step goes: one in 1,000 is 2 / sqrt(1000).
-        assert (found - expected).norm() < 0.06 * expected.norm()
+        # Where a gradient is nearly zero, rounding decides the sign of Adam's full step. If that happens to one weight
+        # in 1,000, the relative error is 2 / sqrt(1000).
+        assert (actual - expected).norm() < 0.06 * expected.norm()
         assert layer.history_rank("default") == 0
 
 
@@ -74,14 +75,14 @@ def test_two_tasks_train_what_stock_lora_of_alpha_1_trains(base, tasks):
     ("logits", "limit", "chosen", "trained"),
     [
         ([10, 10.9, 11.1], 5, 1, 2),  # beyond 10 % after the second epoch
-        ([10, 9.5, 9.1, 8.9], 5, 2, 3),  # downwards, too
+        ([10, 9.5, 9.1, 8.9], 5, 2, 3),  # a fall counts like a rise
         ([10, 12], 5, 1, 1),  # at least one epoch
         ([10, 10.5, 10.9], 2, 2, 2),  # never crossed
         ([10, 10.5, 10.9, 12], 3, 2, 3),  # crossed in the last epoch
-        ([-10, 5, 20], 2, 2, 2),  # the ratio has no meaning
+        ([-10, 5, 20], 2, 2, 2),  # the ratio has no meaning if the first logit is negative
     ],
 )
-def test_the_number_of_epochs(logits, limit, chosen, trained):
+def test_first_task_chooses_the_number_of_epochs(logits, limit, chosen, trained):
     strategy, values = MgClip(), iter(logits)
     task = NewTask(0, None, LearnerArguments(epochs=limit))
     assert strategy.epochs(task) == limit
@@ -95,34 +96,34 @@ def test_the_number_of_epochs(logits, limit, chosen, trained):
     assert not strategy.stop_early(later, 0, None)
 
 
-def test_later_tasks_train_the_chosen_number(base, tasks, monkeypatch, tmp_path):
+def test_later_tasks_train_the_chosen_number_of_epochs(base, tasks, monkeypatch, tmp_path):
     trained, log = [], TaskTrainer._log_epoch
     monkeypatch.setattr(TaskTrainer, "_log_epoch", lambda self, *a: trained.append(self.index) or log(self, *a))
     values = iter([10.0, 10.5, 10.6, 20.0])
     monkeypatch.setattr(TaskTrainer, "_wrong_logit", lambda self: next(values))
-    learner = made(base, "bridge", text_rank=2, epochs=4, lr_schedule="epoch")
+    learner = make_learner(base, "bridge", text_rank=2, epochs=4, lr_schedule="epoch")
     learner.learn_task(*tasks[0])
     learner.save_pretrained(tmp_path / "saved")
     learner.learn_task(*tasks[1])
     assert trained == [0, 0, 0, 1, 1]
-    again = ClassIncrementalLearner.from_pretrained(tmp_path / "saved")
-    assert again.memory == {"epochs": torch.tensor(2)}
+    loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "saved")
+    assert loaded.memory == {"epochs": torch.tensor(2)}
 
 
-def test_the_mean_wrong_logit(base, tasks):
-    learner = made(base)
+def test_wrong_logit_is_the_mean_over_all_wrong_classes(base, tasks):
+    learner = make_learner(base)
     images, names = tasks[0]
     labels = [image["label"] for image in images]
     z = learner.image_embeds([(image["image"], 0) for image in images]).double()
     text = learner.encoder.text_embeds(names).double()
     wrong = [float(z[i] @ text[c]) for i, label in enumerate(labels) for c in range(len(names)) if c != label]
     given = learner.encoder.images(named_images(images, names))
-    found = TaskTrainer(learner.state, learner.encoder, given)._wrong_logit()
-    assert found == pytest.approx(learner.logit_scale * sum(wrong) / len(wrong), rel=1e-5)
+    actual = TaskTrainer(learner.state, learner.encoder, given)._wrong_logit()
+    assert actual == pytest.approx(learner.logit_scale * sum(wrong) / len(wrong), rel=1e-5)
 
 
 def literal_agents(images, labels, classes, epochs, size, rate, generator):
-    """Means of unit features, then Adam in float64 on the cross-entropy of cosines."""
+    """Start at the means of unit features, then train in float64 with Adam on the cross-entropy of cosines."""
     z = F.normalize(images.double(), dim=1)
     agents = torch.stack([z[labels == c].mean(dim=0) for c in range(classes)]).requires_grad_()
     optimizer, step, total = torch.optim.Adam([agents]), 0, epochs * math.ceil(len(z) / size)
@@ -136,7 +137,7 @@ def literal_agents(images, labels, classes, epochs, size, rate, generator):
     return agents.detach()
 
 
-def test_agents_equal_the_literal_ones_and_old_ones_stay():
+def test_agents_equal_literal_version_and_old_agents_stay():
     classifier = VisualAgentClassifier(DIM, logit_scale=20.0, epochs=3, batch_size=4, learning_rate=0.05, seed=3)
     texts = normal(5, DIM, seed=9)
     x, y = features(3, 10, 0)

@@ -1,4 +1,4 @@
-"""Strategies that keep directions free: projection memories, InfLoRA, KeepLoRA and LoDA, against float64."""
+"""Test strategies that keep input directions free, InfLoRA, KeepLoRA and LoDA, against versions in float64."""
 
 import math
 
@@ -28,12 +28,12 @@ def projector(basis):
 
 
 def fewest(squares, held, wanted):
-    """How many of the squares it takes to reach `wanted` with what is held."""
+    """Return how many leading squares must be added to `held` to reach `wanted`."""
     return next(count for count in range(len(squares) + 1) if held + squares[:count].sum() >= wanted)
 
 
 def literal_dual_gpm(basis, side, moment, threshold):
-    """InfLoRA's memory as it is published, but started in the mode "remove"; `moment` is C."""
+    """Update InfLoRA's memory as the published code does, except that it starts in mode "remove"; `moment` is C."""
     width = len(moment)
     total = torch.linalg.svdvals(moment).square().sum()
     if side == OCCUPIED:
@@ -50,17 +50,17 @@ def literal_dual_gpm(basis, side, moment, threshold):
         shrunk, _, _ = torch.linalg.svd(basis - taken @ taken.T @ basis, full_matrices=False)
         basis = shrunk[:, : basis.shape[1] - count]
     if side == OCCUPIED and basis.shape[1] > width / 2:
-        every, _, _ = torch.linalg.svd(basis)
-        return every[:, basis.shape[1] :], FREE
+        complete, _, _ = torch.linalg.svd(basis)
+        return complete[:, basis.shape[1] :], FREE
     return basis, side
 
 
-def test_top_directions_stay_in_the_free_space_and_zeros_stand_for_the_rest():
+def test_top_directions_are_free_and_padded_with_zeros():
     occupied = torch.linalg.qr(torch.randn(WIDTH, WIDTH - 2, dtype=torch.float64)).Q
     basis = top_directions(Subspace(occupied), inputs(200, 0).T @ inputs(200, 0), 4, "K")
     assert basis.shape == (WIDTH, 4) and (occupied.T @ basis).abs().max() < 1e-12
     torch.testing.assert_close(basis.T @ basis, torch.diag(torch.tensor([1.0, 1, 0, 0]).double()))
-    line = torch.randn(WIDTH, 1, dtype=torch.float64)  # a task that uses one direction determines one column
+    line = torch.randn(WIDTH, 1, dtype=torch.float64)  # a task that uses one direction fills one column
     assert top_directions(Subspace(torch.zeros(WIDTH, 0)), line @ line.T, 4, "K").any(dim=0).sum() == 1
 
 
@@ -68,7 +68,10 @@ RANK = 4
 
 
 def collected(adapter, task, decay=0.95):
-    """Statistics of random inputs: k and v read one tensor; a spectrum that decays, other directions every task."""
+    """Return statistics of random inputs with a decaying spectrum, in new directions for each task.
+
+    Layers k and v read the same input.
+    """
     statistics, inputs = OccupationStatistics(), {}
     generator = torch.Generator().manual_seed(task)
     for name, layer in adapter.dual_mode_layers().items():
@@ -83,7 +86,7 @@ def collected(adapter, task, decay=0.95):
     return statistics, inputs
 
 
-def test_three_tasks_are_those_of_the_formulas(tiny_clip):
+def test_three_tasks_of_inflora_follow_the_formulas(tiny_clip):
     adapter = get_peft_model(tiny_clip(), DualModeLoraConfig(shared_rank=1, residual_rank=RANK - 1)).base_model
     strategy = make_strategy("inflora:energy=0.9,final_energy=0.99,tasks=2")
     literal: dict = {}
@@ -99,10 +102,10 @@ def test_three_tasks_are_those_of_the_formulas(tiny_clip):
             inside = basis @ basis.T @ moment
             left, _, _ = torch.linalg.svd(moment - inside if side == OCCUPIED else inside)
             for name in names:
-                found = torch.cat([modes[name].shared, modes[name].residual], dim=1)
+                actual = torch.cat([modes[name].shared, modes[name].residual], dim=1)
                 assert modes[name].shared.shape[1] == 1
-                torch.testing.assert_close(found.T @ found, torch.eye(RANK) / 3, rtol=0, atol=1e-5)
-                torch.testing.assert_close(3 * projector(found), projector(left[:, :RANK]), rtol=0, atol=1e-4)
+                torch.testing.assert_close(actual.T @ actual, torch.eye(RANK) / 3, rtol=0, atol=1e-5)
+                torch.testing.assert_close(3 * projector(actual), projector(left[:, :RANK]), rtol=0, atol=1e-4)
                 first = math.sqrt(3) * modes[name].shared[:, 0].double() @ left[:, 0]
                 assert abs(float(first)) == pytest.approx(1, abs=1e-5)  # in descending order
             literal[names] = literal_dual_gpm(basis, side, moment, threshold)
@@ -114,26 +117,26 @@ def test_three_tasks_are_those_of_the_formulas(tiny_clip):
             torch.testing.assert_close(projector(kept[names[-1]].basis), projector(basis), rtol=0, atol=1e-4)
             sides.add(side)
     assert sides == {OCCUPIED, FREE}
-    assert strategy.threshold(9) == 0.99  # where it stays
+    assert strategy.threshold(9) == 0.99  # the threshold stays at final_energy
 
 
 @pytest.mark.parametrize("spec", ["inflora:energy=1", "keeplora:eps_f=1"])
-def test_a_full_memory_trains_nothing(spec, tiny_clip):
+def test_full_memory_leaves_no_direction_to_train(spec, tiny_clip):
     adapter, strategy = get_peft_model(tiny_clip(), DualModeLoraConfig()).base_model, make_strategy(spec)
     memory = strategy.remember(NewTask(0, adapter, LearnerArguments()), collected(adapter, 0)[0])
     gradients = {n: torch.randn(m.out_features, m.in_features) for n, m in adapter.dual_mode_layers().items()}
     modes = strategy.plan(NewTask(1, adapter, LearnerArguments(), memory, gradients, collected(adapter, 1)[0]))
-    assert not any(one.shared.any() or one.residual.any() for one in modes.values())
+    assert not any(pair.shared.any() or pair.residual.any() for pair in modes.values())
     adapter.begin_task(modes, orthonormal=strategy.orthonormal)
 
 
 def literal_principal(weight, share):
-    """The first right singular vectors of W (d_out x d_in), until their squares reach `share` of all."""
+    """Return the first right singular vectors of W (d_out x d_in) whose squared values reach `share` of the total."""
     _, scales, right = torch.linalg.svd(weight.double())
     return right[: fewest(scales.square(), 0, share * scales.square().sum())].T
 
 
-def test_keeplora_s_three_tasks_are_those_of_the_formulas(tiny_clip):
+def test_three_tasks_of_keeplora_follow_the_formulas(tiny_clip):
     adapter = get_peft_model(tiny_clip(), DualModeLoraConfig(shared_rank=1, residual_rank=RANK - 1)).base_model
     layers = adapter.dual_mode_layers()
     strategy = make_strategy("keeplora:eps_w=0.3,eps_f=0.85")
@@ -151,10 +154,10 @@ def test_keeplora_s_three_tasks_are_those_of_the_formulas(tiny_clip):
         for name in layers:
             outside = torch.eye(len(occupied[name])).double() - projector(occupied[name])
             _, _, right = torch.linalg.svd(gradients[name].double() @ outside)
-            found = torch.cat([modes[name].shared, modes[name].residual], dim=1)
-            torch.testing.assert_close(found.T @ found, torch.eye(RANK), rtol=0, atol=1e-5)
-            torch.testing.assert_close(projector(found), projector(right[:RANK].T), rtol=0, atol=1e-4)
-            assert abs(float(found[:, 0].double() @ right[0])) == pytest.approx(1, abs=1e-5)  # in descending order
+            actual = torch.cat([modes[name].shared, modes[name].residual], dim=1)
+            torch.testing.assert_close(actual.T @ actual, torch.eye(RANK), rtol=0, atol=1e-5)
+            torch.testing.assert_close(projector(actual), projector(right[:RANK].T), rtol=0, atol=1e-4)
+            assert abs(float(actual[:, 0].double() @ right[0])) == pytest.approx(1, abs=1e-5)  # in descending order
 
             total, rest = inputs[name].square().sum(), inputs[name] @ outside
             _, scales, right = torch.linalg.svd(rest)
@@ -164,7 +167,7 @@ def test_keeplora_s_three_tasks_are_those_of_the_formulas(tiny_clip):
             torch.testing.assert_close(projector(kept[name].basis), projector(occupied[name]), rtol=0, atol=1e-4)
 
 
-def test_the_general_pair_is_completed_where_the_sum_is_empty():
+def test_general_pair_is_completed_if_rank_is_too_low():
     few = torch.zeros(WIDTH, WIDTH).double()
     few[4, 4] = 2.0
     basis = general_pair(few, 3)
@@ -172,7 +175,7 @@ def test_the_general_pair_is_completed_where_the_sum_is_empty():
     assert basis[4].abs().max() == 1
 
 
-def test_statistics_with_rounding_below_zero_are_taken_and_others_refused():
+def test_isolated_pair_accepts_slightly_negative_eigenvalues_but_no_large_ones():
     old = inputs(3, 0).T @ inputs(3, 0)  # of rank 3
     new = inputs(30, 1).T @ inputs(30, 1)
     slightly = old - 1e-6 * float(old.trace()) * torch.eye(WIDTH).double()
@@ -181,10 +184,10 @@ def test_statistics_with_rounding_below_zero_are_taken_and_others_refused():
         isolated_pair(-old, new, 3, ridge=1e-3)
 
 
-def test_recalibration_solves_the_least_squares_problem_of_old_and_new_inputs():
+def test_recalibration_solves_the_least_squares_problem():
     old, new, up = inputs(40, 0), inputs(25, 1), torch.randn(6, 3).double()
     basis = general_pair(old.T @ old + new.T @ new, 3)
-    # min over C of |C P' X_old'|^2 + |(C - B) P' X_t'|^2, row by row: stacked inputs and the outputs wanted of them.
+    # min over C of |C P' X_old'|^2 + |(C - B) P' X_t'|^2, with the inputs stacked as rows and their target outputs.
     stacked = torch.cat([old @ basis, new @ basis])
     wanted = torch.cat([torch.zeros(40, 6).double(), new @ basis @ up.T])
     literal = torch.linalg.lstsq(stacked, wanted).solution.T
@@ -196,7 +199,7 @@ def test_recalibration_solves_the_least_squares_problem_of_old_and_new_inputs():
     torch.testing.assert_close(nothing_old, torch.eye(3).double(), rtol=0, atol=1e-8)
 
 
-def test_loda_s_three_tasks_plan_recalibrate_and_sum_up_what_they_measured(tiny_clip):
+def test_three_tasks_of_loda_follow_the_formulas(tiny_clip):
     strategy, adapter, memory = make_strategy("loda:ridge=0.01"), adapted(tiny_clip()), None
     name = "vision_model.encoder.layers.1.mlp.fc1"
     layer, old = adapter.dual_mode_layers()[name], torch.zeros(32, 32).double()
@@ -221,7 +224,7 @@ def test_loda_s_three_tasks_plan_recalibrate_and_sum_up_what_they_measured(tiny_
         memory = end(strategy, task)
         assert up.norm() > 1e-3
         share = 1.0
-        if index:  # one general direction p: it keeps p'S_t p / p'(S_old + S_t)p of its update
+        if index:  # the update along the general direction p is scaled by p'S_t p / p'(S_old + S_t)p
             p = basis[:, 0]
             share = float(p @ new @ p / (p @ (old + new) @ p))
             assert 0.01 < share < 0.99

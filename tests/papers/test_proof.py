@@ -1,4 +1,4 @@
-"""PROOF's and CLAP4CLIP's classifiers: three whole tasks beside literal versions, one text, one image at a time."""
+"""Test PROOF's and CLAP4CLIP's classifiers: three tasks against literal versions that loop over texts and images."""
 
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -14,39 +14,39 @@ from dulbe_peft.papers.proof import ProofClassifier
 CLAP = {"epochs": 2, "batch_size": 5, "learning_rate": 0.02, "samples": 3, "exemplars": 2}
 CLAP_TASKS = [(2, 9), (2, 6), (1, 3)]  # classes and images
 TAU, HIDDEN = 10.0, 2048
-# G, whose numbers the vector has in this order
+# G: the vector `guide` has its parameters in this order
 LAYER = torch.nn.TransformerDecoderLayer(DIM, 1, HIDDEN, dropout=0.0, activation="gelu", batch_first=True).double()
 SHAPES = {name: parameter.shape for name, parameter in LAYER.named_parameters()}
 
 
 def random_guide(generator):
-    found = []
+    parts = []
     for name, shape in SHAPES.items():
         if len(shape) == 1:
-            found.append(torch.full(shape, float("norm" in name and "bias" not in name)))
+            parts.append(torch.full(shape, float("norm" in name and "bias" not in name)))
         else:
             bound = math.sqrt(6 / (4 * DIM)) if "in_proj" in name else 1 / math.sqrt(shape[1])
-            found.append(bound * (2 * torch.rand(math.prod(shape), generator=generator) - 1))
-    return torch.cat(found).double()
+            parts.append(bound * (2 * torch.rand(math.prod(shape), generator=generator) - 1))
+    return torch.cat(parts).double()
 
 
 def random_adapter(texts, generator):
-    """M, m, S and s of a task whose texts are the last of these."""
+    """Return M, m, S and s of a task; `texts` are those of all classes so far."""
     m, s = (2 * torch.rand(2 * DIM, 1, generator=generator).double() - 1).view(2, DIM) / math.sqrt(DIM)
     m_matrix = sum(torch.outer(e, e) for e in texts) / DIM
     return [m_matrix, m.clone(), torch.zeros(DIM, DIM, dtype=torch.float64), s.clone()]
 
 
 def seen_texts(guide, texts, means, task):
-    """t_c: each text with what G makes of it, which sees the texts of its task and all means."""
+    """Return t_c: each text plus the output of G, which attends to the texts of its task and to all means."""
     parts = zip(SHAPES.items(), guide.split([math.prod(shape) for shape in SHAPES.values()]), strict=True)
-    own, task = {name: piece.view(shape) for (name, shape), piece in parts}, torch.tensor(task)
-    given = texts[None], torch.stack([v / v.norm() for v in means])[None]
-    return texts + torch.func.functional_call(LAYER, own, given, {"tgt_mask": task[:, None] != task})[0]
+    parameters, task = {name: piece.view(shape) for (name, shape), piece in parts}, torch.tensor(task)
+    inputs = texts[None], torch.stack([v / v.norm() for v in means])[None]
+    return texts + torch.func.functional_call(LAYER, parameters, inputs, {"tgt_mask": task[:, None] != task})[0]
 
 
-def added(adapters, seen, task):
-    """Mean and deviation of what is added to each text."""
+def text_gaussians(adapters, seen, task):
+    """Yield the mean and standard deviation of q_c for each text."""
     for c, t in enumerate(seen):
         m_matrix, m, s_matrix, s = adapters[task[c]]
         yield m_matrix @ t + m, 0.001 + 0.999 * (1 + (s_matrix @ t + s).exp()).log()
@@ -54,28 +54,28 @@ def added(adapters, seen, task):
 
 def loss_of(batch, texts, means, task, guide, adapters, tasks, generator):
     seen = seen_texts(guide, texts, means, task)
-    gaussians = list(added(adapters, seen, task))
+    gaussians = list(text_gaussians(adapters, seen, task))
     noise = torch.randn(3, len(texts), DIM, generator=generator).double()
-    draws = [[mean + deviation * n for (mean, deviation), n in zip(gaussians, one, strict=True)] for one in noise]
+    draws = [[mean + deviation * n for (mean, deviation), n in zip(gaussians, rows, strict=True)] for rows in noise]
     loss = 0
     for draw in draws:
         for z, label in batch:
             scores = torch.stack([TAU * z @ (t + u) for t, u in zip(seen, draw, strict=True)])
             loss = loss - scores.log_softmax(dim=0)[label] / len(batch) / 3
     for number in tasks:
-        own = [c for c in range(len(texts)) if task[c] == number]
-        middle = [sum(draw[c] for draw in draws) / 3 for c in own]
-        for place, c in enumerate(own):
+        classes = [c for c in range(len(texts)) if task[c] == number]
+        middle = [sum(draw[c] for draw in draws) / 3 for c in classes]
+        for place, c in enumerate(classes):
             near = torch.stack([texts[c] @ u for u in middle])
-            loss = loss - 15 * near.log_softmax(dim=0)[place] / len(own)
+            loss = loss - 15 * near.log_softmax(dim=0)[place] / len(classes)
             q = torch.distributions.Normal(*gaussians[c])
             prior = torch.distributions.Normal(torch.zeros(DIM).double(), torch.ones(DIM).double())
-            loss = loss + 0.001 * torch.distributions.kl_divergence(q, prior).sum() / len(own)
+            loss = loss + 0.001 * torch.distributions.kl_divergence(q, prior).sum() / len(classes)
     return loss
 
 
 def descend(rows, leaves, epochs, rate, rising, loss, generator):
-    """Plain gradient descent on the tensors of the list `leaves`."""
+    """Train the tensors `leaves` with plain SGD; the rate warms up over a share `rising`, then decays on a cosine."""
     ranks = torch.tensor([float(row.float() @ torch.arange(1, DIM + 1).sin()) for row, _ in rows])
     rows = [rows[i] for i in ranks.argsort()]
     number, steps, sgd = (
@@ -93,7 +93,7 @@ def descend(rows, leaves, epochs, rate, rising, loss, generator):
             step(sgd, now, loss([rows[i] for i in batch]))
 
 
-def test_clap4clip_s_three_tasks_equal_the_literal_version():
+def test_three_tasks_of_clap4clip_equal_the_literal_version():
     classifier, texts = Clap4ClipClassifier(DIM, TAU, seed=2, **CLAP), normal(5, DIM, seed=8)
     guide, adapters, means, counts, task = None, [], [], [], []
     for number, (classes, count) in enumerate(CLAP_TASKS):
@@ -117,33 +117,33 @@ def test_clap4clip_s_three_tasks_equal_the_literal_version():
         assert (guide - started).abs().max() > 0.005
         if number:
             rows = [(v / v.norm(), c) for c, v in enumerate(means) for _ in range(min(2, counts[c]))]
-            every, started = [part for adapter in adapters for part in adapter], adapters[0][1].detach().clone()
-            descend(rows, every, 2, 0.002, 0, lambda batch: loss(batch, range(len(adapters))), generator)
+            leaves, started = [part for adapter in adapters for part in adapter], adapters[0][1].detach().clone()
+            descend(rows, leaves, 2, 0.002, 0, lambda batch: loss(batch, range(len(adapters))), generator)
             assert (adapters[0][1] - started).abs().max() > 0.001
         classifier.add_classes([f"{number}-{c}" for c in range(classes)], x, y, texts[: known + classes])
         torch.testing.assert_close(classifier.guide.double(), guide.detach(), rtol=0, atol=2e-5)
         for row, (m_matrix, m, s_matrix, s) in zip(classifier.adapters.double(), adapters, strict=True):
             matrix = row.view(2, DIM, DIM + 1)
-            for found, expected in zip(matrix, ((m_matrix, m), (s_matrix, s)), strict=True):
-                torch.testing.assert_close(found[:, :-1], expected[0].detach(), rtol=0, atol=2e-5)
-                torch.testing.assert_close(found[:, -1], expected[1].detach(), rtol=0, atol=2e-5)
+            for actual, expected in zip(matrix, ((m_matrix, m), (s_matrix, s)), strict=True):
+                torch.testing.assert_close(actual[:, :-1], expected[0].detach(), rtol=0, atol=2e-5)
+                torch.testing.assert_close(actual[:, -1], expected[1].detach(), rtol=0, atol=2e-5)
         seen = seen_texts(guide, e, means, task)
-        weight = [t + mean for t, (mean, _) in zip(seen, added(adapters, seen, task), strict=True)]
+        weight = [t + mean for t, (mean, _) in zip(seen, text_gaussians(adapters, seen, task), strict=True)]
         expected = TAU * z @ torch.stack(weight).T
         torch.testing.assert_close(classifier(x).double(), expected.detach(), rtol=0, atol=1e-3)
 
 
-def test_threads_that_learn_at_once_do_not_disturb_one_another():
+def test_classifiers_trained_in_parallel_threads_do_not_interfere():
     x, y = features(3, 13, 0)
 
-    def learned(_=None):
+    def trained(_=None):
         classifier = Clap4ClipClassifier(DIM, **CLAP)
         classifier.add_classes(["a", "b", "c"], x, y, normal(3, DIM))
         return classifier
 
-    expected = learned().guide
+    expected = trained().guide
     with ThreadPoolExecutor(3) as pool:
-        assert all(torch.equal(found.guide, expected) for found in pool.map(learned, range(3)))
+        assert all(torch.equal(classifier.guide, expected) for classifier in pool.map(trained, range(3)))
 
 
 PROOF = {"epochs": 2, "batch_size": 5, "learning_rate": 0.03, "contexts": 2, "exemplars": 2}
@@ -155,24 +155,24 @@ def unit(rows):
 
 
 def random_start(generator, first):
-    """What a task trains, in the order in which it is drawn."""
+    """Return the initial tensors that a task trains, drawn in the order of the classifier."""
     bound = 1 / math.sqrt(DIM)
 
     def uniform(*shape):
         return (bound * (2 * torch.rand(*shape, generator=generator) - 1)).double()
 
-    found = {name: uniform(DIM, DIM) if name.endswith("map") else uniform(DIM) for name in SUMS}
-    found["contexts"] = torch.randn(2, DIM, generator=generator).double()
+    start = {name: uniform(DIM, DIM) if name.endswith("map") else uniform(DIM) for name in SUMS}
+    start["contexts"] = torch.randn(2, DIM, generator=generator).double()
     for name in ("query", "key", "value", "out") if first else ():
-        found[name] = (bound * torch.randn(DIM, DIM, generator=generator)).double()
-    return found | ({"out_shift": uniform(DIM)} if first else {})
+        start[name] = (bound * torch.randn(DIM, DIM, generator=generator)).double()
+    return start | ({"out_shift": uniform(DIM)} if first else {})
 
 
 SUMS = ("image_map", "image_shift", "text_map", "text_shift")
 
 
 def three_scores(z, texts, means, finished, now):
-    """The scores of one image, (3, C), by attention over a list of tokens; `finished` are the earlier tasks."""
+    """Return the scores of one image, (3, C), by attention over a list of tokens; `finished` are the earlier tasks."""
 
     def projected(row, branch):
         return unit(sum(task[f"{branch}_map"] @ row + task[f"{branch}_shift"] for task in (*finished, now)))
@@ -187,7 +187,7 @@ def three_scores(z, texts, means, finished, now):
 
 
 def literal_task(x, y, texts, old, finished, attention, generator):
-    """What the task has trained; `old` holds (mean, images) of the old classes."""
+    """Return the tensors that the task has trained, and all means; `old` has (mean, image count) of old classes."""
     now = random_start(generator, not attention) | attention
     sgd = torch.optim.SGD([tensor.requires_grad_() for tensor in now.values()], momentum=0.9, weight_decay=0.05)
     means = [mean for mean, _ in old] + [x[y == c].mean(dim=0) for c in range(len(texts) - len(old))]
@@ -199,12 +199,12 @@ def literal_task(x, y, texts, old, finished, attention, generator):
         for batch in torch.randperm(len(rows), generator=generator).split(5):
             losses = []
             for z, label in (rows[i] for i in batch):
-                losses += [-one.log_softmax(0)[label] for one in three_scores(z, texts, means, finished, now)]
+                losses += [-row.log_softmax(0)[label] for row in three_scores(z, texts, means, finished, now)]
             step(sgd, 0.03 * (1 + math.cos(math.pi * epoch / 2)) / 2, sum(losses) / len(batch))
     return {name: tensor.detach().clone() for name, tensor in now.items()}, means
 
 
-def test_proof_s_three_tasks_equal_the_literal_version():
+def test_three_tasks_of_proof_equal_the_literal_version():
     classifier, texts = ProofClassifier(DIM, TAU, seed=2, **PROOF), normal(7, DIM)
     old, finished, attention = [], [], {}
     for number, (classes, count) in enumerate(TASKS):
@@ -232,35 +232,35 @@ MADE = {"clap4clip": partial(Clap4ClipClassifier, DIM, **CLAP), "proof": partial
 
 
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
-def test_images_in_any_order_give_the_same_bits(make):
-    (x, y), one, other = features(3, 13, 0), make(), make()
+def test_order_of_images_does_not_change_a_bit(make):
+    (x, y), classifier, other = features(3, 13, 0), make(), make()
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
-    one.add_classes(["a", "b", "c"], x, y, normal(3, DIM))
+    classifier.add_classes(["a", "b", "c"], x, y, normal(3, DIM))
     other.add_classes(["a", "b", "c"], x[order], y[order], normal(3, DIM))
-    for name, tensor in one.tensors().items():
+    for name, tensor in classifier.tensors().items():
         assert torch.equal(tensor, other.tensors()[name]), name
 
 
 @pytest.mark.parametrize(
-    ("name", "own", "shared", "of_a_task"),
-    [  # numbers that all classes share, and those of a task
+    ("name", "buffer", "shared", "per_task"),
+    [  # how many numbers all tasks share, and how many each task adds
         ("clap4clip", "adapters", sum(map(math.prod, SHAPES.values())), 2 * DIM * (DIM + 1)),
         ("proof", "prompts", 6 * DIM * DIM + 3 * DIM, 2 * DIM),
     ],
 )
-def test_what_a_task_has_leaves_with_its_last_class(name, own, shared, of_a_task):
+def test_forgetting_the_last_class_of_a_task_drops_its_row(name, buffer, shared, per_task):
     classifier, x = MADE[name](), normal(4, DIM)
     for number, letter in enumerate("abcd"):
         classifier.add_classes([letter], x[number : number + 1], [0], normal(4, DIM)[: number + 1])
-    of_tasks = getattr(classifier, own)
+    rows = getattr(classifier, buffer)
     classifier.forget_class("b")
-    assert torch.equal(getattr(classifier, own), of_tasks[[0, 2, 3]]) and classifier.task.tolist() == [0, 1, 2]
-    row = 4 * 2 * DIM + 2 * 8  # two vectors, two integers
-    assert classifier.nbytes_with(30) == 4 * shared + 30 * (row + 4 * of_a_task)  # one class a task
+    assert torch.equal(getattr(classifier, buffer), rows[[0, 2, 3]]) and classifier.task.tolist() == [0, 1, 2]
+    row = 4 * 2 * DIM + 2 * 8  # two vectors and two integers per class
+    assert classifier.nbytes_with(30) == 4 * shared + 30 * (row + 4 * per_task)  # each task has one class
 
 
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
-def test_a_state_whose_tasks_do_not_fit_is_refused(make):
+def test_state_with_inconsistent_task_numbers_is_refused(make):
     classifier, x = make(), normal(3, DIM)
     classifier.add_classes(["a", "b"], x[:2], [0, 1], x[:2])
     classifier.add_classes(["c"], x[2:], [0], x)

@@ -1,4 +1,4 @@
-"""Counts against the paper's overhead tables, and against the tensors of models with weights."""
+"""Test the counts against the paper's overhead tables and against the tensors of real models."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from dulbe_peft.strategies import make_strategy
 from research.benchmarks import family
 
 
-def test_the_paper_s_overheads():
-    """Tables of trained parameters and of what is kept, and "Statistic storage"; 101.20 holds a map of 1 MiB, too."""
+def test_counts_equal_the_overheads_in_the_paper():
+    """Compare with the tables of trained parameters, memory (101.20 MiB include a map of 1 MiB) and statistics."""
     counted = {row["what"].removesuffix(", ViT-B/16"): row["value"] for row in family.overhead_rows()}
     assert counted["trained in the vision tower, r = 1"] == 12 * (768 + 768 + 3072 + 768) == 64_512
     assert counted["trained in the vision tower, r = 1 + 8"] == 580_608
@@ -31,8 +31,8 @@ def test_the_paper_s_overheads():
     assert f"{stored[0]:.2f} MiB" in page and f"{gaussians:.2f} MiB" in page
 
 
-def test_counts_are_those_of_real_tensors(tiny_clip):
-    """Parameters and statistics of a model with weights that has seen an image."""
+def test_counts_equal_the_sizes_of_real_tensors(tiny_clip):
+    """Compare with the parameters and the statistics of a model that has encoded an image."""
     model = get_peft_model(tiny_clip(), DualModeLoraConfig(residual_rank=2, support_rank=5))
     image, into = torch.randn(1, 3, 16, 16), OccupationStatistics()
     collect_statistics(model, [image], lambda m, batch: unit_image_embeds(m.get_base_model(), batch), into=into)

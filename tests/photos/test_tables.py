@@ -1,4 +1,4 @@
-"""One process writes a table or sorts into a folder; copies are whole."""
+"""Test that only one process writes to a table or folder, and that copies are complete."""
 
 import os
 
@@ -10,7 +10,7 @@ from dulbe_peft.utils.files import TEMPORARY_MARK
 from dulbe_peft.utils.folders import CheckpointError
 
 
-def test_of_two_on_one_table_or_in_one_folder_the_second_is_refused(tmp_path):
+def test_second_writer_of_a_table_or_folder_is_refused(tmp_path):
     (tmp_path / "link.csv").symlink_to("t.csv")
     words = r"link\.csv is in use by another process"
     table, link = only_writer(str(tmp_path / "t.csv")), only_writer(str(tmp_path / "link.csv"))
@@ -22,14 +22,14 @@ def test_of_two_on_one_table_or_in_one_folder_the_second_is_refused(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.csv"]
 
 
-def test_copies_are_whole_and_replace_nothing(tmp_path, monkeypatch):
-    long, place = f"{'n' * 250}.png", tmp_path / "sorted" / "a%2Fb"
+def test_copies_are_complete_and_replace_nothing(tmp_path, monkeypatch):
+    long, folder = f"{'n' * 250}.png", tmp_path / "sorted" / "a%2Fb"
     for name in ("1.png", "2.png", long):
         (tmp_path / name).write_bytes(name.encode())
-    place.mkdir(parents=True)
-    (place / "1.png").write_bytes(b"another picture")
-    (place / "1-2.png").symlink_to("nowhere")
-    (place / f".2.png{TEMPORARY_MARK}abcd_123").mkdir()  # of a copy that was killed
+    folder.mkdir(parents=True)
+    (folder / "1.png").write_bytes(b"another picture")
+    (folder / "1-2.png").symlink_to("nowhere")
+    (folder / f".2.png{TEMPORARY_MARK}abcd_123").mkdir()  # left behind by a process that was killed
     with sorted_folder(str(tmp_path / "sorted")) as copy:
         for name in ("1.png", "2.png", long, "1.png"):
             copy(tmp_path / name, "a/b")
@@ -38,13 +38,13 @@ def test_copies_are_whole_and_replace_nothing(tmp_path, monkeypatch):
             copy(tmp_path / "1.png", "full")
         with pytest.raises(OSError, match=r"No such file or directory: '.*gone\.png'"):
             copy(tmp_path / "gone.png", "a/b")
-    assert {path.name: path.read_bytes() for path in place.iterdir() if path.exists()} == {
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.exists()} == {
         "1.png": b"another picture",
         "1-3.png": b"1.png",
         "2.png": b"2.png",
         long: long.encode(),
     }
-    assert os.readlink(place / "1-2.png") == "nowhere" and not list((tmp_path / "sorted" / "full").iterdir())
+    assert os.readlink(folder / "1-2.png") == "nowhere" and not list((tmp_path / "sorted" / "full").iterdir())
 
 
 def no_space():

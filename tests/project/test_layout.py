@@ -1,4 +1,4 @@
-"""Who may import whom: library <- papers, application <- research, and floor by floor inside them; never back."""
+"""Which modules may import which: library <- papers, application <- research, and layer by layer inside them."""
 
 import ast
 import graphlib
@@ -14,8 +14,8 @@ import dulbe_peft
 from dulbe_peft.photos.commands.main import commands
 
 ROOT = Path(__file__).parents[2]
-# A floor imports from those above its own in this list: the library; papers and the application on it; research.
-FLOORS = [
+# A layer may import from the layers above it in this list: library, then papers and the application, then research.
+LAYERS = [
     {"utils"},
     {"arguments", "data", "subspaces"},
     {"encoders", "classifiers"},
@@ -38,17 +38,17 @@ FLOORS = [
     {"research.commands"},
     {"research.__main__"},
 ]
-RANK = {floor: rank for rank, floors in enumerate(FLOORS) for floor in floors}
+RANK = {layer: rank for rank, layers in enumerate(LAYERS) for layer in layers}
 FILES = sorted(
     path.relative_to(ROOT).as_posix()
     for folder in ("dulbe_peft", "research")
     for path in (ROOT / folder).rglob("*.py")
 )
-PACKAGES = {"dulbe_peft", "dulbe_peft.photos", "research"}  # whose `__init__` names what lies in them
+PACKAGES = {"dulbe_peft", "dulbe_peft.photos", "research"}  # their `__init__` refers to modules inside them
 
 
-def floor_of(name: str) -> str:
-    """The floor of a module, by its dotted name; a public name of the package is the whole library's."""
+def layer_of(name: str) -> str:
+    """Return the layer of a module, by its dotted name. Public names of the package count as the whole library."""
     parts = name.removeprefix("dulbe_peft.").split(".")
     if parts[0] in dulbe_peft.__all__:
         return "trainer"
@@ -60,51 +60,51 @@ def module_of(file: str) -> str:
 
 
 def imported_names(file: str) -> set[str]:
-    """What a file imports of the project, also inside functions and for types alone: dotted names."""
-    found = set()
+    """Return the dotted names that a file imports from the project, also inside functions and only for types."""
+    imported = set()
     for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file} has a relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-        found |= {name for name in names if name.split(".")[0] in ("dulbe_peft", "research")}
-    return found
+        imported |= {name for name in names if name.split(".")[0] in ("dulbe_peft", "research")}
+    return imported
 
 
-def test_a_floor_imports_from_the_floors_above_it():
+def test_modules_import_only_from_layers_above_theirs():
     wrong = []
     for file in FILES:
-        own = floor_of(module_of(file))
+        layer = layer_of(module_of(file))
         if module_of(file) in PACKAGES or file == "dulbe_peft/__main__.py":
-            # They name the application, which they start; only what every part stands on is imported.
-            assert {floor_of(name) for name in imported_names(file)} <= {"utils"}, file
+            # They import other modules lazily, and at the top only what all layers may use.
+            assert {layer_of(name) for name in imported_names(file)} <= {"utils"}, file
             continue
         for name in imported_names(file):
-            if name in ("dulbe_peft", "dulbe_peft.__version__") or floor_of(name) == own:
+            if name in ("dulbe_peft", "dulbe_peft.__version__") or layer_of(name) == layer:
                 continue
-            beside = floor_of(name) == "papers" and own.startswith("photos")  # neither stands on the other
-            if beside or RANK[floor_of(name)] >= RANK[own]:
+            beside = layer_of(name) == "papers" and layer.startswith("photos")  # neither may import the other
+            if beside or RANK[layer_of(name)] >= RANK[layer]:
                 wrong.append(f"{file} imports {name}")
     assert wrong == []
 
 
-def test_no_two_modules_import_each_other_by_whatever_way_round():
+def test_imports_have_no_cycles():
     modules = {module_of(file): file for file in FILES}
 
     def module(name):
         return name if name in modules else module(name.rpartition(".")[0])
 
     graph = {name: {module(other) for other in imported_names(file)} - {name} for name, file in modules.items()}
-    graphlib.TopologicalSorter(graph).prepare()  # a CycleError names the circle
+    graphlib.TopologicalSorter(graph).prepare()  # a CycleError names the modules in the cycle
 
 
-def test_one_version_and_what_to_cite():
+def test_version_and_citation_agree_everywhere():
     metadata, readme = setup_cfg()["metadata"], text_of("README.md")
     assert dulbe_peft.__version__ == metadata["version"]
     assert f"## {metadata['version'].partition('.dev')[0]}" in text_of("CHANGELOG.md")
     cited = yaml.safe_load(text_of("CITATION.cff"))
-    for key, own in {"title": "name", "version": "version", "license": "license", "abstract": "description"}.items():
-        assert cited[key] == metadata[own]
+    keys = {"title": "name", "version": "version", "license": "license", "abstract": "description"}
+    assert all(cited[key] == metadata[name] for key, name in keys.items())
     assert yaml.load(text_of("mkdocs.yml"), yaml.BaseLoader)["site_description"] == metadata["description"]
     assert commands.help == f"{metadata['description']}." and f"\n{commands.help}\n" in readme
     assert cited["authors"] == [{"name": metadata["author"]}]
@@ -113,14 +113,14 @@ def test_one_version_and_what_to_cite():
     assert f"{authors},\n*{paper['title']}*" in readme
 
 
-def test_everything_public_is_documented():
+def test_public_names_have_docstrings():
     for name in dulbe_peft.__all__:
         assert getattr(dulbe_peft, name).__doc__ and name in dir(dulbe_peft), name
     with pytest.raises(AttributeError, match="No dulbe_peft attribute laod_clip"):
         dulbe_peft.laod_clip  # noqa: B018
 
 
-def test_nothing_is_left_for_later():
+def test_no_file_has_unfinished_work_markers():
     marks = re.compile("TO" + "DO|FIX" + "ME|XX" + "X")
     for folder in ("dulbe_peft", "tests", "examples", "docs"):
         for path in (ROOT / folder).rglob("*"):
@@ -128,7 +128,7 @@ def test_nothing_is_left_for_later():
                 assert not marks.search(path.read_text(encoding="utf-8")), path
 
 
-def test_every_reference_of_a_page_is_a_name_of_the_package():
+def test_api_references_in_docs_resolve():
     for page in (ROOT / "docs").rglob("*.md"):
         for name in re.findall(r"^::: (\S+)", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
             assert pkgutil.resolve_name(name), (page.name, name)

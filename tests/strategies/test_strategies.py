@@ -152,7 +152,7 @@ NAMESAKE = dataclass(frozen=True)(type("Other", (Strategy,), {"name": "dulbe"}))
         (make_strategy, "cl_lora:shared_blocks=1", ValueError, "shared_blocks must be less than 1"),
         (make_strategy, 3, TypeError, "must be a name"),
         (register_strategy, type("Bare", (Strategy,), {"name": "bare"}), TypeError, "dataclass"),
-        (register_strategy, NAMESAKE, ValueError, "is dulbe_peft.strategies.dulbe:Dulbe already"),
+        (register_strategy, NAMESAKE, ValueError, "is already dulbe_peft.strategies.dulbe:Dulbe"),
     ],
 )
 def test_what_is_no_strategy_is_refused(call, given, error, message):

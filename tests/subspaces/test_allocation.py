@@ -1,4 +1,4 @@
-"""Supports and bases against a full decomposition in float64, on every kind of spectrum and of gradient."""
+"""Supports and bases compared with a full decomposition in float64, for many spectra and gradients."""
 
 import pytest
 import reference
@@ -23,13 +23,13 @@ def matrix_of(values):
 
 
 def steps(*levels, rest=0.0):
-    """A spectrum of (value, how often), the rest of the 120 filled up."""
+    """Return a spectrum from pairs (value, multiplicity), filled up with `rest` to 120 values."""
     values = [value for value, times in levels for _ in range(times)]
     return torch.tensor(values + [rest] * (WIDTH - len(values)), dtype=torch.float64)
 
 
 def tokens(width, seed=0):
-    """Decaying spectrum, so that the top eigenvectors are well apart."""
+    """Return tokens with a decaying spectrum, so that the top eigenvectors are well separated."""
     return randn(200, width, seed=seed) * torch.logspace(0, -1, width)
 
 
@@ -37,10 +37,10 @@ def statistic(width, seed=0):
     return tokens(width, seed).T @ tokens(width, seed)
 
 
-def distance(found, expected):
-    """Spectral norm of the difference of two projectors."""
-    found, expected = found.double(), expected.double()
-    return float(torch.linalg.matrix_norm(found @ found.T - expected @ expected.T, 2))
+def distance(basis, expected):
+    """Return the spectral norm of the difference between the projectors onto two subspaces."""
+    basis, expected = basis.double(), expected.double()
+    return float(torch.linalg.matrix_norm(basis @ basis.T - expected @ expected.T, 2))
 
 
 def assert_orthonormal(*bases):
@@ -59,23 +59,23 @@ SPECTRA = {
     "decaying slowly": 1.0 / torch.arange(1, WIDTH + 1),
     "far apart": torch.logspace(30, -8, WIDTH, dtype=torch.float64),
     "flat": torch.linspace(1.0, 0.9, WIDTH),
-    "of full support rank": steps((1.0, COUNT)),
+    "full support rank": steps((1.0, COUNT)),
     "rank-deficient": steps((3.0, 2), (1.0, 5)),
     "repeated": steps((5.0, 4), (2.0, 12), (1.0, 40), rest=0.5),
-    "all but equal": steps((1.0, COUNT), rest=0.999),
+    "nearly equal": steps((1.0, COUNT), rest=0.999),
     "zero": steps(),
 }
 
 
 @pytest.mark.parametrize("spectrum", SPECTRA)
-def test_the_support_is_the_one_of_a_full_decomposition(spectrum):
+def test_support_equals_full_decomposition(spectrum):
     matrix = matrix_of(SPECTRA[spectrum])
-    found = historical_support(matrix, COUNT, 8)
+    support = historical_support(matrix, COUNT, 8)
     rank = int((SPECTRA[spectrum] > WIDTH * 1.2e-7 * SPECTRA[spectrum].max()).sum())
-    assert found.shape == (WIDTH, min(rank, COUNT)) and found.dtype == torch.float32
-    expected, values = reference.support(matrix, found.shape[1])
-    assert distance(found, expected) < 1e-6 if rank else not found.numel()
-    rayleigh = (found.double().T @ matrix @ found.double()).diagonal()
+    assert support.shape == (WIDTH, min(rank, COUNT)) and support.dtype == torch.float32
+    expected, values = reference.support(matrix, support.shape[1])
+    assert distance(support, expected) < 1e-6 if rank else not support.numel()
+    rayleigh = (support.double().T @ matrix @ support.double()).diagonal()
     torch.testing.assert_close(rayleigh, values[: len(rayleigh)], rtol=1e-6, atol=1e-6 * float(values[0]))
 
 
@@ -87,8 +87,8 @@ def test_the_support_is_the_one_of_a_full_decomposition(spectrum):
     residual_rank=st.integers(0, 4),
     support_rank=st.integers(0, 12),
 )
-def test_identities_of_the_paper(seed, rank, shared_rank, residual_rank, support_rank):
-    """Also where the gradient has a low rank or is zero, and where the support has fewer than r_S directions."""
+def test_bases_satisfy_the_identities_of_the_paper(seed, rank, shared_rank, residual_rank, support_rank):
+    """Cover gradients that have a low rank or are zero, and supports with fewer than r_S directions."""
     gradient = randn(9, 12, seed=seed) if rank == 9 else randn(9, rank, seed=seed) @ randn(rank, 12, seed=seed + 2)
     matrix = statistic(12, seed=seed + 1)
     occupied = historical_support(matrix, support_rank, residual_rank)
@@ -116,7 +116,7 @@ def test_identities_of_the_paper(seed, rank, shared_rank, residual_rank, support
 
 
 @pytest.mark.parametrize("faint", [0.0, 1.0])
-def test_rounding_and_faint_directions_do_not_fall_back_into_the_support(faint):
+def test_residual_basis_avoids_support_despite_rounding_and_faint_gradients(faint):
     occupied = historical_support(statistic(20), 7, 6)
     exact = torch.linalg.qr(occupied.double()).Q
     beyond = torch.linalg.qr((torch.eye(20) - exact @ exact.T) @ randn(20, 20, dtype=torch.float64)).Q
@@ -128,13 +128,13 @@ def test_rounding_and_faint_directions_do_not_fall_back_into_the_support(faint):
 
 
 @pytest.mark.parametrize(("scale", "dtype"), [(1e-30, torch.float32), (-1.0, torch.float64), (1.0, torch.bfloat16)])
-def test_bases_are_float32_and_do_not_depend_on_the_gradient_s_scale_nor_on_signs(scale, dtype):
+def test_bases_are_float32_and_independent_of_scale_and_sign(scale, dtype):
     gradient, occupied = randn(9, 12).to(dtype), historical_support(statistic(12), 4, 3)
-    expected, found = allocate_layer(gradient, occupied, 1, 3), allocate_layer(gradient * scale, -occupied, 1, 3)
-    for a, b in zip(found, expected, strict=True):
-        assert a.dtype == torch.float32
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
-        assert (a.gather(0, a.abs().argmax(0, keepdim=True)) > 0).all()
+    expected, scaled = allocate_layer(gradient, occupied, 1, 3), allocate_layer(gradient * scale, -occupied, 1, 3)
+    for basis, expected_basis in zip(scaled, expected, strict=True):
+        assert basis.dtype == torch.float32
+        torch.testing.assert_close(basis, expected_basis, rtol=0, atol=1e-5)
+        assert (basis.gather(0, basis.abs().argmax(0, keepdim=True)) > 0).all()
 
 
 @pytest.fixture
@@ -156,29 +156,29 @@ def test_modes_equal_the_reference(probe, stats, ranks):
     assert list(modes) == list(probe)
     for name, gradient in probe.items():
         shared, residual = reference.bases(gradient, stats[name], *ranks)
-        found = modes[name]
-        assert max(distance(found.shared, shared), distance(found.residual, residual)) < 1e-6
-        assert found.shared.dtype == found.residual.dtype == torch.float32
-        assert found.support_rank == ranks[2]
+        planned = modes[name]
+        assert max(distance(planned.shared, shared), distance(planned.residual, residual)) < 1e-6
+        assert planned.shared.dtype == planned.residual.dtype == torch.float32
+        assert planned.support_rank == ranks[2]
         whole = gradient.double().square().sum().item()
-        assert found.shared_capture == pytest.approx(energy(gradient, shared) / whole, rel=1e-4)
-        assert found.residual_capture == pytest.approx(energy(gradient, residual) / whole, rel=1e-4)
+        assert planned.shared_capture == pytest.approx(energy(gradient, shared) / whole, rel=1e-4)
+        assert planned.residual_capture == pytest.approx(energy(gradient, residual) / whole, rel=1e-4)
 
 
-def test_ranks_come_from_the_configuration_where_they_are_not_given(probe, stats):
+def test_ranks_default_to_the_configuration(probe, stats):
     config = DualModeLoraConfig(shared_rank=2, residual_rank=3, support_rank=5, rank_pattern={"fc2": 4})
-    for own in ({}, {"support_rank": 6, "shared_rank": 1}):
-        modes = allocate_modes(probe, stats, config=config, **own)
-        wanted = {"shared_rank": 2, "support_rank": 5} | own
-        for name, found in modes.items():
-            assert found.shared.shape[1] == wanted["shared_rank"] and found.support_rank == wanted["support_rank"]
-            assert found.residual.shape[1] == (4 if name == "fc2" else 3)
+    for overrides in ({}, {"support_rank": 6, "shared_rank": 1}):
+        modes = allocate_modes(probe, stats, config=config, **overrides)
+        ranks = {"shared_rank": 2, "support_rank": 5} | overrides
+        for name, planned in modes.items():
+            assert planned.shared.shape[1] == ranks["shared_rank"] and planned.support_rank == ranks["support_rank"]
+            assert planned.residual.shape[1] == (4 if name == "fc2" else 3)
     plain = allocate_modes({"fc2": randn(5, 20)}, None)["fc2"]
     assert (plain.shared.shape[1], plain.residual.shape[1]) == (1, 8)
 
 
 @pytest.mark.parametrize("partial", [None, {}, {"fc2": torch.eye(20), "elsewhere": torch.eye(3)}])
-def test_a_layer_without_statistics_is_planned_as_at_the_first_task(probe, partial):
+def test_layer_without_statistics_is_planned_as_in_first_task(probe, partial):
     modes = allocate_modes(probe, partial, shared_rank=2, residual_rank=3)
     for name in ("k", "v"):
         shared, residual = reference.first_task_bases(probe[name], 2, 3)
@@ -215,7 +215,7 @@ def test_errors_name_the_layer(probe, stats, kwargs, error, message):
     assert message in str(raised.value)
 
 
-def test_a_decomposition_that_fails_is_tried_another_way_and_then_names_the_matrix(monkeypatch):
+def test_failed_decomposition_is_retried_then_error_names_the_matrix(monkeypatch):
     matrix = matrix_of(SPECTRA["decaying"])
     expected = historical_support(matrix, COUNT, 8)
     with pytest.raises(ValueError, match="do not fit"):

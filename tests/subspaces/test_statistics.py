@@ -1,4 +1,4 @@
-"""Sums of inputs by layer."""
+"""Sums of X'X over the inputs of each layer."""
 
 import copy
 
@@ -43,7 +43,7 @@ def run(model, batch):
 
 @torch.no_grad()
 def inputs_of(model, data):
-    """What every layer reads, by a second, independent recording."""
+    """Record the inputs of every layer independently of the library."""
     seen = {name: [] for name in model.dual_mode_layers()}
     twin = copy.deepcopy(model).eval()
     for name, layer in twin.dual_mode_layers().items():
@@ -75,13 +75,13 @@ def test_layers_updated_together_share_one_matrix(width):
     ("names", "tokens", "message"),
     [
         ("fc1", randn(3, 4), "share one matrix"),
-        (("k", "v"), randn(3, 5), "reads 5 features, but 4 so far"),
+        (("k", "v"), randn(3, 5), "reads 5 features, but has read 4 so far"),
         (("k", "v"), torch.full((3, 4), float("nan")), "'k' holds NaN or infinity"),
         ("q", torch.full((3, 4), 1e30), "'q' holds NaN or infinity, or its squares overflow"),
         ("q", randn(0, 4), "not empty"),
     ],
 )
-def test_update_and_merge_refuse_and_change_nothing(names, tokens, message):
+def test_refused_update_or_merge_changes_nothing(names, tokens, message):
     stats, other = OccupationStatistics(), OccupationStatistics()
     stats.update(("k", "v"), randn(7, 4))
     stats.update(("fc1", "w"), randn(7, 4))
@@ -98,7 +98,7 @@ def test_update_and_merge_refuse_and_change_nothing(names, tokens, message):
     assert list(stats) == list(before) and all(torch.equal(stats[name], before[name]) for name in before)
 
 
-def test_collect_equals_what_the_layers_read():
+def test_collected_statistics_equal_sums_over_recorded_inputs():
     model, stats, modes = Block(), OccupationStatistics(), []
     model.train()
     model.norm.eval()
@@ -122,18 +122,18 @@ def test_collect_equals_what_the_layers_read():
 
 
 def separate(model, batch):
-    """Every layer reads a tensor of its own, often at the address of one that is gone."""
+    """Give every layer a separate tensor, often at the address of a tensor that was freed."""
     for layer in model.dual_mode_layers().values():
         layer(batch[..., :1].expand(*batch.shape[:-1], layer.in_features).clone())
 
 
-def test_sharing_is_by_identity_and_not_by_a_recycled_address():
+def test_matrices_are_shared_by_identity_not_by_recycled_address():
     stats = collect_statistics(Block(), batches(), separate, into=OccupationStatistics())
     assert len(stats.groups) == 4
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [("cls", slice(0, 1)), ("patch", slice(1, None))])
-def test_tokens_can_be_chosen(tokens, rows):
+def test_cls_or_patch_tokens_can_be_selected(tokens, rows):
     model, flat = Block(), [randn(5, 6)]
     stats = collect_statistics(model, batches(), run, into=OccupationStatistics(), tokens=tokens)
     for name, read in inputs_of(model, batches()).items():
@@ -141,7 +141,7 @@ def test_tokens_can_be_chosen(tokens, rows):
     if tokens == "patch":
         with pytest.raises(ValueError, match="'k' reads one token"):
             collect_statistics(model, flat, run, into=OccupationStatistics(), tokens=tokens)
-    else:  # a layer of one token an image has only that one
+    else:  # a layer that reads one token per image has only the CLS token
         stats = collect_statistics(model, flat, run, into=OccupationStatistics(), tokens=tokens)
         torch.testing.assert_close(stats["k"].double(), reference.occupation(flat[0]), rtol=1e-5, atol=1e-5)
 
@@ -173,7 +173,7 @@ def loses_sharing(model, batch):
         (batches(), run, {"tokens": "some"}, ValueError, "'some'"),
     ],
 )
-def test_an_error_leaves_statistics_and_model_as_they_were(data, forward, kwargs, error, message):
+def test_error_leaves_statistics_and_model_unchanged(data, forward, kwargs, error, message):
     model, stats = Block(), OccupationStatistics()
     collect_statistics(model, batches(), run, into=stats)
     before = {name: matrix.clone() for name, matrix in stats.items()}
@@ -184,7 +184,7 @@ def test_an_error_leaves_statistics_and_model_as_they_were(data, forward, kwargs
     assert model.training and not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_files_keep_values_and_sharing_and_what_is_damaged_is_refused(tmp_path):
+def test_saved_statistics_keep_values_and_sharing_and_damage_is_refused(tmp_path):
     stats, path = OccupationStatistics(), tmp_path / "statistics.safetensors"
     OccupationStatistics().save(path)
     assert len(OccupationStatistics.load(path)) == 0

@@ -1,4 +1,4 @@
-"""What the package asks of the machine: threads, jobs, progress, and Python's collector of garbage."""
+"""Use of the machine: threads, jobs, progress, and Python's garbage collector."""
 
 import gc
 import os
@@ -9,29 +9,29 @@ import torch
 from lives import images_of, tiny_learner
 
 from dulbe_peft.classifiers import make_classifier
-from dulbe_peft.encoders import encoder
+from dulbe_peft.encoders import reading
 from dulbe_peft.utils.devices import one_thread
 from dulbe_peft.utils.extras import uncollected
 from dulbe_peft.utils.workers import jobs_at_once
 
 
-def test_classifiers_learn_and_solve_in_one_thread_and_what_follows_has_its_own_again(monkeypatch):
+def test_classifiers_use_one_thread_and_restore_the_thread_count(monkeypatch):
     torch.set_num_threads(2)
-    seen, real = [], torch.linalg.eigh
+    threads, eigh = [], torch.linalg.eigh
     classifier = make_classifier("bayes", 8, 10.0)
-    monkeypatch.setattr(torch.linalg, "eigh", lambda *a, **k: seen.append(torch.get_num_threads()) or real(*a, **k))
+    monkeypatch.setattr(torch.linalg, "eigh", lambda *a, **k: threads.append(torch.get_num_threads()) or eigh(*a, **k))
     kind, added = type(classifier), type(classifier).added
-    monkeypatch.setattr(kind, "added", lambda *a: seen.append(torch.get_num_threads()) or added(*a))
+    monkeypatch.setattr(kind, "added", lambda *a: threads.append(torch.get_num_threads()) or added(*a))
     features = torch.nn.functional.normalize(torch.randn(40, 8), dim=1)
     classifier.add_classes(["a", "b"], features, torch.arange(40) % 2, features[:2])
     classifier.probabilities(features)
     classifier.update_classes(features, torch.arange(40) % 2)
     with pytest.raises(KeyError), one_thread():
         raise KeyError
-    assert set(seen) == {1} and torch.get_num_threads() == 2
+    assert set(threads) == {1} and torch.get_num_threads() == 2
 
 
-def test_there_are_no_more_jobs_than_cores(monkeypatch):
+def test_jobs_are_limited_to_the_number_of_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
     assert [jobs_at_once(asked, None) for asked in (None, 1, 3, 64)] == [3, 1, 3, 3]
     assert jobs_at_once(64, "tcp://cluster:8786") == 64
@@ -40,16 +40,16 @@ def test_there_are_no_more_jobs_than_cores(monkeypatch):
 
 
 @pytest.mark.parametrize("delay", [0.0, 5.0])
-def test_a_long_pass_shows_images_a_second_and_precision_on_a_terminal_alone(delay, monkeypatch, capsys):
-    monkeypatch.setattr(encoder, "UNSHOWN", delay)
+def test_progress_is_shown_only_on_terminals_and_for_long_passes(delay, monkeypatch, capsys):
+    monkeypatch.setattr(reading, "UNSHOWN", delay)
     pixels = torch.stack([image for image, _ in images_of(*range(4))])
     learner = tiny_learner("frozen", progress=True)
     learner.image_embeds(pixels)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     learner.image_embeds(pixels)
-    shown = capsys.readouterr().err
-    assert ("encode, float32" in shown and "images/s" in shown) == (delay == 0)
+    progress = capsys.readouterr().err
+    assert ("encode, float32" in progress and "images/s" in progress) == (delay == 0)
 
 
 @pytest.fixture
@@ -60,18 +60,18 @@ def thawed():
     gc.unfreeze()
 
 
-def test_what_is_imported_is_set_aside_once_and_the_collector_is_left_as_it_was(thawed):
+def test_garbage_collector_is_frozen_once_and_then_restored(thawed):
     with pytest.raises(OSError, match="no model"), uncollected():
-        raise OSError("no model")  # nothing is set aside, and what was loaded of it is collected
+        raise OSError("no model")  # nothing is frozen, so that the partly loaded model can be collected
     assert gc.isenabled() and not gc.get_freeze_count()
     with uncollected():
         assert not gc.isenabled() and not gc.get_freeze_count()
     frozen = gc.get_freeze_count()
     assert gc.isenabled() and frozen > 1000
-    kept = [[] for _ in range(100)]
+    later = [[] for _ in range(100)]
     with uncollected():
         pass
-    assert gc.get_freeze_count() <= frozen and len(kept) == 100  # the garbage of a second model is collected
+    assert gc.get_freeze_count() <= frozen and len(later) == 100  # objects of a second model are not frozen
     gc.disable()
     with uncollected():
         pass

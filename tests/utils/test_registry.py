@@ -1,4 +1,4 @@
-"""Classes by name, of this package, of others that are installed, and of a program."""
+"""Classes by name: of this package, of other installed packages, and of a program."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ still = tiny_plugin:Still
 """
 USE = """
 import sys, warnings
-with warnings.catch_warnings(record=True) as said:
+with warnings.catch_warnings(record=True) as warned:
     warnings.simplefilter("always")
     from dulbe_peft.classifiers import CLASSIFIERS, make_classifier
     from dulbe_peft.strategies import STRATEGIES, make_strategy
@@ -37,11 +37,11 @@ with warnings.catch_warnings(record=True) as said:
     assert make_classifier("centroid", 8).name == "centroid"
     assert make_strategy("still").classifiers == ("centroid", "lda") and {"still", "bofa"} < set(STRATEGIES)
     assert make_classifier("lda", 8).__class__.__module__ == "dulbe_peft.classifiers.lda"
-print([str(one.message) for one in said if "tiny" in str(one.message)])
+print([str(warning.message) for warning in warned if "tiny" in str(warning.message)])
 """
 
 
-def test_classes_of_an_installed_package_are_known_by_their_names(tmp_path):
+def test_entry_points_of_an_installed_package_are_registered(tmp_path):
     (tmp_path / "tiny_plugin.py").write_text(PLUGIN)
     info = tmp_path / "tiny_plugin-1.0.dist-info"
     info.mkdir()
@@ -50,10 +50,10 @@ def test_classes_of_an_installed_package_are_known_by_their_names(tmp_path):
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{USE}"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "the classifier 'lda' of the package tiny-plugin is ignored: the name is taken" in done.stdout
+    assert "the classifier 'lda' of the package tiny-plugin is ignored, because the name is taken" in done.stdout
 
 
-def test_a_class_is_imported_when_it_is_looked_up():
+def test_registered_class_is_imported_on_first_lookup():
     loaded = "'dulbe_peft.papers.bofa' in sys.modules"
     lines = (
         "import sys; from dulbe_peft.classifiers import CLASSIFIERS",
@@ -63,15 +63,15 @@ def test_a_class_is_imported_when_it_is_looked_up():
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
 
 
-def test_a_name_has_one_class():
+def test_registering_a_second_class_under_a_name_is_refused():
     registry = Registry("animal", "nobody.uses", {"fraction": "fractions:Fraction"})
     first, second = (type("Dog", (), {"name": "dog", "__module__": module}) for module in ("a", "b"))
     registry.register(first)
     registry.register(first)
     assert registry["dog"] is first and list(registry) == ["fraction", "dog"] and len(registry) == 2
-    with pytest.raises(ValueError, match="the animal 'dog' is a:Dog already: choose another name for b:Dog"):
+    with pytest.raises(ValueError, match="the animal 'dog' is already a:Dog: choose another name for b:Dog"):
         registry.register(second)
-    with pytest.raises(ValueError, match="leads to <class 'fractions.Fraction'>, whose name is None"):
+    with pytest.raises(ValueError, match="points to <class 'fractions.Fraction'>, whose name is None"):
         registry["fraction"]
     with pytest.raises(KeyError):
         registry["cat"]

@@ -1,4 +1,4 @@
-"""Numbers that settings take, and settings that stand in one text."""
+"""The types and limits of settings, and specs, which hold settings in one string."""
 
 import math
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from dulbe_peft.utils.specs import convert, format_spec, parse_spec
 
 
 def declared():
-    """Every setting of the package: what makes its object, its name, its type, and the text that sets it, if any."""
-    for kind, own in ((LearnerArguments,) * 2, (StreamArguments,) * 2, (DualModeLoraConfig, AdapterSettings)):
-        for name, hint in field_types(own).items():
+    """Yield for every setting of the package: the object's constructor, the name, the type, and a parser or None."""
+    for kind, owner in ((LearnerArguments,) * 2, (StreamArguments,) * 2, (DualModeLoraConfig, AdapterSettings)):
+        for name, hint in field_types(owner).items():
             yield kind, name, hint, None
     for cls in CLASSIFIERS.values():
         for name in cls.setting_defaults():
@@ -37,7 +37,7 @@ def named(kind, name):
 
 
 def limits():
-    """Every limit of every setting."""
+    """Yield every limit of every setting."""
     for kind, name, hint, text in declared():
         for part in (hint, *get_args(hint)):
             for limit in getattr(part, "__metadata__", ()):
@@ -47,32 +47,32 @@ def limits():
 
 
 @pytest.mark.parametrize(("kind", "name", "hint", "number", "limit", "text"), list(limits()))
-def test_a_setting_has_a_limit_with_the_same_words_everywhere(kind, name, hint, number, limit, text):
+def test_limits_raise_the_same_message_from_python_and_text(kind, name, hint, number, limit, text):
     (edge,) = (getattr(limit, key) for key in ("ge", "gt", "le") if hasattr(limit, key))
     down = -1 if isinstance(limit, (Ge, Gt)) else 1
     beyond = edge + down if number is int else np.nextafter(float(edge), down * math.inf).item()
     wrong = edge if isinstance(limit, Gt) else beyond
     with pytest.raises(ValueError, match=f"^(the .*: )?{name} must be ") as error:
         kind(**{name: wrong})
-    taken = np.nextafter(float(edge), math.inf).item() if isinstance(limit, Gt) else edge
-    assert check_value(name, hint, taken) == taken and type(check_value(name, hint, np.array(taken)[()])) is number
+    valid = np.nextafter(float(edge), math.inf).item() if isinstance(limit, Gt) else edge
+    assert check_value(name, hint, valid) == valid and type(check_value(name, hint, np.array(valid)[()])) is number
     if text is not None:
-        with pytest.raises(ValueError, match="must be") as said:
+        with pytest.raises(ValueError, match="must be") as parsed:
             text.func(text.args[0] % wrong)
-        assert str(said.value) == str(error.value)
+        assert str(parsed.value) == str(error.value)
 
 
 @pytest.mark.parametrize(("kind", "name"), [pytest.param(*row[:2], id=named(*row[:2])) for row in declared()])
-def test_a_setting_of_another_type_is_refused(kind, name):
+def test_setting_of_wrong_type_is_refused(kind, name):
     with pytest.raises((TypeError, ValueError), match=f"^(the .*: )?{name} must be .*, got <object object"):
         kind(**{name: object()})
 
 
-def test_the_settings_have_limits():
+def test_many_settings_declare_limits():
     assert len(list(limits())) > 100 and {type(case.values[4]) for case in limits()} == {Ge, Gt, Le}
 
 
-def test_a_configuration_with_numpy_s_ints_can_be_saved(tmp_path):
+def test_configuration_with_numpy_integers_can_be_saved(tmp_path):
     config = DualModeLoraConfig(residual_rank=np.int64(2), layers_to_transform=list(np.array([0, 1, 3])))
     config.save_pretrained(tmp_path)
     saved = DualModeLoraConfig.from_pretrained(tmp_path)
@@ -91,20 +91,20 @@ class Settings:
     pair: tuple[int, ...] = ()
 
 
-def test_values_take_the_types_of_the_parameters():
+def test_text_values_are_converted_to_field_types():
     texts = "rank=4,energy=1e-3,keep=no,name=4,steps=none,mode=0.5,depths=0/0.5/1,pair=1/2"
-    made = Settings(**convert(Settings, parse_spec(f"s:{texts}")[1], "a thing"))
-    assert made == Settings(4, 1e-3, False, "4", None, 0.5, [0.0, 0.5, 1.0], (1, 2))
+    parsed = Settings(**convert(Settings, parse_spec(f"s:{texts}")[1], "a thing"))
+    assert parsed == Settings(4, 1e-3, False, "4", None, 0.5, [0.0, 0.5, 1.0], (1, 2))
     assert Settings(**convert(Settings, {"steps": "7", "mode": "auto"}, "a thing")) == Settings(steps=7, mode="auto")
-    assert Settings(**convert(Settings, parse_spec(format_spec("s", vars(made)))[1], "a thing")) == made
+    assert Settings(**convert(Settings, parse_spec(format_spec("s", vars(parsed)))[1], "a thing")) == parsed
     assert format_spec("s", {"depths": [0, 0.5], "keep": False}) == "s:depths=0/0.5,keep=false"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (":rank=4", "names nothing"),
-        ("lora:rank", "'rank' in 'lora:rank' is no setting"),
+        (":rank=4", "has no name"),
+        ("lora:rank", "'rank' in 'lora:rank' is not a setting"),
         ("lora:rank=4,rank=5", "gives the setting 'rank' twice"),
         ("s:ranks=4", r"a thing has no setting 'ranks'; did you mean 'rank'\? \(known: rank, energy, "),
         ("s:name=4", "no setting 'name'"),
@@ -112,6 +112,6 @@ def test_values_take_the_types_of_the_parameters():
         ("s:mode=x", "a thing: mode must be a valid number or 'auto', got 'x'"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(text, message):
+def test_invalid_text_settings_are_refused(text, message):
     with pytest.raises(ValueError, match=message):
         convert(Settings, parse_spec(text)[1], "a thing", hidden=("name",))

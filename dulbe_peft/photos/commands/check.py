@@ -4,7 +4,8 @@
 
 It decodes every image, and compares all of them with each other. The page has a strip of photographs of each
 class, and shows those that are there twice side by side. With --check-labels it names the ten images that look
-most like another class than that of their folder; the table has all. --move-to sorts the suspects of the table by
+most like another class than that of their folder; the table has all. It tries itself on a copy of the labels, some
+of which it swaps, and says how many of these it finds. --move-to sorts the suspects of the table by
 what was found, of two copies the second, so that you look at them elsewhere. The exit status is 2 where images
 cannot be read, else 0.
 """
@@ -18,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.photos.commands.named import FOLDER, claim, say_next, words_of
+from dulbe_peft.photos.commands.named import FOLDER, check_given, claim, say_next, words_of
 from dulbe_peft.photos.commands.options import (
     NO_STORE,
     OVERWRITE,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.photos.data.inventory import Found, Inventory
+    from dulbe_peft.photos.doubtful_labels import Trial
 
     Doubt = tuple[Found, str]  # an image, and what it looks like
 
@@ -47,6 +49,7 @@ DOUBTFUL = 10  # images that look like another class
 DOUBTS = "look like another class; the label may be wrong, or the picture unusual:"
 NO_DOUBTS = "no image looks more like another class than like its own"
 HEADER = ["split", "path", "finding", "detail"]
+TRUSTED = 0.8  # share of swapped labels that are found, below which a label without a doubt says little
 LEFT_OUT, MOVED = "left out", "moved.csv"
 SMALL = 64  # pixels; an image with fewer shows a model of 224 pixels little
 
@@ -64,6 +67,7 @@ def check(
     overwrite: bool = OVERWRITE,
     **splits: Any,
 ) -> int:
+    check_given(data=data)
     claim(("--move-to", move_to, FOLDER), apart=[data])
     claim(("--page", page, ".html"), ("--csv", csv, ".csv"), reads=[data], overwrite=overwrite)
     if check_labels != (model is not None):
@@ -88,13 +92,18 @@ def check(
     small = ["", f"narrower than {SMALL} pixels: {counted(len(tiny), 'image')}"] if tiny else []
     print("\n".join([found.format(), *small]), file=words)
     doubtful: list[Doubt] = []
+    trust: list[str] = []
     if learner is not None:
-        doubtful = _doubtful(parts, learner)
+        doubtful, trust = _doubtful(parts, learner)
         doubts = [f"  {printable(one.name)}: looks like {why}" for one, why in doubtful[:DOUBTFUL]]
-        print("\n".join(["", DOUBTS if doubtful else NO_DOUBTS, *doubts]), file=words)
+        if len(doubtful) > DOUBTFUL:
+            doubts.append(f"  ... and {len(doubtful) - DOUBTFUL} more, which --csv FILE lists")
+        print("\n".join(["", DOUBTS if doubtful else NO_DOUBTS, *doubts, *trust]), file=words)
     if page is not None:
         content = {"name": name, "found": found, "problems": [*found.problems(), *small]}
-        _write_page(Path(page), parts, content | {"pairs": found.duplicates[:PAIRS], "doubtful": doubtful[:DOUBTFUL]})
+        by_harm = sorted(found.duplicates, key=lambda pair: pair.first.split == pair.second.split)  # leaks first
+        shown = {"pairs": by_harm[:PAIRS], "doubtful": doubtful[:DOUBTFUL], "trust": trust}
+        _write_page(Path(page), parts, content | shown)
     blank = [[split, parts[split].item_name(at), "blank", why] for (split, at), (_, why) in pictures.items() if why]
     rows = [*_findings(found, doubtful), *tiny, *blank]
     if csv is not None:
@@ -144,13 +153,13 @@ def _findings(found: Inventory, doubtful: list[Doubt]) -> Iterator[list[str]]:
         yield [image.split, image.name, "looks like another class", why]
 
 
-def _doubtful(parts: Mapping[str, LabelledImages], learner: ClassIncrementalLearner) -> list[Doubt]:
-    """The images that look like another class, the least likely label first."""
+def _doubtful(parts: Mapping[str, LabelledImages], learner: ClassIncrementalLearner) -> tuple[list[Doubt], list[str]]:
+    """The images that look like another class, the least likely label first, and how far that can be trusted."""
     import numpy as np
 
     from dulbe_peft.encoders.loading import has_text
     from dulbe_peft.photos.data.inventory import Found
-    from dulbe_peft.photos.doubtful_labels import doubtful_labels
+    from dulbe_peft.photos.doubtful_labels import doubtful_labels, tried_on_swapped
 
     names = next(iter(parts.values())).class_names
     features = np.concatenate([learner.image_embeds(part).cpu().numpy() for part in parts.values()])
@@ -158,12 +167,29 @@ def _doubtful(parts: Mapping[str, LabelledImages], learner: ClassIncrementalLear
     texts = learner.text_embeds(names).cpu().numpy() if has_text(learner.clip) else None
     places = [(split, part, index) for split, part in parts.items() for index in range(len(part))]
     rows = []
-    for number, other, share in doubtful_labels(features, labels, texts, learner.logit_scale):
+    given = features, labels, texts, learner.logit_scale
+    for number, other, share in doubtful_labels(*given):
         split, part, index = places[number]
         one = Found(split, index, part.item_name(index), names[labels[number]])
         why = f"{printable(names[other])!r}, not like {printable(one.label)!r} (probability {share:.1%})"
         rows.append((one, why))
-    return rows
+    return rows, _trust(tried_on_swapped(*given))
+
+
+def _trust(trial: Trial | None) -> list[str]:
+    """What a trial on swapped labels says of the doubts, in plain words."""
+    if trial is None:
+        return ["how far this can be trusted is not known: too few images have a second one of their class"]
+    found, others = trial.found / trial.swapped, trial.others_doubted / max(trial.others, 1)
+    line = (
+        f"tried on copies of the labels: of {trial.swapped} that were swapped it finds {trial.found} "
+        f"({100 * found:.0f} %), and it doubts {100 * others:.0f} % of the others"
+    )
+    if found < TRUSTED:
+        return [line, "this model misses so many wrong labels that one which is not named may well be wrong"]
+    if others > found / 2:
+        return [line, "this model doubts so many right labels that a doubt says little"]
+    return [line]
 
 
 def _tiny(parts: Mapping[str, LabelledImages]) -> list[list[str]]:

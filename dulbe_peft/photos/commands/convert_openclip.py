@@ -2,8 +2,8 @@
   dulbe-peft convert-openclip open_clip_model.safetensors openclip-vit-b-16 \\
       --tokenizer openai/clip-vit-base-patch16 --resize squash
 
-CHECKPOINT is the state dict of an open_clip ViT. Its tensors tell the sizes. They do not tell the activation, nor
-the number of heads: those of the towers are their widths / 64 unless you give others.
+CHECKPOINT is the state dict of an open_clip ViT. The sizes are read from its tensors; the activation and the
+numbers of attention heads are not. By default, each tower has its width / 64 heads.
 """
 
 from typing import Any, Literal
@@ -15,11 +15,11 @@ from dulbe_peft.utils.settings import setting
 
 @command()
 def convert_openclip(
-    checkpoint: str = setting(..., "open_clip's .safetensors file, or .bin or .pt with tensors alone", place=True),
+    checkpoint: str = setting(..., "open_clip's .safetensors file, or .bin or .pt with only tensors", place=True),
     output: str = setting(..., "folder for the model and its processor", place=True),
     tokenizer: str = setting(..., "folder or Hub id with CLIP's tokenizer: openai/clip-vit-base-patch16"),
-    resize: Literal["crop", "squash"] = setting("crop", "the centre, or the whole to a square"),
-    activation: Literal["gelu", "quick_gelu"] = setting("gelu", "of OpenAI's weights: quick_gelu"),
+    resize: Literal["crop", "squash"] = setting("crop", "crop the centre, or squash the whole image to a square"),
+    activation: Literal["gelu", "quick_gelu"] = setting("gelu", "activation; OpenAI's weights need quick_gelu"),
     vision_heads: int | None = setting(None, "attention heads of the vision tower"),
     text_heads: int | None = setting(None, "attention heads of the text tower"),
 ) -> None:

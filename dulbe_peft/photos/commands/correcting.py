@@ -1,7 +1,8 @@
-"""What the commands that correct a learner have in common: what cannot follow is dropped, and the rest is written."""
+"""Drop the classifiers that a correction does not support, and write the corrected learner."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,34 +15,41 @@ if TYPE_CHECKING:
 
 
 def drop_classifiers(learner: ClassIncrementalLearner, check: Callable[[Classifier], None]) -> list[str]:
-    """Take out of a learner the classifiers for which a check raises an error; gives lines that say why."""
-    left: list[str] = []
-    said = []
+    """Remove the classifiers for which `check` raises an error from a learner; return lines with the reasons."""
+    kept: list[str] = []
+    lines = []
     for name, classifier in learner.classifiers.items():
         try:
             check(classifier)
-            left.append(name)
+            kept.append(name)
         except (ValueError, TypeError) as error:
-            said.append(f"dropped: {name}: {error}")
-    if not left:
-        raise ValueError("; ".join(line.removeprefix("dropped: ") for line in said))
-    if left[0] != learner.classifier.name:
-        said.append(f"{left[0]} answers in place of {learner.classifier.name}")
-    learner.keep_classifiers(left)
-    return said
+            lines.append(f"dropped: {name}: {error}")
+    if not kept:
+        raise ValueError("; ".join(line.removeprefix("dropped: ") for line in lines))
+    if kept[0] != learner.classifier.name:
+        lines.append(f"{kept[0]} now predicts instead of {learner.classifier.name}")
+    learner.keep_classifiers(kept)
+    return lines
 
 
 def write_corrected(
-    learner: ClassIncrementalLearner, output: str, said: Sequence[str], past: Sequence[FinishedTask] | None = None
+    learner: ClassIncrementalLearner, output: str, lines: Sequence[str], past: Sequence[FinishedTask] | None = None
 ) -> None:
-    """Say what was done, and commit a learner; of its tasks, or the `past` ones, only where images came from holds."""
+    """Print `lines`, and write the learner to `output` with the class names and sources of its finished tasks.
+
+    Their results are left out, because they no longer hold after the correction. `past` replaces the learner's tasks.
+    """
     from dulbe_peft.streams.progress import FinishedTask, known_tasks
 
-    print("\n".join(said))
+    print("\n".join(lines))
     past = known_tasks(learner) if past is None else past
     sources = [FinishedTask(class_names=list(n), source=t.source) for n, t in zip(learner.tasks, past, strict=True)]
     learner.run([], output, past=sources)
     print(f"written: {output}")
     if any(learner.state.known.tested.values()):
-        print("what was measured before holds no more: dulbe-peft evaluate tests it anew")
+        from dulbe_peft.photos.runs.sources import tests_of
+
+        source = next((task.source for task in reversed(past) if task.source), None)
+        command = shlex.join(["dulbe-peft", "evaluate", output, *tests_of(source)])
+        print(f"earlier results no longer hold; test the corrected learner: {command}")
     say_next("predict", output, "PHOTOS")

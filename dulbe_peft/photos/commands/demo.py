@@ -1,8 +1,8 @@
 """example:
   dulbe-peft demo
 
-Each month brings digits that are new, and no month is looked at again. Look at the report that it
-writes: it is what your own photographs get.
+Each month brings new digits, and no month is revisited. The demo writes a report like the one that
+you get for your own photographs.
 """
 
 from dulbe_peft.photos.commands.named import FOLDER, claim, say_next
@@ -12,8 +12,8 @@ from dulbe_peft.utils.settings import setting
 
 @command(kept="finished tasks are kept")
 def demo(
-    output: str = setting("dulbe-demo", "folder for learner, results and report"),
-    compare: bool = setting(False, "five tasks, with training and without, in one table: half a minute"),
+    output: str = setting("dulbe-demo", "folder for the learner, the results and the report"),
+    compare: bool = setting(False, "compare five tasks with and without training, in half a minute"),
     overwrite: bool = OVERWRITE,
 ) -> None:
     claim(("--output", output, FOLDER), overwrite=overwrite)

@@ -1,4 +1,4 @@
-"""What `run --dry-run` prints: tasks, layers, parameters, and the memory of statistics and classifiers."""
+"""Print what `run --dry-run` shows: tasks, layers, parameters, and the memory of statistics and classifiers."""
 
 from collections import Counter
 from typing import Any
@@ -8,16 +8,16 @@ from dulbe_peft.utils.terminal import counted, printable
 
 
 def describe(setup: Setup) -> None:
-    """Print what a run would do, and what it would keep; nothing is learned."""
+    """Print what a run would do and keep, without running it."""
     for number, task in enumerate(setup.tasks, 1):
-        tested = "none to test on" if task.test is None else f"{len(task.test)} to test on"
+        tests = "no test images" if task.test is None else counted(len(task.test), "test image")
         names = ", ".join(task.class_names[:5]) + (", ..." if len(task.class_names) > 5 else "")
-        classes, images = counted(len(task.class_names), "class"), counted(len(task.train), "image")
-        print(f"task {number}: {classes}, {images} to learn from, {tested}: {printable(names)}")
+        classes, images = counted(len(task.class_names), "class"), counted(len(task.train), "training image")
+        print(f"task {number}: {classes}, {images}, {tests}: {printable(names)}")
     if setup.learner.strategy.adapts:
         _describe_model(setup.learner.model, setup.learner.strategy)
     else:
-        print("nothing is trained, no layer is adapted")
+        print("nothing is trained, and no layer is adapted")
     if not setup.tasks:
         return
     total = sum(len(task.class_names) for task in setup.tasks)
@@ -26,11 +26,11 @@ def describe(setup: Setup) -> None:
 
 
 def _describe_model(model: Any, strategy: Any) -> None:
-    """One line for each kind of adapted layer, then parameters and, found by one image, what is kept of inputs."""
+    """Print a line per kind of adapted layer, the trainable parameters, and the memory of the input statistics."""
     from dulbe_peft.photos.cost import statistics_bytes, trainable_parameters
 
     config, layers = model.active_peft_config, model.dual_mode_layers()
-    # Raises where an image does not pass through a layer: better now than after the first task.
+    # This encodes an image, and raises an error if a layer is not used: better now than after the first task.
     statistics = statistics_bytes(model)
     kinds = Counter((n.rpartition(".")[2], layer.in_features, layer.out_features) for n, layer in layers.items())
     for (kind, width, height), count in kinds.items():

@@ -1,12 +1,13 @@
 """example:
   dulbe-peft env
 
-A bug report needs all of it. It says, too, where the feature store lies and how large it is.
+Please include all of this in a bug report. The last line gives the path and size of the feature store.
 """
 
 import platform
 
 from dulbe_peft.photos.commands.options import command
+from dulbe_peft.utils.terminal import counted
 
 
 @command()
@@ -20,9 +21,9 @@ def env() -> None:
         print(f"{name}: {version}")
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     print(f"platform: {platform.platform()}")
-    found = "none" if accelerator is None else accelerator.type
-    print(f"accelerator: {found}, CPU threads: {torch.get_num_threads()}")
+    kind = "none" if accelerator is None else accelerator.type
+    print(f"accelerator: {kind}, CPU threads: {torch.get_num_threads()}")
     store = FeatureStore(store_path())
     count, size = store.facts()
-    held = f"{count} features, {size / 1e6:.1f} MB" if count else "empty"
-    print(f"feature store: {store.path}, {held}")
+    content = f"{counted(count, 'feature')}, {size / 1e6:.1f} MB" if count else "empty"
+    print(f"feature store: {store.path}, {content}")

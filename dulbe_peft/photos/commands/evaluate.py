@@ -3,11 +3,11 @@
   dulbe-peft evaluate out --data photos --reject 0.05
   dulbe-peft evaluate out --data other-photos --zero-shot --scale 0.25 0.5 0.75
 
---zero-shot asks the model's own text classifier about the classes of the data that the learner has
-not learned, before and after it learned, and with a share of what it learned for each --scale.
+--zero-shot tests the model's text classifier on the classes that the learner has not learned: before
+and after learning, and with the learned change scaled by each --scale.
 
-The lines for people go to standard error. Where standard output is a file or a pipe, all figures
-go there as JSON: dulbe-peft evaluate out --data photos > figures.json
+The summary goes to standard error. If standard output is a file or a pipe, all figures are written
+to it as JSON: dulbe-peft evaluate out --data photos > figures.json
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ def evaluate(
     learner: str,
     load: Load,
     data: str = DATA,
-    split: str | None = setting(None, "split of the data (test, or the classes of a folder without splits)"),
+    split: str | None = setting(None, "split of the data (default: test, or all of a folder without splits)"),
     class_names: str | None = CLASS_NAMES,
     strict: bool = STRICT,
-    reject: Share | None = setting(None, 'measure "none of these" for these accepted false alarms'),
-    zero_shot: bool = setting(False, "measure what is still known of unlearned classes"),
-    scale: tuple[float, ...] = setting((), "for --zero-shot: shares of what was learned, 0 to 1"),
+    reject: Share | None = setting(None, 'measure "none of these", with this share of false alarms'),
+    zero_shot: bool = setting(False, "measure the zero-shot accuracy on classes that were not learned"),
+    scale: tuple[float, ...] = setting((), "for --zero-shot: factors of the learned change, 0 to 1"),
 ) -> None:
     if scale and not zero_shot:
-        raise ValueError("--scale is for --zero-shot: give both")
+        raise ValueError("--scale needs --zero-shot: give both")
     if zero_shot and reject is not None:
-        raise ValueError("--reject is of the learner's classifier, and --zero-shot of the text classifier: give one")
+        raise ValueError("--reject tests the learner's classifier, and --zero-shot the text classifier: give only one")
     from dulbe_peft.photos.runs.setup import look_by
     from dulbe_peft.photos.runs.sources import open_images
 
@@ -53,62 +53,62 @@ def evaluate(
     names = [name for name in images.class_names if name in set(loaded.class_names)]
     others = [name for name in images.class_names if name not in set(names)]
     known, unknown = images.select(names) if names else None, images.select(others) if others else None
-    found = None if known is None or zero_shot else loaded.evaluate_images(known)
+    evaluation = None if known is None or zero_shot else loaded.evaluate_images(known)
     if zero_shot and unknown is None:
-        raise ValueError(f"all classes in {data!r} have been learned: name images of other classes")
-    if not zero_shot and found is None and reject is None:
-        what = "--reject measures how many of their images it refuses"
-        raise ValueError(f"none of the classes in {data!r} has been learned by {learner!r}; {what}")
-    figures = {} if found is None else _accuracy(found, len(names), unknown)
+        raise ValueError(f"all classes in {data!r} have been learned: give images of other classes")
+    if not zero_shot and evaluation is None and reject is None:
+        advice = "--reject measures how many of their images are rejected"
+        raise ValueError(f"none of the classes in {data!r} has been learned by {learner!r}; {advice}")
+    figures = {} if evaluation is None else _accuracy(evaluation, len(names), unknown)
     if zero_shot and unknown is not None:
         figures = _zero_shot(loaded, known, unknown, scale)
     if reject is not None:
-        figures["rejection"] = _rejection(loaded, found, unknown, reject)
-    if not sys.stdout.isatty():  # somebody at a terminal has read the lines for people
+        figures["rejection"] = _rejection(loaded, evaluation, unknown, reject)
+    if not sys.stdout.isatty():  # a person at a terminal reads the summary instead
         print(json.dumps(figures, indent=2, ensure_ascii=False))
-    if found is not None:
-        how = {"format": "transformers", "classifier": loaded.classifier.name}
-        say_next("export", learner, f"{Path(learner).name}-export", **how, to=sys.stderr)
+    if evaluation is not None:
+        flags = {"format": "transformers", "classifier": loaded.classifier.name}
+        say_next("export", learner, f"{Path(learner).name}-export", **flags, to=sys.stderr)
 
 
-def _accuracy(found: Evaluation, classes: int, unknown: LabelledImages | None) -> dict[str, Any]:
-    """How right every classifier is about the classes that were learned; others are left out."""
+def _accuracy(evaluation: Evaluation, classes: int, unknown: LabelledImages | None) -> dict[str, Any]:
+    """Print and return the accuracy of every classifier on the learned classes; name the classes left out."""
     names, left_out = ([], 0) if unknown is None else (list(unknown.class_names), len(unknown))
-    print(f"{counted(len(found.truth), 'image')} of {counted(classes, 'class')}:", file=sys.stderr)
-    for name, predicted in (found.classifiers | found.baselines).items():
-        print(f"  {name:<12} {100 * found.accuracy(predicted):6.2f} % right", file=sys.stderr)
+    print(f"accuracy on {counted(len(evaluation.truth), 'image')} of {counted(classes, 'class')}:", file=sys.stderr)
+    for name, predicted in (evaluation.classifiers | evaluation.baselines).items():
+        print(f"  {name:<12} {100 * evaluation.accuracy(predicted):6.2f} %", file=sys.stderr)
     if names:
         listed = f"{', '.join(map(printable, names))} ({counted(left_out, 'image')})"
         print(f"left out, because they were not learned: {listed}", file=sys.stderr)
-    return found.figures() | {"num_classes": classes, "not_learned": {"classes": names, "num_images": left_out}}
+    return evaluation.figures() | {"num_classes": classes, "not_learned": {"classes": names, "num_images": left_out}}
 
 
 def _rejection(
-    learner: ClassIncrementalLearner, found: Evaluation | None, unknown: LabelledImages | None, reject: float
+    learner: ClassIncrementalLearner, evaluation: Evaluation | None, unknown: LabelledImages | None, reject: float
 ) -> dict[str, Any]:
-    """The shares of the images of known and of other classes that are "none of these"; None where there are none."""
-    refused = None if found is None else learner.classifier.refused(found.features, reject).double().mean().item()
+    """Print and return which share of the images of known and of other classes is "none of these"."""
+    refused = None
+    if evaluation is not None:
+        refused = learner.classifier.refused(evaluation.features, reject).double().mean().item()
     rows = learner.predictions(unknown, reject=reject) if unknown is not None else []
-    right = sum(not row.known for row in rows) / len(rows) if rows else None
-    shares = {"the images of known classes": refused, "those of other classes": right}
-    said = [f"{100 * share:.2f} % of {whose}" for whose, share in shares.items() if share is not None]
-    print(f"none of these: {', '.join(said)}", file=sys.stderr)
-    return {"asked_for": reject, "refused": refused, "found": right}
+    detected = sum(not row.known for row in rows) / len(rows) if rows else None
+    shares = {"the images of known classes": refused, "the images of other classes": detected}
+    parts = [f"{100 * share:.2f} % of {images}" for images, share in shares.items() if share is not None]
+    print(f"none of these: {', '.join(parts)}", file=sys.stderr)
+    return {"asked_for": reject, "refused": refused, "found": detected}
 
 
 def _zero_shot(
     learner: ClassIncrementalLearner, known: LabelledImages | None, unknown: LabelledImages, scales: tuple[float, ...]
 ) -> dict[str, Any]:
-    """What the text classifier says of the classes that were not learned, and of the learned ones beside them."""
+    """Print and return the text classifier's accuracy on classes that were not learned, and on learned ones if any."""
     from dulbe_peft.metrics.retention import zero_shot_retention
 
     learned = [] if known is None else [(known, known.class_names)]
-    found = zero_shot_retention(learner, unknown, scales=scales, learned=learned)
-    print(
-        f"{counted(len(unknown), 'image')} of {counted(len(unknown.class_names), 'class')} not learned:",
-        file=sys.stderr,
-    )
-    for row in found["scales"]:
-        beside = "" if row["learned"] is None else f", {100 * row['learned']:6.2f} % of the learned classes"
-        print(f"  scale {row['scale']:<5g} {100 * row['unlearned']:6.2f} % right{beside}", file=sys.stderr)
-    return found | {"not_learned": unknown.class_names, "learned": known.class_names if known else []}
+    retention = zero_shot_retention(learner, unknown, scales=scales, learned=learned)
+    images, classes = counted(len(unknown), "image"), counted(len(unknown.class_names), "class")
+    print(f"zero-shot accuracy on {images} of {classes} not learned:", file=sys.stderr)
+    for row in retention["scales"]:
+        beside = "" if row["learned"] is None else f", {100 * row['learned']:6.2f} % on the learned classes"
+        print(f"  scale {row['scale']:<5g} {100 * row['unlearned']:6.2f} %{beside}", file=sys.stderr)
+    return retention | {"not_learned": unknown.class_names, "learned": known.class_names if known else []}

@@ -1,12 +1,12 @@
 """example:
   dulbe-peft export out exported --format onnx
 
-lora:             stock LoRA, for a base model that is served anyway
-transformers:     an image classifier that pipeline("image-classification", FOLDER, trust_remote_code=True) reads
-onnx:             graphs of the encoder and of the classifier; first: pip install 'dulbe_peft[onnx]'
-transformers.js:  one graph that JavaScript loads; needs the same
+lora:             a standard LoRA adapter for the base model, if you serve that model anyway
+transformers:     an image classifier for pipeline("image-classification", FOLDER, trust_remote_code=True)
+onnx:             graphs of the encoder and of the classifier; needs pip install 'dulbe_peft[onnx]'
+transformers.js:  one graph for JavaScript; needs pip install 'dulbe_peft[onnx]'
 
-Each format holds the learner's classifier, and a README.md with the lines of code that use it.
+Each format contains the learner's classifier, and a README.md with the code to use it.
 """
 
 from dulbe_peft.photos.commands.named import FOLDER, claim, say_next
@@ -21,9 +21,11 @@ def export(
     learner: str,
     load: Load,
     output: str = setting(..., "folder for the export; only an earlier export is replaced", place=True),
-    kind: str = setting("lora", "what to write", flag="--format", choice=FORMATS),
-    compress_to: int | None = setting(None, "lora: best approximation of this rank; prints its error"),
-    precision: str = setting("float32", "of the encoder's weights in a graph", choice=PRECISIONS),
+    kind: str = setting("lora", "the format of the export", flag="--format", choice=FORMATS),
+    compress_to: int | None = setting(
+        None, "for lora: write the best approximation of this rank, and print its error"
+    ),
+    precision: str = setting("float32", "precision of the encoder's weights in a graph", choice=PRECISIONS),
     overwrite: bool = OVERWRITE,
 ) -> None:
     claim(("OUTPUT", output, FOLDER), reads=[learner], overwrite=overwrite)
@@ -36,10 +38,10 @@ def export(
     folder = export_learner(loaded, output, kind, None, compress_to, precision)
     if compress_to is not None:
         error = read_json(folder / COMPRESSION_FILE)["relative_error"]
-        print(f"relative error {error:.2e} over all layers; {COMPRESSION_FILE} has that of each")
+        print(f"relative error {error:.2e} over all layers; {COMPRESSION_FILE} has the error of each layer")
     if kind == "onnx":
         difference = read_json(folder / GRAPH_FACTS_FILE)["largest_difference"]
-        print(f"largest difference of a probability from PyTorch's, on random pixels: {difference:.1e}")
+        print(f"largest difference from PyTorch's probabilities, on random pixels: {difference:.1e}")
     print(f"written: {folder}")
     print(f"how to use it: {folder / 'README.md'}")
     say_next("serve", learner)

@@ -3,10 +3,10 @@
   dulbe-peft features --model openai/clip-vit-base-patch16 --data photos --output photos.parquet
   dulbe-peft run --model openai/clip-vit-base-patch16 --data photos.parquet --output out
 
-A model that stays as it is encodes an image once: run, learn, evaluate and others find the features
-in the store by the image's content. The table is for other programs, and a data set by itself. Its
-embeddings have length 1. A learner that trains has features of its own: they are written and not
-stored.
+A model that is not trained encodes each image only once: run, learn, evaluate and other commands find
+the features in the store by the image's content. The table of --output is for other programs, and
+commands accept it as --data. Its embeddings have length 1. The features of a learner that was trained
+are written to the table but not stored.
 """
 
 import sys
@@ -36,17 +36,19 @@ def features(
     learner: str | None,
     load: Load,
     data: str = DATA,
-    split: str | None = setting(None, "one split alone; '' for a folder of classes (all that run would use)"),
+    split: str | None = setting(None, "a single split; '' for a folder of classes (default: all that run would use)"),
     class_names: str | None = CLASS_NAMES,
     strict: bool = STRICT,
     output: File | None = setting(None, "write a table: content, path, split, label, embedding"),
     engine: Literal["local", "dask", "ray"] | None = setting(None, "encode in several processes, or with Dask or Ray"),
-    jobs: AtLeastOne | None = setting(None, "workers of --engine, at most one a core of this machine (so many)"),
-    address: str | None = setting(None, "of a running cluster of Dask or Ray; else workers start on this machine"),
+    jobs: AtLeastOne | None = setting(
+        None, "number of workers of --engine, at most one per core (default: all cores)"
+    ),
+    address: str | None = setting(None, "address of a running Dask or Ray cluster (default: start workers here)"),
     overwrite: bool = OVERWRITE,
 ) -> None:
     if engine is None and (jobs or address):
-        raise ValueError("--jobs and --address are of --engine: give all of them, or none")
+        raise ValueError("--jobs and --address need --engine: give --engine, or omit them")
     claim(("--output", output, ".parquet"), reads=[data, learner], overwrite=overwrite)
     from dulbe_peft.data.features import EncoderNote, write_features
     from dulbe_peft.data.images import LabelledImages
@@ -57,29 +59,29 @@ def features(
     loaded = load()
     store = loaded.encoder.store
     if loaded.encoder.adapted and (engine or output is None):
-        raise ValueError("a learner that trains has features of its own, which are not stored: --output writes them")
+        raise ValueError("the features of a trained learner are not stored: write them to a table with --output")
 
     def look(images: LabelledImages) -> Mapping[int, str]:
         if engine is not None and store is not None:
-            again = partial(load, num_workers=0, progress=False)
-            fill_store(store, images, loaded, again, engine, jobs, address)
+            load_in_worker = partial(load, num_workers=0, progress=False)
+            fill_store(store, images, loaded, load_in_worker, engine, jobs, address)
         return look_by(loaded)(images)
 
     if split is None:
-        named = {"train_split": "train", "test_split": "test"}
-        train, test = open_source({"data": data, "strict": strict, "class_names": class_names} | named, look=look)
+        splits = {"train_split": "train", "test_split": "test"}
+        train, test = open_source({"data": data, "strict": strict, "class_names": class_names} | splits, look=look)
         parts = {"train": train} | ({} if test is None else {"test": test})
     else:
         parts = {split or "train": open_images(data, split, class_names, strict, look)}
-    if any(images.features is not None for images in parts.values()):  # whose model is not known to be this one
-        raise ValueError(f"{data!r} is a table of features already: give the images")
+    if any(images.features is not None for images in parts.values()):  # maybe of another model
+        raise ValueError(f"{data!r} is already a table of features: give the images")
     count = sum(map(len, parts.values()))
     if output is not None:
         model, revision = loaded.state.base_name
         note = EncoderNote(model or type(loaded.clip).__name__, revision, loaded.encoder.facts)
         write_features(Path(output).resolve(), parts, lambda part: loaded.image_embeds(part).cpu().numpy(), note)
     where = "" if store is None or loaded.encoder.adapted else f"; the store is {store.path}"
-    print(f"{counted(count, 'image')}, {loaded.encoder.embed_dim} numbers each{where}", file=sys.stderr)
+    print(f"{counted(count, 'image')} with {loaded.encoder.embed_dim} features each{where}", file=sys.stderr)
     if loaded.encoder.adapted:
         say_next("evaluate", learner, data=data, to=sys.stderr)
     else:

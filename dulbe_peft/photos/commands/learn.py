@@ -1,11 +1,12 @@
 """example:
   dulbe-peft learn june --data july-photos --output july
 
-june is a saved learner or a run's folder, and stays as it is. july becomes a run's folder: it has
-the results of june's tasks too. Classes of july-photos that june does not know become a new task.
-Images of classes that it knows are taken in without training. Images that june has learned are
-left out, wherever they lie now; a file into which a program wrote a tag since is another one, which
-is said. The same command goes on where it was stopped.
+june is a saved learner or the folder of a run, and is not changed. july becomes the folder of a run,
+which includes the results of june's tasks. Classes of july-photos that june does not know become a
+new task. Images of known classes are added without training. Images that june has learned are left
+out, even if they were moved. If nothing is trained and the feature store is used, a file into which a
+program has written a keyword since is left out as well. Repeating the command continues after an
+interruption.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from dulbe_peft.streams.progress import Row
     from dulbe_peft.streams.tasks import Task
 
-AT_ONCE = 4096  # features in memory
+AT_ONCE = 4096  # how many features are read from the store at once
 
 
 @command(kept="finished tasks are kept", settings=settings_of(StreamArguments, sources.DATA_FIELDS[1:]))
@@ -37,10 +38,10 @@ def learn(
     load: Load,
     data: str | None = setting(None, "images, as for run"),
     labels: str | None = LABELS,
-    output: Folder = setting(..., "folder of the new run; never that of LEARNER"),
-    increment: AtLeastOne | None = setting(None, "new classes per task; none: all at once"),
-    no_update: bool = setting(False, "leave out images of classes that are known"),
-    again: bool = setting(False, "count images that were learned already once more"),
+    output: Folder = setting(..., "folder of the new run, different from LEARNER"),
+    increment: AtLeastOne | None = setting(None, "new classes per task (default: all in one task)"),
+    no_update: bool = setting(False, "leave out images of known classes"),
+    again: bool = setting(False, "learn images again that were learned before"),
     overwrite: bool = OVERWRITE,
     **flags: Any,
 ) -> None:
@@ -58,8 +59,10 @@ def learn(
 
     notes: list[str] = []
     train, test = sources.open_source(source, notes=notes, look=look_by(loaded), known=loaded.class_names)
-    sources.say_leaks(train, test, loaded.state.known)
-    fresh = train if again else sources.new_images(train, loaded.state.known, " (--again)")
+    sources.report_leaks(train, test, loaded.state.known)
+    fresh = train
+    if not again:
+        fresh = _without_same_pixels(sources.new_images(train, loaded.state.known, " (--again)"), loaded)
     if not len(fresh):
         raise ValueError(f"{data!r} has nothing to learn: {learner!r} has learned all of its images")
     learned, gone = set(loaded.class_names), set(train.labels.tolist()) - set(fresh.labels.tolist())
@@ -68,12 +71,11 @@ def learn(
     if no_update and not new:
         raise ValueError(f"{data!r} has nothing to learn: its classes, {list(train.class_names)[:5]} ..., are known")
     if new:
-        check_class_names(new, loaded.class_names)  # another spelling of a known one
-    _say_same_pixels(fresh, loaded)
+        check_class_names(new, loaded.class_names)  # raises if a name is another spelling of a known one
     renamed = renamed_classes(loaded.state.updates)
     for name in set(new) & set(renamed):
-        now = f"{learner!r} called one so that is {renamed[name]!r} by now"
-        print_once(f"{name!r} is learned as a new class; {now}")
+        earlier = f"the class that {learner!r} once called {name!r} is now {renamed[name]!r}"
+        print_once(f"{name!r} is learned as a new class; {earlier}")
     tasks = _tasks(fresh, test, new, increment) if new else []
     past = known_tasks(loaded)
     tests = sources.reopen_tests(past, loaded.state.known, renamed)
@@ -84,35 +86,51 @@ def learn(
     before = past[-1].row if past else None
     results = loaded.run(tasks, output, past=past, known_tests=tests, source=source)
     if before is not None and not new:
-        _say_gain(before, results)
+        _report_gain(before, results)
     close_run(loaded, output, results, [*tests, *(task.test for task in tasks)], [train], notes)
 
 
-def _say_same_pixels(images: LabelledImages, learner: ClassIncrementalLearner) -> None:
-    """Print how many images have a feature that the store has of a learned one, as other files of its pixels have."""
+def _without_same_pixels(images: LabelledImages, learner: ClassIncrementalLearner) -> LabelledImages:
+    """Return the images without those that have the same pixels as a learned image of the same class.
+
+    A program that writes a keyword into a file changes its bytes but not its pixels, so its features equal those in
+    the store. The images left out are printed, and so are images that were learned with another class.
+    """
     encoder, store = learner.encoder, learner.encoder.store
     if encoder.adapted or store is None or images.features is not None:
-        return
-    of, features = learner.state.known.class_of(), learner.image_embeds(images).cpu().numpy()
-    fresh = [row for row, content in enumerate(images.contents()) if content not in of]  # all of them but for --again
-    own = {features[row].tobytes(): row for row in fresh}
-    learned, rows = list(of), set[int]()
+        return images
+    class_of, rows_of = learner.state.known.class_of(), dict[bytes, list[int]]()
+    for row, feature in enumerate(learner.image_embeds(images).cpu().numpy()):
+        rows_of.setdefault(feature.tobytes(), []).append(row)
+    learned, same, other = list(class_of), set[int](), dict[int, str]()
     for start in range(0, len(learned), AT_ONCE):
-        found = store.get(encoder.key, learned[start : start + AT_ONCE]).values()
-        rows |= {own[feature.tobytes()] for feature in found if feature.tobytes() in own}
-    if rows:
-        what = "with the pixels of a learned one, in another file: learned again"
-        print_once(f"{counted(len(rows), 'image')} {what}, such as {images.item_name(min(rows))}")
+        for content, feature in store.get(encoder.key, learned[start : start + AT_ONCE]).items():
+            for row in rows_of.get(feature.tobytes(), ()):
+                if images.class_names[images.labels[row]] == class_of[content]:
+                    same.add(row)
+                else:
+                    other[row] = class_of[content]
+    what = "with the pixels of a learned image in another file"
+    if same:
+        example = images.item_name(min(same))
+        print_once(
+            f"left out, because they would count twice: {counted(len(same), 'image')} {what}, such as {example}"
+            " (--again)"
+        )
+    if moved := other.keys() - same:
+        name = f"{images.item_name(min(moved))}, learned as {other[min(moved)]!r} before"
+        print_once(f"{counted(len(moved), 'image')} {what} and of another class: both count, such as {name}")
+    return images.at([row for row in range(len(images)) if row not in same])
 
 
-def _say_gain(before: Row, results: dict[str, Any]) -> None:
-    """Print what further images of known classes changed, where the tests are of the same tasks as before."""
+def _report_gain(before: Row, results: dict[str, Any]) -> None:
+    """Print how further images of known classes changed the accuracy, if the same tasks were tested before."""
     from dulbe_peft.metrics.accuracy import percent
 
     rows = []
     for name, score in before.classifiers.items():
         now = results.get("classifiers", {}).get(name)
-        if now is None or [one is None for one in score.by_task] != [one is None for one in now["matrix"][-1]]:
+        if now is None or [a is None for a in score.by_task] != [a is None for a in now["matrix"][-1]]:
             return
         rows.append(f"{name} {percent(score.accuracy, 2)} % before, {percent(now['last_accuracy'], 2)} % after")
     if rows:
@@ -120,7 +138,7 @@ def _say_gain(before: Row, results: dict[str, Any]) -> None:
 
 
 def _update(learner: ClassIncrementalLearner, images: LabelledImages) -> None:
-    """Take in the images of known classes, if there are any, and say of which and how many."""
+    """Update known classes with further images, if there are any, and print how many each class gets."""
     from dulbe_peft.photos.data.inventory import count_images
 
     if not len(images):
@@ -129,7 +147,7 @@ def _update(learner: ClassIncrementalLearner, images: LabelledImages) -> None:
         for classifier in learner.classifiers.values():
             classifier.check_update()
     except ValueError as error:
-        raise ValueError(f"{error}; --no-update leaves the images of known classes out") from error
+        raise ValueError(f"{error}; --no-update leaves out the images of known classes") from error
     listed = ", ".join(f"{name} ({n})" for name, n in count_images({"": images})[""].items() if n)
     print_once(f"known classes get {counted(len(images), 'further image')}, without training: {listed}")
     learner.update_classes(images)
@@ -141,5 +159,5 @@ def _tasks(train: LabelledImages, test: LabelledImages | None, new: list[str], i
     held_out = test.select(new) if test else None
     if test and held_out is not None and len(held_out) < len(test):
         left_out = len(test) - len(held_out)
-        print_once(f"test images of known classes are not used: {left_out}; evaluate tests on them")
+        print_once(f"test images of known classes are not used: {left_out}; `evaluate` can test on them")
     return class_incremental_tasks(train.select(new), held_out or None, increment=min(increment or len(new), len(new)))

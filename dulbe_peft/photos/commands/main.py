@@ -1,4 +1,4 @@
-"""The command line, `dulbe-peft` or `python -m dulbe_peft`. A command's file is imported when it is called."""
+"""Define the command line, `dulbe-peft` or `python -m dulbe_peft`, and import a command's file when it is called."""
 
 import errno
 import io
@@ -19,44 +19,48 @@ from wrapt import register_post_import_hook
 from dulbe_peft.utils.extras import explained
 from dulbe_peft.utils.terminal import printable_lines
 
-# What stands in the help, group by group; a command's file has its name with underscores.
+# Title of a group in the help -> command -> line of help. A command's file has its name, with underscores.
 GROUPS = {
-    "From photographs to answers": {
-        "check": "look through a folder of images: counts, duplicates, files that cannot be read",
-        "suggest": "which photographs to label next",
+    "From photographs to predictions": {
+        "check": "check a folder of images: counts, duplicates, unreadable files",
+        "suggest": "suggest which photographs to label next",
         "run": "learn a folder of images, or a class-incremental stream of them",
         "report": "write a page about runs",
-        "learn": "give a finished learner new classes, and more images of known ones",
-        "predict": "name the classes of images",
+        "learn": "teach a saved learner new classes, or more images of known ones",
+        "predict": "predict the classes of images",
         "serve": "open a page in the browser to try a learner",
     },
-    "More of the same": {
+    "More commands for learners": {
         "demo": "learn three months of handwritten digits, offline, and report on them",
         "evaluate": "test a saved learner on images",
-        "forget": "take classes or single photographs out of a learner",
-        "rename": "give a class another name, or join it with another class",
-        "merge": "make one learner of two",
+        "forget": "remove classes or single photographs from a learner",
+        "rename": "rename a class, or merge it into another class",
+        "merge": "merge two learners into one",
         "features": "encode images once, and write their features to a file",
-        "export": "write a learner in a form that works without this package",
+        "export": "export a learner to a format that works without this package",
     },
-    "Methods and models": {
-        "convert-openclip": "bring an OpenCLIP checkpoint into the layout of transformers",
+    "Models and versions": {
+        "convert-openclip": "convert an OpenCLIP checkpoint to the layout of transformers",
         "env": "print versions and the accelerator, for a bug report",
     },
 }
 
 
 class Commands(click.Group):
-    """All commands of a program; the file of a command is imported when it is called.
+    """The commands of a program; the file of a command is imported when it is called.
 
-    `package` has the files, and `groups` has title -> name -> line of help.
+    Args:
+        program: name of the program.
+        package: package that contains the files of the commands.
+        groups: title -> name of the command -> line of help.
+        settings: further arguments of click's group.
     """
 
     def __init__(self, program: str, package: str, groups: Mapping[str, Mapping[str, str]], **settings: Any) -> None:
         self.program, self.package, self.groups = program, package, groups
         self.lines = {name: line for group in groups.values() for name, line in group.items()}
         super().__init__(
-            commands=dict(self.lines),  # type: ignore[arg-type] # what click compares a mistyped name with
+            commands=dict(self.lines),  # type: ignore[arg-type] # click compares a mistyped name with the keys
             epilog=f"`{program} COMMAND --help` shows a command's flags and an example.",
             subcommand_metavar="COMMAND [ARGS]...",
             no_args_is_help=False,
@@ -68,9 +72,9 @@ class Commands(click.Group):
         if cmd_name not in self.lines:
             return None
         name = cmd_name.replace("-", "_")
-        made: click.Command = getattr(import_module(f"{self.package}.{name}"), name)
-        made.name, made.help = cmd_name, self.lines[cmd_name].capitalize() + "."
-        return made
+        command: click.Command = getattr(import_module(f"{self.package}.{name}"), name)
+        command.name, command.help = cmd_name, self.lines[cmd_name].capitalize() + "."
+        return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, group in self.groups.items():
@@ -88,52 +92,53 @@ click.version_option(import_module("dulbe_peft").__version__, message="dulbe_pef
 
 
 def main(argv: list[str] | None = None, commands: Commands = commands) -> int:
-    """Run a command; returns the exit status, 2 for an error of the user's, 128 and its number for a signal."""
+    """Run a command and return the exit status: 2 after a user error, 128 + its number after a signal."""
     argv = sys.argv[1:] if argv is None else argv
-    if sys.stderr is None:  # somebody closed it; the next file that is opened must not take its place
+    if sys.stderr is None:  # it was closed; the next file that is opened must not become standard error
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if sys.stdout is None:
-        _complain(f"{commands.program}: standard output is closed: send it to a file, or to /dev/null")
+        _print_error(f"{commands.program}: standard output is closed: send it to a file or to /dev/null")
         return 2
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # file names need not be UTF-8
-    # A bar for each model that is loaded says nothing to a person.
+    # The progress bars of loading models are of no use to a person.
     register_post_import_hook(
         lambda _: import_module("transformers.utils.logging").disable_progress_bar(), "transformers"
     )
-    if commands.program == "dulbe-peft" and (asked := os.environ.get("_DULBE_PEFT_COMPLETE")):
-        return shell_complete(commands, {}, "dulbe-peft", "_DULBE_PEFT_COMPLETE", asked)
+    if commands.program == "dulbe-peft" and (instruction := os.environ.get("_DULBE_PEFT_COMPLETE")):
+        return shell_complete(commands, {}, "dulbe-peft", "_DULBE_PEFT_COMPLETE", instruction)
     terminated: list[int] = []
     ctx = None
     try:
         with _terminable(terminated), commands.make_context(commands.program, list(argv), obj=argv) as ctx:
             status = int(commands.invoke(ctx) or 0)
-            sys.stdout.flush()  # here, where a reader that has gone away can be noticed
+            sys.stdout.flush()  # here, so that a closed pipe is noticed below
             return status
-    except click.exceptions.Exit as end:  # of --help
+    except click.exceptions.Exit as end:  # raised by --help
         return end.exit_code
-    except BrokenPipeError:  # the reader has seen enough, as `head` does
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is still to be written goes nowhere
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - discards the rest of the output
         return 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
     except BaseException as error:
-        if terminated or isinstance(error, KeyboardInterrupt):  # or what a process raised that the signal ended, too
+        # A signal may also show up as the error of a worker process that it ended.
+        if terminated or isinstance(error, KeyboardInterrupt):
             return _stopped(commands, ctx, signal.SIGTERM if terminated else signal.SIGINT)
-        said = _said_of(error, commands.program)
-        if said is None:
+        message = _user_error(error, commands.program)
+        if message is None:
             raise
-        _complain(said)
+        _print_error(message)
         return 2
 
 
-def _said_of(error: BaseException, program: str) -> str | None:
-    """One line about an error of the user's; None for another one."""
+def _user_error(error: BaseException, program: str) -> str | None:
+    """Return a one-line message for an error that the user can correct, or None for other errors."""
     if isinstance(error, click.UsageError):
         path = error.ctx.command_path if error.ctx else program
-        return f"{path}: {error.format_message()}  {path} --help lists what there is."
+        return f"{path}: {error.format_message()}  See {path} --help."
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO) and error.filename is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is still to be written goes nowhere
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - discards the rest of the output
         return f"{program}: standard output cannot be written to: {error.strerror}"
-    # torch's own errors of this kind are RuntimeErrors.
+    # torch raises RuntimeErrors when memory runs out.
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in str(error)):
         return f"{program}: there is too little memory, lower --batch-size or --pixel-cache-mb: {error}"
     from dulbe_peft.utils.folders import CheckpointError
@@ -143,16 +148,16 @@ def _said_of(error: BaseException, program: str) -> str | None:
     return None
 
 
-def _complain(text: str) -> None:
+def _print_error(text: str) -> None:
     try:
         print(printable_lines(text), file=sys.stderr, flush=True)
-    except OSError:  # nobody can be told: the exit status says it, and Python's own last write must not change it
+    except OSError:  # only the exit status is left to report the error; flushing at exit must not change it
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 @contextmanager
 def _terminable(received: list[int]) -> Iterator[None]:
-    """Make SIGTERM an exception, as SIGINT is one, and note it in `received`."""
+    """Raise an exception on SIGTERM, as Python does on SIGINT, and append the signal's number to `received`."""
 
     def stop(number: int, _: object) -> None:
         received.append(number)
@@ -169,12 +174,12 @@ def _terminable(received: list[int]) -> Iterator[None]:
 
 
 def _stopped(commands: Commands, ctx: click.Context | None, number: signal.Signals) -> int:
-    """Say how to go on with a command that was stopped; returns the exit status."""
-    _complain(f"{commands.program}: stopped by {number.name}")
+    """Print how to continue a command that was stopped, and return the exit status."""
+    _print_error(f"{commands.program}: stopped by {number.name}")
     name = ctx and ctx.invoked_subcommand
     if ctx and name and (kept := getattr(commands.get_command(ctx, name), "kept", "")):
-        given = [word for word in ctx.obj if word != "--overwrite"]  # which would put aside what is kept
+        given = [word for word in ctx.obj if word != "--overwrite"]  # it would move the finished work out of the way
         module = "dulbe_peft" if commands.program == "dulbe-peft" else "research"
         command = [sys.executable, "-m", module, *given]
-        _complain(f"{kept}; to go on:\n{shlex.join(command)}")
+        _print_error(f"{kept}; to continue:\n{shlex.join(command)}")
     return 128 + number

@@ -1,9 +1,9 @@
 """example:
   dulbe-peft merge berlin paris --output both
 
-Both stay as they are. Photographs of classes that both know count as further ones. Classifiers that
-only one of them has, or that keep no sums, are dropped, and named. Where both have learned the same
-photograph, nothing is merged.
+Neither learner is changed. If both know a class, their photographs of it are combined. Classifiers that
+only one learner has, or that keep no sums, are dropped and listed. Learners that have learned the same
+photograph cannot be merged.
 """
 
 from itertools import chain
@@ -22,31 +22,32 @@ def merge(
     learner: str,
     load: Load,
     other: str = setting(..., "another learner of the same model", place=True),
-    output: Folder = setting(..., "folder for the learner that knows what both know"),
+    output: Folder = setting(..., "folder for the merged learner"),
     overwrite: bool = OVERWRITE,
 ) -> None:
     check_given(other)
     claim(("--output", output, FOLDER), apart=[learner, other], overwrite=overwrite)
-    one, two = load(), load(learner=other)
+    first, second = load(), load(learner=other)
     from dulbe_peft.classifiers.checks import check_alike
     from dulbe_peft.streams.progress import known_tasks
 
-    def check(mine: Any) -> None:
-        if mine.name not in two.classifiers:
-            raise ValueError(f"{learner} alone has it")
-        mine.check_merges()
-        check_alike(mine, two.classifiers[mine.name])
+    def check(classifier: Any) -> None:
+        if classifier.name not in second.classifiers:
+            raise ValueError(f"only {learner} has it")
+        classifier.check_merges()
+        check_alike(classifier, second.classifiers[classifier.name])
 
-    alone, before = two.classifiers.keys() - one.classifiers.keys(), set(one.class_names)
-    said = drop_classifiers(one, check) + [f"dropped: {name}: {other} alone has it" for name in sorted(alone)]
-    two.keep_classifiers(one.classifiers)
-    past = known_tasks(one) + [task for task in known_tasks(two) if set(task.class_names) - before]
-    leaks = 0  # images that one was tested on, and the other has learned
-    for mine, theirs in ((one.state.known, two.state.known), (two.state.known, one.state.known)):
-        leaks += len({*chain.from_iterable(mine.tested.values())} & theirs.class_of().keys())
-    one.merge(two)
+    only_second, before = second.classifiers.keys() - first.classifiers.keys(), set(first.class_names)
+    lines = drop_classifiers(first, check) + [f"dropped: {name}: only {other} has it" for name in sorted(only_second)]
+    second.keep_classifiers(first.classifiers)
+    past = known_tasks(first) + [task for task in known_tasks(second) if set(task.class_names) - before]
+    leaks = 0  # images that one learner was tested on and the other has learned
+    for a, b in ((first.state.known, second.state.known), (second.state.known, first.state.known)):
+        leaks += len({*chain.from_iterable(a.tested.values())} & b.class_of().keys())
+    first.merge(second)
     if leaks:
-        which = "that tests one of them was" if leaks == 1 else "that test one of them were"
-        said.append(f"{counted(leaks, 'image')} {which} learned by the other: later tests say too much")
-    said.append(f"{len(one.class_names)} classes, of which {other} brought {len(one.class_names) - len(before)}")
-    write_corrected(one, output, said, past)
+        images, verb = counted(leaks, "test image"), "was" if leaks == 1 else "were"
+        lines.append(f"{images} of one learner {verb} learned by the other: the accuracy on them is too optimistic")
+    added = len(first.class_names) - len(before)
+    lines.append(f"{counted(len(first.class_names), 'class')}, of which {other} added {added}")
+    write_corrected(first, output, lines, past)

@@ -1,4 +1,4 @@
-"""What a person names for a command, looked at before anything that takes time is imported; and what comes next."""
+"""Check the inputs and outputs that a command is given, before slow imports, and print the command to run next."""
 
 import os
 import re
@@ -13,13 +13,13 @@ from typing import IO, Any
 from dulbe_peft.utils.files import is_standard_output, is_stream, read_json, step_aside
 from dulbe_peft.utils.terminal import printable
 
-FOLDER = "folder"  # the kind of an output that is no file
+FOLDER = "folder"  # the kind of an output that is not a file
 
 
 def check_given(
     learner: str | None = None, model: str | None = None, data: str | None = None, **files: str | None
 ) -> None:
-    """Raise where a learner, a model, data or a file is not there; `files` are called by their flags."""
+    """Raise an error if a learner, a model, data or a file does not exist; `files` maps a flag's name to its file."""
     if learner is not None:
         from dulbe_peft.checkpoints.locating import check_there
 
@@ -34,15 +34,15 @@ def check_given(
         check_data(data)
     for name, file in files.items():
         if file and not Path(file).is_file():
-            raise FileNotFoundError(f"--{name.replace('_', '-')} {file!r} is no file")
+            raise FileNotFoundError(f"--{name.replace('_', '-')} {file!r} is not a file")
 
 
 def check_images(paths: Sequence[str]) -> None:
-    """Raise where not one of some images and folders of images is there."""
+    """Raise a FileNotFoundError if none of the images and folders of images exists."""
     from dulbe_peft.data.folders import holds_image
 
     for path in paths:
-        with suppress(OSError):  # what cannot be read is said of it later
+        with suppress(OSError):  # an unreadable folder is reported later
             if holds_image(Path(path)) if os.path.isdir(path) else os.path.lexists(path):
                 return
     why = "holds no image" if os.path.isdir(paths[0]) else "does not exist"
@@ -50,7 +50,7 @@ def check_images(paths: Sequence[str]) -> None:
 
 
 def noted(learner: str) -> dict[str, Any]:
-    """What a learner that lies here says of itself; nothing where it is damaged, which loading it says."""
+    """Return the description in a local learner's folder, or {} if it is damaged; loading reports the damage."""
     from dulbe_peft.checkpoints.layout import LEARNER_FILE, task_folders
 
     with suppress(OSError, ValueError, TypeError, IndexError):
@@ -61,7 +61,7 @@ def noted(learner: str) -> dict[str, Any]:
 
 
 def noted_classes(learner: str) -> list[str]:
-    """The classes of a learner that lies here."""
+    """Return the classes that a local learner's folder lists."""
     return [name for task in noted(learner).get("tasks", []) for name in task]
 
 
@@ -71,84 +71,91 @@ def claim(
     apart: Sequence[str | None] = (),
     overwrite: bool = False,
 ) -> None:
-    """Refuse outputs that cannot be written or were most likely named by mistake, before any work is done.
+    """Refuse outputs that cannot be written or were probably given by mistake, before any work is done.
 
-    An output is its flag, its path or None, and its kind: a file's suffix, or `FOLDER`. None may be a file that the
-    command `reads`, or lie in what it reads and shall stay `apart`. With `overwrite` what is in the way steps aside.
+    Args:
+        outputs: for each output, its flag, its path or None, and its kind: the suffix of a file, or `FOLDER`.
+        reads: paths that the command reads, which cannot be outputs.
+        apart: paths that the command reads and whose folders must not contain an output.
+        overwrite: whether existing files and folders at the outputs' paths are renamed to NAME.old.
     """
+    from dulbe_peft.utils.folders import put_back
+
     read, flags = {Path(path).resolve() for path in (*reads, *apart) if path}, dict[Path, str]()
     for flag, path, kind in outputs:
         if path is None:
             continue
-        place = Path(path).resolve()
-        if not path or (kind != FOLDER and place.is_dir()):
+        target = Path(path).resolve()
+        if not path or (kind != FOLDER and target.is_dir()):
             raise ValueError(f"{flag} is {path!r}, expected the path of a {kind}{'' if kind == FOLDER else ' file'}")
-        if place in flags:
-            raise ValueError(f"{flags[place]} and {flag} both name {path}: give each a file of its own")
-        flags[place] = flag
+        if target in flags:
+            raise ValueError(f"{flags[target]} and {flag} are both {path}: give them different paths")
+        flags[target] = flag
         if is_stream(path):
             continue
-        for own in filter(None, apart):
-            if _lies_in(place, Path(own)):
-                raise ValueError(f"{flag} {path!r} lies in {own!r}, which is never changed: name another folder")
-        if kind != FOLDER:
-            _check_file(flag, path, place, read)
-        existing = next(parent for parent in (place, *place.parents) if parent.exists())
+        for source in filter(None, apart):
+            if _lies_in(target, Path(source)):
+                raise ValueError(f"{flag} {path!r} lies in {source!r}, which is never changed: choose another folder")
+        if kind == FOLDER:
+            put_back(target)
+        else:
+            _check_file(flag, path, target, read)
+        existing = next(parent for parent in (target, *target.parents) if parent.exists())
         if not os.access(existing, os.W_OK):
             raise PermissionError(f"{existing} cannot be written to: choose another {flag}")
-        if kind == FOLDER or (place.is_file() and place.suffix.lower() != kind):
+        if kind == FOLDER or (target.is_file() and target.suffix.lower() != kind):
             if overwrite:
                 _step_aside(path, read)
             elif kind != FOLDER:
-                raise FileExistsError(f"{path} exists and is no {kind} file: choose another name, or --overwrite")
+                raise FileExistsError(f"{path} exists and is not a {kind} file: choose another name, or --overwrite")
 
 
-def _lies_in(place: Path, folder: Path) -> bool:
-    """Whether a path is a folder, or lies in it; the folder of a run's task stands for the run."""
+def _lies_in(target: Path, folder: Path) -> bool:
+    """Return whether a path is `folder` or inside it; if `folder` belongs to a task, the run's folder is meant."""
     from dulbe_peft.checkpoints.layout import TASK_FOLDER
 
     folder = folder.resolve()
-    if re.fullmatch(TASK_FOLDER, folder.name):  # not a copy of a task under another name
+    if re.fullmatch(TASK_FOLDER, folder.name):  # a task's folder that was copied and renamed stands for itself
         folder = folder.parent
-    return folder.is_dir() and folder in (place, *place.parents)
+    return folder.is_dir() and folder in (target, *target.parents)
 
 
-def _check_file(flag: str, path: str, place: Path, read: set[Path]) -> None:
-    """Raise where a path can never be that of an answer."""
+def _check_file(flag: str, path: str, target: Path, read: set[Path]) -> None:
+    """Raise an error if a path cannot be an output file."""
     from dulbe_peft.checkpoints import layout
     from dulbe_peft.utils.folders import MANIFEST, check_outside_saved
 
-    if place in read:
+    if target in read:
         raise ValueError(f"{flag} {path} is a file that the command reads: choose another name")
-    if not place.parent.is_dir():
-        raise FileNotFoundError(f"{path} cannot be written: the folder {place.parent} does not exist")
-    check_outside_saved(place.parent, f"write {path}")
-    kept = {layout.LEARNER_FILE, MANIFEST, layout.PROGRESS_FILE, layout.RESULTS_FILE, layout.TIMINGS_FILE}
-    kept |= {"sources.json", "cell.json", "comparison.json", "config.json"}
-    of_a_run = place.name == "predictions.csv" and (place.parent / layout.RESULTS_FILE).is_file()
-    if place.name in kept or of_a_run:
-        raise FileExistsError(f"{path} is where a run or a model keeps its own file: choose another name")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: the folder {target.parent} does not exist")
+    check_outside_saved(target.parent, f"write {path}")
+    reserved = {layout.LEARNER_FILE, MANIFEST, layout.PROGRESS_FILE, layout.RESULTS_FILE, layout.TIMINGS_FILE}
+    reserved |= {"sources.json", "cell.json", "comparison.json", "config.json"}
+    of_a_run = target.name == "predictions.csv" and (target.parent / layout.RESULTS_FILE).is_file()
+    if target.name in reserved or of_a_run:
+        raise FileExistsError(f"{path} is a file that a run or a model needs: choose another name")
 
 
 def _step_aside(path: str, read: set[Path]) -> None:
-    """Give what stands at a path the name NAME.old, so that nothing is lost."""
-    place = Path(path)
-    if not os.path.lexists(place):
+    """Rename an existing file or folder at a path to NAME.old, so that nothing is lost."""
+    target = Path(path)
+    if not os.path.lexists(target):
         return
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ValueError(f"--overwrite is for a single process: move {path} away before the launch")
+        raise ValueError(f"--overwrite works only with a single process: move {path} away before the launch")
     for other in (Path.cwd(), *read):
-        if place.resolve() in (other, *other.parents):
-            raise ValueError(f"--overwrite would move {path}, in which the command works: choose another name")
-    step_aside(place)
+        if target.resolve() in (other, *other.parents):
+            raise ValueError(f"--overwrite would move {path}, which the command uses: choose another name")
+    step_aside(target)
 
 
 def words_of(*outputs: str | None) -> IO[str]:
-    """Where a command speaks to people: standard error where standard output is one of its outputs."""
+    """Return the stream for messages: standard error if standard output is one of the command's outputs."""
     return sys.stderr if any(path and is_standard_output(path) for path in outputs) else sys.stdout
 
 
 def say_next(*words: Any, to: IO[str] | None = None, **flags: Any) -> None:
-    """Print the command that one would most likely type now, with those flags that are not None."""
+    """Print the command that the user will probably want to run next, with the flags that are not None."""
     given = [(f"--{name.replace('_', '-')}", value) for name, value in flags.items() if value is not None]
     print(f"next: dulbe-peft {shlex.join(map(str, chain(words, *given)))}", file=to or sys.stdout)

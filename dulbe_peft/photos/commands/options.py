@@ -1,4 +1,4 @@
-"""What commands have in common: flags made of dataclass fields, the two lengths of help, and a learner."""
+"""Build commands: make flags from settings, show short and long help, and load the learner."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.learner import ClassIncrementalLearner
 
 _MACHINE = ("device", "num_workers", "eval_batch_size", "progress")
-_ENCODING = ("precision", "backend", "force")  # of commands that encode images
+_ENCODING = ("precision", "backend", "force")  # settings of commands that encode images
 Decorator = Callable[[Any], Any]
 
-# Texts and numbers with the words that the help has for them.
+# Types with the words that the help shows for their values.
 File = Annotated[str, "FILE"]
 Page = Annotated[str, "FILE.html"]
 Folder = Annotated[str, "FOLDER"]
 Share = Annotated[float, "SHARE"]
-# What several commands have.
+# Settings of several commands.
 DATA = setting(..., "images: a folder of classes or of parquet files, or hf:NAME")
 CLASS_NAMES = setting(None, "text file with the names of the classes, as for run", metavar="FILE")
-STRICT = setting(False, "stop where an image cannot be read; else such images are left out")
+STRICT = setting(False, "stop at unreadable images instead of skipping them")
 LABELS = setting(
-    None, "in place of --data: a table with path,label[,split], or exiftool's SourceFile,Subject", metavar="FILE.csv"
+    None, "instead of --data: a table with path,label[,split], or exiftool's SourceFile,Subject", metavar="FILE.csv"
 )
-NO_STORE = setting(False, "keep no features of images, and find none that were kept")
-OVERWRITE = setting(False, "begin anew where something else stands, which becomes NAME.old")
+NO_STORE = setting(False, "do not store features of images, nor reuse stored ones")
+OVERWRITE = setting(False, "start again; rename an existing output to NAME.old")
 
 
 class Load(Protocol):
-    """What makes the learner that a command was given; keywords change how."""
+    """A function that loads the learner given to a command; keywords override arguments of `load_learner`."""
 
     def __call__(self, **changes: Any) -> ClassIncrementalLearner: ...
 
 
 class Option(click.Option):
-    """An option with the title that it stands under in the help; a rare one appears in `--help-all` alone."""
+    """An option in a titled group of the help; only `--help-all` shows a `rare` one."""
 
     def __init__(self, *names: Any, group: str = "options", rare: bool = False, **settings: Any) -> None:
         super().__init__(*names, **settings)
@@ -57,24 +57,24 @@ class Option(click.Option):
         return None if self.rare and not ctx.meta.get("help-all") else super().get_help_record(ctx)
 
     def get_help_extra(self, ctx: click.Context) -> Any:
-        """Nothing: a line says itself what it takes, and limits such as 1.2e-38 would hide it."""
+        """Return no defaults and limits: the help texts give defaults, and limits such as 1.2e-38 would distract."""
         return {}
 
 
 class Command(click.Command):
-    """A command whose help shows its options in groups, and its examples as they were typed."""
+    """A command whose help shows its options in groups, and its examples with their line breaks."""
 
-    kept = ""  # of a command that goes on where it was stopped: what is kept
+    kept = ""  # a sentence on what is kept if the command is stopped; "" if it cannot be continued
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read `--image *.jpg`, which a shell makes several words of, as `--image` before each, which click knows."""
-        several = {name for parameter in self.params if parameter.multiple for name in parameter.opts}
+        """Repeat a flag before each of its values, as click expects, so that `--image *.jpg` works."""
+        multiple = {name for parameter in self.params if parameter.multiple for name in parameter.opts}
         expanded, flag = list[str](), ""
         for arg in args:
             if flag and not arg.startswith("-") and expanded[-1] != flag:
                 expanded.append(flag)
             elif arg.startswith("-"):
-                flag = arg if arg in several else ""
+                flag = arg if arg in multiple else ""
             expanded.append(arg)
         return super().parse_args(ctx, expanded)
 
@@ -93,74 +93,80 @@ class Command(click.Command):
 
 
 def command(usage: str = "[OPTIONS]", kept: str = "", settings: Sequence[click.Parameter] = ()) -> Decorator:
-    """Make a function a command; the docstring of its file ends the help.
+    """Make a function a command, whose help ends with the docstring of the function's module.
 
-    A parameter whose default is a `setting` is a flag, or an argument where the setting has `place=True`; it is
-    required where the setting's default is `...`. Before these stand `settings`, before them `learner_options`. The
-    function returns the exit status; None is 0.
+    A parameter whose default is a `setting` becomes a flag, or an argument if the setting has `place=True`. It is
+    required if the setting's default is `...`. The parameters of `learner_options` come first, then `settings`, then
+    those of the function. The function returns the exit status, or None for 0.
     """
 
     def make(function: Callable[..., int | None]) -> Command:
         text, hints = sys.modules[function.__module__].__doc__ or "", get_type_hints(function, include_extras=True)
-        own = [(name, one.default) for name, one in signature(function).parameters.items()]
-        declared = [_parameter(name, one, hints[name], own=True) for name, one in own if isinstance(one, Field)]
+        defaults = [(name, parameter.default) for name, parameter in signature(function).parameters.items()]
+        declared = [_parameter(name, d, hints[name], declared=True) for name, d in defaults if isinstance(d, Field)]
         parameters = [*getattr(function, "parameters", []), *settings, *declared]
-        made = Command(None, callback=function, params=parameters, epilog=text.strip(), options_metavar=usage)
-        made.kept = kept
-        return made
+        result = Command(None, callback=function, params=parameters, epilog=text.strip(), options_metavar=usage)
+        result.kept = kept
+        return result
 
     return make
 
 
 def run_settings(shown: Collection[str]) -> list[click.Parameter]:
-    """The settings of a run as options. `--help` shows those in `shown`."""
+    """Return the settings of a run as options, of which `--help` shows those in `shown`."""
 
-    def show(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
-        if asked and not ctx.resilient_parsing:  # which completes a line
+    def show(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+        if value and not ctx.resilient_parsing:  # click parses resiliently to complete a line
             ctx.meta["help-all"] = True
             click.echo(ctx.get_help())
             ctx.exit()
 
-    how: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": show}
-    found: list[click.Parameter] = [Option(["--help-all"], help="Show all settings and exit.", **how)]
+    facts: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": show}
+    options: list[click.Parameter] = [Option(["--help-all"], help="Show all settings and exit.", **facts)]
     for title, kind in GROUPS.items():
         names = field_types(kind).keys()
-        found += settings_of(kind, names, title, rare=names - set(shown))
-    return found
+        options += settings_of(kind, names, title, rare=names - set(shown))
+    return options
 
 
 def settings_of(
     kind: Any, names: Collection[str], group: str = "options", rare: Collection[str] = ()
 ) -> list[click.Parameter]:
-    """The named fields of a dataclass as options. One that is not given is None."""
-    hints, of = field_types(kind), [field for field in fields(kind) if field.name in names]
-    return [_parameter(one.name, one, hints[one.name], group=group, rare=one.name in rare) for one in of]
+    """Return the fields `names` of a dataclass as options, whose value is None if they are not given."""
+    hints, chosen = field_types(kind), [field for field in fields(kind) if field.name in names]
+    return [_parameter(f.name, f, hints[f.name], group=group, rare=f.name in rare) for f in chosen]
 
 
-def _parameter(name: str, field: Field[Any], hint: Any, own: bool = False, **shown: Any) -> click.Parameter:
-    """A setting as a parameter of a command; unless it is the command's `own`, it is None where it is not given."""
-    told, required = dict(field.metadata), field.default is ...
-    flag, several = told.pop("flag", "--" + name.replace("_", "-")), told.pop("repeated", get_origin(hint) is tuple)
-    facts: dict[str, Any] = {"required": required} if required else {"default": field.default if own else None}
-    if told.pop("place", False):
-        return click.Argument([name], nargs=-1 if several else 1, **facts | told)
+def _parameter(name: str, field: Field[Any], hint: Any, declared: bool = False, **shown: Any) -> click.Parameter:
+    """Make a command's parameter from a setting.
+
+    The value of a parameter that is not given is the setting's default if the command's function declares the setting,
+    and None otherwise, so that a configuration file can give the value.
+    """
+    facts, required = dict(field.metadata), field.default is ...
+    flag, multiple = facts.pop("flag", "--" + name.replace("_", "-")), facts.pop("repeated", get_origin(hint) is tuple)
+    default: dict[str, Any] = {"required": True} if required else {"default": field.default if declared else None}
+    facts = default | facts
+    if facts.pop("place", False):
+        return click.Argument([name], nargs=-1 if multiple else 1, **facts)
     if field.default not in (None, "", False, (), ...):
-        told["help"] += f" (default: {field.default})"
+        facts["help"] += f" (default: {field.default})"
     if hint is bool:
-        return Option([flag if own else f"{flag}/--no-{flag[2:]}", name], is_flag=own or None, **facts | told | shown)
-    kind = hint if get_origin(hint) in (Annotated, Literal) else (get_args(hint) or [hint])[0]  # of list[int] | None
-    if get_origin(kind) is Literal or "choice" in told:
-        return Option([flag, name], type=click.Choice(told.pop("choice", get_args(kind))), **facts | told | shown)
+        flags = flag if declared else f"{flag}/--no-{flag[2:]}"
+        return Option([flags, name], is_flag=declared or None, **facts | shown)
+    # The first argument of a union such as list[int] | None is the type to show.
+    kind = hint if get_origin(hint) in (Annotated, Literal) else (get_args(hint) or [hint])[0]
+    if get_origin(kind) is Literal or "choice" in facts:
+        return Option([flag, name], type=click.Choice(facts.pop("choice", get_args(kind))), **facts | shown)
     plain, *limits = get_args(kind) if get_origin(kind) is Annotated else [kind]
     words = [word for word in limits if isinstance(word, str)]
-    shows = words[0] if words else {int: "INTEGER", float: "FLOAT", str: "TEXT"}.get(plain, "A,B,...")
-    facts["metavar"] = shows + "..." * several
-    facts |= {"type": plain, "multiple": True} if several else {"type": _Setting(name, hint)}
-    return Option([flag, name], **facts | told | shown)
+    metavar = words[0] if words else {int: "INTEGER", float: "FLOAT", str: "TEXT"}.get(plain, "A,B,...")
+    types = {"type": plain, "multiple": True} if multiple else {"type": _Setting(name, hint)}
+    return Option([flag, name], **{"metavar": metavar + "..." * multiple} | types | facts | shown)
 
 
 class _Setting(click.ParamType):
-    """A setting, read and checked as in a YAML file."""
+    """The type of a setting, which is converted and checked as in a YAML file."""
 
     def __init__(self, name: str, hint: Any) -> None:
         self.name, self.hint = name, hint
@@ -173,31 +179,37 @@ class _Setting(click.ParamType):
 
 
 def learner_options(optional: bool = False, choose: bool = False, encodes: bool = True) -> Decorator:
-    """The learner (where `optional`, or a pristine model), the flags of its machine, and `load`, which makes it."""
-    own = (*_MACHINE, *_ENCODING) if encodes else _MACHINE
-    alone = "; without LEARNER: a model that has learned nothing" if optional else ""
-    what = "a saved learner: a run's folder, one of its tasks, or a Hub id"
-    given = {"learner": setting(None if optional else ..., what, place=True)}
-    given["model"] = setting(None, f"the base model, where it is not where it was{alone}")
+    """Give a command the parameters LEARNER, --model and the machine's settings, and `load`, which loads the learner.
+
+    Args:
+        optional: whether LEARNER may be omitted, so that --model names an untrained model.
+        choose: whether the command has --classifier.
+        encodes: whether the command encodes images, and has settings for that.
+    """
+    names = (*_MACHINE, *_ENCODING) if encodes else _MACHINE
+    alone = "; without LEARNER, an untrained model" if optional else ""
+    text = "a saved learner: a run's folder, one of its tasks, or a Hub id"
+    given = {"learner": setting(None if optional else ..., text, place=True)}
+    given["model"] = setting(None, f"the base model, if it was moved{alone}")
     if choose:
-        given["classifier"] = setting(None, "which of the learner's classifiers answers; none: its first")
+        given["classifier"] = setting(None, "which of the learner's classifiers predicts (default: the first)")
 
     def add(function: Any) -> Any:
         @wraps(function)
         def call(
             learner: str | None, model: str | None, classifier: str | None = None, no_store: bool = True, **flags: Any
         ) -> Any:
-            machine = {name: value for name in own if (value := flags.pop(name)) is not None}
+            machine = {name: value for name in names if (value := flags.pop(name)) is not None}
             check_given(None if optional else learner, model, flags.get("data"))
             store = not no_store
             load = partial(load_learner, learner=learner, model=model, machine=machine, first=classifier, store=store)
             return function(learner=learner, load=load, **flags)
 
-        made = [_parameter(name, one, str, own=True) for name, one in given.items()]
-        made += settings_of(LearnerArguments, own, "machine")
+        parameters = [_parameter(name, field, str, declared=True) for name, field in given.items()]
+        parameters += settings_of(LearnerArguments, names, "machine")
         if encodes:
-            made.append(_parameter("no_store", NO_STORE, bool, own=True, group="machine"))
-        call.parameters = made  # type: ignore[attr-defined]
+            parameters.append(_parameter("no_store", NO_STORE, bool, declared=True, group="machine"))
+        call.parameters = parameters  # type: ignore[attr-defined]
         return call
 
     return add
@@ -212,10 +224,13 @@ def load_learner(
     first: str | None = None,
     **defaults: Any,
 ) -> ClassIncrementalLearner:
-    """A saved learner, or a pristine model that has learned nothing; `store` as in `open_store`."""
+    """Load a saved learner, or make an untrained learner from a model; `store` is that of `open_store`.
+
+    `first` is the name of the classifier that predicts. `machine` overrides `defaults`.
+    """
     check_given(learner, model)
     if learner is None and model is None:
-        raise ValueError("name a saved learner, or a pristine model with --model")
+        raise ValueError("name a saved learner, or an untrained model with --model")
     if first is not None and learner is not None:
         _check_first(first, learner, noted(learner).get("classifiers", [first]))
     from dulbe_peft.data.store import open_store
@@ -236,4 +251,4 @@ def load_learner(
 
 def _check_first(first: str, learner: str | None, classifiers: Collection[str]) -> None:
     if first not in classifiers:
-        raise ValueError(f"{learner!r} has no classifier {first!r}; it has {', '.join(classifiers)}")
+        raise ValueError(f"{learner!r} has no classifier {first!r}; its classifiers are {', '.join(classifiers)}")

@@ -1,9 +1,9 @@
 """example:
   dulbe-peft run --model openai/clip-vit-base-patch16 --data photos --output out
 
-photos holds train/CLASS/*.jpg and test/CLASS/*.jpg, or CLASS/*.jpg and --test-fraction 0.2.
-Nothing is trained, and all classes are one task, unless --strategy and --increment say otherwise.
-The same command goes on where a run was stopped, and where classes were added.
+photos holds train/CLASS/*.jpg and test/CLASS/*.jpg, or only CLASS/*.jpg, with --test-fraction 0.2.
+By default, nothing is trained and all classes form one task; --strategy and --increment change that.
+Repeating the command continues a run that was stopped, or learns classes that were added.
 """
 
 import shlex
@@ -18,7 +18,7 @@ from dulbe_peft.photos.runs.settings import GROUPS, given_settings, pick
 from dulbe_peft.photos.runs.sources import check_source, data_or_labels, source_of
 from dulbe_peft.utils.settings import field_types, setting
 
-# What `--help` shows; `--help-all` shows the rest.
+# The settings that `--help` shows; `--help-all` shows all.
 ESSENTIAL = (
     *("model", "data", "output", "strategy", "classifiers", "increment", "test_fraction", "class_order", "dry_run"),
     *("strict", "vocabulary", "epochs", "learning_rate", "prompt_template", "seed", "num_workers", "device"),
@@ -27,7 +27,7 @@ ESSENTIAL = (
 
 @command("--model MODEL --data DATA --output OUT [OPTIONS]", "finished tasks are kept", run_settings(ESSENTIAL))
 def run(
-    config: File | None = setting(None, "YAML file with settings of run, by their names"),
+    config: File | None = setting(None, "YAML file with settings of run"),
     labels: str | None = LABELS,
     overwrite: bool = OVERWRITE,
     **flags: Any,
@@ -35,20 +35,21 @@ def run(
     settings = given_settings(config, flags)
     if labels is not None:
         settings["data"] = data_or_labels(flags["data"], labels)
-    _take_noted_model(settings)
+    _use_model_of_table(settings)
+    stream, adapter, args = (pick(kind, settings) for kind in GROUPS.values())
+    if stream.data:  # report a missing folder first, even if flags are missing
+        check_given(vocabulary=stream.vocabulary)
+        check_source(source_of(stream))
     for name in ("model",) if settings.get("dry_run") else ("model", "data", "output"):
         if not settings.get(name):
             raise ValueError(f"--{name} is required")
-    stream, adapter, args = (pick(kind, settings) for kind in GROUPS.values())
     order = None if stream.class_order == "icarl" else stream.class_order
     files = {"class_names": stream.class_names, "class_texts": stream.class_texts, "class_order": order}
-    check_given(None, None if stream.revision else stream.model, vocabulary=stream.vocabulary, **files)
-    if stream.data:
-        check_source(source_of(stream))
+    check_given(None, None if stream.revision else stream.model, **files)
     output, reads = ("--output", stream.output, FOLDER), [stream.model, config]
     if not stream.dry_run:
         claim(output, reads=reads, apart=[stream.data])
-    _ = stream.methods  # a strategy or a classifier that is not there is said before anything steps aside
+    _ = stream.methods  # raises if a strategy or classifier does not exist, before an existing output is renamed
     if overwrite and not stream.dry_run:
         claim(output, reads=reads, apart=[stream.data], overwrite=True)
     from dulbe_peft.photos.commands.dry_run import describe
@@ -57,8 +58,8 @@ def run(
     setup = set_up(stream, adapter, args)
     trains = {"epochs", "batch_size", "learning_rate", *field_types(AdapterSettings)} & set(settings)
     if trains and not setup.learner.strategy.adapts:
-        flags_of = ", ".join("--" + name.replace("_", "-") for name in sorted(trains))
-        print(f"{flags_of} changes nothing, because nothing is trained: --strategy dulbe trains", file=sys.stderr)
+        unused = ", ".join("--" + name.replace("_", "-") for name in sorted(trains))
+        print(f"{unused} has no effect, because nothing is trained: --strategy dulbe trains", file=sys.stderr)
     if stream.dry_run:
         describe(setup)
         return
@@ -66,8 +67,8 @@ def run(
     close_run(setup.learner, stream.output, results, tests, learned, setup.left_out)
 
 
-def _take_noted_model(settings: dict[str, Any]) -> None:
-    """Take the model that a table of features notes, where none is named."""
+def _use_model_of_table(settings: dict[str, Any]) -> None:
+    """If no model is given and the data is a table of features, set the model to the one that made the table."""
     path = Path(str(settings.get("data") or ""))
     if settings.get("model") or not path.name or not path.exists():
         return
@@ -81,29 +82,32 @@ def _take_noted_model(settings: dict[str, Any]) -> None:
 def close_run(
     learner: Any, output: str, results: dict[str, Any], tests: list[Any], learned: list[Any], notes: list[str]
 ) -> None:
-    """Write the pictures of a run and say what it came to, in the first of several processes; then all leave."""
+    """Write the pictures of a run and print its results in the first process; then all processes leave the group."""
     from dulbe_peft.photos.report.pictures import write_pictures
     from dulbe_peft.utils.processes import leave, world
 
     if world()[0] == 0:
         write_pictures(output, tests, results, notes, learner, learned)
-        say_results(results, output, learner.classifier.name)
+        print_results(results, output, learner.classifier.name)
     leave()
 
 
-def say_results(results: dict[str, Any], output: str, first: str) -> None:
-    """The table of a run, what training images say that were left out, and the next command; `first` answers."""
+def print_results(results: dict[str, Any], output: str, first: str) -> None:
+    """Print the results of a run, the estimate from left-out training images, and the next command.
+
+    `first` is the classifier that predicts by default; another one is recommended if its estimate is better.
+    """
     from dulbe_peft.photos.report import format_summary
     from dulbe_peft.photos.report.verdict import estimated, recommended
 
     if results.get("classifiers"):
         print(format_summary(results))
     print(f"written: {Path(output) / 'results.json'}")
-    if (found := estimated(results)) is not None:
-        print(f"{found.words} {', '.join(f'{name} {share}' for name, share in found.rows)}")
-        best, words = recommended(found, first)
+    if (estimate := estimated(results)) is not None:
+        print(f"{estimate.words} {', '.join(f'{name} {share}' for name, share in estimate.rows)}")
+        best, words = recommended(estimate, first)
         if words:
             print(words)
         if best != first:
-            print(f"to let it answer: dulbe-peft predict {shlex.quote(output)} PHOTOS --classifier {best}")
+            print(f"to predict with it: dulbe-peft predict {shlex.quote(output)} PHOTOS --classifier {best}")
     say_next("report", output)

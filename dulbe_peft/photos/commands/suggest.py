@@ -2,16 +2,17 @@
   dulbe-peft suggest --model openai/clip-vit-base-patch16 heap --count 50 --page label.html
   dulbe-peft suggest june heap --csv label.csv
 
-The most useful photographs come first. Half of them are typical of what the learner does not know yet,
-one for each group of photographs that are alike; of the other half it is least sure, or they are drawn
-at random where it expects to be wrong more often than right. Where many are unlike anything learned,
-the groups are theirs. Photographs that the learner has learned, and copies, are left out. Without
-LEARNER all of them are typical of a group.
+The most useful photographs come first. Half of them are typical of groups of similar photographs that
+the learner does not know yet. The other half are those of which it is least sure; if it expects to be
+wrong more often than right, they are drawn at random instead. If many photographs are unlike anything
+learned, only these are grouped. Learned photographs and copies are left out. Without LEARNER, every
+suggestion is typical of a group.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from dulbe_peft.photos.suggesting import Suggestion
 
 HEADER = ["path", "reason", "class", "novelty"]
-ALIKE = 5  # other photographs of a group on the page
+ALIKE = 5  # how many similar photographs the page shows beside a suggestion
 
 
 @command()
@@ -37,7 +38,7 @@ def suggest(
     photos: tuple[str, ...] = setting((), "image files or folders", place=True, metavar="PHOTOS..."),
     count: AtLeastOne = setting(50, "how many photographs"),
     csv: File | None = setting(None, "write path, reason, class, novelty; - is standard output"),
-    page: Page | None = setting(None, "write a page with pictures, too"),
+    page: Page | None = setting(None, "also write a page with pictures"),
     overwrite: bool = OVERWRITE,
 ) -> None:
     if learner is not None and not _is_learner(learner):
@@ -49,41 +50,44 @@ def suggest(
     from dulbe_peft.utils.files import is_stream, step_aside, write_csv
 
     table = None if csv is None or is_stream(csv) else csv
-    corrected = table if table and os.path.isfile(table) and os.path.getsize(table) else None
-    if corrected and not overwrite:
+    existing = table if table and os.path.isfile(table) and os.path.getsize(table) else None
+    if existing and not overwrite:
         raise FileExistsError(f"{table} may hold your corrections: choose another name, or --overwrite")
     loaded = load(learner=learner)
     from dulbe_peft.photos.suggesting import new_photographs, suggestions
 
-    (images, features, said), words = new_photographs(loaded, list(photos)), words_of(csv, page)
-    found = suggestions(features, count, loaded.classifier if loaded.tasks else None)
-    names = [images.item_name(one.row) for one in found]
-    if table is not None and Path(table).resolve().parent != Path.cwd():  # in which its paths begin
+    (images, features, notes), stream = new_photographs(loaded, list(photos)), words_of(csv, page)
+    suggested = suggestions(features, count, loaded.classifier if loaded.tasks else None)
+    names = [images.item_name(suggestion.row) for suggestion in suggested]
+    if table is not None and Path(table).resolve().parent != Path.cwd():  # its paths are relative to its own folder
         names = [os.path.abspath(name) for name in names]
-    print("\n".join([f"{counted(len(found), 'photograph')} of {len(images)}", *said]), file=words)
+    print("\n".join([f"{counted(len(suggested), 'photograph')} of {len(images)}", *notes]), file=stream)
     lines: list[list[Any]] = [
-        [printable(name), one.reason, one.proposed, "" if one.novelty is None else float(f"{one.novelty:.6g}")]
-        for name, one in zip(names, found, strict=True)
+        [printable(name), s.reason, s.proposed, "" if s.novelty is None else float(f"{s.novelty:.6g}")]
+        for name, s in zip(names, suggested, strict=True)
     ]
-    if corrected:
-        step_aside(Path(corrected))
+    if existing:
+        step_aside(Path(existing))
+    new = f"{Path(learner).name}-labelled" if learner else "labelled"
     if csv is not None:
         write_csv(csv, HEADER, lines, errors="surrogateescape")
     if page is not None:
-        _write_page(Path(page), images, features, found)
+        serve = shlex.join(["dulbe-peft", "serve", learner or "", "--photos", photos[0], "--output", new])
+        _write_page(Path(page), images, features, suggested, serve if learner and Path(photos[0]).is_dir() else "")
     if csv is None and page is None:
         print("\n".join(f"{name}\t{printable(reason)}" for name, reason, *_ in lines))
     else:
-        print(f"written: {' and '.join(file for file in (csv, page) if file)}", file=words)
-    what = "LABELS.csv is a table that you write: the columns path and label, a line for each photograph"
-    print(f"correct the column class of {table}, and call it label; then" if table else what, file=words)
+        print(f"written: {' and '.join(file for file in (csv, page) if file)}", file=stream)
+    advice = "write a table LABELS.csv with the columns path and label and a line for each photograph; then"
+    if table:
+        advice = f"correct the column class of {table}, and rename it to label; then"
+    print(advice, file=stream)
     first = ("learn", learner) if learner else ("run", "--model", loaded.state.base_name[0])
-    new = f"{Path(learner).name}-labelled" if learner else "labelled"
-    say_next(*first, labels=table or "LABELS.csv", output=new, to=words)
+    say_next(*first, labels=table or "LABELS.csv", output=new, to=stream)
 
 
 def _is_learner(path: str) -> bool:
-    """Whether what is named first is a learner: a folder that holds one, or something that lies nowhere here."""
+    """Return whether the first argument is a learner: a folder that holds one, or a Hub id by its form."""
     from dulbe_peft.checkpoints.layout import LEARNER_FILE, task_folders
     from dulbe_peft.data.decoding import image_suffixes
 
@@ -93,14 +97,20 @@ def _is_learner(path: str) -> bool:
     return not (path.startswith((".", "/", "~")) or path.count("/") > 1 or path.lower().endswith(image_suffixes()))
 
 
-def _write_page(path: Path, images: LabelledImages, features: Any, found: Sequence[Suggestion]) -> None:
-    """Suggestions in their order, each of a group with those of the photographs that are most like it."""
+def _write_page(
+    path: Path, images: LabelledImages, features: Any, suggested: Sequence[Suggestion], command: str
+) -> None:
+    """Write a page of the suggestions and the `command` that opens the page to label them.
+
+    Suggestions that stand for a group are shown with the most similar photographs.
+    """
     from dulbe_peft.photos.report.html import write_page
     from dulbe_peft.photos.report.pictures import picture
 
     rows = []
-    for one in found:
-        alike = (features @ features[one.row]).argsort(descending=True).tolist() if one.group else []
-        others = [picture(images, row) for row in alike[: ALIKE + 1] if row != one.row][:ALIKE]
-        rows.append((printable(images.item_name(one.row)), one, picture(images, one.row), others))
-    write_page(path, "suggest.html", {"rows": rows, "count": len(images)})
+    for suggestion in suggested:
+        similar = (features @ features[suggestion.row]).argsort(descending=True).tolist() if suggestion.group else []
+        others = [picture(images, row) for row in similar[: ALIKE + 1] if row != suggestion.row][:ALIKE]
+        name = printable(images.item_name(suggestion.row))
+        rows.append((name, suggestion, picture(images, suggestion.row), others))
+    write_page(path, "suggest.html", {"rows": rows, "count": len(images), "command": command})

@@ -1,1 +1,1 @@
-"""Images as people have them: folders, tables of labels, data sets of the Hub, splits to learn from and to test on."""
+"""Read images from folders, tables of labels and Hub data sets, and divide them into training and test images."""

@@ -1,4 +1,4 @@
-"""Labels from a table, or the keywords of photographs as exiftool prints them."""
+"""Read labels from a table, or from keywords of photographs as exiftool prints them."""
 
 import os
 import re
@@ -15,73 +15,78 @@ from dulbe_peft.photos.data.columns import FILE, LABEL, Table, open_table
 from dulbe_peft.utils.files import read_lines
 from dulbe_peft.utils.terminal import counted
 
-ROOT = "dulbe"  # of the keywords that are guesses, which tells them from a person's
-BETWEEN = ", "  # what exiftool puts between keywords
-_BETWEEN = re.compile(r"\s*(?:,|;|##)\s*")  # with -sep, people put other signs there
-NO_CLASS, NO_LABEL, TWICE = "no keyword is a class", "no label in the table", "a row that stands in the table twice"
+ROOT = "dulbe"  # the parent of keywords that are predictions, which distinguishes them from a person's keywords
+BETWEEN = ", "  # exiftool's separator of keywords
+_BETWEEN = re.compile(r"\s*(?:,|;|##)\s*")  # exiftool's option -sep sets other separators
+NO_CLASS, NO_LABEL, TWICE = "no keyword is a class", "no label in the table", "the row repeats an earlier one"
 NOT_UTF8 = "the name is not UTF-8"
-METADATA = ("metadata.csv", "metadata.jsonl")  # in which Hugging Face's image folders have labels
-SHOWN = 5  # conflicts that a message names
+METADATA = ("metadata.csv", "metadata.jsonl")  # the label files of Hugging Face's image folders
+SHOWN = 5  # how many conflicts a message lists
 
 
 def label_splits(
     path: Path, vocabulary: str | None = None, path_column: str | None = None, label_column: str = LABEL
 ) -> Splits:
-    """The images that a table names, by split, see `load_data`; rows without a label or a keyword are left out."""
+    """Return the images of a table by split, as `load_data` does. Rows without a label or keyword are left out."""
     table = open_table(path, path_column, label_column)
     if table.keywords:
         return {None: _by_keyword(table, vocabulary)}
     if vocabulary is not None:
-        raise ValueError(f"{path} has labels, and a vocabulary is for keywords ({FILE}, Subject): leave it out")
+        raise ValueError(f"{path} has labels, but a vocabulary is only for keywords ({FILE}, Subject): leave it out")
     return _splits_of(table, path.parent)
 
 
 def metadata_splits(folder: Path, label_column: str = LABEL) -> Splits:
-    """The splits of Hugging Face's image folder, with `metadata.csv` or `.jsonl` in it or in the folders of splits."""
+    """Return the splits of a Hugging Face image folder, which has a metadata file at its top or one in each split."""
 
-    def opened(place: Path) -> Table | None:
-        files = (place / name for name in METADATA if (place / name).is_file())
+    def open_metadata(parent: Path) -> Table | None:
+        files = (parent / name for name in METADATA if (parent / name).is_file())
         return next((open_table(file, None, label_column) for file in files), None)
 
-    if (table := opened(folder)) is not None:
+    if (table := open_metadata(folder)) is not None:
         return _splits_of(table, folder, by_folder=True)
-    found: Splits = {}
+    splits: Splits = {}
     for name in like_splits(subfolders(folder)):
-        if (table := opened(folder / name)) is not None:
-            found |= _splits_of(table, folder / name, split=name)
-    return found
+        if (table := open_metadata(folder / name)) is not None:
+            splits |= _splits_of(table, folder / name, split=name)
+    return splits
 
 
 def _splits_of(table: Table, root: Path, split: str | None = None, by_folder: bool = False) -> Splits:
-    """The images of a table by split: its column, its own name, or `by_folder` that in which the images lie."""
-    found: dict[str | None, list[tuple[str, str]]] = {}
+    """Return the images of a table by split.
+
+    The split of an image is `split` if given, else the value in the table's column of splits, else, with `by_folder`,
+    the folder of the image if it is named like a split.
+    """
+    by_split: dict[str | None, list[tuple[str, str]]] = {}
     left_out: list[tuple[str, str]] = []
     seen, conflicts = dict[str, tuple[str, str | None, int]](), list[str]()
-    spelt = _paths(table)
+    paths = _paths(table)
     for number, row in enumerate(table.rows, start=2):
-        image, label = spelt[number - 2], normalized(table.label_of(row, number))
-        own = split or table.split_of(row)
-        if by_folder and own is None and image.split("/")[0].lower() in SPLIT_NAMES:
-            own = image.split("/")[0]
+        image, label = paths[number - 2], normalized(table.label_of(row, number))
+        row_split = split or table.split_of(row)
+        if by_folder and row_split is None and image.split("/")[0].lower() in SPLIT_NAMES:
+            row_split = image.split("/")[0]
         why = NO_LABEL if not label else "" if image.encode("utf-8", "ignore").decode() == image else NOT_UTF8
-        if own == "":
+        if row_split == "":
             raise ValueError(f"line {number} of {table.path} has no {table.split}")
-        first = (label, own, number) if why else seen.setdefault(_place(table.path, image), (label, own, number))
-        if why or (first[:2] == (label, own) and first[2] != number):
+        current = (label, row_split, number)
+        first = current if why else seen.setdefault(_absolute(table.path, image), current)
+        if why or (first[:2] == current[:2] and first[2] != number):
             left_out.append((str(root / image), why or TWICE))
         elif first[2] == number:
-            found.setdefault(own, []).append((image, label))
+            by_split.setdefault(row_split, []).append((image, label))
         else:
-            differ = 0 if first[0] != label else 1  # else it stands in two splits
-            one, other = f"{first[differ]!r} in line {first[2]}", f"{(label, own)[differ]!r} in line {number}"
-            conflicts.append(f"{image!r} is {one} and {other}")
+            differing = 0 if first[0] != label else 1  # the labels differ, or else the splits
+            values = (f"{row[differing]!r} in line {row[2]}" for row in (first, current))
+            conflicts.append(f"{image!r} is {' and '.join(values)}")
     if conflicts:
         more = [f"and {len(conflicts) - SHOWN} more"] * (len(conflicts) > SHOWN)
-        raise ValueError(f"{table.path} names images twice: {'; '.join([*conflicts[:SHOWN], *more])}")
-    _check_single(table, {label for rows in found.values() for _, label in rows})
-    if not found:
+        raise ValueError(f"{table.path} lists images twice: {'; '.join([*conflicts[:SHOWN], *more])}")
+    _check_single(table, {label for rows in by_split.values() for _, label in rows})
+    if not by_split:
         raise ValueError(f"{table.path} has no row with a label in {table.label!r}")
-    return {name: _images(table, root, name, rows, left_out) for name, rows in found.items()}
+    return {name: _images(table, root, name, rows, left_out) for name, rows in by_split.items()}
 
 
 def _images(
@@ -91,117 +96,122 @@ def _images(
 
 
 def _check_single(table: Table, labels: set[str]) -> None:
-    """Raise where a cell has several labels: what stands between signs is a part of other labels, too."""
-    cut = {label: {part.strip() for part in re.split(r"[|;,]", label)} for label in labels}
-    parts = Counter(part for several in cut.values() for part in several)
-    for label, several in sorted(cut.items()):
-        if (len(several) > 1 and all(parts[part] > 1 for part in several)) or re.fullmatch(r"\[.*\]|\{.*\}", label):
-            raise ValueError(f"{table.path} has the labels {label!r} in one cell: an image has one class")
+    """Raise a ValueError if a cell holds several labels.
+
+    A cell does if it looks like a list, or if each of its parts between `|`, `;` or `,` also occurs in another label.
+    """
+    parts_of = {label: {part.strip() for part in re.split(r"[|;,]", label)} for label in labels}
+    occurrences = Counter(part for parts in parts_of.values() for part in parts)
+    for label, parts in sorted(parts_of.items()):
+        is_list = re.fullmatch(r"\[.*\]|\{.*\}", label)
+        if (len(parts) > 1 and all(occurrences[part] > 1 for part in parts)) or is_list:
+            raise ValueError(f"{table.path} has the labels {label!r} in one cell: an image must have one class")
 
 
 def _paths(table: Table) -> list[str]:
-    """The paths of a table as they lead to files: with slashes, with a suffix, and in the folder where they are."""
+    """Return the table's paths with slashes, and with the missing suffix or folder where exactly one file fits."""
     paths = [row[table.paths] for row in table.rows]
     for number, path in enumerate(paths, start=2):
         if not path:
             raise ValueError(f"line {number} of {table.path} has no {table.paths}")
         if "://" in path:
-            raise ValueError(f"line {number} of {table.path} has an address, {path:.100}: download the images first")
+            raise ValueError(f"line {number} of {table.path} has a URL, {path:.100}: download the images first")
     root = table.path.parent
-    spelt = [path if "\\" not in path or os.path.lexists(root / path) else path.replace("\\", "/") for path in paths]
-    lost = {path for path in spelt if not os.path.lexists(root / path)}
-    if not lost:
-        return spelt
-    places: dict[str, list[str]] = {}
-    for place in folder_content(root)[0]:
-        for name in {place, os.path.splitext(place)[0]}:
-            places.setdefault(os.path.basename(name), []).append(place)
-    meant = dict[str, str]()
-    for path in lost:
+    paths = [path if "\\" not in path or os.path.lexists(root / path) else path.replace("\\", "/") for path in paths]
+    missing = {path for path in paths if not os.path.lexists(root / path)}
+    if not missing:
+        return paths
+    files: dict[str, list[str]] = {}  # file name, with and without its suffix -> files of that name
+    for file in folder_content(root)[0]:
+        for name in {file, os.path.splitext(file)[0]}:
+            files.setdefault(os.path.basename(name), []).append(file)
+    resolved = dict[str, str]()
+    for path in missing:
         stem = f"/{os.path.splitext(path)[0] if path.lower().endswith(image_suffixes()) else path}"
-        ends = [one for one in places.get(os.path.basename(path), []) if f"/{one}".rpartition(".")[0].endswith(stem)]
-        if len(ends) == 1:
-            meant[path] = ends[0]
-    if meant:
-        path, place = min(meant.items())
+        matches = [f for f in files.get(os.path.basename(path), []) if f"/{f}".rpartition(".")[0].endswith(stem)]
+        if len(matches) == 1:
+            resolved[path] = matches[0]
+    if resolved:
+        path, file = min(resolved.items())
         table.notes.append(
-            f"{table.path}: {counted(len(meant), 'path')} of images elsewhere, such as {path} at {place}"
+            f"{table.path}: {counted(len(resolved), 'path')} matched to files elsewhere, such as {path} to {file}"
         )
-    return [meant.get(path, path) for path in spelt]
+    return [resolved.get(path, path) for path in paths]
 
 
 def _by_keyword(table: Table, vocabulary: str | None) -> Callable[[], FileImages]:
     path = table.path
     if vocabulary is None:
-        raise ValueError(f"{path} has keywords: a vocabulary, a file with a line for each that is a class, is needed")
+        raise ValueError(f"{path} has keywords: give a vocabulary, a file that lists the keywords that are classes")
     classes = {normalized(line.strip()) for line in read_lines(vocabulary)}
-    for name, sign in ((name, _BETWEEN.search(name)) for name in classes):
-        if sign:
+    for name, separator in ((name, _BETWEEN.search(name)) for name in classes):
+        if separator:
             raise ValueError(
-                f"the class {name!r} of {vocabulary} has {sign[0]!r} in it, which ends a keyword: rename it"
+                f"the class {name!r} of {vocabulary} contains {separator[0]!r}, which separates keywords: rename it"
             )
     keywords: dict[str, tuple[str, dict[str, None]]] = {}
     for row in table.rows:
-        # A photograph and its sidecar are one.
-        image = _photograph(path.parent, row[table.paths])
+        image = _photograph(path.parent, row[table.paths])  # so that a photograph and its sidecar are combined
         words = dict.fromkeys(word for column in table.keywords for word in _words(row[column]))
-        keywords.setdefault(_place(path, image), (image, {}))[1].update(words)
-    found, left_out = list[tuple[str, str]](), list[tuple[str, str]]()
+        keywords.setdefault(_absolute(path, image), (image, {}))[1].update(words)
+    labelled, left_out = list[tuple[str, str]](), list[tuple[str, str]]()
     for image, words in keywords.values():
-        named = [word for word in words if word in classes]
-        if len(named) > 1:
-            both = " and ".join(map(repr, named))
-            why = f"and both are classes: a photograph has one. Take one away, there or in {vocabulary}"
+        labels = [word for word in words if word in classes]
+        if len(labels) > 1:
+            both = " and ".join(map(repr, labels))
+            why = f"which are all classes, but a photograph has one: keep only one of them, there or in {vocabulary}"
             raise ValueError(f"{image} has the keywords {both}, {why}")
-        if named:
-            found.append((image, named[0]))
+        if labels:
+            labelled.append((image, labels[0]))
         else:
             left_out.append((str(path.parent / image), NO_CLASS))
-    if not found:
+    if not labelled:
         raise ValueError(
             f"no photograph of {path} has a keyword of {vocabulary}, such as {min(classes, default='')!r}"
         )
-    return _images(table, path.parent, None, found, left_out)
+    return _images(table, path.parent, None, labelled, left_out)
 
 
 def _words(cell: str) -> list[str]:
-    """The keywords of a cell; of a hierarchical one, such as animals|cat, also the last part. Guesses are none."""
+    """Return the keywords of a cell, without predictions; a hierarchical one, such as animals|cat, also gives cat."""
     words = [normalized(word) for word in _BETWEEN.split(cell.strip())]
-    person = [word for word in words if word.split("|")[0] != ROOT]
-    return [part for word in person for part in dict.fromkeys((word, word.rpartition("|")[2].strip()))]
+    by_person = [word for word in words if word.split("|")[0] != ROOT]
+    return [part for word in by_person for part in dict.fromkeys((word, word.rpartition("|")[2].strip()))]
 
 
-def _place(table: Path, name: str) -> str:
-    """One spelling of a path in a table: `./a.png` is `a.png`."""
+def _absolute(table: Path, name: str) -> str:
+    """Return the absolute, normalized path of a file in a table, so that `./a.png` equals `a.png`."""
     return os.path.normpath(os.path.join(os.path.abspath(table.parent), name))
 
 
 def _photograph(folder: Path, name: str) -> str:
-    """The photograph of a sidecar: IMG.jpg of IMG.jpg.xmp, or of IMG.xmp where it is the only one; else the name."""
+    """Return the photograph of a sidecar, or `name` if it is not a sidecar.
+
+    It is IMG.jpg for IMG.jpg.xmp, and for IMG.xmp the only image file with the stem IMG.
+    """
     if not name.lower().endswith(".xmp"):
         return name
     stem = name[: -len(".xmp")]
     if stem.lower().endswith(image_suffixes()):
         return stem
     beside = (folder / name).parent
-    same = [
-        one.name for one in beside.glob("*") if one.stem == Path(stem).name and one.suffix.lower() in image_suffixes()
-    ]
-    if len(same) != 1:
-        raise ValueError(f"{name} is the sidecar of no photograph, or of several: {sorted(same)}")
-    return str(Path(name).with_name(same[0]))
+    files = [file for file in beside.glob("*") if file.suffix.lower() in image_suffixes()]
+    names = [file.name for file in files if file.stem == Path(stem).name]
+    if len(names) != 1:
+        raise ValueError(f"{name} must be the sidecar of one photograph, found {sorted(names)}")
+    return str(Path(name).with_name(names[0]))
 
 
 def exiftool_rows(answers: Iterable[tuple[str, str]], root: str) -> list[list[str]]:
-    """A table that `exiftool -csv+=FILE -sep ', '` takes: each photograph's class as a keyword below `root`.
+    """Return a table for `exiftool -csv+=FILE -sep ', '` with each photograph's class as a keyword below `root`.
 
-    A sidecar that is there already, IMG.jpg.xmp or IMG.xmp, has a row, too: exiftool passes over rows of other files.
+    Existing sidecars, IMG.jpg.xmp and IMG.xmp, get a row as well: exiftool ignores rows of files it was not given.
     """
     rows, stems = [[FILE, "HierarchicalSubject"]], dict[str, str]()
     for image, name in answers:
         if "|" in name or BETWEEN in name:
             raise ValueError(
-                f"the class {name!r} has '|' or {BETWEEN!r} in it, which divides keywords: rename it first"
+                f"the class {name!r} contains '|' or {BETWEEN!r}, which separate keywords: rename it first"
             )
         for file in (image, f"{image}.xmp", f"{os.path.splitext(image)[0]}.xmp"):
             if file != image and not os.path.isfile(file):

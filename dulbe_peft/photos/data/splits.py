@@ -1,4 +1,4 @@
-"""Images to learn from and images to test on: from the splits that are there, or held back by a rule."""
+"""Divide a data set into training and test images, by its splits or by holding out a fraction."""
 
 import hashlib
 import os
@@ -35,30 +35,30 @@ from dulbe_peft.photos.data.roles import UNLABELLED, VALIDATION, stream_splits
 from dulbe_peft.utils.settings import check_int
 from dulbe_peft.utils.terminal import counted
 
-SAMPLE = 32  # images that are looked at for many that show nothing
+SAMPLE = 32  # how many images are checked for being blank when the data are opened
 
 
 def hold_out(
     dataset: Any, fraction: float, seed: int = 0, purpose: str = "test"
 ) -> tuple[LabelledImages, LabelledImages]:
-    """Divide a data set into images to learn from and images to test on.
+    """Divide a data set into training images and held-out test images.
 
-    A hash of each image's content and of the seed decides. So neither names nor the order of the files nor the other
-    images matter: an image stays on its side when others come, and its copies in the class come along. At least one
-    image of a class is learned from; where a class has two or more and `fraction` of them makes half an image or more,
-    at least one is tested on.
+    A hash of the image's content and the seed decides where an image goes. File names, their order and the other
+    images therefore do not matter: an image stays where it is when images are added, and copies within a class stay
+    together. Every class keeps at least one training image. A class with two or more images, of which `fraction` is
+    half an image or more, gets at least one test image.
 
     Args:
-        dataset: a data set that carries class names.
-        fraction: of each class's images, about how many to test on; above 0 and below 1.
-        seed: another seed holds back other images.
-        purpose: another word holds back other images, independently of those held back before.
+        dataset: a data set with class names.
+        fraction: about which share of each class's images to hold out; above 0 and below 1.
+        seed: a different seed holds out different images.
+        purpose: a different word holds out different images, independently of those held out for other purposes.
 
     Returns:
-        The images to learn from, and the images to test on.
+        The training images and the test images.
 
     Raises:
-        ValueError: `fraction` is not between 0 and 1, no class has an image to spare, or there are no class names.
+        ValueError: If `fraction` is not between 0 and 1, no class has enough images, or there are no class names.
 
     Example:
         >>> train, test = hold_out(ImageFolder("photos"), 0.2)
@@ -66,7 +66,9 @@ def hold_out(
         (97, 23)
     """
     if not isinstance(fraction, Real) or not 0 < fraction < 1:
-        raise ValueError(f"fraction must be above 0 and below 1, got {fraction!r}: some images are left to learn from")
+        raise ValueError(
+            f"fraction must be above 0 and below 1, got {fraction!r}: some images must remain to train on"
+        )
     seed = check_int("seed", seed, 0)
     images = labelled_images(dataset)
     drawn, labels = _draws(images, seed, purpose), images.labels
@@ -76,15 +78,19 @@ def hold_out(
         order = members[np.argsort(drawn[members], kind="stable")]
         enough = int(len(members) > 1 and fraction * len(members) >= 0.5)
         count = int(np.clip((drawn[members] < fraction).sum(), enough, len(members) - 1))
-        edge = drawn[order[count - 1]] if count else -1.0  # copies of an image have the same number
+        edge = drawn[order[count - 1]] if count else -1.0  # copies of an image were given the same number
         tested[members] = drawn[members] <= edge if (drawn[members] > edge).any() else drawn[members] < edge
     if not tested.any():
-        raise ValueError(f"no class has enough images to hold {fraction} of them back")
+        raise ValueError(f"no class has enough images to hold out {fraction} of them")
     return images.at(np.flatnonzero(~tested)), images.at(np.flatnonzero(tested))
 
 
 def draw_per_class(images: LabelledImages, count: int | Sequence[int] | str, seed: int = 0) -> LabelledImages:
-    """At most `count` images of each class; or counts that go round among them; or `longtail:32`: 32, 16, 32 / 3."""
+    """Return at most `count` images of each class.
+
+    Several counts are assigned to the classes in turn. `longtail:32` keeps 32, 32 / 2, 32 / 3, ... images. The seed
+    decides which class comes first.
+    """
     seed = check_int("seed", seed, 0)
     drawn, labels = _draws(images, seed, "draw"), images.labels
     keys = [hashlib.sha256(f"{seed} classes\0{name}".encode()).digest() for name in images.class_names]
@@ -101,9 +107,9 @@ def draw_per_class(images: LabelledImages, count: int | Sequence[int] | str, see
 
 
 def _draws(images: LabelledImages, seed: int, purpose: str) -> np.ndarray:
-    """(n,): a number in [0, 1) for each image, by the seed, the purpose and the image's content."""
+    """Return a number in [0, 1) for each image, (n,), computed from the seed, the purpose and the image's content."""
     if not images.class_names:
-        raise ValueError("the dataset carries no class names; give it an attribute class_names, a sequence of strings")
+        raise ValueError("the dataset has no class names; give it an attribute class_names, a sequence of strings")
     digests = (hashlib.sha256(f"{seed} {purpose}\0".encode() + (content or b"")) for content in images.contents())
     return np.array([int.from_bytes(digest.digest()[:8], "little") / 2**64 for digest in digests])
 
@@ -118,28 +124,28 @@ def open_stream_data(
     look: Look = undecodable,
     **reading: Any,
 ) -> tuple[LabelledImages, LabelledImages | None, Inventory]:
-    """Open the data of a stream, look at all of it, and decide what is learned and what is tested on.
+    """Open the data of a stream, check every image, and choose the training and the test images.
 
-    A folder of images holds its splits, `photos/train/cat/*` and `photos/test/cat/*`, or its classes alone,
-    `photos/cat/*`; then all images are there to learn from. Without a split `test`, `valid`, `validation` or `val` is
-    tested on. Other splits are left out and counted, and so are tests that have no labels.
+    A folder of images holds splits, `photos/train/cat/*` and `photos/test/cat/*`, or only classes, `photos/cat/*`; in
+    the latter case all images are for training. If there is no split `test`, then `valid`, `validation` or `val` is
+    the test split. Other splits and test splits without labels are left out and counted.
 
     Args:
-        path: what `load_data` takes.
-        train_split: name of the split to learn from.
-        test_split: name of the split to test on, where there is one; "none": test on none of them.
-        test_fraction: without a test split: about how much of each class is held back, see [`hold_out`].
-        test_data: other data, whose images are tested on: its split `test`, or all of it where there are no splits.
-        strict: raise where an image cannot be read. Else such images are left out.
-        look: what finds the images that cannot be read, with the reasons; by itself, it decodes all.
-        reading: other arguments of `load_data`.
+        path: the data, as for `load_data`.
+        train_split: name of the training split.
+        test_split: name of the test split, if there is one. "none" means that no split is tested on.
+        test_fraction: about which share of each class to hold out if there is no test split; see [`hold_out`].
+        test_data: separate test data. Its split `test` is used, or all of it if it has no splits.
+        strict: whether an unreadable image is an error. Otherwise unreadable images are left out.
+        look: a function that finds the unreadable images and the reasons. By default, all images are decoded.
+        reading: further arguments of `load_data`.
 
     Returns:
-        The images to learn from; those to test on, or None; and the inventory, which counts these images.
+        The training images; the test images or None; and the inventory, which counts these images.
 
     Raises:
-        FileNotFoundError: there is nothing under this path, or it lacks a split.
-        ValueError: images cannot be read, there are a test split and a fraction, or the layout is not clear.
+        FileNotFoundError: If `path` does not exist or a split is missing.
+        ValueError: If images are unreadable, there are both a test split and a fraction, or the layout is ambiguous.
     """
     parts, left_out, notes = _opened(path, train_split, test_split, test_fraction, test_data, **reading)
     train, (_, *tests) = parts[train_split], parts
@@ -149,8 +155,8 @@ def open_stream_data(
         name = train.class_names[label]
         example, why = next(row for row in inventory.unreadable if row[0].label == name)
         raise ValueError(
-            f"no image of the class {name!r} can be read, such as {example.name}: {why}; mend them, or take the class "
-            "away"
+            f"no image of the class {name!r} can be read, such as {example.name}: {why}; repair the images, or remove "
+            "the class"
         )
     if test_fraction is not None:
         tests = ["test" if test_split == "none" else test_split]
@@ -164,17 +170,17 @@ def open_stream_data(
 def _opened(
     path: str | os.PathLike[str], train_split: str, *given: Any, **reading: Any
 ) -> tuple[dict[str, LabelledImages], list[tuple[str, str]], list[str]]:
-    """The images to learn from and, behind them, to test on by split; what is left out; and what was guessed."""
-    found, others, tests = stream_splits(path, train_split, *given, **reading)
-    left_out = [(place, why if folder is None else f"{why}, {_count(folder)}") for place, why, folder in others]
-    parts, notes = {train_split: found[train_split if train_split in found else None]()}, list[str]()
+    """Return split -> images with the training split first, the files left out, and notes on what was guessed."""
+    available, unused, tests = stream_splits(path, train_split, *given, **reading)
+    left_out = [(place, why if folder is None else f"{why}, {_count(folder)}") for place, why, folder in unused]
+    parts, notes = {train_split: available[train_split if train_split in available else None]()}, list[str]()
     if tests is not None:
-        name, opens = tests
+        name, open_tests = tests
         try:
-            parts[name] = opens()
+            parts[name] = open_tests()
         except UnlabelledError as error:
             left_out.append((f"{os.fspath(path)}[{name}]", f"{error}: {UNLABELLED}"))
-        notes += [f"tested on {name!r}, for there is no split 'test'"] * (given[0] != name in VALIDATION)
+        notes += [f"the test split is {name!r}, because there is no split 'test'"] * (given[0] != name in VALIDATION)
     notes += dict.fromkeys(note for images in parts.values() for note in images.notes)
     leave_out = reading.get("leave_out") or ()
     _check_left_out(leave_out, parts, Path(path))
@@ -185,38 +191,40 @@ def _opened(
         notes.append(f"left out: {counted(len(empty), 'class')} without images, such as {empty[0]!r}")
         train = parts[train_split] = train.select(_present(train))
     for split in list(parts)[1:]:
-        parts[split] = _tests_alike(parts[split], train.class_names)
+        parts[split] = _match_classes(parts[split], train.class_names)
     if train.split is not None and Path(path).is_dir():
         left_out += [(str(Path(path, name)), OF_A_SYSTEM) for name in system_folders(Path(path))]
     return parts, left_out, notes + _nested_note(train)
 
 
 def _present(images: LabelledImages) -> tuple[str, ...]:
-    """The names of the classes that have images."""
+    """Return the names of the classes that have images."""
     return tuple(images.class_names[label] for label in np.unique(images.labels))
 
 
 def _without(images: LabelledImages, names: Sequence[str]) -> LabelledImages:
-    """The images of other classes than these."""
+    """Return the images without those of the classes `names`."""
     kept = [name for name in images.class_names if name not in names]
     return images if len(kept) == len(images.class_names) else images.select(kept)
 
 
 def _check_left_out(names: Sequence[str], parts: dict[str, LabelledImages], folder: Path) -> None:
-    """Raise where what shall be left out is nothing that is there."""
+    """Raise a ValueError if a name in `leave_out` is neither a class nor a folder of the data."""
     for name in names:
-        places = (folder / name, *(folder / split / name for split in parts))
-        if not any(place.is_dir() for place in places) and not any(name in of.class_names for of in parts.values()):
-            raise ValueError(f"leave_out names {name!r}, and {folder} has no class and no folder that is called so")
+        folders = (folder / name, *(folder / split / name for split in parts))
+        is_class = any(name in images.class_names for images in parts.values())
+        if not any(path.is_dir() for path in folders) and not is_class:
+            raise ValueError(f"leave_out contains {name!r}, but {folder} has no class and no folder of that name")
 
 
-def _tests_alike(test: LabelledImages, names: Sequence[str]) -> LabelledImages:
-    """Test images with the labels of the classes that are learned; another class is a ValueError."""
-    spelt, unknown = {class_key(name): name for name in names}, [name for name in _present(test) if name not in names]
+def _match_classes(test: LabelledImages, names: Sequence[str]) -> LabelledImages:
+    """Return the test images labelled by the training classes `names`; raise a ValueError for any other class."""
+    spelling, unknown = {class_key(name): name for name in names}, [n for n in _present(test) if n not in names]
     for name in unknown:
-        if class_key(name) in spelt:
+        if class_key(name) in spelling:
             raise ValueError(
-                f"a class is {spelt[class_key(name)]!r} to learn and {name!r} to test: spell it in one way"
+                f"a class is called {spelling[class_key(name)]!r} in the training images and {name!r} in the test "
+                "images: use one spelling"
             )
     if unknown:
         more = f"({counted(len(unknown), 'such class')}; --leave-out leaves it out)"
@@ -225,13 +233,13 @@ def _tests_alike(test: LabelledImages, names: Sequence[str]) -> LabelledImages:
 
 
 def _nested_note(images: LabelledImages) -> list[str]:
-    """A sentence where the folders of all classes hold folders alone, which may be the classes that are meant."""
+    """Return a note if every class folder holds only folders, because those may be the intended classes."""
     files: list[str] = images.source if type(images) is ImageFolder else []
     inner = [name.split("/")[1] for name in files if name.count("/") > 1]
     if not inner or len(inner) < len(files):
         return []
     listed = ", ".join(map(repr, dict.fromkeys(inner[:3])))
-    return [f"the classes are the outer folders; the folders in them, such as {listed}, name nothing"]
+    return [f"the classes are the outer folders; the names of the folders in them, such as {listed}, are ignored"]
 
 
 def readable(
@@ -241,18 +249,18 @@ def readable(
     look: Look,
     left_out: Sequence[tuple[str, str]] = (),
 ) -> tuple[dict[str, LabelledImages], Inventory]:
-    """The splits without images that cannot be read, and what was found; raises if `strict` and there are some."""
-    found = inspect_parts(parts, look, left_out)
-    if found.unreadable and strict:
-        first = f"{len(found.unreadable)} of the images in {path} cannot be read:"
-        advice = "mend or remove them, or leave them out: without --strict (in Python strict=False)"
-        raise ValueError("\n".join([first, *found.unreadable_lines(), advice]))
-    bad = {split: [image.place for image, _ in found.unreadable if image.split == split] for split in parts}
-    return {n: images.at(np.setdiff1d(np.arange(len(images)), bad[n])) for n, images in parts.items()}, found
+    """Return the splits without unreadable images, and the inventory; raise if `strict` and an image is unreadable."""
+    inventory = inspect_parts(parts, look, left_out)
+    if inventory.unreadable and strict:
+        first = f"{len(inventory.unreadable)} of the images in {path} cannot be read:"
+        advice = "repair or remove them, or leave them out by omitting --strict (strict=False in Python)"
+        raise ValueError("\n".join([first, *inventory.unreadable_lines(), advice]))
+    bad = {split: [image.place for image, _ in inventory.unreadable if image.split == split] for split in parts}
+    return {n: images.at(np.setdiff1d(np.arange(len(images)), bad[n])) for n, images in parts.items()}, inventory
 
 
 def open_split(path: str | os.PathLike[str], split: str | None, **reading: Any) -> LabelledImages:
-    """One split as `load_data` opens it, labelled by the classes of the training images, then by its own."""
+    """Open one split; the labels of an image folder number the training classes first, then further classes."""
     images, folder = load_data(path, split, **reading), Path(path)
     if not isinstance(images, ImageFolder) or split in (None, "train"):
         return images
@@ -263,4 +271,4 @@ def open_split(path: str | os.PathLike[str], split: str | None, **reading: Any) 
 
 
 def _count(folder: Path) -> str:
-    return f"{len(folder_content(folder)[0])} images"
+    return counted(len(folder_content(folder)[0]), "image")

@@ -1,4 +1,4 @@
-"""A model or a learner as a function of batches, which every engine of data takes: `datasets`, Dask, Ray, Spark."""
+"""Wrap a model or a learner as a function of batches, for engines such as `datasets`, Dask, Ray and Spark."""
 
 import copy
 from collections.abc import MutableMapping
@@ -19,11 +19,11 @@ from dulbe_peft.utils.workers import OncePerProcess
 
 
 class Featurizer:
-    """Adds the image features of a model to a batch; it pickles small, and loads the model once in each process.
+    """Add the image features of a model to a batch. A pickle of it is small; each process loads the model once.
 
     Args:
-        model_or_folder: a saved learner or a run's folder; else a model, as `load_dual_encoder` takes it.
-        machine: settings of the machine that calls it, such as {"device": "cuda", "eval_batch_size": 256}.
+        model_or_folder: a saved learner, the folder of a run, or a model as for `load_dual_encoder`.
+        machine: settings for the calling machine, such as {"device": "cuda", "eval_batch_size": 256}.
 
     Example:
         >>> features = photos.map(Featurizer("out"), batched=True, num_proc=4, remove_columns="image")
@@ -38,46 +38,46 @@ class Featurizer:
         self._learner = OncePerProcess(partial(_load, str(model_or_folder), machine))
 
     def fit(self, images: Any = None, y: Any = None) -> Self:
-        """Nothing is learned; so it is a transformer of scikit-learn's pipelines, which clone it as its source."""
+        """Return self; there is nothing to fit. Pipelines of scikit-learn need this method."""
         return self
 
     def transform(self, images: Any) -> np.ndarray:
-        """Unit features, (n, d), float32, of a sequence of images as in a batch."""
+        """Return the unit features, (n, d), float32, of a sequence of images of the kinds that a batch may hold."""
         return np.asarray(self({"image": images})["embedding"])
 
     def __sklearn_clone__(self) -> Self:
         return copy.copy(self)
 
     def __call__(self, batch: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        """The batch with "embedding", (n, d), float32, unit rows.
+        """Return the batch with a column "embedding", (n, d), float32, of unit rows.
 
         Args:
-            batch: "image" holds PIL images, (height, width, 3) arrays of bytes, paths, bytes of image files, or
-                {"bytes", "path"} as `datasets` stores them.
+            batch: the column "image" holds PIL images, uint8 arrays (height, width, 3), paths, bytes of image files,
+                or {"bytes", "path"} as `datasets` stores them.
 
         Raises:
-            ValueError: there is no such column, or an image cannot be read; the message has its number, from 0.
+            ValueError: If there is no column "image" or an image cannot be read; the message gives its index.
         """
-        return _with(batch, embedding=self._learner().image_embeds(_images(batch)).cpu().numpy())
+        return _with_columns(batch, embedding=self._learner().image_embeds(_images(batch)).cpu().numpy())
 
 
 class Predictor(Featurizer):
-    """Adds the answers of a learner to a batch; the arguments are those of [`Featurizer`].
+    """Add the predictions of a learner to a batch; the arguments are those of [`Featurizer`].
 
     Example:
-        >>> answers = photos.map(Predictor("out"), batched=True, num_proc=4, remove_columns="image")
+        >>> predictions = photos.map(Predictor("out"), batched=True, num_proc=4, remove_columns="image")
     """
 
     def __call__(self, batch: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        """The batch with "class", (n,), and its calibrated "probability", (n,), float32; see [`Featurizer`]."""
-        answers = self._learner().predict(_images(batch), return_scores=True)
-        names, probabilities = [name for name, _ in answers], [probability for _, probability in answers]
-        found = {"class": np.array(names, dtype=object), "probability": np.array(probabilities, dtype=np.float32)}
-        return _with(batch, **found)
+        """Return the batch with "class", (n,), and its calibrated "probability", (n,), float32; see [`Featurizer`]."""
+        predictions = self._learner().predict(_images(batch), return_scores=True)
+        names, probabilities = [name for name, _ in predictions], [probability for _, probability in predictions]
+        columns = {"class": np.array(names, dtype=object), "probability": np.array(probabilities, dtype=np.float32)}
+        return _with_columns(batch, **columns)
 
 
 def _load(source: str, machine: dict[str, Any]) -> ClassIncrementalLearner:
-    """A saved learner, or a model as a learner that has learned nothing."""
+    """Return a saved learner, or an untrained learner around a model."""
     path = Path(source)
     if path.is_dir():
         saved = (path / layout.LEARNER_FILE).exists() or bool(layout.task_folders(path))
@@ -90,16 +90,16 @@ def _load(source: str, machine: dict[str, Any]) -> ClassIncrementalLearner:
     return ClassIncrementalLearner(model, processor, args=LearnerArguments(**machine), strategy="frozen")
 
 
-def _with(batch: MutableMapping[str, Any], **columns: np.ndarray) -> MutableMapping[str, Any]:
-    """The batch with further columns; the given one stays as it is."""
-    # A copy of the batch of `datasets` keeps its images undecoded, so they are not encoded again.
-    found = copy.copy(batch)
-    found.update(columns)
-    return found
+def _with_columns(batch: MutableMapping[str, Any], **columns: np.ndarray) -> MutableMapping[str, Any]:
+    """Return a copy of the batch with further columns."""
+    # A shallow copy of a batch of `datasets` keeps the images undecoded, so that `map` need not encode them again.
+    extended = copy.copy(batch)
+    extended.update(columns)
+    return extended
 
 
 def _images(batch: MutableMapping[str, Any]) -> list[Any]:
-    """The images of a batch as `ClassIncrementalLearner.predict` takes them, one entry each."""
+    """Return the images of a batch in a form that `ClassIncrementalLearner.predict` accepts, one entry per image."""
     if "image" not in batch:
         raise ValueError(f"the batch has no column 'image'; its columns are {list(batch)}")
     return [as_image(number, image) for number, image in enumerate(batch["image"])]

@@ -1,9 +1,9 @@
-"""A learner in forms that work without this package: stock LoRA, a plain model of transformers, an ONNX graph.
+"""Export a learner to formats that work without this package.
 
-lora             the adapter beside a base model, with the classifier, the class names and the processor
-transformers     an image classifier for pipelines: the adapter in its weights, the classifier as its head
-onnx             two graphs, from pixels to features and from these to probabilities
-transformers.js  one graph in the layout that JavaScript loads
+lora             a standard LoRA adapter for the base model, with the classifier, the class names and the processor
+transformers     an image classifier for pipelines, with the adapter merged into its weights and the classifier as head
+onnx             two graphs, from pixels to features and from features to probabilities
+transformers.js  one graph in the layout that transformers.js loads
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dulbe_peft.adapter.export import write_lora
 from dulbe_peft.checkpoints.saving import PROCESSOR_FOLDER
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.registry import spec
-from dulbe_peft.encoders.loading import encoder_of, has_text
+from dulbe_peft.encoders.loading import check_saved, encoder_of, has_text
 from dulbe_peft.photos.deployment import FORMATS, PRECISIONS
 from dulbe_peft.photos.deployment.graph import write_for_javascript, write_graphs
 from dulbe_peft.photos.deployment.parts import CARDS, checked_formula, choose_classifier, class_facts, merged_model
@@ -49,33 +49,33 @@ def export_learner(
     compress_to: int | None = None,
     precision: str = "float32",
 ) -> Path:
-    """Write a learner in a form that works without this package; the folder's README.md has the lines that use it.
+    """Export a learner to a format that works without this package; the folder's README.md shows the code to use it.
 
-    The folder is put in place whole. What an earlier export wrote there is replaced; anything else is refused.
+    The folder appears only when it is complete. It replaces an earlier export, but no other folder.
 
     Args:
-        learner: a [`ClassIncrementalLearner`], or its state.
-        folder: where the files go.
+        learner: a [`ClassIncrementalLearner`] or its state.
+        folder: the folder to write.
         format: "lora", "transformers", "onnx" or "transformers.js".
-        classifier: name of the classifier to export; None: the first one, which `predict` uses.
-        compress_to: with "lora" alone, see [`export_lora`].
-        precision: of the weights in an ONNX graph: "float32", "float16" or "int8".
+        classifier: name of the classifier to export. By default, the first one, which `predict` uses.
+        compress_to: rank of the exported adapter; only for the format "lora", see [`export_lora`].
+        precision: precision of the weights in an ONNX graph: "float32", "float16" or "int8".
 
     Raises:
-        FileExistsError: the folder holds something that no export wrote.
-        ImportError: a graph needs packages that are not installed.
-        ValueError: there is no such format or classifier, or the learner cannot be exported in this format.
+        FileExistsError: If the folder exists and is not an export.
+        ImportError: If packages that write a graph are not installed.
+        ValueError: If the format or classifier does not exist, or the learner cannot be exported to the format.
     """
     if not isinstance(getattr(learner, "state", learner), LearnerState):
         raise TypeError(f"learner must be a ClassIncrementalLearner or its state, got {type(learner).__name__}")
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; it must be one of {', '.join(FORMATS)}")
     if compress_to is not None and format != "lora":
-        raise ValueError(f"compress_to={compress_to} is for the format 'lora' alone, got the format {format!r}")
+        raise ValueError(f"compress_to={compress_to} is only for the format 'lora', got the format {format!r}")
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}; it must be one of {', '.join(PRECISIONS)}")
     if precision != "float32" and format not in ("onnx", "transformers.js"):
-        raise ValueError(f"precision={precision!r} is for the graphs of 'onnx' and 'transformers.js', got {format!r}")
+        raise ValueError(f"precision={precision!r} is only for 'onnx' and 'transformers.js', got {format!r}")
     folder = Path(folder)
     writers: dict[str, Callable[[Path, LearnerState, Classifier], str]] = {
         "lora": partial(_write_lora_folder, compress_to=compress_to),
@@ -85,10 +85,11 @@ def export_learner(
     }
     with nullcontext() if isinstance(learner, LearnerState) else learner.turn("export_learner"):
         state = learner if isinstance(learner, LearnerState) else learner.state
+        check_saved(state.processor, state.base)
         chosen = choose_classifier(state, classifier)
         if format == "lora" and state.adapter is None:
             raise ValueError(
-                f"the learner has no adapter to export: its strategy {state.strategy.name!r} trains nothing; take the "
+                f"the learner has no adapter to export: its strategy {state.strategy.name!r} trains nothing; use the "
                 "format 'transformers' or 'onnx'"
             )
 
@@ -101,10 +102,17 @@ def export_learner(
 
 
 def export_card(state: LearnerState, classifier: Classifier, kind: str, code: str) -> str:
-    """README.md of an exported folder of a kind: what it is, what it needs, and the lines that use it."""
+    """Return README.md of an export: what it is, which packages it needs, and the code that uses it.
+
+    Args:
+        state: the learner's state.
+        classifier: the exported classifier.
+        kind: the format of the export.
+        code: the code that uses it.
+    """
     base = state.base_name[0] or "a base model without a name"
     tag = "image-classification"
-    if kind == "lora":  # what a pipeline does with the folder
+    if kind == "lora":  # a pipeline loads the folder as a model without the classifier
         tag = "zero-shot-image-classification" if has_text(state.base) else "image-feature-extraction"
     header = ModelCardData(
         base_model=base if is_repo_id(base) else None,
@@ -129,7 +137,7 @@ def export_card(state: LearnerState, classifier: Classifier, kind: str, code: st
 
 
 def _write_lora_folder(folder: Path, state: LearnerState, classifier: Classifier, compress_to: int | None) -> str:
-    """Write a stock LoRA adapter, and the classifier in two files that need no package; returns the lines for them."""
+    """Write a standard LoRA adapter, and the classifier in two files; return the code to use them."""
     function, source, tensors = checked_formula(classifier)
     write_tensors(folder / TENSORS_FILE, tensors, {"format": "pt"})
     write_json(folder / FACTS_FILE, class_facts(state, classifier) | {"formula": source})
@@ -150,23 +158,24 @@ def _write_lora_folder(folder: Path, state: LearnerState, classifier: Classifier
 
 
 def _write_pipeline(folder: Path, state: LearnerState, classifier: Classifier) -> str:
-    """Write what transformers' `pipeline` answers from: model, head and their code; returns the lines for them."""
-    # None of transformers' own image classifiers computes the same. The type stays: the zero-shot pipeline reads it.
+    """Write a model with head and code that transformers' `pipeline` loads; return the code to use it."""
+    # No image classifier of transformers computes the same function, so the export carries its own class. The model
+    # type stays that of the base model, because the zero-shot pipeline reads it.
     function, source, head = checked_formula(classifier)
     model = merged_model(state)
     config = model.config
     config.id2label = dict(enumerate(classifier.class_names))
-    config.label2id = {name: place for place, name in config.id2label.items()}
+    config.label2id = {name: index for index, name in config.id2label.items()}
     config.problem_type = "single_label_classification"
     config.head = {name: list(tensor.shape) for name, tensor in head.items()}
-    # A pipeline complains of a class whose name it does not know.
+    # A pipeline warns about classes whose names it does not know, so the class has a known name if there is one.
     name = MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type, "ImageClassifier")
     module = Path(CODE_FILE).stem
     config.auto_map = {"AutoModelForImageClassification": f"{module}.{name}"}
-    reads = {"impl": f"{module}.PhotographPipeline", "pt": [*config.auto_map]}
-    config.custom_pipelines = {"image-classification": reads}
+    pipeline = {"impl": f"{module}.PhotographPipeline", "pt": [*config.auto_map]}
+    config.custom_pipelines = {"image-classification": pipeline}
     weights = model.state_dict() | {f"head_{name}": tensor.contiguous() for name, tensor in head.items()}
-    # Names as the class of this folder has them: transformers renames older ones for its own classes alone.
+    # Keep the present names of the weights: transformers renames older names only for its own classes.
     model.save_pretrained(str(folder), state_dict=weights, save_original_format=False)
     state.processor.save_pretrained(str(folder))
     kind, record = type(model).__name__, encoder_of(model)

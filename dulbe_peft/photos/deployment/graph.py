@@ -1,7 +1,7 @@
-"""Model and classifier as ONNX graphs: an encoder and a head, or both in one for transformers.js.
+"""Write model and classifier as ONNX graphs: an encoder and a head, or one graph for transformers.js.
 
-onnx              encoder.onnx  pixel values to unit features     head.onnx  these to probabilities
-transformers.js   onnx/model.onnx  pixel values to log-scores, in the layout that the package of this name loads
+onnx              encoder.onnx  pixel values to unit features     head.onnx  unit features to probabilities
+transformers.js   onnx/model.onnx  pixel values to log-scores, in the layout that transformers.js loads
 """
 
 import inspect
@@ -33,14 +33,14 @@ from dulbe_peft.utils.templates import render
 
 ENCODER_FILE, HEAD_FILE, GRAPH_FACTS_FILE = "encoder.onnx", "head.onnx", "model.json"
 PROBABILITIES, LOGITS = "probabilities", "logits"
-# By precision: how the name of the file ends, and what transformers.js calls it.
+# precision -> (suffix of the file's stem, name of the precision in transformers.js)
 _NAMES = {"float32": ("", "fp32"), "float16": ("_fp16", "fp16"), "int8": ("_quantized", "q8")}
 TOLERANCE = 1e-4
 CHECKED_BATCHES = (1, 3, 8)
 
 
 def write_graphs(folder: Path, state: LearnerState, classifier: Classifier, precision: str) -> str:
-    """Write encoder, of this precision, head and `model.json` into a folder; returns the lines that use them."""
+    """Write the encoder in this precision, the head and `model.json`; return the code that uses them."""
     encoder, head, shape = _parts(state, classifier)
     steps = processor_steps(state.processor)
     facts = class_facts(state, classifier)
@@ -62,13 +62,13 @@ def write_graphs(folder: Path, state: LearnerState, classifier: Classifier, prec
         head_file=HEAD_FILE,
         facts_file=GRAPH_FACTS_FILE,
         rgb=READS,
-        # With Pillow and numpy, or with the processor where these cannot do what it does.
+        # The code uses Pillow and numpy, or the image processor if they cannot reproduce its values.
         pixel_values=None if steps is None else inspect.getsource(pixel_values),
     )
 
 
 def write_for_javascript(folder: Path, state: LearnerState, classifier: Classifier, precision: str, name: str) -> str:
-    """Write graph, configuration and image processor as transformers.js looks for them in a folder of this name."""
+    """Write graph, configuration and image processor in the layout of transformers.js; return the code to use them."""
     encoder, head, shape = _parts(state, classifier, probabilities=False)
     whole, (ending, dtype) = nn.Sequential(encoder, head), _NAMES[precision]
     path = folder / "onnx" / f"model{ending}.onnx"
@@ -78,10 +78,10 @@ def write_for_javascript(folder: Path, state: LearnerState, classifier: Classifi
     _largest_difference(
         lambda pixels: run(pixels).softmax(dim=1), lambda pixels: whole(pixels).softmax(dim=1), shape, precision
     )
-    labels = {str(place): label for place, label in enumerate(classifier.class_names)}
-    # The package picks its class by this type, and the class does no more than run the graph.
+    labels = {str(index): label for index, label in enumerate(classifier.class_names)}
+    # transformers.js selects its class by the model type, and the class for "vit" only runs the graph.
     config = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "id2label": labels}
-    write_json(folder / "config.json", config | {"label2id": {label: int(place) for place, label in labels.items()}})
+    write_json(folder / "config.json", config | {"label2id": {label: int(index) for index, label in labels.items()}})
     settings = state.processor.image_processor.to_dict()
     kind = str(settings["image_processor_type"]).removesuffix("Pil").removesuffix("Fast")
     write_json(folder / "preprocessor_config.json", settings | {"image_processor_type": kind})
@@ -91,20 +91,20 @@ def write_for_javascript(folder: Path, state: LearnerState, classifier: Classifi
 def _parts(
     state: LearnerState, classifier: Classifier, probabilities: bool = True
 ) -> tuple[ImageEncoder, Head, tuple[int, ...]]:
-    """Encoder, head and shape of an image; an `ImportError` names a package that is missing."""
+    """Return the encoder, the head and the shape of an image; raise an `ImportError` if a package is missing."""
     try:
         check_exportable(state.base)
     except ValueError as error:
-        raise ValueError(f"{error}: take 'transformers' or 'lora'") from error
+        raise ValueError(f"{error}: use 'transformers' or 'lora'") from error
     encoder, head = ImageEncoder(merged_model(state)), Head(classifier, probabilities)
     return encoder.eval(), head.eval(), image_shape(state.base, state.processor)
 
 
-def _write(path: Path, module: nn.Module, example: Tensor, ends: tuple[str, str], precision: str) -> None:
-    """Write one graph, and bring it to its precision."""
+def _write(path: Path, module: nn.Module, example: Tensor, names: tuple[str, str], precision: str) -> None:
+    """Write one graph in the given precision; `names` are those of its input and output."""
     if precision != "float32" and is_large(module):
-        raise ValueError(f"{precision} is served for graphs below {LARGEST_FILE:,} bytes: take float32")
-    write_graph(path, module, example, ends)
+        raise ValueError(f"{precision} is only available for graphs below {LARGEST_FILE:,} bytes: use float32")
+    write_graph(path, module, example, names)
     if precision != "float32":
         with quiet_exporter():
             _reduce(path, precision)
@@ -122,20 +122,23 @@ def _reduce(path: Path, precision: str) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
     from onnxruntime.quantization.quant_utils import add_pre_process_metadata
 
-    del model.graph.value_info[:]  # what the exporter noted of shapes contradicts what onnx infers
-    add_pre_process_metadata(model)  # else it advises to optimise the graph, which the exporter has done
+    del model.graph.value_info[:]  # the shapes recorded by the exporter contradict those that onnx infers
+    add_pre_process_metadata(model)  # avoids advice to optimise the graph, which the exporter has already done
     quantize_dynamic(model, path, ["MatMul", "Gemm"], per_channel=True, weight_type=QuantType.QInt8)
 
 
 @torch.no_grad()
 def _largest_difference(
-    found: Callable[[Tensor], Tensor], expected: Callable[[Tensor], Tensor], shape: tuple[int, ...], precision: str
+    actual: Callable[[Tensor], Tensor], expected: Callable[[Tensor], Tensor], shape: tuple[int, ...], precision: str
 ) -> float:
-    """The largest difference of a probability between onnxruntime and PyTorch; too large a one is a `ValueError`."""
+    """Return the largest difference between probabilities of onnxruntime and of PyTorch on random pixels.
+
+    In float32, a difference above `TOLERANCE` raises a ValueError.
+    """
     generator, largest = torch.Generator().manual_seed(0), 0.0
     for batch in CHECKED_BATCHES:
         pixels = torch.randn(batch, *shape, generator=generator)
-        largest = max(largest, float((found(pixels) - expected(pixels)).abs().max()))
+        largest = max(largest, float((actual(pixels) - expected(pixels)).abs().max()))
     if precision == "float32" and not largest <= TOLERANCE:
         raise ValueError(f"the ONNX graph gives probabilities that differ by {largest:.1e} from PyTorch's")
     return largest

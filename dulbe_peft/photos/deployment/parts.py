@@ -1,4 +1,4 @@
-"""What exports are made of: the model with its adapter folded in, and a classifier as function, tensors and facts."""
+"""Make the parts of an export: the model with merged adapter, and the classifier as function, tensors and facts."""
 
 import copy
 import inspect
@@ -18,12 +18,12 @@ from dulbe_peft.data.names import format_prompts
 from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.training.state import LearnerState
 
-CARDS = Path(__file__).parents[1] / "assets" / "cards"  # templates of what lies beside an export
-SHARES = (0.01, 0.05, 0.1)  # of false alarms
+CARDS = Path(__file__).parents[1] / "assets" / "cards"  # templates of README.md and of the code of exports
+SHARES = (0.01, 0.05, 0.1)  # shares of known images that a rejection threshold may reject
 
 
 def merged_model(state: LearnerState) -> Any:
-    """A copy of the model on the CPU with W_0 + dW in place of W_0, a plain model of transformers."""
+    """Return a copy of the model on the CPU, with W_0 + dW in place of W_0, as a plain transformers model."""
     model: Any = copy.deepcopy(state.model)
     if isinstance(model, PeftModel):
         model = model.merge_and_unload()
@@ -31,15 +31,15 @@ def merged_model(state: LearnerState) -> Any:
 
 
 class Head(nn.Module):
-    """Unit features (batch, d) to calibrated probabilities (batch, C), or to their log-scores."""
+    """Map unit features (batch, d) to calibrated probabilities (batch, C), or to their log-scores."""
 
     def __init__(self, classifier: Classifier, probabilities: bool = True) -> None:
         super().__init__()
-        # A formula has the result of what a classifier computes once, so that it does not become a part of the graph.
+        # A formula contains the results of one-time computations, which therefore do not become part of the graph.
         function: Callable[..., torch.Tensor]
         try:
             function, tensors = classifier.formula()
-        except ValueError:  # scores that are not linear, of a class without a formula of its own
+        except ValueError:  # the scores are not linear, and the class defines no formula
             self.classifier = copy.deepcopy(classifier).cpu()
             function, tensors = self.classifier.logits, {}
         self.function, self.names = function, list(tensors)
@@ -53,7 +53,7 @@ class Head(nn.Module):
 
 
 def choose_classifier(state: LearnerState, name: str | None) -> Classifier:
-    """The classifier of this name; None: the first one, which `predict` uses."""
+    """Return the classifier of this name, or the first one, which `predict` uses, if `name` is None."""
     if not state.tasks:
         raise ValueError("the learner has learned no class yet: there is nothing to export")
     if name is not None and name not in state.classifiers:
@@ -62,7 +62,10 @@ def choose_classifier(state: LearnerState, name: str | None) -> Classifier:
 
 
 def class_facts(state: LearnerState, classifier: Classifier) -> dict[str, Any]:
-    """What goes with the probabilities, as plain data: names, prompts, and the thresholds by share of false alarms."""
+    """Return class names, prompts, and rejection thresholds as plain data.
+
+    The key of a threshold is the share of known images that it rejects.
+    """
     facts: dict[str, Any] = {"class_names": classifier.class_names, "classifier": spec(classifier)}
     if has_text(state.base):
         args = state.args
@@ -72,23 +75,27 @@ def class_facts(state: LearnerState, classifier: Classifier) -> dict[str, Any]:
         ]
         facts["prompts"] = prompts if any(len(group) > 1 for group in prompts) else [text for (text,) in prompts]
     for share in SHARES:
-        with suppress(ValueError):  # too few images for this share
+        with suppress(ValueError):  # there are too few images for a threshold with this share
             facts.setdefault("reject_below", {})[str(share)] = classifier.rejection_threshold(share)
     return facts
 
 
 @torch.no_grad()
 def checked_formula(classifier: Classifier) -> tuple[str, str, dict[str, torch.Tensor]]:
-    """Name and source of the classifier's `formula`, checked, and its tensors with the temperature of the scores."""
+    """Return the name and source of the classifier's `formula`, and its tensors with the scores' temperature.
+
+    Raises:
+        ValueError: If the formula gives other scores than `logits`, or is not a function with a source.
+    """
     function, tensors = classifier.formula()
     features = random_features(classifier.embed_dim, classifier.device)
     if not same_scores(function(features, **tensors), classifier.logits(features)):
-        raise ValueError(f"formula() of the {classifier.name!r} classifier gives other scores than its logits()")
+        raise ValueError(f"formula() of the {classifier.name!r} classifier gives different scores from its logits()")
     with suppress(OSError, TypeError):
         source = inspect.getsource(function)
         if source.startswith("def "):
-            found = {name: tensor.cpu() for name, tensor in tensors.items()}
-            return function.__name__, source, found | {"temperature": torch.tensor(classifier.temperature)}
+            tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+            return function.__name__, source, tensors | {"temperature": torch.tensor(classifier.temperature)}
     raise ValueError(
-        f"formula() of {classifier.name!r} must give a function that stands in a module, got {function!r}"
+        f"formula() of {classifier.name!r} must return a function defined at the top of a module, got {function!r}"
     )

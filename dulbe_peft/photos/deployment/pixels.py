@@ -1,4 +1,4 @@
-"""What an image processor does, in Pillow and numpy alone; model cards take the text of the functions."""
+"""Preprocess images as an image processor does, with only Pillow and numpy; model cards quote these functions."""
 
 import inspect
 from typing import Any
@@ -13,16 +13,16 @@ TOLERANCE = 1e-5
 
 
 def rgb(image: Image.Image) -> Image.Image:
-    """An image as the learner reads it: upright, in sRGB, over white where it is transparent."""
+    """Return an image as the learner reads it: upright, in sRGB, over white where it is transparent."""
     return standard_rgb(ImageOps.exif_transpose(image))
 
 
-# How an image is read, for a model card.
-READS = "\n\n".join(inspect.getsource(one) for one in (managed, standard_rgb, rgb))
+# The source of the functions that read an image, for model cards.
+READS = "\n\n".join(inspect.getsource(function) for function in (managed, standard_rgb, rgb))
 
 
 def pixel_values(image: Image.Image, steps: dict) -> np.ndarray:
-    """One image as the model takes it, (3, height, width)."""
+    """Return the model's input for an image, float32, (3, height, width)."""
     image = rgb(image)
     size = steps["size"] or [steps["shortest_edge"] * side // min(image.size) for side in image.size]
     image = image.resize(size, steps["resample"])
@@ -34,7 +34,7 @@ def pixel_values(image: Image.Image, steps: dict) -> np.ndarray:
 
 
 def processor_steps(processor: Any) -> dict[str, Any] | None:
-    """What `pixel_values` needs to do as an image processor of transformers does; None where it gives other values."""
+    """Return the `steps` with which `pixel_values` reproduces a transformers processor, or None if it cannot."""
     image_processor = processor.image_processor
     try:
         settings = image_processor.to_dict()
@@ -52,9 +52,9 @@ def processor_steps(processor: Any) -> dict[str, Any] | None:
         for width, height in SIZES:
             image = Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
             expected = np.asarray(image_processor(images=image, return_tensors="np")["pixel_values"][0])
-            found = pixel_values(image, steps)
-            if found.shape != expected.shape or np.abs(found - expected).max() > TOLERANCE:
+            values = pixel_values(image, steps)
+            if values.shape != expected.shape or np.abs(values - expected).max() > TOLERANCE:
                 return None
-    except (AttributeError, KeyError, TypeError, ValueError):  # settings of another kind of processor
+    except (AttributeError, KeyError, TypeError, ValueError):  # the processor has different settings
         return None
     return steps

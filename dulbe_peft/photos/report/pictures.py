@@ -31,11 +31,13 @@ def write_pictures(
     left_out: Sequence[str] = (),
     learner: ClassIncrementalLearner | None = None,
     trains: Sequence[Any] = (),
+    task_names: Sequence[str] = (),
 ) -> None:
     """Write `accuracy.png`, `tasks.png` and `pictures/` into a run's folder, where its stream had test data.
 
     `tests` are the tasks' test data, `left_out` sentences about files that are no part of the data. With the `learner`
     the pictures say which test images it has learned, too; with `trains`, also which training image is nearest.
+    `task_names` are what the report calls the tasks in place of their numbers.
     """
     output = Path(run)
     for name, plot in (("accuracy.png", plot_results), ("tasks.png", plot_matrix)) if "classifiers" in results else ():
@@ -44,7 +46,7 @@ def write_pictures(
     if (output / PREDICTIONS_FILE).is_file():
         examples = choose_examples(read_predictions(output / PREDICTIONS_FILE))
         found = Neighbours() if learner is None else neighbours(learner, trains, tests)
-        write_examples(output / PICTURES_FOLDER, examples, tests, left_out, found)
+        write_examples(output / PICTURES_FOLDER, examples, tests, left_out, found, task_names)
 
 
 def choose_examples(rows: Sequence[ImageResult]) -> dict[str, list[ImageResult]]:
@@ -65,10 +67,12 @@ def write_examples(
     tests: Sequence[Any],
     left_out: Sequence[str] = (),
     found: Neighbours | None = None,
+    task_names: Sequence[str] = (),
 ) -> None:
     """Write small JPEG files and an index of what they show, without images that are gone or are no PIL images."""
     found = found or Neighbours()
     index: dict[str, Any] = {"left_out": list(left_out), "copies": [copy.model_dump() for copy in found.copies]}
+    index["task_names"] = list(task_names)
     pictures: dict[str, Image.Image] = {}
     opened = [None if test is None else labelled_images(test) for test in tests]
 

@@ -10,13 +10,15 @@ from pydantic import Field
 
 from dulbe_peft.checkpoints.layout import LEARNER_FILE, RESULTS_FILE, TIMINGS_FILE, newest_task
 from dulbe_peft.checkpoints.learner_file import LearnerFile
+from dulbe_peft.checkpoints.loading import read_known
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
-from dulbe_peft.streams.progress import Timings, read_finished
+from dulbe_peft.streams.progress import SOURCES_FILE, Sources, Timings, read_finished
 from dulbe_peft.streams.results import Results, stream_results
 from dulbe_peft.training.state import Update
-from dulbe_peft.utils.folders import CheckpointError, read_manifest
+from dulbe_peft.utils.folders import CheckpointError, put_back, read_manifest
 from dulbe_peft.utils.records import Fraction, Record, read_record
 
+_OF_TASKS: dict[str, Any] = {TIMINGS_FILE: Timings, SOURCES_FILE: Sources}
 PICTURES_FOLDER = "pictures"
 PICTURES_INDEX = "index.json"
 
@@ -48,12 +50,13 @@ class Copy(Record):
 
 
 class Pictures(Record):
-    """`pictures/index.json`: the surest mistakes, a few images a class, what is left out, copies."""
+    """`pictures/index.json`: the surest mistakes, a few images a class, what is left out, copies, names of tasks."""
 
     mistakes: list[Example] = []
     classes: list[Example] = []
     left_out: list[str] = []
     copies: list[Copy] = []
+    task_names: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class RunFolder:
     updates: list[Update] = field(default_factory=list)
     first: str = ""  # the classifier that `predict` uses
     learner: Path | None = None  # the folder of the learner after the newest task
+    tested_before: bool = False  # it was tested once, whatever was changed since
+    source: dict[str, Any] | None = None  # where the images of the newest task with a known source came from
 
     @property
     def tested(self) -> bool:
@@ -82,6 +87,21 @@ class RunFolder:
     @property
     def strategy(self) -> str:
         return str(self.settings["strategy"]["name"])
+
+    @property
+    def task_names(self) -> list[str]:
+        """What to call each task, such as the month in which it came; the number where nobody named it."""
+        names = self.pictures.task_names
+        return [names[n] if n < len(names) else f"Task {n + 1}" for n in range(len(self.learned))]
+
+    @property
+    def untested(self) -> str:
+        """Return a sentence that says why a run has no accuracies."""
+        last = self.updates[-1] if self.updates else None
+        if last is None or not (self.tested_before or self.predictions):
+            return "The stream has no test images." if last is None else "It has not been tested since it was changed."
+        corrected = last.forgotten or last.renamed or min(last.images.values(), default=0) < 0
+        return f"It has not been tested since {'the correction' if corrected else 'it was changed'}."
 
     @property
     def trained(self) -> bool:
@@ -102,6 +122,7 @@ def was_trained(records: Sequence[Mapping[str, Any] | None]) -> bool:
 def read_run(folder: str | os.PathLike[str]) -> RunFolder:
     """Read what `run` wrote into a folder, finished or not, or the folder of a saved learner."""
     path = Path(folder)
+    put_back(path)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no folder; a report is made of a folder that run has written")
     results = _read(path / RESULTS_FILE, Results)
@@ -127,13 +148,15 @@ def read_run(folder: str | os.PathLike[str]) -> RunFolder:
         order = learner.classifiers
         more = {"finished": finished, "base_model": learner.base_model.name, "updates": learner.updates}
         more["learner"] = newest
+        names = [name for task in learner.tasks for name in task]
+        more["tested_before"] = any(read_known(newest, names, os.listdir(newest)).tested.values())
     elif results is not None:  # somebody kept the small files alone
         newest, settings, order = path, {"strategy": results["strategy"], **results["configuration"]}, []
     else:
         raise ValueError(f"{path} holds neither {RESULTS_FILE} nor a finished task's folder: nothing to report")
     order = order or list(results.get("classifiers", {}))
     learned = results["class_names"]
-    timings = (_read(path / TIMINGS_FILE, Timings) or {"tasks": []})["tasks"]
+    timings, sources = ((_read(path / file, kind) or {"tasks": []})["tasks"] for file, kind in _OF_TASKS.items())
     none = [None] * len(learned)
     return RunFolder(
         folder=path,
@@ -146,6 +169,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunFolder:
         timings=[*timings, *none][: len(learned)],
         pictures=_pictures(path / PICTURES_FOLDER),
         first=next(iter(order), ""),
+        source=next((one for one in reversed(sources[: len(learned)]) if one is not None), None),
         **more,
     )
 

@@ -21,6 +21,7 @@ from dulbe_peft.utils.records import read_record
 from dulbe_peft.utils.settings import flat_settings
 
 WANTED = 0.95  # of the answers right, for which the page says a probability
+MOST_NAMES = 12  # classes of a task that a table names
 # What a run calls its phases, and what they do.
 PHASES = {
     "probe": "looking at gradients",
@@ -95,6 +96,7 @@ def _content(run: RunFolder, key: str) -> dict[str, Any]:
         "loss": plots.inline_svg(plots.loss_figure(losses), f"{key}-loss") if any(losses) else "",
         "steps": verdict.next_steps(run, rows, matrix),
         "trained_away": verdict.trained_away(run.results),
+        "earlier": [],
         "estimated": None if run.tested else verdict.estimated(run.results),
         "class_rows": rows,
         "matrix": matrix,
@@ -141,6 +143,7 @@ def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict
             (row.name, row.share, row.said or "never answered", pictures[row.name], row.taken_for, row.learned, points)
             for row, points in zip(classes, lost, strict=True)
         ],
+        "earlier": _earlier(run, blocks[run.first]["matrix"]) if len(tasks) > 1 else [],
         "leak": leak(run),
     }
     if run.predictions:
@@ -156,8 +159,21 @@ def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict
     return content
 
 
+def _earlier(run: RunFolder, matrix: Sequence[Sequence[float | None]]) -> list[tuple[str, str, str, str]]:
+    """Return, for each task: its name, its classes, and its accuracy in percent when it was learned and at the end."""
+    rows = []
+    for place, (title, names, row) in enumerate(zip(run.task_names, run.learned, matrix, strict=False)):
+        then, now = row[place : place + 1], matrix[-1][place : place + 1]
+        if then and now:
+            rows.append((title, shares.listed(names, MOST_NAMES), percent(then[0], 1), percent(now[0], 1)))
+    return rows
+
+
 def leak(run: RunFolder) -> dict[str, Any] | None:
-    """The share that is right without the test images that were learned, too, that of those, and how they match."""
+    """Return the accuracy on test images that were not learned, that on those that were, and how these were matched.
+
+    Where the run says only how many test images were learned, and not which, return that number as "noted".
+    """
     copies = {(copy.task, copy.position): copy.how for copy in run.pictures.copies}
     known_ones = [row for row in run.predictions if (row.task, row.position) in copies]
     others = [row for row in run.predictions if (row.task, row.position) not in copies]

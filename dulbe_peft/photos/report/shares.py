@@ -15,6 +15,7 @@ from dulbe_peft.metrics.evaluation import ImageResult
 _BINS = 10
 _NAMED = 3  # classes that a class is taken for
 _THRESHOLDS = (0.5, 0.8, 0.9, 0.95)
+_LIMITS = [*(n / 100 for n in range(99)), *(n / 1000 for n in range(990, 1000))]  # 0.00 to 0.98, 0.990 to 0.999
 _LEAST = 20  # answers, below which a share of right ones promises nothing
 
 
@@ -138,15 +139,16 @@ def sure_answers(predictions: Sequence[ImageResult]) -> list[tuple[float, float,
 
 
 def surest(predictions: Sequence[ImageResult], wanted: float) -> tuple[float, Share] | None:
-    """The least probability above which a share of the answers, `wanted`, is right, and these answers, if any."""
-    rows = sorted(predictions, key=lambda row: -row.probability)
-    right = np.cumsum([row.right for row in rows])
-    ends = [n for n in range(_LEAST, len(rows)) if rows[n].probability < rows[n - 1].probability]
-    enough = [n for n in [*ends, len(rows)] if right[n - 1] >= wanted * n]
-    if not enough:
-        return None
-    most = enough[-1]
-    return (0.0 if most == len(rows) else rows[most].probability), Share(int(right[most - 1]), most)
+    """Return the lowest of `_LIMITS` above which a share of the answers, `wanted`, is right, and these answers.
+
+    The limits are numbers as people read them, so that whoever answers only above the one that is printed has the
+    share that is printed. None where no limit leaves enough answers.
+    """
+    for limit in _LIMITS:
+        sure = [row for row in predictions if row.probability > limit]
+        if len(sure) >= min(_LEAST, len(predictions)) and sum(row.right for row in sure) >= wanted * len(sure):
+            return limit, Share.of(sure)
+    return None
 
 
 def more_images(rows: Sequence[ClassRow]) -> tuple[bool | None, Share, Share, int] | None:

@@ -9,16 +9,19 @@ from dulbe_peft.photos.report.run_folder import RunFolder, was_trained
 from dulbe_peft.photos.report.table import Column, format_text, tuple_columns
 from dulbe_peft.utils.settings import flat_settings
 
-# What `results.json` calls a measure, what people call it, and what the paper calls it.
+# Measure in `results.json` -> its title on a page, with the paper's symbol, and its title in a terminal.
 MEASURES = {
-    "last_accuracy": ("after the last task", "A_last"),
-    "average_accuracy": ("mean over tasks", "A_bar"),
-    "forgetting": ("forgetting", ""),
-    "backward_transfer": ("backward transfer", ""),
+    "last_accuracy": ("after the last task (A_last)", "accuracy"),
+    "average_accuracy": ("mean over tasks (A_bar)", "mean over tasks"),
+    "forgetting": ("forgetting", "forgetting"),
+    "backward_transfer": ("backward transfer", "backward transfer"),
 }
-_LAST = "A_last: percent right after the last task."
-_MEAN = f"{_LAST} A_bar: the mean of it over all tasks."
-_TRAINED = f"{_MEAN}\nForgetting: old tasks' loss since their best. Backward transfer: gain since new."
+_LAST = "accuracy: percent of the test images classified correctly after the last task."
+_MEAN = f"{_LAST}\nmean over tasks: the mean of the accuracies after each task."
+_TRAINED = (
+    f"{_MEAN}\nforgetting: what old tasks have lost since their best accuracy."
+    "\nbackward transfer: what old tasks have gained since they were learned."
+)
 _LONGEST = 200  # letters of a setting's value
 
 
@@ -32,12 +35,12 @@ class RunRow(NamedTuple):
 
 
 def _measure_column(name: str) -> Column[RunRow]:
-    words, short = MEASURES[name]
+    title, short = MEASURES[name]
 
     def show(row: RunRow) -> str:
         return percent(row.measures[name], 2) if name in row.measures else ""
 
-    return Column(f"{words} ({short})" if short else words, show, short=short)
+    return Column(title, show, short=short)
 
 
 _LAST_COLUMN, _MEAN_COLUMN, *_CHANGES = map(_measure_column, MEASURES)
@@ -48,12 +51,18 @@ RUN_COLUMNS = [_RUN, _STRATEGY, _TITLE, _LAST_COLUMN, _MEAN_COLUMN, *_CHANGES]
 
 
 def format_summary(results: dict[str, Any]) -> str:
-    """A small table of the stream's figures in percent, those that say something, and below it what they are."""
+    """Return a small table of the figures of a stream in percent, with lines below it that explain the columns.
+
+    The names alone are one row where nothing was trained, which cannot have changed what they answer.
+    """
     several = len(results["class_names"]) > 1
     trained = several and was_trained(results["tasks"])
-    columns = [_METHOD, *[_MEAN_COLUMN] * several, _LAST_COLUMN, *_CHANGES * trained]
+    columns = [replace(_TITLE, title="classifier"), *[_MEAN_COLUMN] * several, _LAST_COLUMN, *_CHANGES * trained]
     words = _TRAINED if trained else _MEAN if several else _LAST
-    return f"{format_text(columns, [RunRow('', '', *row) for row in result_rows(results)])}\n{words}"
+    blocks = dict(result_rows(results))
+    if not was_trained(results["tasks"]) and "zero_shot" in blocks:
+        blocks.pop("text", None)
+    return f"{format_text(columns, [RunRow('', '', *row) for row in blocks.items()])}\n{words}"
 
 
 def run_rows(runs: Sequence[RunFolder]) -> list[RunRow]:

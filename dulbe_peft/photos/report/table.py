@@ -27,14 +27,21 @@ class Column(Generic[Row]):
     title: str
     show: Callable[[Row], Any]
     number: bool = True  # right-aligned
+    wide: bool = False  # left out on a phone
     short: str = ""  # the title in a terminal
     bold: Callable[[Row], bool] | None = None  # whether a row's cell is bold
 
 
-def tuple_columns(*titles: str, numbers: Collection[int] | None = None) -> list[Column[Any]]:
-    """The columns of rows that are tuples; those at the places `numbers` are of numbers, else all but the first."""
+def tuple_columns(
+    *titles: str, numbers: Collection[int] | None = None, wide: Collection[int] = ()
+) -> list[Column[Any]]:
+    """Return the columns of rows that are tuples.
+
+    Columns at the places `numbers` are right-aligned, by default all but the first; those at the places `wide` are
+    left out on a phone.
+    """
     places = range(1, len(titles)) if numbers is None else numbers
-    return [Column(title, itemgetter(place), place in places) for place, title in enumerate(titles)]
+    return [Column(title, itemgetter(place), place in places, place in wide) for place, title in enumerate(titles)]
 
 
 def filled(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> list[Column[Row]]:

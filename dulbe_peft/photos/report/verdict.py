@@ -7,11 +7,14 @@ from typing import Any
 
 from dulbe_peft.classifiers.closing import TEACHING
 from dulbe_peft.classifiers.registry import CLASSIFIERS
+from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, TITLES, result_rows
 from dulbe_peft.photos.report.run_folder import RunFolder
 from dulbe_peft.photos.report.shares import ClassRow, ConfusionMatrix, Share, listed
+from dulbe_peft.photos.runs.sources import tests_of
 from dulbe_peft.streams.falls import ADVICE, MUCH, Cost, fallen
 from dulbe_peft.training.state import Estimate
+from dulbe_peft.utils.terminal import counted
 
 _LEVEL = 0.05
 _NAMED = 5  # classes that a sentence names
@@ -38,7 +41,12 @@ class Method:
     @property
     def title(self) -> str:
         """What people call it."""
-        return ", ".join(TITLES.get(n, n) for n in self.names if n != "text" or "zero_shot" not in self.names)
+        return ", ".join(self.titles)
+
+    @property
+    def titles(self) -> list[str]:
+        """What people call each of its names."""
+        return [TITLES.get(n, n) for n in self.names if n != "text" or "zero_shot" not in self.names]
 
 
 def leaderboard(run: RunFolder) -> list[Method]:
@@ -98,7 +106,8 @@ def estimated(results: Mapping[str, Any]) -> Estimated | None:
     some = f" of {len(found['classes'])} of the {classes} classes" if len(found["classes"]) < classes else ""
     few = found["images"] < _FEW
     some += ", too few to tell" * few
-    words = f"estimate from {found['images']:,} training images{some}, each left out, with its 95 % interval:"
+    images = f"{found['images']:,} training image{'s' * (found['images'] != 1)}"
+    words = f"estimate from {images}{some}, each left out, with its 95 % interval:"
     return Estimated(words, sorted(rows, key=lambda row: -row[1].share), few)
 
 
@@ -143,7 +152,9 @@ def next_steps(run: RunFolder, rows: Sequence[ClassRow], matrix: ConfusionMatrix
     """What to do, each with its command or "", the most useful first."""
     folder, steps = shlex.quote(str(run.folder)), []
     if not run.predictions:
-        steps.append(("Test it on images that it did not learn from.", f"dulbe-peft evaluate {folder} --data PHOTOS"))
+        where = tests_of(run.source) if run.tested_before else ["--data", "PHOTOS"]
+        words = "Test it on images that it did not learn from."
+        steps.append((words, shlex.join(["dulbe-peft", "evaluate", str(run.folder), *where])))
     found = estimated(run.results)
     name, _ = recommended(found, run.first)
     if found and name != run.first:
@@ -166,5 +177,8 @@ def next_steps(run: RunFolder, rows: Sequence[ClassRow], matrix: ConfusionMatrix
         words = f"Look at {true} and {taken}: {count} of {number} test images of the first are taken for the second."
         steps.append((f"{words} Are the labels right, and are these two classes?", ""))
     if whole and whole.interval[1] - whole.interval[0] > _WIDE:
-        steps.append((f"Test on more than {whole.images} images: four times as many halve the interval.", ""))
+        tested = counted(whole.images, "image")
+        steps.append((f"Test on more than {tested}: four times as many images halve the interval.", ""))
+    if run.base_model == str(demo_model_folder()) and run.source is None:  # it knows digits, and no photographs
+        return [*steps, ("Look through photographs of your own.", "dulbe-peft check YOUR-FOLDER")]
     return [*steps, ("Let it name new photographs.", f"dulbe-peft predict {folder} PHOTOS")]

@@ -1,6 +1,6 @@
-"""The settings of a run: the fields of three dataclasses, as flags and as keys of a YAML file.
+"""Read the settings of a run, which are the fields of three dataclasses, from flags and a YAML file.
 
-Flags win over the file, the file over the defaults.
+Flags override the file, and the file overrides the defaults.
 """
 
 import re
@@ -14,53 +14,62 @@ from annotated_types import Gt, Lt
 from dulbe_peft.arguments import AdapterSettings, LearnerArguments
 from dulbe_peft.utils.settings import AtLeastOne, check_settings, check_value, field_types, setting
 
-Part = Annotated[float, Gt(0), Lt(1)]  # of the images
+Part = Annotated[float, Gt(0), Lt(1)]  # a share of the images
 
 
 @dataclass(frozen=True)
 class StreamArguments:
-    """Where a stream comes from and where it goes."""
+    """The model, the data, the classes and the output folder of a stream."""
 
-    model: str = setting("", "Dual encoder such as CLIP or SigLIP: a folder, or a Hub id. Required.")
+    model: str = setting("", "Dual encoder such as CLIP or SigLIP: a folder or a Hub id. Required.")
     data: str = setting(
         "", "Images: a folder with train/class/*.jpg, class/*.jpg or parquet files, or hf:NAME. This or --labels."
     )
     output: str = setting("", "Folder for checkpoints and results. Required.")
-    strategy: str = setting("frozen", "What is trained: NAME or NAME:KEY=VALUE. frozen: nothing; dulbe: the paper's.")
-    classifiers: str | None = setting(None, "Such as bridge,ranpac:features=4000. None: the strategy's.")
-    increment: AtLeastOne | None = setting(None, "Classes per task. None: all that are new are one task.")
-    initial_increment: AtLeastOne | None = setting(None, "Classes of the first task, where it differs.")
-    train_split: str = setting("train", "Name of the split to learn from.")
-    test_split: str = setting("test", "The split to test on, or none.")
-    test_fraction: Part | None = setting(None, "Without a test split: the share to hold back.")
-    test_data: str | None = setting(None, "Other images to test on, as for --data.")
+    strategy: str = setting(
+        "frozen", "How to train: NAME or NAME:KEY=VALUE. frozen trains nothing; dulbe is the paper's method."
+    )
+    classifiers: str | None = setting(
+        None, "Classifiers, such as bridge,ranpac:features=4000. By default, the strategy chooses."
+    )
+    increment: AtLeastOne | None = setting(None, "Classes per task. By default, one task has all new classes.")
+    initial_increment: AtLeastOne | None = setting(None, "Classes of the first task, if it has a different number.")
+    train_split: str = setting("train", "Name of the training split.")
+    test_split: str = setting("test", "Name of the test split, or none.")
+    test_fraction: Part | None = setting(None, "Share of images to hold out without a test split.")
+    test_data: str | None = setting(None, "Separate test images, given as for --data.")
     leave_out: list[str] | None = setting(None, "Classes, or folders such as cat/old, to leave out.")
     validation_fraction: Part | None = setting(
-        None, "Test on this share of the training images, which is not learned, for choosing settings."
+        None, "Test on this share of the training images, which is held out, in order to choose settings."
     )
     images_per_class: AtLeastOne | list[AtLeastOne] | str | None = setting(
         None,
-        "Learn from at most so many images of each class, drawn at random. Several counts, such as 2,32, go round "
-        "among the classes; longtail:32 gives 32 images to one class, 16 to the next, 32 / 3 to the third, and so on.",
+        "Train on at most this number of images per class, drawn at random. Several counts, such as 2,32, are given "
+        "to the classes in turn; longtail:32 gives 32 images to one class, 32 / 2 to the next, 32 / 3 to the third, "
+        "and so on.",
     )
-    draw_seed: int = setting(0, "Seed of the images that are drawn, or held back for --validation-fraction.")
-    strict: bool = setting(False, "Stop at an image that cannot be read; else go on.")
-    vocabulary: str | None = setting(None, "Text file: exiftool's keywords that are classes.")
-    image_column: str = setting("image", "Column with the images, of the Hub.")
-    label_column: str = setting("label", "Column with the labels, also in a table.")
-    path_column: str | None = setting(None, "Column with the paths, in a table of --labels.")
+    draw_seed: int = setting(0, "Seed for drawing images, and for holding them out with --validation-fraction.")
+    strict: bool = setting(False, "Stop at unreadable images instead of skipping them.")
+    vocabulary: str | None = setting(None, "Text file of exiftool's keywords that are classes.")
+    image_column: str = setting("image", "Image column of a Hub data set.")
+    label_column: str = setting("label", "Column of labels in the data.")
+    path_column: str | None = setting(None, "Column of paths in the table of --labels.")
     class_names: str | None = setting(
-        None, "Text file, a line for each class: 'old name', a tab, 'new name', or new names in the data's order."
+        None, "Text file with a line per class: 'old name', a tab, 'new name'; or new names in the data's order."
     )
     class_texts: str | None = setting(
-        None, "YAML file with texts that stand for classes, and count by their mean: 'owl: [an owl, a night bird]'."
+        None, "YAML file with texts that describe a class, which are averaged: 'owl: [an owl, a night bird]'."
     )
-    class_order: str | None = setting(None, "icarl, or a text file with a class's name or number a line.")
-    order_seed: int | None = setting(None, "Seed of a random class order (1993 in the paper); none: as in the data.")
+    class_order: str | None = setting(None, "icarl, or a text file with the name or number of a class per line.")
+    order_seed: int | None = setting(
+        None, "Seed of a random class order (1993 in the paper). By default, the order is that of the data."
+    )
     revision: str | None = setting(None, "Revision of a model on the Hub.")
-    attn_implementation: str | None = setting(None, "eager or sdpa. None: eager on a CPU, the faster one there.")
-    store: bool = setting(True, "Where nothing is trained: keep features of images, and find them again.")
-    dry_run: bool = setting(False, "Print tasks, layers, parameters and the memory of what is kept, and exit.")
+    attn_implementation: str | None = setting(
+        None, "eager or sdpa. By default, eager on a CPU, where it is the faster one."
+    )
+    store: bool = setting(True, "Store the features of images and reuse them, if nothing is trained.")
+    dry_run: bool = setting(False, "Print the tasks, layers, parameters and memory of the run, and exit.")
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -73,19 +82,19 @@ class StreamArguments:
 
     @cached_property
     def methods(self) -> tuple[Any, Any]:
-        """The strategy, and what is asked for as classifiers, or None; both are parsed here, and nowhere else."""
+        """The strategy, and the requested classifiers or None. This is the only place where they are parsed."""
         from dulbe_peft.classifiers.registry import parse_classifiers
         from dulbe_peft.strategies.registry import make_strategy
 
-        asked = None if self.classifiers is None else list(parse_classifiers(self.classifiers).values())
-        return make_strategy(self.strategy), asked
+        classifiers = None if self.classifiers is None else list(parse_classifiers(self.classifiers).values())
+        return make_strategy(self.strategy), classifiers
 
 
 GROUPS: dict[str, Any] = {"stream": StreamArguments, "adapter": AdapterSettings, "learner": LearnerArguments}
 
 
 def read_yaml(path: Path, kind: str) -> dict[str, Any]:
-    """The names and values of a YAML file; messages call it a `kind` file."""
+    """Return the mapping that a YAML file holds; error messages call it a `kind` file."""
     import yaml
 
     if not path.is_file():
@@ -95,12 +104,12 @@ def read_yaml(path: Path, kind: str) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{kind} file {str(path)!r} is not YAML: {error}") from error
     if not isinstance(loaded, dict):
-        raise ValueError(f"{kind} file {str(path)!r} must hold names and values, got a {type(loaded).__name__}")
+        raise ValueError(f"{kind} file {str(path)!r} must map names to values, got a {type(loaded).__name__}")
     return loaded
 
 
 def _yaml_loader() -> Any:
-    """YAML's safe loader, for which `no` is a text, and a name that stands twice is an error."""
+    """Return YAML's safe loader, changed to read `no` as a string and to raise an error for repeated names."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -108,7 +117,7 @@ def _yaml_loader() -> Any:
             names = [str(key.value) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
             for name in names:
                 if names.count(name) > 1:
-                    raise yaml.YAMLError(f"{name!r} stands twice, line {node.start_mark.line + 1}")
+                    raise yaml.YAMLError(f"{name!r} occurs twice, line {node.start_mark.line + 1}")
             return super().construct_mapping(node, deep)
 
     bool_tag = "tag:yaml.org,2002:bool"
@@ -121,14 +130,14 @@ def _yaml_loader() -> Any:
 
 
 def given_settings(config: str | None, flags: dict[str, Any]) -> dict[str, Any]:
-    """The settings that somebody gave: those of the YAML file, with the flags on top."""
+    """Return the settings of the YAML file, overridden by the flags that were given."""
     file = {} if config is None else read_yaml(Path(config), "configuration")
     settings = setting_values(file, f"configuration file {config!r}")
     return settings | _templates({name: value for name, value in flags.items() if value not in (None, ())})
 
 
 def setting_values(loaded: dict[str, Any], owner: str) -> dict[str, Any]:
-    """Settings as a YAML file gives them, with texts such as 1e-3 or no as what they were meant to be."""
+    """Return the settings of a YAML file, with strings such as 1e-3 or no converted to the types of the fields."""
     from dulbe_peft.utils.specs import closest
 
     hints = {name: hint for kind in GROUPS.values() for name, hint in field_types(kind).items()}
@@ -136,16 +145,16 @@ def setting_values(loaded: dict[str, Any], owner: str) -> dict[str, Any]:
         if name not in hints:
             hint = closest(str(name), sorted(hints)).partition(" (known")[0]
             raise ValueError(f"{owner} has an unknown setting {name!r}{hint}")
-    read = {name: from_text(name, value, hints[name]) for name, value in loaded.items() if isinstance(value, str)}
+    converted = {name: from_text(name, value, hints[name]) for name, value in loaded.items() if isinstance(value, str)}
     if isinstance(loaded.get("classifiers"), list):
-        read["classifiers"] = ",".join(map(str, loaded["classifiers"]))
-    return _templates(loaded | read)
+        converted["classifiers"] = ",".join(map(str, loaded["classifiers"]))
+    return _templates(loaded | converted)
 
 
 def from_text(name: str, text: str, hint: Any) -> Any:
-    """The setting that a text of a flag or a YAML file means; where a list is wanted, it is cut at its commas."""
+    """Convert the text of a flag or a YAML file to the setting's type; commas separate the items of a list."""
     kinds = get_args(hint)
-    # Where a regular expression is taken, too, a text with other characters than those of names is one.
+    # A setting may be a list of names or a regular expression; characters that names lack mark a regular expression.
     if any(get_origin(kind) is list for kind in kinds) and (str not in kinds or re.fullmatch(r"[\w.,]+", text)):
         try:
             return check_value(name, hint, text.split(","), strict=False)
@@ -156,19 +165,19 @@ def from_text(name: str, text: str, hint: Any) -> Any:
 
 
 def validated(settings: dict[str, Any]) -> tuple[StreamArguments, AdapterSettings, LearnerArguments]:
-    """The settings of a run as the three objects that check them; strategy and classifiers are checked, too."""
+    """Return the settings of a run as three objects, which check them; strategy and classifiers are parsed as well."""
     stream = pick(StreamArguments, settings)
     _ = stream.methods
     return stream, pick(AdapterSettings, settings), pick(LearnerArguments, settings)
 
 
 def pick(kind: Any, settings: dict[str, Any]) -> Any:
-    """An object of the dataclass, with those settings that are its own."""
+    """Return an instance of the dataclass `kind`, made from those settings that are its fields."""
     return kind(**{name: settings[name] for name in field_types(kind) if name in settings})
 
 
 def _templates(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings; in the place of a prompt template that names a file stand the file's lines."""
+    """Return the settings with the name of a file of prompt templates replaced by the file's lines."""
     value = settings.get("prompt_template")
     if not isinstance(value, (str, list, tuple)):
         return settings

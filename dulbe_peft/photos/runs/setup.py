@@ -1,4 +1,4 @@
-"""A run before it begins: its data, its tasks, and the model with its adapter."""
+"""Set up a run: open its data, make its tasks, and load the model with its adapter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dulbe_peft.photos.runs.sources import new_images, open_source, source_of
 from dulbe_peft.utils.extras import uncollected
 from dulbe_peft.utils.terminal import print_once, printable
 
-if TYPE_CHECKING:  # torch is imported when a run is set up
+if TYPE_CHECKING:  # torch is only imported when a run is set up
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.photos.data.inventory import Look
@@ -24,45 +24,48 @@ if TYPE_CHECKING:  # torch is imported when a run is set up
 
 @dataclass(frozen=True)
 class Setup:
-    """A run before it begins: its data, and a learner that has learned nothing."""
+    """The tasks of a run, and an untrained learner."""
 
     stream: StreamArguments
     learner: ClassIncrementalLearner
-    tasks: list[Task]  # none where no data is named
-    left_out: list[str]  # what the data holds beside its images, line by line
+    tasks: list[Task]  # empty if the settings name no data
+    left_out: list[str]  # lines on the problems of the data, such as files that are left out
 
     def class_texts(self) -> dict[str, Any]:
-        """The texts of the stream's classes; those of other classes in the file are left out, and named."""
+        """Return the texts given for the stream's classes; print which other classes in the file are left out."""
         if self.stream.class_texts is None:
             return {}
         names = {name for task in self.tasks for name in task.class_names}
         texts = read_yaml(Path(self.stream.class_texts), "class texts")
-        found = {name: text for name, text in texts.items() if normalized(str(name)) in names}
-        others = [printable(str(name)) for name in texts if name not in found]
-        print_once(f"{len(found)} of {len(names)} classes have texts of their own")
+        class_texts = {name: text for name, text in texts.items() if normalized(str(name)) in names}
+        others = [printable(str(name)) for name in texts if name not in class_texts]
+        print_once(f"{len(class_texts)} of {len(names)} classes have their own texts")
         if others:
-            print_once(f"left out: texts of classes that are not there ({', '.join(others)})")
-        return found
+            print_once(f"left out: texts of classes that the data does not have ({', '.join(others)})")
+        return class_texts
 
     def run(self, **options: Any) -> dict[str, Any]:
-        """Run the stream in its folder as its settings say; `options` are others of the learner's `run`."""
+        """Run the stream in its output folder; `options` are further arguments of the learner's `run`."""
         options |= {"source": source_of(self.stream), "class_texts": self.class_texts()}
         return self.learner.run(self.tasks, self.stream.output, **options)
 
 
 def look_by(learner: ClassIncrementalLearner) -> Look:
-    """The `look` of `open_source` that decodes no image twice: it encodes, where the store keeps what comes out."""
+    """Return a function that finds unreadable images, for `open_source`.
+
+    It encodes the images if the store keeps the features, so that no image is decoded a second time later.
+    """
     from dulbe_peft.photos.data.inventory import undecodable
 
     encoder = learner.encoder
-    kept = encoder.store is not None and not encoder.store.private and not encoder.adapted
-    if not kept or learner.args.precision == "int8":  # whose graph is made on the images of the first task
+    stores = encoder.store is not None and not encoder.store.private and not encoder.adapted
+    if not stores or learner.args.precision == "int8":  # an int8 graph is calibrated on the images of the first task
         return undecodable
     return lambda images: learner.readable_embeds(images)[1]
 
 
 def set_up(stream: StreamArguments, adapter: AdapterSettings, args: LearnerArguments) -> Setup:
-    """Open the data, and load the model that the settings name, with an adapter where something is trained."""
+    """Open the data and load the model; add an adapter if the strategy trains one."""
     strategy, classifiers = stream.methods
     with uncollected():
         import torch
@@ -74,7 +77,7 @@ def set_up(stream: StreamArguments, adapter: AdapterSettings, args: LearnerArgum
         from dulbe_peft.learner import ClassIncrementalLearner
 
     @cache
-    def learner() -> ClassIncrementalLearner:
+    def make_learner() -> ClassIncrementalLearner:
         with uncollected():
             model, processor = load_dual_encoder(stream.model, stream.revision, stream.attn_implementation)
         torch.manual_seed(args.seed)
@@ -83,22 +86,22 @@ def set_up(stream: StreamArguments, adapter: AdapterSettings, args: LearnerArgum
             if config.target_modules is None and strategy.target_modules is not None:
                 config.target_modules = sorted(strategy.target_modules)
             model = get_peft_model(model, config, revision=stream.revision)
-        made = ClassIncrementalLearner(model, processor, args, strategy, classifiers)
-        made.use_store(open_store(stream.store))
-        return made
+        learner = ClassIncrementalLearner(model, processor, args, strategy, classifiers)
+        learner.use_store(open_store(stream.store))
+        return learner
 
     def look(images: LabelledImages) -> Mapping[int, str]:
-        return look_by(learner())(images)
+        return look_by(make_learner())(images)
 
     left_out: list[str] = []
-    some = stream.dry_run or stream.images_per_class is not None
-    # What is wrong with the data is said before a model is loaded.
-    tasks = stream_tasks(stream, left_out, None if some or strategy.adapts else look) if stream.data else []
-    return Setup(stream, learner(), tasks, left_out)
+    uses_few = stream.dry_run or stream.images_per_class is not None  # encoding all images would be wasted
+    # The data are opened first, so that their errors are raised before a model is loaded.
+    tasks = stream_tasks(stream, left_out, None if uses_few or strategy.adapts else look) if stream.data else []
+    return Setup(stream, make_learner(), tasks, left_out)
 
 
 def stream_tasks(stream: StreamArguments, notes: list[str] | None = None, look: Look | None = None) -> list[Task]:
-    """The tasks of the stream that the settings describe; `notes` and `look` as in `open_source`."""
+    """Return the tasks of the stream that the settings describe; `notes` and `look` are those of `open_source`."""
     from dulbe_peft.data.known import KnownImages
     from dulbe_peft.streams.tasks import class_incremental_tasks
     from dulbe_peft.utils.files import read_lines
@@ -112,19 +115,22 @@ def stream_tasks(stream: StreamArguments, notes: list[str] | None = None, look: 
         order = [line.strip() for line in read_lines(order)]
         if not set(order) <= set(names) and all(line.isdecimal() for line in order):
             order = [int(line) for line in order]
-    begun = _begun(stream, names)
-    learned = sum(map(len, begun)) if begun else stream.initial_increment or 0
+    first_tasks = _finished_tasks(stream, names)
+    learned = sum(map(len, first_tasks)) if first_tasks else stream.initial_increment or 0
     increment = stream.increment or max(1, len(names) - learned)
     if increment > len(names):
-        print_once(f"increment is {increment}, there are {len(names)} classes: they are learned as one task")
+        print_once(f"increment is {increment}, but there are {len(names)} classes: they are learned as one task")
         increment = len(names)
-    how: dict[str, Any] = {"increment": increment, "initial_increment": stream.initial_increment}
-    how |= {"class_order": order, "seed": stream.order_seed, "first_tasks": begun}
-    return class_incremental_tasks(train, test, **how)
+    options: dict[str, Any] = {"increment": increment, "initial_increment": stream.initial_increment}
+    options |= {"class_order": order, "seed": stream.order_seed, "first_tasks": first_tasks}
+    return class_incremental_tasks(train, test, **options)
 
 
-def _begun(stream: StreamArguments, names: Sequence[str]) -> list[tuple[str, ...]]:
-    """The finished tasks where they stay the first ones, also when classes were added; the last one may be smaller."""
+def _finished_tasks(stream: StreamArguments, names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the class names of the finished tasks in the output folder, if the stream can begin with these tasks.
+
+    Classes may have been added to the data since, and the last finished task may be smaller than the others.
+    """
     from dulbe_peft.checkpoints.layout import newest_task
 
     if not stream.output or stream.class_order is not None or stream.order_seed is not None:

@@ -32,13 +32,15 @@ BROWSERS_SHOW = {"JPEG", "PNG", "WEBP", "GIF", "BMP"}
 class Change:
     """What was done, the state before it, and the photograph of the folder that was labelled, if that was it.
 
-    A label `waits` until it is learned with others, from the state that is then `state`.
+    A label `waits` until it is learned with others, from the state that is then `state`. A photograph of no class
+    (`none`) changes no state.
     """
 
     words: str
     state: LearnerState
     photo: int | None = None
     waits: bool = False
+    none: bool = False
 
 
 class App:
@@ -154,6 +156,14 @@ class App:
         self.photographs().skip(request.get("photo"))
         return self.facts() | {"said": "skipped"}
 
+    def none(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Note that a photograph is of no class, so that it is not asked about again."""
+        photo = request.get("photo")
+        self.photographs().dismiss(photo)
+        self.before.append(Change("none of these", self.learner.state, photo, none=True))
+        self.trim()
+        return self.facts() | {"said": "none of these"}
+
     def photographs(self) -> Labelling:
         """The photographs to label."""
         if self.labelling is None:
@@ -175,14 +185,14 @@ class App:
         if not self.before:
             raise ValueError("there is nothing to undo")
         last = self.before[-1]
-        if not last.waits:
+        if not last.waits and not last.none:
             self.change(lambda: self.learner.use_state(last.state))
         self.before.pop()
         if last.photo is not None:
             self.photographs().unsay(last.photo)
-            if not last.waits:
+            if not last.waits and not last.none:
                 for one in self.before:
-                    one.waits = one.photo is not None and one.state is last.state
+                    one.waits = one.photo is not None and not one.none and one.state is last.state
         return self.facts() | {"said": f"taken back: {last.words}"}
 
     def change(self, make: Callable[[], Any]) -> None:

@@ -27,6 +27,7 @@ class Labelling:
         self.left = list(range(len(self.images)))
         self.labels: dict[int, str] = {}  # of this visit
         self.skipped: list[int] = []  # which come last
+        self.none: list[int] = []  # of no class, which do not come again
         self.sort()
 
     def sort(self) -> None:
@@ -38,7 +39,7 @@ class Labelling:
 
     def facts(self) -> dict[str, Any]:
         """The photograph to label now, with the classes that it is likely of, and how many are left and labelled."""
-        counts = {"left": len(self.left), "labelled": len(self.labels)}
+        counts = {"left": len(self.left), "labelled": len(self.labels), "none": len(self.none)}
         if not self.left:
             return counts | {"photo": None}
         place, *after = self.left
@@ -51,29 +52,41 @@ class Labelling:
         return counts | {"photo": place, "after": after[:1]} | shown
 
     def say(self, place: Any, name: str) -> None:
-        """Note what a photograph is."""
-        self._take(place)
+        """Note what a photograph is; one that is refused stays where it is."""
+        self._check(place)
         (content,) = self.images.at([place]).contents()
         learned = self.learner.state.known.class_of().get(content or b"")
         if learned is not None:
-            raise ValueError(f"this photograph was learned as {learned!r} meanwhile: to move it, teach it above")
+            raise ValueError(
+                f"this photograph was learned as {learned!r} meanwhile: skip it, or teach it above to move it"
+            )
+        self.left.remove(place)
         self.labels[place] = name
 
     def skip(self, place: Any) -> None:
         """Put a photograph last."""
-        self._take(place)
+        self._check(place)
+        self.left.remove(place)
         self.left.append(place)
         self.skipped = [*(one for one in self.skipped if one != place), place]
 
+    def dismiss(self, place: Any) -> None:
+        """Note that a photograph is of no class; it is not shown again, and `table` has no label for it."""
+        self._check(place)
+        self.left.remove(place)
+        self.none.append(place)
+
     def unsay(self, place: Any) -> None:
-        """Take the label of a photograph back, which is the next one again."""
-        del self.labels[place]
+        """Take back what was said of a photograph, which is the next one again."""
+        if place in self.none:
+            self.none.remove(place)
+        else:
+            del self.labels[place]
         self.left.insert(0, place)
 
-    def _take(self, place: Any) -> None:
-        if place not in self.left:
+    def _check(self, place: Any) -> None:
+        if type(place) is not int or place not in self.left:  # True and 1.0 are equal to 1
             raise ValueError(f"photograph {place!r} is not to be labelled any more: load the page again")
-        self.left.remove(place)
 
     def learn(self, places: list[int]) -> None:
         """Teach the learner what was said of some photographs; classes that it does not know are one further task."""
@@ -89,9 +102,11 @@ class Labelling:
     def table(self) -> bytes:
         """What was said in this visit as CSV: path, label, with paths that lead there from everywhere.
 
-        A photograph that was learned has the class that the learner knows it as now, after corrections.
+        A photograph that was learned has the class that the learner knows it as now, after corrections. The label of
+        a photograph of no class is empty: `learn` leaves it out.
         """
-        text, rows, now = io.StringIO(newline=""), list(self.labels.items()), self.learner.state.known.class_of()
+        text, now = io.StringIO(newline=""), self.learner.state.known.class_of()
+        rows = [*self.labels.items(), *((place, "") for place in self.none)]
         contents = self.images.at([place for place, _ in rows]).contents()
         lines = [
             [os.path.abspath(self.images.item_name(place)), now.get(content or b"", name)]

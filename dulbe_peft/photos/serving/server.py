@@ -21,7 +21,7 @@ from dulbe_peft.photos.serving.labelling import jpeg
 from dulbe_peft.utils.folders import CheckpointError
 
 PAGE = Path(__file__).parents[1] / "assets" / "serve" / "page.html"
-ASKED = {"/predict", "/teach", "/undo", "/label", "/skip"}  # methods of the app
+ASKED = {"/predict", "/teach", "/undo", "/label", "/skip", "/none"}  # methods of the app
 LOCAL = {"127.0.0.1", "localhost", "::1"}
 # The page runs its own script and shows pictures that it was given; no other page may frame it.
 POLICY = (
@@ -77,11 +77,9 @@ class PageHandler(BaseHTTPRequestHandler):
         elif self.path == "/facts":
             self._work(lambda _: app.facts(), b"{}")
         elif self.path == "/learner.zip":
-            with app.turn:
-                packed = app.download()
-            self._answer(HTTPStatus.OK, packed, "application/zip")
+            self._file(app.download, "application/zip")
         elif self.path == "/labels.csv" and app.labelling:
-            self._answer(HTTPStatus.OK, app.labelling.table(), "text/csv; charset=utf-8")
+            self._file(app.labelling.table, "text/csv; charset=utf-8")
         elif (found := re.fullmatch(r"/photo/(\d{1,9})", self.path)) and app.labelling:
             try:
                 self._answer(HTTPStatus.OK, jpeg(app.labelling.images.given(int(found[1]))), "image/jpeg")
@@ -101,6 +99,15 @@ class PageHandler(BaseHTTPRequestHandler):
         else:
             self._work(getattr(self.server.app, self.path[1:]), self.rfile.read(int(length)))
 
+    def _file(self, make: Callable[[], bytes], kind: str) -> None:
+        """Answer with a file that is made while nothing changes the learner or the labels."""
+        try:
+            with self.server.app.turn:
+                made = make()
+        except (ValueError, OSError, CheckpointError) as error:
+            return self._json(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"{self.path} cannot be made: {error}"})
+        self._answer(HTTPStatus.OK, made, kind)
+
     def _work(self, ask: Callable[[dict[str, Any]], dict[str, Any]], body: bytes) -> None:
         try:
             request = json.loads(body)
@@ -115,11 +122,16 @@ class PageHandler(BaseHTTPRequestHandler):
         self._json(status, found)
 
     def parse_request(self) -> bool:
-        """Another website that is open in the same browser may not ask: its address is not the page's."""
+        """Another website that is open in the same browser may not ask: its address is not the page's.
+
+        It may link to the page. A browser names no origin where a picture or a file is loaded, and says where the
+        request comes from in `Sec-Fetch-Site`: "none" is an address that somebody typed, "same-site" another port.
+        """
         if not super().parse_request():
             return False
         own, origin = self.headers.get("Host", ""), self.headers.get("Origin")
-        if self.server.is_own(own) and origin in (None, f"http://{own}", f"https://{own}"):
+        inside = self.path == "/" or self.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin")
+        if inside and self.server.is_own(own) and origin in (None, f"http://{own}", f"https://{own}"):
             return True
         words = "open the page by its own address; dulbe-peft serve --name NAME gives it a further name"
         self._json(HTTPStatus.FORBIDDEN, {"error": words})
@@ -134,6 +146,7 @@ class PageHandler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Content-Security-Policy", POLICY)
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")  # for browsers that do not say where from
         self.send_header("Cache-Control", "no-store")
         self.end_headers()
         shutil.copyfileobj(io.BytesIO(body), self.wfile)  # in parts, each of which has the whole timeout

@@ -1,4 +1,4 @@
-"""The command line, in this process where that is enough and in one of its own where it is not."""
+"""Test the command line, in this process or, where necessary, in a separate one."""
 
 import csv
 import json
@@ -20,7 +20,7 @@ from dulbe_peft import STRATEGIES, ClassIncrementalLearner
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.photos.commands.main import commands, main
-from dulbe_peft.photos.commands.run import say_results
+from dulbe_peft.photos.commands.run import print_results
 from dulbe_peft.photos.report import read_run
 from dulbe_peft.photos.runs.settings import GROUPS, StreamArguments, given_settings, pick, validated
 from dulbe_peft.photos.runs.setup import stream_tasks
@@ -32,7 +32,7 @@ KEYS = ["--target-modules", "k_proj,v_proj"]
 QUICK = ["--epochs", "1", "--residual-rank", "2", "--support-rank", "8", "--device", "cpu", "--no-progress"]
 
 
-def test_what_is_wrong_with_the_data_is_said_before_a_model_is_loaded(folders, tmp_path, monkeypatch, capsys):
+def test_errors_of_the_data_are_raised_before_a_model_is_loaded(folders, tmp_path, monkeypatch, capsys):
     import dulbe_peft.encoders.loading as loading
 
     (tmp_path / "order.txt").write_text("nobody\n")
@@ -50,56 +50,58 @@ def folders(digit_folders):
 
 
 def settings_from(*argv):
-    found = parse(list(argv))
-    return given_settings(found.pop("config"), found)
+    flags = parse(list(argv))
+    return given_settings(flags.pop("config"), flags)
 
 
-def said_next(said):
-    """The command that stands at the end."""
-    return said.out.splitlines()[-1].removeprefix("next: dulbe-peft ")
+def next_command(captured):
+    """Return the command that the last line of the output suggests."""
+    return captured.out.splitlines()[-1].removeprefix("next: dulbe-peft ")
 
 
-def test_what_is_recommended_is_what_a_run_does(folders, tmp_path, capsys, monkeypatch):
-    """Nothing trained, all classes one task; the classifier that was best answers where it is named."""
+def test_run_follows_the_recommended_defaults(folders, tmp_path, capsys, monkeypatch):
+    """Nothing is trained, all classes are one task, and --classifier chooses the classifier that predicts."""
     monkeypatch.chdir(tmp_path)
     assert main(["run", "--model", MODEL, "--data", str(folders), "--output", "out", *MACHINE]) == 0
-    said = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     results = json.loads(Path("out/results.json").read_text())
     assert results["strategy"] == {"name": "frozen"} and results["class_names"] == [["one", "three", "two", "zero"]]
     assert next(iter(results["classifiers"])) == "bayes" == STRATEGIES["frozen"].classifiers[0]
-    assert any(line.startswith("estimate from 20 training images, each left out") for line in said)
-    assert not any("forgetting" in line for line in said) and said[-1] == "next: dulbe-peft report out"
+    assert any(line.startswith("estimate from 20 training images, each left out") for line in lines)
+    assert not any("forgetting" in line for line in lines) and lines[-1] == "next: dulbe-peft report out"
     images = [str(path) for path in sorted((folders / "test").rglob("*.png"))]
     loaded = ClassIncrementalLearner.from_pretrained("out")
     rows = loaded.classifiers["lda"].probabilities(loaded.image_embeds(images)).max(dim=1)
     assert main(["predict", "out", *images, "--classifier", "lda", "--csv", "-", *MACHINE]) == 0
-    _, *found = csv.reader(capsys.readouterr().out.splitlines())
-    assert [row[1] for row in found] == [loaded.class_names[label] for label in rows.indices]
-    assert [float(row[2]) for row in found] == pytest.approx(rows.values.tolist(), abs=1e-5)
+    _, *table = csv.reader(capsys.readouterr().out.splitlines())
+    assert [row[1] for row in table] == [loaded.class_names[label] for label in rows.indices]
+    assert [float(row[2]) for row in table] == pytest.approx(rows.values.tolist(), abs=1e-5)
     assert main(["evaluate", "out", "--data", str(folders), "--classifier", "lda", *MACHINE]) == 0
     assert next(iter(json.loads(capsys.readouterr().out)["classifiers"])) == "lda"
     assert main(["export", "out", "model", "--format", "transformers", "--classifier", "lda", *MACHINE]) == 0
-    assert "lda" in Path("model/README.md").read_text() and said_next(capsys.readouterr()) == "serve out"
+    assert "lda" in Path("model/README.md").read_text() and next_command(capsys.readouterr()) == "serve out"
     assert main(["report", "out"]) == 0
-    assert said_next(capsys.readouterr()) == "export out out-export --format transformers"
+    assert next_command(capsys.readouterr()) == "export out out-export --format transformers"
 
 
-def test_run_evaluate_and_export(folders, tmp_path, capsys, monkeypatch):
+def test_run_evaluate_and_export_work_together(folders, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = {"increment": 2, "prompt_template": "a photo of the digit {}.", "epochs": 3, "strategy": "dulbe"}
     Path("run.yaml").write_text(yaml.safe_dump(settings))
     command = ["run", "--config", "run.yaml", "--model", MODEL]
     assert main([*command, "--data", str(folders), "--output", "out", *QUICK]) == 0
-    said = capsys.readouterr().out
-    assert "task 2/2: 4 classes" in said and "\npooled_bridge  " in said
+    printed = capsys.readouterr().out
+    assert "task 2/2: 4 classes" in printed and "\npooled_bridge  " in printed
     results = json.loads(Path("out/results.json").read_text())
     arguments = results["configuration"]["arguments"]
-    assert (arguments["epochs"], arguments["prompt_template"]) == (1, settings["prompt_template"]), "the flag wins"
+    assert (arguments["epochs"], arguments["prompt_template"]) == (1, settings["prompt_template"]), (
+        "the flag overrides the file"
+    )
     assert results["class_names"] == [["one", "three"], ["two", "zero"]]
     assert main(["evaluate", "out/task-002", "--data", str(folders)]) == 0
-    said = capsys.readouterr()
-    figures = json.loads(said.out)
-    assert "  text  " in said.err, "a baseline stands beside the classifiers"
+    captured = capsys.readouterr()
+    figures = json.loads(captured.out)
+    assert "  text  " in captured.err, "the baseline is listed with the classifiers"
     assert figures["accuracy"] == pytest.approx(results["head"]["last_accuracy"]) and figures["num_classes"] == 4
     assert main(["export", "out", "lora"]) == 0
     assert json.loads(Path("lora/adapter_config.json").read_text())["peft_type"] == "LORA"
@@ -113,8 +115,8 @@ def test_strategies_and_classifiers_are_flags(folders, tmp_path, capsys, monkeyp
     base = ["run", "--model", MODEL, "--data", str(folders), "--increment", "2", *MACHINE]
     again = [*base, "--output", "out", "--classifiers"]
     assert main([*again, "ranpac:features=64,seed=1,lda"]) == 0
-    said = capsys.readouterr().out
-    assert "\nranpac  " in said and "\nlda  " in said and "bridge" not in said
+    printed = capsys.readouterr().out
+    assert "\nranpac  " in printed and "\nlda  " in printed and "bridge" not in printed
     assert json.loads(Path("out/task-002/learner.json").read_text())["classifiers"] == ["ranpac", "lda"]
     written = Path("out/results.json").read_text()
     assert list(json.loads(written)["classifiers"]) == ["ranpac", "lda"] and read_run("out").first == "ranpac"
@@ -127,7 +129,7 @@ def test_strategies_and_classifiers_are_flags(folders, tmp_path, capsys, monkeyp
     assert main(["evaluate", "out", "--data", str(folders / "test")]) == 0
     assert json.loads(capsys.readouterr().out)["num_classes"] == 4  # a folder of classes, and the run's newest task
     with monkeypatch.context() as context:
-        context.setattr(sys.stdout, "isatty", lambda: True)  # somebody at a terminal reads the lines for people
+        context.setattr(sys.stdout, "isatty", lambda: True)  # at a terminal, only the summary is printed
         assert main(["evaluate", "out/task-001", "--data", str(folders)]) == 0
     assert capsys.readouterr() == ("", captured.err)
 
@@ -136,7 +138,7 @@ def test_strategies_and_classifiers_are_flags(folders, tmp_path, capsys, monkeyp
         ([*again, "lda"], "classifiers was 'lda, ranpac' and is now 'lda'"),
     ):
         assert main(command) == 2 and words in capsys.readouterr().err
-    with monkeypatch.context() as context:  # refused before anything is opened, loaded or moved
+    with monkeypatch.context() as context:  # wrong names are refused before anything is opened, loaded or moved
         context.setattr("dulbe_peft.photos.runs.setup.stream_tasks", None)
         for flag, value, words in (
             ("--strategy", "frosen", "did you mean 'frozen'"),
@@ -145,14 +147,14 @@ def test_strategies_and_classifiers_are_flags(folders, tmp_path, capsys, monkeyp
             assert main([*base, flag, value, "--output", "out", "--overwrite"]) == 2
             assert words in capsys.readouterr().err and Path("out/task-002").is_dir()
     assert main([*again, "lda", "--overwrite"]) == 0
-    assert "what was in out is now in out.old" in capsys.readouterr().err and Path("out.old/task-002").is_dir()
+    assert "renamed the existing out to out.old" in capsys.readouterr().err and Path("out.old/task-002").is_dir()
     assert main([*base, *QUICK, "--strategy", "bofa", "--output", "bofa", "--increment", "4"]) == 0
     adapter = json.loads(Path("bofa/task-001/adapter_config.json").read_text())
-    assert adapter["target_modules"] == ["visual_projection"]  # the strategy's own, where the user names none
+    assert adapter["target_modules"] == ["visual_projection"]  # the strategy's default
 
 
-def test_class_order_from_a_file(folders, tmp_path):
-    """Names, or numbers of the classes in sorted order: one, three, two, zero."""
+def test_class_order_is_read_from_a_file(folders, tmp_path):
+    """The file has names, or numbers of the classes in sorted order: one, three, two, zero."""
     for order in ("two\none\n\nthree\nzero\n", "2\n0\n1\n3"):
         (tmp_path / "order.txt").write_text(order)
         argv = ["run", "--data", str(folders), "--increment", "1", "--class-order", str(tmp_path / "order.txt")]
@@ -160,7 +162,7 @@ def test_class_order_from_a_file(folders, tmp_path):
         assert [task.class_names for task in tasks] == [("two",), ("one",), ("three",), ("zero",)]
 
 
-def test_every_field_is_a_flag_and_yaml_takes_what_flags_take(tmp_path):
+def test_flags_and_yaml_accept_the_same_values(tmp_path):
     flags = ["run", "--target-modules", r".*\.fc1", "--layers-pattern", "layers", "--no-init-weights"]
     settings = settings_from(*flags, "--layers-to-transform", "1,2", "--text-target-modules", "fc1,fc2")
     assert settings["target_modules"] == r".*\.fc1" and settings["init_weights"] is False
@@ -177,39 +179,42 @@ def test_every_field_is_a_flag_and_yaml_takes_what_flags_take(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("", "dulbe-peft: Missing command.  dulbe-peft --help"),
+        ("", "dulbe-peft: Missing command.  See dulbe-peft --help"),
         ("predcit", "dulbe-peft: No such command 'predcit'. Did you mean 'predict'?"),
         ("run --model m --data d --output o --images-per-class 2,x", "must be like 8, or 2,32, or longtail:32"),
         ("run --model /no/such/model --dry-run", "'/no/such/model' does not exist"),
-        ("predict june photo.jpg", "june is no saved learner, for it holds no manifest.json: name a run's folder"),
-        ("predict july photo.jpg", "july is a file and no saved learner: name a run's folder"),
+        ("predict june photo.jpg", "june is not a saved learner, because it has no manifest.json: pass a run's"),
+        ("predict july photo.jpg", "july is a file, not a saved learner: pass a run's folder"),
         ("run --model demo --data hf: --output o", "hf: names no dataset: expected hf:NAME"),
         ("run --model m --data d --output o --class-names ''", "class_names is '', expected the path of a file"),
         ("run --config '{model: m, data: d, output: o, class_texts: \"\"}'", "class_texts is '', expected the path"),
         ("run --config= --model m --dry-run", "configuration file '.' does not exist"),
-        ("features --model demo --data demo-digits --split test --output o --class-names ''", "class names '' is no"),
+        (
+            "features --model demo --data demo-digits --split test --output o --class-names ''",
+            "the file of class names, '', does not",
+        ),
         (f"predict {SAVED} photos --sort-into ''", "--sort-into is '', expected the path of a folder"),
         ("check demo-digits --page ''", "--page is '', expected the path of a .html file"),
         ("run --config 'epoch: 3'", "unknown setting 'epoch'; did you mean 'epochs'?"),
-        ("run --config '- 1'", "must hold names and values"),
+        ("run --config '- 1'", "must map names to values"),
         ("run --config '!!python/object/apply:os.abort []'", "is not YAML"),
-        ("run --config '&a [*a, 1]'", "must hold names and values"),
+        ("run --config '&a [*a, 1]'", "must map names to values"),
     ],
 )
-def test_wrong_input_is_one_line_and_status_2(argv, words, capsys, tmp_path, monkeypatch):
-    """A text with a colon or a bracket after --config is what stands in the file; the Hub is asked for nothing."""
+def test_wrong_input_prints_one_line_and_exits_with_2(argv, words, capsys, tmp_path, monkeypatch):
+    """The last word of a row with --config is the content of the file; the Hub is not asked for anything."""
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("the Hub was asked"))
     monkeypatch.chdir(tmp_path)
     Path("june").mkdir()
     Path("july").touch()
     Path("photo.jpg").touch()
-    found = shlex.split(argv)
-    if "--config" in found:
-        (tmp_path / "bad.yaml").write_text(found[-1])
-        found[-1] = "bad.yaml"
-    assert main(found) == 2
-    said = capsys.readouterr().err
-    assert words in said and (said.count("\n") == 1 or "YAML" in words) and said.startswith("dulbe-peft")
+    given = shlex.split(argv)
+    if "--config" in given:
+        (tmp_path / "bad.yaml").write_text(given[-1])
+        given[-1] = "bad.yaml"
+    assert main(given) == 2
+    error = capsys.readouterr().err
+    assert words in error and (error.count("\n") == 1 or "YAML" in words) and error.startswith("dulbe-peft")
 
 
 @pytest.mark.parametrize(
@@ -219,8 +224,8 @@ def test_wrong_input_is_one_line_and_status_2(argv, words, capsys, tmp_path, mon
         (["--data", "d", "--config", "some.yaml"], signal.SIGTERM, 143),
     ],
 )
-def test_a_stopped_stream_prints_how_to_go_on(argv, number, status, capsys, tmp_path, monkeypatch):
-    """Also before the first batch, while the model is loaded; afterwards signals mean what they meant."""
+def test_stopped_run_prints_the_command_that_continues_it(argv, number, status, capsys, tmp_path, monkeypatch):
+    """The signal comes while the model is loaded; afterwards the earlier handler of the signal is restored."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "some.yaml").write_text("seed: 1")
     (tmp_path / argv[1] / "cat").mkdir(parents=True)
@@ -230,12 +235,12 @@ def test_a_stopped_stream_prints_how_to_go_on(argv, number, status, capsys, tmp_
     assert main(argv) == status and signal.getsignal(signal.SIGTERM) is before
     first, second, command = capsys.readouterr().err.splitlines()
     assert first == f"dulbe-peft: stopped by {number.name}" and "finished tasks are kept" in second
-    again = [word for word in argv if word != "--overwrite"]  # which would put aside what is kept
+    again = [word for word in argv if word != "--overwrite"]  # it would move the finished tasks away
     assert shlex.split(command) == [sys.executable, "-m", "dulbe_peft", *again]
 
 
-def test_an_error_that_sigterm_brings_about_is_sigterm_s(capsys, monkeypatch):
-    """A scheduler's SIGTERM reaches the processes that read images, too, and the end of one is an error."""
+def test_error_caused_by_sigterm_is_reported_as_sigterm(capsys, monkeypatch):
+    """A scheduler sends SIGTERM to the processes that read images as well, and the death of one raises an error."""
 
     def call():
         try:
@@ -248,53 +253,54 @@ def test_an_error_that_sigterm_brings_about_is_sigterm_s(capsys, monkeypatch):
     assert capsys.readouterr().err == "dulbe-peft: stopped by SIGTERM\n"
 
 
-def test_env_and_version(capsys):
+def test_env_and_version_print_versions(capsys):
     assert main(["env"]) == main(["--version"]) == 0
-    said = capsys.readouterr().out
-    assert "torch: " in said and said.endswith(f"dulbe_peft {dulbe_peft.__version__}\n")
+    printed = capsys.readouterr().out
+    assert "torch: " in printed and printed.endswith(f"dulbe_peft {dulbe_peft.__version__}\n")
 
 
-def test_the_demo_tells_of_three_months(tmp_path, capsys):
+def test_demo_prints_the_accuracy_of_three_months(tmp_path, capsys):
     output = tmp_path / "demo"
     assert main(["demo", "--output", str(output)]) == 0
-    said, results = capsys.readouterr().out, json.loads((output / "results.json").read_text())
+    printed, results = capsys.readouterr().out, json.loads((output / "results.json").read_text())
     first, *_, last = next(iter(results["classifiers"].values()))["matrix"]
     assert len(last) == 3 and min(last) > 0.9 > results["zero_shot"]["last_accuracy"]
-    assert f"January brought zero, one, two, three: {100 * first[0]:.1f} % of them are named right\n" in said
-    assert f"March brought seven, eight, nine: {100 * last[2]:.1f} % of them are named right; of January's" in said
-    assert f"next: open {output}/report.html in a browser" in said and "next: dulbe-peft check YOUR-FOLDER" in said
+    assert f"January brought zero, one, two, three: {100 * first[0]:.1f} % are classified correctly\n" in printed
+    assert f"March brought seven, eight, nine: {100 * last[2]:.1f} % are classified correctly; of January's" in printed
+    assert f"next: open {output}/report.html in a browser" in printed
+    assert "next: dulbe-peft check YOUR-FOLDER" in printed
     assert "nearest:" in (output / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
-def test_the_demo_compares_training_with_none(tmp_path):
+def test_demo_compares_training_with_a_frozen_model(tmp_path):
     command = [sys.executable, "-m", "dulbe_peft", "demo", "--compare", "--output", str(tmp_path / "demo")]
-    said = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
     results = json.loads((tmp_path / "demo" / "results.json").read_text())
     assert results["zero_shot"]["last_accuracy"] > 0.5 and results["head"]["last_accuracy"] > 0.9
-    assert "before any training" in said and "task 5/5" in said and "\nfrozen bayes " in said
+    assert "before any training" in printed and "task 5/5" in printed and "\nfrozen bayes " in printed
     assert (tmp_path / "demo" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_help_fits_a_screen_and_all_of_it_is_there_too(capsys):
+def test_help_fits_a_screen_and_help_all_shows_all_settings(capsys):
     for command, about in commands.lines.items():
         assert main([command, "--help"]) == 0
-        said = capsys.readouterr().out
-        assert len(said.splitlines()) <= 60 and max(map(len, said.splitlines())) <= 120, command
-        assert about.capitalize() in " ".join(said.split())
-    said = []
+        text = capsys.readouterr().out
+        assert len(text.splitlines()) <= 60 and max(map(len, text.splitlines())) <= 120, command
+        assert about.capitalize() in " ".join(text.split())
+    texts = []
     for flag in ("--help", "--help-all", "--help"):
         assert main(["run", flag]) == 0
-        said.append(capsys.readouterr().out)
-    assert "example:" in said[0] and "--help-all" in said[0] and "--structure-weight" not in said[0] == said[2]
+        texts.append(capsys.readouterr().out)
+    assert "example:" in texts[0] and "--help-all" in texts[0] and "--structure-weight" not in texts[0] == texts[2]
     for name in (name for kind in GROUPS.values() for name in field_types(kind)):
-        assert "--" + name.replace("_", "-") in said[1]
+        assert "--" + name.replace("_", "-") in texts[1]
 
 
-def test_run_and_report_name_the_same_classifier_by_the_estimate_and_never_by_the_test_images(own_run, capsys):
-    for task in own_run.glob("task-*"):  # whose files are checked
+def test_run_and_report_recommend_by_the_estimate_not_the_tests(own_run, capsys):
+    for task in own_run.glob("task-*"):  # a task's files would not match the changed results
         shutil.rmtree(task)
-    file, said = own_run / "results.json", []
+    file, printed = own_run / "results.json", []
     results = json.loads(file.read_text())
     for share in (0.8, 0.55):
         shares = {"bridge": [0.5, 0.4, 0.6], "lda": [share, share - 0.1, share + 0.1]}
@@ -302,46 +308,49 @@ def test_run_and_report_name_the_same_classifier_by_the_estimate_and_never_by_th
         for name, accuracy in (("bridge", 1.0), ("lda", 0.0)):
             results["classifiers"][name]["last_accuracy"] = accuracy
         file.write_text(json.dumps(results))
-        say_results(results, str(own_run), "bridge")
+        print_results(results, str(own_run), "bridge")
         assert main(["report", str(own_run)]) == 0
-        said.append(capsys.readouterr().out)
-    clear, chance = said
+        printed.append(capsys.readouterr().out)
+    clear, chance = printed
     assert "estimate from 40 training images, each left out, with its 95 % interval: lda 80.0 % (70.0 to" in clear
     assert f"predict {own_run} PHOTOS --classifier lda" in clear and clear.endswith("transformers --classifier lda\n")
     assert "lda has 5.0 points more, which may be chance" in chance and chance.endswith("transformers\n")
 
 
-def test_no_file_of_another_kind_is_replaced_unless_it_is_told_to(tmp_path, capsys, monkeypatch):
+def test_files_of_another_kind_are_replaced_only_with_overwrite(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for flag, name in (("--output", "notes.txt"), ("--csv", "photo.jpg"), ("--latex", "results.json")):
         Path(name).write_text("precious")
         assert main(["report", "out", flag, name]) == 2
         assert "choose another name" in capsys.readouterr().err and Path(name).read_text() == "precious"
-    assert main(["report", "out", "--latex", "results.json", "--overwrite"]) == 2, "a run's own file"
+    assert main(["report", "out", "--latex", "results.json", "--overwrite"]) == 2, "a run needs this file"
     for old in ("notes.txt.old", "notes.txt.old1"):
         Path("notes.txt").write_text(old)
         assert main(["check", "demo-digits", "--page", "notes.txt", "--overwrite"]) == 0
         assert Path(old).read_text() == old and "<html" in Path("notes.txt").read_text(encoding="utf-8")
-    assert said_next(capsys.readouterr()).startswith("run --model ")
+    assert next_command(capsys.readouterr()).startswith("run --model ")
     assert main(["demo", "--output", ".", "--overwrite"]) == 2
-    assert "in which the command works" in capsys.readouterr().err
+    assert "which the command uses" in capsys.readouterr().err
     monkeypatch.setattr(os, "access", lambda *_: False)
     for argv in ("demo", "run --model demo --data demo-digits --output x/y"):
         assert main(argv.split()) == 2
         assert capsys.readouterr().err == f"dulbe-peft: {tmp_path} cannot be written to: choose another --output\n"
 
 
-def test_the_shell_completes_commands_and_flags():
-    both = ("dulbe-peft pre", "plain,predict"), ("dulbe-peft predict --cl", "plain,--classifier")
-    for words, found in (*both, ("dulbe-peft run --help-all --classi", "plain,--classifiers")):
+def test_shell_completes_commands_and_flags():
+    for words, completion in (
+        ("dulbe-peft pre", "plain,predict"),
+        ("dulbe-peft predict --cl", "plain,--classifier"),
+        ("dulbe-peft run --help-all --classi", "plain,--classifiers"),
+    ):
         given = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")), "_DULBE_PEFT_COMPLETE": "bash_complete"}
         command = [sys.executable, "-m", "dulbe_peft"]
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | given)
-        assert done.stdout == f"{found}\n", done.stderr
+        assert done.stdout == f"{completion}\n", done.stderr
 
 
 @pytest.mark.slow
-def test_a_reader_that_goes_away_ends_the_command_quietly():
+def test_closed_pipe_ends_the_command_quietly():
     command = f"{sys.executable} -m dulbe_peft env | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert done.returncode == 141 and done.stderr == ""

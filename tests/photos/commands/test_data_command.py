@@ -15,9 +15,10 @@ from dulbe_peft.data import decoding
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.encoders.registry import demo_model_folder
+from dulbe_peft.photos.commands.check import _trust
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.data.inventory import NEAR, SIDE, Inventory, find_duplicates, thumbnails
-from dulbe_peft.photos.doubtful_labels import doubtful_labels
+from dulbe_peft.photos.doubtful_labels import ENOUGH, TRIALS, Trial, _swapped, doubtful_labels, tried_on_swapped
 from dulbe_peft.photos.report.html import write_page
 from dulbe_peft.sklearn import FeatureClassifier
 from dulbe_peft.utils.files import read_csv
@@ -47,7 +48,7 @@ def test_unreadable_images_are_left_out_and_said_or_stop_a_run_before_the_model_
     assert said.startswith("dulbe-peft: 1 of the images") and f"{bad}: " in said and "--strict" in said
     assert run(photos, "--output", out, *FROZEN) == 0
     said = capsys.readouterr().out
-    assert f"  {bad}: " in said and "files ending in .txt are not read, such as" in said
+    assert f"  {bad}: " in said and "a file ending in .txt is not read, such as" in said
     assert said.startswith("4 classes; images: 19 in train, 12 in test; left out: 1; cannot be read: 1\n")
     other = photos / "test" / "two" / "x.png"
     other.write_bytes(bad.read_bytes())
@@ -68,7 +69,7 @@ def test_unreadable_images_are_left_out_and_said_or_stop_a_run_before_the_model_
     ("strategy", "words"),
     [
         ("dulbe", ["k_proj  96 -> 96  4 layers  shared 1  residual 2  support <= 8", "statistics: 1.28 MiB"]),
-        ("frozen", ["nothing is trained, no layer is adapted"]),
+        ("frozen", ["nothing is trained, and no layer is adapted"]),
         ("bofa", ["visual_projection  96 -> 64  1 layer "]),
     ],
 )
@@ -77,7 +78,7 @@ def test_a_dry_run_opens_the_data(photos, capsys, strategy, words, tmp_path, mon
     before = sorted(tmp_path.rglob("*"))
     assert run(photos, "--dry-run", "--increment", "2", "--strategy", strategy) == 0
     said = capsys.readouterr().out
-    words = [*words, "task 1: 2 classes, 10 images to learn from, 6 to test on: one, three", " MiB with 4 classes"]
+    words = [*words, "task 1: 2 classes, 10 training images, 6 test images: one, three", " MiB with 4 classes"]
     assert all(word in said for word in words) and sorted(tmp_path.rglob("*")) == before
 
 
@@ -89,7 +90,7 @@ def test_names_of_no_visual_layer_stop_a_run_before_it_trains(photos, tmp_path, 
         assert names in said and ("text_target_modules" in said) == names.startswith("text")
         assert not (tmp_path / "out").exists()
     assert run(photos, *flags, "--dry-run", *FROZEN) == 0
-    assert "--target-modules changes nothing" in capsys.readouterr().err
+    assert "--target-modules has no effect" in capsys.readouterr().err
 
 
 def test_check_finds_what_is_there_twice(photos, tmp_path, capsys):
@@ -109,7 +110,7 @@ def test_check_finds_what_is_there_twice(photos, tmp_path, capsys):
     header, bad, *rows = read_csv(tmp_path / "t.csv")
     assert header == ["split", "path", "finding", "detail"] and bad[3].startswith("it is none of the formats JPEG")
     assert bad[:3] == ["test", rf"{photos}/test/one/bad\x1b.png", "unreadable"] and sorted(rows) == [
-        ["", f"{photos}/test/one/notes.txt", "left out", "files ending in .txt are not read"],
+        ["", f"{photos}/test/one/notes.txt", "left out", "a file ending in .txt is not read"],
         ["test", f"{photos}/test/one/copy.png", "duplicate", f"of train: {photos}/train/one/1.png"],
         ["test", f"{photos}/test/three/again.jpg", "near copy", f"of train: {photos}/train/three/large.png"],
         ["train", rf"{photos}/train/zero/copy\x1b[2J.png", "duplicate", f"of train: {photos}/train/two/2.png"],
@@ -121,9 +122,9 @@ def test_check_finds_what_is_there_twice(photos, tmp_path, capsys):
     said = capsys.readouterr().out
     assert re.search(r"5 classes +23 +14\n", said) and "fewer than 4 images in train: rare (1)" in said
     for words, first, second in (
-        ("the same file both learned from and tested on", "train: ?/train/one/1.png", "test: ?/test/one/copy.png"),
+        ("the same file in training and test images", "train: ?/train/one/1.png", "test: ?/test/one/copy.png"),
         ("the same file in two classes", "train: ?/train/two/2.png", r"train: ?/train/zero/copy\x1b[2J.png"),
-        ("nearly the same picture both learned", "train: ?/train/three/large.png", "test: ?/test/three/again.jpg"),
+        ("nearly the same picture in training", "train: ?/train/three/large.png", "test: ?/test/three/again.jpg"),
     ):
         pair = f"  {first}  =  {second}".replace("?", str(photos))
         assert re.search(rf"{words}.*: 1 pair\n{re.escape(pair)}\n", said)
@@ -133,7 +134,7 @@ def test_check_finds_what_is_there_twice(photos, tmp_path, capsys):
     assert len(pictures) == 23 + 6 and all(source.startswith("data:image/jpeg;base64,") for source in pictures)
     assert run(photos, "--dry-run", *FROZEN) == 0
     said = capsys.readouterr().out
-    assert "so the accuracy says too much: 1 pair" in said and "nearly" not in said  # a run compares files alone
+    assert "so the accuracy is too optimistic: 1 pair" in said and "nearly" not in said  # a run compares files alone
 
 
 def test_duplicates_are_those_of_a_literal_comparison(tmp_path):
@@ -161,13 +162,16 @@ def test_what_cannot_be_read_is_said_with_what_would_help(photos, tmp_path, caps
     (photos / "train" / "one" / "phone.heic").write_bytes(b"x")
     monkeypatch.setattr("dulbe_peft.data.folders.image_suffixes", lambda: (".png",))
     assert main(["check", str(photos)]) == 0
-    assert 'need a package: pip install "dulbe_peft[heic]", such as' in capsys.readouterr().out
+    assert 'need an extra package: pip install "dulbe_peft[heic]", such as' in capsys.readouterr().out
     (photos / "train" / "one" / "1.png").write_bytes(b"x")
     assert main(["check", str(photos)]) == 2
     assert "cannot be read: 1" in capsys.readouterr().out
     archive = shutil.make_archive(str(tmp_path / "photos"), "zip", photos)
     for command in (["check", archive], ["run", "--model", "demo", "--data", archive, "--output", "o"]):
-        assert main(command) == 2 and "it is an archive: unzip it" in capsys.readouterr().err
+        assert main(command) == 2 and "it is an archive: unpack it" in capsys.readouterr().err
+
+
+TRIED, NONE_ELSE = "tried on copies of the labels: ", "and it doubts 0 % of the others"
 
 
 def clouds(counts):
@@ -190,6 +194,40 @@ def test_the_order_is_that_of_cleanlab_and_clear_classes_and_lone_images_have_no
     assert [number for number, _, _ in found] == wrong and len(wrong) >= 9
 
 
+def test_the_doubts_are_tried_on_labels_that_are_swapped_on_a_copy():
+    features, labels = clouds([20] * 4)
+    given = labels.copy()
+    sure = tried_on_swapped(features, labels, None, 10.0)
+    assert np.array_equal(labels, given) and sure.swapped >= ENOUGH // 4 and sure.found == sure.swapped
+    assert sure.others_doubted == 0 and sure.others == TRIALS * 80 - sure.swapped
+    assert _trust(sure) == [f"{TRIED}of {sure.swapped} that were swapped it finds {sure.swapped} (100 %), {NONE_ELSE}"]
+    noise = np.random.default_rng(1).normal(size=features.shape).astype(np.float32)  # of a blind model
+    blind = tried_on_swapped(noise, labels, None, 10.0)
+    assert blind.others_doubted / blind.others > 0.5
+    line, advice = _trust(blind)
+    assert "this model" in advice and f"it finds {blind.found} (" in line
+    assert tried_on_swapped(*clouds([5, 1, 1]), None, 10.0) is None and "is not known" in _trust(None)[0]
+
+
+@pytest.mark.parametrize("pairs", [1, 3, 100])
+def test_swapping_keeps_the_sizes_of_classes(pairs):
+    labels = np.repeat([0, 1, 2], [10, 4, 1])
+    changed = _swapped(labels, np.random.default_rng(0).permutation(15), pairs)
+    assert np.array_equal(np.bincount(changed), np.bincount(labels))
+    assert (changed != labels).sum() == min(2 * pairs, 10), "only five images are of no zero"
+
+
+@pytest.mark.parametrize(
+    ("trial", "advice"),
+    [
+        (Trial(0, 2, 3, 20), "this model misses so many wrong labels that one which is not named may well be wrong"),
+        (Trial(9, 10, 12, 20), "this model doubts so many right labels that a doubt says little"),
+    ],
+)
+def test_a_weak_model_says_how_little_its_doubts_say(trial, advice):
+    assert _trust(trial)[1:] == [advice]
+
+
 def test_the_command_names_them_and_shows_them(digit_folders, tmp_path, capsys):
     doubted = shutil.copytree(digit_folders(4, 12, 4), tmp_path / "photos")
     for words in (["--check-labels"], ["--model", "demo"]):
@@ -205,7 +243,7 @@ def test_the_command_names_them_and_shows_them(digit_folders, tmp_path, capsys):
         ("test", rf"{doubted}/test/zero/y\x1b.png", "looks like another class"),
     }
     said = capsys.readouterr().out
-    lines = said[said.index("look like another class") :].split("\n\n")[0].splitlines()[1:]
+    lines = said[said.index("look like another class") :].split("tried on")[0].splitlines()[1:]
     assert 2 <= len(lines) <= 10
     first = lines[0] + lines[1]
     assert re.search(r"train/one/x\.png: looks like 'two', not like 'one' \(probability [0-9.]+%\)", first)
@@ -213,10 +251,12 @@ def test_the_command_names_them_and_shows_them(digit_folders, tmp_path, capsys):
     text = page.read_text(encoding="utf-8")
     part = text[text.index("Labels to look at") : text.index("The classes")]
     assert part.count("data:image/jpeg") == len(lines) and "one/x.png" in part
+    tried = re.search(r"tried on copies of the labels: of (\d+) that were swapped it finds (\d+) \(", said)
+    assert 0 < int(tried[2]) <= int(tried[1]) and tried[0].capitalize() in part
 
 
 def test_a_page_shows_names_that_are_not_utf8(tmp_path):
-    empty = dict.fromkeys(("problems", "strips", "pairs", "doubtful"), ())
+    empty = dict.fromkeys(("problems", "strips", "pairs", "doubtful", "trust"), ())
     write_page(tmp_path / "page.html", "check.html", {"name": "\udcff.png", "found": Inventory({}), **empty})
     assert "\\udcff.png" in (tmp_path / "page.html").read_text(encoding="utf-8")
 

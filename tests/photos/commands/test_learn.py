@@ -1,4 +1,4 @@
-"""The commands that change a finished learner: new classes, more photographs of known ones, and one class less."""
+"""Test the commands that change a saved learner: `learn` with new and known classes, and `forget`."""
 
 import json
 import re
@@ -29,13 +29,13 @@ FROZEN = ["--strategy", "frozen", "--classifiers", "bridge,prototype", *MACHINE]
 
 @pytest.fixture(scope="module")
 def photos(digit_folders):
-    """Handwritten digits zero to five, four images of each to learn from and two to test on."""
+    """Return a folder of the handwritten digits zero to five, with four training and two test images of each."""
     return digit_folders(6, 4, 2)
 
 
 @pytest.fixture(scope="module")
 def june(photos, tiny_model, tmp_path_factory):
-    """A run over zero to three, learned from all but the last image of each, and its data."""
+    """Run zero to three, without the last image of each; return the folder of the run and its data."""
     root = tmp_path_factory.mktemp("june")
     data = some(photos, root / "photos", DIGITS[:4], 0, 3)
     command = ["run", "--model", str(tiny_model), "--data", str(data), "--output", str(root / "run")]
@@ -51,34 +51,34 @@ def learn(learner, data, output, *flags):
     return call("learn", learner, "--data", data, "--output", output, *flags)
 
 
-def test_a_month_of_new_and_known_classes(photos, june, tmp_path, capsys, monkeypatch):
+def test_learn_adds_new_classes_and_images_of_known_ones(photos, june, tmp_path, capsys, monkeypatch):
     data = some(photos, tmp_path / "july", ["five", "one", "four"], 3)
     some(photos, data, ["five", "four"])
     before = content(june)
     with monkeypatch.context() as patch:
-        asked = Mock(side_effect=progress.known_tasks)
-        patch.setattr(progress, "known_tasks", asked)
+        known_tasks = Mock(side_effect=progress.known_tasks)
+        patch.setattr(progress, "known_tasks", known_tasks)
         assert learn(june / "run", data, tmp_path / "run") == 0
-    assert asked.call_count == 1, "what is known of june's tasks is read once"
-    said = capsys.readouterr().out
-    assert "known classes get 1 further image, without training: one (1)" in said
-    assert "fewer than" not in said, "july has one image of a class of which june has more"
-    assert "task 3/3: 6 classes" in said and "written: " in said
-    assert content(june) == before, "the learner stays as it was"
-    found, old = results_of(tmp_path / "run"), results_of(june / "run")
-    assert found["class_names"] == [["one", "three"], ["two", "zero"], ["five", "four"]] and found["known_tasks"] == 2
-    assert found["head"]["matrix"][:2] == old["head"]["matrix"] and None not in found["head"]["matrix"][2]
+    assert known_tasks.call_count == 1, "the record of june's tasks is read once"
+    printed = capsys.readouterr().out
+    assert "known classes get 1 further image, without training: one (1)" in printed
+    assert "fewer than" not in printed, "july has one image of a class of which june has more"
+    assert "task 3/3: 6 classes" in printed and "written: " in printed
+    assert content(june) == before, "the learner is not changed"
+    new, old = results_of(tmp_path / "run"), results_of(june / "run")
+    assert new["class_names"] == [["one", "three"], ["two", "zero"], ["five", "four"]] and new["known_tasks"] == 2
+    assert new["head"]["matrix"][:2] == old["head"]["matrix"] and None not in new["head"]["matrix"][2]
     assert [path.name for path in sorted((tmp_path / "run").glob("task-*"))] == ["task-003"]
     july = ClassIncrementalLearner.from_pretrained(tmp_path / "run")
     assert july.head.counts.tolist() == [4, 3, 3, 3, 4, 4]
 
     august = some(photos, tmp_path / "august", ["two"], 3)
-    assert learn(tmp_path / "run", august, tmp_path / "august-run") == 0, "sources go from run to run"
+    assert learn(tmp_path / "run", august, tmp_path / "august-run") == 0, "sources are passed on from run to run"
     third = results_of(tmp_path / "august-run")
-    before, after = (100 * figures["head"]["overall"][2] for figures in (found, third))
+    before, after = (100 * figures["head"]["overall"][2] for figures in (new, third))
     assert f"with the further images: bridge {before:.2f} % before, {after:.2f} % after" in capsys.readouterr().out
     assert third["head"]["matrix"][:2] == old["head"]["matrix"] and None not in third["head"]["matrix"][2]
-    assert third["class_names"] == found["class_names"]
+    assert third["class_names"] == new["class_names"]
     page = write_report(tmp_path / "august-run").read_text(encoding="utf-8")
     for task, words in ((2, ""), (3, " of known classes: two (1)")):
         assert f"after task {task}, 1 further image{words}" in page
@@ -89,32 +89,33 @@ def test_a_month_of_new_and_known_classes(photos, june, tmp_path, capsys, monkey
     assert "after task 3, a class of task 2 was forgotten" in page
     assert "two" not in page.replace("compare the two reports", "")
     assert learn(tmp_path / "less", june / "photos", tmp_path / "back") == 0
-    assert "left out, for they would count twice: 9 learned before" in capsys.readouterr().out
+    assert "left out, because they would count twice: 9 learned before" in capsys.readouterr().out
     back = ClassIncrementalLearner.from_pretrained(tmp_path / "back")
     counts = dict(zip(back.class_names, back.head.counts.tolist()))
     assert counts == {"one": 4, "three": 3, "zero": 3, "five": 4, "four": 4, "two": 3}
 
 
-def test_another_spelling_of_a_known_class_is_an_error(photos, june, tmp_path, capsys):
+def test_different_spelling_of_a_known_class_is_refused(photos, june, tmp_path, capsys):
     data = some(photos, tmp_path / "july", ["five"], 3, called={"five": "One"})
     assert learn(june / "run", data, tmp_path / "out") == 2
-    assert "'One', a class that was seen already, there as 'one': spell it so" in capsys.readouterr().err
+    assert "'One', a class that was already seen with the spelling 'one': use that spelling" in capsys.readouterr().err
 
 
-def test_copies_count_once_in_a_run(photos, tiny_model, tmp_path, capsys):
-    """A file that is there twice, and one that is in two classes."""
+def test_copies_are_counted_once_in_a_run(photos, tiny_model, tmp_path, capsys):
+    """One file is in a class twice, and another one is in two classes."""
     data = some(photos, tmp_path / "data", ["one", "two"], 0, 3)
     train = data / "train"
     first, other = sorted((train / "one").iterdir())[0], sorted((train / "two").iterdir())[0]
     shutil.copy(first, train / "one" / "copy.png"), shutil.copy(other, train / "one" / "z.png")
     command = ["run", "--model", str(tiny_model), "--data", str(data), "--output", str(tmp_path / "run"), *FROZEN]
     assert main(command) == 0
-    said = capsys.readouterr().out
-    assert "would count twice: 1 in the data twice, such as" in said and "1 in two classes, of which the first" in said
+    printed = capsys.readouterr().out
+    assert "would count twice: 1 in the data twice, such as" in printed
+    assert "1 in two classes, of which the first" in printed
     assert ClassIncrementalLearner.from_pretrained(tmp_path / "run").state.image_counts() == {"one": 4, "two": 2}
 
 
-def test_it_equals_learning_by_hand(photos, june, tmp_path):
+def test_learn_equals_learning_by_hand(photos, june, tmp_path):
     data = some(photos, tmp_path / "july", ["five", "four"])
     images = load_data(some(photos, data, ["one"], 3))
     assert learn(june / "run", data, tmp_path / "run", "--increment", "1") == 0
@@ -122,53 +123,53 @@ def test_it_equals_learning_by_hand(photos, june, tmp_path):
     learner.update_classes(images.select(["one"]))
     for name in ("five", "four"):
         learner.learn_task(images.select([name]))
-    found = ClassIncrementalLearner.from_pretrained(tmp_path / "run")
-    assert found.tasks == learner.tasks and len(found.tasks) == 4
+    loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "run")
+    assert loaded.tasks == learner.tasks and len(loaded.tasks) == 4
     for name, classifier in learner.classifiers.items():
-        assert_equal_states(found.classifiers[name].state_dict(), classifier.state_dict())
+        assert_equal_states(loaded.classifiers[name].state_dict(), classifier.state_dict())
 
 
-def test_tests_that_are_gone_are_said_and_left_empty(photos, june, tmp_path, capsys):
+def test_missing_test_images_are_reported_and_leave_gaps(photos, june, tmp_path, capsys):
     root = shutil.copytree(june, tmp_path / "june")
     for task, data in enumerate((tmp_path / "nowhere", root / "photos")):
         edited(root / "run" / "sources.json", "tasks", task, "data", str(data))
     (root / "photos" / "test" / "two" / "5.png").unlink()
     assert learn(root / "run", some(photos, tmp_path / "july", ["five", "four"]), tmp_path / "run") == 0
-    said = capsys.readouterr()
-    assert "6 classes, tested on the images of task 3 only, " in said.out
-    assert f"the test images of task 1 are not used again: {tmp_path / 'nowhere'} does not exist" in said.err
-    assert "task 2 are not used again: those in" in said.err
-    found, old = results_of(tmp_path / "run"), results_of(root / "run")
-    assert found["head"]["matrix"][2][:2] == [None, None] and found["head"]["matrix"][2][2] is not None
-    assert found["head"]["matrix"][:2] == old["head"]["matrix"]
+    captured = capsys.readouterr()
+    assert "6 classes, tested on the images of task 3 only, " in captured.out
+    assert f"the test images of task 1 are not used again: {tmp_path / 'nowhere'} does not exist" in captured.err
+    assert "task 2 are not used again: the images in" in captured.err
+    new, old = results_of(tmp_path / "run"), results_of(root / "run")
+    assert new["head"]["matrix"][2][:2] == [None, None] and new["head"]["matrix"][2][2] is not None
+    assert new["head"]["matrix"][:2] == old["head"]["matrix"]
     assert learn(root / "run", some(photos, tmp_path / "more", ["two"], 3), tmp_path / "new") == 0
     assert "with the further images" not in capsys.readouterr().out
     assert results_of(tmp_path / "new")["head"]["last_accuracy"] is None
 
 
-def test_a_saved_folder_learns_too_and_known_classes_can_be_left_out(photos, june, tmp_path, capsys):
+def test_saved_folder_learns_and_no_update_skips_known_classes(photos, june, tmp_path, capsys):
     ClassIncrementalLearner.from_pretrained(june / "run").save_pretrained(tmp_path / "saved")
     data = some(photos, tmp_path / "july", ["five", "one"])
     assert learn(tmp_path / "saved", data, tmp_path / "run", "--no-update") == 0
-    said = capsys.readouterr()
-    assert "left out: images of known classes (one)" in said.out
-    assert "task 1 are not used again: the run did not note where they came from" in said.err
+    captured = capsys.readouterr()
+    assert "left out: images of known classes (one)" in captured.out
+    assert "task 1 are not used again: the run did not record where they came from" in captured.err
     assert results_of(tmp_path / "run")["head"]["matrix"][:2] == [[None], [None, None]]
     assert ClassIncrementalLearner.from_pretrained(tmp_path / "run").head.counts.tolist() == [3, 3, 3, 3, 4]
     assert learn(tmp_path / "run", data, tmp_path / "again", "--no-update") == 2
     assert "has nothing to learn" in capsys.readouterr().err and not (tmp_path / "again").exists()
 
 
-def test_names_that_contradict_the_dataset():
+def test_class_names_that_contradict_the_dataset_are_refused():
     class Named(list):
         class_names = ("one", "zero")
 
-    with pytest.raises(ValueError, match="label 0 is 'zero' in class_names, but 'one' in the dataset's own names"):
+    with pytest.raises(ValueError, match="label 0 is 'zero' in class_names but 'one' in the dataset's class names"):
         tiny_learner().learn_task(Named(images_of(0, 1)), ["zero", "one"])
 
 
-def test_classes_that_are_added_to_a_run_s_own_data_become_new_tasks(photos, june, tiny_model, tmp_path, capsys):
-    """five comes before one in the order of names, and yet after it in the run."""
+def test_classes_added_to_the_data_of_a_run_become_new_tasks(photos, june, tiny_model, tmp_path, capsys):
+    """The class five sorts before one, but comes after it in the run."""
     root = shutil.copytree(june, tmp_path / "june")
     command = [
         "run",
@@ -193,11 +194,11 @@ def test_classes_that_are_added_to_a_run_s_own_data_become_new_tasks(photos, jun
         assert main([*command, *flags]) == 2 and words in capsys.readouterr().err
     for name in ("task-003", "task-004"):
         shutil.rmtree(root / "run" / name)
-    assert main(command) == 0, "without --increment all that is new is one task"
+    assert main(command) == 0, "without --increment, one task has all new classes"
     assert results_of(root / "run")["class_names"] == [*tasks[:2], ["five", "four"]]
 
 
-def test_outputs_that_would_harm_a_learner_or_the_data_are_refused(june, photos, tiny_model, tmp_path, capsys):
+def test_outputs_inside_a_learner_or_the_data_are_refused(june, photos, tiny_model, tmp_path, capsys):
     before = content(june)
     july = some(photos, tmp_path / "july", ["four"], 0)
     first, second, model = str(june / "run" / "task-001"), str(june / "run" / "task-002"), str(tiny_model)
@@ -210,9 +211,9 @@ def test_outputs_that_would_harm_a_learner_or_the_data_are_refused(june, photos,
         ["run", "--model", model, "--data", str(july), "--output", first, *FROZEN],
     ):
         assert main(command) == 2
-        assert re.search("saved learner|'task of a run'|never changed: name another folder", capsys.readouterr().err)
+        assert re.search("saved learner|'task of a run'|never changed: choose another folder", capsys.readouterr().err)
     assert content(june) == before
-    shutil.copytree(second, tmp_path / "copy")  # what stands beside a copy is no part of a run
+    shutil.copytree(second, tmp_path / "copy")  # folders beside a copy are not part of a run
     assert main(["forget", str(tmp_path / "copy"), "one", "--output", str(tmp_path / "without")]) == 0
 
 
@@ -223,7 +224,7 @@ def base(tiny_model):
 
 @pytest.fixture(scope="module")
 def digits():
-    """Handwritten digits: six images of each class to learn from, then six further ones."""
+    """Return handwritten digits: six training images of each class, then six further ones."""
     return write_saved.digits(0, 6), write_saved.digits(6, 12)
 
 
@@ -236,7 +237,7 @@ def taught(base, data, strategy="frozen", classifiers=("bridge", "prototype", "l
 
 
 @pytest.mark.parametrize("strategy", ["dulbe", "loda", "bofa"])
-def test_sums_of_inputs_take_the_further_images_and_the_model_stays(base, digits, strategy):
+def test_update_adds_images_to_the_input_sums_and_keeps_the_model(base, digits, strategy):
     first, more = digits
     learner = taught(base, first, strategy=strategy)
     model, old = snapshot(learner.model), learner.memory
@@ -250,29 +251,29 @@ def test_sums_of_inputs_take_the_further_images_and_the_model_stays(base, digits
     assert set(learner.memory) == set(before) == set(inputs)
     for name, matrix in learner.memory.items():
         torch.testing.assert_close(matrix, before[name] + inputs[name], rtol=1e-4, atol=1e-3)
-        assert torch.equal(old[name], before[name]), "the old sums stay as they were"
+        assert torch.equal(old[name], before[name]), "the old sums are not changed in place"
     assert_equal_states(learner.model.state_dict(), model)
     learner.learn_task(class_incremental_tasks(first, increment=2)[2].train)
 
 
-def test_labels_mean_the_names_that_the_dataset_carries(base, digits):
+def test_labels_are_resolved_by_the_class_names_of_the_dataset(base, digits):
     learner = taught(base, digits[0], classifiers="prototype")
-    learner.update_classes(digits[1].at(range(18, 24)))  # threes, label 3 of ten
+    learner.update_classes(digits[1].at(range(18, 24)))  # images of "three", which has label 3 of ten
     assert learner.classifier.counts.tolist() == [6, 6, 6, 12]
     pairs = [(digits[1][0]["image"], 1)] * 2
     learner.update_classes(pairs, ("three", "zero"))
     assert learner.classifier.counts.tolist() == [8, 6, 6, 12]
-    learner.update_classes(pairs)  # nobody names them: all seen classes, in the order they came
+    learner.update_classes(pairs)  # without names, labels number all learned classes in their order
     assert learner.classifier.counts.tolist() == [8, 8, 6, 12]
 
 
-def test_a_task_may_lose_all_its_classes_and_is_still_counted(base, digits, tmp_path):
+def test_task_that_lost_all_its_classes_is_still_counted(base, digits, tmp_path):
     learner = taught(base, digits[0], strategy="dulbe")
     for name in ("zero", "one"):
         learner.forget_class(name)
     learner.save_pretrained(tmp_path / "saved")
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "saved")
-    for one in (loaded, learner):
-        one.learn_task(class_incremental_tasks(digits[0], increment=2)[2].train)
+    for either in (loaded, learner):
+        either.learn_task(class_incremental_tasks(digits[0], increment=2)[2].train)
     assert set(differences(everything(loaded), everything(learner))) <= {"learner"}
     assert loaded.tasks == [(), ("two", "three"), ("four", "five")]

@@ -1,4 +1,4 @@
-"""Help comes, and a wrong name, path or flag is refused, before anything that takes time is imported."""
+"""Test that help and errors about wrong names, paths and flags come before slow imports."""
 
 import json
 import subprocess
@@ -21,55 +21,57 @@ HEAVY = {"torch", "transformers", "scipy", "matplotlib", "peft", "sklearn", "acc
 HELP = [["--help"], ["--version"], *([name, "--help"] for name in commands.lines)]
 REFUSED = [
     ("run", "--model is required"),
-    ("predict gone {data}", "'gone' is no folder here"),
+    ("run --data gone", "gone does not exist"),
+    ("check gone --check-labels", "gone does not exist"),
+    ("predict gone {data}", "'gone' is not a folder"),
     ("predict {saved} gone.jpg", "gone.jpg does not exist"),
     ("predict {saved} x.jpg --precison float32", "No such option"),
     ("predict {saved} x.jpg --backend tensorrt", "'tensorrt' is not one of"),
-    ("run --model gone --data {data} --output o", "'gone' is no folder here"),
+    ("run --model gone --data {data} --output o", "'gone' is not a folder"),
     ("run --model demo --data gone --output o", "gone does not exist"),
-    ("run --model demo --data {data} --output o --class-order gone", "--class-order 'gone' is no file"),
-    ("run --model demo --data {data} --output o --class-names gone", "--class-names 'gone' is no file"),
+    ("run --model demo --data {data} --output o --class-order gone", "--class-order 'gone' is not a file"),
+    ("run --model demo --data {data} --output o --class-names gone", "--class-names 'gone' is not a file"),
     ("run --model demo --data {data} --output o --epochs 0", "Invalid value for '--epochs': epochs must be"),
     ("run --model demo --data {data} --output {data}/o", "lies in"),
     ("learn {saved} --data gone --output o", "gone does not exist"),
-    ("evaluate gone --data {data}", "'gone' is no folder here"),
+    ("evaluate gone --data {data}", "'gone' is not a folder"),
     ("evaluate {saved} --data gone", "gone does not exist"),
-    ("features --model gone --data {data}", "'gone' is no folder here"),
+    ("features --model gone --data {data}", "'gone' is not a folder"),
     ("features --model demo --data gone", "gone does not exist"),
-    ("serve gone", "'gone' is no folder here"),
-    ("export gone o", "'gone' is no folder here"),
-    ("forget gone cat --output o", "'gone' is no folder here"),
+    ("serve gone", "'gone' is not a folder"),
+    ("export gone o", "'gone' is not a folder"),
+    ("forget gone cat --output o", "'gone' is not a folder"),
     ("report gone --csv t.csv", "gone is no folder"),
     ("check gone", "gone does not exist"),
     ("suggest {saved} {data} --count 0", "count must be at least 1"),
     ("suggest {saved} gone gone-too", "gone does not exist, nor do the others"),
     ("suggest {saved} empty", "empty holds no image"),
-    ("suggest {saved} {data} --classifier nix", "has no classifier 'nix'; it has bridge"),
+    ("suggest {saved} {data} --classifier nix", "has no classifier 'nix'; its classifiers are bridge"),
     ("suggest {data}", "name a saved learner"),
     ("serve {saved} --photos gone --output kept --overwrite", "--photos gone is no folder"),
     ("serve {saved} --photos empty", "empty holds no image"),
     ("serve {saved} --host 8.8.8.8", "8.8.8.8:7860 cannot be listened on"),
-    ("learn {saved} --labels guesses.csv --output o", "write what is right there, and call the column 'label'"),
+    ("learn {saved} --labels guesses.csv --output o", "correct the predictions, and rename the column to 'label'"),
     ("learn {saved} --labels wrong.csv --output o", "wrong.csv has the columns ['where', 'what', 'why']"),
-    ("learn {saved} --labels tags.csv --output o", "a vocabulary, a file with a line for each that is a class, is"),
-    ("learn {saved} --labels tags.csv --vocabulary gone --output o", "--vocabulary 'gone' is no file"),
-    ("learn {saved} --data {data} --class-names gone --output o", "--class-names 'gone' is no file"),
+    ("learn {saved} --labels tags.csv --output o", "give a vocabulary, a file that lists the keywords that are"),
+    ("learn {saved} --labels tags.csv --vocabulary gone --output o", "--vocabulary 'gone' is not a file"),
+    ("learn {saved} --data {data} --class-names gone --output o", "--class-names 'gone' is not a file"),
     ("learn {saved} --data {data} --test-fraction 2 --output o", "test_fraction must be less than 1"),
     ("learn {saved} --data {data} --train-split gone --output o", "has no split 'gone'"),
     ("learn {saved} --data {data}/train/cat --output o", "has no folder; one folder per class is needed"),
-    ("learn gone --data {data} --output kept --overwrite", "'gone' is no folder here"),
-    ("run --model demo --labels guesses.csv --output o", "call the column 'label'"),
-    ("merge {saved} gone --output kept --overwrite", "'gone' is no folder here"),
+    ("learn gone --data {data} --output kept --overwrite", "'gone' is not a folder"),
+    ("run --model demo --labels guesses.csv --output o", "rename the column to 'label'"),
+    ("merge {saved} gone --output kept --overwrite", "'gone' is not a folder"),
     ("rename {saved} a9 swan --output kept --overwrite", "class 'a9' has not been learned, so it cannot be renamed"),
-    ("rename {saved} a0 a0 --output o", "has this name already"),
+    ("rename {saved} a0 a0 --output o", "already has this name"),
     ("forget {saved} a9 --output kept --overwrite", "class 'a9' has not been learned, so it cannot be forgotten"),
     ("forget {saved} --image gone.jpg --output o", "gone.jpg does not exist"),
     ("convert-openclip gone o --tokenizer t", "gone"),
 ]
 
 
-def test_what_is_not_there_is_refused_before_torch_is_imported(finished_run, tmp_path):
-    """One process after the other call: help, with few packages at all, then what is refused."""
+def test_missing_inputs_are_refused_before_torch_is_imported(finished_run, tmp_path):
+    """One process runs all calls in order: first those of help, which import few packages, then the refused ones."""
     data = tmp_path / "photos"
     (data / "train" / "cat").mkdir(parents=True)
     Image.new("RGB", (8, 8)).save(data / "train" / "cat" / "1.png")
@@ -83,9 +85,9 @@ def test_what_is_not_there_is_refused_before_torch_is_imported(finished_run, tmp
     command = [sys.executable, "-c", CALL, json.dumps(calls)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert not (HEAVY | {"pydantic", "numpy"}) & {name for *_, modules in found[: len(HELP)] for name in modules}
-    for (argv, words), (status, said, modules) in zip(REFUSED, found[len(HELP) :], strict=True):
-        assert status == 2 and words in said and not HEAVY & set(modules), (argv, said)
-    left = {"photos", "guesses.csv", "wrong.csv", "tags.csv", "empty", "kept"}
-    assert {path.name for path in tmp_path.iterdir()} == left, "--overwrite puts nothing aside before it is needed"
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert not (HEAVY | {"pydantic", "numpy"}) & {name for *_, modules in results[: len(HELP)] for name in modules}
+    for (argv, words), (status, error, modules) in zip(REFUSED, results[len(HELP) :], strict=True):
+        assert status == 2 and words in error and not HEAVY & set(modules), (argv, error)
+    names = {"photos", "guesses.csv", "wrong.csv", "tags.csv", "empty", "kept"}
+    assert {path.name for path in tmp_path.iterdir()} == names, "--overwrite renames nothing before it is needed"

@@ -107,6 +107,8 @@ def test_a_visit(folder, learner, tmp_path):
         ("/facts", None, {"Origin": "http://evil.example"}, 403, "own address"),
         ("/facts", None, {"Host": "[::1"}, 403, "own address"),
         ("/undo", {}, {"Origin": "null"}, 403, "own address"),
+        ("/learner.zip", None, {"Sec_Fetch_Site": "cross-site"}, 403, "own address"),
+        ("/photo/0", None, {"Sec_Fetch_Site": "same-site"}, 403, "own address"),  # another port
         ("/teach", {"class": "\ud800", "images": sent(photo(2))}, {}, 400, "cannot be written as UTF-8"),
     ],
 )
@@ -312,12 +314,55 @@ def test_photographs_are_labelled_a_few_at_a_time(folder, heap, tmp_path):
         assert ask(f"{url}/facts")[1]["labelling"]["left"] == 7
 
 
+def test_what_a_browser_loads_for_the_page_itself_is_for_no_other_site(folder, heap):
+    with served(folder, photographs=heap) as url:
+        for path in ("/", "/photo/0", "/learner.zip", "/labels.csv", "/facts"):
+            for where in ("same-origin", "none"):  # the page's own, and an address that somebody typed
+                headers = {"Sec-Fetch-Site": where}
+                with urllib.request.urlopen(urllib.request.Request(url + path, headers=headers)) as answer:
+                    assert answer.headers["Cross-Origin-Resource-Policy"] == "same-origin"
+            status = ask(url + path, Sec_Fetch_Site="cross-site")[0]
+            assert status == (200 if path == "/" else 403), "another site may link to the page"
+
+
+@pytest.mark.parametrize("photo", [True, 1.0, "0", [0], None])
+def test_a_photograph_is_named_by_a_whole_number(learner, heap, photo):
+    app = App(learner, photographs=heap)
+    before = app.facts()
+    for request in (app.label, app.skip):
+        with pytest.raises(ValueError, match="is not to be labelled any more"):
+            request({"photo": photo, "class": "red"})
+    assert app.facts() == before
+
+
+def test_a_refused_label_leaves_the_photograph_where_it_is(learner, heap):
+    app = App(learner, photographs=heap)
+    work = app.facts()["labelling"]
+    app.teach({"class": "red", "images": [base64.b64encode(Path(work["name"]).read_bytes()).decode()]})
+    with pytest.raises(ValueError, match="was learned as 'red' meanwhile"):
+        app.label({"photo": work["photo"], "class": "green"})
+    now = app.facts()["labelling"]
+    assert (now["photo"], now["left"], now["labelled"]) == (work["photo"], 12, 0)
+    assert app.skip({"photo": work["photo"]})["labelling"]["left"] == 12, "and can be passed over"
+
+
+def test_files_are_made_while_nothing_changes_the_labels(folder, heap, monkeypatch):
+    with running(folder, photographs=heap) as served_one:
+        app, url = served_one.app, f"http://127.0.0.1:{served_one.server_address[1]}"
+        held = []
+        monkeypatch.setattr(app.labelling, "table", lambda: held.append(app.turn.locked()) or b"")
+        monkeypatch.setattr(app, "download", lambda: held.append(app.turn.locked()) or b"")
+        assert [ask(url + path)[0] for path in ("/labels.csv", "/learner.zip")] == [200, 200] and held == [True, True]
+        monkeypatch.setattr(app, "download", FULL)
+        assert ask(f"{url}/learner.zip") == (500, {"error": "/learner.zip cannot be made: no space left"})
+
+
 def test_labels_csv_has_corrections_and_paths_that_lead_there(learner, heap, monkeypatch):
     monkeypatch.chdir(heap.parent)
     app = App(learner, photographs=heap.name)
     work = app.facts()["labelling"]
     app.label({"photo": work["photo"], "class": "red"})
-    for other, words in (("Red", "there as 'red': spell it so"), ("None of these", "is the answer for what is of no")):
+    for other, words in (("Red", "with the spelling 'red': use that"), ("None of these", "is reserved for images of")):
         with pytest.raises(ValueError, match=words):
             app.label({"photo": app.facts()["labelling"]["photo"], "class": other})
     path = Path(work["name"]).absolute()
@@ -346,7 +391,7 @@ def test_labels_wait_and_are_taken_back_whatever_else_changes_the_learner(learne
     app.teach({"class": "red", "images": [base64.b64encode(file).decode()]})
     with pytest.raises(ValueError, match="was learned as 'red' meanwhile"):
         app.label({"photo": place, "class": "lime"})
-    assert place not in app.labelling.left and not app.waiting
+    assert place in app.labelling.left and not app.waiting
     for number in range(30):
         app.teach({"class": "red", "images": sent(photo(0, 300 + number))})
     assert len(app.before) == MOST_UNDOS
@@ -370,6 +415,33 @@ def test_the_order_is_that_of_suggest_and_new_after_each_few(learner, heap):
         now = work.facts()
         app.label({"photo": now["photo"], "class": colour(now)})
     assert work.left[-1:] == work.skipped, "what was skipped stays last"
+
+
+def test_photograph_of_no_class_is_not_shown_again(learner, heap):
+    app = App(learner, photographs=heap)
+
+    def say(name):
+        work = app.labelling.facts()
+        app.none({"photo": work["photo"]}) if name is None else app.label({"photo": work["photo"], "class": name})
+        return work["photo"]
+
+    first, gone, *_ = [say(name) for name in ("red", None, "red", "lime")]
+    facts = app.facts()["labelling"]
+    assert (facts["none"], facts["labelled"], facts["waiting"], facts["left"]) == (1, 3, 3, 8)
+    rows = app.labelling.table().decode().splitlines()
+    assert rows[-1] == f"{app.labelling.images.item_name(gone)}," and len(rows) == 5
+    for name in ("lime", "red"):  # the fifth label is learned with the others, and without the photograph of no class
+        say(name)
+    assert sum(app.facts()["counts"].values()) == 8 + 5 and not app.waiting
+    assert gone not in app.labelling.left and gone not in app.labelling.labels
+    app.undo({})
+    assert len(app.waiting) == 4 and gone not in app.waiting
+    for _ in range(3):
+        app.undo({})
+    app.undo({})
+    assert app.labelling.left[0] == gone and app.waiting == [first] and app.facts()["undo"] == "the label red"
+    with pytest.raises(ValueError, match="is not to be labelled any more"):
+        app.none({"photo": first})
 
 
 def test_labels_that_wait_are_learned_before_the_end_and_one_that_fails_is_none(learner, heap, tmp_path, monkeypatch):
@@ -437,7 +509,7 @@ def test_the_command_prints_the_address_and_what_is_lost(folder, heap, monkeypat
         for flags, words in (
             (["--port", port], f"127.0.0.1:{port} cannot be listened on: Address already in use; take another --port"),
             (["--port", "0", "--host", ""], "the host is '', expected the address to listen on"),
-            (["--port", "0", "--photos", str(tmp_path)], "no photograph is left that can be read and was not learned"),
+            (["--port", "0", "--photos", str(tmp_path)], "no readable photograph is left that was not learned"),
         ):
             assert main(["serve", str(folder), *flags]) == 2
             assert words in capsys.readouterr().err

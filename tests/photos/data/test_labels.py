@@ -1,4 +1,4 @@
-"""Labels from tables: path and label, and exiftool's keywords."""
+"""Test reading labels from tables of paths and labels, and from exiftool's keywords."""
 
 import csv
 import os
@@ -27,7 +27,7 @@ def table(path, *rows):
 
 @pytest.fixture
 def heap(digit_folders, tmp_path):
-    """Photographs in one folder, whose names say nothing, and the digit of each."""
+    """Write photographs with meaningless names into one folder; return path -> (digit, split)."""
     labels = {}
     (tmp_path / "heap").mkdir()
     for split in ("train", "test"):
@@ -39,15 +39,15 @@ def heap(digit_folders, tmp_path):
     return labels
 
 
-def test_a_table_names_images_labels_and_splits(heap, tmp_path, monkeypatch):
+def test_table_gives_labels_and_splits_of_images(heap, tmp_path, monkeypatch):
     rows = [[path, *facts] for path, facts in heap.items()]
     file = table(tmp_path / "labels.csv", ["path", "label", "split"], *rows, ["heap/none.jpg", "two", "val"])
-    monkeypatch.chdir("/")  # paths begin where the table lies
-    train, test, found = open_stream_data(file)
+    monkeypatch.chdir("/")  # paths are relative to the table, not to the working directory
+    train, test, inventory = open_stream_data(file)
     for part, split in ((train, "train"), (test, "test")):
         names = {part.item_name(i): part.class_names[part.labels[i]] for i in range(len(part))}
         assert names == {str(tmp_path / path): label for path, (label, where) in heap.items() if where == split}
-    assert [why for _, why in found.left_out] == ["the split 'val', neither learned from nor tested on"]
+    assert [why for _, why in inventory.left_out] == ["the split 'val', which is neither trained nor tested on"]
     assert np.asarray(train[0]["image"]).shape == (64, 64, 3)
     assert open_split(file, "test").class_names == test.class_names
     alone = table(tmp_path / "alone.csv", ["label", "path"], *([label, path] for path, (label, _) in heap.items()))
@@ -60,26 +60,26 @@ def test_a_table_names_images_labels_and_splits(heap, tmp_path, monkeypatch):
     [
         (
             [["number", "of"], ["1", "2"]],
-            "has the columns .*expected path,label and perhaps split, or SourceFile,Subject",
+            "has the columns .*expected path,label and maybe split, or SourceFile,Subject",
         ),
         (
             [["path", "class", "novelty"], ["a.jpg", "x", "0"]],
-            "has guesses, the column 'class', .* and call the column 'label'",
+            "has predictions, in the column 'class', .* and rename the column to 'label'",
         ),
         ([["path", "label"], ["a.jpg", ""]], "has no row with a label in 'label'"),
         ([["path", "label"], ["", "x"]], "line 2 of .* has no path"),
-        ([["path", "label"]], "names no image: it has a header alone"),
+        ([["path", "label"]], "names no image: it has only a header"),
         ([["path", "label", "split"], ["a.jpg", "x", ""]], "line 2 of .* has no split"),
         (
             [["path", "label"], ["a.jpg", "x"], ["./a.jpg", "y"]],
-            "names images twice: './a.jpg' is 'x' in line 2 and 'y' in line 3",
+            "lists images twice: './a.jpg' is 'x' in line 2 and 'y' in line 3",
         ),
         ([["path", "label"], ["a.jpg"]], "line 2 of .* has 1 cells, expected 2"),
-        ([["SourceFile", "Subject"], ["a.jpg", "x"]], "a vocabulary, a file with a line for each that is a class"),
+        ([["SourceFile", "Subject"], ["a.jpg", "x"]], "give a vocabulary, a file that lists the keywords"),
         ([["path", "label", "split"], ["a.jpg", "x", "val"]], "no split 'train'; its splits are \\['val'\\]"),
     ],
 )
-def test_what_a_table_lacks_is_said(tmp_path, rows, words):
+def test_error_says_what_a_table_lacks(tmp_path, rows, words):
     with pytest.raises((ValueError, FileNotFoundError), match=words):
         open_stream_data(table(tmp_path / "labels.csv", *rows))
 
@@ -87,8 +87,8 @@ def test_what_a_table_lacks_is_said(tmp_path, rows, words):
 ROWS = [("img/a.jpg", "cat"), ("img/b.jpg", "cat"), ("img/c.jpg", "dog"), ("img/d.jpg", "dog")]
 
 
-def written(header, rows=ROWS, between=",", end="\n"):
-    return end.join(between.join(row) for row in [header, *rows]) + end
+def csv_text(header, rows=ROWS, delimiter=",", end="\n"):
+    return end.join(delimiter.join(row) for row in [header, *rows]) + end
 
 
 def with_cells(*cells):
@@ -96,86 +96,92 @@ def with_cells(*cells):
 
 
 NAMED = ["path", "label"]
-TABLES = {  # what stands in the file, and what is said of it
-    "names of others": (written(["image", "category"]), "the column 'image', the labels from the column 'category'"),
-    "an id": (written(["id", "target"], [(path[:-4], name) for path, name in ROWS]), "such as img/a at img/a.jpg"),
-    "an id alone": (written(NAMED, [(path[4:-4], name) for path, name in ROWS]), "such as a at img/a.jpg"),
-    "the other column": (written(["file_name", "what it is"]), "the labels from the column 'what it is'"),
-    "semicolons": (written(NAMED, between=";"), ""),
-    "tabs": (written(NAMED, between="\t"), ""),
+TABLES = {  # the content of the file, and part of the note about it
+    "names of others": (csv_text(["image", "category"]), "the column 'image', the labels from the column 'category'"),
+    "an id": (csv_text(["id", "target"], [(path[:-4], name) for path, name in ROWS]), "such as img/a to img/a.jpg"),
+    "an id alone": (csv_text(NAMED, [(path[4:-4], name) for path, name in ROWS]), "such as a to img/a.jpg"),
+    "the other column": (csv_text(["file_name", "what it is"]), "the labels from the column 'what it is'"),
+    "semicolons": (csv_text(NAMED, delimiter=";"), ""),
+    "tabs": (csv_text(NAMED, delimiter="\t"), ""),
     "blanks": (
-        written(NAMED, [(path, f' "{name}"' if place % 2 else name) for place, (path, name) in enumerate(ROWS)]),
+        csv_text(NAMED, [(path, f' "{name}"' if place % 2 else name) for place, (path, name) in enumerate(ROWS)]),
         "",
     ),
     "bom and windows": (
-        "\ufeff" + written(NAMED, [(path.replace("/", "\\"), name) for path, name in ROWS], end="\r\n"),
+        "\ufeff" + csv_text(NAMED, [(path.replace("/", "\\"), name) for path, name in ROWS], end="\r\n"),
         "",
     ),
-    "a row twice": (written(NAMED, [*ROWS, ROWS[0]]), "a row that stands in the table twice"),
-    "no label": (written(NAMED, [*ROWS, ("img/e.jpg", ""), ("img/f.jpg", "NaN")]), "no label in the table"),
+    "a row twice": (csv_text(NAMED, [*ROWS, ROWS[0]]), "the row repeats an earlier one"),
+    "no label": (csv_text(NAMED, [*ROWS, ("img/e.jpg", ""), ("img/f.jpg", "NaN")]), "no label in the table"),
     "one hot": (
-        written(
+        csv_text(
             ["image", "cat", "dog"], [(path, str(int(name == "cat")), f"{name == 'dog':.1f}") for path, name in ROWS]
         ),
         "the labels from the columns cat, dog",
     ),
     "a picture as text": (
-        written([*NAMED, "pixels"], with_cells(*["0" * 2**18] * 4)),
-        "not read: the columns 'pixels'",
+        csv_text([*NAMED, "pixels"], with_cells(*["0" * 2**18] * 4)),
+        "ignored columns: 'pixels'",
     ),
 }
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_tables_of_others_are_read_and_guesses_said(tmp_path, name):
-    content, said = TABLES[name]
+def test_tables_of_other_programs_are_read_and_guesses_reported(tmp_path, name):
+    content, note = TABLES[name]
     (tmp_path / "img").mkdir()
     for number, letter in enumerate("abcdef"):
         Image.new("RGB", (8, 8), (40 * number, 0, 0)).save(tmp_path / "img" / f"{letter}.jpg")
     (tmp_path / "labels.csv").write_bytes(content.encode())
-    train, _, found = open_stream_data(tmp_path / "labels.csv")
+    train, _, inventory = open_stream_data(tmp_path / "labels.csv")
     read = [(train.item_name(i), train.class_names[train.labels[i]]) for i in range(len(train))]
     assert read == [(str(tmp_path / path), label) for path, label in ROWS]
-    assert not said or any(said in line for line in found.problems()), found.problems()
+    assert not note or any(note in line for line in inventory.problems()), inventory.problems()
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (written([*NAMED, "label"], with_cells(*"abcd")), "has the column 'label' twice"),
-        (written(["path", "class", "category"], with_cells(*"abcd")), "'class' and 'category': --label-column names"),
-        (written(NAMED, [("https://x.org/a.jpg", "cat")]), "has an address, .*: download the images first"),
-        (written(NAMED, [("a.jpg", "cat|red"), ("b.jpg", "red|dog"), ("c.jpg", "dog|cat")]), "in one cell: an image"),
-        (written(NAMED, [("a.jpg", "['cat']")]), "in one cell: an image has one class"),
-        (written(["path", "cat", "dog"], [("a.jpg", "1", "1"), ("b.jpg", "0", "1")]), "line 2 .*: an image has one"),
-        (written(NAMED, [*ROWS, *((path, "fox") for path, _ in ROWS)]), "'img/a.jpg' is 'cat' in line 2 and .*d.jpg"),
-        (written(NAMED, [("a.jpg", "Cat"), ("b.jpg", "cat")]), "'cat' and 'Cat', two spellings of one name"),
+        (csv_text([*NAMED, "label"], with_cells(*"abcd")), "has the column 'label' twice"),
+        (
+            csv_text(["path", "class", "category"], with_cells(*"abcd")),
+            "'class' and 'category': choose .* by --label-column",
+        ),
+        (csv_text(NAMED, [("https://x.org/a.jpg", "cat")]), "has a URL, .*: download the images first"),
+        (csv_text(NAMED, [("a.jpg", "cat|red"), ("b.jpg", "red|dog"), ("c.jpg", "dog|cat")]), "in one cell: an image"),
+        (csv_text(NAMED, [("a.jpg", "['cat']")]), "in one cell: an image must have one class"),
+        (
+            csv_text(["path", "cat", "dog"], [("a.jpg", "1", "1"), ("b.jpg", "0", "1")]),
+            "line 2 .*: an image must have one",
+        ),
+        (csv_text(NAMED, [*ROWS, *((path, "fox") for path, _ in ROWS)]), "'img/a.jpg' is 'cat' in line 2 and .*d.jpg"),
+        (csv_text(NAMED, [("a.jpg", "Cat"), ("b.jpg", "cat")]), "'cat' and 'Cat', two spellings of one name"),
     ],
 )
-def test_what_a_table_leaves_in_doubt_is_refused(tmp_path, content, words):
+def test_ambiguous_tables_are_refused(tmp_path, content, words):
     (tmp_path / "labels.csv").write_text(content)
     with pytest.raises(ValueError, match=words):
         open_stream_data(tmp_path / "labels.csv")
 
 
-def test_columns_can_be_named_and_is_valid_is_a_split(tmp_path):
+def test_label_column_can_be_chosen_and_is_valid_is_a_split(tmp_path):
     (tmp_path / "labels.csv").write_text(
-        written(
+        csv_text(
             ["id", "path", "class", "is_valid", "category"],
             [("1", "a.jpg", "x", "False", "cat"), ("2", "b.jpg", "x", "True", "cat")],
         )
     )
     for letter in "ab":
         Image.new("RGB", (8, 8), "red" if letter == "a" else "blue").save(tmp_path / f"{letter}.jpg")
-    train, test, found = open_stream_data(tmp_path / "labels.csv", label_column="category")
+    train, test, inventory = open_stream_data(tmp_path / "labels.csv", label_column="category")
     assert train.class_names == ("cat",) and len(train) == len(test) == 1
-    assert "tested on 'valid'" in found.format() and "not read: the columns 'id', 'class'" in found.format()
+    assert "the test split is 'valid'" in inventory.format() and "ignored columns: 'id', 'class'" in inventory.format()
     assert open_stream_data(tmp_path / "labels.csv", label_column="class")[0].class_names == ("x",)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
-def test_the_image_folders_of_hugging_face_are_read(tmp_path, suffix):
-    """`metadata.csv` or `.jsonl` with the column `file_name`, in each split or above them."""
+def test_hugging_face_image_folders_are_read(tmp_path, suffix):
+    """Read `metadata.csv` or `.jsonl` with the column `file_name`, in each split or above the splits."""
     for split, letters in (("train", "abc"), ("validation", "de")):
         (tmp_path / split).mkdir()
         rows = [(f"{letter}.png", "cat" if letter in "ad" else "dog") for letter in letters]
@@ -183,12 +189,12 @@ def test_the_image_folders_of_hugging_face_are_read(tmp_path, suffix):
             Image.new("RGB", (8, 8), (9, 99, 50 * number)).save(tmp_path / split / file)
         text = "".join(f'{{"file_name": "{file}", "animal": "{label}"}}\n' for file, label in rows)
         (tmp_path / split / f"metadata.{suffix}").write_text(
-            text if suffix == "jsonl" else written(["file_name", "animal"], rows)
+            text if suffix == "jsonl" else csv_text(["file_name", "animal"], rows)
         )
     for _ in range(2):
-        _, test, found = open_stream_data(tmp_path)
-        assert found.counts == {"train": {"cat": 1, "dog": 2}, "validation": {"cat": 1, "dog": 1}}
-        assert "the labels from the column 'animal'" in found.format() and len(test) == 2
+        _, test, inventory = open_stream_data(tmp_path)
+        assert inventory.counts == {"train": {"cat": 1, "dog": 2}, "validation": {"cat": 1, "dog": 1}}
+        assert "the labels from the column 'animal'" in inventory.format() and len(test) == 2
         above = [
             (f"{split}/{file}", label)
             for split in ("train", "validation")
@@ -200,7 +206,7 @@ def test_the_image_folders_of_hugging_face_are_read(tmp_path, suffix):
         ]
         for split in ("train", "validation"):
             (tmp_path / split / f"metadata.{suffix}").unlink(missing_ok=True)
-        (tmp_path / "metadata.csv").write_text(written(["file_name", "animal"], above))
+        (tmp_path / "metadata.csv").write_text(csv_text(["file_name", "animal"], above))
 
 
 @pytest.mark.parametrize(
@@ -212,26 +218,29 @@ def test_the_image_folders_of_hugging_face_are_read(tmp_path, suffix):
         (["File:SourceFile", "Keywords"], ["cat##sea"], ["sea##dog"]),
     ],
 )
-def test_keywords_of_every_kind(tmp_path, header, first, second):
-    """IPTC, hierarchical, with groups and with another sign between them; guesses of `predict` count for nothing."""
+def test_keywords_of_every_kind_are_read(tmp_path, header, first, second):
+    """Read IPTC and hierarchical keywords, with groups and other separators, and ignore predictions of `predict`."""
     (tmp_path / "words.txt").write_text("cat\ndog\n")
     rows = [["a.jpg", *first], ["b.jpg", *second]]
     images = load_data(table(tmp_path / "tags.csv", header, *rows), None, vocabulary=str(tmp_path / "words.txt"))
     assert [images.class_names[label] for label in images.labels] == ["cat", "dog"]
 
 
-def test_a_table_of_suggest_that_is_half_filled_in_is_read(tmp_path):
-    """Rows without a label and files whose names are no UTF-8 are left out, and counted."""
+def test_half_filled_in_table_of_suggest_is_read(tmp_path):
+    """Rows without a label and files whose names are not UTF-8 are left out and counted."""
     name = os.fsdecode(b"\xff.jpg")
     for file in ("a.jpg", "b.jpg", name):
         Image.new("RGB", (8, 8), "red").save(tmp_path / file)
     with (tmp_path / "labels.csv").open("w", encoding="utf-8", errors="surrogateescape") as file:
         file.write(f"path,reason,label,novelty\na.jpg,unsure,cat,1\nb.jpg,unsure,,1\n{name},unsure,dog,1\n")
-    train, _, found = open_stream_data(tmp_path / "labels.csv")
-    assert len(train) == 1 and [why for _, why in found.left_out] == ["no label in the table", "the name is not UTF-8"]
+    train, _, inventory = open_stream_data(tmp_path / "labels.csv")
+    assert len(train) == 1 and [why for _, why in inventory.left_out] == [
+        "no label in the table",
+        "the name is not UTF-8",
+    ]
 
 
-def test_keywords_of_a_vocabulary_are_labels(tmp_path):
+def test_keywords_in_the_vocabulary_become_labels(tmp_path):
     (tmp_path / "words.txt").write_text("cat\ndog\n")
     rows = [["SourceFile", "Subject"], ["a.jpg", "holiday, cat"], ["b.jpg", "dog"], ["c.jpg", "sea"], ["d.jpg", ""]]
     rows += [["e.jpg", "sea"], ["e.jpg.xmp", "dog, sea"]]
@@ -241,9 +250,9 @@ def test_keywords_of_a_vocabulary_are_labels(tmp_path):
     assert [os.path.basename(path) for path, _ in images.left_out] == ["c.jpg", "d.jpg"]
     Image.new("RGB", (9, 9)).save(tmp_path / "f.png")
     for words, more, why in (
-        ("cat\ndog\n", ["f.png", "dog, cat"], "f.png has the keywords 'dog' and 'cat', and both are classes"),
+        ("cat\ndog\n", ["f.png", "dog, cat"], "f.png has the keywords 'dog' and 'cat', which are all classes"),
         ("cat\ndog\n", ["./f.png", "cat"], "has the keywords 'dog' and 'cat'"),  # beside its sidecar
-        ("cat, grey\n", ["f.png", ""], "'cat, grey' of .* has ', ' in it"),
+        ("cat, grey\n", ["f.png", ""], "'cat, grey' of .* contains ', '"),
     ):
         (tmp_path / "words.txt").write_text(words)
         both = table(tmp_path / "both.csv", *rows, ["f.xmp", "dog"], more)
@@ -263,10 +272,10 @@ def test_run_and_learn_take_a_table(heap, tmp_path, capsys):
     july = table(tmp_path / "july.csv", ["path", "label", "split"], *(row for row in rows if row[1] == "two"))
     capsys.readouterr()
     assert run("learn", tmp_path / "june", "--labels", july, "--output", tmp_path / "july") == 0
-    said = capsys.readouterr()
-    assert "3 classes" in said.out and "not used again" not in said.err, "the tests of June are found in its table"
+    printed = capsys.readouterr()
+    assert "3 classes" in printed.out and "not used again" not in printed.err, "June's test images are inventory again"
     for words, why in (
-        (["--labels", july, "--data", tmp_path], "give it alone"),
+        (["--labels", july, "--data", tmp_path], "omit --data"),
         (["--labels", tmp_path], "expected a .csv file"),
         ([], "--data is required"),
     ):
@@ -282,7 +291,7 @@ def learner(digit_folders, tmp_path):
     return tmp_path / "out"
 
 
-def test_guesses_are_a_table_for_exiftool(heap, learner, tmp_path, monkeypatch, capsys):
+def test_predictions_are_written_as_a_table_for_exiftool(heap, learner, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run("predict", learner, "heap", "--exiftool", "guesses.csv") == 0
     with open("guesses.csv", newline="", encoding="utf-8") as file:
@@ -292,7 +301,7 @@ def test_guesses_are_a_table_for_exiftool(heap, learner, tmp_path, monkeypatch, 
     assert sum(guess == f"dulbe|{heap[path][0]}" for path, guess in rows) > len(rows) / 2
     assert run("rename", learner, "two", "a|b", "--output", "other") == 0
     assert run("predict", "other", "heap", "--exiftool", "more.csv") == 2
-    assert "has '|' or ', ' in it" in capsys.readouterr().err and not os.path.exists("more.csv")
+    assert "contains '|' or ', '" in capsys.readouterr().err and not os.path.exists("more.csv")
 
 
 def exiftool(*words):
@@ -306,18 +315,18 @@ def keywords(*files):
 
 @pytest.mark.skipif(EXIFTOOL is None, reason="exiftool is not installed")
 @pytest.mark.parametrize("sidecars", [False, True])
-def test_the_real_exiftool_reads_labels_and_takes_guesses_twice(heap, learner, tmp_path, monkeypatch, sidecars):
-    """A person's tags stay, and a second call adds nothing."""
+def test_real_exiftool_reads_labels_and_writes_predictions_once(heap, learner, tmp_path, monkeypatch, sidecars):
+    """A person's tags are kept, and writing the same predictions again adds nothing."""
     monkeypatch.chdir(tmp_path)
     for path, (label, _) in heap.items():
-        own = [f"-Subject={label}", "-Subject=holiday", "-HierarchicalSubject=people|me", "-overwrite_original"]
-        exiftool(*own, *(["-o", f"{path}.xmp"] if sidecars else []), path)
+        tags = [f"-Subject={label}", "-Subject=holiday", "-HierarchicalSubject=people|me", "-overwrite_original"]
+        exiftool(*tags, *(["-o", f"{path}.xmp"] if sidecars else []), path)
     kind = ["-ext", "xmp"] if sidecars else []
     (tmp_path / "tags.csv").write_text(exiftool("-csv", "-r", "-Subject", *kind, "heap"))
     (tmp_path / "words.txt").write_text("\n".join(DIGITS[:3]))
     images = load_data("tags.csv", None, vocabulary="words.txt")
-    found = {images.item_name(i): images.class_names[images.labels[i]] for i in range(len(images))}
-    assert found == {path: label for path, (label, _) in heap.items()}
+    labels = {images.item_name(i): images.class_names[images.labels[i]] for i in range(len(images))}
+    assert labels == {path: label for path, (label, _) in heap.items()}
     for _ in range(2):
         assert run("predict", learner, "heap", "--exiftool", "guesses.csv") == 0
         exiftool("-csv+=guesses.csv", "-sep", ", ", "-overwrite_original", *kind, "heap")

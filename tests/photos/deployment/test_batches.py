@@ -1,4 +1,4 @@
-"""Functions of batches: equal to the learner's own answers, whatever holds the images, and whichever engine calls."""
+"""Test that functions of batches equal the learner's predictions, for all forms of images and all engines."""
 
 import io
 import pickle
@@ -17,7 +17,7 @@ from dulbe_peft.photos.deployment.batches import Featurizer, Predictor
 
 @pytest.fixture(scope="module")
 def saved(base, digit_folders, tmp_path_factory):
-    """A saved learner of three digits, paths of test images, their features and answers."""
+    """Return a saved learner of three digits, paths of test images, their features and predictions."""
     root = digit_folders(3, 8, 3)
     learner = learner_of(base, "frozen", "lda")
     learner.learn_task(ImageFolder(root, "train"))
@@ -29,12 +29,12 @@ def saved(base, digit_folders, tmp_path_factory):
 
 
 def check(columns, saved):
-    _, _, features, answers = saved
+    _, _, features, predictions = saved
     if "embedding" in columns:
         np.testing.assert_allclose(np.stack(list(columns["embedding"])), features, atol=1e-6)
     if "class" in columns:
-        assert list(columns["class"]) == [name for name, _ in answers]
-        np.testing.assert_allclose(columns["probability"], [score for _, score in answers], atol=1e-6)
+        assert list(columns["class"]) == [name for name, _ in predictions]
+        np.testing.assert_allclose(columns["probability"], [score for _, score in predictions], atol=1e-6)
 
 
 FORMS = {
@@ -55,23 +55,23 @@ def functions(saved):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_all_forms_of_images_give_the_learners_answers(saved, functions, form):
+def test_all_forms_of_images_give_the_learners_predictions(saved, functions, form):
     batch = {"image": FORMS[form](saved[1]), "id": np.arange(len(saved[1]))}
     for function in functions:
-        found = function(batch)
-        check(found, saved)
-        assert found["id"] is batch["id"] and set(batch) == {"image", "id"}
+        result = function(batch)
+        check(result, saved)
+        assert result["id"] is batch["id"] and set(batch) == {"image", "id"}
 
 
 @pytest.mark.parametrize("model", ["demo", demo_model_folder()])
-def test_a_model_alone_gives_the_same_features(saved, model):
+def test_featurizer_of_a_model_gives_the_same_features(saved, model):
     function = Featurizer(model)
     check(function({"image": saved[1]}), saved)
     embedding = function({"image": []})["embedding"]
     assert embedding.shape == (0, saved[2].shape[1]) and embedding.dtype == np.float32
 
 
-def test_a_copy_loads_nothing_twice_and_a_new_one_sees_what_was_learned_since(saved):
+def test_copies_share_the_loaded_learner_and_new_predictors_reload_it(saved):
     folder, *_ = saved
     first = Predictor(folder)
     assert len(pickle.dumps(first)) < 1000
@@ -80,11 +80,11 @@ def test_a_copy_loads_nothing_twice_and_a_new_one_sees_what_was_learned_since(sa
     assert Predictor(folder)._learner() is not learner
 
 
-def test_what_is_no_image_is_refused_by_its_number(saved, functions, tmp_path):
-    """Else a folder of three images would be answered for each of them, and the columns had other lengths."""
+def test_entry_that_is_not_an_image_is_refused_by_its_index(saved, functions, tmp_path):
+    """A folder of three images, if accepted, would give three predictions and columns of different lengths."""
     good, several = saved[1][0], [str(shutil.copy(saved[1][0], tmp_path / name)) for name in ("1.png", "2.png")]
     note = tmp_path / "note.jpg"
-    note.write_text("no image")
+    note.write_text("not an image")
     pixels = np.zeros((2, 4, 4, 3), np.uint8)
     nothing = ("", None, b"", {"bytes": None, "path": None})
     for kind in (*nothing, str(note), tmp_path, str(tmp_path), several, pixels, pixels[0].astype(float)):
@@ -93,7 +93,7 @@ def test_what_is_no_image_is_refused_by_its_number(saved, functions, tmp_path):
                 function({"image": [good, kind, good]})
 
 
-def test_what_is_no_batch_of_images_is_refused(saved, functions):
+def test_batches_without_images_and_wrong_arguments_are_refused(saved, functions):
     for function in functions:
         with pytest.raises(ValueError, match=r"the batch has no column 'image'; its columns are \['picture', 'id'\]"):
             function({"picture": saved[1], "id": [0]})
@@ -105,38 +105,38 @@ def test_what_is_no_batch_of_images_is_refused(saved, functions):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [Featurizer, Predictor])
-def test_datasets_map_in_two_processes(saved, make):
+def test_datasets_map_works_in_two_processes(saved, make):
     datasets = pytest.importorskip("datasets")
     folder, paths, _, _ = saved
     photos = datasets.Dataset.from_dict({"image": paths}).cast_column("image", datasets.Image())
-    found = photos.map(make(folder), batched=True, batch_size=4, num_proc=2, remove_columns="image")
-    assert "image" not in found.column_names
-    check(found.with_format("numpy")[:], saved)
+    mapped = photos.map(make(folder), batched=True, batch_size=4, num_proc=2, remove_columns="image")
+    assert "image" not in mapped.column_names
+    check(mapped.with_format("numpy")[:], saved)
 
 
 @pytest.mark.slow
-def test_dask(saved):
+def test_dask_applies_functions_of_batches(saved):
     distributed = pytest.importorskip("distributed")
     folder, paths, _, _ = saved
     parts = [{"image": paths[:4]}, {"image": paths[4:]}]
     with distributed.Client(n_workers=2, threads_per_worker=1, dashboard_address=None) as client:
         for make in (Featurizer, Predictor):
-            found = client.gather(client.map(make(folder), parts))
-            columns = set(found[0]) - {"image"}
-            check({name: np.concatenate([part[name] for part in found]) for name in columns}, saved)
+            results = client.gather(client.map(make(folder), parts))
+            columns = set(results[0]) - {"image"}
+            check({name: np.concatenate([part[name] for part in results]) for name in columns}, saved)
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # Ray's own
-def test_ray_data(saved):
+@pytest.mark.filterwarnings("ignore")  # Ray warns about its own code
+def test_ray_data_applies_functions_of_batches(saved):
     ray = pytest.importorskip("ray")
     folder, paths, _, _ = saved
     ray.init(num_cpus=2, include_dashboard=False)
     try:
         for make in (Featurizer, Predictor):
             rows = ray.data.from_items([{"image": path} for path in paths])
-            found = rows.map_batches(make, fn_constructor_args=(str(folder),), batch_size=4, concurrency=2).take_all()
-            found.sort(key=lambda row: paths.index(row["image"]))
-            check({name: [row[name] for row in found] for name in found[0]}, saved)
+            mapped = rows.map_batches(make, fn_constructor_args=(str(folder),), batch_size=4, concurrency=2).take_all()
+            mapped.sort(key=lambda row: paths.index(row["image"]))
+            check({name: [row[name] for row in mapped] for name in mapped[0]}, saved)
     finally:
         ray.shutdown()

@@ -1,4 +1,4 @@
-"""Exports of whole learners: the lines of their cards run where this package is not, and nothing is lost."""
+"""Test exports of learners: the code of their cards runs without this package and gives the same probabilities."""
 
 import copy
 import json
@@ -35,7 +35,7 @@ WITH_TEXT = ("bridge", "text", "pooled_bridge", "lda", *WIDE, "visual_agent", "b
 WITH_TEXT += ("rapf:epochs=2", "slca:epochs=1", "engine", "proof:epochs=1", "clap4clip:epochs=1")
 WITH_TEXT += ("clg_cbm:epochs=30,learning_rate=0.03",)
 IMAGES_ALONE = ("ranpac:features=50", "lda", "prototype")
-# model type -> the formats and the classifier of each
+# model type -> pairs of a format and the classifier that is exported
 CASES = {
     "clip": [("lora", name.partition(":")[0]) for name in WITH_TEXT]
     + [("transformers", "bridge"), ("onnx", "ranpac")],
@@ -47,7 +47,7 @@ CASES = {
 TORCH_READER = """
     import json, re, sys
     from pathlib import Path
-    sys.modules["dulbe_peft"] = None  # any import of it fails
+    sys.modules["dulbe_peft"] = None  # makes any import of it fail
     blocked = sys.argv[2:]
     for name in blocked:
         sys.modules[name] = None
@@ -78,7 +78,7 @@ def photos():
 
 
 def learned(model_type, root):
-    """A learner of two tasks, three images a class; its adapter, where it has one, changes what the model says."""
+    """Return a learner of two tasks with three images per class; an adapter, if any, changes the model's features."""
     torch.manual_seed(0)
     folder = tiny.save_encoder(model_type, root / "bases" / model_type)
     model, processor = load_dual_encoder(folder)
@@ -97,7 +97,7 @@ def learned(model_type, root):
 
 @pytest.fixture(scope="module")
 def learners(tmp_path_factory):
-    """A learner of each type of model that a test asks for."""
+    """Return a function that makes, once, a learner of the given model type."""
     root = tmp_path_factory.mktemp("learners")
     return cache(lambda model_type: learned(model_type, root))
 
@@ -113,7 +113,10 @@ def expected(learner, name):
 
 
 def run_lines(root, folders, *blocked):
-    """What the lines in the folders' cards give for the photos, in one process that cannot import this package."""
+    """Run the code of the folders' cards on the photos in a process that cannot import this package.
+
+    Returns folder -> probabilities, (photos, classes).
+    """
     (root / "photos").mkdir(exist_ok=True)
     for number, photo in enumerate(photos()):
         photo.save(root / "photos" / f"{number}.png")
@@ -128,8 +131,8 @@ def run_lines(root, folders, *blocked):
 @pytest.mark.parametrize(
     ("formats", "blocked"), [(("lora", "transformers"), ()), (("onnx",), ("torch", "transformers", "peft"))]
 )
-def test_the_lines_of_the_cards_give_the_classifier_s_probabilities(learners, tmp_path, formats, blocked):
-    """Those of graphs need neither torch nor transformers."""
+def test_code_of_the_cards_gives_the_classifiers_probabilities(learners, tmp_path, formats, blocked):
+    """The code of ONNX exports needs neither torch nor transformers."""
     cases, temperatures = {}, {}
     for model_type, rows in CASES.items():
         for kind, name in rows:
@@ -141,7 +144,8 @@ def test_the_lines_of_the_cards_give_the_classifier_s_probabilities(learners, tm
     for folder, found in run_lines(tmp_path, list(cases), *blocked).items():
         torch.testing.assert_close(found, cases[folder], atol=1e-4, rtol=0, msg=lambda said, name=folder: name + said)
         assert torch.equal(found.argmax(dim=1), cases[folder].argmax(dim=1)), folder
-        # Scores tell the photos apart: two held-back images may choose a temperature of 1,000 for probabilities.
+        # The scores must differ between photos. They are compared before the temperature, which is chosen on two
+        # held-out images and may be 1,000.
         assert (temperatures[folder] * found.log()).std(dim=0).max() > 1e-3, folder
 
 
@@ -149,12 +153,12 @@ def facts(root, folder="plain", file="classifier.json"):
     return json.loads((root / folder / file).read_text(encoding="utf-8"))
 
 
-def test_what_stands_beside_the_model(clip, learners, tmp_path):
+def test_export_writes_facts_and_a_card(clip, learners, tmp_path):
     export_learner(clip, tmp_path / "lora")
-    found = facts(tmp_path, "lora")
-    assert found["class_names"] == list(clip.class_names) and found["classifier"] == "bridge"
-    assert found["prompts"][0] == f"the digit {clip.class_names[0]}."
-    assert "reject_below" not in found  # too few images to promise a threshold
+    written = facts(tmp_path, "lora")
+    assert written["class_names"] == list(clip.class_names) and written["classifier"] == "bridge"
+    assert written["prompts"][0] == f"the digit {clip.class_names[0]}."
+    assert "reject_below" not in written  # there are too few images for a threshold
     export_learner(learners("vit"), tmp_path / "plain", "transformers")
     assert "prompts" not in facts(tmp_path)
     for folder, library, kind in (
@@ -167,10 +171,10 @@ def test_what_stands_beside_the_model(clip, learners, tmp_path):
 
 
 @pytest.mark.parametrize("format", ["lora", "transformers"])
-def test_the_zero_shot_pipeline_gives_the_text_classifier_s_answer(clip, tmp_path, format):
+def test_zero_shot_pipeline_predicts_as_the_text_classifier(clip, tmp_path, format):
     rows = clip.image_embeds(photos())
     export_learner(clip, tmp_path / "plain", format)
-    assert torch.equal(clip.image_embeds(photos()), rows), "the learner stays"
+    assert torch.equal(clip.image_embeds(photos()), rows), "the learner is unchanged"
     classify = pipeline("zero-shot-image-classification", model=str(tmp_path / "plain"), device="cpu")
     names = list(clip.class_names)
     answers = classify(photos(), candidate_labels=names, hypothesis_template=clip.args.prompt_template)
@@ -179,7 +183,7 @@ def test_the_zero_shot_pipeline_gives_the_text_classifier_s_answer(clip, tmp_pat
 
 
 @pytest.mark.slow
-def test_the_lines_of_the_page_and_of_the_cards_run_and_agree(tmp_path, monkeypatch, capsys):
+def test_code_of_the_page_and_of_the_cards_agrees(tmp_path, monkeypatch, capsys):
     learn, plain = (code for *_, code in blocks("docs/deploying.md", "python"))
     monkeypatch.chdir(tmp_path)
     exec(learn, {"__name__": "page"})
@@ -203,7 +207,7 @@ class Scores(torch.nn.Module):
         return self.function(z, **self.given)
 
 
-def test_every_classifier_has_a_function_that_gives_its_scores_and_that_torch_exports(clip):
+def test_formula_of_every_classifier_gives_its_scores_and_is_exportable(clip):
     z = random_features(16)
     rows, linear = torch.export.Dim("rows"), set()
     for name, classifier in clip.classifiers.items():
@@ -227,11 +231,11 @@ def test_every_classifier_has_a_function_that_gives_its_scores_and_that_torch_ex
         "clap4clip",
         "clg_cbm",
     }
-    assert {*clip.classifiers, "prototype"} == set(CLASSIFIERS)  # that one is in CASES
+    assert {*clip.classifiers, "prototype"} == set(CLASSIFIERS)  # `prototype` is tested in CASES
 
 
 class Squares(PrototypeClassifier):
-    """Scores that are no line in the features."""
+    """A classifier whose scores are not linear in the features."""
 
     name = "squares_of_the_test"
 
@@ -247,7 +251,7 @@ class Nameless(Squares):
 
 
 def with_classifier(learner, cls):
-    """The same learner with one more classifier."""
+    """Return a copy of the learner with one more classifier."""
     names, classifier = list(learner.class_names), cls(embed_dim=learner.encoder.embed_dim)
     rows = random_features(classifier.embed_dim)[: 3 * len(names)]
     classifier.add_classes(names, rows, torch.arange(len(rows)) % len(names))
@@ -256,10 +260,10 @@ def with_classifier(learner, cls):
     return twin
 
 
-def test_a_classifier_that_cannot_be_a_function_is_refused_by_name(clip, tmp_path):
+def test_classifier_without_an_exportable_formula_is_refused_by_name(clip, tmp_path):
     for cls, words in (
         (Squares, "'squares_of_the_test' classifier is not linear"),
-        (Nameless, "must give a function that stands in a module"),
+        (Nameless, "must return a function defined at the top of a module"),
     ):
         with pytest.raises(ValueError, match=words):
             export_learner(with_classifier(clip, cls), tmp_path / "out", "transformers", cls.name)
@@ -267,8 +271,8 @@ def test_a_classifier_that_cannot_be_a_function_is_refused_by_name(clip, tmp_pat
 
 
 @pytest.mark.slow
-def test_graphs_give_torch_s_probabilities_for_every_batch_size(learners, tmp_path, recwarn, capfd):
-    """Also of images that are not square, and of a classifier of one's own that has no formula."""
+def test_graphs_give_the_probabilities_of_torch_for_every_batch_size(learners, tmp_path, recwarn, capfd):
+    """The images are not square, and the classifier is a user's class without a formula."""
     import onnx
     import onnxruntime
 
@@ -278,30 +282,28 @@ def test_graphs_give_torch_s_probabilities_for_every_batch_size(learners, tmp_pa
     capfd.readouterr()
     export_learner(learner, tmp_path / "plain", "onnx", Squares.name)
     assert not recwarn.list and capfd.readouterr().err == ""
-    found = facts(tmp_path, file="model.json")
+    written = facts(tmp_path, file="model.json")
     sessions = []
     for name in ("encoder", "head"):
         path = tmp_path / f"plain/{name}.onnx"
         onnx.checker.check_model(onnx.load(path), full_check=True)
         sessions.append(onnxruntime.InferenceSession(path))
     inside = {entry.key: json.loads(entry.value) for entry in onnx.load(path).metadata_props}
-    assert inside == {key: value for key, value in found.items() if key != "largest_difference"}
-    assert 0 <= found["largest_difference"] < 1e-4 and found["image_size"] == [16, 24]
+    assert inside == {key: value for key, value in written.items() if key != "largest_difference"}
+    assert 0 <= written["largest_difference"] < 1e-4 and written["image_size"] == [16, 24]
     pixels = torch.as_tensor(image_processor(images=photos(), return_tensors="pt")["pixel_values"])
     for batch in (pixels[:1], pixels[1:4], torch.cat([pixels, -pixels, pixels])):
         with torch.no_grad():
             z = learner.encoder.image_embeds(batch)
         (features,) = sessions[0].run(None, {"pixel_values": batch.numpy()})
         torch.testing.assert_close(torch.from_numpy(features), z, atol=1e-5, rtol=0)
-        (answer,) = sessions[1].run(None, {"image_embeds": features})
+        (probabilities,) = sessions[1].run(None, {"image_embeds": features})
         expected = learner.classifiers[Squares.name].probabilities(z)
-        torch.testing.assert_close(torch.from_numpy(answer), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(torch.from_numpy(probabilities), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow
-def test_a_further_class_needs_no_new_encoder_and_large_weights_stand_beside_the_graph(
-    learners, tmp_path, monkeypatch
-):
+def test_new_class_keeps_the_encoder_and_large_weights_get_a_file(learners, tmp_path, monkeypatch):
     learner = copy.deepcopy(learners("vit"))
     before = export_learner(learner, tmp_path / "before", "onnx", "prototype")
     learner.learn_task([{"image": photo, "label": 0} for photo in photos()], ["hen"])
@@ -312,28 +314,30 @@ def test_a_further_class_needs_no_new_encoder_and_large_weights_stand_beside_the
     folder = export_learner(learner, tmp_path / "plain", "onnx", "prototype")
     assert (folder / "encoder.onnx.data").stat().st_size > (folder / "encoder.onnx").stat().st_size / 10
     assert "encoder.onnx.data" in facts(tmp_path, file="manifest.json")["files"]
-    with pytest.raises(ValueError, match="int8 is served for graphs below"):
+    with pytest.raises(ValueError, match="int8 is only available for graphs below"):
         export_learner(learner, tmp_path / "small", "onnx", "prototype", precision="int8")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "size", "error"), [("float16", 0.9, 0.02), ("int8", 0.9, 0.2)])
-def test_smaller_graphs_say_nearly_the_same(clip, tmp_path, precision, size, error):
+def test_reduced_precision_graphs_give_nearly_the_same_probabilities(clip, tmp_path, precision, size, error):
     whole = export_learner(clip, tmp_path / "whole", "onnx", "bridge")
     folder = export_learner(clip, tmp_path / "small", "onnx", "bridge", precision=precision)
     assert (folder / "encoder.onnx").stat().st_size < size * (whole / "encoder.onnx").stat().st_size
-    found = facts(tmp_path, "small", "model.json")
-    assert found["precision"] == precision and 0 < found["largest_difference"] < error
+    written = facts(tmp_path, "small", "model.json")
+    assert written["precision"] == precision and 0 < written["largest_difference"] < error
     rows = run_lines(tmp_path, ["small"], "torch", "transformers")["small"]
     torch.testing.assert_close(rows, expected(clip, "bridge"), atol=error, rtol=0)
 
 
 @pytest.mark.slow
-def test_javascript_loads_the_layout_of_transformers_js(clip, tmp_path):
-    """With the packages of a folder that the environment names, where `npm install @huggingface/transformers` ran."""
+def test_transformers_js_loads_the_export(clip, tmp_path):
+    """Run node in the folder TRANSFORMERS_JS, in which `npm install @huggingface/transformers` was run."""
     if not (root := os.environ.get("TRANSFORMERS_JS")):
-        pytest.skip("TRANSFORMERS_JS names no folder with node_modules")
-    photos()[2].save(tmp_path / "photo.png")  # of the model's size: its resizing is another one than Pillow's
+        pytest.skip("TRANSFORMERS_JS does not name a folder with node_modules")
+    photos()[2].save(
+        tmp_path / "photo.png"
+    )  # has the model's size, because JavaScript resizes differently from Pillow
     for precision, error in (("float32", 1e-3), ("float16", 0.02), ("int8", 0.2)):
         folder = export_learner(clip, tmp_path / precision, "transformers.js", "bridge", precision=precision)
         text = (folder / "README.md").read_text(encoding="utf-8")
@@ -351,29 +355,29 @@ def test_javascript_loads_the_layout_of_transformers_js(clip, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_graph_that_differs_is_refused(clip, tmp_path, monkeypatch):
+def test_graph_with_different_probabilities_is_refused(clip, tmp_path, monkeypatch):
     monkeypatch.setattr(graph, "TOLERANCE", -1.0)
     with pytest.raises(ValueError, match="differ by .* from PyTorch's"):
         export_learner(clip, tmp_path / "onnx", "onnx")
     assert not (tmp_path / "onnx").exists()
 
 
-def test_a_missing_package_is_named(clip, tmp_path, monkeypatch):
+def test_error_names_the_missing_package(clip, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(ImportError, match=r"onnxscript: pip install 'dulbe_peft\[onnx\]'"):
         export_learner(clip, tmp_path / "onnx", "onnx")
     assert not (tmp_path / "onnx").exists()
 
 
-def test_bad_calls_are_named_and_write_nothing(clip, learners, tmp_path):
+def test_wrong_arguments_raise_and_write_nothing(clip, learners, tmp_path):
     fresh = ClassIncrementalLearner(
-        tiny.make_model("vit"), clip.processor, args=LearnerArguments(**QUICK), strategy="frozen"
+        tiny.make_model("vit"), learners("vit").processor, args=LearnerArguments(**QUICK), strategy="frozen"
     )
     for learner, options, error, words in (
         (clip, {"format": "tflite"}, ValueError, "'tflite'; it must be one of lora, transformers, onnx"),
-        (clip, {"format": "onnx", "compress_to": 3}, ValueError, "compress_to=3 is for the format 'lora'"),
+        (clip, {"format": "onnx", "compress_to": 3}, ValueError, "compress_to=3 is only for the format 'lora'"),
         (clip, {"precision": "int4"}, ValueError, "'int4'; it must be one of float32, float16, int8"),
-        (clip, {"precision": "int8"}, ValueError, "is for the graphs of 'onnx' and 'transformers.js', got 'lora'"),
+        (clip, {"precision": "int8"}, ValueError, "is only for 'onnx' and 'transformers.js', got 'lora'"),
         (clip, {"classifier": "lad"}, ValueError, "no classifier 'lad'; its classifiers are bridge, text"),
         (learners("siglip2"), {"format": "onnx"}, ValueError, "SigLIP 2 NaFlex has other positions for each image"),
         (learners("vit"), {}, ValueError, "no adapter to export: its strategy 'frozen' trains nothing"),

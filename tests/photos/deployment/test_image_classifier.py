@@ -1,4 +1,4 @@
-"""scikit-learn's estimator of images, and the model as a transformer of its pipelines."""
+"""Test scikit-learn's estimator of images, and the model as a transformer in its pipelines."""
 
 import pickle
 
@@ -19,13 +19,13 @@ from dulbe_peft.sklearn import FeatureClassifier, ImageClassifier, _encoder
 
 @pytest.fixture(scope="module")
 def images():
-    """Arrays of bytes of four digits, ten of each, with their names."""
+    """Return uint8 arrays of four digits, ten of each, and their names."""
     data = load_digits()
     rows = np.concatenate([np.flatnonzero(data.target == label)[:10] for label in range(4)])
     return (data.images[rows] * 15.9).astype(np.uint8), np.array(DIGITS)[data.target[rows]]
 
 
-def test_paths_images_and_arrays_give_the_same_answers(images, tmp_path):
+def test_paths_images_and_arrays_give_the_same_predictions(images, tmp_path):
     arrays, names = images
     pictures = [Image.fromarray(array) for array in arrays]
     paths = [tmp_path / f"{number}.png" for number in range(len(pictures))]
@@ -33,14 +33,14 @@ def test_paths_images_and_arrays_give_the_same_answers(images, tmp_path):
         picture.save(path)
     first, *others = (ImageClassifier("demo").fit(given, names) for given in (arrays, pictures, list(map(str, paths))))
     for given in (arrays, pictures, paths):
-        assert all((one.predict(given) == first.predict(arrays)).all() for one in (first, *others))
+        assert all((fitted.predict(given) == first.predict(arrays)).all() for fitted in (first, *others))
     assert first.score(arrays, names) > 0.9 and first.classes_.tolist() == sorted(DIGITS[:4])
-    chances = first.predict_proba(paths)
-    assert chances.shape == (40, 4) and np.allclose(chances.sum(axis=1), 1, atol=1e-5)
-    assert (first.classes_[chances.argmax(axis=1)] == first.predict(arrays)).all()
+    probabilities = first.predict_proba(paths)
+    assert probabilities.shape == (40, 4) and np.allclose(probabilities.sum(axis=1), 1, atol=1e-5)
+    assert (first.classes_[probabilities.argmax(axis=1)] == first.predict(arrays)).all()
 
 
-def test_names_are_texts_in_the_template(images):
+def test_class_names_are_put_into_the_template(images):
     arrays, names = images
     plain = ImageClassifier("demo", "text", prompt_template="a photo of the digit {}.").fit(arrays, names)
     assert plain.score(arrays, names) > 0.7
@@ -48,32 +48,34 @@ def test_names_are_texts_in_the_template(images):
     assert not np.allclose(other.predict_proba(arrays), plain.predict_proba(arrays), atol=1e-3)
 
 
-def test_it_is_cloned_pickled_cross_validated_and_searched(images):
+def test_estimator_is_cloned_pickled_cross_validated_and_searched(images):
     arrays, names = images
-    made = ImageClassifier("demo", "lda", prompt_template="the digit {}.")
-    assert clone(made).get_params() == made.get_params() and not hasattr(clone(made.fit(arrays, names)), "classes_")
-    written = pickle.dumps(made)
-    assert pickle.loads(written).predict(arrays).tolist() == made.predict(arrays).tolist() and len(written) < 10**6
+    estimator = ImageClassifier("demo", "lda", prompt_template="the digit {}.")
+    assert clone(estimator).get_params() == estimator.get_params()
+    assert not hasattr(clone(estimator.fit(arrays, names)), "classes_")
+    pickled = pickle.dumps(estimator)
+    assert pickle.loads(pickled).predict(arrays).tolist() == estimator.predict(arrays).tolist()
+    assert len(pickled) < 10**6
     pictures = [Image.fromarray(array) for array in arrays]
-    assert cross_val_score(made, pictures, names, cv=4).mean() > 0.8
+    assert cross_val_score(estimator, pictures, names, cv=4).mean() > 0.8
     search = GridSearchCV(ImageClassifier("demo"), {"classifier": ["lda", "prototype"]}, cv=2).fit(arrays, names)
     assert search.best_params_["classifier"] in ("lda", "prototype") and search.predict(arrays[:1])[0] in DIGITS
 
 
-def test_another_model_under_the_same_name_is_refused(images, tmp_path):
+def test_changed_model_under_the_same_name_is_refused(images, tmp_path):
     arrays, names = images
-    found = ImageClassifier(str(save_encoder("clip", tmp_path / "m")), "lda").fit(arrays, names)
-    packed = pickle.dumps(found)
+    estimator = ImageClassifier(str(save_encoder("clip", tmp_path / "m")), "lda").fit(arrays, names)
+    pickled = pickle.dumps(estimator)
     weights = load_file(tmp_path / "m" / "model.safetensors")
     weights["visual_projection.weight"] += 0.1
     save_file(weights, tmp_path / "m" / "model.safetensors", {"format": "pt"})
     _encoder.cache_clear()  # as in another process
-    with pytest.raises(ValueError, match=r"another encoder than .*m' is now: \['weights'\] differ; fit anew"):
-        pickle.loads(packed).predict(arrays)
-    found.fit(arrays, names).predict(arrays)
+    with pytest.raises(ValueError, match=r"encoder .*m' has changed since .*: \['weights'\] differ; fit again"):
+        pickle.loads(pickled).predict(arrays)
+    estimator.fit(arrays, names).predict(arrays)
 
 
-def test_what_is_no_image_is_named(images):
+def test_error_names_the_entry_that_is_not_an_image(images):
     arrays, names = images
     with pytest.raises(ValueError, match=r"gone\.png\) cannot be read"):
         ImageClassifier("demo").fit([*arrays[:-1], "gone.png"], names)
@@ -81,16 +83,16 @@ def test_what_is_no_image_is_named(images):
         ImageClassifier("demo").fit([arrays[0], arrays[1] / 255], names[:2])
 
 
-def test_the_model_is_a_transformer_of_a_pipeline(images):
+def test_featurizer_is_a_transformer_in_a_pipeline(images):
     arrays, names = images
-    both = make_pipeline(Featurizer("demo"), FeatureClassifier("lda"))
-    assert cross_val_score(both, arrays, names, cv=4).mean() > 0.8
-    found = clone(both).fit(arrays, names)
-    assert found[0].transform(arrays[:3]).shape == (3, found[1].n_features_in_)
-    assert pickle.loads(pickle.dumps(found)).predict(arrays).tolist() == found.predict(arrays).tolist()
+    pipeline = make_pipeline(Featurizer("demo"), FeatureClassifier("lda"))
+    assert cross_val_score(pipeline, arrays, names, cv=4).mean() > 0.8
+    fitted = clone(pipeline).fit(arrays, names)
+    assert fitted[0].transform(arrays[:3]).shape == (3, fitted[1].n_features_in_)
+    assert pickle.loads(pickle.dumps(fitted)).predict(arrays).tolist() == fitted.predict(arrays).tolist()
 
 
-def test_a_model_without_names_learns_from_images_alone(images, tmp_path):
+def test_model_without_a_text_encoder_learns_from_images_only(images, tmp_path):
     arrays, names = images
-    found = ImageClassifier(str(save_encoder("dinov2", tmp_path / "model"))).fit(arrays, names)
-    assert found.features_.texts is None and found.score(arrays, names) > 0.5
+    estimator = ImageClassifier(str(save_encoder("dinov2", tmp_path / "model"))).fit(arrays, names)
+    assert estimator.features_.texts is None and estimator.score(arrays, names) > 0.5

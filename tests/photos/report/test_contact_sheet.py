@@ -34,7 +34,7 @@ def test_photographs_stand_under_their_class_the_least_sure_first(tmp_path, caps
     [
         ("a,b\n", [], "begins with the columns"),
         ("path,class,probability\nx.png,cat,very\n", [], "line 2 of"),
-        ("path,class,probability\n", ["--latex", "t.tex"], "report on it alone"),
+        ("path,class,probability\n", ["--latex", "t.tex"], "give it alone"),
     ],
 )
 def test_what_is_no_table_of_predictions_is_refused(tmp_path, monkeypatch, capsys, text, flags, words):

@@ -10,6 +10,7 @@ import pytest
 from pages import drawn
 from PIL import Image
 
+from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.metrics.evaluation import ImageResult
 from dulbe_peft.photos.report import format_summary, plot_matrix, plot_results, read_run
 from dulbe_peft.photos.report.html import percent
@@ -126,11 +127,15 @@ def test_above_which_probability_the_answers_are_right_often_enough():
     rows += [ImageResult("", "a", "b", 0.2, 1, 60, {})] * 20
     for wanted in (0.9, 0.97, 1.0):
         found = None
-        for limit in sorted({row.probability for row in rows} | {0.0}):  # a loop over all limits
+        for limit in (float(f"{n / 1000:.2f}") for n in range(0, 990, 10)):  # as people read it
             own = [row for row in rows if row.probability > limit]
             if len(own) >= 20 and sum(row.right for row in own) >= wanted * len(own) and found is None:
                 found = (limit, Share.of(own))
         assert surest(rows, wanted) == found and found is not None
+    sure = [ImageResult("", "a", "a" if i < 60 else "b", p, 1, i, {}) for i, p in enumerate([0.9] * 60 + [0.784] * 5)]
+    assert surest(sure, 0.95) == (0.79, Share(60, 60)), "0.784 would be printed as 0.78, above which five more lie"
+    high = [replace(row, probability=0.9996 if row.right else 0.9985) for row in sure]
+    assert surest(high, 0.95) == (0.999, Share(60, 60))
     assert surest(rows[60:], 0.5) is None and surest(rows[:60], 0.95) == (0.0, Share(59, 60))
 
 
@@ -147,17 +152,25 @@ def test_whether_more_photographs_would_help():
     assert more_images(table(((5, 10), 3), ((6, 10), 9), ((6, 10), 9)))[1:] == (Share(5, 10), Share(12, 20), 3)
 
 
-def test_the_terminal_s_table_explains_itself(finished_run):
+def test_terminal_table_explains_its_columns(finished_run):
     results = json.loads((finished_run / "results.json").read_text())
     head, *rows = format_summary(results).splitlines()
-    assert [row.split()[0] for row in rows[:5]] == ["zero_shot", "text", "class_means", "bridge", "lda"]
+    titles = ["names alone", "names after learning", "class means", "bridge", "lda"]
+    assert all(row.startswith(title) for row, title in zip(rows, titles))
     bridge = results["classifiers"]["bridge"]
     assert rows[3].split()[1:3] == [percent(bridge["average_accuracy"]), percent(bridge["last_accuracy"])]
     assert max(map(len, [head, *rows])) <= 80
-    assert all(word.lower() in " ".join(rows[5:]).lower() for word in (*head.split()[1:4], "backward transfer"))
+    for title in ("accuracy", "mean over tasks", "forgetting", "backward transfer"):
+        assert title in head and any(row.startswith(f"{title}: ") for row in rows[5:])
     still = results | {"tasks": [record | {"loss": []} for record in results["tasks"]]}
-    assert "forgetting" not in format_summary(still) and "A_bar" in format_summary(still)
-    assert "A_bar" not in format_summary(still | {"class_names": [["all"]]})
+    assert "forgetting" not in format_summary(still) and "mean over tasks" in format_summary(still)
+    assert "mean over tasks" not in format_summary(still | {"class_names": [["all"]]})
+
+
+def test_names_alone_are_one_row_where_nothing_was_trained(finished_run):
+    results = json.loads((finished_run / "results.json").read_text())
+    frozen = format_summary(results | {"tasks": [record | {"loss": []} for record in results["tasks"]]})
+    assert "names alone" in frozen and "names after learning" not in frozen
 
 
 def test_the_next_step_is_the_most_useful_one(finished_run):
@@ -168,6 +181,10 @@ def test_the_next_step_is_the_most_useful_one(finished_run):
         return next_steps(own, class_rows(rows, {}, learned or {}), confusion_matrix(rows) if rows else None)
 
     assert steps([])[0][1] == "dulbe-peft evaluate 'my run' --data PHOTOS"
+    own = dataclasses.replace(run, predictions=[], base_model=str(demo_model_folder()), source=None)
+    assert next_steps(own, [], None)[-1][1] == "dulbe-peft check YOUR-FOLDER", "the demo's learner knows digits alone"
+    learned = dataclasses.replace(own, source={"data": "photos", "test_split": "test"})
+    assert next_steps(learned, [], None)[-1][1] == "dulbe-peft predict 'my run' PHOTOS"
     good = [ImageResult(f"{i}", "a", "a", 0.9, 1, i, {"lda": "a"}) for i in range(400)]
     assert steps(good) == [("Let it name new photographs.", "dulbe-peft predict 'my run' PHOTOS")]
     assert "more than 20 images" in steps(good[:19] + answers(("b", "a", 0.5)))[-2][0]

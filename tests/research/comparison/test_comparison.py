@@ -1,5 +1,6 @@
 """Methods and classifiers side by side: what is run, what is never run twice, and what the table says."""
 
+import csv
 import json
 import re
 import shutil
@@ -21,6 +22,7 @@ from dulbe_peft.metrics.features import read_features
 from dulbe_peft.strategies import STRATEGIES
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
 from research.__main__ import run as main
+from research.benchmarks.common import RESULTS
 from research.comparison.cells import answers_path, read_answers, read_cell
 from research.comparison.compare import ComparisonError, compare
 from research.comparison.comparison_file import read_comparison
@@ -217,6 +219,21 @@ def test_another_setting_in_the_place_of_a_finished_run_is_refused(finished, con
         compare(other, folder / "out", jobs=1, log=quiet)
 
 
+def test_a_run_of_another_default_is_refused(copied):
+    """The file of the comparison is the same, and does not name the setting."""
+    folder, _, _ = copied
+    plan, path = (
+        read_plan(folder / "plan.yaml"),
+        folder / "out" / "runs" / "digits" / "frozen" / "seed-0" / "cell.json",
+    )
+    entries = make_entries(plan, folder / "out", plan.cells({}))
+    edited(path, "arguments", "learning_rate", 0.5)
+    with pytest.raises(ValueError, match="learning_rate = 0.5, now it is 'auto'"):
+        compare(plan, folder / "out", jobs=1, log=quiet)
+    left = make_entries(plan, folder / "out", plan.cells({}))
+    assert sum(len(entry.seeds) for entry in left) < sum(len(entry.seeds) for entry in entries)
+
+
 def test_other_images_under_a_finished_run_are_refused(copied, content, tmp_path):
     out, photos = copied[0] / "out", tmp_path / "photos"
     shutil.copytree(content["streams"]["digits"]["data"], photos)
@@ -279,7 +296,7 @@ def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
         ({"streems": {}}, "streems: Extra inputs are not permitted"),
         ({"streams": {"../a": {"model": "demo", "data": "x"}}}, "streams.../a"),
         ({"methods": {"a": {"learning_rat": 1}}}, "method 'a' has an unknown setting 'learning_rat'"),
-        ({"methods": {1: {"strategy": "frozen"}, "1": {"strategy": "lora"}}}, "'1' stands twice"),
+        ({"methods": {1: {"strategy": "frozen"}, "1": {"strategy": "lora"}}}, "'1' occurs twice"),
         ({"streams": {"a": {"model": "demo"}}}, "stream 'a' names no data"),
         ({"streams": {"a": {"model": "demo", "data": "$NOWHERE/x"}}}, "variable of the environment"),
         ({"streams": {"a": {"model": "m", "data": "x", "retention_scales": [0.5]}}}, "beside retention"),
@@ -344,10 +361,16 @@ def test_the_file_for_my_photographs_runs(digit_folders, tmp_path, monkeypatch, 
     "path", sorted((ROOT / "examples" / "comparisons").glob("*.yaml")), ids=lambda path: path.stem
 )
 def test_the_files_of_comparisons_name_what_there_is(path, monkeypatch):
-    for name in ("MODEL", "OTHER_MODEL", "DATA", "MODELS"):
+    """What it names is what was measured by it, where figures of it lie with the others."""
+    for name in ("MODEL", "OTHER_MODEL", "DATA", "MODELS", "TWIN"):
         monkeypatch.setenv(name, "demo")
-    plan = read_plan(path)
-    assert len(plan.seeds) == 3 and plan.cells()
+    plan, measured = read_plan(path), RESULTS / "comparisons" / f"{path.stem}.csv"
+    assert plan.cells()
+    if measured.is_file():
+        with measured.open(newline="", encoding="utf-8") as lines:
+            rows = list(csv.DictReader(lines))
+        assert {int(row["seeds"]) for row in rows} == {len(plan.seeds)}
+        assert {row["stream"] for row in rows} == set(plan.streams)
     assert f"compare examples/comparisons/{path.name} --output" in path.read_text(encoding="utf-8")
     if path.stem == "family":
         own = {name for name, cls in STRATEGIES.items() if cls.__module__.startswith("dulbe_peft.")}

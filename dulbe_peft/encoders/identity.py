@@ -1,0 +1,77 @@
+"""Tell one encoder's features from another's: by weights, layers, preprocessing, versions and processor."""
+
+import hashlib
+import json
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from dulbe_peft.data import decoding
+from dulbe_peft.data.store import EncoderKey
+from dulbe_peft.encoders import loading
+from dulbe_peft.utils.tensors import sampled_values, whole_digest
+
+_NO_LAYERS = ("architectures", "dtype", "torch_dtype", "transformers_version")  # of a configuration
+_version = cache(version)  # each call reads the whole description of a package, and every pass over images asks
+
+
+class ImageTowerFacts:
+    """Describe an image tower, in the same words on every machine.
+
+    The digest of all weights is kept until a weight is replaced or written to. PyTorch does not count writes through
+    `.data`, as PEFT's `merge_and_unload` makes them: 256 values of each weight are compared every time.
+    """
+
+    def __init__(self) -> None:
+        self._written: tuple[Any, ...] = ()
+        self._digest = ""
+
+    def __call__(self, clip: Any, processor: Any) -> dict[str, str]:
+        """Return SHA-256 of the weights, of the layers' settings and of the steps that preprocess an image."""
+        text = loading.encoder_of(clip).text_tower
+        weights = {name: t for name, t in clip.state_dict().items() if not name.startswith(f"{text}.")}
+        plain = [t for t in weights.values() if type(t) is torch.Tensor]
+        written = tuple((t.data_ptr(), -1 if t.is_inference() else t._version, sampled_values(t)) for t in plain)
+        if written != self._written:
+            self._written, self._digest = written, whole_digest(weights)
+        config = getattr(clip.config, "vision_config", clip.config).to_diff_dict()
+        layers = {name: value for name, value in config.items() if name not in _NO_LAYERS and name[0] != "_"}
+        return {
+            "weights": self._digest,
+            "layers": _sha256(layers),
+            "image_processor": _sha256(processor.image_processor.to_dict()),
+        }
+
+
+def encoder_key(
+    facts: dict[str, str], attention: str, device: torch.device, batch_size: int, tower: tuple[str, str, str] | None
+) -> EncoderKey:
+    """Return the key of features that are equal bit by bit: also versions, and the processor that computes.
+
+    Args:
+        facts: as `Encoder.facts` has them.
+        attention: which of transformers' implementations computes attention.
+        device: where features are computed.
+        batch_size: images in a batch; it chooses the kernels of a GPU.
+        tower: SHA-256, name and version of another backend; None: torch computes.
+    """
+    facts = dict(facts)
+    precision, kind = facts.pop("precision"), device.type
+    facts |= {"attention": attention, "device": kind, "reading": decoding.READING}
+    facts["products"] = torch.get_float32_matmul_precision()
+    if kind == "cpu":
+        facts["processor"] = torch.backends.cpu.get_cpu_capability()
+    else:
+        name = torch.cuda.get_device_name(device) if kind == "cuda" else kind
+        facts |= {"processor": name, "batch": str(batch_size)}
+    facts |= {name: _version(name) for name in ("torch", "transformers", "pillow")}
+    backend = "torch"
+    if tower is not None:
+        facts["graph"], backend, facts["backend"] = tower
+    return EncoderKey(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest(), precision, backend)
+
+
+def _sha256(settings: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,0 +1,66 @@
+"""Read batches of images for the model: with which processes, and with which progress bar."""
+
+import os
+import signal
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.data import decoding
+from dulbe_peft.encoders.pixels import PixelDataset
+from dulbe_peft.utils import processes
+
+UNSHOWN = 5.0  # seconds that a pass over images takes before its progress is shown
+
+
+def read_batches(
+    images: PixelDataset, batches: list[list[int]], args: LearnerArguments, device: torch.device, title: str
+) -> Iterator[Any]:
+    """Yield what the data set gives for each batch of rows, and show a progress bar with `title`.
+
+    Raises:
+        ChildProcessError: A process that reads images died.
+    """
+    # The accelerator's own wrapper would keep every data set, with its pixels, for the rest of the process.
+    loader: Any = DataLoader(images, batch_sampler=batches, **loader_settings(args, device, len(batches)))
+    hidden = not args.progress or processes.world()[0] > 0
+    # `disable=None` shows the bar on a terminal alone.
+    shown: dict[str, Any] = {"unit": " images", "delay": UNSHOWN, "leave": False, "disable": hidden or None}
+    with tqdm(total=sum(map(len, batches)), desc=title, **shown) as bar:
+        for number, batch in enumerate(_raise_plainly(loader)):
+            yield batch
+            bar.update(len(batches[number]))
+
+
+def loader_settings(args: LearnerArguments, device: torch.device, batches: int) -> dict[str, Any]:
+    """Return the arguments of a `DataLoader` that reads this many batches."""
+    workers = min(args.num_workers, batches)  # a further process would have nothing to read
+    processes.check_open_files(workers)
+    decoding.one_at_a_time()  # the processes that read images share this setting
+    return {
+        "num_workers": workers,
+        "pin_memory": device.type == "cuda",
+        "worker_init_fn": _leave_signals_to_the_main_process,
+    }
+
+
+def _leave_signals_to_the_main_process(_: int) -> None:
+    """End quietly: a terminal or a scheduler signals every process, and an error from here would hide the signal."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+
+
+def _raise_plainly(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches, and raise an error in plain words where a process that reads images dies."""
+    try:
+        yield from batches
+    except RuntimeError as error:
+        if "DataLoader worker (pid" not in str(error):
+            raise
+        raise ChildProcessError(
+            f"a process that reads images died, as when memory runs out ({error}): choose a smaller num_workers, or 0"
+        ) from error
