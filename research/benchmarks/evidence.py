@@ -50,11 +50,11 @@ def frozen(
     return [[head, *map(short, columns)], *lines, ["mean of the lines", *means(found.values())]]
 
 
-def edges(results: Path, counts: str, classifiers: str, behind: str) -> list[list[str]]:
+def edges(results: Path, counts: str, classifiers: str, behind: str, folder: str = "edges") -> list[list[str]]:
     """One line an edge and number of images where `bayes` is so far behind the best of a stream: their means."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     columns = classifiers.split(",")
-    for path in sorted(results.glob("edges/*.json")):
+    for path in sorted(results.glob(f"{folder}/*.json")):
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
             if row["counts"] in counts.split(","):
                 key = (f"{row['edge']}, {row['counts']}", row["stream"])
