@@ -107,7 +107,7 @@ def is_done(cell: Cell, output: Path, rows: Sequence[Row]) -> bool:
 
 
 def _unasked(folder: Path, done: CellRecord, rows: Sequence[Row]) -> list[Row]:
-    """Return the rows that have no answers yet, except rows whose classifier needs text if the model has no text tower."""
+    """Return the rows without answers, except those that need text embeddings if the model has no text tower."""
     able = [row for row in rows if done.text or not CLASSIFIERS[parse_spec(row.classifier)[0]].needs_text]
     return [row for row in able if not answers_path(folder, row).is_file()]
 
@@ -167,7 +167,7 @@ def _train(cell: Cell, folder: Path) -> CellRecord:
 
 
 def _retention(learner: ClassIncrementalLearner, cell: Cell, tasks: Sequence[Task]) -> Retention | None:
-    """Return the zero-shot accuracy on classes that are never learned, before the first task and after the last one."""
+    """Return the zero-shot accuracy on classes that are never learned, before all tasks and after them."""
     data, *scales = cell.retention
     if data is None:
         return None
