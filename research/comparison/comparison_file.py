@@ -51,7 +51,7 @@ class Entry(Record):
 
 
 class Comparison(Record):
-    """What a comparison has found so far."""
+    """Content of `comparison.json`: the results so far, and the plan."""
 
     entries: list[Entry]
     scope: Plan
