@@ -22,7 +22,7 @@ from dulbe_peft.utils.torch_settings import own_randomness
 
 LEVEL = 0.05  # significance level of the sign test, for all classifiers together
 MUCH = 0.1  # share of images whose prediction changed, from which a warning is printed
-ADVICE = "lower --learning-rate, or train nothing (--strategy frozen)"
+ADVICE = "lower --learning-rate, or do not train (--strategy frozen)"
 
 
 class Cost(Record):
