@@ -21,8 +21,8 @@ from dulbe_peft import classifiers
 from dulbe_peft.classifiers.checks import check_labels, check_share, random_features, same_scores
 from dulbe_peft.classifiers.corrections import CorrectedState
 from dulbe_peft.data.names import check_class_names
-from dulbe_peft.utils.devices import one_thread, without_autocast
 from dulbe_peft.utils.tensors import has_values
+from dulbe_peft.utils.torch_settings import one_thread, without_autocast
 
 # The power of an image's weight with which it goes into a sum; what has another name is a mean or a choice.
 SUMS = {"counts": 1.0, "sums": 1.0, "lengths": 1.0, "scatter": 1.0, "gram": 1.0, "factors": 0.5}

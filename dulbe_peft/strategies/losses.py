@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from dulbe_peft.utils.devices import without_autocast
+from dulbe_peft.utils.torch_settings import without_autocast
 
 
 def cross_modal_loss(

@@ -123,12 +123,16 @@ class Plan(Record):
                 work.append((self._cell(stream, method, self.seeds[0], values, folder), self.rows_of(method)))
         return work
 
+    def trains(self, method: str) -> bool:
+        """Return whether a method trains the model."""
+        return _strategy(self.methods[method]).adapts
+
     def _cell(self, stream: str, method: str, seed: int, more: dict[str, Any], folder: str) -> Cell:
         seeds = {"seed": seed, "order_seed": seed, "draw_seed": seed}
         if self.streams[stream].get("class_order") is not None:
             del seeds["order_seed"]
         settings = seeds | self.streams[stream] | self.methods[method] | more
-        if _strategy(self.methods[method]).adapts:  # features from before each task let drift be asked for later
+        if self.trains(method):  # features from before each task let drift be asked for later
             settings["drift"] = "linear"
         return Cell(stream, method, seed, settings, folder, self.retentions.get(stream, (None,)))
 

@@ -190,7 +190,7 @@ def test_classes_that_cannot_be_registered_are_refused(page):
     for cls, error, message in (
         (dict, TypeError, "derived from Classifier"),
         (type("A", (base,), {"name": "Two words"}), ValueError, "characters a-z"),
-        (type("B", (base,), {"name": "lda"}), ValueError, "the classifier 'lda' is .*LdaClassifier already"),
+        (type("B", (base,), {"name": "lda"}), ValueError, "the classifier 'lda' is already .*LdaClassifier"),
         (
             type("C", (base,), {"name": "mine", "file_stem": "head"}),
             ValueError,
