@@ -1,15 +1,21 @@
-"""Take the pictures of the docs, with Playwright and Chromium: `python docs/pictures.py` from the repository's folder.
+"""Take the screenshots of the docs, with Playwright and Chromium: `python docs/pictures.py`, or some by their names.
 
-It runs the demo, the commands of `photographs.md`, and the comparison of the digits, which takes minutes.
+`report` runs the demo, `label` the commands of `photographs.md`, and `comparison` the comparison of the digits, which
+takes minutes.
 """
 
 import os
 import runpy
 import shutil
+import sys
 import tempfile
+from contextlib import chdir
 from pathlib import Path
 from threading import Thread
 from typing import Any
+
+from PIL import Image
+from sklearn.datasets import load_sample_image
 
 from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.photos.commands.main import main
@@ -28,34 +34,48 @@ BELOW = """word => {
 }"""
 
 
-def take_pictures(browser: Any, work: Path) -> None:
-    """Write every picture; `work` is an empty folder."""
-    page = browser.new_page(viewport=SIZE)
-
-    ran("demo", "--output", str(work / "dulbe-demo"))
+def report(page: Any, work: Path) -> None:
+    """The top of the demo's report, and its most confident mistakes."""
+    ran("demo", "--output", "dulbe-demo")
     page.goto((work / "dulbe-demo" / "report.html").as_uri())
-    page.screenshot(path=IMAGES / "report.png")
-    clip = page.evaluate(BELOW, "mistakes")
-    page.screenshot(path=IMAGES / "report-mistakes.png", clip=clip, full_page=True)
+    take(page, "report")
+    take(page, "report-mistakes", clip=page.evaluate(BELOW, "mistakes"), full_page=True)
 
-    outputs = runpy.run_path(str(ROOT / "docs" / "outputs.py"))
-    outputs["with_outputs"]((ROOT / "docs" / "photographs.md").read_text(encoding="utf-8"), work)
-    learner = ClassIncrementalLearner.from_pretrained(work / "out-february")
-    with make_server(learner, port=0, photographs=work / "february") as server:
+
+def label(page: Any, work: Path) -> None:
+    """The page of `serve`, which asks for the label of a photograph."""
+    text = (ROOT / "docs" / "photographs.md").read_text(encoding="utf-8")
+    runpy.run_path(str(ROOT / "docs" / "outputs.py"))["with_outputs"](text, work)
+    heap = work / "heap"
+    heap.mkdir()
+    photograph = Image.fromarray(load_sample_image("china.jpg"))
+    for number, corner in enumerate(range(80, 480, 80)):
+        photograph.crop((corner, 60, corner + 240, 300)).save(heap / f"{number}.jpg")
+    learner = ClassIncrementalLearner.from_pretrained("out-february")
+    with make_server(learner, port=0, output="taught", photographs="heap") as server:
         Thread(target=server.serve_forever, daemon=True).start()
         page.goto(f"http://127.0.0.1:{server.server_address[1]}")
         page.wait_for_selector("#label img")
         page.wait_for_load_state("networkidle")
-        page.screenshot(path=IMAGES / "label.png")
+        take(page, "label")
         server.shutdown()
 
+
+def comparison(page: Any, work: Path) -> None:
+    """The top of the page of a comparison."""
     from research.__main__ import commands
 
-    plan = str(ROOT / "examples" / "comparisons" / "digits.yaml")
-    ran("compare", plan, "--output", str(work / "comparison"), program=commands)
-    ran("report", str(work / "comparison"), program=commands)
-    page.goto(next((work / "comparison").glob("*.html")).as_uri())
-    page.screenshot(path=IMAGES / "comparison.png")
+    ran("compare", str(ROOT / "examples" / "comparisons" / "digits.yaml"), "--output", "digits", program=commands)
+    ran("report", "digits", program=commands)
+    page.goto((work / "digits" / "report.html").as_uri())
+    take(page, "comparison")
+
+
+def take(page: Any, name: str, **options: Any) -> None:
+    """Write a screenshot with 256 colours, which makes the file a third as large."""
+    path = IMAGES / f"{name}.png"
+    page.screenshot(path=path, **options)
+    Image.open(path).convert("RGB").quantize(256).save(path, optimize=True)
 
 
 def ran(*arguments: str, **program: Any) -> None:
@@ -67,9 +87,12 @@ def ran(*arguments: str, **program: Any) -> None:
 if __name__ == "__main__":
     from playwright.sync_api import sync_playwright
 
+    sys.path.insert(0, str(ROOT))  # where `research` is
     chromium = os.environ.get("DULBE_PEFT_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-    with tempfile.TemporaryDirectory() as work, sync_playwright() as started:
+    pictures = {"report": report, "label": label, "comparison": comparison}
+    with tempfile.TemporaryDirectory() as work, sync_playwright() as started, chdir(work):
         os.environ["DULBE_PEFT_STORE"] = f"{work}/features.sqlite"
         browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        take_pictures(browser, Path(work))
+        for name in sys.argv[1:] or pictures:
+            pictures[name](browser.new_page(viewport=SIZE), Path(work))
         browser.close()

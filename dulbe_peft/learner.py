@@ -1,4 +1,4 @@
-"""A learner of growing classes: a model, a strategy that trains it, and the classifiers that read its features."""
+"""The class-incremental learner: a model, a strategy that trains it, and classifiers of its features."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,37 +36,40 @@ from dulbe_peft.training.rates import MakeTrainer, with_rate
 from dulbe_peft.training.state import Estimate, LearnerState
 from dulbe_peft.training.trainer import Log, TaskRecord, TaskTrainer, train_task
 from dulbe_peft.training.turns import Turns, in_turn
-from dulbe_peft.utils.devices import choose_device, own_randomness, usual_torch
+from dulbe_peft.utils.devices import choose_device
 from dulbe_peft.utils.processes import on_main_process
 from dulbe_peft.utils.profiling import Profile
+from dulbe_peft.utils.torch_settings import own_randomness, usual_torch
 
 
 class ClassIncrementalLearner:
-    """Learns tasks of new classes, one after the other, without keeping images.
+    """Learn tasks of new classes one after the other, without storing images.
 
-    Under `accelerate launch` every process calls every method with the same data; all end with the same state.
+    Under `accelerate launch`, every process must call every method with the same data; all processes then have the
+    same state.
 
     Args:
-        model: `get_peft_model(clip, DualModeLoraConfig(...))`, with `clip` as `load_dual_encoder` returns it. A
-            strategy that trains nothing, such as "frozen", also takes `clip` itself.
-        processor: the model's own, or anything with `image_processor` and `tokenizer` as it has them.
-        strategy: what is trained, and how: "name", "name:key=value,key=value" or a [`Strategy`].
-        classifiers: "name,name:key=value", or several of such texts and of [`Classifier`] objects; the first one is
-            what `predict` uses. None takes the strategy's own, for DuLBE the bridge ensemble `pooled_bridge`.
+        model: The model `get_peft_model(clip, DualModeLoraConfig(...))`, with `clip` as `load_dual_encoder` returns
+            it. A strategy that trains nothing, such as "frozen", also accepts `clip` itself.
+        processor: The model's processor, or any object with the same `image_processor` and `tokenizer`.
+        args: Settings of the training and of this machine; None takes the defaults.
+        strategy: How the model is trained: "name", "name:key=value,key=value" or a [`Strategy`].
+        classifiers: "name,name:key=value", or a sequence of such texts and [`Classifier`] objects; `predict` uses the
+            first one. None takes the default of the strategy, for DuLBE the bridge ensemble `pooled_bridge`.
 
     Attributes:
-        state: all that is saved, see [`LearnerState`]; `tasks`, `classifiers`, `memory` and `source` are read from it.
-        encoder: reads images and class names with the model, in the batches and the precision of `args`.
-        device: where the model is.
-        precision_chosen: the precision was "auto", so that a run may go on in the one that it began with.
-        logit_scale: the factor before cosines, which the model has learned.
-        record: what learning the last task showed, see `TaskRecord`; None before the first one, and after loading.
-        closing: the features of the last task's training images, see `ClosingPass`; None as `record` is.
-        folder: where it was loaded from, or the last task folder that its run wrote.
-        log: called with the figures of each epoch and the number of steps so far, where it is not None.
+        state: Everything that is saved, see [`LearnerState`]; `tasks`, `classifiers`, `memory` and `source` read it.
+        encoder: Encodes images and class names with the model, with the batch size and precision in `args`.
+        device: Device of the model.
+        precision_chosen: Whether the precision was "auto", so that a resumed run may keep the precision it began with.
+        logit_scale: Factor before cosines, which the model has learned.
+        record: Details of the last training, see `TaskRecord`; None before the first task and after loading.
+        closing: Features of the last task's training images, see `ClosingPass`; None whenever `record` is None.
+        folder: Folder from which the learner was loaded, or the last task folder that its run wrote.
+        log: Function that is called with the figures of each epoch and the number of steps so far, or None.
 
     Raises:
-        ValueError: the model does not fit the strategy, or a classifier does not fit the model.
+        ValueError: If the model does not fit the strategy, or a classifier does not fit the model.
 
     Example:
         >>> learner = ClassIncrementalLearner(model, processor, strategy="frozen", classifiers=("ranpac", "bridge"))
@@ -101,7 +104,7 @@ class ClassIncrementalLearner:
         self._adopt(preparing.new_state(model, processor, args or LearnerArguments(), strategy, classifiers))
 
     def _adopt(self, state: LearnerState) -> None:
-        """Become the learner of a state, on the device that its settings name."""
+        """Initialise the learner from a state, on the device in its settings."""
         preparing.check_tracker(state.args.log_with)
         self._turns = Turns()
         self.device = choose_device(state.args.device)
@@ -117,7 +120,7 @@ class ClassIncrementalLearner:
         return encoder
 
     def _scores(self, features: torch.Tensor) -> torch.Tensor | None:
-        """What another backend's features are compared by, beside their cosines."""
+        """Return the scores by which the features of another backend are checked, in addition to their cosines."""
         return self.classifier.logits(features) if self.tasks else None
 
     # ------------------------------------------------------------------ learning
@@ -130,19 +133,19 @@ class ClassIncrementalLearner:
         class_texts: Mapping[str, Sequence[str]] | None = None,
         trainer: MakeTrainer = TaskTrainer,
     ) -> None:
-        """Learn the classes of one more task; on any error the learner is as it was before.
+        """Learn the classes of one more task. After any error, the learner is as it was before.
 
         Args:
-            dataset: len and getitem of {"image", "label"} dicts or (image, label) pairs; images as PIL images or as
-                preprocessed float tensors (3, height, width).
-            class_names: the new classes, which the labels index. None takes the names that the dataset carries.
-            class_texts: class -> texts that stand for it in place of its name in the prompt templates, such as
-                {"owl": ["an owl", "a night bird"]}. Classifiers take the mean of their unit embeddings, `clg_cbm` each
-                of them, and training the first one.
-            trainer: makes the training loop; [`DualModeTrainer`] has one of its own.
+            dataset: Data set with `len`, whose items are {"image", "label"} dicts or (image, label) pairs. Images are
+                PIL images or preprocessed float tensors, (3, height, width).
+            class_names: Names of the new classes, which the labels index. None takes the names in the data set.
+            class_texts: Texts for a class, used instead of its name in the prompt templates, such as
+                {"owl": ["an owl", "a night bird"]}. Classifiers use the mean of their unit embeddings, except that
+                `clg_cbm` uses each of them. Training uses the first text.
+            trainer: Function that makes the training loop; [`DualModeTrainer`] passes its own.
 
         Raises:
-            ValueError: a class, label, text or image is of no use, or a loss, gradient or feature is not finite.
+            ValueError: If a class, label, text or image is invalid, or a loss, gradient or feature is not finite.
         """
         state, images = preparing.checked_task(self.state, self.encoder, dataset, class_names, class_texts or {})
         self.profile.clear()
@@ -154,36 +157,36 @@ class ClassIncrementalLearner:
 
     @in_turn
     def update_classes(self, dataset: Any, class_names: Sequence[str] | None = None) -> None:
-        """Take in further images of known classes, without training; on any error the learner is as it was before.
+        """Learn further images of known classes, without training. After any error, the learner is as it was before.
 
-        Every classifier takes them in, and so does the strategy's memory where it is a sum over images. `class_names`
-        of None are those that the dataset carries, or else all seen classes.
+        Every classifier is updated, and so is the strategy's memory if it is a sum over images. If `class_names` is
+        None, the names in the data set are used, or else all seen classes.
 
         Raises:
-            ValueError: a class has not been learned, a classifier cannot take further images of a known class, or an
-                image is of no use.
+            ValueError: If a class has not been learned, a classifier cannot learn further images of a known class, or
+                an image is invalid.
         """
         self.state = updating.update_classes(self.state, self.encoder, dataset, class_names)
 
     @in_turn
     def forget_class(self, name: str) -> None:
-        """Take a class out of every classifier, so that no image is called so any more.
+        """Remove a class from every classifier, so that it is never predicted again.
 
-        The model stays as it is, and so does what the class's images added to sums over all classes, such as LDA's
-        scatter. The only class that is left cannot be forgotten.
+        The model stays as it is, and so do the parts of its images in sums over all classes, such as LDA's scatter.
+        The last remaining class cannot be forgotten.
         """
         self.state = updating.forget_class(self.state, name)
 
     @in_turn
     def forget_images(self, images: Any) -> None:
-        """Take single learned images out of every classifier, up to rounding as if they had not been learned.
+        """Remove single learned images from every classifier, as if they had never been learned, up to rounding.
 
         Args:
-            images: what `predict` takes; each is known by its content, wherever it lies now.
+            images: Images as for `predict`. They are identified by their content, so their paths may have changed.
 
         Raises:
-            ValueError: an image has not been learned, is the only one of its class, the strategy trains the model, or
-                a classifier keeps no sums. Nothing is changed then.
+            ValueError: If an image has not been learned or is the only one of its class, the strategy trains the
+                model, or a classifier keeps no sums. Nothing is changed then.
 
         Example:
             >>> learner.forget_images("photos/train/owl/IMG_0417.jpg")  # doctest: +SKIP
@@ -192,26 +195,26 @@ class ClassIncrementalLearner:
 
     @in_turn
     def rename_class(self, old: str, new: str) -> None:
-        """Give a class a new name; where `new` is known, the two become one class.
+        """Rename a class; if `new` is already a class, the two are merged.
 
-        Text embeddings are those of the new name, or of texts that were given for the class. Classifiers of sums are
-        then those that were taught under it, up to what was chosen on images with the old name, such as `kappa` of
-        `bayes`; what was trained with it stays.
+        Text embeddings are computed from the new name, or from the texts that were given for the class. Classifiers
+        that keep sums are then the same as if the class had been learned under the new name, except for settings that
+        were selected using images with the old name, such as `kappa` of `bayes`. Trained weights stay.
 
         Raises:
-            ValueError: `old` has not been learned, or a classifier cannot do it. Nothing is changed then.
+            ValueError: If `old` has not been learned, or a classifier cannot rename it. Nothing is changed then.
         """
         self.state = updating.rename_class(self.state, self.encoder, old, new)
 
     @in_turn
     def merge(self, other: Self) -> Self:
-        """Take in what another learner of the same model has learned, where nothing is trained; returns this learner.
+        """Add what another learner of the same model has learned, if no model is trained; returns this learner.
 
-        New classes become further tasks, and images of classes that both know count as further images: the
-        classifiers are those of one learner that saw all images, up to what their own documentation says.
+        New classes become further tasks, and images of classes that both know count as further images. The result is
+        the same as that of one learner that saw all images, up to the exceptions in the classifiers' documentation.
 
         Raises:
-            ValueError: one of them trains the model, they differ in more than their classes, or a classifier cannot
+            ValueError: If one of them trains the model, they differ in more than their classes, or a classifier cannot
                 be merged. Nothing is changed then.
 
         Example:
@@ -222,20 +225,23 @@ class ClassIncrementalLearner:
 
     @in_turn
     def use_state(self, state: LearnerState) -> None:
-        """Go on with another state of the same model; the adapter's weights stay, and an int8 graph if it has none."""
+        """Replace the state by another one of the same model.
+
+        The adapter's weights stay, and so does an int8 graph if `state` has none.
+        """
         self.state = state
         self.encoder.graph = state.graph or self.encoder.graph
 
     def keep_classifiers(self, names: Iterable[str]) -> None:
-        """Keep these classifiers alone, in this order: the first one answers."""
+        """Keep only these classifiers, in this order; `predict` uses the first one."""
         self.use_state(replace(self.state, classifiers={name: self.classifiers[name] for name in names}))
 
     def use_store(self, store: FeatureStore | None) -> None:
-        """Look up features of images in a store, while nothing trains the model; None: nowhere."""
+        """Set the store that caches the features of images while no strategy trains the model; None removes it."""
         self.encoder.store = store
 
     def change_settings(self, args: LearnerArguments) -> None:
-        """Go on with other settings on the same device; what was learned stays, and with "auto" the precision."""
+        """Change the settings. The device and what was learned stay, and so does the precision if it is "auto"."""
         args = replace(args, precision=self.args.precision) if args.precision == "auto" else args
         self.use_state(replace(self.state, args=args))
         self.encoder = self._encoder(self.encoder.store)
@@ -244,19 +250,19 @@ class ClassIncrementalLearner:
 
     @in_turn
     def image_embeds(self, images: Any) -> torch.Tensor:
-        """Unit features, (n, d) float32, of whatever `predict` takes."""
+        """Return the unit features, (n, d) float32, of images as for `predict`."""
         with self.state.resting():
             return self.encoder.dataset_embeds(self.encoder.images(unlabelled_images(images)))
 
     @in_turn
     def readable_embeds(self, images: Any) -> tuple[torch.Tensor, dict[int, str]]:
-        """Unit features, with zeros for an image that cannot be read; and its number -> why it cannot be."""
+        """Return unit features, with zeros for images that cannot be read, and the reasons by image number."""
         with self.state.resting():
             return self.encoder.readable_embeds(self.encoder.images(unlabelled_images(images)), "encode")
 
     @in_turn
     def text_embeds(self, class_names: Sequence[str]) -> torch.Tensor:
-        """Unit text embeddings of class names, learned or not, (classes, d) float32, by the model as it is."""
+        """Return the present model's unit text embeddings, (classes, d) float32, of class names, learned or not."""
         if not has_text(self.clip):
             raise ValueError(f"{type(self.clip).__name__} has no text tower, so class names have no embeddings")
         return self.encoder.text_embeds(check_class_names(class_names), self.state.class_texts)
@@ -270,31 +276,32 @@ class ClassIncrementalLearner:
         coverage: float | None = None,
         return_novelty: bool = False,
     ) -> Any:
-        """The most likely seen class of each image, as a list.
+        """Return the most likely seen class of each image, as a list.
 
         Args:
-            images: a path of a file, or of a folder of any depth; a PIL image; a preprocessed float tensor
-                (3, height, width) or a batch of them; a data set; or a list of all of these.
-            top_k: how many classes to give for each image, the best first; None gives the best one alone.
-            return_scores: give each class as (name, calibrated probability).
-            reject: accepted share of false alarms, such as 0.05. An image whose novelty is larger than that of all but
-                this share of training images that were left out is taken for none of the classes: its answer is
-                None, or an empty list with `top_k`. No share is promised where the model itself was trained.
-            coverage: such as 0.95: give all classes that an image may be of, so that the right one is among them with
-                this chance, see `Classifier.prediction_sets`; promised where `reject` is. Not with `top_k`.
-            return_novelty: return a pair: these answers, and how unlike all that was learned each image is, floats,
-                see `Classifier.novelty`.
+            images: Path of a file, or of a folder of any depth; a PIL image; a preprocessed float tensor,
+                (3, height, width), or a batch of them; a data set; or a list of any of these.
+            top_k: Number of classes to return for each image, best first, as a list; None returns only the best one.
+            return_scores: Whether to return each class as (name, calibrated probability).
+            reject: Accepted rate of false alarms, such as 0.05. An image is predicted to be of no class if its novelty
+                exceeds that of all but this share of held-out training images; the prediction is then None, or an
+                empty list with `top_k`. The rate is not guaranteed if the model itself was trained.
+            coverage: Probability, such as 0.95, with which the returned set of classes contains the right one, see
+                `Classifier.prediction_sets`. It is guaranteed under the same condition as `reject`, and cannot be
+                combined with `top_k`.
+            return_novelty: Whether to return a pair: the predictions, and for each image a float that says how unlike
+                all learned images it is, see `Classifier.novelty`.
 
         Raises:
-            ValueError: no task has been learned yet, an image cannot be read, or too few images were held back for
-                `reject` or `coverage`; the message says how many it takes.
+            ValueError: If no task has been learned yet, an image cannot be read, or too few images were held out for
+                `reject` or `coverage`; the message says how many are needed.
 
         Example:
             >>> learner.predict("photo.jpg", top_k=2, return_scores=True)  # doctest: +SKIP
             [[('dog', 0.93), ('cat', 0.05)]]
         """
         if top_k is not None and coverage is not None:
-            raise ValueError(f"top_k is {top_k} and coverage {coverage}: give one of them")
+            raise ValueError(f"top_k is {top_k} and coverage is {coverage}: pass only one of them")
         rows = self.predictions(images, 1 if top_k is None else top_k, reject, coverage, return_novelty)
         answers = [row.answer(number, return_scores, top_k or coverage) for number, row in enumerate(rows)]
         return (answers, [row.novelty for row in rows]) if return_novelty else answers
@@ -308,7 +315,7 @@ class ClassIncrementalLearner:
         coverage: float | None = None,
         novelty: bool = False,
     ) -> list[Prediction]:
-        """What `predict` finds, with every image's name; an image that cannot be read is stepped over."""
+        """Return the predictions of `predict` with the names of the images; images that cannot be read are skipped."""
         preparing.check_learned(self.state)
         if reject is not None or coverage is not None:
             preparing.warn_of_promises(self.state)
@@ -317,44 +324,46 @@ class ClassIncrementalLearner:
             return predict_images(self.encoder, self.classifier, data, top_k, reject, coverage, novelty)
 
     def evaluate(self, dataset: Any, class_names: Sequence[str] | None = None) -> dict[str, Any]:
-        """Top-1 accuracy among all seen classes; `dataset`, `class_names` and errors are as in `update_classes`.
+        """Return the top-1 accuracy among all seen classes. Arguments and errors are those of `update_classes`.
 
         Returns:
-            `accuracy` with the first classifier; `classifiers`, name -> accuracy; `text_accuracy` with the text
-            embeddings alone and `class_means_accuracy` with the class means, where a classifier keeps them and none
-            does the same; all in [0, 1]; and `num_images`.
+            A dict with `accuracy`, of the first classifier; `classifiers`, the accuracy of each classifier by name;
+            and `num_images`. It also has `text_accuracy`, with the text embeddings alone, and `class_means_accuracy`,
+            with the class means alone, if a classifier stores them and none already predicts in this way. All
+            accuracies are in [0, 1].
         """
         return self.evaluate_images(dataset, class_names).figures()
 
     def evaluate_images(self, dataset: Any, class_names: Sequence[str] | None = None) -> Evaluation:
-        """The answers of every classifier to each image of a data set, arguments and errors as in `evaluate`."""
+        """Return every classifier's prediction for each image of a data set. Arguments are those of `evaluate`."""
         return self.evaluations([(dataset, class_names)])[0]
 
     @in_turn
     def evaluations(self, tests: Sequence[tuple[Any, Sequence[str] | None]]) -> list[Evaluation]:
-        """What `evaluate_images` finds of each of several data sets with their class names, read in one pass."""
+        """Return the results of `evaluate_images` for several pairs of a data set and class names, in one pass."""
         preparing.check_learned(self.state)
         parts = [self.state.known_images(dataset, class_names) for dataset, class_names in tests]
         with self.state.resting():
             embeds = self.encoder.each_embeds(parts)
-        given = [
+        encoded = [
             EncodedTest(features, torch.tensor(part.labels), [part.item_name(index) for index in range(len(part))])
             for features, part in zip(embeds, parts, strict=True)
         ]
-        return evaluate_features(self.classifiers, given, self.class_names)
+        return evaluate_features(self.classifiers, encoded, self.class_names)
 
     @in_turn
     def estimate(self) -> dict[str, Estimate]:
-        """How many images each classifier names right, without test images: by training images that are left out.
+        """Estimate the accuracy of each classifier without test images, by leave-one-out on training images.
 
-        It is computed when a task closes, and saved; where the learner has changed since, it is computed anew. Images
-        of earlier tasks take part where the user's feature store has their features. `Estimate.classes` says of which
-        classes it is, and has none with one image. A class of two images is judged by one, which says too little.
+        The estimate is computed and saved at the end of a task, and recomputed if the learner has changed since.
+        Images of earlier tasks are included if the user's feature store has their features. `Estimate.classes` lists
+        the classes included; those with a single image are not. The estimate for a class of two images is too low,
+        because each image is judged by the other one alone.
 
         Returns:
-            Classifier -> `Estimate`: `share`, `low` and `high` in [0, 1], each class alike. A classifier that has no
-            closed form of leaving an image out is not among them, and none is where the model itself is trained: it
-            has seen the images.
+            An `Estimate` by the name of each classifier: `share`, `low` and `high` in [0, 1], where all classes have
+            equal weight. Classifiers without a closed form of leave-one-out are missing. The dict is empty if the
+            model itself is trained, because it has seen the images.
 
         Example:
             >>> learner.estimate()["bayes"].share  # doctest: +SKIP
@@ -363,17 +372,17 @@ class ClassIncrementalLearner:
         preparing.check_learned(self.state)
         if self.state.estimates.tasks != len(self.tasks):
             self.state = replace(self.state, estimates=estimates_of(self.state, self.encoder, {}))
-        found = self.state.estimates
-        return {name: Estimate(*share, found.classes) for name, share in found.shares.items()}
+        estimates = self.state.estimates
+        return {name: Estimate(*share, estimates.classes) for name, share in estimates.shares.items()}
 
     def scaled(self, scale: float) -> AbstractContextManager[None]:
-        """Use the model with W_0 + scale * dW in the block's calls, dW being all it has learned, in both towers.
+        """Use the weights W_0 + scale * dW within a `with` block, where dW is the whole update, in both towers.
 
-        Scale 0 is the pristine model and 1 the model as it has learned, both bit for bit. What the classifiers keep
-        stays as it is. Calls of other threads and asyncio tasks have none of it, and nothing is learned inside.
+        Scale 0 is the pristine model and scale 1 the trained model, both bit for bit. The classifiers are not changed.
+        Calls of other threads and asyncio tasks are not affected, and the learner cannot learn inside the block.
 
         Raises:
-            ValueError: the scale is not in [0, 1], an adapter is merged, or the adapter has `modules_to_save`.
+            ValueError: If the scale is not in [0, 1], an adapter is merged, or the adapter has `modules_to_save`.
 
         Example:
             >>> with learner.scaled(0.5):
@@ -386,9 +395,9 @@ class ClassIncrementalLearner:
 
     @in_turn
     def zero_shot(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float | None]:
-        """A_t, t = 1, 2, ..., of the pristine model with its text embeddings of the classes seen by task t.
+        """Return A_t, t = 1, 2, ..., of the pristine model with its text embeddings of the classes seen up to task t.
 
-        `tests` has the test data of each task, or None, and its class names. A_t of None: there is no data up to t.
+        `tests` has the test data of each task, or None, and its class names. A_t is None if no task up to t has data.
         """
         with self.model.disable_adapter() if isinstance(self.model, PeftModel) else nullcontext():
             return seen_accuracies(self, tests)
@@ -396,24 +405,24 @@ class ClassIncrementalLearner:
     def run(
         self, tasks: Iterable[Task], output_dir: str | Path, resume: bool = True, **options: Any
     ) -> dict[str, Any]:
-        """Learn a stream, test after every task, and commit one folder `task-001`, `task-002`, ... for each.
+        """Learn a stream, test after every task, and write a folder for each: `task-001`, `task-002` and so on.
 
-        Tasks that were learned before come first in the results, and the folders' numbers go on after theirs. Without
-        a new task the learner is committed as it is.
+        Tasks that were learned before come first in the results, and the numbers of the folders continue after them.
+        If there is no new task, the learner is tested and written as it is.
 
         Args:
-            tasks: the stream; tasks without test data are learned and not tested.
-            output_dir: folder for the committed folders, `results.json`, `timings.json` and `predictions.csv`.
-            resume: go on after the newest valid folder. Its finished tasks must be the first ones of `tasks`, with the
-                same data; the tasks that follow may be others than before.
-            options: fields of `dulbe_peft.streams.run.RunOptions`, such as `keep_features=True`.
+            tasks: Stream of tasks; tasks without test data are learned but not tested.
+            output_dir: Folder for the task folders, `results.json`, `timings.json` and `predictions.csv`.
+            resume: Whether to continue after the newest valid task folder. Its finished tasks must be the first ones
+                of `tasks`, with the same data; later tasks may have changed.
+            options: Fields of `dulbe_peft.streams.run.RunOptions`, such as `keep_features=True`.
 
         Returns:
-            What `results.json` holds: accuracies, settings, seed and versions.
+            The contents of `results.json`: accuracies, settings, seed and versions.
 
         Raises:
-            ValueError: the folder belongs to a run with other settings, another beginning or other finished tasks,
-                or holds tasks and `resume` is off.
+            ValueError: If the folder belongs to a run with other settings, another start or other finished tasks, or
+                has task folders although `resume` is off.
         """
         return run_stream(self, tasks, output_dir, RunOptions(resume, **options))
 
@@ -421,7 +430,7 @@ class ClassIncrementalLearner:
 
     @in_turn
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write everything needed to predict or to go on learning: one folder, put in place whole or not at all."""
+        """Write everything that is needed to predict and to continue learning to one folder, atomically."""
         preparing.check_adapter_name(self.model)
         saving.save(self.state, Path(folder))
 
@@ -435,20 +444,21 @@ class ClassIncrementalLearner:
         dataset_name: str | None = None,
         **commit: Any,
     ) -> CommitInfo:
-        """Upload what `save_pretrained` writes to a repository on the Hub, which is made where it does not exist.
+        """Upload what `save_pretrained` writes to a repository on the Hub, which is created if it does not exist.
 
         Args:
-            statistics: upload also what is needed to go on learning; without it the learner predicts and evaluates.
-            results: what `run` returned, or its `results.json`: uploaded, and put into the model card.
-            dataset_name: of the images that the results are about, for the model card.
-            commit: `private`, `token`, `revision` (a branch), `commit_message` and `create_pr`, as huggingface_hub
-                takes them.
+            repo_id: Repository, such as "user/name".
+            statistics: Whether to also upload what is needed to continue learning. Without it, the learner can predict
+                and evaluate.
+            results: Return value of `run`, or its `results.json`; it is uploaded and shown in the model card.
+            dataset_name: Name of the data set of the results, for the model card.
+            commit: `private`, `token`, `revision` (a branch), `commit_message` and `create_pr`, as in huggingface_hub.
 
         Returns:
-            huggingface_hub's CommitInfo.
+            The CommitInfo of huggingface_hub.
 
         Raises:
-            ValueError: the results are of another learner.
+            ValueError: If the results belong to another learner.
         """
         preparing.check_adapter_name(self.model)
         return on_main_process(partial(saving.push, self.state, repo_id, statistics, results, dataset_name, **commit))
@@ -468,15 +478,18 @@ class ClassIncrementalLearner:
         """Load what `save_pretrained` or `run` wrote, or `push_to_hub` uploaded, onto a pristine base model.
 
         Args:
-            source: a saved folder, a run's folder, of which the newest whole task is taken, or a repository's id.
-            base_model: the pristine model; None loads the one that the saved learner names.
-            args: settings; None takes the saved ones, but for the machine's (device, workers, cache, tracker, bars).
-            revision: branch, tag or commit on the Hub; the commit is kept in `source`.
-            machine: settings of this machine, such as {"device": "cpu", "num_workers": 4}, in place of the defaults.
+            source: A saved folder, a run's folder, whose newest valid task is loaded, or the id of a repository.
+            base_model: The pristine model; None loads the model that the saved learner names.
+            args: Settings; None takes the saved ones, with defaults for this machine's (device, workers, cache,
+                tracker, progress bars).
+            revision: Branch, tag or commit on the Hub; the commit is recorded in the attribute `source`.
+            token: Access token of the Hub.
+            cache_dir: Folder for downloads in place of the Hub's default.
+            machine: Settings of this machine that replace the defaults, such as {"device": "cpu", "num_workers": 4}.
 
         Raises:
-            FileNotFoundError: there is no such folder, repository or revision.
-            CheckpointError: a file is damaged, of another format or kind, or does not fit the base model.
+            FileNotFoundError: If the folder, repository or revision does not exist.
+            CheckpointError: If a file is damaged, has another format or kind, or does not fit the base model.
         """
         folder, manifest, origin = locating.locate(source, revision, token, cache_dir)
         with usual_torch(), loading.loaded_state(folder, manifest, base_model, args, machine) as state:
@@ -486,11 +499,11 @@ class ClassIncrementalLearner:
         learner.folder = None if origin else folder.resolve()
         return learner
 
-    # ------------------------------------------------------------------ what the state says
+    # ------------------------------------------------------------------ parts of the state
 
     @property
     def model(self) -> nn.Module:
-        """The adapted model from `get_peft_model`, or the pristine model where nothing is trained."""
+        """The adapted model from `get_peft_model`, or the pristine model if the strategy trains nothing."""
         return self.state.model
 
     @property
@@ -510,27 +523,27 @@ class ClassIncrementalLearner:
 
     @property
     def strategy(self) -> Strategy:
-        """What is trained, and how."""
+        """The strategy that trains the model."""
         return self.state.strategy
 
     @property
     def memory(self) -> Memory | None:
-        """What the strategy keeps of the finished tasks."""
+        """What the strategy remembers of finished tasks."""
         return self.state.memory
 
     @property
     def classifiers(self) -> dict[str, Classifier]:
-        """Name -> classifier; the first one is what `predict` uses."""
+        """The classifiers by name; `predict` uses the first one."""
         return self.state.classifiers
 
     @property
     def classifier(self) -> Classifier:
-        """The classifier that answers."""
+        """The classifier that `predict` uses."""
         return self.state.classifier
 
     @property
     def head(self) -> BridgeEnsembleHead:
-        """The first bridge ensemble, of either form; an `AttributeError` where the learner has none."""
+        """The first bridge ensemble, `bridge` or `pooled_bridge`; raises an `AttributeError` if there is none."""
         for head in self.classifiers.values():
             if isinstance(head, BridgeEnsembleHead):
                 return head
@@ -543,28 +556,28 @@ class ClassIncrementalLearner:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """All seen classes, in the order they came."""
+        """All seen classes, in the order in which they were learned."""
         return self.state.class_names
 
     @property
     def source(self) -> dict[str, str] | None:
-        """`repo_id` and `commit` on the Hub that the learner was loaded from, or None."""
+        """The `repo_id` and `commit` from which the learner was loaded, or None."""
         return self.state.source
 
     @property
     def profile(self) -> Profile:
-        """Where the time of the last task went."""
+        """The time that each phase of the last task took."""
         return self.encoder.profile
 
     # ------------------------------------------------------------------ turns, errors and copies
 
     def turn(self, name: str) -> AbstractContextManager[None]:
-        """A block in which no other thread's call changes the learner; messages call the block `name`."""
+        """Return a context in which no call of another thread changes the learner; messages call it `name`."""
         return self._turns.take(name, self.state)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """A block that is done whole or not at all: where it raises, the learner becomes what it was before."""
+        """Run a block as a transaction: if it raises, the learner is restored to what it was before."""
         before = self.state, self.record, self.closing
         try:
             with self.state.adapter_kept():
@@ -587,5 +600,5 @@ class ClassIncrementalLearner:
             return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A pickle is one of a copy, which is made while nothing is learned."""
+        """Pickle a copy, which waits until no other thread is learning."""
         return object.__reduce_ex__(copy.deepcopy(self), protocol)

@@ -39,7 +39,8 @@ def main() -> None:
         ImageFolder(arguments.root, "train"), ImageFolder(arguments.root, "test"), increment=arguments.increment
     )
     results = learner.run(tasks, arguments.output)
-    print(f"A_bar {results['head']['average_accuracy']:.3f}, A_last {results['head']['last_accuracy']:.3f}")
+    head = results["head"]
+    print(f"accuracy after the last task {head['last_accuracy']:.3f}, mean over tasks {head['average_accuracy']:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tiny CLIP with an adapter: what it says of three images and two texts, and tasks of random modes."""
+"""The tiny CLIP with an adapter: its features of three images and two texts, and tasks with random modes."""
 
 import torch
 
@@ -38,7 +38,7 @@ def randomise(parameters, scale=0.1):
 
 
 def learned(model, tasks=2):
-    """The model after `tasks` - 1 folded tasks, with another one under way: every trainable parameter is random."""
+    """Take the model through tasks with random parameters, of which the last is not folded yet, and return it."""
     for _ in range(tasks):
         model.begin_task(random_modes(model))
         randomise(p for p in model.parameters() if p.requires_grad)

@@ -1,4 +1,4 @@
-"""A comparison made by hand: four rows on two streams."""
+"""A hand-written comparison of four rows on two streams."""
 
 from dulbe_peft.utils.records import write_record
 from research.comparison.comparison_file import COMPARISON_FILE, Comparison, Entry, Retention
@@ -37,7 +37,7 @@ def entry(row, last, difference=None, stream="4 images", seeds=(0, 1, 2), retent
 
 
 def made_comparison(names=("4 images", "16 images"), method="DuLBE", classifier="lda"):
-    """Four rows on two streams, of which the second lacks a row and a seed of another."""
+    """Return a comparison of four rows on two streams. The second stream lacks a row, and a seed of another row."""
     other, moved, best = Row(method, classifier), Row(method, classifier, "linear"), Row("frozen", "ranpac:features=9")
     known = Retention(before=0.9, after=0.85)
     entries = [

@@ -1,4 +1,4 @@
-"""Tiny models built in code; nothing here needs the network or a file outside the repository."""
+"""Fixtures: tiny models built in code. Nothing needs the network or a file outside the repository."""
 # ruff: noqa: E402 - the environment is set before torch is imported
 
 import atexit
@@ -25,14 +25,14 @@ from PIL import Image
 from transformers import CLIPConfig, CLIPModel
 from wrapt import when_imported
 
-torch.cpu.get_capabilities = dict  # so that "auto" is float32 on every machine, whose kernels stay its own
-THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))  # of a test process: models so small only wait for a second one
+torch.cpu.get_capabilities = dict  # hides bfloat16 hardware, so that precision "auto" is float32 on every machine
+THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))  # per test process; a second thread only slows tiny models down
 torch.set_num_threads(THREADS)
 
 
 @when_imported("matplotlib")
 def _leave_charts_empty(matplotlib):
-    """A chart is an empty picture but inside `pages.drawn`: to draw two takes as long as a short run."""
+    """Save charts as empty pictures, except inside `pages.drawn`. Drawing two charts takes as long as a short run."""
     from matplotlib.figure import Figure
 
     draw = Figure.savefig
@@ -45,20 +45,21 @@ def _leave_charts_empty(matplotlib):
     Figure.savefig = savefig
 
 
-os.fsync = lambda _: None  # nothing here outlives the machine, and the disk takes longer than the tests
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes what it starts in the background ignore it
+# Test files need not survive a crash, and waiting for the disk would take longer than the tests.
+os.fsync = lambda _: None
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let their background processes ignore SIGINT
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported_objects_are_not_searched_for_garbage():
-    """There are a million of them, and transformers' loop collects at every call."""
+    """Freeze the million imported objects, because transformers' training loop collects garbage at every call."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _deterministic(monkeypatch):
-    # Each test that encodes images has a feature store of its own.
+    # Each test gets a separate feature store.
     monkeypatch.setenv("DULBE_PEFT_STORE", os.path.join(STORES, uuid.uuid4().hex))
     torch.manual_seed(0)
     yield
@@ -67,7 +68,7 @@ def _deterministic(monkeypatch):
 
 @pytest.fixture
 def tiny_clip():
-    """A function that makes the same random CLIPModel every time: 16 x 16 images, 16 dimensions, 99 tokens."""
+    """A function that returns the same random CLIPModel every time: 16 x 16 images, 16 dimensions, 99 tokens."""
 
     def make() -> CLIPModel:
         both = {"num_hidden_layers": 2, "num_attention_heads": 2, "projection_dim": 16}
@@ -83,7 +84,7 @@ def tiny_clip():
 
 @pytest.fixture(scope="session")
 def base():
-    """The packaged demo model and its processor; tests copy the model before they adapt it."""
+    """The packaged demo model and its processor. Tests must copy the model before adapting it."""
     from dulbe_peft import load_clip
     from dulbe_peft.encoders.registry import demo_model_folder
 
@@ -92,7 +93,7 @@ def base():
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
-    """The folder of a tiny CLIP with random weights, for commands whose answers need not be right."""
+    """The folder of a tiny CLIP with random weights, for commands whose predictions need not be correct."""
     from tiny_encoders import save_encoder
 
     return save_encoder("clip", tmp_path_factory.mktemp("tiny") / "model")
@@ -100,7 +101,7 @@ def tiny_model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory) -> Path:
-    """The folder of the tiny learner's run over two tasks, each a saved learner; tests read it, or take `own_run`."""
+    """The folder of the tiny learner's run over two tasks, each a saved learner. Tests must not change it."""
     from lives import stream, tiny_learner
 
     folder = tmp_path_factory.mktemp("finished") / "run"
@@ -110,13 +111,16 @@ def finished_run(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def own_run(finished_run, tmp_path) -> Path:
-    """A copy of `finished_run` that a test may change; `tiny_learner().run(stream(3), own_run)` goes on with it."""
+    """A copy of `finished_run` that a test may change. `tiny_learner().run(stream(3), own_run)` continues the run."""
     return shutil.copytree(finished_run, tmp_path / "run")
 
 
 @pytest.fixture(scope="session")
 def digit_folders(tmp_path_factory) -> Callable[[int, int, int], Path]:
-    """A function that writes handwritten digits as folders of PNG files: classes, images of each to learn, to test."""
+    """A function that writes handwritten digits as PNG files in class folders, and returns the root folder.
+
+    Its arguments are the number of classes, and the numbers of training and test images per class.
+    """
     from sklearn.datasets import load_digits
 
     from dulbe_peft.data.digits import DIGITS

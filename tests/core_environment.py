@@ -1,6 +1,7 @@
-"""What `.ci/run` calls where only the core is installed: README's first snippet, a learner, saving, loading, merging.
+"""The script that `.ci/run` calls in an environment in which only the core is installed.
 
-It needs neither pytest nor an image on the disk, and no package of an extra.
+It runs the README's first snippet, and trains, saves, loads and merges a learner. It needs neither pytest nor image
+files, and no package of an extra.
 """
 
 import importlib.util
@@ -24,7 +25,7 @@ ABSENT = ("click", "joblib", "matplotlib", "sklearn")
 
 
 def shades(*colours: tuple[int, int, int]) -> list[tuple[Image.Image, int]]:
-    """Four noisy images of each colour, with its number."""
+    """Return four noisy images of each colour, with the colour's index as the label."""
     noise = np.random.default_rng(0)
     rows = [(colour, label) for label, colour in enumerate(colours) for _ in range(4)]
     pixels = [(np.clip(np.array(colour) + noise.normal(0, 9, (16, 16, 3)), 0, 255), label) for colour, label in rows]
@@ -32,7 +33,7 @@ def shades(*colours: tuple[int, int, int]) -> list[tuple[Image.Image, int]]:
 
 
 def run_first_snippet_of_readme(folder: str) -> None:
-    """Run the first block of Python of the README beside this file, and load and merge the adapter that it saved."""
+    """Run the first block of Python in the README, and load and merge the adapter that it saved."""
     places = [Path(__file__).with_name("README.md"), Path(__file__).parents[1] / "README.md"]
     text = next(place for place in places if place.is_file()).read_text(encoding="utf-8")
     (code, *_) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
@@ -45,17 +46,17 @@ def run_first_snippet_of_readme(folder: str) -> None:
         size = model.get_base_model().config.vision_config.image_size
         pixels = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
-            found = model.get_image_features(pixel_values=pixels).pooler_output
+            unmerged = model.get_image_features(pixel_values=pixels).pooler_output
             merged = model.merge_and_unload().get_image_features(pixel_values=pixels).pooler_output
-        torch.testing.assert_close(merged, found, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(merged, unmerged, rtol=1e-4, atol=1e-4)
     finally:
         os.chdir(here)
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # a model this small only waits for a second thread
+    torch.set_num_threads(1)  # a second thread only slows down a model this small
     present = [name for name in sys.argv[1:] if importlib.util.find_spec(name)]
-    assert not present, f"the core brings {present}"
+    assert not present, f"the core installed {present}"
     clip, processor = load_clip("demo")
     model = get_peft_model(clip, DualModeLoraConfig(support_rank=16))
     model.print_trainable_parameters()
@@ -69,16 +70,16 @@ def main() -> None:
         trainer.save_model(f"{folder}/learner")
         model.save_pretrained(f"{folder}/adapter")
         assert PeftModel.from_pretrained(load_clip("demo")[0], f"{folder}/adapter").history_rank == 18
-        found = ClassIncrementalLearner.from_pretrained(f"{folder}/learner")
+        loaded = ClassIncrementalLearner.from_pretrained(f"{folder}/learner")
         pictures = [image for image, _ in shades((200, 30, 30), (30, 200, 30), (30, 30, 200))]
-        assert found.predict(pictures) == learner.predict(pictures)
-        print(found.predict(pictures))
+        assert loaded.predict(pictures) == learner.predict(pictures)
+        print(loaded.predict(pictures))
         run_first_snippet_of_readme(folder)
-    called = subprocess.run([sys.executable, "-m", "dulbe_peft", "--help"], capture_output=True, text=True)
+    command = subprocess.run([sys.executable, "-m", "dulbe_peft", "--help"], capture_output=True, text=True)
     if importlib.util.find_spec("click") is None:
-        assert (called.returncode, called.stdout) == (2, "")
-        wanted = "dulbe-peft needs the package click: pip install 'dulbe_peft[photos]'\n"
-        assert called.stderr == wanted, called.stderr
+        assert (command.returncode, command.stdout) == (2, "")
+        message = "dulbe-peft needs the package click: pip install 'dulbe_peft[photos]'\n"
+        assert command.stderr == message, command.stderr
     print(f"dulbe_peft {dulbe_peft.__version__} in {Path(dulbe_peft.__file__).parent}")
 
 

@@ -1,4 +1,4 @@
-"""The text and the code of the README and of the pages, and what setup.cfg says."""
+"""Read the text and the code blocks of the README and the docs, and the settings in setup.cfg."""
 
 import configparser
 import re
@@ -12,12 +12,12 @@ def text_of(page):
 
 
 def setup_cfg():
-    found = configparser.ConfigParser()
-    found.read_string(text_of("setup.cfg"))
-    return found
+    parser = configparser.ConfigParser()
+    parser.read_string(text_of("setup.cfg"))
+    return parser
 
 
 def blocks(page, *languages):
-    """(language, title, code) of each block of code, in order; a block of two names is one of the first."""
-    found = re.findall(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```', text_of(page), flags=re.DOTALL | re.MULTILINE)
-    return [block for block in found if block[0] in languages]
+    """Return (language, title, code) for each code block of a page in one of the languages, in order."""
+    every = re.findall(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```', text_of(page), flags=re.DOTALL | re.MULTILINE)
+    return [block for block in every if block[0] in languages]

@@ -1,4 +1,4 @@
-"""Random features of few classes, in the order from which classifiers that train draw their batches."""
+"""Random features of a few classes, in the order in which trained classifiers draw them for their batches."""
 
 import torch
 from reference import randn as normal
@@ -13,7 +13,7 @@ def features(classes, count, seed):
 
 
 def step(optimizer, rate, loss):
-    """One step down a loss."""
+    """Take one optimizer step on a loss."""
     optimizer.param_groups[0]["lr"] = rate
     optimizer.zero_grad()
     loss.backward()
@@ -21,7 +21,7 @@ def step(optimizer, rate, loss):
 
 
 def ranked(rows, labels):
-    """In the order from which the batches are drawn, whatever the order of the images."""
+    """Sort features and labels into the order from which batches are drawn, independent of the given order."""
     order = [float(row @ torch.arange(1, DIM + 1).sin()) for row in F.normalize(rows, dim=1)]
     order = torch.tensor(order).argsort()
     return rows[order], labels[order]

@@ -1,4 +1,4 @@
-"""File operations that fail: the n-th one below a folder raises an error, as a full or a protected disk does."""
+"""File operations that fail: the n-th operation below a folder raises an error, like a full or protected disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class Failing:
-    """While the block runs, operations below `root` are counted in `done`; number `at` raises `error`."""
+    """A context manager that records operations below `root` in `done`, and raises `error` at number `at`."""
 
     def __init__(self, root: Path, at: int | None = None, error: BaseException = FULL) -> None:
         self.root, self.at, self.error = str(root), at, error
@@ -67,7 +67,7 @@ class Failing:
 
 
 class _Written:
-    """An open file of which writing can fail."""
+    """An open file whose writes can fail."""
 
     def __init__(self, failing: Failing, file: Any) -> None:
         self.failing, self.file = failing, file
@@ -85,7 +85,7 @@ class _Written:
 
 
 def seal(folder: Path, name: str) -> None:
-    """Make the manifest fit a changed file, as somebody does who forges one."""
+    """Update the manifest to match a changed file, as a forger would."""
     manifest = json.loads((folder / MANIFEST).read_text())
     del manifest["sha256"]
     content = (folder / name).read_bytes()
@@ -93,14 +93,14 @@ def seal(folder: Path, name: str) -> None:
     (folder / MANIFEST).write_text(json.dumps({**manifest, "sha256": json_sha256(manifest)}))
 
 
-def edited(path: Path, *places_and_value: Any) -> None:
-    """Change one value in a JSON file, and make the manifest fit."""
-    *places, last, value = places_and_value
-    content = found = json.loads(path.read_text())
-    for place in places:
-        found = found[place]
-    assert last in found
-    found[last] = value
+def edited(path: Path, *keys_and_value: Any) -> None:
+    """Change the value at the given keys in a JSON file, and update the manifest to match."""
+    *keys, last, value = keys_and_value
+    content = parent = json.loads(path.read_text())
+    for key in keys:
+        parent = parent[key]
+    assert last in parent
+    parent[last] = value
     path.write_text(json.dumps(content))
     if path.name != MANIFEST and (path.parent / MANIFEST).is_file():
         seal(path.parent, path.name)

@@ -1,6 +1,6 @@
-"""The part of the Hub's HTTP API that the huggingface_hub client needs here, on 127.0.0.1: repositories in memory.
+"""A stub of the Hub on 127.0.0.1: the part of its HTTP API that the client needs here, with repositories in memory.
 
-Commits are whole copies of a repository's files; every upload is a regular one (base64 in the commit's body).
+A commit holds a full copy of a repository's files. Every file is uploaded as a regular one (base64 in the request).
 """
 
 import base64
@@ -18,9 +18,13 @@ OWNER = "someone"
 
 
 class Hub:
-    """`repos`: id -> {"branches": name -> commit, "commits": commit -> {path: bytes}}; `asked`: (method, path)s.
+    """The content of the stub, and a record of the requests. Data sets are repositories, like models.
 
-    Data sets are repositories like models. `web` are plain files, address -> bytes; those in `cut` end in the middle.
+    Attributes:
+        repos: id -> {"branches": name -> commit, "commits": commit -> {path: bytes}}.
+        asked: the requests so far, (method, path).
+        web: further files, address -> bytes.
+        cut: addresses of files whose download ends in the middle.
     """
 
     def __init__(self, url):
@@ -36,7 +40,7 @@ class Hub:
         return repo["commits"][repo["branches"].get(revision, revision)]
 
     def commit(self, repo_id, files, revision="main"):
-        """Make `files` the whole content of a branch; returns the commit's hash."""
+        """Replace the whole content of a branch by `files`, and return the hash of the commit."""
         repo = self.repos.setdefault(repo_id, {"branches": {}, "commits": {}})
         text = f"{repo_id} {revision} {len(repo['commits'])}"
         oid = hashlib.sha1(text.encode()).hexdigest()
@@ -131,8 +135,8 @@ class _Handler(BaseHTTPRequestHandler):
         _, files = self._find(repo_id, revision)
         if folder and not any(name.startswith(f"{folder}/") for name in files):
             raise _Error(404, "EntryNotFound", f"{folder} does not exist on {revision}")
-        found = [{"type": "file", "path": n, "size": len(files[n]), "oid": _etag(files[n])} for n in sorted(files)]
-        return json.dumps(found).encode()
+        entries = [{"type": "file", "path": n, "size": len(files[n]), "oid": _etag(files[n])} for n in sorted(files)]
+        return json.dumps(entries).encode()
 
     def _branch(self, repo_id, branch, body):
         repo = self._repo(repo_id)
@@ -143,8 +147,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _preupload(self, repo_id, revision, body):
         self._find(repo_id, revision)
-        asked = json.loads(body)["files"]
-        files = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in asked]
+        requested = json.loads(body)["files"]
+        files = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in requested]
         return json.dumps({"files": files}).encode()
 
     def _commit(self, repo_id, revision, body):
@@ -177,7 +181,7 @@ def _etag(data):
 
 @contextmanager
 def on_this_process(monkeypatch, folder):
-    """A Hub without repositories that this process's client talks to, with an empty cache in `folder`."""
+    """Let this process's Hub client talk to a new, empty stub, with an empty cache in `folder`."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
     hub = Hub(f"http://127.0.0.1:{server.server_port}")
@@ -188,7 +192,7 @@ def on_this_process(monkeypatch, folder):
     for name, value in {**constants, "HUGGINGFACE_CO_URL_TEMPLATE": template}.items():
         monkeypatch.setattr(huggingface_hub.constants, name, value)
     monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.url)
-    # It keeps the address that it was made with; older releases have none.
+    # transformers keeps a client with the address it was created for. Older releases have no such client.
     monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
     try:
         yield hub

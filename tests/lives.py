@@ -1,4 +1,4 @@
-"""A tiny learner, its images, and all that it is as plain values: what the tests of disturbed lives have in common."""
+"""A tiny learner, its images, and its whole state as plain values, for tests that interrupt or damage learners."""
 
 import copy
 import random
@@ -24,14 +24,17 @@ QUICK |= {"prompt_template": "a {}."}
 
 @cache
 def tiny_base() -> tuple[Any, Any]:
-    """A CLIP of two layers a tower, and its processor; copy the model before you adapt it."""
+    """Return a CLIP with two layers in each tower, and its processor. Copy the model before adapting it."""
     return make_model("clip"), make_processor("clip")
 
 
 def tiny_learner(
     strategy: str = "dulbe", classifiers: tuple[str, ...] = ("bridge", "lda"), adapter: Any = None, **fields: Any
 ) -> ClassIncrementalLearner:
-    """The same learner every time: an adapter in one layer of each tower; `adapter` has settings of its own."""
+    """Return the same learner every time, with an adapter in one linear layer of each block.
+
+    `adapter` holds further settings of the adapter.
+    """
     clip, processor = tiny_base()
     model = copy.deepcopy(clip)
     method = make_strategy(strategy)
@@ -46,15 +49,17 @@ def tiny_learner(
 
 
 def images_of(*labels: int, seed: int = 0) -> list[tuple[torch.Tensor, int]]:
-    """One preprocessed image for each label; those of a label are alike."""
+    """Return one preprocessed image for each label. Images with the same label are similar."""
     generator = torch.Generator().manual_seed(seed)
     shape = (3, IMAGE_SIZE, IMAGE_SIZE)
-    kinds = {label: torch.randn(shape, generator=torch.Generator().manual_seed(9 * seed + label)) for label in labels}
-    return [(kinds[label] + 0.3 * torch.randn(shape, generator=generator), label) for label in labels]
+    centres = {
+        label: torch.randn(shape, generator=torch.Generator().manual_seed(9 * seed + label)) for label in labels
+    }
+    return [(centres[label] + 0.3 * torch.randn(shape, generator=generator), label) for label in labels]
 
 
 def randomness() -> dict[str, Any]:
-    """States of the generators of Python, numpy and torch."""
+    """Return the states of the random generators of Python, NumPy and torch."""
     kind, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -64,46 +69,46 @@ def randomness() -> dict[str, Any]:
 
 
 def everything(learner: ClassIncrementalLearner) -> dict[str, Any]:
-    """All that a learner and its model are, and what work on them changes for a while; name -> value."""
-    state, found = learner.state, dict[str, Any]()
+    """Return the whole state of a learner and its model by name, including settings that change only temporarily."""
+    state, values = learner.state, dict[str, Any]()
     for name, tensor in state.model.state_dict().items():
-        found[f"model {name}"] = tensor.clone()
+        values[f"model {name}"] = tensor.clone()
     for name, parameter in state.model.named_parameters():
-        found[f"{name} trained"] = parameter.requires_grad, parameter.grad is not None
+        values[f"{name} trained"] = parameter.requires_grad, parameter.grad is not None
     for name, buffer in state.model.named_buffers():
-        found[f"{name} trained"] = buffer.requires_grad
+        values[f"{name} trained"] = buffer.requires_grad
     for name, module in state.model.named_modules():
-        found[f"{name} mode"] = module.training, len(module._forward_hooks), len(module._forward_pre_hooks)
+        values[f"{name} mode"] = module.training, len(module._forward_hooks), len(module._forward_pre_hooks)
         if isinstance(module, DualModeLayer):
-            found[f"{name} merged"] = list(module.merged_adapters), module.disable_adapters
+            values[f"{name} merged"] = list(module.merged_adapters), module.disable_adapters
         if isinstance(module, DualModeLinear):
-            found[f"{name} held"] = module._held, module._resting
+            values[f"{name} held"] = module._held, module._resting
     if isinstance(state.model, PeftModel):
-        found["history"] = state.model.active_peft_config.history_rank, list(state.model.base_model.active_adapters)
+        values["history"] = state.model.active_peft_config.history_rank, list(state.model.base_model.active_adapters)
     for name, classifier in state.classifiers.items():
-        found |= {f"{name} {key}": value.clone() for key, value in classifier.tensors().items()}
-        found[f"{name} names"] = list(classifier.class_names), classifier.settings()
-    found |= {f"memory {name}": value.clone() for name, value in (state.memory or {}).items()}
-    found["tasks"] = list(state.tasks), state.step, state.source, state.incomplete
-    found["learner"] = learner.folder, None if learner.record is None else asdict(learner.record)
-    found["turn"] = learner._turns.lock.acquire(blocking=False) and learner._turns.lock.release() is None
-    found["profile"] = list(learner.profile._phases)
-    found["torch"] = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
-    return found
+        values |= {f"{name} {key}": value.clone() for key, value in classifier.tensors().items()}
+        values[f"{name} names"] = list(classifier.class_names), classifier.settings()
+    values |= {f"memory {name}": value.clone() for name, value in (state.memory or {}).items()}
+    values["tasks"] = list(state.tasks), state.step, state.source, state.incomplete
+    values["learner"] = learner.folder, None if learner.record is None else asdict(learner.record)
+    values["turn"] = learner._turns.lock.acquire(blocking=False) and learner._turns.lock.release() is None
+    values["profile"] = list(learner.profile._phases)
+    values["torch"] = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
+    return values
 
 
-def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """The names whose values are not the same, bit for bit."""
+def differences(actual: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Return the names whose values are missing on one side or not equal bit for bit."""
 
     def same(left: Any, right: Any) -> bool:
         return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
 
-    both = found.keys() & expected.keys()
-    return sorted(found.keys() ^ expected.keys()) + sorted(n for n in both if not same(found[n], expected[n]))
+    both = actual.keys() & expected.keys()
+    return sorted(actual.keys() ^ expected.keys()) + sorted(n for n in both if not same(actual[n], expected[n]))
 
 
 def learned(learner: ClassIncrementalLearner, tasks: int, first: int = 0) -> ClassIncrementalLearner:
-    """The learner after further tasks of two classes with two images each."""
+    """Teach the learner further tasks, each of two classes with two images, and return it."""
     for index in range(first, first + tasks):
         learn(index)(learner)
     return learner
@@ -114,7 +119,7 @@ def learn(index: int) -> Callable[[ClassIncrementalLearner], None]:
 
 
 def stream(count: int) -> list[Task]:
-    """Tasks of two classes, with test images."""
+    """Return tasks of two classes, with test images."""
     return [
         Task(images_of(0, 1, 0, 1, seed=index), images_of(0, 1, seed=index + 50), [f"a{index}", f"b{index}"])
         for index in range(count)
@@ -122,6 +127,6 @@ def stream(count: int) -> list[Task]:
 
 
 def content(root: Path) -> dict[str, bytes]:
-    """Every file's bytes, but those of times."""
+    """Return the bytes of every file, except of timings.json."""
     files = sorted(path for path in root.rglob("*") if path.is_file() and path.name != "timings.json")
     return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}

@@ -1,4 +1,4 @@
-"""A page as a test reads it, and runs to write one of."""
+"""Parse HTML pages for tests, and make runs whose reports the tests read."""
 
 import itertools
 import re
@@ -24,7 +24,7 @@ NAMES = ("zero", "<script>alert(1)</script>", "=SUM(A1)", '50% of a_b & "c"', "f
 
 @contextmanager
 def drawn():
-    """Charts are drawn inside the block, which `conftest.py` leaves empty."""
+    """Draw charts while the block runs. Outside of it, `conftest.py` saves them as empty pictures."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "savefig", Figure.savefig.__wrapped__)
         yield
@@ -51,7 +51,7 @@ def learn(output, strategy="dulbe", seed=0, tests=True):
 
 
 class Page(HTMLParser):
-    """What a test asks of a page: tags with attributes, the text of its cells, and its headings."""
+    """A parsed page: its tags with attributes, the text of its table cells, and its headings."""
 
     def __init__(self, path):
         super().__init__()
@@ -88,14 +88,14 @@ class Page(HTMLParser):
         return " ".join(self.text.split())
 
     def table(self, *heads):
-        """The rows of the tables whose header has these cells, after the header."""
-        found = [t for t in self.tables if set(heads) <= {cell.strip() for cell in t[0]}]
-        assert found, f"no table has the columns {heads}"
-        return [[" ".join(cell.split()) for cell in row] for row in found[0][1:]]
+        """Return the rows, without the header, of the first table whose header has these cells."""
+        matching = [t for t in self.tables if set(heads) <= {cell.strip() for cell in t[0]}]
+        assert matching, f"no table has the columns {heads}"
+        return [[" ".join(cell.split()) for cell in row] for row in matching[0][1:]]
 
 
 def self_contained(page):
-    """The page asks for nothing, runs its own few lines alone, and says what its pictures show."""
+    """Check that a page loads nothing, runs only one inline script, describes its images and has no empty columns."""
     assert not {"iframe", "object", "embed"} & {tag for tag, _ in page.tags}
     assert [attributes for tag, attributes in page.tags if tag == "script"] == [{}]
     for tag, attributes in page.tags:
@@ -114,6 +114,6 @@ def self_contained(page):
     assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.tags
     for table in page.tables:  # no column is empty
         assert len(table) < 2 or all(
-            any(cell.strip() for cell in column[1:]) or not column[0].strip() or column[0] == "test images of it"
+            any(cell.strip() for cell in column[1:]) or not column[0].strip() or column[0] == "test images"
             for column in itertools.zip_longest(*table, fillvalue="")
         ), table[0]

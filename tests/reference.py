@@ -1,6 +1,6 @@
-"""The paper's formulas as they are printed, in float64 and without care for speed or degenerate cases.
+"""The paper's formulas as they are printed, in float64, without regard to speed or degenerate cases.
 
-The library's code must give the same numbers; nothing here is imported by it.
+The library must give the same numbers. It imports nothing from here.
 """
 
 import math
@@ -12,18 +12,18 @@ from torch.nn import functional as F
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The same normal numbers at every call."""
+    """Return normal random numbers, the same in every call."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def occupation(tokens: torch.Tensor) -> torch.Tensor:
-    """S = sum over tokens of x x'."""
+    """Return S = sum over tokens of x x'."""
     rows = tokens.double().flatten(0, -2)
     return rows.T @ rows
 
 
 def support(statistic: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Top eigenvectors of S, and all its eigenvalues in descending order."""
+    """Return the top eigenvectors of S, and all its eigenvalues in descending order."""
     values, vectors = torch.linalg.eigh(statistic.double())
     order = values.argsort(descending=True)
     return vectors[:, order[:rank]], values[order]
@@ -39,7 +39,10 @@ def first_task_bases(
 def bases(
     gradient: torch.Tensor, statistic: torch.Tensor, shared_rank: int, residual_rank: int, support_rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """P_S = U [q_1 .. q_r], q the top eigenvectors of U'G'GU; P_R the top right singular vectors of G(I - UU')."""
+    """Return P_S = U [q_1 .. q_r], q the top eigenvectors of U'G'GU, and P_R.
+
+    P_R holds the top right singular vectors of G(I - UU').
+    """
     gradient = gradient.double()
     occupied, _ = support(statistic, support_rank)
     demand = occupied.T @ gradient.T @ gradient @ occupied
@@ -51,7 +54,7 @@ def bases(
 
 
 def slerp(start: torch.Tensor, end: torch.Tensor, fraction: float) -> torch.Tensor:
-    """The textbook quotient."""
+    """Return the spherical interpolation by its textbook formula."""
     start, end = start.double(), end.double()
     theta = math.acos(float(start @ end))
     return (math.sin((1 - fraction) * theta) * start + math.sin(fraction * theta) * end) / math.sin(theta)
@@ -66,7 +69,7 @@ def softmax(values: list[float]) -> list[float]:
 def bidirectional_kl(
     student: torch.Tensor, teacher: torch.Tensor, class_temperature: float, instance_temperature: float
 ) -> tuple[float, float]:
-    """Both terms as sums over all images, and over all classes, each times its temperature squared."""
+    """Return the sum over all images and the sum over all classes, each times its temperature squared."""
 
     def total(dim: int, temperature: float) -> float:
         p, q = ((logits.double() / temperature).softmax(dim) for logits in (teacher, student))
@@ -76,7 +79,7 @@ def bidirectional_kl(
 
 
 class Head:
-    """The ensemble depth by depth: K_b classifiers."""
+    """The bridge ensemble, computed depth by depth as K_b classifiers."""
 
     def __init__(self, depths: list[float], temperature: float = 0.05, logit_scale: float = 100.0) -> None:
         self.depths, self.temperature, self.logit_scale = depths, temperature, logit_scale
@@ -85,13 +88,13 @@ class Head:
 
     def add_classes(self, images: torch.Tensor, labels: list[int], texts: torch.Tensor) -> None:
         images, self.text, old = unit(images), unit(texts), len(self.visual)
-        groups = [images[[i for i, own in enumerate(labels) if own == index]] for index in range(len(texts) - old)]
+        groups = [images[[i for i, label in enumerate(labels) if label == new]] for new in range(len(texts) - old)]
         self.visual = [*self.visual, *(F.normalize(group.sum(dim=0), dim=0) for group in groups)]
         for index, group in enumerate(groups, old):
             self.weights.append(softmax([value / self.temperature for value in self.rho(group, index)]))
 
     def rho(self, images: torch.Tensor, index: int) -> list[float]:
-        """The mean probability of the class `index` at each depth over its images."""
+        """Return the mean probability of the class `index` over its images, at each depth."""
         return [self.depth_logits(images, depth).softmax(dim=1)[:, index].mean().item() for depth in self.depths]
 
     def depth_logits(self, images: torch.Tensor, depth: float) -> torch.Tensor:
@@ -104,63 +107,65 @@ class Head:
 
 
 class PooledHead(Head):
-    """One set of weights for all classes, from images that are left out one at a time."""
+    """The bridge ensemble with one set of weights for all classes, estimated by leaving out one image at a time."""
 
     def __init__(self, depths: list[float], temperature: float = 0.05, logit_scale: float = 100.0) -> None:
         super().__init__(depths, temperature, logit_scale)
         self.sums: list[torch.Tensor] = []
         self.counts: list[int] = []
-        self.told: list[list[list[float]]] = []  # of each class and each image that was left out, a number a depth
-        self.named: list[list[float]] = []
-        self.rivals: list[list[int]] = []
+        self.told: list[list[list[float]]] = []  # [class][image][depth]: probability of an image left out
+        self.by_text: list[list[float]] = []  # [class][image]: probability by the text embeddings alone
+        self.rivals: list[list[int]] = []  # [class][image]: number of other classes when the image was learned
 
     def learn(self, images: torch.Tensor, labels: list[int], texts: torch.Tensor) -> None:
-        """`labels` index all classes of `texts`, old and new ones."""
+        """Learn images. `labels` index all classes of `texts`, old and new ones."""
         images, self.text, new = unit(images), unit(texts), len(texts) - len(self.sums)
         self.sums += [torch.zeros(texts.shape[1], dtype=torch.float64) for _ in range(new)]
         self.counts += [0] * new
         self.told += [[] for _ in range(new)]
-        self.named += [[] for _ in range(new)]
+        self.by_text += [[] for _ in range(new)]
         self.rivals += [[] for _ in range(new)]
-        for image, own in zip(images, labels, strict=True):
-            self.sums[own] = self.sums[own] + image
-            self.counts[own] += 1
+        for image, label in zip(images, labels, strict=True):
+            self.sums[label] = self.sums[label] + image
+            self.counts[label] += 1
         self.visual = [F.normalize(total, dim=0) for total in self.sums]
-        for image, own in zip(images, labels, strict=True):
-            self.rivals[own].append(len(texts) - 1)
-            self.named[own].append(float((self.logit_scale * self.text @ image).softmax(dim=0)[own]))
-            if self.counts[own] > 1:
-                self.told[own].append([self.without(image, own, depth) for depth in self.depths])
+        for image, label in zip(images, labels, strict=True):
+            self.rivals[label].append(len(texts) - 1)
+            self.by_text[label].append(float((self.logit_scale * self.text @ image).softmax(dim=0)[label]))
+            if self.counts[label] > 1:
+                self.told[label].append([self.without(image, label, depth) for depth in self.depths])
 
-    def without(self, image: torch.Tensor, own: int, depth: float) -> float:
-        """The probability of a learned image's class at a depth, without it in its prototype."""
+    def without(self, image: torch.Tensor, label: int, depth: float) -> float:
+        """Return the probability of a learned image's class at a depth, with the image left out of its prototype."""
         scores = torch.stack([slerp(v, e, depth) for v, e in zip(self.visual, self.text, strict=True)]) @ image
-        rest = (self.sums[own] - image) / (self.counts[own] - 1)
-        start, text = F.normalize(rest, dim=0), self.text[own]
+        rest = (self.sums[label] - image) / (self.counts[label] - 1)
+        start, text = F.normalize(rest, dim=0), self.text[label]
         theta = math.acos(float(start @ text))
-        longer = float(rest.norm()) / (float(self.sums[own].norm()) / self.counts[own])
+        ratio = float(rest.norm()) / (float(self.sums[label].norm()) / self.counts[label])
         by_image, by_text = (math.sin(part * theta) / math.sin(theta) for part in (1 - depth, depth))
-        scores[own] = (by_image * longer * start + by_text * text) @ image
-        return float((self.logit_scale * scores).softmax(dim=0)[own])
+        scores[label] = (by_image * ratio * start + by_text * text) @ image
+        return float((self.logit_scale * scores).softmax(dim=0)[label])
 
-    def among_all(self, mean: float, own: int) -> float:
-        met = sum(self.rivals[own]) / len(self.rivals[own])
-        return mean / (mean + (1 - mean) * (len(self.sums) - 1) / met)
+    def among_all(self, mean: float, label: int) -> float:
+        """Convert a mean probability among the classes known at the time of learning to one among all classes."""
+        rivals = sum(self.rivals[label]) / len(self.rivals[label])
+        return mean / (mean + (1 - mean) * (len(self.sums) - 1) / rivals)
 
     def usual(self, depth: float) -> float:
-        means = [self.among_all(sum(each) / len(each), own) for own, each in enumerate(self.named)]
-        named = sum(means) / len(means)
-        middle = min(1.0, max(0.0, 1 + math.log(named) / math.log(len(self.named))))
-        height = min(1.0, named * math.exp(4 * (1 - middle) ** 2))
+        """Return the prior of rho at a depth."""
+        means = [self.among_all(sum(each) / len(each), label) for label, each in enumerate(self.by_text)]
+        by_text = sum(means) / len(means)
+        middle = min(1.0, max(0.0, 1 + math.log(by_text) / math.log(len(self.by_text))))
+        height = min(1.0, by_text * math.exp(4 * (1 - middle) ** 2))
         return height * math.exp(-4 * (depth - middle) ** 2)
 
     def pooled_weights(self) -> list[float]:
         rho = []
-        for place, depth in enumerate(self.depths):
+        for index, depth in enumerate(self.depths):
             each = []
-            for own, told in enumerate(self.told):
-                mean = self.among_all(sum(row[place] for row in told) / len(told), own) if told else 0.0
-                each.append((len(told) * mean + self.usual(depth)) / (len(told) + 1))
+            for label, rows in enumerate(self.told):
+                mean = self.among_all(sum(row[index] for row in rows) / len(rows), label) if rows else 0.0
+                each.append((len(rows) * mean + self.usual(depth)) / (len(rows) + 1))
             rho.append(sum(each) / len(each))
         return softmax([value / (self.temperature * max(rho)) for value in rho])
 
@@ -174,13 +179,13 @@ def unit(rows: torch.Tensor) -> torch.Tensor:
 
 
 def class_mean_logits(images: torch.Tensor, labels: list[int], tests: torch.Tensor, scale: float) -> torch.Tensor:
-    """tau z . v_c, v_c the direction of the class's mean."""
+    """Return tau z . v_c, where v_c is the direction of the class mean."""
     sums = F.one_hot(torch.tensor(labels)).double().T @ unit(images)
     return scale * unit(tests) @ unit(sums).T
 
 
 def oas(covariance: torch.Tensor, samples: int) -> float:
-    """Chen et al., 2010, equation 23."""
+    """Return the OAS shrinkage: Chen et al., 2010, equation 23."""
     d, trace, square = len(covariance), covariance.trace().item(), (covariance @ covariance).trace().item()
     value = ((1 - 2 / d) * square + trace**2) / ((samples + 1 - 2 / d) * (square - trace**2 / d))
     return min(value, 1.0)
@@ -194,10 +199,10 @@ def lda_logits(
     prior_images: float = 0.0,
     whole: tuple | None = None,
 ) -> torch.Tensor:
-    """z' Sigma^-1 m - m' Sigma^-1 m / 2 with the shrunk pooled covariance; None: by OAS.
+    """Return z' Sigma^-1 m - m' Sigma^-1 m / 2 with the shrunk pooled covariance; a shrinkage of None means OAS.
 
-    `whole`, for images that are left out one at a time: the largest count, the mean of the class means, the degrees of
-    freedom and the mean variance, those of all images.
+    `whole` is used when images are left out one at a time. It gives the values of all images for the largest count,
+    the mean of the class means, the degrees of freedom and the mean variance.
     """
     images, classes = unit(images), max(labels) + 1
     d, members = images.shape[1], F.one_hot(torch.tensor(labels)).double()
@@ -219,7 +224,7 @@ def lda_logits(
 def ridge_scores(
     images: torch.Tensor, labels: list[int], tests: torch.Tensor, ridge: float, lift: Callable = lambda x: x
 ) -> torch.Tensor:
-    """h' (H'H + lambda I)^-1 H'Y, with one-hot Y."""
+    """Return h' (H'H + lambda I)^-1 H'Y, with one-hot Y."""
     lifted = lift(unit(images))
     truth = F.one_hot(torch.tensor(labels)).double()
     inverse = torch.linalg.inv(lifted.T @ lifted + ridge * torch.eye(lifted.shape[1], dtype=torch.float64))
@@ -227,21 +232,21 @@ def ridge_scores(
 
 
 def calibration_error(probabilities: torch.Tensor, labels: torch.Tensor, bins: int = 15) -> float:
-    """Expected calibration error: mean gap between confidence and accuracy over equal bins of confidence."""
+    """Return the expected calibration error: the mean gap between confidence and accuracy in bins of equal width."""
     confidence, chosen = probabilities.double().max(dim=1)
-    right, total = (chosen == labels).double(), 0.0
+    correct, total = (chosen == labels).double(), 0.0
     for number in range(bins):
         inside = (confidence > number / bins) & (confidence <= (number + 1) / bins)
         if inside.any():
-            gap = abs(right[inside].mean().item() - confidence[inside].mean().item())
+            gap = abs(correct[inside].mean().item() - confidence[inside].mean().item())
             total += gap * inside.double().mean().item()
     return total
 
 
 def gda_clip_logits(images, labels, texts, tests, alpha, scale=100.0):
-    """GDA-CLIP as its paper and code state it: the text classifier's logits and alpha times those of the Gaussians.
+    """Return the logits of GDA-CLIP by its paper and code: the text logits plus alpha times those of the Gaussians.
 
-    The precision is d ((N - 1) S + tr(S) I)^-1, S the covariance of the N rows around their class means.
+    The precision is d ((N - 1) S + tr(S) I)^-1, where S is the covariance of the N rows around their class means.
     """
     classes, d = labels.max() + 1, images.shape[1]
     means = np.stack([images[labels == c].mean(axis=0) for c in range(classes)])
@@ -254,7 +259,10 @@ def gda_clip_logits(images, labels, texts, tests, alpha, scale=100.0):
 
 
 def drift_map(before: torch.Tensor, after: torch.Tensor, ridge: float) -> torch.Tensor:
-    """argmin |X M - Y|^2 + lambda |M - I|^2, lambda = ridge times the mean eigenvalue of X'X; normal equations."""
+    """Return argmin_M |X M - Y|^2 + lambda |M - I|^2 by the normal equations.
+
+    lambda is `ridge` times the mean eigenvalue of X'X.
+    """
     old, new = before.double(), after.double()
     width = old.shape[1]
     penalty = ridge * torch.linalg.eigvalsh(old.T @ old).mean() * torch.eye(width, dtype=torch.float64)
@@ -264,7 +272,7 @@ def drift_map(before: torch.Tensor, after: torch.Tensor, ridge: float) -> torch.
 def left_out_drift(
     before: torch.Tensor, after: torch.Tensor, labels: torch.Tensor, ridges: tuple[float, ...], folds: int
 ) -> torch.Tensor:
-    """Sum over all images of |y - x M|^2 with the M of images of other classes, for each ridge; inf keeps M = I."""
+    """Return for each ridge the sum over all images of |y - x M|^2, with M fitted to other folds; inf means M = I."""
     errors = torch.zeros(len(ridges), dtype=torch.float64)
     for place, ridge in enumerate(ridges):
         for image in range(len(labels)):

@@ -1,4 +1,4 @@
-"""A learner of two colours behind its page."""
+"""A learner that knows two colours, and its web server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def photo(colour: int, number: int = 0) -> Image.Image:
 
 
 def two_colours(root):
-    """The folder of a learner that tells red from green."""
+    """Save a learner that distinguishes red from green, and return its folder."""
     base = tiny.save_encoder("clip", root / "base")
     model, processor = load_dual_encoder(base)
     learner = ClassIncrementalLearner(

@@ -1,4 +1,4 @@
-"""Quick settings, a learner over the demo model, tasks from folders of digits, and what a command is called with."""
+"""Settings for quick runs, a learner with the demo model, tasks from folders of digits, and calls of commands."""
 
 import copy
 import shutil
@@ -16,7 +16,7 @@ MACHINE = ["--device", "cpu", "--no-progress"]
 
 
 def learner_of(base, strategy="dulbe", classifiers=("bridge",), adapter=None, seed=0, **fields):
-    """A learner over a copy of the fixture `base`; `adapter` holds settings of its configuration."""
+    """Return a learner with a copy of the fixture `base`. `adapter` holds settings of the adapter's configuration."""
     model, processor = copy.deepcopy(base[0]), base[1]
     torch.manual_seed(seed)
     if make_strategy(strategy).adapts:
@@ -27,13 +27,16 @@ def learner_of(base, strategy="dulbe", classifiers=("bridge",), adapter=None, se
 
 
 def tasks_of(root, order=None):
-    """Tasks of two classes each; `order` holds names or numbers of the classes, None is that of the names."""
+    """Return tasks of two classes each. `order` lists the classes by name or number; None sorts them by name."""
     order = None if order is None else list(order)
     return class_incremental_tasks(load_data(root, "train"), load_data(root, "test"), increment=2, class_order=order)
 
 
 def some(photos, folder, names, first=0, last=9, called=None):
-    """A folder with some classes of `photos`, whose training images are those from `first` to before `last`."""
+    """Copy some classes of `photos` into `folder`, with the training images from `first` to `last` - 1.
+
+    `called` maps class names to the names of their copies.
+    """
     for split in ("train", "test"):
         for name in names:
             target = folder / split / (called or {}).get(name, name)
@@ -45,12 +48,12 @@ def some(photos, folder, names, first=0, last=9, called=None):
 
 
 def call(*words):
-    """The status of a command that works quietly on the processor."""
+    """Run a command on the CPU without a progress bar, and return its exit status."""
     return main([*map(str, words), *MACHINE])
 
 
 def parse(argv):
-    """What a command would be called with; a `click.UsageError` where it would refuse its arguments."""
+    """Return the parameters that a command would get, or raise the `click.UsageError` that it would end with."""
     with commands.make_context("dulbe-peft", list(argv)) as root:
         name, command, rest = commands.resolve_command(root, list(argv))
         return command.make_context(name, rest, parent=root).params

@@ -1,4 +1,4 @@
-"""One task of a strategy by hand, on the tiny CLIP: the trainer's hooks in their order, an optimiser of the test's."""
+"""Train one task of a strategy step by step on the tiny CLIP, calling the trainer's hooks in their order."""
 
 from contextlib import nullcontext
 
@@ -17,7 +17,7 @@ RANKS = {"shared_rank": 1, "residual_rank": 2}
 
 
 def adapted(clip, **config):
-    """An adapter of ranks 1 and 2 where `config` names no others, without text LoRA."""
+    """Add an adapter without text LoRA and return it. Its ranks are 1 and 2 unless `config` says otherwise."""
     return get_peft_model(clip, DualModeLoraConfig(**RANKS | config, text_rank=0)).base_model
 
 
@@ -26,7 +26,7 @@ def new_task(adapter, index=0, memory=None):
 
 
 def images(index):
-    """Six images of the task's own kind and their labels."""
+    """Return six images that are characteristic of the task, and their labels."""
     generator = torch.Generator().manual_seed(index)
     return torch.randn(6, 3, 16, 16, generator=generator) + 3 * torch.randn(3, 16, 16, generator=generator), [0, 1] * 3
 
@@ -37,7 +37,7 @@ def texts(index):
 
 
 def features(adapter, index=0):
-    """Features of a task's images by the model as it is, without gradients."""
+    """Return the features of a task's images by the present model, without gradients."""
     with torch.no_grad():
         return unit_image_embeds(adapter.model, images(index)[0])
 
@@ -54,7 +54,7 @@ def step_of(task):
 
 
 def begin(strategy, task):
-    """Measure, plan and install the bases."""
+    """Measure the inputs, plan the bases and install them."""
     if "inputs" in strategy.needs:
         with strategy.measuring(task) or nullcontext():
             forward = unit_image_embeds
@@ -67,7 +67,10 @@ def begin(strategy, task):
 
 
 def train(strategy, task, steps=3, optimizer=torch.optim.Adam, lr=0.02, watch=lambda: None):
-    """Steps on the task's images; `watch` is called before each step, with gradients in place, and after the last."""
+    """Take steps on the task's images.
+
+    `watch` is called before each step, when the gradients are in place, and after the last step.
+    """
     with strategy.training(task) as extra:
         parameters = [p for p in task.adapter.parameters() if p.requires_grad] + extra
         stepper = optimizer(parameters, lr=lr)
@@ -89,7 +92,7 @@ def end(strategy, task):
 
 
 def learn(strategy, adapter, index, memory=None, **options):
-    """One whole task; returns what the strategy remembers."""
+    """Learn one whole task, and return what the strategy remembers."""
     task = new_task(adapter, index, memory)
     begin(strategy, task)
     train(strategy, task, **options)
@@ -97,6 +100,6 @@ def learn(strategy, adapter, index, memory=None, **options):
 
 
 def update(layer):
-    """History and current modes of a layer, (d_out, d_in) in float64."""
+    """Return the sum of a layer's history and current modes, (d_out, d_in), in float64."""
     down = torch.cat([layer.dulbe_history_P["default"], layer.dulbe_P["default"]], dim=1).double()
     return torch.cat([layer.dulbe_history_B["default"], layer.current_up("default")], dim=1).double() @ down.T

@@ -1,4 +1,4 @@
-"""Handwritten digits and random classes as features, and classifiers that have learned them task by task."""
+"""Handwritten digits and random clusters as features, and classifiers trained on them task by task."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -8,7 +8,7 @@ from dulbe_peft.classifiers import make_classifier
 
 DIM, CLASSES, SCALE = 64, 10, 20.0
 
-KEPT = {}  # what has been learned
+KEPT = {}  # trained classifiers by their parameters
 
 SPECS = {
     "text": "text",
@@ -39,7 +39,7 @@ NAMED = [name for name in SPECS if " " not in name]
 
 
 class Digits:
-    """64 grey values: 60 of each class to learn from, others to test; texts are noisy means."""
+    """Digits as features of 64 grey values: 60 training images per class, test images, and noisy means as texts."""
 
     def __init__(self):
         data = load_digits()
@@ -54,7 +54,7 @@ class Digits:
 
 
 def clusters(counts, dim, seed=0, spread=0.7):
-    """Unit features of overlapping classes with so many images each, their labels, and texts."""
+    """Return unit features of overlapping classes, of which `counts` gives the sizes, with labels and texts."""
     generator, labels = torch.Generator().manual_seed(seed), torch.arange(len(counts))
     labels, centres = (
         labels.repeat_interleave(torch.tensor(counts)),
@@ -66,29 +66,32 @@ def clusters(counts, dim, seed=0, spread=0.7):
 
 
 def in_tasks(classifier, images, labels, texts=None, order=None, increment=CLASSES, scale=SCALE):
-    """A classifier, or one of this name, with the classes of these labels in an order, so many at a time."""
+    """Teach a classifier, given as an object or by name, the classes in an order, `increment` at a time."""
     if isinstance(classifier, str):
         classifier = make_classifier(SPECS.get(classifier, classifier), images.shape[1], scale)
     order = list(range(int(labels.max()) + 1) if order is None else order)
     for start in range(0, len(order), increment):
         new = order[start : start + increment]
         rows = torch.isin(labels, torch.tensor(new))
-        own = torch.tensor([new.index(c) for c in labels[rows].tolist()])
-        known = None if texts is None else texts[order[: start + len(new)]]
-        classifier.add_classes([f"class {c}" for c in new], images[rows], own, known)
+        new_labels = torch.tensor([new.index(c) for c in labels[rows].tolist()])
+        known_texts = None if texts is None else texts[order[: start + len(new)]]
+        classifier.add_classes([f"class {c}" for c in new], images[rows], new_labels, known_texts)
     return classifier
 
 
 def learned(name, order=range(CLASSES), increment=2, per_class=60, shuffle=0, text=True, scale=SCALE):
-    """A classifier that has learned `order` task by task; `shuffle` is the seed of the images' order, 0 for none."""
-    given = (name, tuple(order), increment, per_class, shuffle, text, scale)
-    if given not in KEPT:
+    """Return a classifier that has learned the classes in `order`, task by task.
+
+    `shuffle` is the seed for the order of the images; 0 does not shuffle them.
+    """
+    key = (name, tuple(order), increment, per_class, shuffle, text, scale)
+    if key not in KEPT:
         images, labels = task(range(CLASSES), per_class)
         if shuffle:
-            mixed = torch.randperm(len(labels), generator=torch.Generator().manual_seed(shuffle))
-            images, labels = images[mixed], labels[mixed]
-        KEPT[given] = in_tasks(name, images, labels, digits.texts if text else None, order, increment, scale)
-    return KEPT[given].fork()
+            permutation = torch.randperm(len(labels), generator=torch.Generator().manual_seed(shuffle))
+            images, labels = images[permutation], labels[permutation]
+        KEPT[key] = in_tasks(name, images, labels, digits.texts if text else None, order, increment, scale)
+    return KEPT[key].fork()
 
 
 def task(classes, per_class=60):
@@ -100,10 +103,10 @@ def snapshot(classifier):
     return {key: value.clone() for key, value in classifier.state_dict().items()}
 
 
-def assert_equal_states(found, expected):
-    assert set(found) == set(expected)
+def assert_equal_states(actual, expected):
+    assert set(actual) == set(expected)
     for key in expected:
-        assert found[key].dtype == expected[key].dtype and torch.equal(found[key], expected[key]), key
+        assert actual[key].dtype == expected[key].dtype and torch.equal(actual[key], expected[key]), key
 
 
 digits = Digits()

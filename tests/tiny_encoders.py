@@ -1,4 +1,4 @@
-"""Tiny encoders of every served type, with random weights, and their processors, with tokenizers built in code."""
+"""Tiny encoders of every supported type with random weights, and their processors, with tokenizers built in code."""
 
 import string
 from pathlib import Path
@@ -23,7 +23,7 @@ WORDS = ("photo", "of", "the", "digit", "cat")
 WITH_TEXT = [name for name, record in ENCODERS.items() if not record.image_only]
 IMAGE_ONLY = [name for name, record in ENCODERS.items() if record.image_only]
 OF_ONE_SIZE = [name for name, record in ENCODERS.items() if not record.patches]
-PATCHES = 6  # of an image, as the image processor makes them; the model's own positions are 2 x 2
+PATCHES = 6  # the most patches that the image processor makes; the model has 2 x 2 positions
 
 
 def _ids(tokens: list[str]) -> dict[str, int]:
@@ -31,7 +31,7 @@ def _ids(tokens: list[str]) -> dict[str, int]:
 
 
 def clip_tokenizer() -> Any:
-    """CLIP's byte-pair tokenizer; the end token is the padding token too, as in the published ones."""
+    """Return CLIP's byte-pair tokenizer. As in the published ones, the end token is also the padding token."""
     pieces = [*LETTERS, *(f"{letter}</w>" for letter in LETTERS)][:120]
     vocab = _ids(["<|startoftext|>", "<|endoftext|>", *pieces])
     return transformers.CLIPTokenizer(vocab=vocab, merges=[], model_max_length=LONGEST)
@@ -51,7 +51,7 @@ def bert_tokenizer() -> Any:
 
 
 def siglip_tokenizer() -> Any:
-    """As SigLIP's: pieces of words in lower case, an end token, and no mask."""
+    """Return a tokenizer like SigLIP's: lower-case word pieces, an end token, and no attention mask."""
     letters = string.ascii_lowercase + string.digits + ".,-"
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)] + [(f"▁{word}", -1.0) for word in WORDS]
     backend = Tokenizer(models.Unigram(pieces + [(letter, -3.0) for letter in "▁" + letters], unk_id=2))
@@ -65,7 +65,7 @@ def siglip_tokenizer() -> Any:
 
 
 def gemma_tokenizer() -> Any:
-    """As SigLIP 2's: it keeps the case, although the model was trained on lower case."""
+    """Return a tokenizer like SigLIP 2's, which keeps the case although the model was trained on lower case."""
     vocab = _ids(["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *LETTERS])
     options: dict[str, Any] = {"add_bos_token": False, "add_eos_token": True, "padding_side": "right"}
     return transformers.GemmaTokenizer(
@@ -94,7 +94,7 @@ def make_config(model_type: str) -> Any:
         "siglip2": {"projection_size": 32, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1},
         "metaclip_2": {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1},
         "chinese_clip": {"pad_token_id": 0},
-        # The positions of a text begin behind the padding token's id.
+        # Position ids start after the id of the padding token.
         "altclip": {"pad_token_id": 1, "max_position_embeddings": LONGEST + 2, "project_dim": 20},
     }
     widths = {} if "siglip" in model_type else {"projection_dim": 16}
@@ -105,7 +105,7 @@ def make_config(model_type: str) -> Any:
 
 
 def make_model(model_type: str) -> Any:
-    """The same random model every time; its weights are large enough for a feature to depend on every token."""
+    """Return the same random model every time, with weights large enough for features to depend on every token."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = getattr(transformers, ENCODERS[model_type].model)(make_config(model_type)).eval()
@@ -116,7 +116,7 @@ def make_model(model_type: str) -> Any:
                 parameter.data.fill_(0.5)
         for module in model.modules():
             if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
-                module.weight.data[module.padding_idx] = 0  # as every training leaves it
+                module.weight.data[module.padding_idx] = 0  # training never changes it from zero
     return model
 
 
@@ -131,7 +131,7 @@ def make_image_processor(model_type: str) -> Any:
 
 
 def make_processor(model_type: str, tokenizer: Any = None) -> Any:
-    """The family's own processor; the bare image processor of an image-only encoder."""
+    """Return the processor of the model family, or only the image processor for an image-only encoder."""
     record, image_processor = ENCODERS[model_type], make_image_processor(model_type)
     if record.processor is None:
         return image_processor
@@ -140,7 +140,7 @@ def make_processor(model_type: str, tokenizer: Any = None) -> Any:
 
 
 def save_encoder(model_type: str, folder: Path, tokenizer: Any = None) -> Path:
-    """A model folder as the Hub has them."""
+    """Save a model and its processor as on the Hub, and return the folder."""
     make_model(model_type).save_pretrained(folder)
     make_processor(model_type, tokenizer).save_pretrained(folder)
     return folder

@@ -1,8 +1,8 @@
-"""Write what this version saves, for a test that later versions load it: `python tests/write_saved.py FOLDER`.
+"""Write files in this version's formats, to test that later versions load them: `python tests/write_saved.py FOLDER`.
 
-`tests/saved` has a folder for each release. That of the next release is written anew when what it saves changes. The
-folder then holds a frozen learner with several classifiers, a run that trained one, a bridge ensemble alone, and
-`answers.json`, what each of them answers.
+`tests/saved` has a folder for each release. The folder of the next release is written again when a format changes. It
+holds a frozen learner with several classifiers, a run that trained a learner, a bridge ensemble alone, and
+`answers.json` with the predictions of each.
 """
 
 import json
@@ -36,12 +36,12 @@ ARGS = LearnerArguments(
     precision="float32",
     progress=False,
     prompt_template="the digit {}.",
-    drift="none",  # as the first files have it, whose default it was
+    drift="none",  # the default when the first files were written
 )
 
 
 def digits(start: int, stop: int) -> LabelledImages:
-    """Some handwritten digits of each class."""
+    """Return the handwritten digits `start` to `stop` - 1 of each class."""
     data = load_digits()
     rows = [row for label in range(10) for row in (data.target == label).nonzero()[0][start:stop]]
     return digit_images(data.images[rows], data.target[rows])
@@ -49,7 +49,7 @@ def digits(start: int, stop: int) -> LabelledImages:
 
 def learner_of(strategy: str, *classifiers: str) -> ClassIncrementalLearner:
     model, processor = load_clip(demo_model_folder())
-    model.name_or_path = model.config._name_or_path = "someone/demo-clip"  # no path of this machine
+    model.name_or_path = model.config._name_or_path = "someone/demo-clip"  # so that no local path is saved
     if strategy != "frozen":
         torch.manual_seed(0)
         config = DualModeLoraConfig(
@@ -75,31 +75,31 @@ def write(folder: Path) -> None:
     frozen.head.save_pretrained(folder / "head")
     running = learner_of("dulbe", "bridge")
     running.run(tasks, folder / "run")
-    found = {"frozen": answers(frozen), "run": answers(running), "scores": scores(frozen.classifiers)}
-    (folder / "answers.json").write_text(json.dumps(found, indent=1) + "\n")
+    expected = {"frozen": answers(frozen), "run": answers(running), "scores": scores(frozen.classifiers)}
+    (folder / "answers.json").write_text(json.dumps(expected, indent=1) + "\n")
 
 
 @torch.no_grad()
 def scores(classifiers: Mapping[str, Any]) -> dict[str, list]:
-    """What each classifier says of one fixed feature vector."""
+    """Return the scores of each classifier for one fixed feature vector."""
     feature = torch.nn.functional.normalize(torch.arange(1.0, 65.0), dim=0)[None]
     return {name: classifier(feature)[0].tolist() for name, classifier in classifiers.items()}
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The same answers, from what lies in a folder."""
+    """Load the files in a folder, and return the same answers."""
     torch.set_num_threads(1)
     load = partial(ClassIncrementalLearner.from_pretrained, machine={"device": "cpu", "progress": False})
     frozen = load(folder / "frozen", load_clip(demo_model_folder())[0])
     running = load(folder / "run", load_clip(demo_model_folder())[0])
-    alone = {name: type(one).from_pretrained(folder / "frozen") for name, one in frozen.classifiers.items()}
+    alone = {name: type(head).from_pretrained(folder / "frozen") for name, head in frozen.classifiers.items()}
     alone["bridge"] = BridgeEnsembleHead.from_pretrained(folder / "head")
-    found = {"frozen": answers(frozen), "run": answers(running), "scores": scores(alone)}
+    loaded = {"frozen": answers(frozen), "run": answers(running), "scores": scores(alone)}
     further = class_incremental_tasks(digits(0, 4), digits(4, 6), increment=2)[:2]
-    again = learner_of("dulbe", "bridge")
-    again.run(further, folder / "run")  # goes on after the saved task
-    assert again.tasks == [task.class_names for task in further] and len(running.memory) == 1
-    return found
+    resumed = learner_of("dulbe", "bridge")
+    resumed.run(further, folder / "run")  # continues after the saved task
+    assert resumed.tasks == [task.class_names for task in further] and len(running.memory) == 1
+    return loaded
 
 
 if __name__ == "__main__":

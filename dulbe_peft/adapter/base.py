@@ -46,7 +46,7 @@ def layers_of(model: nn.Module, adapter: str, kind: type[nn.Module] | None = Non
     """Return the layers that have the adapter, by dotted name: those of class `kind`, by default all."""
     kind = kind or DualModeLayer
     layers: dict[str, Any] = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
-    return {name: layer for name, layer in layers.items() if layer.adapters_here([adapter])}
+    return {name: layer for name, layer in layers.items() if layer.present_adapters([adapter])}
 
 
 class DualModeLayer(BaseTunerLayer, nn.Module):
@@ -108,14 +108,14 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
             raise ValueError(f"this needs the weight of a {type(self._linear).__name__}, which cannot be unpacked")
         return weight
 
-    def adapters_here(self, names: Iterable[str]) -> list[str]:
+    def present_adapters(self, names: Iterable[str]) -> list[str]:
         """Return those of `names` that are adapters of this layer."""
         container = getattr(self, self.adapter_layer_names[0])
         return [name for name in names if name in container]
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Add updates (by default those of the active adapters) to the base weight, and keep the pristine weight."""
-        for name in self.adapters_here(check_adapters_to_merge(self, adapter_names)):
+        for name in self.present_adapters(check_adapters_to_merge(self, adapter_names)):
             weight = self._linear.weight
             dtype = torch.promote_types(weight.dtype, torch.float32)
             with torch.no_grad():
@@ -153,7 +153,7 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
             return self._adapted_forward(x) if adapter_names is None else self._mixed_forward(x, adapter_names)
 
     def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
-        updates = [update for name in self.adapters_here(self.active_adapters) for update in self.updates(name)]
+        updates = [update for name in self.present_adapters(self.active_adapters) for update in self.updates(name)]
         return add_updates(self.base_layer(x), x, updates)
 
     def _mixed_forward(self, x: torch.Tensor, names: list[str]) -> torch.Tensor:
@@ -161,7 +161,7 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
         if len(x) != len(names):
             raise ValueError(f"adapter_names has {len(names)} names, but the input of a layer has {len(x)} rows")
         result = self.base_layer(x)
-        for name in self.adapters_here(dict.fromkeys(names)):
+        for name in self.present_adapters(dict.fromkeys(names)):
             rows = torch.tensor([row for row, row_name in enumerate(names) if row_name == name], device=x.device)
             result = result.index_copy(0, rows, add_updates(result[rows], x[rows], self.updates(name)))
         return result

@@ -10,9 +10,9 @@ from torch import nn
 from dulbe_peft.adapter.base import DualModeLayer
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.layer import DualModeLinear
-from dulbe_peft.utils.devices import evaluating
 from dulbe_peft.utils.processes import gather_objects, raise_in_all, sum_over_processes, unwrapped, world
 from dulbe_peft.utils.settings import check_number
+from dulbe_peft.utils.torch_settings import evaluating
 
 
 class GradientProbe(dict[str, torch.Tensor]):
@@ -93,7 +93,7 @@ def summed_gradients(
 
 
 def tuner_of(model: nn.Module) -> Any:
-    """Return the `PeftModel` inside DDP's or accelerate's wrappers. Any other model is a `TypeError`."""
+    """Return the `PeftModel` inside the wrappers of DDP or accelerate. For any other model, raise a `TypeError`."""
     inner = unwrapped(model)
     if hasattr(inner, "dual_mode_layers"):
         return inner
@@ -124,7 +124,7 @@ def route_gradients(
     Args:
         model: a model from `get_peft_model` with one active dual-mode adapter. It may be wrapped by DDP.
         task_loss: scalar, cross-entropy over the current classes.
-        structure_loss: scalar, `bidirectional_kl` over the old classes; None at the first task.
+        structure_loss: scalar, `bidirectional_kl` over the old classes; None in the first task.
         structure_weight: lambda, at least 0; None takes the configuration's value.
 
     Raises:
@@ -141,7 +141,10 @@ def route_gradients(
 
 @contextmanager
 def _summed_over_processes(model: nn.Module) -> Iterator[None]:
-    """Add to `.grad` what the block accumulates, summed over all processes; nothing if one process raises an error."""
+    """Sum the gradients that the block accumulates over all processes, and add the sums to `.grad`.
+
+    If the block raises an error in one process, no gradient is changed in any.
+    """
     if world()[1] == 1 or isinstance(model, nn.parallel.DistributedDataParallel):
         yield
         return
@@ -184,7 +187,7 @@ def routed_loss(
     Args:
         model: a model from `get_peft_model` with one active dual-mode adapter. It may be wrapped by DDP.
         task_loss: scalar, cross-entropy over the current classes.
-        structure_loss: scalar, `bidirectional_kl` over the old classes; None at the first task.
+        structure_loss: scalar, `bidirectional_kl` over the old classes; None in the first task.
         weight: lambda, at least 0; None takes the configuration's `structure_weight`.
         scale: the scale of a `torch.amp.GradScaler`, `scaler.get_scale()`. Without it, g would underflow in half
             precision.

@@ -43,8 +43,8 @@ from torch import nn
 from dulbe_peft.adapter.base import DualModeLayer, temporarily
 from dulbe_peft.adapter.config import DENSE, DualModeLoraConfig
 from dulbe_peft.adapter.linear import Update, Updates, add_updates, dense, is_consistent, joined, updated_linear
-from dulbe_peft.utils.devices import without_autocast
 from dulbe_peft.utils.tensors import has_values, identity
+from dulbe_peft.utils.torch_settings import without_autocast
 
 
 class _Held(NamedTuple):
@@ -198,7 +198,7 @@ class DualModeLinear(DualModeLayer):
         return temporarily(self, "_resting", True)
 
     @property
-    def in_block(self) -> bool:
+    def weight_overridden(self) -> bool:
         """Whether a block is running that replaces the weight or leaves out the current modes."""
         return self._held is not None or self._resting
 
@@ -245,7 +245,7 @@ class DualModeLinear(DualModeLayer):
         self.dulbe_residual_B[adapter].copy_(up[:, shared_rank:])
 
     def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
-        linear, held, names = self._linear, self._held, self.adapters_here(self.active_adapters)
+        linear, held, names = self._linear, self._held, self.present_adapters(self.active_adapters)
         plain, modes = self.plain, not self._resting and (held is None or held.modes)
         # The history of the first adapter is folded into the weight. The histories of others are added as factors.
         folded = names[0] if names and held is None and plain and self.folds[names[0]] else None

@@ -31,7 +31,7 @@ def rows_with_adapters(tuner: BaseTuner, names: Rows) -> Iterator[None]:
         raise ValueError(f"adapter_names has {unknown}, but the adapters of the model are {known}")
     if tuner.training:
         raise ValueError("adapter_names requires a model in evaluation mode: call eval()")
-    if any(isinstance(module, DualModeLinear) and module.in_block for module in tuner.modules()):
+    if any(isinstance(module, DualModeLinear) and module.weight_overridden for module in tuner.modules()):
         raise ValueError("adapter_names cannot be given inside a block that scales or replaces the model's weights")
     with ExitStack() as hooks:
         for name, module in tuner.model.named_modules():

@@ -125,7 +125,7 @@ class DualModeLoraModel(BaseTuner):
 
     def _check_finite(self, adapter_names: list[str] | None) -> None:
         for layer in self._layers():
-            for name in layer.adapters_here(adapter_names or layer.active_adapters):
+            for name in layer.present_adapters(adapter_names or layer.active_adapters):
                 if not torch.isfinite(layer.get_delta_weight(name)).all():
                     raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
 
@@ -139,7 +139,7 @@ class DualModeLoraModel(BaseTuner):
             )
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the model, and let its two feature methods accept `adapter_names`."""
+        """Return an attribute of the model. `get_image_features` and `get_text_features` also take `adapter_names`."""
         attribute = super().__getattr__(name)
         if name not in ("get_image_features", "get_text_features"):
             return attribute
@@ -237,7 +237,7 @@ class DualModeLoraModel(BaseTuner):
     def fold_task(self, keep_factors: bool = False) -> None:
         """Add the current modes to the history, dW = B_S P_S' + B_R P_R', and set B = 0.
 
-        A warning says if B = 0 already, because the adapter was not trained or has already been folded.
+        There is a warning if B is already 0, because the adapter was not trained or has already been folded.
 
         Args:
             keep_factors: keep the history as factors even if one matrix would take less memory.
@@ -369,7 +369,7 @@ class DualModeLoraModel(BaseTuner):
 
     def check_unscaled(self) -> None:
         """Raise an error inside a block of `scaled`, or of another method that replaces the layers' weights."""
-        if any(layer.in_block for layer in self.dual_mode_layers().values()):
+        if any(layer.weight_overridden for layer in self.dual_mode_layers().values()):
             raise ValueError("the model is scaled while a block runs: train before or after the block")
 
     @classmethod
@@ -406,8 +406,8 @@ class DualModeLoraModel(BaseTuner):
             raise ValueError(
                 f"the adapter does not fit this model: {describe_origin(config, model)} ({error})"
             ) from error
-        # With low_cpu_mem_usage, PEFT would keep the file's tensors. They are unaligned in memory, so that products
-        # with them are rounded differently; copies are aligned.
+        # With low_cpu_mem_usage, PEFT would use the file's tensors directly. They are unaligned in memory, so products
+        # with them would be rounded differently. Copies are aligned.
         return {key: tensor.clone() for key, tensor in best.items()}
 
 

@@ -17,7 +17,7 @@ from dulbe_peft.adapter.text import TextLoraLinear
 from dulbe_peft.utils.hub import is_repo_id, push
 
 MARK = "<!-- made by dulbe_peft; without this line, saving leaves the text alone -->"
-_KINDS = ("shared", "residual", "text")  # of trained parameters
+_KINDS = ("shared", "residual", "text")  # the kinds of trained parameters
 _TEMPLATE = "# Model Card for Model ID"  # the title of PEFT's template until somebody fills it in
 
 
@@ -30,7 +30,7 @@ def print_trainable_parameters(peft_method: Any, model: Any) -> None:
 
 
 def adapter_card(model: Any, repo_id: str | None = None) -> str:
-    """Return the README.md for the adapters of a `PeftModel`. Without `repo_id`, its code contains a placeholder."""
+    """Return the README.md for the adapters of a `PeftModel`. Without `repo_id`, its code loads a placeholder path."""
     from dulbe_peft.utils.templates import render  # here, so that importing PEFT does not import the template packages
 
     base = model.get_base_model()
@@ -68,7 +68,7 @@ def _facts(model: Any, adapter: str, config: Any) -> dict[str, Any]:
         "layers": len(layers),
         "kinds": sorted({name.rpartition(".")[2] for name in layers}),
         "text_layers": len(layers_of(model.base_model.model, adapter, TextLoraLinear)),
-        "tasks": max(counted) if counted else None,  # unknown from one matrix, which is the sum of all tasks
+        "tasks": max(counted) if counted else None,  # one matrix does not show how many tasks it sums up
         "unfinished": any(layer.is_trained(adapter) for layer in layers.values()),
     }
 

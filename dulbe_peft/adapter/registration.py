@@ -1,4 +1,4 @@
-"""Add the method to `PeftType`, PEFT's enumeration of methods, which offers no way to do so."""
+"""Add the method to `PeftType`, PEFT's enumeration of methods, which was not made to be extended."""
 
 from typing import Any
 

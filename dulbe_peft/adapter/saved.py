@@ -44,11 +44,11 @@ def innermost(model: Any) -> Any:
 
 def describe_origin(config: Any, model: Any) -> str:
     """Return a clause for messages that names an adapter's base model and the model it is being loaded into."""
-    made, kind = config.base_model_name_or_path, (config.auto_mapping or {}).get("base_model_class")
+    origin, kind = config.base_model_name_or_path, (config.auto_mapping or {}).get("base_model_class")
     model = innermost(model)
     name = getattr(model, "name_or_path", None) or getattr(getattr(model, "config", None), "_name_or_path", None)
     target = f"{name!r}, a {type(model).__name__}" if name else f"a {type(model).__name__} without a name"
-    return f"it was made on {made!r}{f', a {kind}' if kind else ''}, and this model is {target}"
+    return f"it was made on {origin!r}{f', a {kind}' if kind else ''}, and this model is {target}"
 
 
 def tower_of(model_type: Any) -> str | None:
@@ -105,7 +105,7 @@ def warn_of_another_base(config: Any, model: nn.Module) -> None:
 
 
 def check_saved(saved: dict[str, torch.Tensor], known: dict[str, torch.Tensor], adapter: str) -> None:
-    """Raise an error unless the saved tensors are finite and match the adapter's in the model by name and shape.
+    """Raise an error unless the saved tensors are finite and match the adapter's tensors in the model.
 
     Tensors of the text tower are not compared if the file or the model has none.
     """

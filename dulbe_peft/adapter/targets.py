@@ -12,7 +12,7 @@ from dulbe_peft.adapter.base import DualModeLayer, is_linear
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.encoders.registry import CLIP_TEXT_TARGETS, ENCODERS, find_record
 
-# The text projection is not inside the text tower, but only texts pass through it.
+# The text projection is not inside the text tower, but it counts as a part, because only texts pass through it.
 _TEXT_PARTS = {record.text_tower for record in ENCODERS.values() if record.text_tower} | {"text_projection"}
 
 
@@ -89,7 +89,7 @@ def _no_target_message(config: DualModeLoraConfig, names: list[str]) -> str:
         message += f" Only layers_to_transform={config.layers_to_transform} were searched."
     if any(check_target_module_exists(config, name) for name in names):
         message += " They match only modules of the text tower: name those in text_target_modules."
-    wanted = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules or []
+    targets = [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules or []
     endings = sorted({name.rpartition(".")[2] for name in names})
-    close = sorted({match for target in wanted for match in difflib.get_close_matches(target, endings)})
+    close = sorted({match for target in targets for match in difflib.get_close_matches(target, endings)})
     return message + (f" Closest names: {close}." if close else "")

@@ -1,4 +1,4 @@
-"""Which base model a saved learner belongs to: what tells it from others, and where it may be."""
+"""The base model of a saved learner: how it is identified, and where it is found."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -14,18 +14,18 @@ from dulbe_peft.utils.tensors import weights_digest
 
 
 class BaseModel(Record):
-    """What a learner's file says of its base model."""
+    """The record of the base model in a learner's file."""
 
-    name: str | None  # folder or Hub id, as it was loaded
+    name: str | None  # folder or Hub id from which it was loaded
     revision: str | None
-    folder: str | None  # absolute path, or the name alone where the learner is published; None for a Hub id
-    type: str  # the configuration's model type
+    folder: str | None  # absolute path, or only the folder's name in an uploaded learner; None for a Hub id
+    type: str  # the model type in its configuration
     dtype: Literal["float32", "bfloat16", "float16", "float64"]
     digest: str
 
 
 def describe(base: Any, name: str | None, revision: str | None, local: bool) -> BaseModel:
-    """The record of a base model, pristine or under an adapter; with `local` it says where a folder lies here."""
+    """Return the record of a base model, pristine or under an adapter; with `local`, it has the folder's full path."""
     folder = None
     if name is not None and Path(name).is_dir():
         folder = str(Path(name).absolute()) if local else Path(name).absolute().name
@@ -35,7 +35,7 @@ def describe(base: Any, name: str | None, revision: str | None, local: bool) -> 
 
 
 def digest(base: nn.Module) -> str:
-    """SHA-256 of the pristine weights' names, shapes, types and 256 values of each."""
+    """Return the SHA-256 of the names, shapes and types of the pristine weights and of 256 values of each."""
     weights = {
         name.replace(".base_layer.", ".").replace(".original_module.", "."): tensor
         for name, tensor in base.state_dict().items()
@@ -45,29 +45,31 @@ def digest(base: nn.Module) -> str:
 
 
 def find(folder: Path, saved: BaseModel, attention: str | None) -> Any:
-    """Load the base model of the learner in `folder`; the Hub is not asked for one that was a folder."""
+    """Load the base model of the learner in `folder`; if it was a folder, the Hub is not searched for it."""
     name = saved.name
     if not name:
         raise ValueError(f"{folder} names no base model: pass base_model")
     if saved.folder is not None:
-        places = [Path(saved.folder), Path(name), folder.parent / name, folder.parent / Path(name).name]
-        there = next((place for place in places if place.is_dir()), None)
-        if there is None:
+        candidates = [Path(saved.folder), Path(name), folder.parent / name, folder.parent / Path(name).name]
+        existing = next((path for path in candidates if path.is_dir()), None)
+        if existing is None:
             raise FileNotFoundError(
-                f"the base model of {folder} was in the folder {saved.folder!r}, which is not there: pass "
+                f"the base model of {folder} was in the folder {saved.folder!r}, which does not exist: pass "
                 "base_model (--model on the command line)"
             )
-        name = str(there)
+        name = str(existing)
     model = load_dual_encoder(name, saved.revision, attn_implementation=attention)[0]
     return model.to(getattr(torch, saved.dtype))
 
 
 def check(base: Any, saved: BaseModel, folder: Path) -> None:
-    """Raise a `CheckpointError` unless a base model is the one that the learner in a folder was made with."""
-    found = describe(base, None, None, local=False)
+    """Raise a `CheckpointError` unless the learner in `folder` was trained with this base model."""
+    given = describe(base, None, None, local=False)
     for name in ("type", "dtype", "digest"):
-        own, wanted = getattr(found, name), getattr(saved, name)
-        if own != wanted:
-            what = f"its {name} is {own!r}, the learner was made with {wanted!r}"
-            what = f"its weights are not those of {saved.name!r}, which it was made with" if name == "digest" else what
+        actual, expected = getattr(given, name), getattr(saved, name)
+        if actual != expected:
+            what = f"its {name} is {actual!r}, but the learner needs {expected!r}"
+            what = (
+                f"its weights are not those of {saved.name!r}, which the learner needs" if name == "digest" else what
+            )
             raise CheckpointError(f"the base model does not belong to the learner in {folder}: {what}")

@@ -1,4 +1,4 @@
-"""The model card of a learner: its own data, written into the template `assets/cards/learner.md`."""
+"""The model card of a learner, made from the template `assets/cards/learner.md`."""
 
 import json
 from dataclasses import fields
@@ -13,6 +13,7 @@ from dulbe_peft.metrics.accuracy import percent, result_rows
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.hub import is_repo_id
 from dulbe_peft.utils.templates import render
+from dulbe_peft.utils.terminal import counted
 
 
 def model_card(
@@ -22,9 +23,9 @@ def model_card(
     results: dict[str, Any] | None = None,
     dataset_name: str | None = None,
 ) -> str:
-    """README.md of a saved learner; without `repo_id` its lines of code name a placeholder."""
+    """Return the README.md of a saved learner; without `repo_id`, its code examples use a placeholder."""
     source = repo_id or "path/to/this/folder"
-    count = f"{len(state.class_names)} classes in {len(state.tasks)} task{'s' * (len(state.tasks) != 1)}"
+    count = f"{counted(len(state.class_names), 'class')} in {counted(len(state.tasks), 'task')}"
     title = source.rpartition("/")[2] if repo_id else f"A learner of {count}"
     base, kind = state.base_name[0], state.base.config.model_type
     base_on_hub = is_repo_id(base)

@@ -1,4 +1,4 @@
-"""`learner.json`, what a saved learner says of itself beside its tensors."""
+"""`learner.json`, which has everything about a saved learner except its tensors."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,7 +13,7 @@ from dulbe_peft.utils.records import Count, Record, read_record
 
 
 class LearnerFile(Record):
-    """What the file holds; a learner's state without its tensors."""
+    """The contents of the file: a learner's state without its tensors."""
 
     arguments: dict[str, Any]
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None
@@ -31,7 +31,7 @@ class LearnerFile(Record):
 
 
 def describe(state: LearnerState, local: bool) -> LearnerFile:
-    """The record of a learner; with `local` it says where the base model lies on this machine."""
+    """Return the record of a learner; with `local`, it has the full path of the base model on this machine."""
     return LearnerFile(
         arguments=state.args.portable(),
         attn_implementation=state.base.config._attn_implementation,
@@ -50,6 +50,6 @@ def describe(state: LearnerState, local: bool) -> LearnerFile:
 
 
 def read(folder: Path) -> LearnerFile:
-    """What the file in a folder holds; else a `CheckpointError`."""
+    """Read the file in a folder; raises a `CheckpointError` if it is missing or invalid."""
     with load_errors(folder):
         return read_record(folder / LEARNER_FILE, LearnerFile)

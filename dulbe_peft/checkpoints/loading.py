@@ -1,6 +1,6 @@
-"""A learner read from a folder or from the Hub: only safetensors, JSON and text, and nothing is executed.
+"""Load a learner from a folder. Only safetensors, JSON and text files are read, and nothing is executed.
 
-Every file is compared with the manifest, and every tensor with what the configuration and the base model make.
+Every file is checked against the manifest, and every tensor against the configuration and the base model.
 """
 
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -43,21 +43,21 @@ def loaded_state(
     args: LearnerArguments | None,
     machine: Mapping[str, Any] | None = None,
 ) -> Iterator[LearnerState]:
-    """The state in a folder, on a base model; where the block raises, a given base model is as it was."""
+    """Yield the state in a folder, loaded onto a base model; if the block raises, a given base model is restored."""
     free = (*MACHINE_SETTINGS, "precision")
     other = sorted(set(machine or ()) - set(free))
     if other:
-        raise ValueError(f"{other[0]!r} is no setting of the machine; these are {', '.join(free)}")
+        raise ValueError(f"{other[0]!r} is not a machine setting; the machine settings are {', '.join(free)}")
     files = listed(folder, manifest)
     if layout.TASK_FILE in files:
         raise CheckpointError(
-            f"{folder} is a checkpoint in the middle of a task, with which "
-            "DualModeTrainer.train(resume_from_checkpoint=...) goes on"
+            f"{folder} is a checkpoint of an unfinished task: resume it with "
+            "DualModeTrainer.train(resume_from_checkpoint=...)"
         )
     saved = learner_file.read(folder)
     with load_errors(folder):
         strategy = make_strategy(saved.strategy)
-        own = args or LearnerArguments(**saved.arguments | {"precision": "auto"})
+        settings = args or LearnerArguments(**saved.arguments | {"precision": "auto"})
         config = None
         if saving.ADAPTER_CONFIG_FILE in files:
             config = DualModeLoraConfig.from_pretrained(str(folder))
@@ -65,13 +65,13 @@ def loaded_state(
                 raise ValueError(f"this is an adapter of type {config.peft_type.value!r}, expected {DULBE.value!r}")
         elif strategy.adapts:
             raise ValueError(f"there is no {saving.ADAPTER_CONFIG_FILE}, which the strategy {strategy.name!r} needs")
-    settings = _on_this_machine(own, machine or {}, saved, strategy.adapts)
+    settings = _machine_settings(settings, machine or {}, saved, strategy.adapts)
     if base_model is None:
         base_model = base_models.find(folder, saved.base_model, saved.attn_implementation)
     if not isinstance(base_model, nn.Module):
         raise TypeError(f"base_model must be a model or None, got {base_model!r:.100}")
     if any(isinstance(module, (PeftModel, BaseTunerLayer)) for module in base_model.modules()):
-        raise ValueError("base_model already carries adapters: give the pristine model, as unload() leaves it")
+        raise ValueError("base_model already has adapters: pass the pristine model, as unload() returns it")
     check_encoder(base_model)
     base_models.check(base_model, saved.base_model, folder)
     with load_errors(folder):
@@ -85,7 +85,7 @@ def loaded_state(
 
 
 def _read_processor(folder: Path, base_model: nn.Module) -> Any:
-    """The processor in a folder that has its own files: where they are missing, transformers would take others."""
+    """Load the processor in a folder, after a check of its files: transformers would replace missing ones."""
     kinds: dict[str, tuple[str, ...]] = {"image processor": IMAGE_PROCESSOR_FILES}
     kinds |= {"tokenizer": TOKENIZER_FILES} if has_text(base_model) else {}
     for kind, names in kinds.items():
@@ -94,10 +94,10 @@ def _read_processor(folder: Path, base_model: nn.Module) -> Any:
     return load_processor(str(folder), base_model)
 
 
-def _on_this_machine(
+def _machine_settings(
     args: LearnerArguments, machine: Mapping[str, Any], saved: learner_file.LearnerFile, adapts: bool
 ) -> LearnerArguments:
-    """The settings with those of the machine, in the precision that was asked for, or else in the learner's own."""
+    """Return the settings with those of the machine; without a given precision, the learner's is kept if possible."""
     settings = replace(args, **machine)
     learned = saved.arguments["precision"]
     able = settings.backend != "onnx" and has_bfloat16(choose_device(settings.device))
@@ -109,7 +109,7 @@ def _on_this_machine(
 
 
 def restore(state: LearnerState, folder: Path) -> LearnerState:
-    """The state that a folder holds, for a learner of the same settings; its adapter is loaded into the model."""
+    """Return the state in a folder for a learner with the same settings, and load its adapter into the model."""
     files = listed(folder, folders.read_manifest(folder))
     saved = learner_file.read(folder)
     base_models.check(state.base, saved.base_model, folder)
@@ -121,12 +121,14 @@ def restore(state: LearnerState, folder: Path) -> LearnerState:
 
 
 def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: set[str]) -> LearnerState:
-    """The state with the classifiers, memory, tasks and step count of a folder that was checked."""
+    """Return the state with the classifiers, memory, tasks and step count of a folder that was already checked."""
     unknown = [name for name in saved.classifiers if name not in CLASSIFIERS]
     if unknown:
         known = ", ".join(sorted(CLASSIFIERS))
-        raise CheckpointError(f"{folder} has a classifier {unknown[0]!r}, known are {known}: import its module first")
-    # A run that goes on has its own order; a folder that is loaded has the saved one.
+        raise CheckpointError(
+            f"{folder} has an unknown classifier {unknown[0]!r}, known are {known}: import its module first"
+        )
+    # A resumed run keeps the order of its learner; otherwise the saved order is used.
     order = [name for name in state.classifiers or saved.classifiers if name in saved.classifiers]
     with load_errors(folder):
         classifiers = {name: CLASSIFIERS[name].from_pretrained(folder).to(state.device) for name in order}
@@ -134,11 +136,11 @@ def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: se
         names = [name for task in saved.tasks for name in task]
         images = read_known(folder, names, files)
     args, width = state.args, embed_dim(state.base)
-    if args.learning_rate == "auto":  # what it was settled to
+    if args.learning_rate == "auto":  # keep the rate that was chosen on the first task
         args = replace(args, learning_rate=saved.arguments["learning_rate"])
     for name, classifier in classifiers.items():
         if classifier.class_names != names or classifier.embed_dim != width:
-            raise CheckpointError(f"{folder} does not fit together: {name!r} has other classes or features")
+            raise CheckpointError(f"{folder} is inconsistent: {name!r} has other classes or another feature width")
     return replace(
         state,
         args=args,
@@ -157,34 +159,34 @@ def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: se
 
 
 def read_known(folder: Path, names: Sequence[str], files: Container[str]) -> KnownImages:
-    """Which images a saved learner of some classes has learned and was tested on."""
-    if saving.KNOWN_FILE not in files:  # an upload without statistics has none
+    """Read which images a saved learner with the classes `names` has learned and was tested on."""
+    if saving.KNOWN_FILE not in files:  # uploads without statistics do not have the file
         return KnownImages(complete=not names)
     return KnownImages.from_arrays(*read_tensors(folder / saving.KNOWN_FILE), names)
 
 
 def _read_memory(state: LearnerState, folder: Path, files: set[str]) -> Memory | None:
-    """What the strategy kept, checked against the model's layers; None where the folder was written without it."""
+    """Read the strategy's memory; None if the folder was written without it."""
     if saving.STATISTICS_FILE in files:
         return OccupationStatistics.load(folder / saving.STATISTICS_FILE, state.device)
     if saving.MEMORY_FILE not in files:
         return None
     memory, metadata = read_tensors(folder / saving.MEMORY_FILE)
     if metadata != {saving.MEMORY_FORMAT: state.strategy.name}:
-        raise ValueError(f"{saving.MEMORY_FILE} is of {metadata}, expected the strategy {state.strategy.name!r}")
+        raise ValueError(f"{saving.MEMORY_FILE} is for {metadata}, expected the strategy {state.strategy.name!r}")
     return memory
 
 
 @contextmanager
 def _restored_on_error(base_model: nn.Module) -> Iterator[None]:
-    """Take an adapter out of the model again where the block raises."""
+    """Remove an adapter from the model again if the block raises."""
     trainable = [(parameter, parameter.requires_grad) for parameter in base_model.parameters()]
     modules = dict(base_model.named_modules())
     attributes = set(vars(base_model))
     try:
         yield
     except BaseException:
-        for attribute in set(vars(base_model)) - attributes:  # PEFT's `peft_config`, for one
+        for attribute in set(vars(base_model)) - attributes:  # such as PEFT's `peft_config`
             delattr(base_model, attribute)
         for name, module in list(base_model.named_modules()):
             if name and name in modules and modules[name] is not module:

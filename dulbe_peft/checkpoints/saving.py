@@ -1,4 +1,4 @@
-"""A learner written as one folder, here or on the Hub: adapter, classifiers, memory, processor, settings, card."""
+"""Write a learner to one folder or to the Hub: adapter, classifiers, memory, processor, settings and model card."""
 
 from functools import partial
 from pathlib import Path
@@ -24,11 +24,11 @@ ADAPTER_FILE = SAFETENSORS_WEIGHTS_NAME
 ADAPTER_CONFIG_FILE = CONFIG_NAME
 STATISTICS_FILE = "statistics.safetensors"
 MEMORY_FILE = "memory.safetensors"
-KNOWN_FILE = "images.safetensors"  # which images were learned and tested on, by content
+KNOWN_FILE = "images.safetensors"  # contents of the images that were learned and tested on
 MEMORY_FORMAT = "dulbe-memory-1"
 PROCESSOR_FOLDER = "processor"
-# Read by transformers alone. Without it, `pipeline` would take a learner's folder for one of PEFT's and build a new,
-# random classifier on the base model. With it, `pipeline` and `AutoModel` end in an error that names this package.
+# Only transformers reads this file. Without it, `pipeline` would treat a learner's folder as one of PEFT's and build a
+# new, random classifier on the base model. With it, `pipeline` and `AutoModel` raise an error that names this package.
 TRANSFORMERS_FILE = "config.json"
 TRANSFORMERS_CONFIG = {
     "model_type": "dulbe_peft",
@@ -37,16 +37,20 @@ TRANSFORMERS_CONFIG = {
 
 
 def save(state: LearnerState, folder: Path) -> None:
-    """Write a learner into a folder of its own, put in place whole."""
+    """Write a learner atomically to a new folder, or replace a saved learner."""
     if folder.resolve() in (Path.cwd(), *Path.cwd().parents):
-        raise FileExistsError(f"{str(folder)!r} is the current folder, or above it: choose a folder inside it to save")
+        raise FileExistsError(f"{str(folder)!r} is or contains the current folder: choose a folder inside it to save")
     on_main_process(partial(commit_folder, folder, "learner", partial(write, state)))
 
 
 def write(
     state: LearnerState, folder: Path, statistics: bool = True, card: str | None = None, local: bool = True
 ) -> None:
-    """Write a learner's files into a folder, with `statistics` the strategy's memory, with `local` the base's path."""
+    """Write a learner's files into a folder.
+
+    With `statistics`, this includes the strategy's memory and the record of images, and with `local`, the path of the
+    base model on this machine.
+    """
     check_saved(state.processor, state.base)
     if state.adapter is not None:
         state.model.save_pretrained(str(folder), save_embedding_layers=False)  # type: ignore[operator]
@@ -79,7 +83,7 @@ def push(
         results = read_json(results)
     tasks = [list(task) for task in state.tasks]
     if results is not None and (not isinstance(results, dict) or results.get("class_names") != tasks):
-        raise ValueError(f"results are not of this learner: their class_names are not its tasks, {tasks!r:.200}")
+        raise ValueError(f"results belong to another learner: their class_names are not its tasks, {tasks!r:.200}")
 
     def write_upload(folder: Path, repo_id: str) -> None:
         def fill(temporary: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint in the middle of a task holds beside the learner: which task, and what was measured before it."""
+"""Checkpoints during a task: besides the learner, they record the task and what was measured before it."""
 
 import json
 import zipfile
@@ -16,26 +16,26 @@ from dulbe_peft.utils.folders import CheckpointError, read_manifest
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
 
 FORMAT = "dulbe-task-1"
-RNG_FILES = "rng_state*.pth"  # transformers', one of each process
+RNG_FILES = "rng_state*.pth"  # written by transformers, one per process
 
 
 def begin(folder: Path) -> None:
-    """Make a checkpoint that is about to be written anew an incomplete one: its last file goes first."""
+    """Mark a checkpoint that is about to be overwritten as incomplete, by removing the file that is written last."""
     (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
 
 
 def check_whole(folder: Path) -> None:
-    """Raise a `CheckpointError` unless a checkpoint was written to its end and each of its files is whole."""
+    """Raise a `CheckpointError` unless a checkpoint is complete and none of its files is damaged."""
     read_manifest(folder)
     random = [path.name for path in sorted(folder.glob(RNG_FILES))] or [RNG_FILES]
     for name in (OPTIMIZER_NAME, SCHEDULER_NAME, *random, TRAINER_STATE_NAME):
         if not (folder / name).is_file():
-            why = "it was not written to its end, or with save_only_model, and training cannot go on with it"
-            raise CheckpointError(f"{folder} holds no {name}: {why}")
+            why = "it is incomplete or was saved with save_only_model, so training cannot resume from it"
+            raise CheckpointError(f"{folder} has no {name}: {why}")
         try:
             if name == TRAINER_STATE_NAME:
                 read_json(folder / name)
-            else:  # torch writes zip archives with a checksum of each part
+            else:  # torch writes zip archives with a checksum for each part
                 with zipfile.ZipFile(folder / name) as archive:
                     if damaged := archive.testzip():
                         raise ValueError(f"the checksum of {damaged} differs")
@@ -44,7 +44,7 @@ def check_whole(folder: Path) -> None:
 
 
 def record_of(images: LabelledImages, look: bool) -> dict[str, Any]:
-    """What tells a task from others: its classes and images, see `LabelledImages.fingerprint`."""
+    """Return what identifies a task: its classes and the fingerprint of its images, see `LabelledImages`."""
     return {
         "class_names": list(images.class_names),
         "images": len(images),
@@ -53,16 +53,16 @@ def record_of(images: LabelledImages, look: bool) -> dict[str, Any]:
 
 
 def write(folder: Path, images: LabelledImages, look: bool, tensors: Mapping[str, torch.Tensor | None]) -> None:
-    """Add the file of an unfinished task to a folder."""
+    """Write the file of an unfinished task into a folder."""
     record = json.dumps(record_of(images, look), ensure_ascii=False)
     measured = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     write_tensors(folder / TASK_FILE, measured, {FORMAT: record})
 
 
 def read(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors of a folder's unfinished task, on the CPU, and its record; a `ValueError` where there is none."""
+    """Return the tensors of a folder's unfinished task, on the CPU, and its record; a `ValueError` if it has none."""
     if not (folder / TASK_FILE).is_file():
-        raise ValueError(f"{folder} is no checkpoint of a DualModeTrainer: it holds no {TASK_FILE}")
+        raise ValueError(f"{folder} is not a checkpoint of a DualModeTrainer: it has no {TASK_FILE}")
     tensors, metadata = read_tensors(folder / TASK_FILE)
     if FORMAT not in metadata:
         raise ValueError(f"{folder / TASK_FILE} has format {sorted(metadata)}, expected {FORMAT!r}")

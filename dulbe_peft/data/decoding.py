@@ -102,7 +102,7 @@ def why_not_read(suffix: str) -> str:
             return why
     if suffix in _SUFFIXES["HEIF"]:
         return f'{suffix} files need an extra package: pip install "dulbe_peft[heic]"'
-    return f"files ending in {suffix} are not read" if suffix else "the name has no suffix; if it is an image, add one"
+    return f"a file ending in {suffix} is not read" if suffix else "the name has no suffix; if it is an image, add one"
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -183,7 +183,7 @@ def stored_bytes(source: Source) -> bytes:
 
 
 def decode_image(source: Source, content: bytes | None = None) -> Image.Image:
-    """Decode a path or binary file, or its bytes `content` if given, to an upright RGB image; only the first frame."""
+    """Decode the first frame of a path or binary file to an upright RGB image; `content` are its bytes, if known."""
     content = stored_bytes(source) if content is None else content
     try:
         with open_image(io.BytesIO(content)) as image:

@@ -102,7 +102,7 @@ def _schemas(path: Path) -> Schemas:
     schemas = [_read("read_schema", file) for file in files]
     for file, schema in zip(files, schemas, strict=True):
         if {*schema.names} != {*first.names}:
-            raise ValueError(f"{file} has the columns {schema.names}, and {files[0]} has {first.names}")
+            raise ValueError(f"{file} has the columns {schema.names}, but {files[0]} has {first.names}: use the same")
         for name in ("label", "embedding"):
             kind, expected = schema.field(name).type, first.field(name).type
             if kind != expected:

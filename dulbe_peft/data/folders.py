@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -150,7 +151,7 @@ class ImageFolder(FileImages):
     Example:
         >>> photos = ImageFolder("photos", "train")
         >>> len(photos), photos.class_names, photos.left_out
-        (120, ('cat', 'dog'), [('photos/train/cat/notes.txt', 'files ending in .txt are not read')])
+        (120, ('cat', 'dog'), [('photos/train/cat/notes.txt', 'a file ending in .txt is not read')])
     """
 
     def __init__(self, root: str | os.PathLike[str], split: str | None = None, leave_out: Sequence[str] = ()) -> None:
@@ -173,6 +174,22 @@ class ImageFolder(FileImages):
         if not files:
             raise ValueError(f"no class folder in {folder} contains an image; its folders are {subfolders(folder)}")
         super().__init__(folder, split, images, left_out)
+
+
+@dataclass(frozen=True)
+class FolderSplit:
+    """A split of a folder of images, which is read when it is called."""
+
+    root: Path
+    split: str | None
+    leave_out: Sequence[str] = ()
+
+    def __call__(self) -> ImageFolder:
+        return ImageFolder(self.root, self.split, self.leave_out)
+
+    def check(self) -> None:
+        """Raise the errors of reading that concern folders, without listing the files."""
+        folder_of_classes(self.root, self.split, self.leave_out)
 
 
 def folder_of_classes(folder: Path, split: str | None, leave_out: Sequence[str] = ()) -> Path:

@@ -42,7 +42,7 @@ class LabelledImages:
 
     name = ""
     left_out: Sequence[tuple[str, str]] = ()  # (path, reason) of what a folder contains but the data set skips
-    notes: Sequence[str] = ()  # sentences that tell the user about guesses
+    notes: Sequence[str] = ()  # messages to the user about what was guessed
     split: str | None = None
     features: Any = None  # a `FeatureTable` if the images were encoded earlier
 
@@ -214,7 +214,7 @@ def labelled_images(dataset: Any) -> LabelledImages:
 def named_images(
     dataset: Any, class_names: Sequence[str] | None = None, default: Sequence[str] = (), title: str = "dataset"
 ) -> LabelledImages:
-    """Convert a user's data set, which must not be empty; labels index `class_names`, the data set's, or `default`."""
+    """Convert a user's data set, which must not be empty, with the given class names, its own, or `default`."""
     images = labelled_images(dataset)
     labels, carried = images.labels, images.class_names
     names = check_class_names(class_names) if class_names is not None else carried or tuple(default)

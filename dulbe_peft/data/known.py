@@ -113,21 +113,21 @@ class KnownImages:
 
 def compared(
     images: LabelledImages | None,
-    noted: Contents,
+    known: Contents,
     names: Sequence[str],
     renamed: Mapping[str, str] | None = None,
     look: bool = True,
 ) -> tuple[dict[int, str], list[int], int]:
-    """Compare images with those recorded in `noted` for the classes `names`.
+    """Compare images with those recorded in `known` for the classes `names`.
 
     `renamed` maps the images' class names to their present names. Without `look`, only the class is compared, not the
     content.
 
     Returns:
-        The recorded class of each row that is recorded, the other rows, and the number of recorded images that are
-        missing in `images`.
+        The recorded class by row, the rows that are not recorded, and the number of recorded images that are missing
+        in `images`.
     """
-    left = Counter((name, content if look else b"") for name in names for content in noted.get(name, ()))
+    left = Counter((name, content if look else b"") for name in names for content in known.get(name, ()))
     recorded, others = dict[int, str](), list[int]()
     if images is None:
         return recorded, others, left.total()

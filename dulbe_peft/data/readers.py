@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from dulbe_peft.data.decoding import ARCHIVES, why_not_read
 from dulbe_peft.data.digits import load_digit_images
 from dulbe_peft.data.features import feature_splits
-from dulbe_peft.data.folders import TABLES, ImageFolder, subfolders
+from dulbe_peft.data.folders import TABLES, FolderSplit, ImageFolder, subfolders
 from dulbe_peft.data.hub import HUB_PREFIX, hub_images, hub_splits, import_datasets
 from dulbe_peft.data.images import LabelledImages, Splits
 
@@ -80,7 +80,7 @@ def splits(
     path_column: str | None = None,
     leave_out: Sequence[str] | None = None,
 ) -> Splits:
-    """Return the splits of a data set: a function that opens each, by name. The arguments are those of `load_data`."""
+    """Return a function that opens each split of a data set, keyed by the split. Arguments are as in `load_data`."""
     path = Path(text)
     check_data(text)
     if available := feature_splits(path) or hub_splits(text, image_column, label_column):
@@ -93,7 +93,7 @@ def splits(
     if tables:
         return tables
     if path.is_dir():
-        return {name: partial(ImageFolder, path, name, leave_out or ()) for name in (*subfolders(path), None)}
+        return {name: FolderSplit(path, name, leave_out or ()) for name in (*subfolders(path), None)}
     if text == DEMO_DIGITS:
         return {name: partial(load_digit_images, name) for name in ("train", "test")}
     suffix, expected = path.suffix.lower(), "expected a folder of images or of parquet files, or a .csv of labels"

@@ -34,7 +34,7 @@ def left_out(images: Any) -> list[tuple[str, str]]:
 
 
 class _Unlabelled(LabelledImages):
-    """Unlabelled images. `source` has pairs (path, file or image; None) or (data set; position in it)."""
+    """Unlabelled images. `source` has pairs of a path, file or image and None, or of a data set and a position."""
 
     def _item(self, position: int) -> tuple[Any, int]:
         source, place = self.source[position]

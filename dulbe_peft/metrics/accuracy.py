@@ -3,8 +3,8 @@
 R[t, i]   accuracy on task i's classes after task t, among all classes seen by then; NaN for i > t
 A[t]      accuracy on the test images of all classes seen after task t, task identity unknown
 
-A value that was not measured is NaN in an array and None in JSON, for example if a learner had already learned some
-tasks before the run, which never tests them. The measures leave such values out.
+A value that was not measured is NaN in an array and None in JSON. Such values occur if a learner had already learned
+some tasks before a run, because the run does not test these tasks. The measures leave them out.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def forgetting(matrix: np.ndarray) -> float:
     if len(matrix) == 1:
         return 0.0
     earlier = matrix[:-1, :-1]
-    best = np.where(np.isnan(earlier), -np.inf, earlier).max(axis=0)  # up to the task just before the last one
+    best = np.where(np.isnan(earlier), -np.inf, earlier).max(axis=0)  # before the last task
     return _finite_mean(best - matrix[-1, :-1])
 
 

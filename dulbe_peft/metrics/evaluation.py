@@ -73,7 +73,7 @@ def evaluate_features(
     prototypes = {} if "prototype" in classifiers else {"class_means": "visual_prototypes"}
     for name, attribute in {"text": "text_embeds", **prototypes}.items():
         rows: Any = next((getattr(c, attribute) for c in classifiers.values() if hasattr(c, attribute)), None)
-        if rows is not None and parts:
+        if rows is not None and parts and rows.any(dim=1).all():  # zeros stand for texts that a model does not have
             embeddings[name] = rows.to(parts[0])
     predictions = {name: answers(classifier, parts) for name, classifier in classifiers.items()}
     return [

@@ -15,8 +15,8 @@ from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.closing import ClosingPass, learn_task
 from dulbe_peft.classifiers.registry import make_classifier
 from dulbe_peft.metrics.evaluation import answers
-from dulbe_peft.utils.devices import own_randomness
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
+from dulbe_peft.utils.torch_settings import own_randomness
 
 FEATURES_FOLDER = "features"
 SUFFIX = ".safetensors"
@@ -29,7 +29,7 @@ _FORMAT = "dulbe_peft task features 1"
 class TaskFeatures:
     """The features that the classifiers learn from in one task, and those that they are tested on after it."""
 
-    closing: ClosingPass  # its text embeddings are from the model after the task, and set even if none are needed
+    closing: ClosingPass  # its text embeddings come from the model after the task, even if no classifier needs them
     # The number of a task, from 1 -> the features of its test images, (n, d), and their labels, (n,).
     tests: dict[int, tuple[torch.Tensor, torch.Tensor]]
 
@@ -98,7 +98,10 @@ def learn_from_features(
     """
     absent = [task.closing.before is None for task in tasks[1:]]
     if any(absent) and (drift == "linear" or not all(absent)):
-        raise ValueError(f"drift is {drift!r}, but the features before each task were not saved: train with a drift")
+        raise ValueError(
+            f"drift is {drift!r}, but the features before each task were not saved: train the stream with a drift "
+            "other than 'none'"
+        )
     name = spec.partition(":")[0]
     classifiers = {name: make_classifier(spec, tasks[0].closing.features.shape[1], logit_scale)}
     if classifiers[name].needs_text and any(task.closing.texts is None for task in tasks):

@@ -65,9 +65,9 @@ def zero_shot_retention(
     Args:
         learner: the learner to measure.
         dataset: images of classes that were not learned. The text classifier chooses among these classes.
-        class_names: the names of the classes of `dataset`, if it has none.
+        class_names: the names of the classes in `dataset`. None takes the names that `dataset` has.
         scales: how much of the learned update to use, see `ClassIncrementalLearner.scaled`. 0 and 1 are always used.
-        learned: test sets of learned classes, among which the text classifier chooses for them.
+        learned: test sets of learned classes. For these, the text classifier chooses among the classes in `learned`.
 
     Returns:
         A dict with "before" and "after", the accuracies on `dataset` of the pristine model and of the learner, and

@@ -42,7 +42,7 @@ def block_of(name: str) -> int:
 
 
 def lower_and_upper(names: Iterable[str], share: float) -> tuple[list[str], list[str], int]:
-    """Return the layers of the lower blocks, all other layers, and the number of lower blocks, rounded down."""
+    """Split layers into those of the first `share` of blocks and the rest; also return the number of these blocks."""
     blocks = {name: block_of(name) for name in names}
     count = int(share * (1 + max(blocks.values(), default=-1)))
     lower = [name for name, block in blocks.items() if 0 <= block < count]

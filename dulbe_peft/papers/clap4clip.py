@@ -1,4 +1,4 @@
-"""CLAP4CLIP: texts attend to the class means, and a Gaussian per class, from its task's adapter, is added to them.
+"""CLAP4CLIP: texts attend to the class means, and an adapter per task gives each text a Gaussian that is added to it.
 
 t_c = e_c + G(e_1 .. e_C; v_1 .. v_C)_c     G: a decoder layer; a text attends to texts of its task, and to all v
 q_c = N(M_b t_c + m_b, diag(s)^2)           s = 0.001 + 0.999 softplus(S_b t_c + s_b);  b: the task of class c
@@ -37,8 +37,8 @@ class Clap4ClipClassifier(ReplayedMeans):
 
     - The authors use 20 stored images of each old class. Here the mean feature of an old class is repeated instead,
       so the variation between its images is lost.
-    - Their texts attend to the images of the batch, at test time to the other test images, so that a prediction
-      depends on the others. Here the texts attend to the class means.
+    - Their texts attend to the images of the batch, so that a prediction depends on the other test images. Here the
+      texts attend to the class means.
     - A prediction uses the mean of q_c instead of 20 samples.
     - S and the biases in G start at 0. The authors' S starts at the variance between a class's prompts, which is below
       1e-6; here only the mean of the prompts is known.

@@ -58,7 +58,7 @@ class ClgCbmClassifier(KeptGaussians):
     seed: Seed = 0
 
     name = "clg_cbm"
-    summary = "CLG-CBM's rule: measures how well an image matches each text, then takes sparse weighted sums of that"
+    summary = "CLG-CBM's rule: sparse weighted sums of how well an image matches each text of each class"
     belongs_to = "clg_cbm"
     needs_text = True
     needs_each_text = True

@@ -1,4 +1,4 @@
-"""ENGINE: each task adds a linear unit for images and one for texts; a Gaussian discriminant of the features helps.
+"""ENGINE: each task adds a linear unit for images and one for texts, used with a Gaussian discriminant of features.
 
 u(z) = v / |v|,  v = sum over tasks of s W_t z + b_t   images and texts have separate sums; finished units are frozen
 cos  = u(z) . u(e_c)                                   s = 10
@@ -54,8 +54,8 @@ class EngineClassifier(Classifier):
 
     Differences from the paper:
 
-    - The paper's GPT-4 descriptions are not included; pass descriptions as `class_texts`. `text_embeds` holds the mean
-      over each class's texts and u(e_y) is pulled towards it, where the authors sample one description per step.
+    - The paper's GPT-4 descriptions are not included; pass descriptions as `class_texts`. The authors sample one
+      description per step and pull u(e_y) towards it; here u(e_y) is pulled towards the mean of the class's texts.
     - The re-ranking of an image's five best classes is left out: it needs texts for C^2 pairs of classes, and the text
       tower at test time.
     - u(z) is pulled towards the feature of the same image, not of a noisy copy of the image.

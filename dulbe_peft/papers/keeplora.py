@@ -1,7 +1,7 @@
 """KeepLoRA: frozen bases from the new task's gradient, outside the weight's principal and the old tasks' directions.
 
-Before the first task, the occupied directions of a layer are W_p: the first right singular vectors of W_0
-(d_out x d_in), as few as give sum of sigma_i^2 >= eps_w |W_0|^2. Before every task, with G the gradient of the
+Before the first task, the occupied directions of a layer are W_p: the fewest first right singular vectors of W_0
+(d_out x d_in) with sum of sigma_i^2 >= eps_w |W_0|^2. Before every task, with G the gradient of the
 cross-entropy over the task's images, and Q = [W_p, M] an orthonormal basis of all directions occupied so far:
 
     A_t = V_r'                    V_r: top r right singular vectors of G (I - Q Q')

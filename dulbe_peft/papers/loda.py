@@ -33,7 +33,7 @@ from dulbe_peft.utils.settings import Positive
 
 
 def general_pair(moment: torch.Tensor, count: int, name: str = "S") -> torch.Tensor:
-    """Return the top eigenvectors of S, (d, d) in float64, as orthonormal columns, (d, count), also where S is 0."""
+    """Return the top eigenvectors of S, (d, d) in float64, completed to orthonormal columns, (d, count)."""
     vectors = top_eigenvectors(moment, count, name)
     return torch.cat([fix_signs(vectors), orthonormal_complement(vectors, count - vectors.shape[1])], dim=1)
 

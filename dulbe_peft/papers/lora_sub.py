@@ -1,4 +1,4 @@
-"""LoRA-Sub, or LoRA-DRS: train in the directions the new task uses in a model from which old updates are subtracted.
+"""LoRA-Sub, or LoRA-DRS: train only in the new task's input directions, measured after subtracting old updates.
 
     W~ = W_0 - sum over earlier tasks j of B_j A_j           in all adapted layers at once
     S  = X'X over the new task's images, X: a layer's inputs in the model with weights W~

@@ -42,7 +42,7 @@ def projected_fusion(
     scale: torch.Tensor,
     sums: bool = True,
 ) -> torch.Tensor:
-    """Return the scores, (n, C), of unit features z, (n, d), summed over the texts, fused class means and fused texts.
+    """Return the scores, (n, C), of unit features z, (n, d): those of texts, fused means and fused texts in sum.
 
     Without `sums`, the three terms are returned separately, (3, n, C).
     """

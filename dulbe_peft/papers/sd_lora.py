@@ -38,7 +38,7 @@ def scaled(up: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class SdLora(MergedLora):
-    """SD-LoRA, with separate magnitudes for each layer that all tasks go on training."""
+    """SD-LoRA, in which each layer has its own magnitudes and every task trains all of them."""
 
     magnitude: Positive = 0.8  # initial magnitude of a new pair
 

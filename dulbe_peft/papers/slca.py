@@ -128,7 +128,7 @@ def shrunk(means: Tensor, task: Tensor) -> Tensor:
 
 
 def normed(scores: Tensor, task: Tensor) -> Tensor:
-    """Divide each image's scores, (n, C), by the mean over tasks of the norm of its scores for the task's classes."""
+    """Divide each image's scores, (n, C), by n, the mean over tasks of |scores of the task's classes|."""
     parts = scores.split(task.unique_consecutive(return_counts=True)[1].tolist(), dim=1)  # one part per task
     return scores / (torch.stack([part.norm(dim=1) for part in parts]).mean(dim=0)[:, None] + 1e-7)
 

@@ -77,11 +77,11 @@ def suggestions(features: Tensor, count: int, classifier: Classifier | None = No
     every = np.arange(len(features))
     if classifier is None or not classifier.class_names:
         return _without_copies(features, _typical(features, every, count, seed=seed), count)
-    values, places = classifier.probabilities(features).topk(min(2, len(classifier.class_names)), dim=1)
+    values, labels = classifier.probabilities(features).topk(min(2, len(classifier.class_names)), dim=1)
     novelty, novel = classifier.novelty(features).tolist(), _novel(classifier, features)
     margin = (values[:, 0] - values[:, -1]).cpu().numpy()
     many_novel = novel.sum() > MANY * LOST * len(novel)
-    names = [[classifier.class_names[place] for place in row] for row in places.tolist()]
+    names = [[classifier.class_names[label] for label in row] for row in labels.tolist()]
     sums = None if many_novel else sums_of(classifier)
     means = None if sums is None else F.normalize(sums.means, dim=1)
     kind = "unlike anything learned" if many_novel else "typical"

@@ -1,6 +1,6 @@
-"""What training a task did to the classes before it: their test images, as if it had not been trained, and as it was.
+"""Measure what training a task cost the old classes: their test accuracy with the training and without it.
 
-Both sides know the same classes and images. So nothing but the training lies between them, and no class that came.
+Both sides know the same classes and images, so the difference is due to the training and not to the new classes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,16 +17,16 @@ from dulbe_peft.encoders.text_encoder import mean_texts
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import Evaluation, answers
 from dulbe_peft.streams.learning import StreamLearner
-from dulbe_peft.utils.devices import own_randomness
 from dulbe_peft.utils.records import Count, Record
+from dulbe_peft.utils.torch_settings import own_randomness
 
-LEVEL = 0.05  # of the sign test, over all classifiers together
-MUCH = 0.1  # a share of images, below which nothing is said of answers that changed
-ADVICE = "lower --learning-rate, or train nothing (--strategy frozen)"
+LEVEL = 0.05  # significance level of the sign test, for all classifiers together
+MUCH = 0.1  # share of images whose prediction changed, from which a warning is printed
+ADVICE = "lower --learning-rate, or do not train (--strategy frozen)"
 
 
 class Cost(Record):
-    """Test images of old classes: those right with the task's training, those lost by it, and those gained."""
+    """Counts of test images of old classes: all, right after the training, lost by it, and gained by it."""
 
     images: Count
     right: Count
@@ -35,18 +35,18 @@ class Cost(Record):
 
     @property
     def points(self) -> float:
-        """How many percent of the images were lost, less those gained."""
+        """Return the loss of accuracy in percentage points."""
         return 100 * (self.lost - self.gained) / self.images
 
 
 @dataclass(frozen=True)
 class Before:
-    """A learner before a task: its classifiers, and the texts of old and new classes by its model."""
+    """A learner before a task: its classifiers, and its model's text embeddings of old and new classes."""
 
     classifiers: Mapping[str, Classifier]
     texts: Tensor | None
     each_text: tuple[Tensor, Tensor] | None
-    tests: Mapping[int, Evaluation]  # what it said of the old tasks' test images, with their features
+    tests: Mapping[int, Evaluation]  # by number of an old task: predictions and features of its test images
 
     @classmethod
     def of(cls, learner: StreamLearner, new: tuple[str, ...], tests: Mapping[int, Evaluation]) -> "Before":
@@ -57,29 +57,31 @@ class Before:
         return cls(dict(learner.classifiers), texts, each, tests)
 
     def untrained(self, closing: ClosingPass, names: Iterable[str], seed: int) -> dict[str, Classifier]:
-        """The classifiers with the task's classes as its images were before the training."""
-        still = replace(closing, features=cast(Tensor, closing.before), before=None, views=None)
-        still = replace(still, texts=self.texts, each_text=self.each_text)
+        """Return classifiers that learn the task from the features that its images had before the training."""
+        untrained = replace(closing, features=cast(Tensor, closing.before), before=None, views=None)
+        untrained = replace(untrained, texts=self.texts, each_text=self.each_text)
         with own_randomness(seed, len(self.tests)):
-            return learn_task({name: self.classifiers[name] for name in names}, still, drift="none")
+            return learn_task({name: self.classifiers[name] for name in names}, untrained, drift="none")
 
     def costs(self, closing: ClosingPass, now: Mapping[int, Evaluation], seed: int) -> dict[str, Cost]:
-        """What the training cost each classifier of the old classes; nothing where features before are not known."""
+        """Return what the training cost each classifier; empty if the features before the training are not known."""
         if closing.before is None or not self.tests:
             return {}
-        found, numbers = {}, list(self.tests)
+        costs, numbers = {}, list(self.tests)
         truth = torch.cat([self.tests[number].truth for number in numbers])
         for name, classifier in self.untrained(closing, self.classifiers, seed).items():
-            said = answers(classifier, [self.tests[number].features.to(classifier.device) for number in numbers])
-            before = torch.cat([predicted for predicted, _ in said]) == truth
+            predictions = answers(
+                classifier, [self.tests[number].features.to(classifier.device) for number in numbers]
+            )
+            before = torch.cat([predicted for predicted, _ in predictions]) == truth
             after = torch.cat([now[number].classifiers[name] for number in numbers]) == truth
             lost, gained = int((before & ~after).sum()), int((after & ~before).sum())
-            found[name] = Cost(images=len(truth), right=int(after.sum()), lost=lost, gained=gained)
-        return found
+            costs[name] = Cost(images=len(truth), right=int(after.sum()), lost=lost, gained=gained)
+        return costs
 
     @torch.no_grad()
     def changed(self, closing: ClosingPass, after: Classifier, seed: int) -> float | None:
-        """The share of the task's images that `after` takes for another old class than it would without training."""
+        """Return the share of the task's images whose most likely old class was changed by the training."""
         old = len(self.classifiers[after.name].class_names)
         if closing.before is None or old < 2:
             return None
@@ -89,7 +91,7 @@ class Before:
 
 
 def fallen(costs: Mapping[str, Cost]) -> dict[str, Cost]:
-    """The classifiers that lose more of the old classes' test images than chance explains, by a sign test."""
+    """Return the costs of the classifiers whose loss on old classes is significant by a sign test."""
     from scipy.stats import binomtest
 
     level = LEVEL / max(1, len(costs))
@@ -102,7 +104,7 @@ def fallen(costs: Mapping[str, Cost]) -> dict[str, Cost]:
 
 
 def fall_line(costs: Mapping[str, Cost], changed: float | None) -> str:
-    """What a run prints after a task whose training cost old classes something, or ""."""
+    """Return the warning that a run prints if training a task cost old classes something, or ""."""
     parts = [
         f"{name} {percent((cost.right + cost.lost - cost.gained) / cost.images, 1)} to "
         f"{percent(cost.right / cost.images, 1)} %"
@@ -110,10 +112,11 @@ def fall_line(costs: Mapping[str, Cost], changed: float | None) -> str:
     ]
     if parts:
         images = next(iter(costs.values())).images
-        return f"training this task cost old classes, of {images} test images: {', '.join(parts)}; {ADVICE}"
+        lowered = f"training this task lowered the accuracy on {images} test images of old classes"
+        return f"{lowered}: {', '.join(parts)}; {ADVICE}"
     if changed is not None and changed >= MUCH:
         return (
-            f"no old class has test images; {percent(changed, 0)} % of this task's look like another old class than "
-            f"before its training, so old classes may have suffered: test them, {ADVICE}"
+            "old classes have no test images, but training changed the most likely old class of "
+            f"{percent(changed, 0)} % of this task's images, so old classes may have suffered: test them, {ADVICE}"
         )
     return ""

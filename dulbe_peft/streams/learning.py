@@ -1,4 +1,4 @@
-"""What a stream needs of its learner, which is a `ClassIncrementalLearner`: its module imports the stream's."""
+"""The interface through which streams use a learner, so that they need not import `ClassIncrementalLearner`."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +18,7 @@ from dulbe_peft.training.trainer import Log, TaskRecord
 
 
 class StreamLearner(Protocol):
-    """A learner as its stream sees it; `ClassIncrementalLearner` says what each name is."""
+    """What a stream uses of a learner; the members are documented in `ClassIncrementalLearner`."""
 
     state: LearnerState
     encoder: Encoder

@@ -8,7 +8,7 @@ import numpy as np
 from dulbe_peft.data.names import normalized
 from dulbe_peft.utils.settings import check_int
 
-# The order iCaRL drew for CIFAR-100, which later work on it keeps.
+# The class order that iCaRL drew for CIFAR-100 and that later papers use too.
 # fmt: off
 ICARL_CIFAR100_ORDER = (
     87, 0, 52, 58, 44, 91, 68, 97, 51, 15, 94, 92, 10, 72, 49, 78, 61, 14, 8, 86, 84, 96, 18, 24, 32, 45, 88, 11,
@@ -20,19 +20,19 @@ ICARL_CIFAR100_ORDER = (
 
 
 def resolve_labels(names: Sequence[str], class_names: tuple[str, ...], setting: str) -> np.ndarray:
-    """The labels of some classes, int64; messages call the setting that names the classes `setting`."""
+    """Return the labels of the classes `names`, int64; error messages call the setting that gives them `setting`."""
     labels = {name: label for label, name in enumerate(class_names)}
     unknown = [name for name in names if normalized(name) not in labels]
     if unknown:
-        raise ValueError(f"{setting} names {unknown[0]!r}, which is no class of the dataset")
+        raise ValueError(f"{setting} names {unknown[0]!r}, which is not a class of the dataset")
     return np.array([labels[normalized(name)] for name in names], dtype=np.int64)
 
 
 def resolve_order(class_order: Any, seed: int | None, class_names: tuple[str, ...]) -> np.ndarray:
-    """The order of classes as a permutation of 0..C-1, int64."""
+    """Return the order of the classes as a permutation of 0..C-1, int64."""
     num_classes = len(class_names)
     if class_order is not None and seed is not None:
-        raise ValueError(f"class_order and seed={seed!r} are both given; a stream has one order")
+        raise ValueError(f"class_order and seed={seed!r} are both given: pass only one of them")
     if class_order is None:
         if seed is None:
             return np.arange(num_classes)
@@ -40,7 +40,7 @@ def resolve_order(class_order: Any, seed: int | None, class_names: tuple[str, ..
         return np.random.RandomState(seed).permutation(num_classes).astype(np.int64)
     if isinstance(class_order, str):
         if class_order != "icarl":
-            raise ValueError(f'class_order is {class_order!r}; the one order known by name is "icarl"')
+            raise ValueError(f'class_order is {class_order!r}; the only order with a name is "icarl"')
         if num_classes != len(ICARL_CIFAR100_ORDER):
             raise ValueError(f'class_order "icarl" is for the 100 classes of CIFAR-100, got {num_classes} classes')
         return np.array(ICARL_CIFAR100_ORDER, dtype=np.int64)
@@ -52,6 +52,6 @@ def resolve_order(class_order: Any, seed: int | None, class_names: tuple[str, ..
     entries = [check_int(f"class_order[{position}]", entry, 0) for position, entry in enumerate(entries)]
     if sorted(entries) != list(range(num_classes)):
         absent = sorted(set(range(num_classes)) - set(entries))
-        detail = f"{absent[0]} is absent" if absent else f"it has {len(entries)} entries"
-        raise ValueError(f"class_order must hold each of 0..{num_classes - 1} once, but {detail}")
+        detail = f"{absent[0]} is missing" if absent else f"it has {len(entries)} entries"
+        raise ValueError(f"class_order must contain each of 0..{num_classes - 1} once, but {detail}")
     return np.array(entries, dtype=np.int64)

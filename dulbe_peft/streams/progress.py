@@ -1,6 +1,6 @@
-"""What is known of a run's finished tasks, one entry a task: accuracies, what learning showed, time and source.
+"""Records of a run's finished tasks, one entry per task: accuracies, details of the training, time and source.
 
-A run's first tasks may be those that its learner had learned before. What was never tested stays empty there.
+If the learner had learned tasks before the run, they come first. Whatever was not measured is left empty.
 """
 
 from collections.abc import Sequence
@@ -20,15 +20,16 @@ from dulbe_peft.streams.learning import StreamLearner
 from dulbe_peft.training.state import Update
 from dulbe_peft.utils.folders import CheckpointError, parse_manifest
 from dulbe_peft.utils.records import Count, Fraction, Record, read_record
+from dulbe_peft.utils.terminal import counted
 
 SOURCES_FILE = "sources.json"
-LINE = 8  # tasks whose accuracy stands in the line of a task
+LINE = 8  # number of tasks whose accuracy is printed in the line after a task
 Details = dict[str, Any]
 T = TypeVar("T")
 
 
 class Score(Record):
-    """What one classifier names right after a task: of all test images, of each task's, and of each class's."""
+    """The accuracy of a classifier after a task, overall and per task, and its number of right answers per class."""
 
     accuracy: Fraction
     by_task: list[Fraction | None]
@@ -36,24 +37,24 @@ class Score(Record):
 
 
 class Row(Record):
-    """What was measured after a task; without classifiers where nothing was tested."""
+    """What was measured after a task; `classifiers` is empty if nothing was tested."""
 
     classifiers: dict[str, Score] = {}
     baselines: dict[str, Score] = {}
     images_by_class: dict[str, Annotated[int, Field(ge=1)]] = {}
     costs: dict[str, Cost] = {}  # what training the task cost the old classes
-    changed: Fraction | None = None  # without test images, see `Before.changed`
+    changed: Fraction | None = None  # see `Before.changed`; measured only without test images
 
     @model_validator(mode="after")
     def _classes_are_the_tested_ones(self) -> Self:
         for score in (*self.classifiers.values(), *self.baselines.values()):
             if not score.right_by_class.keys() <= self.images_by_class.keys():
-                raise ValueError("right_by_class must be of the classes in images_by_class")
+                raise ValueError("right_by_class must have only classes that are in images_by_class")
         return self
 
 
 class Timing(Record):
-    """What a task took, and when it was finished."""
+    """The time and memory that a task took, and when it was finished."""
 
     seconds: float
     cpu_seconds: float
@@ -63,7 +64,7 @@ class Timing(Record):
 
 
 class FinishedTask(Record, frozen=False):
-    """All that is known of a finished task; `timing` and `source` are written after its folder."""
+    """The record of a finished task; `timing` and `source` are stored in separate files, written after its folder."""
 
     class_names: list[str]
     row: Row = Field(default_factory=Row)
@@ -74,58 +75,64 @@ class FinishedTask(Record, frozen=False):
 
 
 class Progress(Record):
-    """`progress.json` of a task's folder: the tasks since the folder before it, so no task is noted twice."""
+    """`progress.json` of a task's folder: the tasks since the previous folder, so that no task is stored twice."""
 
     tasks: Annotated[list[FinishedTask], Field(min_length=1)]
 
 
 class Entries(Record, Generic[T]):
-    """A file with an entry for each task, null where it is unknown."""
+    """A file with an entry for each task, which is null if unknown."""
 
     tasks: list[T | None]
 
 
-Timings, Sources = Entries[Timing], Entries[Details]  # of `timings.json` and `sources.json`
+Timings, Sources = Entries[Timing], Entries[Details]  # contents of `timings.json` and `sources.json`
 
 
 def known_tasks(learner: StreamLearner) -> list[FinishedTask]:
-    """What runs have measured of a learner's tasks; nothing where it comes from no run, or has other tasks by now."""
-    names, found = [list(task) for task in learner.tasks], list[FinishedTask]()
-    if learner.folder is not None and learner.folder.is_dir():  # it may be gone by now
+    """Return a record of each of a learner's tasks, with measurements if it comes from a run.
+
+    If classes were merged or forgotten since the run, the old measurements are dropped.
+    """
+    names, records = [list(task) for task in learner.tasks], list[FinishedTask]()
+    if learner.folder is not None and learner.folder.is_dir():  # the folder may have been removed
         saved = parse_manifest(learner.folder).notes.get("tasks", [])
         renames = renamed_classes(learner.state.updates)
         before = [{*task, *(renames.get(name, name) for name in task)} for task in saved]
         if len(saved) <= len(names) and all(set(now) <= task for now, task in zip(names, before, strict=False)):
-            found = read_finished(learner.folder, saved)
-            if saved != names[: len(saved)]:  # of a task with other classes, only where its images came from holds
-                found = [FinishedTask(class_names=now, source=task.source) for now, task in zip(names, found)]
-    return [*found, *(FinishedTask(class_names=task) for task in names[len(found) :])]
+            records = read_finished(learner.folder, saved)
+            if saved != names[: len(saved)]:  # the accuracies are of other classes, so only the sources remain valid
+                records = [FinishedTask(class_names=now, source=task.source) for now, task in zip(names, records)]
+    return [*records, *(FinishedTask(class_names=task) for task in names[len(records) :])]
 
 
 def renamed_classes(updates: Sequence[Update]) -> dict[str, str]:
-    """What classes were called once -> what they are called now."""
-    found: dict[str, str] = {}
+    """Return the present name of each class that was renamed, keyed by every name that it once had."""
+    present: dict[str, str] = {}
     for update in updates:
         for old, new in update.renamed.items():
-            found = {name: new if now == old else now for name, now in found.items()} | {old: new}
-    return found
+            present = {name: new if now == old else now for name, now in present.items()} | {old: new}
+    return present
 
 
 def read_finished(folder: Path, names: Sequence[Sequence[str]]) -> list[FinishedTask]:
-    """What a task's folder, those before it, and the run around it say of these tasks; what is gone is unknown."""
+    """Read the records of the tasks `names` from a task's folder, the folders before it, and the run's files.
+
+    What a removed folder recorded is unknown.
+    """
     tasks = [FinishedTask(class_names=list(task)) for task in names]
     left, here = len(names), folder
     while left:
         try:
-            found = read_record(here / PROGRESS_FILE, Progress).tasks
+            records = read_record(here / PROGRESS_FILE, Progress).tasks
         except (FileNotFoundError, ValueError) as error:
             if here == folder and isinstance(error, ValueError):
                 raise CheckpointError(str(error)) from error
             break
-        start = left - len(found)
-        if start < 0 or [task.class_names for task in found] != [task.class_names for task in tasks[start:left]]:
+        start = left - len(records)
+        if start < 0 or [task.class_names for task in records] != [task.class_names for task in tasks[start:left]]:
             return [FinishedTask(class_names=list(task)) for task in names]
-        tasks[start:left] = found
+        tasks[start:left] = records
         left, here = start, folder.with_name(f"task-{start:03d}")
     for name, file, kind in (("timing", TIMINGS_FILE, Timings), ("source", SOURCES_FILE, Sources)):
         with suppress(OSError, ValueError):
@@ -136,17 +143,17 @@ def read_finished(folder: Path, names: Sequence[Sequence[str]]) -> list[Finished
 
 
 def measured_row(tests: Sequence[Evaluation | None]) -> Row:
-    """The row after a task, from the predictions for each task's test images; None where a task was not tested."""
-    found = [test for test in tests if test is not None]
-    if not found:
+    """Return the row after a task. `tests` has the predictions for each task's test images; None means untested."""
+    tested = [test for test in tests if test is not None]
+    if not tested:
         return Row()
-    sizes = np.array([len(test.truth) for test in found])
-    truth = np.concatenate([test.truth.numpy() for test in found])
+    sizes = np.array([len(test.truth) for test in tested])
+    truth = np.concatenate([test.truth.numpy() for test in tested])
     labels, place, counts = np.unique(truth, return_inverse=True, return_counts=True)
-    names = [found[-1].class_names[label] for label in labels]
+    names = [tested[-1].class_names[label] for label in labels]
 
     def score(kind: str, name: str) -> Score:
-        right = np.concatenate([getattr(test, kind)[name].numpy() for test in found]) == truth
+        right = np.concatenate([getattr(test, kind)[name].numpy() for test in tested]) == truth
         shares = iter((np.add.reduceat(right, np.cumsum(sizes) - sizes, dtype=np.int64) / sizes).tolist())
         by_class = np.bincount(place[right], minlength=len(names)).tolist()
         return Score(
@@ -156,13 +163,13 @@ def measured_row(tests: Sequence[Evaluation | None]) -> Row:
         )
 
     kinds = ("classifiers", "baselines")
-    scores: dict[str, Any] = {kind: {name: score(kind, name) for name in getattr(found[0], kind)} for kind in kinds}
+    scores: dict[str, Any] = {kind: {name: score(kind, name) for name in getattr(tested[0], kind)} for kind in kinds}
     return Row(**scores, images_by_class=dict(zip(names, counts.tolist(), strict=True)))
 
 
 def progress_line(row: Row, number: int, total: int, classes: int) -> str:
-    """What a run prints after task `number` of `total`. The numbers by task are the first classifier's."""
-    text = f"task {number}/{total}: {classes} classes"
+    """Return the line printed after task `number` of `total`; accuracies by task are those of the first classifier."""
+    text = f"task {number}/{total}: {counted(classes, 'class')}"
     if not row.classifiers:
         return text
     by_task = row.classifiers[answering(row.classifiers)].by_task

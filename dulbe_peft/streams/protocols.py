@@ -1,4 +1,4 @@
-"""What a published protocol fixes beside its settings: the names of the classes."""
+"""Class names of a published protocol, read from a file."""
 
 from pathlib import Path
 
@@ -8,13 +8,14 @@ from dulbe_peft.utils.files import read_lines
 
 
 def rename_classes(images: LabelledImages, path: str | Path) -> LabelledImages:
-    """Images whose classes have the names of a text file: `old name`, a tab, `new name`; or the new names in order.
+    """Return the images with the class names of a text file.
 
-    Classes whose names are whole numbers, as folders 0, 1, 2, 10, stand in the order of the numbers.
+    Each line has the old name, a tab and the new name; or the lines have only the new names, in the order of the
+    classes. Classes whose names are all whole numbers, such as 0, 1, 2 and 10, are sorted as numbers.
     """
     file, old = Path(path), images.class_names
     if not file.is_file():
-        raise FileNotFoundError(f"class names {str(path)!r} is no file")
+        raise FileNotFoundError(f"the file of class names, {str(path)!r}, does not exist")
     lines = read_lines(file)
     if any("\t" in line for line in lines):
         pairs = {normalized(name.strip()): new.strip() for name, _, new in (line.partition("\t") for line in lines)}
@@ -27,5 +28,5 @@ def rename_classes(images: LabelledImages, path: str | Path) -> LabelledImages:
         order = sorted(range(len(old)), key=lambda place: int(old[place])) if numbers else range(len(old))
         new = [name for _, name in sorted(zip(order, lines, strict=True))]
     else:
-        raise ValueError(f"{file} has {len(lines)} names, the data has {len(old)} classes")
+        raise ValueError(f"{file} has {len(lines)} names, but the data has {len(old)} classes")
     return images.at(slice(None), class_names=check_class_names(new))

@@ -1,4 +1,4 @@
-"""`results.json`: what it holds, and what a stream's tests amount to."""
+"""The contents of `results.json`: what a stream measured, and the measures of continual learning."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,11 +14,11 @@ from dulbe_peft.utils.records import Fraction, Record
 
 
 class _Part(Record, extra="allow"):
-    """A part of the file; what another release wrote into it is kept as it is."""
+    """A part of the file; fields that another release wrote are kept as they are."""
 
 
 class Measures(_Part):
-    """The figures of a classifier or a baseline; None is what was not measured."""
+    """The measures of a classifier or a baseline; None stands for what was not measured."""
 
     overall: list[Fraction | None]
     last_accuracy: Fraction | None
@@ -29,14 +29,14 @@ class Measures(_Part):
 
 
 class ClassMeasures(_Part):
-    """Each class's accuracy after the last task, and what it has lost since it was best."""
+    """The accuracy of each class after the last task, and its loss since its best accuracy."""
 
     accuracy: dict[str, Fraction]
     forgetting: dict[str, float] = {}
 
 
 class TaskFacts(_Part):
-    """What learning a task showed."""
+    """Details of how a task was trained."""
 
     images: dict[str, int] = {}
     loss: list[float] = []
@@ -45,8 +45,8 @@ class TaskFacts(_Part):
     expected_depth: float | None = None
 
 
-class Made(_Part):
-    """The strategy, with its settings."""
+class StrategyPart(_Part):
+    """The strategy and its settings."""
 
     name: str
 
@@ -56,7 +56,7 @@ class Results(_Part):
 
     class_names: list[list[str]]
     configuration: dict[str, Any]
-    strategy: Made
+    strategy: StrategyPart
     versions: dict[str, str]
     tasks: list[TaskFacts | None]
     known_tasks: int = 0
@@ -66,7 +66,7 @@ class Results(_Part):
     class_means: Measures | None = None
     classes: dict[str, ClassMeasures] = {}
     estimates: Estimates = Estimates()
-    costs: list[dict[str, Cost]] = []  # of each task: what its training cost the old classes
+    costs: list[dict[str, Cost]] = []  # for each task, what its training cost the old classes
     changed: list[Fraction | None] = []
 
 
@@ -77,7 +77,7 @@ def stream_results(
     versions: Mapping[str, str],
     known: int = 0,
 ) -> dict[str, Any]:
-    """What `results.json` holds, of all tasks or of those that are finished; `known` were learned before the run."""
+    """Return the contents of `results.json` for the finished tasks, of which `known` were learned before the run."""
     results: dict[str, Any] = {
         "configuration": {"adapter": settings["adapter"], "arguments": settings["arguments"]},
         "class_names": [task.class_names for task in tasks],
@@ -97,7 +97,7 @@ def stream_results(
     if not tested:
         return results
     scores = {name: [row.classifiers.get(name) for row in rows] for name in classifiers}
-    results["classifiers"] = {name: _summary(found) for name, found in scores.items() if any(found)}
+    results["classifiers"] = {name: _summary(by_row) for name, by_row in scores.items() if any(by_row)}
     heads = [name for name in results["classifiers"] if issubclass(CLASSIFIERS.get(name, object), BridgeEnsembleHead)]
     if heads:
         results["head"] = results["classifiers"][heads[0]]
@@ -115,7 +115,7 @@ def stream_results(
 
 
 def _by_class(rows: Sequence[Row], classifier: str) -> dict[str, dict[str, float]]:
-    """Each class's accuracy after the last task, and what it has lost since it was best before the last task."""
+    """Return each class's accuracy after the last task, and its loss since its best accuracy before the last task."""
     *earlier, last = [
         {name: count / row.images_by_class[name] for name, count in row.classifiers[classifier].right_by_class.items()}
         if classifier in row.classifiers
@@ -127,6 +127,6 @@ def _by_class(rows: Sequence[Row], classifier: str) -> dict[str, dict[str, float
 
 
 def _summary(scores: Sequence[Score | None]) -> dict[str, Any]:
-    """The measures of one classifier, from its score in every row; None where it was not tested."""
+    """Return the measures of a classifier from its score in every row, which is None if it was not tested."""
     rows = [[None] * step if score is None else score.by_task for step, score in enumerate(scores, 1)]
     return summarize(rows, [None if score is None else score.accuracy for score in scores])

@@ -1,7 +1,7 @@
-"""Whether a folder's run and the one that is asked for are the same: settings, beginning, and finished tasks.
+"""Check that a folder's run is the requested one, and continue it.
 
-Only what is finished has to be the same. The tasks that follow may be others than when the run began: classes were
-added, or a damaged file was mended.
+Settings, start and finished tasks must be the same. Later tasks may differ from those at the start of the run, for
+example because classes were added or a damaged file was repaired.
 """
 
 import json
@@ -32,26 +32,26 @@ from dulbe_peft.utils.folders import CheckpointError, library_versions
 from dulbe_peft.utils.records import Record, first_problem
 from dulbe_peft.utils.settings import flat_settings
 from dulbe_peft.utils.tensors import whole_digest
-from dulbe_peft.utils.terminal import print_once
+from dulbe_peft.utils.terminal import counted, print_once
 
-# What a run writes beside the task folders, and what its caller may draw from it.
+# Files that a run, or a report on it, writes beside the task folders.
 FILES = (RESULTS_FILE, TIMINGS_FILE, SOURCES_FILE, PREDICTIONS_FILE, "accuracy.png", "tasks.png", "pictures")
-# Of an adapter's file: no settings.
-_GROWN = ("base_digests", "history_pattern", "history_rank", "inference_mode", "peft_version", "tower")
+# Entries of an adapter's configuration that are not settings: they change as it learns, or with the version of PEFT.
+_NO_SETTINGS = ("base_digests", "history_pattern", "history_rank", "inference_mode", "peft_version", "tower")
 ELSEWHERE = "choose another output folder"
 Texts = Mapping[str, Sequence[str]]
-_SHOWN = 3  # images that a message names
+_SHOWN = 3  # number of images that a message names
 
 
 class Beginning(Record):
-    """What a run begins with: the tasks that its learner has learned, and a SHA-256 of adapter and classifiers."""
+    """The start of a run: the tasks that its learner had learned, and a SHA-256 of adapter and classifiers."""
 
     tasks: list[list[str]]
     sha256: str | None
 
 
 class Identity(Record):
-    """What must be the same for a run to be the same one, beside its finished tasks."""
+    """What, besides its finished tasks, must be equal for two runs to count as the same."""
 
     adapter: dict[str, Any]
     arguments: dict[str, Any]
@@ -62,11 +62,11 @@ class Identity(Record):
 
 
 def identity_of(state: LearnerState) -> Identity:
-    """The identity of a run that begins with a learner."""
+    """Return the identity of a run that starts with a learner in this state."""
     adapter = {} if state.config is None else state.config.to_dict()
     rules = state.classifiers.items()
     settings = {
-        "adapter": {k: str(v) if k.endswith("_type") else v for k, v in adapter.items() if k not in _GROWN},
+        "adapter": {k: str(v) if k.endswith("_type") else v for k, v in adapter.items() if k not in _NO_SETTINGS},
         "arguments": state.args.portable(),
         "base_model": digest(state.base),
         "classifiers": {n: {"embed_dim": c.embed_dim, "logit_scale": c.logit_scale, **c.settings()} for n, c in rules},
@@ -76,7 +76,7 @@ def identity_of(state: LearnerState) -> Identity:
 
 
 def beginning(state: LearnerState) -> Beginning:
-    """What a run with this learner begins with."""
+    """Return the start of a run with a learner in this state."""
     if not state.tasks:
         return Beginning(tasks=[], sha256=None)
     tensors = {f"{name}.{key}": t for name, c in state.classifiers.items() for key, t in c.tensors().items()}
@@ -84,52 +84,57 @@ def beginning(state: LearnerState) -> Beginning:
     return Beginning(tasks=[list(task) for task in state.tasks], sha256=sha256)
 
 
-def go_on(
+def continue_run(
     learner: StreamLearner, folder: Path, identity: Identity, before: Sequence[FinishedTask]
 ) -> list[FinishedTask]:
-    """Give a learner the state in a run's newest folder, unless it took something in since; the finished tasks."""
+    """Restore a run's newest folder into a learner and return the finished tasks.
+
+    Raises a `ValueError` if the learner has the same tasks but has learned something else since.
+    """
     if learner.args.precision != identity.arguments["precision"]:
         learner.change_settings(replace(learner.args, precision=identity.arguments["precision"]))
-    own = beginning(learner.state)
+    current = beginning(learner.state)
     with learner.transaction():
         restored = loading.restore(learner.state, folder)
-        if learner.tasks == restored.tasks and own != beginning(restored):
+        if learner.tasks == restored.tasks and current != beginning(restored):
             raise ValueError(
-                f"this learner is not the one in {folder}, though both have learned the same tasks: it has taken in "
-                "something else, by update_classes for instance. Load the folder to go on with what is in it, or "
-                "choose another output_dir"
+                f"this learner differs from the one in {folder}, though both have learned the same tasks: one has "
+                "learned something else, for example by update_classes. Load the folder to continue with its learner, "
+                "or choose another output_dir"
             )
         learner.use_state(restored)
-    print_once(f"resuming after {folder.name}: {len(learner.class_names)} classes learned")
+    print_once(f"resuming after {folder.name}: {counted(len(learner.class_names), 'class')} learned")
     finished = read_finished(folder, learner.tasks)
-    # What is written after a commit may be missing; of known tasks the learner may know it.
+    # Files written after a commit may be missing; for tasks before the run, the learner may have their content.
     for old, new in zip(before, finished, strict=False):
         new.timing, new.source = new.timing or old.timing, new.source or old.source
     return finished
 
 
-def check_new(learner: StreamLearner, own: Sequence[Task], output: Path, resumes: bool) -> None:
-    """Raise unless a run can start in a folder, and its tasks have new classes only."""
+def check_new(learner: StreamLearner, stream: Sequence[Task], output: Path, resumes: bool) -> None:
+    """Raise unless a run can start in a folder and all classes of its tasks are new."""
     old = layout.task_folders(output)
     if old:
-        why = "none of them is valid" if resumes else "resume is off"
-        raise ValueError(f"{str(output)!r} already holds {old[-1].name} and {why}: take another folder or remove them")
+        why = "none of its task folders is valid" if resumes else "resume is off"
+        raise ValueError(f"{str(output)!r} already has {old[-1].name} and {why}: choose another folder or remove them")
     taken = [name for name in FILES if (output / name).exists()]
     if taken:
-        raise FileExistsError(f"{output / taken[0]} is there, and no task of a run: choose another folder or move it")
+        raise FileExistsError(
+            f"{output / taken[0]} exists, but the folder has no task of a run: choose another folder or move the file"
+        )
     seen = list(learner.class_names)
-    for task in own:
+    for task in stream:
         seen += check_class_names(task.class_names, seen)
 
 
 def newest_of_run(
     learner: StreamLearner, stream: Sequence[Task], output: Path, texts: Texts
 ) -> tuple[Path, Identity] | None:
-    """The newest whole task folder and its run's identity, if any; raises where the run is another one."""
-    found = layout.newest_task(output, print_once)
-    if found is None:
+    """Return the newest valid task folder and its run's identity, if any; raises if it belongs to another run."""
+    newest = layout.newest_task(output, print_once)
+    if newest is None:
         return None
-    folder, manifest = found
+    folder, manifest = newest
     try:
         saved = Identity.model_validate(manifest.notes.get("identity"))
     except ValidationError as error:
@@ -156,46 +161,51 @@ def newest_of_run(
 def _differences(
     saved: Identity, current: Identity, learned: LearnerFile, finished: Mapping[int, Task], texts: Texts
 ) -> Iterator[str]:
-    """Why a saved run is another one than is asked for, by settings, beginning, names and texts of finished tasks."""
+    """Yield how a saved run differs from this one in settings, start, or names and texts of its finished tasks."""
     changed = _changes(saved, current)
     if changed:
         yield f"another run: {changed}; {ELSEWHERE}"
-    first, own = len(saved.start.tasks), current.start.tasks
-    if own != learned.tasks[: len(own)]:
+    first, known = len(saved.start.tasks), current.start.tasks
+    if known != learned.tasks[: len(known)]:
         yield (
-            f"another run: it holds the tasks {learned.tasks!r:.200}, this learner has learned {own!r:.200}; "
+            f"another run: its tasks are {learned.tasks!r:.200}, but this learner has learned {known!r:.200}; "
             f"{ELSEWHERE}"
         )
-    if own and len(own) == first and current.start != saved.start:
+    if known and len(known) == first and current.start != saved.start:
         yield (
-            "a run that began with another learner of the same classes; give the one that the run began with, or "
+            "a run that began with another learner of the same classes; pass the learner that the run began with, or "
             f"{ELSEWHERE}"
         )
     for number, before in enumerate(learned.tasks[first:], first + 1):
         now = list(finished[number].class_names) if number in finished else None
         if before != now:
             yield (
-                f"another run: task {number} has the classes {before!r:.200} there, and {now!r:.200} in the stream "
-                f"now given. The stream must begin with the finished tasks; {ELSEWHERE}"
+                f"another run: task {number} has the classes {before!r:.200} there, and {now!r:.200} in the given "
+                f"stream. The stream must begin with the finished tasks; {ELSEWHERE}"
             )
         for name in before:
             then = learned.class_texts.get(name)
             if (then or []) != list(texts.get(name, [])):
                 yield (
-                    f"another run: the texts of the class {name!r}, which is learned, were {then}; give the same "
-                    f"class texts, or {ELSEWHERE}"
+                    f"another run: the texts of the learned class {name!r} were {then}; pass the same class texts, or "
+                    f"{ELSEWHERE}"
                 )
 
 
 def _changes(saved: Identity, current: Identity) -> str:
-    """What differs between two runs, in words; what may follow from it is not said. Empty where nothing differs."""
+    """Describe how the settings of two runs differ; empty if they are equal.
+
+    Only the first group that differs is described, because later groups may differ as a consequence.
+    """
     for group in ("base_model", "strategy", "classifiers", "arguments", "adapter"):
-        of = [getattr(identity, group) for identity in (saved, current)]
-        if group == "adapter" and of[0]:  # a setting that came later had its default
-            of[0] = {entry.name: entry.default for entry in fields(AdapterSettings) if entry.name in of[1]} | of[0]
-        if group == "classifiers" and set(of[0]) != set(of[1]):
-            of = [", ".join(sorted(names)) for names in of]
-        old, new = (flat_settings({group: settings}) for settings in of)
+        both = [getattr(identity, group) for identity in (saved, current)]
+        if group == "adapter" and both[0]:  # a setting that did not exist yet had its default value
+            both[0] = {entry.name: entry.default for entry in fields(AdapterSettings) if entry.name in both[1]} | both[
+                0
+            ]
+        if group == "classifiers" and set(both[0]) != set(both[1]):
+            both = [", ".join(sorted(names)) for names in both]
+        old, new = (flat_settings({group: settings}) for settings in both)
         lines = [
             f"{re.sub('^(arguments|adapter).', '', name)} was {old.get(name)!r:.60} and is now {new.get(name)!r:.60}"
             for name in sorted({*old, *new})
@@ -207,15 +217,20 @@ def _changes(saved: Identity, current: Identity) -> str:
 
 
 def _other_images(finished: Mapping[int, Task], known: KnownImages, look: bool) -> Iterator[str]:
-    """The same by the finished tasks' images, class and content; without `look`, what is no file by class alone."""
+    """Yield the differences between recorded images and those of the finished tasks, by class and content.
+
+    Without `look`, contents are compared only if the images are files.
+    """
     for number, task in finished.items():
-        for kind, noted_of, images in (("training", known.learned, task.train), ("test", known.tested, task.test)):
-            _, fresh, gone = compared(images, noted_of, task.class_names, look=look or images is None or images.stored)
+        for kind, recorded, images in (("training", known.learned, task.train), ("test", known.tested, task.test)):
+            _, fresh, gone = compared(images, recorded, task.class_names, look=look or images is None or images.stored)
             if fresh or gone:
                 named = ", ".join(images.item_name(row) for row in fresh[:_SHOWN]) + ", ..." * (len(fresh) > _SHOWN)
-                more = "; `dulbe-peft learn` takes in further images of known classes" if kind == "training" else ""
+                more = (
+                    "; to learn further images of known classes, use `dulbe-peft learn`" if kind == "training" else ""
+                )
                 yield (
-                    f"another run: of the {kind} images of task {number}, which is finished, {gone} are gone or "
-                    f"changed, and {len(fresh)} are new{f' ({named})' if fresh else ''}; put them back as they were, "
-                    f"or {ELSEWHERE}{more}"
+                    f"another run: of the {kind} images of the finished task {number}, {gone} are missing or changed, "
+                    f"and {len(fresh)} are new{f' ({named})' if fresh else ''}; restore the images, or "
+                    f"{ELSEWHERE}{more}"
                 )

@@ -1,4 +1,4 @@
-"""A whole class-incremental stream: learn, test, commit a folder per task, resume, write `results.json`."""
+"""Run a class-incremental stream: learn, test, commit a folder per task, resume, and write `results.json`."""
 
 import re
 import shutil
@@ -41,16 +41,16 @@ LOCK_FILE = ".dulbe_peft.lock"
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a stream is run.
+    """Options of a run.
 
     Attributes:
-        resume: go on in a folder that holds tasks.
-        past: what is known of the tasks that the learner had learned before the run; None: what their run measured.
-        known_tests: test data, or None, of each of these tasks.
-        source: where the data of the tasks came from, for `sources.json`.
-        keep_features: write all features to `features/task-001.safetensors` and so on, from which
-            `metrics.features.learn_from_features` teaches other classifiers without training again.
-        class_texts: texts of any of the classes, as in `learn_task`.
+        resume: Whether to continue a run whose tasks are in the folder.
+        past: Records of the tasks that the learner had learned before the run; None takes what their run measured.
+        known_tests: Test data, or None, for each of these tasks.
+        source: Where the data of the tasks came from, for `sources.json`.
+        keep_features: Whether to write all features to `features/task-001.safetensors` and so on, from which
+            `metrics.features.learn_from_features` trains other classifiers without training the model again.
+        class_texts: Texts of any of the classes, as in `learn_task`.
     """
 
     resume: bool = True
@@ -64,7 +64,7 @@ class RunOptions:
 def run_stream(
     learner: StreamLearner, tasks: Iterable[Task], output_dir: str | Path, options: RunOptions
 ) -> dict[str, Any]:
-    """Learn `tasks` one after the other; see `ClassIncrementalLearner.run`."""
+    """Learn `tasks` in order; see `ClassIncrementalLearner.run`."""
     stream, output = list(tasks), Path(output_dir)
     if not stream and not learner.state.tasks:
         raise ValueError("tasks is empty: a stream needs at least one task")
@@ -77,7 +77,7 @@ def run_stream(
     check_saved(learner.state.processor, learner.state.base)
     untested = [index + 1 for index, task in enumerate(stream) if task.test is None]
     if 0 < len(untested) < len(stream):
-        raise ValueError(f"task {untested[0]} has no test data, others have: give it to all tasks or to none")
+        raise ValueError(f"task {untested[0]} has no test data but others do: give test data to all tasks or to none")
     try:
         with ExitStack() as held:
             on_main_process(partial(_lock_folder, output, held))
@@ -88,71 +88,71 @@ def run_stream(
                 learner.log = accelerator.log
                 held.callback(setattr, learner, "log", None)
                 held.callback(accelerator.end_training)
-            # A model that is not trained encodes an image once, also without the user's store.
+            # Without the user's store, a temporary one ensures that an untrained model encodes each image only once.
             store = learner.encoder.store
             held.callback(learner.use_store, store)
             learner.use_store(store or FeatureStore())
             return _open(learner, stream, output, options).finish()
     except ChildProcessError as error:
-        raise ChildProcessError(f"{error}; finished tasks are kept in {output}, run again to go on") from error
+        raise ChildProcessError(f"{error}; finished tasks are kept in {output}: run again to continue") from error
 
 
-def _open(learner: StreamLearner, own: list[Task], output: Path, options: RunOptions) -> "Run":
-    """The run in a folder where it was left, or a new one; the learner's state is that of its newest task."""
-    texts = check_class_texts(options.class_texts or {}, {name for task in own for name in task.class_names})
+def _open(learner: StreamLearner, stream: list[Task], output: Path, options: RunOptions) -> "Run":
+    """Return the folder's run as it was left, with its newest state restored into the learner, or a new run."""
+    texts = check_class_texts(options.class_texts or {}, {name for task in stream for name in task.class_names})
     past = on_main_process(partial(progress.known_tasks, learner)) if options.past is None else list(options.past)
-    find = partial(resume.newest_of_run, learner, own, output, texts)
-    found = on_main_process(find) if options.resume else None
-    if found is None:
-        resume.check_new(learner, own, output, options.resume)
+    find = partial(resume.newest_of_run, learner, stream, output, texts)
+    newest = on_main_process(find) if options.resume else None
+    if newest is None:
+        resume.check_new(learner, stream, output, options.resume)
         identity, finished = resume.identity_of(learner.state), past
     else:
-        identity, finished = found[1], resume.go_on(learner, *found, past)
+        identity, finished = newest[1], resume.continue_run(learner, *newest, past)
     learner.use_state(replace(learner.state, class_texts=learner.state.class_texts | texts))
     known = len(identity.start.tasks)
     known_tests = [None] * known if options.known_tests is None else list(options.known_tests)
     if len(known_tests) != known:
         raise ValueError(
-            f"known_tests has {len(known_tests)} entries, the learner had learned {known} tasks before the run: give "
-            "test data or None for each of them"
+            f"known_tests has {len(known_tests)} entries, but the learner had learned {known} tasks before the run: "
+            "give test data or None for each of them"
         )
-    tests = [*zip(known_tests, learner.tasks), *((task.test, task.class_names) for task in own)]
-    return Run(learner, own, output, options, identity, finished, tests, known, new=found is None)
+    tests = [*zip(known_tests, learner.tasks), *((task.test, task.class_names) for task in stream)]
+    return Run(learner, stream, output, options, identity, finished, tests, known, new=newest is None)
 
 
 def _lock_folder(output: Path, held: ExitStack) -> None:
-    """Keep other runs out of the folder, and remove what killed ones left in it."""
+    """Lock the folder against other runs, and remove temporary files that killed runs have left."""
     held.enter_context(folders.exclusive(output / LOCK_FILE, f"output_dir {str(output)!r}"))
     folders.clear_leftovers(output, "|".join([layout.TASK_FOLDER, *map(re.escape, resume.FILES)]))
 
 
 @dataclass
 class Run:
-    """A run on its way: the tasks that its learner had learned before it, and its own."""
+    """A run in progress. Its tasks are those that the learner had learned before, and then those of the stream."""
 
     learner: StreamLearner
-    own: list[Task]
+    stream: list[Task]
     output: Path
     options: RunOptions
     identity: resume.Identity
     finished: list[FinishedTask]
-    tests: list[tuple[Any, tuple[str, ...]]]  # of every task, test data or None, and class names
-    known: int  # tasks that were learned before it
-    new: bool  # nothing of it is in the folder yet
-    evaluations: dict[int, Evaluation] = field(default_factory=dict)  # task's number -> predictions after the newest
+    tests: list[tuple[Any, tuple[str, ...]]]  # for every task, test data or None, and class names
+    known: int  # number of tasks that were learned before the run
+    new: bool  # whether the folder has no task of the run yet
+    evaluations: dict[int, Evaluation] = field(default_factory=dict)  # by number of a task: the latest predictions
 
     def finish(self) -> dict[str, Any]:
-        """Learn what is not learned yet, and write the results."""
+        """Learn the remaining tasks and write the results."""
         if len(self.finished) < len(self.tests) or self.new:
-            if self.own:
-                self.learner.encoder.calibrate(self.learner.encoder.images(self.own[0].train))
+            if self.stream:
+                self.learner.encoder.calibrate(self.learner.encoder.images(self.stream[0].train))
             zero_shot = self.zero_shot()
             for task, value in zip(self.finished, zero_shot, strict=False):
                 task.zero_shot = value
-            if not self.own:  # a learner that has nothing to learn is committed as it is, tested again
+            if not self.stream:  # without new tasks, the learner is tested again and committed as it is
                 self.learner.estimate()
                 row = self.measure(len(self.finished))
-                if row.classifiers or any(one.after == len(self.finished) for one in self.learner.state.updates):
+                if row.classifiers or any(update.after == len(self.finished) for update in self.learner.state.updates):
                     self.finished[-1].row = row
                 self.commit()
             for index in range(len(self.finished), len(self.tests)):
@@ -167,25 +167,25 @@ class Run:
         return results
 
     def zero_shot(self) -> list[float | None]:
-        """A_t of the pristine model for every task; of finished tasks the figures that are known already."""
+        """Return A_t of the pristine model for every task; finished tasks keep their recorded values."""
         if not has_text(self.learner.state.base) or all(test is None for test, _ in self.tests):
             return [None] * len(self.tests)
-        found = self.learner.zero_shot(self.tests)
-        if found[-1] is not None:
-            print_once(f"zero-shot over all classes, before any training: {percent(found[-1], 2)} %")
-        before = [task.zero_shot for task in self.finished]
-        return [new if old is None else old for old, new in zip_longest(before, found)]
+        measured = self.learner.zero_shot(self.tests)
+        if measured[-1] is not None:
+            print_once(f"zero-shot over all classes, before any training: {percent(measured[-1], 2)} %")
+        recorded = [task.zero_shot for task in self.finished]
+        return [new if old is None else old for old, new in zip_longest(recorded, measured)]
 
     def learn(self, index: int, zero_shot: float | None) -> None:
-        """Learn, test and commit the task at a place among all."""
+        """Learn, test and commit the task with this index among all tasks."""
         started, cpu = time.perf_counter(), time.process_time()
-        learner, task = self.learner, self.own[index - self.known]
+        learner, task = self.learner, self.stream[index - self.known]
         forget_peak_memory(learner.device)
         before = self.before(index, task) if index and learner.state.strategy.adapts else None
-        asked = learner.args.learning_rate
+        configured = learner.args.learning_rate
         learner.learn_task(task.train, task.class_names)
-        if (rate := learner.args.learning_rate) != asked:
-            print_once(f"learning rate {rate:g}, as the model and this task allow; --learning-rate sets another")
+        if (rate := learner.args.learning_rate) != configured:
+            print_once(f"learning rate {rate:g}, chosen for the model and this task; --learning-rate sets another one")
         names, profile = list(task.class_names), learner.encoder.profile
         if task.test is not None:
             learner.use_state(replace(learner.state, known=learner.state.known.with_tested(task.test)))
@@ -211,27 +211,27 @@ class Run:
         self.write_entries()
         line = progress.progress_line(row, index + 1, len(self.tests), len(learner.class_names))
         print_once(f"{line}, {seconds:.1f} s")
-        if said := fall_line(row.costs, row.changed):
-            print_once(said)
+        if warning := fall_line(row.costs, row.changed):
+            print_once(warning)
         if learner.args.profile:
             print_once(profile.table())
 
     def measure(self, count: int) -> Row:
-        """What is measured after the first `count` tasks, on those of them that have test data."""
+        """Test the learner on the first `count` tasks, as far as they have test data, and return the row."""
         tests = dict(enumerate(self.tests[:count], 1))
         tested = [number for number, (test, names) in tests.items() if test is not None and names]
-        found = self.learner.evaluations([tests[number] for number in tested])
-        self.evaluations = dict(zip(tested, found, strict=True))
+        evaluations = self.learner.evaluations([tests[number] for number in tested])
+        self.evaluations = dict(zip(tested, evaluations, strict=True))
         return progress.measured_row([self.evaluations.get(number) for number in tests])
 
     def before(self, index: int, task: Task) -> Before:
-        """The learner before a task that trains the model; old tests are read again where a run goes on."""
+        """Return the learner before a task that trains the model; after a resume, old tasks are tested again first."""
         if not self.evaluations:
             self.measure(index)
         return Before.of(self.learner, tuple(task.class_names), dict(self.evaluations))
 
     def with_costs(self, row: Row, before: Before) -> Row:
-        """A row with what training the task cost the classes before it."""
+        """Return the row with what training the task cost the old classes."""
         learner, closing = self.learner, cast(ClosingPass, self.learner.closing)
         costs = before.costs(closing, self.evaluations, learner.args.seed)
         changed = None if before.tests else before.changed(closing, learner.state.classifier, learner.args.seed)
@@ -242,7 +242,7 @@ class Run:
         return self.output / f"task-{len(self.learner.tasks):03d}"
 
     def commit(self) -> None:
-        """Write the folder of the newest task; the run's first one says also what is known of those before it."""
+        """Write the folder of the newest task; the first one of a run also records the tasks before the run."""
         state = self.learner.state
 
         def write(temporary: Path) -> None:
@@ -253,24 +253,24 @@ class Run:
                 write_predictions(temporary / PREDICTIONS_FILE, self.evaluations)
 
         notes = {"identity": self.identity.model_dump(), "tasks": [list(names) for names in state.tasks]}
-        ours = any((self.newest / name).exists() for name in (folders.MANIFEST, LEARNER_FILE))  # it may be damaged
+        ours = any((self.newest / name).exists() for name in (folders.MANIFEST, LEARNER_FILE))  # may be damaged
         on_main_process(
             partial(folders.commit_folder, self.newest, "task of a run", write, notes, lock=False, overwrite=ours)
         )
 
     def write_features(self) -> None:
-        """Write the newest task's features; before the commit, so that no finished task is without them."""
+        """Write the newest task's features. This happens before the commit, so that every finished task has them."""
         learner, closing = self.learner, cast(ClosingPass, self.learner.closing)
         if closing.texts is None and has_text(learner.state.base):
             each = learner.encoder.each_text_embeds(closing.class_names, learner.state.class_texts)
             closing = replace(closing, texts=learner.text_embeds(learner.class_names), each_text=each)
-        tests = {number: (found.features, found.truth) for number, found in self.evaluations.items()}
+        tests = {number: (test.features, test.truth) for number, test in self.evaluations.items()}
         file = self.output / FEATURES_FOLDER / f"{self.newest.name}{SUFFIX}"
         file.parent.mkdir(parents=True, exist_ok=True)
         on_main_process(partial(TaskFeatures(closing, tests).write, file))
 
     def write_entries(self) -> None:
-        """Write the files with an entry for each task: times, and where its data came from."""
+        """Write the files that have an entry for each task: times and sources of the data."""
         for task in self.finished[self.known :]:
             task.source = task.source or self.options.source
         times = progress.Timings(tasks=[task.timing for task in self.finished])

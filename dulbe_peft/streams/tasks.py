@@ -1,8 +1,8 @@
-"""A class-incremental stream: an order of classes, an initial increment, an increment.
+"""A class-incremental stream, defined by an order of classes, an initial increment and an increment.
 
 class order     [ 87  0  52 | 58  44 | 91  68 ]      initial_increment=3, increment=2
 tasks               0           1        2
-labels            0  1   2    0   1    0   1         a task's labels index its own class_names
+labels            0  1   2    0   1    0   1         labels index the class_names of their task
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ from dulbe_peft.utils.settings import check_int
 class Task:
     """One step of a stream: training images, test images (or None) and the names of its new classes.
 
-    The labels of both datasets index `class_names`. Both are what `learn_task` takes, and become data sets with `len`,
-    items {"image", "label"}, `labels` and `class_names`.
+    The labels of both data sets index `class_names`. Any data set that `learn_task` accepts is converted to one with
+    `len`, items {"image", "label"}, `labels` and `class_names`.
 
     Raises:
-        TypeError: a dataset is none that `learn_task` takes.
-        ValueError: a dataset is empty, a label is out of range, or the names contradict the dataset's own.
+        TypeError: If `learn_task` does not accept a data set of this type.
+        ValueError: If a data set is empty, a label is out of range, or the names contradict those of the data set.
     """
 
     train: Any
@@ -51,32 +51,34 @@ def class_incremental_tasks(
     seed: int | None = None,
     first_tasks: Sequence[Sequence[str]] = (),
 ) -> list[Task]:
-    """Split a dataset into tasks of `increment` new classes each; the last task takes what is left.
+    """Split a dataset into tasks of `increment` new classes each; the last task has the remaining classes.
 
     Args:
-        train: training images; labels index `class_names`.
-        test: test images with the same labels, or None.
-        class_names: names of all classes; None takes those the datasets carry.
-        initial_increment: classes of the first task, 50 for "B50"; None is `increment`.
-        class_order: all labels or all names in the order they arrive, or "icarl" for iCaRL's order of CIFAR-100.
-        seed: draws the order as `RandomState(seed).permutation(C)` instead; 1993 in the protocols of the field.
-        first_tasks: class names of the first tasks, as an earlier run finished them.
+        train: Training images; labels index `class_names`.
+        test: Test images with the same labels, or None.
+        class_names: Names of all classes; None takes the names in the data sets.
+        increment: Number of classes of each task.
+        initial_increment: Number of classes of the first task, such as 50 for "B50"; None takes `increment`.
+        class_order: All labels or all names in the order they arrive, or "icarl" for iCaRL's order of CIFAR-100.
+        seed: Seed of a random order, `RandomState(seed).permutation(C)`, in place of `class_order`; published
+            protocols use 1993.
+        first_tasks: Class names of the first tasks, if an earlier run has finished them.
 
     Raises:
-        TypeError: a count, the seed, a label or an entry of the order has the wrong type.
-        ValueError: the numbers, order or names do not fit the data, a class has no training image, or a task no test
-            image.
+        TypeError: If a count, the seed, a label or an entry of the order has the wrong type.
+        ValueError: If the numbers, the order or the names do not fit the data, a class has no training image, or a
+            task has no test image.
     """
-    train, test, names = _named_alike(train, test, class_names)
+    train, test, names = _with_same_names(train, test, class_names)
     increment = check_int("increment", increment, 1, len(names))
     wanted = increment if initial_increment is None else initial_increment
     first = check_int("initial_increment", wanted, 1, len(names))
     order = resolve_order(class_order, seed, names)
-    begun = [resolve_labels(task, names, "first_tasks") for task in first_tasks]
-    if begun:
-        order, first = order[~np.isin(order, np.concatenate(begun))], increment
+    finished = [resolve_labels(task, names, "first_tasks") for task in first_tasks]
+    if finished:
+        order, first = order[~np.isin(order, np.concatenate(finished))], increment
     tasks: list[Task] = []
-    for classes in [*begun, *(np.split(order, range(first, len(order), increment)) if len(order) else [])]:
+    for classes in [*finished, *(np.split(order, range(first, len(order), increment)) if len(order) else [])]:
         task_names = tuple(names[label] for label in classes)
         held_out = None if test is None else test.select(task_names)
         if held_out is not None and not len(held_out):
@@ -85,16 +87,16 @@ def class_incremental_tasks(
     return tasks
 
 
-def _named_alike(
+def _with_same_names(
     train: Any, test: Any, class_names: Sequence[str] | None
 ) -> tuple[LabelledImages, LabelledImages | None, tuple[str, ...]]:
-    """Both datasets with the same names, each of a class with a training image."""
+    """Return both data sets with the same class names, after a check that every class has a training image."""
     train, test = labelled_images(train), None if test is None else labelled_images(test)
     if class_names is None:
         class_names = train.class_names or (() if test is None else test.class_names)
         if test is not None and test.class_names not in ((), class_names):
             differing = sorted(set(class_names) ^ set(test.class_names))
-            detail = f"{differing[0]!r} is in one only" if differing else "they stand in another order"
+            detail = f"{differing[0]!r} is in only one of them" if differing else "their order differs"
             raise ValueError(f"train and test disagree on the class names: {detail}")
     train = named_images(train, class_names or None, title="train")
     names = train.class_names

@@ -71,11 +71,11 @@ def fix_signs(vectors: torch.Tensor) -> torch.Tensor:
 
 def orthonormal_complement(basis: torch.Tensor, count: int) -> torch.Tensor:
     """Return `count` orthonormal directions, (d, count), orthogonal to the basis, (d, k); the same in every call."""
-    width, taken = basis.shape
-    if count > width - taken:
-        raise ValueError(f"{count} directions outside a basis of {taken} do not fit into {width} dimensions")
+    width, rank = basis.shape
+    if count > width - rank:
+        raise ValueError(f"{count} directions outside a basis of {rank} do not fit into {width} dimensions")
     if count == 0:
         return basis.new_zeros(width, 0)
     reflectors, scales = torch.geqrf(basis)
-    chosen = torch.eye(width, dtype=basis.dtype, device=basis.device)[:, taken : taken + count]
+    chosen = torch.eye(width, dtype=basis.dtype, device=basis.device)[:, rank : rank + count]
     return torch.ormqr(reflectors, scales, chosen)

@@ -75,7 +75,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def damage(path: str | Path, error: Exception) -> str:
-    """Return the message for a file with invalid content, which has the path and the reason once each."""
+    """Return the error message for a file with invalid content: its path, which is not repeated, and the reason."""
     text = str(error)
     return text if text.startswith(f"{path} ") else f"{path} is damaged: {type(error).__name__}: {text}"
 

@@ -99,7 +99,10 @@ def fill_folder(folder: Path, kind: str, write: Callable[[Path], None]) -> None:
 
 
 def check_outside_saved(folder: Path, what: str) -> None:
-    """Raise a `FileExistsError` if `commit_folder` wrote `folder` or one of its parents; `what` says what to do."""
+    """Raise a `FileExistsError` if `commit_folder` wrote `folder` or one of its parents.
+
+    `what` is the action in the message, such as "write the export".
+    """
     for place in (folder.resolve(), *folder.resolve().parents):
         with suppress(CheckpointError):
             kind = parse_manifest(place).kind
@@ -111,12 +114,12 @@ def check_replaceable(files: Sequence[Path], kind: type[Record] | None = None) -
 
     An earlier call is recognised by the first file: it must exist and, if `kind` is given, hold such a record.
     """
-    taken = next((path for path in files if path.exists() or path.is_symlink()), None)
+    existing = next((path for path in files if path.exists() or path.is_symlink()), None)
     try:
-        if taken is not None:
+        if existing is not None:
             files[0].stat() if kind is None else read_record(files[0], kind)
     except (ValueError, OSError) as error:
-        problem = f"{taken} was not written by an earlier call of this command ({error})"
+        problem = f"{existing} was not written by an earlier call of this command ({error})"
         raise FileExistsError(f"{problem}: choose another folder or move the file. Nothing was replaced") from error
 
 
@@ -195,7 +198,10 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
 
 
 def clear_leftovers(parent: Path, names: str) -> None:
-    """Remove what killed writers of names that match the regular expression `names` left behind, or restore it."""
+    """Clean up in `parent` after killed writers of folders whose names match the regular expression `names`.
+
+    Temporary folders are removed. A folder that was moved aside is moved back if it was not yet replaced.
+    """
     for path, name, aside in _leftovers(parent, names):
         if aside and not (parent / name).exists():
             os.replace(path, parent / name)
@@ -204,33 +210,33 @@ def clear_leftovers(parent: Path, names: str) -> None:
 
 
 def put_back(folder: Path) -> None:
-    """Put a saved folder back whose writer was killed between the two renames of a commit; a link is followed.
+    """Move a saved folder back if its writer was killed between the two renames of a commit. Links are followed.
 
     Raises:
-        CheckpointError: another process writes the folder, or it cannot be renamed; the message names its place.
+        CheckpointError: another process is writing the folder, or it cannot be renamed. The message says where it is.
     """
     if folder.exists():
         return
     folder, aside = folder.resolve(), list[Path]()
     name = re.escape(folder.name)
-    with suppress(OSError):  # nothing can be listed there
-        aside = [path for path, _, stepped in _leftovers(folder.parent, name) if stepped]
+    with suppress(OSError):  # the parent folder cannot be listed
+        aside = [path for path, _, moved in _leftovers(folder.parent, name) if moved]
     if not aside:
         return
     try:
         with exclusive(folder.with_name(f".{folder.name}{LOCK_SUFFIX}"), str(folder)):
             clear_leftovers(folder.parent, name)
     except OSError as error:
-        why = f"a program that was replacing {folder} was killed, and what was there is now {aside[0]}"
-        raise CheckpointError(f"{why}: rename it by hand, for that failed here ({error})") from error
-    print(f"put back: {folder}, which a killed program was about to replace", file=sys.stderr)
+        why = f"a program was killed while it replaced {folder}, whose content is now in {aside[0]}"
+        raise CheckpointError(f"{why}: rename it yourself, because renaming it failed ({error})") from error
+    print(f"restored {folder}, which a killed program was about to replace", file=sys.stderr)
 
 
 def _leftovers(parent: Path, names: str) -> list[tuple[Path, str, bool]]:
-    """What killed writers left: its path, the name that it was to have, and whether it had it and stepped aside."""
+    """Return for each path that a killed writer left: the path, its final name, and whether it was moved aside."""
     leftover = re.compile(rf"\.({names}){re.escape(TEMPORARY_MARK)}[a-z0-9_]{{8}}(\.old)?")
-    found = [(path, leftover.fullmatch(path.name)) for path in sorted(parent.iterdir())]
-    return [(path, match[1], bool(match[2])) for path, match in found if match]
+    matches = [(path, leftover.fullmatch(path.name)) for path in sorted(parent.iterdir())]
+    return [(path, match[1], bool(match[2])) for path, match in matches if match]
 
 
 @contextmanager

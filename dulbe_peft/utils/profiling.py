@@ -30,7 +30,7 @@ class Profile:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time while the block runs for the phase `name`."""
+        """Count the time of the block for the phase `name`."""
         self._switch()
         self._phases.append(name)
         try:

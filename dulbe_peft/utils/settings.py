@@ -57,11 +57,11 @@ def check_value(name: str, hint: Any, value: Any, strict: bool = True) -> Any:
         return _reader(hint).validate_python(_plain(value), strict=strict)
     except ValidationError as error:
         problems = error.errors(include_url=False)
-    wanted = " or ".join(dict.fromkeys(problem["msg"].partition(" should ")[2] for problem in problems))
-    wanted = wanted.replace(" or be ", " or ").removesuffix(" after validation, not 0")
-    wanted = wanted.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
-    wanted = re.sub(r"at least 0\.0{30,}\d+", f"positive, {LEAST:.1e} at least", wanted)
-    message = f"{name} must {wanted}, got {value!r:.200}"
+    rule = " or ".join(dict.fromkeys(problem["msg"].partition(" should ")[2] for problem in problems))
+    rule = rule.replace(" or be ", " or ").removesuffix(" after validation, not 0")
+    rule = rule.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+    rule = re.sub(r"at least 0\.0{30,}\d+", f"positive, {LEAST:.1e} at least", rule)
+    message = f"{name} must {rule}, got {value!r:.200}"
     limits = ("greater", "less", "literal", "finite", "string_too", "string_pattern", "too_")
     raise (ValueError if any(problem["type"].startswith(limits) for problem in problems) else TypeError)(message)
 

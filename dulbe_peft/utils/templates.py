@@ -12,7 +12,7 @@ CARDS = Path(str(resources.files("dulbe_peft") / "assets" / "cards"))
 
 @cache  # a process that writes many pages compiles each template once
 def environment(*folders: Path) -> jinja2.Environment:
-    """Where templates are found by name, in `folders` and then among the cards; HTML pages escape what they show."""
+    """Return an environment that finds templates in `folders` and then among the cards. HTML templates are escaped."""
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader([*folders, CARDS]),
         autoescape=jinja2.select_autoescape(["html"]),

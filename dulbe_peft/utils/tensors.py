@@ -15,7 +15,7 @@ SAMPLES = 256  # how many values of each weight identify a model
 
 def write_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
     """Write a safetensors file completely or not at all, with the file mode that the umask gives."""
-    from dulbe_peft.utils.files import replacing  # what only computes with tensors writes no file
+    from dulbe_peft.utils.files import replacing  # here, because most users of this module write no files
 
     with replacing(path) as temporary:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary, metadata)
@@ -55,7 +55,7 @@ def identity(tensors: Collection[torch.Tensor], samples: bool = False) -> tuple[
 
 
 def sampled_values(tensor: torch.Tensor) -> bytes:
-    """Return 256 values of a tensor, or all of fewer, as the bytes of float64."""
+    """Return about 256 values of a tensor, or all if there are fewer, as the bytes of float64."""
     return _samples(tensor.detach().flatten()).numpy().tobytes()
 
 

@@ -23,7 +23,7 @@ _making = threading.Lock()
 
 @dataclass(frozen=True)
 class OncePerProcess(Generic[T]):
-    """Calls `make` once per process and returns the same result to all copies of this object. Pickles like `make`."""
+    """Calls `make` once per process and gives the result to all copies of this object. The result is not pickled."""
 
     make: Callable[[], T] = field(compare=False)
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -105,9 +105,9 @@ def _start(stack: ExitStack, jobs: int, engine: str, address: str | None) -> Non
     stack.enter_context(parallel_config(engine, n_jobs=jobs))
 
 
-def jobs_at_once(asked: int | None, address: str | None) -> int:
-    """Return the number of parallel jobs: as many as `asked`, but on this machine at most one per core."""
+def jobs_at_once(requested: int | None, address: str | None) -> int:
+    """Return the number of parallel jobs: as many as requested, but on this machine at most one per core."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if not asked:
+    if not requested:
         return 1 if torch.accelerator.is_available() else cores  # several jobs would share the accelerator
-    return asked if address else min(asked, cores)
+    return requested if address else min(requested, cores)

@@ -20,8 +20,8 @@ def report(
     latex: File | None = setting(None, "also write the table of results for LaTeX"),
     overwrite: bool = OVERWRITE,
 ) -> None:
-    named = (("--output", output, ".html"), ("--csv", csv, ".csv"), ("--latex", latex, ".tex"))
-    claim(*named, reads=[comparison], overwrite=overwrite)
+    outputs = (("--output", output, ".html"), ("--csv", csv, ".csv"), ("--latex", latex, ".tex"))
+    claim(*outputs, reads=[comparison], overwrite=overwrite)
     from research.comparison.comparison_file import COMPARISON_FILE
     from research.comparison.comparison_page import write_comparison_page
 

@@ -29,12 +29,12 @@ def verify(
     device: str = setting("auto", "auto, cpu or an accelerator's type"),
     overwrite: bool = OVERWRITE,
 ) -> int:
-    from research.verification.checks import OWN_CHECKS, chosen, read_checks
+    from research.verification.checks import OWN_CHECKS, read_checks, select_checks
 
     file = OWN_CHECKS if checks is None else Path(checks)
     all_checks = read_checks(file)
     narrow = level is not None or data is not None or checks is not None or listed
-    wanted = chosen(all_checks, int(level) if level is not None else None if narrow else 0, data)
+    wanted = select_checks(all_checks, int(level) if level is not None else None if narrow else 0, data)
     if (splits or images) and len({check.data for check in wanted}) > 1:
         names = ", ".join(dict.fromkeys(check.data for check in wanted))
         raise ValueError(f"--splits and --images belong to one data set of {names}: choose it with --data")

@@ -1,1 +1,1 @@
-"""What training changed, layer by layer and depth by depth: the measures behind the paper's diagnostic figures."""
+"""Measure what training changed, by layer and by bridge depth, as in the paper's diagnostic figures."""

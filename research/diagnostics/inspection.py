@@ -1,4 +1,4 @@
-"""What needs a learner and images: how a new task would change its layers, and which patches of an image count."""
+"""Measure, with a learner and images, how a new task would change its layers, and which patches of an image matter."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,10 +20,10 @@ from research.diagnostics.measures import LayerDemand, layer_demands
 def inspect_task(
     learner: ClassIncrementalLearner, dataset: Any, class_names: Sequence[str] | None = None
 ) -> dict[str, LayerDemand]:
-    """How much a task that the learner has not learned asks of every layer, and which part the modes would take.
+    """Measure how a new task would change every layer, and which part of the change the modes could represent.
 
-    The learner stays as it is. The probe runs every image once forward and backward. A learner that keeps other things
-    than occupation statistics is judged without a history.
+    The learner is not changed. The probe runs every image once forward and backward. If the learner does not keep
+    occupation statistics, earlier tasks are not taken into account.
 
     Reference:
         Figures "gradient-space diagnostics" and "Motivating observations" (a).
@@ -33,7 +33,7 @@ def inspect_task(
     """
     state = learner.state
     if state.adapter is None:
-        raise ValueError("the model has no adapter, so no layer of it has a task's gradient")
+        raise ValueError("the model has no adapter, so a task has no gradient in its layers")
     images = learner.encoder.images(named_images(dataset, class_names))
     gradients, _ = TaskTrainer(state, learner.encoder, images).probe()
     config = state.adapter.active_config
@@ -44,17 +44,23 @@ def inspect_task(
 
 @in_turn
 def relevance_maps(learner: ClassIncrementalLearner, images: Any, prototypes: torch.Tensor) -> torch.Tensor:
-    """Which patches of an image make it similar to a prototype: gradient times activation, patch by patch.
+    """Return maps of which patches make an image similar to a prototype: gradient times activation at each patch.
 
         r_p = sum over the width of A_p * d cos(z, b) / d A_p
 
-    A are the normalised tokens that the attention of the last vision block reads. Behind the block, an encoder with a
-    class token reads this token alone, so the gradient is zero at every patch. Before its layer norm, which does not
-    see a token's length, the product is always zero.
+    A are the normalised tokens that the attention of the last vision block reads. After that block, an encoder with a
+    class token only reads this token, so that the gradient at every patch would be zero. Before the layer norm, whose
+    output does not depend on a token's length, the product would always be zero.
 
-    `images` is whatever `predict` takes. `prototypes` are b, (P, d), of any length but 0: text embeddings, visual
-    prototypes, or bridge prototypes at a depth, `head.bridge_prototypes()[c]`. The maps are
-    (images, P, grid_h, grid_w), float32 on the CPU. Above 0 the patch makes the image more similar to the prototype.
+    Args:
+        learner: a learner whose encoder has one grid of patches for all images.
+        images: the images, as for `predict`.
+        prototypes: b, (P, d), of any length other than 0: text embeddings, visual prototypes, or bridge prototypes
+            at a depth, `head.bridge_prototypes()[c]`.
+
+    Returns:
+        The maps, (images, P, grid_h, grid_w), float32, on the CPU. A patch with a positive value makes the image more
+        similar to the prototype.
 
     Reference:
         Appendix "Bridge-depth attribution", figure "Prototype-conditioned Layer Grad x Act maps". The paper does not
@@ -68,15 +74,15 @@ def relevance_maps(learner: ClassIncrementalLearner, images: Any, prototypes: to
         raise ValueError(f"prototypes must be (P, {width}) as the features, got shape {tuple(prototypes.shape)}")
     record = encoder_of(learner.clip)
     if record.patches:
-        raise ValueError(f"{record.title} gives each image a grid of its own, and maps need one grid for all images")
+        raise ValueError(f"{record.title} has a different grid for each image, but maps need one grid for all images")
     directions = nn.functional.normalize(prototypes.to(learner.device, torch.float32), dim=1)
     pixels = learner.encoder.images(unlabelled_images(images))
-    each = (pixels[index][0][None].to(learner.device) for index in range(len(pixels)))
-    return torch.cat([token_relevance(learner.clip, pixel, directions) for pixel in each]).cpu()
+    inputs = (pixels[index][0][None].to(learner.device) for index in range(len(pixels)))
+    return torch.cat([token_relevance(learner.clip, image, directions) for image in inputs]).cpu()
 
 
 def token_relevance(model: nn.Module, pixels: torch.Tensor, prototypes: torch.Tensor) -> torch.Tensor:
-    """`relevance_maps` of a model and pixels (n, 3, height, width), unit prototypes (P, d): (n, P, grid_h, grid_w)."""
+    """Compute relevance maps, (n, P, grid_h, grid_w), from pixels (n, 3, height, width) and unit prototypes (P, d)."""
     tokens: list[torch.Tensor] = []
 
     def keep(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
@@ -89,9 +95,9 @@ def token_relevance(model: nn.Module, pixels: torch.Tensor, prototypes: torch.Te
             similarity = unit_image_embeds(model, pixels) @ prototypes.T
     finally:
         handle.remove()
-    # One image does not depend on another, so their sum has the slopes of each.
-    slopes = [torch.autograd.grad(column, tokens[0], retain_graph=True)[0] for column in similarity.sum(dim=0)]
-    relevance = torch.stack([(tokens[0] * slope).sum(dim=-1).detach() for slope in slopes], dim=1)
+    # The images do not depend on each other, so the gradient of their sum contains the gradient of each.
+    gradients = [torch.autograd.grad(column, tokens[0], retain_graph=True)[0] for column in similarity.sum(dim=0)]
+    relevance = torch.stack([(tokens[0] * gradient).sum(dim=-1).detach() for gradient in gradients], dim=1)
     config: Any = model.config
     vision = getattr(config, "vision_config", config)
     grid = [side // vision.patch_size for side in pixels.shape[-2:]]
@@ -100,12 +106,12 @@ def token_relevance(model: nn.Module, pixels: torch.Tensor, prototypes: torch.Te
 
 
 def _last_norm(model: nn.Module) -> nn.Module:
-    """The layer norm before the attention of the vision tower's last block."""
+    """Return the layer norm before the attention of the vision tower's last block."""
     text = encoder_of(model).text_tower
     towers = [
         module
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) and (text is None or text not in name.split("."))
     ]
-    # Every served block has two norms, and declares the attention's before the MLP's.
+    # Every supported block has two norms, of which the attention's is declared before the MLP's.
     return next(module for module in max(towers, key=len)[-1].modules() if isinstance(module, nn.LayerNorm))

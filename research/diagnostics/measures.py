@@ -1,8 +1,8 @@
-"""The measures behind the paper's diagnostic figures: functions of tensors that give numbers, without any drawing.
+"""Compute the measures behind the paper's diagnostic figures from tensors, without drawing anything.
 
-demand    gradient of a new task: how large, and which part the modes and the occupied directions take
-depths    bridge ensemble: what each depth alone tells, and which depths each class trusts
-drift     features and prototypes of old classes before and after a task
+demand    the gradient of a new task: its size, and the parts along the modes and along the occupied directions
+depths    the bridge ensemble: the accuracy of each depth, and the reliability of the depths for each class
+drift     the features and prototypes of old classes before and after a task
 """
 
 import itertools
@@ -21,11 +21,12 @@ from dulbe_peft.subspaces.decompositions import fix_signs
 
 @dataclass(frozen=True)
 class LayerDemand:
-    """How much a new task wants to change one layer, and along which directions.
+    """How much the gradient of a new task would change one layer, and along which directions.
 
-    `energy` is |G|^2, the squared Frobenius norm of the prospective gradient. The others are shares of it: `shared`
-    |G P_S|^2 and `residual` |G P_R|^2 along the modes, `occupied` |G U|^2 along the occupied directions. `chance` is
-    K / d_in, what K random directions would take; both are None where no task has been learned.
+    `energy` is |G|^2, the squared Frobenius norm of the prospective gradient. Three fields are shares of it: `shared`,
+    |G P_S|^2, and `residual`, |G P_R|^2, along the modes, and `occupied`, |G U|^2, along the occupied directions.
+    `chance` is K / d_in, the expected share along K random directions. `occupied` and `chance` are None if no task has
+    been learned.
     """
 
     energy: float
@@ -36,7 +37,7 @@ class LayerDemand:
 
     @property
     def neither(self) -> float:
-        """The part that neither the shared nor the residual modes take: the task cannot write there."""
+        """The share along neither the shared nor the residual modes, in which the task cannot change the layer."""
         return max(0.0, 1.0 - self.shared - self.residual)
 
 
@@ -48,9 +49,9 @@ def layer_demands(
     residual_rank: int | Mapping[str, int] = 8,
     support_rank: int = 128,
 ) -> dict[str, LayerDemand]:
-    """The energy of each layer's gradient G, (d_out, d_in), and its parts along modes and occupied directions.
+    """Compute the energy of each layer's gradient G, (d_out, d_in), and its shares along modes and occupied space.
 
-    `stats` has S, (d_in, d_in); at most `support_rank` eigenvectors of S are called occupied.
+    `stats` holds S, (d_in, d_in), of each layer. At most `support_rank` eigenvectors of S span the occupied space.
 
     Reference:
         Appendix "Gradient-space alignment", rho_S and rho_R, and figures "gradient-space diagnostics" and "Motivating
@@ -62,7 +63,7 @@ def layer_demands(
     (25.0, 0.36, 0.33, 0.64)
     """
     supports, modes = supports_and_modes(gradients, stats, shared_rank, residual_rank, support_rank)
-    found = {}
+    demands = {}
     for name, gradient in gradients.items():
         matrix, plan = gradient.double(), modes[name]
         energy = float(matrix.square().sum())
@@ -71,17 +72,17 @@ def layer_demands(
             support = supports[name].double()
             occupied = min(1.0, float((matrix @ support).square().sum()) / energy) if energy else 0.0
             chance = support.shape[1] / support.shape[0]
-        found[name] = LayerDemand(energy, plan.shared_capture, plan.residual_capture, occupied, chance)
-    return found
+        demands[name] = LayerDemand(energy, plan.shared_capture, plan.residual_capture, occupied, chance)
+    return demands
 
 
 @dataclass(frozen=True)
 class DepthAccuracy:
-    """Shares of images that are named right at every bridge depth, and by all depths together.
+    """Accuracies of the bridge ensemble, at every depth and with all depths together.
 
-    `alone`, (K,), is of the classifier that has one of the `depths`, (K,), from 0, the images, to 1, the text;
-    `classes`, (C, K), is the same for the images of each class, NaN for one without images. `uniform` is of the mean
-    over the depths, `weighted` of the head itself, which weighs them by their reliability.
+    `alone`, (K,), is the accuracy with a single one of the `depths`, (K,), which go from 0 (images) to 1 (text).
+    `classes`, (C, K), is the same for the images of each class, and NaN for a class without images. `uniform` is the
+    accuracy of the mean over the depths, and `weighted` that of the head itself, which weights them by reliability.
     """
 
     depths: torch.Tensor
@@ -93,7 +94,7 @@ class DepthAccuracy:
 
 @torch.no_grad()
 def depth_accuracy(head: BridgeEnsembleHead, features: torch.Tensor, labels: torch.Tensor) -> DepthAccuracy:
-    """Accuracy of images, (n, d), with labels, (n,), at each of the head's depths.
+    """Compute the accuracy on images, (n, d), with labels, (n,), at each of the head's depths.
 
     Reference:
         Table "Ablation of the bridge-prototype ensemble"; figures "accuracy across bridge depths" and "Effect of
@@ -101,12 +102,12 @@ def depth_accuracy(head: BridgeEnsembleHead, features: torch.Tensor, labels: tor
     """
     labels, features = labels.long().to(head.device), features.to(head.device, torch.float32)
     bridges = head.bridge_prototypes()  # (C, K, d)
-    answers = (features @ bridges.permute(1, 2, 0)).argmax(dim=2)
-    right = labels[:, None] == answers.T
-    classes = [right[labels == index].double().mean(dim=0) for index in range(len(head.class_names))]
+    predicted = (features @ bridges.permute(1, 2, 0)).argmax(dim=2)
+    correct = labels[:, None] == predicted.T
+    classes = [correct[labels == index].double().mean(dim=0) for index in range(len(head.class_names))]
     return DepthAccuracy(
         depths=head.depths.float().cpu(),
-        alone=right.double().mean(dim=0).cpu(),
+        alone=correct.double().mean(dim=0).cpu(),
         classes=torch.stack(classes).cpu(),
         uniform=float(((features @ bridges.mean(dim=1).T).argmax(dim=1) == labels).double().mean()),
         weighted=float((head(features).argmax(dim=1) == labels).double().mean()),
@@ -115,7 +116,7 @@ def depth_accuracy(head: BridgeEnsembleHead, features: torch.Tensor, labels: tor
 
 @dataclass(frozen=True)
 class ReliabilityProfile:
-    """Mean and spread of pi_c over the classes at every depth, (K_b,), and each class's expected depth, (C,)."""
+    """The mean and standard deviation of pi_c over the classes, (K_b,), and the expected depth of each class, (C,)."""
 
     depths: torch.Tensor
     mean: torch.Tensor
@@ -125,19 +126,19 @@ class ReliabilityProfile:
 
 @torch.no_grad()
 def reliability_profile(head: BridgeEnsembleHead) -> ReliabilityProfile:
-    """The reliability of every depth over the classes: figure "Effect of the reliability temperature" (a)."""
+    """Compute the reliability of every depth over the classes: figure "Effect of the reliability temperature" (a)."""
     weights, expected = head.reliability.double().cpu(), head.expected_depth().double().cpu()
     spread = weights.std(dim=0, correction=0)
     return ReliabilityProfile(head.depths.double().cpu(), weights.mean(dim=0), spread, expected)
 
 
 def cosines(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """The cosine, (n,), of each row with the same row of another matrix, (n, d)."""
+    """Return the cosine, (n,), of each row of a matrix with the same row of another matrix, (n, d)."""
     return (F.normalize(before.double(), dim=1) * F.normalize(after.double(), dim=1)).sum(dim=1).clamp(-1, 1)
 
 
 def coordinate_drift(before: torch.Tensor, after: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
-    """How far, (n,), each image moved in the coordinates of the class names E, (C, d): |s_after - s_before|, s = z E'.
+    """Return how far each image moved, |s_after - s_before|, (n,), in the coordinates s = z E' of the texts E, (C, d).
 
     Reference:
         Figure "Visualization of old-task semantic-coordinate drift", |Delta s|, with the texts of task 1.
@@ -148,22 +149,23 @@ def coordinate_drift(before: torch.Tensor, after: torch.Tensor, texts: torch.Ten
 def coordinate_plane(
     before: torch.Tensor, after: torch.Tensor, texts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The coordinates of `coordinate_drift` in the plane in which they vary most, (n, 2) before and after.
+    """Project the coordinates of `coordinate_drift` onto the plane in which they vary most; (n, 2) before and after.
 
-    The axes are the first two principal components of all 2 n places; the paper does not name its projection.
+    The axes are the first two principal components of all 2 n points; the paper does not name its projection.
     """
-    places = torch.cat([before, after]).double() @ texts.double().T
-    places = places - places.mean(dim=0)
-    _, vectors = torch.linalg.eigh(places.T @ places)
-    plane = places @ fix_signs(vectors.flip(1)[:, :2])
+    points = torch.cat([before, after]).double() @ texts.double().T
+    points = points - points.mean(dim=0)
+    _, vectors = torch.linalg.eigh(points.T @ points)
+    plane = points @ fix_signs(vectors.flip(1)[:, :2])
     return plane[: len(before)], plane[len(before) :]
 
 
 def rank_similarity(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """How far each old class keeps the order in which it resembles the classes' names: Spearman's rank correlation.
+    """Return Spearman's correlation between each row of `before` and the same row of `after`, (C,).
 
-    `before` and `after`, (C, C'), are cosines of prototypes with text embeddings. A constant row has NaN. The mean of
-    all rows is our S_R of figure "Motivating observations" (b), for which the paper gives no formula.
+    Both, (C, C'), are cosines of the prototypes of old classes with text embeddings, so that the correlation is 1 for
+    a class that keeps the order of its similarities to the names. A constant row gives NaN. The mean of all rows is
+    our S_R of figure "Motivating observations" (b), for which the paper gives no formula.
 
     >>> rank_similarity(torch.tensor([[0.1, 0.2, 0.4]]), torch.tensor([[0.1, 0.9, 0.5]])).tolist()
     [0.5]
@@ -177,14 +179,18 @@ def rank_similarity(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TaskDrift:
-    """How one task moved features. Each figure is None where the run did not keep what it needs.
+    """How one task moved features. A value is None if the run did not keep the features that it needs.
 
-    `own` is the mean cosine of the task's training images with themselves before the task, `old` that of the test
-    images of all earlier tasks. `coordinates` is their mean |Delta s|, by the text embeddings of task 1 from before
-    this task. `ranks` is the mean `rank_similarity` of all earlier classes, whose prototypes are means of test
-    features. `means` is the mean cosine of these means with themselves before the task, `mapped` with what the linear
-    map makes of those from before: where it is larger, the map follows the drift. `foretold` is the mean cosine of the
-    earlier classes' prototypes, of the time when they were new, with what the map makes of them.
+    Attributes:
+        own: mean cosine between the features of the task's training images before and after the task.
+        old: the same for the test images of all earlier tasks.
+        coordinates: mean |Delta s| of these test images, by the text embeddings of task 1 from before this task.
+        ranks: mean `rank_similarity` of all earlier classes, whose prototypes are means of test features.
+        means: mean cosine between these prototypes before and after the task.
+        mapped: mean cosine between the prototypes after the task and the linear map of those before it. If it is
+            larger than `means`, the map follows the drift.
+        foretold: mean cosine between the earlier classes' prototypes, as stored when they were new, and the linear map
+            of these prototypes.
     """
 
     task: int
@@ -199,31 +205,32 @@ class TaskDrift:
 
 @torch.no_grad()
 def drift_by_task(tasks: Sequence[TaskFeatures]) -> list[TaskDrift]:
-    """How far each task after the first one moved the features of what was learned before."""
+    """Measure, for each task after the first, how far it moved the features of earlier tasks."""
     rows = []
     prototypes = [_class_means(task.closing.features, task.closing.labels) for task in tasks]
     for number, (earlier, task) in enumerate(itertools.pairwise(tasks), 2):
         closing = task.closing
         figures: dict[str, float] = {}
-        moved = None
+        map_ = None
         if closing.before is not None:
             figures["own"] = float(cosines(closing.before, closing.features).mean())
-            moved = linear_map(closing.before, closing.features)
+            map_ = linear_map(closing.before, closing.features)
             stored = torch.cat(prototypes[: number - 1])
-            figures["foretold"] = float(cosines(stored, stored @ moved).mean())
+            figures["foretold"] = float(cosines(stored, stored @ map_).mean())
         old = old_test_features(earlier, task)
         if old is not None:
             before, after, truth = old
-            were, are = _class_means(before, truth), _class_means(after, truth)
-            figures |= {"old": float(cosines(before, after).mean()), "means": float(cosines(were, are).mean())}
-            if moved is not None:
-                figures["mapped"] = float(cosines(are, were @ moved).mean())
+            means_before, means_after = _class_means(before, truth), _class_means(after, truth)
+            figures["old"] = float(cosines(before, after).mean())
+            figures["means"] = float(cosines(means_before, means_after).mean())
+            if map_ is not None:
+                figures["mapped"] = float(cosines(means_after, means_before @ map_).mean())
             if earlier.closing.texts is not None:
                 texts, first = earlier.closing.texts.double(), len(tasks[0].closing.class_names)
                 figures["coordinates"] = float(coordinate_drift(before, after, texts[:first]).mean())
-                kept = rank_similarity(were @ texts.T, are @ texts.T).nanmean()
-                if not kept.isnan():  # as with a single name
-                    figures["ranks"] = float(kept)
+                similarity = rank_similarity(means_before @ texts.T, means_after @ texts.T).nanmean()
+                if not similarity.isnan():  # with a single name, there is no order
+                    figures["ranks"] = float(similarity)
         rows.append(TaskDrift(number, **figures))
     return rows
 
@@ -231,7 +238,7 @@ def drift_by_task(tasks: Sequence[TaskFeatures]) -> list[TaskDrift]:
 def old_test_features(
     earlier: TaskFeatures, later: TaskFeatures
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """The test images that two tasks have in common, as the models after each of them see these images."""
+    """Return the features of the test images common to two tasks, after each of the tasks, and their labels."""
     common = [number for number in earlier.tests if number in later.tests]
     if not common:
         return None
@@ -241,6 +248,6 @@ def old_test_features(
 
 
 def _class_means(features: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Unit mean features of the classes that have images, in the order of their labels, (classes, d), float64."""
+    """Return the unit mean features, (classes, d), float64, of the classes with images, in the order of the labels."""
     means = [features[labels == label].double().mean(dim=0) for label in labels.unique()]
     return F.normalize(torch.stack(means), dim=1)

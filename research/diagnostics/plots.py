@@ -1,4 +1,4 @@
-"""Pictures of what training changed."""
+"""Draw the figures of what training changed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from research.diagnostics.measures import DepthAccuracy, ReliabilityProfile
 
 
 def capture_figure(records: Sequence[Mapping[str, Any]]) -> Any:
-    """The parts of each task's gradient along the shared mode, the residual modes, and neither."""
+    """Draw the shares of each task's gradient along the shared mode, the residual modes, and neither."""
     names = ("shared_capture", "residual_capture")
     parts = 100 * np.array([[record.get(name) or 0.0 for name in names] for record in records]).T
     measured = [record.get("shared_capture") is not None for record in records]
@@ -20,35 +20,35 @@ def capture_figure(records: Sequence[Mapping[str, Any]]) -> Any:
     bottom = np.zeros(len(records))
     labels = {"shared mode": 3, "residual modes": 2, "neither": 0}
     for (label, colour), values in zip(labels.items(), (*parts, rest), strict=True):
-        look = {"color": SERIES[colour], "label": label, "width": 0.7}
-        axes.bar(range(1, len(records) + 1), values, bottom=bottom, **look)
+        style = {"color": SERIES[colour], "label": label, "width": 0.7}
+        axes.bar(range(1, len(records) + 1), values, bottom=bottom, **style)
         bottom = bottom + values
     figure.legend(ncols=3, **LEGEND)
     return figure
 
 
 def depth_figure(profile: ReliabilityProfile, accuracy: DepthAccuracy | None = None) -> Any:
-    """The reliability over the depths, with its spread, and the accuracy of each depth."""
-    words = {"xlabel": "depth: 0 images, 1 name", "ylabel": "percent"}
-    figure, axes = new_figure(3.4, xlim=(0, 1), ylim=(0, 100), **words)
+    """Draw the reliability over the depths, with its standard deviation, and the accuracy of each depth."""
+    labels = {"xlabel": "depth: 0 images, 1 name", "ylabel": "percent"}
+    figure, axes = new_figure(3.4, xlim=(0, 1), ylim=(0, 100), **labels)
     depths, mean, spread = profile.depths.tolist(), 100 * profile.mean, 100 * profile.spread
     low, high = (mean - spread).clamp(min=0).tolist(), (mean + spread).tolist()
     axes.fill_between(depths, low, high, color=SERIES[3], alpha=0.2, linewidth=0)
-    axes.plot(depths, mean.tolist(), "o-", color=SERIES[3], markersize=4, label="trust in the depth, mean and spread")
+    axes.plot(depths, mean.tolist(), "o-", color=SERIES[3], markersize=4, label="reliability, mean and deviation")
     if accuracy is not None:
-        look: Any = {"color": SERIES[1], "markersize": 4, "label": "right, this depth alone"}
-        axes.plot(accuracy.depths.tolist(), (100 * accuracy.alone).tolist(), "s-", **look)
-        for label, value, style in (("uniform", accuracy.uniform, ":"), ("weighted", accuracy.weighted, "--")):
-            axes.axhline(100 * value, color=SERIES[1], linestyle=style, linewidth=1.2, label=f"right, {label}")
+        style: Any = {"color": SERIES[1], "markersize": 4, "label": "accuracy, single depth"}
+        axes.plot(accuracy.depths.tolist(), (100 * accuracy.alone).tolist(), "s-", **style)
+        for label, value, line in (("uniform", accuracy.uniform, ":"), ("weighted", accuracy.weighted, "--")):
+            axes.axhline(100 * value, color=SERIES[1], linestyle=line, linewidth=1.2, label=f"accuracy, {label}")
     figure.legend(ncols=2, **LEGEND)
     return figure
 
 
 def arrow_figure(before: torch.Tensor, after: torch.Tensor) -> Any:
-    """Images that move in a plane; both are (n, 2), as `coordinate_plane` gives them."""
-    figure, axes = new_figure(4.8, xlabel="first direction of the coordinates", ylabel="second direction")
-    start, way = before.T.tolist(), (after - before).T.tolist()
+    """Draw how images move in a plane, from `before` to `after`, both (n, 2), as `coordinate_plane` returns them."""
+    figure, axes = new_figure(4.8, xlabel="first principal component", ylabel="second principal component")
+    start, move = before.T.tolist(), (after - before).T.tolist()
     axes.scatter(*start, s=6, color=SERIES[0])
-    axes.quiver(*start, *way, angles="xy", scale_units="xy", scale=1, color=SERIES[5], width=0.003)
+    axes.quiver(*start, *move, angles="xy", scale_units="xy", scale=1, color=SERIES[5], width=0.003)
     axes.set_aspect("equal", adjustable="datalim")
     return figure

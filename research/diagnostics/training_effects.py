@@ -1,4 +1,4 @@
-"""What training changed, from a run's folder: captures, the bridge's depths, and drift where features were kept."""
+"""Read from a run's folder what training changed: captures, the bridge's depths, and the drift of kept features."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from dulbe_peft.utils.folders import check_outside_saved, check_replaceable
 from research.diagnostics import measures as diagnostics
 from research.diagnostics.plots import arrow_figure, capture_figure, depth_figure
 
-_MOST_ARROWS = 400  # that a picture still shows one by one
+_MOST_ARROWS = 400  # more arrows in a figure could not be told apart
 _NUMBERS_FILE = "diagnostics.json"
 
 
 @dataclass(frozen=True)
 class TrainingEffects:
-    """What training changed: the bridge's depths, and drift; what was not kept is None or empty."""
+    """What training changed: the bridge's depths, and the drift. Fields are None or empty if nothing was kept."""
 
     profile: diagnostics.ReliabilityProfile | None
     accuracy: diagnostics.DepthAccuracy | None
@@ -33,7 +33,7 @@ class TrainingEffects:
 
 
 def read_effects(run: RunFolder) -> TrainingEffects:
-    """What a run's saved bridge ensemble and kept features tell, without images."""
+    """Compute the effects of training from a run's saved bridge ensemble and kept features, without images."""
     head: BridgeEnsembleHead | None = None
     saved = run.learner
     for kind in (PooledBridgeHead, BridgeEnsembleHead):
@@ -41,9 +41,9 @@ def read_effects(run: RunFolder) -> TrainingEffects:
             head = kind.from_pretrained(saved)
     features: list[TaskFeatures] = []
     if (run.folder / FEATURES_FOLDER).is_dir():
-        kept = read_features(run.folder)[: len(run.learned)]
-        if [list(task.closing.class_names) for task in kept] == run.learned:  # else not of every task of this run
-            features = kept
+        stored = read_features(run.folder)[: len(run.learned)]
+        if [list(task.closing.class_names) for task in stored] == run.learned:  # features of every task of this run
+            features = stored
     accuracy = None
     if head is not None and features and features[-1].tests:
         embeds, truth = (torch.cat(parts) for parts in zip(*features[-1].tests.values(), strict=True))
@@ -53,15 +53,15 @@ def read_effects(run: RunFolder) -> TrainingEffects:
 
 
 def write_figures(run: str | Path, folder: str | Path) -> list[Path]:
-    """Write the diagnostic figures of a run as PNG, and their numbers as `diagnostics.json`; returns the files.
+    """Write the diagnostic figures of a run as PNG, and their numbers as `diagnostics.json`; return the files.
 
-    A figure whose facts the run did not keep is left out. None of them needs images.
+    A figure is left out if the run did not keep its data. No figure needs images.
     """
-    read, target = read_run(run), Path(folder)
-    effects, captures = read_effects(read), ("shared_capture", "residual_capture")
+    run_folder, target = read_run(run), Path(folder)
+    effects, captures = read_effects(run_folder), ("shared_capture", "residual_capture")
     figures: dict[str, Any] = {}
-    if read.captured:
-        figures["captures"] = capture_figure(read.records)
+    if run_folder.captured:
+        figures["captures"] = capture_figure(run_folder.records)
     if effects.profile is not None:
         figures["depths"] = depth_figure(effects.profile, effects.accuracy)
     figures |= _arrow_figures(effects.features)
@@ -70,7 +70,7 @@ def write_figures(run: str | Path, folder: str | Path) -> list[Path]:
     check_replaceable(files)
     target.mkdir(parents=True, exist_ok=True)
     numbers = {
-        "captures": [{name: record.get(name) for name in captures} for record in read.records],
+        "captures": [{name: record.get(name) for name in captures} for record in run_folder.records],
         "reliability": effects.profile,
         "depths": effects.accuracy,
         "drift": effects.drift,
@@ -83,16 +83,16 @@ def write_figures(run: str | Path, folder: str | Path) -> list[Path]:
 
 
 def _arrow_figures(tasks: Sequence[TaskFeatures]) -> dict[str, Any]:
-    """A picture of the first task's test images for each later task, by the first task's class names."""
-    found = {}
+    """Draw, for each later task, how it moved the first task's test images in the coordinates of their class names."""
+    figures = {}
     for number, (earlier, task) in enumerate(itertools.pairwise(tasks), 2):
         first = len(tasks[0].closing.class_names)
         old, texts = diagnostics.old_test_features(earlier, task), earlier.closing.texts
         if old is None or texts is None or first < 2:
             continue
         before, after, truth = old
-        places = diagnostics.coordinate_plane(before[truth < first], after[truth < first], texts[:first])
-        if len(places[0]):
-            chosen = slice(None, None, -(-len(places[0]) // _MOST_ARROWS))
-            found[f"drift-task-{number:03d}"] = arrow_figure(places[0][chosen], places[1][chosen])
-    return found
+        start, end = diagnostics.coordinate_plane(before[truth < first], after[truth < first], texts[:first])
+        if len(start):
+            shown = slice(None, None, -(-len(start) // _MOST_ARROWS))
+            figures[f"drift-task-{number:03d}"] = arrow_figure(start[shown], end[shown])
+    return figures

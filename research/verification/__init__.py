@@ -1,1 +1,1 @@
-"""Published numbers beside ours: checks as rows of YAML, what they need from the network, and how each is measured."""
+"""Compare published numbers with ours: checks are rows of a YAML file, each with its data, model and measure."""

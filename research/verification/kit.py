@@ -1,4 +1,4 @@
-"""Checks one after the other, what they found in one JSON file, and the table of it."""
+"""Run checks one after the other, keep their results in one JSON file, and format the table of results."""
 
 import os
 import platform
@@ -20,9 +20,9 @@ WITHIN, OUTSIDE, UNCONFIRMED, NOT_RUN = "yes", "NO", "unconfirmed", "not run"
 
 
 class Outcome(Record):
-    """A check that was measured, or why it was not."""
+    """The result of a check, or the problem that prevented it."""
 
-    row: str  # digest of the check, its data and what measured it
+    row: str  # digest of the check, its data, the versions and the machine
     check: Check
     here: tuple[float, ...] = ()
     beside: dict[str, float] = {}
@@ -32,17 +32,17 @@ class Outcome(Record):
 
     @property
     def within(self) -> str:
-        """Whether every number is as published, within the tolerance; one that nobody has confirmed cannot fail."""
+        """Say whether every number is within the tolerance of the published one; an unconfirmed check cannot fail."""
         if self.problem:
             return NOT_RUN
         if not self.check.confirmed:
             return UNCONFIRMED
         pairs = zip(self.check.expected, self.here, strict=True)
-        return WITHIN if all(abs(wanted - found) <= self.check.tolerance for wanted, found in pairs) else OUTSIDE
+        return WITHIN if all(abs(published - here) <= self.check.tolerance for published, here in pairs) else OUTSIDE
 
 
 class Results(Record):
-    """What the JSON file holds. `known` is what files and repositories were when they were first taken."""
+    """The content of the JSON file. `known` has the hashes and commits that were seen at the first download."""
 
     format: str = "dulbe_peft verify 1"
     versions: dict[str, str] = {}
@@ -53,7 +53,7 @@ class Results(Record):
 
 @dataclass
 class Kit:
-    """Checks, where their data is, and the file of the results."""
+    """Runs checks, given the paths of their data and the file for the results."""
 
     checks: Checks
     places: Places
@@ -61,26 +61,26 @@ class Kit:
     device: str
 
     def run(self, wanted: Sequence[Check]) -> list[Outcome]:
-        """Measure the checks that the file does not hold yet, each written as soon as it is measured."""
+        """Measure the checks that the file does not hold yet, and write each result as soon as it is measured."""
         results = read_record(self.output, Results) if self.output.exists() else Results()
         fetcher = Fetcher(store_path().parent / "verify", dict(results.known))
         versions, machine = library_versions(), machine_facts(self.device)
-        kept = {found.check.name: found for found in results.outcomes}
+        kept = {outcome.check.name: outcome for outcome in results.outcomes}
         if kept and (results.versions, results.machine) != (versions, machine):
-            print(f"{self.output} is of other versions or another machine: its checks are measured again")
+            print(f"{self.output} is from other versions or another machine: its checks are measured again")
         rows = {check.name: self._digest(check, versions, machine) for check in wanted}
-        measured = {found.row for found in results.outcomes if not found.problem}
+        measured = {outcome.row for outcome in results.outcomes if not outcome.problem}
         missing = [check for check in wanted if rows[check.name] not in measured]
         for name in sorted(rows.keys() - {check.name for check in missing}):
             print(f"{name}: measured before")
-        self._say_sizes(missing, fetcher)
+        self._print_sizes(missing, fetcher)
         for check in missing:
             before = set(fetcher.known)
             kept[check.name] = self._measured(check, rows[check.name], fetcher)
             outcomes, known = tuple(kept.values()), dict(fetcher.known)
             write_record(self.output, Results(versions=versions, machine=machine, known=known, outcomes=outcomes))
             for name in [name for name in known if name not in before]:
-                print(f"first seen, and noted: {name} {known[name]}")
+                print(f"seen for the first time, and recorded: {name} {known[name]}")
         return [kept[check.name] for check in wanted]
 
     def _measured(self, check: Check, row: str, fetcher: Fetcher) -> Outcome:
@@ -97,13 +97,13 @@ class Kit:
         return Outcome(row=row, check=check, here=here, beside=beside, seeds=seeds, seconds=seconds)
 
     def _digest(self, check: Check, versions: dict[str, str], machine: dict[str, str]) -> str:
-        """What a number was measured of: another check, data, folder, version or machine is measured again."""
+        """Return a digest of all that a number depends on; if the digest has changed, the number is measured again."""
         records = [record.model_dump(mode="json") for record in (check, self.checks.data[check.data])]
         places = [str(place and place.resolve()) for place in (self.places.images, self.places.splits)]
         return json_sha256([*records, places, versions, machine])[:16]
 
-    def _say_sizes(self, wanted: Sequence[Check], fetcher: Fetcher) -> None:
-        """Say what is downloaded before anything is."""
+    def _print_sizes(self, wanted: Sequence[Check], fetcher: Fetcher) -> None:
+        """Print the sizes of all downloads before the first one begins."""
         sizes = {name: size for name, size in self._sizes(wanted, fetcher) if size != 0}
         for name, size in sizes.items():
             print(f"to download: {name}, {'of unknown size' if size is None else f'{size / 1e6:,.1f} MB'}")
@@ -129,12 +129,12 @@ class Kit:
                 splits = [check.split, "train"] if check.measure == "taught" else [check.split]
                 patterns = {data.files[split] for split in splits if split in data.files}
                 pinned = data.revision or fetcher.known.get(data.source)
-                named = f"{data.source} ({', '.join(sorted(patterns))})"
-                yield named, fetcher.hub_size(data.source.removeprefix(HUB), "dataset", patterns, pinned)
+                title = f"{data.source} ({', '.join(sorted(patterns))})"
+                yield title, fetcher.hub_size(data.source.removeprefix(HUB), "dataset", patterns, pinned)
 
 
 def machine_facts(device: str) -> dict[str, str]:
-    """What computes: the system, the processor, its threads, and the accelerator where one is used."""
+    """Describe the machine: platform, processor, number of cores, device, and the accelerator if one is used."""
     import torch
 
     facts = {"platform": platform.platform(), "processor": torch.backends.cpu.get_cpu_capability()}
@@ -146,18 +146,18 @@ def machine_facts(device: str) -> dict[str, str]:
 
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:
-    """The lines of the table: published, here, how far it may be off, and whether it is within."""
+    """Return the lines of a table with the published number, ours, the tolerance, and whether ours is within it."""
     rows = [("check", "published", "here", "+-", "within")]
-    for found in outcomes:
-        check = found.check
+    for outcome in outcomes:
+        check = outcome.check
         digits = 4 if check.level == 0 else 2
-        here: list[float | None] = list(found.here) or [None] * len(check.expected)
+        here: list[float | None] = list(outcome.here) or [None] * len(check.expected)
         parts = check.texts if check.texts else [""] * len(here)
-        for number, (wanted, value) in enumerate(zip(check.expected, here, strict=True)):
+        for number, (published, value) in enumerate(zip(check.expected, here, strict=True)):
             name = f"{check.name} {parts[number] or (number if len(here) > 1 else '')}".strip()
-            shown = "" if value is None else f"{value:.{digits}f}"
-            rows.append((name, f"{wanted:.{digits}f}", shown, f"{check.tolerance:g}", "" if number else found.within))
-        rows += [(f"    {name}", "", f"{value:.{digits}f}", "", "beside it") for name, value in found.beside.items()]
+            cells = (f"{published:.{digits}f}", "" if value is None else f"{value:.{digits}f}", f"{check.tolerance:g}")
+            rows.append((name, *cells, "" if number else outcome.within))
+        rows += [(f"    {name}", "", f"{value:.{digits}f}", "", "beside it") for name, value in outcome.beside.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(f"{cell:{side}{w}}" for cell, side, w in zip(row, "<>>><", widths)) for row in rows)
     return [line.rstrip() for line in lines]

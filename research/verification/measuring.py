@@ -1,4 +1,4 @@
-"""How a check's number is measured: through the loading, resizing and tokenizing that every command uses."""
+"""Measure the number of a check, with the loading, resizing and tokenizing that every command uses."""
 
 from statistics import fmean
 from typing import Any
@@ -16,17 +16,18 @@ from research.verification.checks import Check, Data
 from research.verification.fetching import Fetcher, on_hub
 from research.verification.images import Places, few_shots, open_split, photograph
 
-Seeds = dict[str, tuple[float, ...]]  # the accuracies of each classifier, in percent, one for each seed
-VIEWS = "crop+flip"  # half of the area at least, in any proportions from 3:4 to 4:3, mirrored every second time
+Seeds = dict[str, tuple[float, ...]]  # classifier -> accuracies in percent, one per seed
+VIEWS = "crop+flip"  # crops of at least half the area, with proportions from 3:4 to 4:3, every second one mirrored
 
 
 def measure(
     check: Check, data: Data, places: Places, fetcher: Fetcher, device: str
 ) -> tuple[tuple[float, ...], Seeds]:
-    """What a check expects, logits and features as they are, accuracies in percent; and where they are taught, the
-    check's classifier and those beside it.
+    """Return the numbers to compare with the expected ones, and the accuracies of the classifiers, if any, by seed.
+
+    Accuracies are in percent; the first classifier is the check's own.
     """
-    if one := check.measure in ("logits", "class_token"):
+    if single := check.measure in ("logits", "class_token"):
         images = photograph(check.data, data, places, fetcher)
     else:
         images = open_split(check.data, data, check.split, places, fetcher)
@@ -35,14 +36,14 @@ def measure(
     beside = places.beside / check.model
     revision = fetcher.revision(check.model, "model", check.revision) if on_hub(check.model) else None
     model, processor = loading.load_dual_encoder(beside if beside.is_dir() else check.model, revision)
-    if one:
+    if single:
         pixels = loading.pixel_values(processor, images.image(0))[None]
-        return _of_one(check, model, processor, pixels), {}
+        return _single_image(check, model, processor, pixels), {}
     if check.image_resize != "processor":
         processor = with_image_resize(processor, model, check.image_resize)
     prompts: Any = {"prompt_template": list(check.templates), "class_name_style": check.class_name_style}
     args = LearnerArguments(device=device, precision="float32", **(prompts if check.templates else {}))
-    encoder = Encoder.at_rest(model, processor, args)  # by its store a check that was stopped goes on
+    encoder = Encoder.at_rest(model, processor, args)  # stores features, so that a stopped check can continue
     if check.measure == "zero_shot":
         return (_zero_shot(encoder, images),), {}
     seeds = _taught(check, encoder, learned, images)
@@ -50,9 +51,10 @@ def measure(
 
 
 @torch.no_grad()
-def _of_one(check: Check, model: Any, processor: Any, pixels: torch.Tensor) -> tuple[float, ...]:
-    """Of one image: tau z' e of some texts, with the bias where the model has learned one, or the first values of the
-    class token before it gets unit length.
+def _single_image(check: Check, model: Any, processor: Any, pixels: torch.Tensor) -> tuple[float, ...]:
+    """Return an image's logits tau z' e for the check's texts, plus the model's bias if it has one.
+
+    For the measure `class_token`, return the first values of the class token before normalization.
     """
     if check.measure == "class_token":
         token: torch.Tensor = model(pixel_values=pixels).last_hidden_state[0, 0]
@@ -65,21 +67,21 @@ def _of_one(check: Check, model: Any, processor: Any, pixels: torch.Tensor) -> t
 
 
 def _zero_shot(encoder: Encoder, images: LabelledImages) -> float:
-    """The accuracy of the nearest text, in percent."""
+    """Return the zero-shot accuracy in percent."""
     features = encoder.dataset_embeds(encoder.images(images), "zero-shot")
-    said = (features @ encoder.text_embeds(images.class_names).T).argmax(dim=1).cpu().numpy()
-    return 100 * float((said == images.labels).mean())
+    predicted = (features @ encoder.text_embeds(images.class_names).T).argmax(dim=1).cpu().numpy()
+    return 100 * float((predicted == images.labels).mean())
 
 
 def _taught(check: Check, encoder: Encoder, learned: LabelledImages, tested: LabelledImages) -> Seeds:
-    """Classifiers that learn all classes as one task."""
+    """Return the accuracies of classifiers that learn all classes as one task, by seed."""
     if learned.class_names != tested.class_names:
-        raise ValueError(f"{check.data}: the images to learn from and those to test on have other classes")
+        raise ValueError(f"{check.data}: the training images and the test images have different classes")
     features = encoder.dataset_embeds(encoder.images(tested), "test")
     texts = encoder.text_embeds(tested.class_names) if loading.has_text(encoder.clip) else None
     tau = loading.logit_scale(encoder.clip)
     views = encoder
-    if check.views:  # a view is resized as a whole, a photograph is resized and its centre cut out
+    if check.views:  # views are squashed to the model's size, whereas images are resized and cropped
         squash = with_image_resize(encoder.processor, encoder.clip, "squash")
         views = Encoder.at_rest(encoder.clip, squash, encoder.args)
     seeds: dict[str, list[float]] = {}
@@ -95,21 +97,21 @@ def _taught(check: Check, encoder: Encoder, learned: LabelledImages, tested: Lab
         for name, spec in specs.items():
             classifier = make_classifier(spec, rows.shape[1], tau).to(rows.device)
             classifier.add_classes(drawn.class_names, rows, labels, texts)
-            said = torch.cat([classifier(part).argmax(dim=1) for part in features.split(1024)]).cpu().numpy()
-            seeds.setdefault(name, []).append(100 * float((said == tested.labels).mean()))
+            predicted = torch.cat([classifier(part).argmax(dim=1) for part in features.split(1024)]).cpu().numpy()
+            seeds.setdefault(name, []).append(100 * float((predicted == tested.labels).mean()))
     return {name: tuple(values) for name, values in seeds.items()}
 
 
 def _rows(encoder: Encoder, drawn: LabelledImages, views: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features of the images, (n, d), or of so many views of each, (n views, d), and the class of each row."""
+    """Return the features of the images, (n, d), or of `views` views of each, (n views, d), and the rows' classes."""
     pixels = encoder.images(drawn)
-    seen = [pixels.view(VIEWS, seed, number) for number in range(views)] or [pixels]
-    rows = torch.cat([encoder.dataset_embeds(each, f"seed {seed}, view {number}") for number, each in enumerate(seen)])
-    return rows, torch.as_tensor(drawn.labels).repeat(len(seen))
+    inputs = [pixels.view(VIEWS, seed, number) for number in range(views)] or [pixels]
+    rows = torch.cat([encoder.dataset_embeds(view, f"seed {seed}, view {n}") for n, view in enumerate(inputs)])
+    return rows, torch.as_tensor(drawn.labels).repeat(len(inputs))
 
 
 def gda_clip(alpha: float, rows: int, classes: int, width: int) -> str:
-    """The classifier `gda` with the scores of GDA-CLIP's published code, for its weight `alpha` of the images.
+    """Return the `gda` classifier whose scores equal those of GDA-CLIP's published code, for its weight `alpha`.
 
     The code inverts ((N - 1) S + tr(S) I) / d, where S divides the scatter of N rows by N - 1. With our shrinkage
     s = d / (N - 1 + d), this is Sigma times (N - C) / ((N - 1) s).

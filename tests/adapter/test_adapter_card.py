@@ -115,7 +115,7 @@ def test_card_lists_every_adapter_and_no_task_count_for_dense_history(base, tmp_
     model.save_pretrained(tmp_path)
     text = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert "subfolder='birds', adapter_name='birds'" in text and "**birds**" in text
-    assert "| tasks learned | not known: the history is one matrix a layer |" in text
+    assert "| tasks learned | not known: the history is one matrix for each layer |" in text
     assert "| text tower | as it was |" in text
 
 
@@ -150,16 +150,16 @@ def test_published_card_names_no_local_folder(base):
 
 
 def test_import_hides_no_warning_of_other_methods():
-    """The import runs in a separate process, because its effects on other packages last."""
+    """Import the package in a separate process, because the effects on other packages cannot be undone."""
     code = """
 import warnings
 from peft import PeftModel
 before = len(warnings.filters)
 import dulbe_peft.adapter
 added = [entry for entry in warnings.filters[: len(warnings.filters) - before]]
-ours = [entry[1] for entry in added if entry[1] is not None]
-assert all("dulbe_" in message.pattern for message in ours if "dapter" in message.pattern), ours
-assert not any("gradient_checkpointing" in message.pattern for message in ours), ours
+messages = [entry[1] for entry in added if entry[1] is not None]
+assert all("dulbe_" in message.pattern for message in messages if "dapter" in message.pattern), messages
+assert not any("gradient_checkpointing" in message.pattern for message in messages), messages
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -32,10 +32,10 @@ def loss_fn(model, batch):
 
 
 def test_base_layer_with_hooks_or_replaced_forward_is_called(model):
-    expected, seen = image_features(model), []
+    expected, calls = image_features(model), []
     probe = probe_gradients(model, [PIXELS], loss_fn)
     linear = layer_of(model).base_layer
-    hook = linear.register_forward_hook(lambda module, args, result: seen.append(result))
+    hook = linear.register_forward_hook(lambda module, args, result: calls.append(result))
     assert_close(image_features(model), expected)
     assert_close(dict(probe_gradients(model, [PIXELS], loss_fn)), dict(probe))
     for scale in (0.0, 0.5):
@@ -43,9 +43,9 @@ def test_base_layer_with_hooks_or_replaced_forward_is_called(model):
             hooked = image_features(model)
             hook.remove()
             assert_close(image_features(model), hooked)  # the hook may also be removed inside a block
-            hook = linear.register_forward_hook(lambda module, args, result: seen.append(result))
+            hook = linear.register_forward_hook(lambda module, args, result: calls.append(result))
     hook.remove()
-    assert len(seen) == 4
+    assert len(calls) == 4
     linear.forward = lambda x: nn.functional.linear(x, linear.weight, linear.bias) + 1
     assert not torch.allclose(image_features(model), expected, atol=1e-3)
     del linear.forward

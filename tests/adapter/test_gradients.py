@@ -29,7 +29,7 @@ def model(tiny_clip):
 
 
 def test_probe_equals_gradient_of_mean_loss_and_leaves_model_unchanged(model):
-    """A shorter last batch counts by its size. The differentiated weight includes history and current modes."""
+    """Check that a shorter last batch counts by its size, and that the weight includes history and modes."""
     plain = copy.deepcopy(model).merge_and_unload().requires_grad_(True)
     loss_fn(plain, torch.tensor([0, 1, 2]))[0].backward()
     model.train()

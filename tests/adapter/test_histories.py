@@ -26,8 +26,8 @@ def native(clip, folder):
 def test_effective_weight_equals_sum_over_tasks_in_bounded_memory(tiny_clip, tmp_path):
     """Compute W_t = W_0 + sum over tasks of B_S P_S' + B_R P_R' literally in float64.
 
-    The histories of k and v, 32 x 32, become matrices at 17 columns. Those of fc1 and fc2, 64 x 32, would at 22, which
-    seven tasks do not reach.
+    The histories of k and v, 32 x 32, become matrices at 17 columns. Those of fc1 and fc2, 64 x 32, would become
+    matrices at 22 columns, which seven tasks do not reach.
     """
     model = get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG))
     layers = model.dual_mode_layers()

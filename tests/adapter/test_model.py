@@ -44,7 +44,7 @@ def test_safe_merge_refuses_nan_and_changes_no_weight(learned):
 
 
 def test_effective_weight_follows_every_change_of_its_factors(learned):
-    """After in-place changes, in another precision and inside autocast, the weight is never stale or rounded."""
+    """Check that the weight is never stale or rounded: after in-place changes, in another precision, in autocast."""
     layer = next(iter(learned.dual_mode_layers().values()))
     base, before = layer.base_layer.weight, layer.folded_weight("default").clone()
     with torch.no_grad():

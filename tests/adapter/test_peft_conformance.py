@@ -70,7 +70,7 @@ def assert_close(actual, expected, atol=1e-5):
     torch.testing.assert_close(actual.float(), expected.float(), atol=atol, rtol=1e-4)
 
 
-# pytest removes the filter that the import adds.
+# Importing the package adds this filter, but pytest removes it after the first test.
 @pytest.mark.filterwarnings("ignore:Adapter name '.*' should not be contained")
 @pytest.mark.parametrize(
     ("name", "low_cpu_mem_usage"), [("default", False), ("my_dulbe_adapter", True), ("e", False), ("dulbe_", True)]

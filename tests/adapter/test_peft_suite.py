@@ -18,7 +18,7 @@ from dulbe_peft import DualModeLoraConfig
 CHECKOUT = os.environ.get("PEFT_CHECKOUT")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not CHECKOUT, reason="PEFT_CHECKOUT names no checkout of PEFT"),
+    pytest.mark.skipif(not CHECKOUT, reason="PEFT_CHECKOUT is not set"),
     pytest.mark.filterwarnings("ignore"),  # PEFT's tests expect PEFT's own filters
 ]
 KINDS = {"CLIPModel": CLIPModel, "CLIPVisionModel": CLIPVisionModel}

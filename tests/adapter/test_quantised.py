@@ -52,7 +52,7 @@ def pack(clip):
 
 
 def quantise(clip):
-    """Quantise with torchao instead, and return the same pair of models."""
+    """Quantise the model with torchao, and return it with a copy that has the same values in plain layers."""
     torchao = importlib.import_module("torchao.quantization")
     torchao.quantize_(clip, torchao.Int8WeightOnlyConfig(version=2), lambda _, name: name.endswith(("fc1", "k_proj")))
     plain = copy.deepcopy(clip)

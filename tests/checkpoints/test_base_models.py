@@ -1,4 +1,4 @@
-"""A saved learner and its base model: the right one is found where it may be, and no other is taken."""
+"""Test that the base model of a saved learner is found, and that other base models are refused."""
 
 import json
 import random
@@ -21,7 +21,7 @@ IMAGES = images_of(0, 1, 0, 1)
 
 
 class Noisy(list):
-    """Every reading of an image adds noise from all three generators."""
+    """A list of images that adds noise from all three random generators to each image it returns."""
 
     def __getitem__(self, index):
         image, label = super().__getitem__(index)
@@ -32,8 +32,8 @@ def learner_with(base, strategy, **settings):
     return learner_of(base, strategy, adapter={"target_modules": ["fc1"]}, batch_size=2, **settings)
 
 
-def saved(base, strategy="frozen"):
-    """A learner of the classes a and b, saved in the folder `out`."""
+def save_learner(base, strategy="frozen"):
+    """Return a learner of the classes a and b, which is saved in the folder `out`."""
     learner = learner_with(base, strategy)
     learner.learn_task(IMAGES, ["a", "b"])
     learner.save_pretrained("out")
@@ -42,27 +42,27 @@ def saved(base, strategy="frozen"):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A working directory with the demo's model in `models/clip`."""
+    """Change to a working directory with the demo model in `models/clip`; returns its parent."""
     shutil.copytree(demo_model_folder(), tmp_path / "work" / "models" / "clip")
     monkeypatch.chdir(tmp_path / "work")
     return tmp_path
 
 
-def test_a_relative_model_folder_is_found_from_elsewhere(here, monkeypatch):
-    learner = saved(load_clip("models/clip"))
+def test_relative_model_folder_is_found_from_another_directory(here, monkeypatch):
+    learner = save_learner(load_clip("models/clip"))
     expected = learner.image_embeds(IMAGES)
     monkeypatch.chdir(here)
     loaded = ClassIncrementalLearner.from_pretrained("work/out", machine={"device": "cpu"})
     assert torch.equal(loaded.image_embeds(IMAGES), expected)
     shutil.move(here / "work" / "models", here / "moved")
-    with pytest.raises(FileNotFoundError, match=r"was in the folder '.*work/models/clip', which is not there"):
+    with pytest.raises(FileNotFoundError, match=r"was in the folder '.*work/models/clip', which does not exist"):
         ClassIncrementalLearner.from_pretrained("work/out")
     shutil.move(here / "moved" / "clip", here / "work" / "clip")
-    assert ClassIncrementalLearner.from_pretrained("work/out").class_names == ("a", "b"), "beside the learner"
+    assert ClassIncrementalLearner.from_pretrained("work/out").class_names == ("a", "b"), "a model beside the learner"
 
 
-def test_another_base_model_is_refused_by_name(here):
-    saved(load_clip("models/clip"), "dulbe")
+def test_other_base_model_is_refused_with_the_expected_name(here):
+    save_learner(load_clip("models/clip"), "dulbe")
     other = load_clip("models/clip")[0]
     with torch.no_grad():
         other.vision_model.encoder.layers[0].mlp.fc1.weight.mul_(1.01)
@@ -70,21 +70,21 @@ def test_another_base_model_is_refused_by_name(here):
     with pytest.raises(CheckpointError, match="its weights are not those of 'models/clip'"):
         ClassIncrementalLearner.from_pretrained("out", base_model=other)
     assert {name: id(module) for name, module in other.named_modules()} == before
-    with pytest.raises(CheckpointError, match="its dtype is 'bfloat16', the learner was made with 'float32'"):
+    with pytest.raises(CheckpointError, match="its dtype is 'bfloat16', but the learner needs 'float32'"):
         ClassIncrementalLearner.from_pretrained("out", base_model=load_clip("models/clip")[0].bfloat16())
 
 
-def test_a_bf16_base_comes_back_as_bf16(here):
+def test_bfloat16_base_model_is_loaded_as_bfloat16(here):
     clip, processor = load_clip("models/clip")
-    learner = saved((clip.bfloat16(), processor))
+    learner = save_learner((clip.bfloat16(), processor))
     loaded = ClassIncrementalLearner.from_pretrained("out", machine={"device": "cpu"})
     assert next(loaded.clip.parameters()).dtype == torch.bfloat16
     assert torch.equal(loaded.image_embeds(IMAGES), learner.image_embeds(IMAGES))
 
 
 @pytest.mark.parametrize(("pattern", "kind"), [("*processor*", "image processor"), ("tokenizer.json", "tokenizer")])
-def test_missing_processor_files_are_not_replaced_by_others(here, pattern, kind):
-    saved(load_clip("models/clip"))
+def test_missing_processor_files_are_an_error(here, pattern, kind):
+    save_learner(load_clip("models/clip"))
 
     def without(folder):
         shutil.copytree(here / "work" / "out", folder, dirs_exist_ok=True)
@@ -98,46 +98,46 @@ def test_missing_processor_files_are_not_replaced_by_others(here, pattern, kind)
 
 
 class Grey(transformers.CLIPImageProcessorPil):
-    """An image processor of somebody's own."""
+    """A user's own image processor."""
 
     def __call__(self, images, **options):
         return super().__call__(images.convert("L").convert("RGB"), **options)
 
 
 class OwnTokenizer(transformers.CLIPTokenizer):
-    """A tokenizer of somebody's own."""
+    """A user's own tokenizer."""
 
 
 @pytest.mark.parametrize(("part", "kind"), [("image_processor", "Grey"), ("tokenizer", "OwnTokenizer")])
-def test_a_processor_that_loading_would_replace_is_not_saved(here, part, kind):
+def test_learner_with_a_custom_processor_cannot_be_saved(here, part, kind):
     clip, processor = load_clip("models/clip")
-    own = Grey if part == "image_processor" else OwnTokenizer
-    setattr(processor, part, own.from_pretrained("models/clip"))
-    with pytest.warns(UserWarning, match=f"{kind}, and a saved learner .* cannot be saved"):
+    custom = Grey if part == "image_processor" else OwnTokenizer
+    setattr(processor, part, custom.from_pretrained("models/clip"))
+    with pytest.warns(UserWarning, match=f"{kind}, but a saved learner .* cannot be saved"):
         learner = learner_with((clip, processor), "frozen")
-    with pytest.raises(ValueError, match=f"is a {kind}, and a saved learner is loaded with"):
+    with pytest.raises(ValueError, match=f"is a {kind}, but a saved learner is loaded with"):
         learner.run([Task(IMAGES, None, ["a", "b"])], "run")
-    assert not Path("run").exists() and not learner.tasks, "refused before it learns"
+    assert not Path("run").exists() and not learner.tasks, "a run must be refused before it learns"
     learner.learn_task(IMAGES, ["a", "b"])
     for write in (learner.save_pretrained, lambda folder: export_learner(learner, folder, "transformers")):
-        with pytest.raises(ValueError, match=f"is a {kind}, and a saved learner is loaded with"):
+        with pytest.raises(ValueError, match=f"is a {kind}, but a saved learner is loaded with"):
             write("out")
         assert not Path("out").exists()
 
 
-def test_a_folder_with_another_image_processor_is_not_read_with_the_familys_own(here):
+def test_model_folder_with_a_custom_image_processor_is_refused(here):
     file = here / "work" / "models" / "clip" / "preprocessor_config.json"
     plain = json.loads(file.read_text())
     file.write_text(json.dumps(plain | {"image_processor_type": "Grey"}))
-    with pytest.raises(ValueError, match="models/clip has the image processor 'Grey', and a CLIP is read with"):
+    with pytest.raises(ValueError, match="models/clip has the image processor 'Grey', but CLIP needs"):
         load_clip("models/clip")
     for older in ("CLIPFeatureExtractor", "CLIPImageProcessorFast"):
         file.write_text(json.dumps(plain | {"image_processor_type": older}))
         assert type(load_clip("models/clip")[1].image_processor) is transformers.CLIPImageProcessorPil
 
 
-def test_augmented_images_resume_byte_for_byte(here, monkeypatch):
-    """Python's, numpy's and torch's random numbers are a task's own, whatever ran before it in the process."""
+def test_resumed_run_with_random_images_is_identical(here, monkeypatch):
+    """The random numbers of Python, NumPy and torch in a task do not depend on what ran before in the process."""
     names = ["a", "b"], ["c", "d"]
     tasks = [Task(Noisy(images_of(0, 1, 0, 1, seed=index)), None, names[index]) for index in range(2)]
 

@@ -1,4 +1,4 @@
-"""Folders that are whole or not there: what a manifest catches, and what is left when writing fails at any point."""
+"""Test atomic writing of folders: damage that a manifest detects, and what remains if writing fails at any point."""
 
 import copy
 import errno
@@ -49,7 +49,7 @@ def folder(tmp_path):
     return tmp_path / "saved"
 
 
-def test_modes_are_those_the_umask_gives(tmp_path):
+def test_file_modes_follow_the_umask(tmp_path):
     before = os.umask(0o027)
     try:
         commit(tmp_path / "saved")
@@ -64,7 +64,7 @@ def test_modes_are_those_the_umask_gives(tmp_path):
     ("field", "value", "words"),
     [("notes", {}, "SHA-256 differs"), ("format_version", 2, "format_version: Input should be 1, got 2")],
 )
-def test_a_changed_manifest_is_refused(folder, field, value, words):
+def test_changed_manifest_is_refused_and_can_be_overwritten(folder, field, value, words):
     edited(folder / "manifest.json", field, value)
     with pytest.raises(CheckpointError, match=rf"manifest\.json is damaged.*{words}"):
         read_manifest(folder)
@@ -74,7 +74,7 @@ def test_a_changed_manifest_is_refused(folder, field, value, words):
     assert read_manifest(folder) and (folder / "inner" / "a.txt").read_text() == "new"
 
 
-def test_a_missing_or_changed_file_is_named(folder):
+def test_error_names_the_missing_or_changed_file(folder):
     (folder / "inner" / "a.txt").write_text("odd")
     with pytest.raises(CheckpointError, match=r"a\.txt is damaged"):
         read_manifest(folder)
@@ -85,19 +85,19 @@ def test_a_missing_or_changed_file_is_named(folder):
         read_manifest(folder.parent)
 
 
-def test_a_folder_of_others_is_not_replaced(tmp_path):
+def test_folder_not_written_by_this_library_is_not_replaced(tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
     for name, text in (("thesis.txt", "all of it"), ("manifest.json", '{"name": "a web app", "icons": []}')):
         (mine / name).write_text(text)
         before = content(tmp_path)
-        for place in (mine, mine / name):
-            with pytest.raises(FileExistsError, match=rf"{place.name}' exists and was not written by this library"):
-                commit(place)
+        for path in (mine, mine / name):
+            with pytest.raises(FileExistsError, match=rf"{path.name}' exists and was not written by this library"):
+                commit(path)
         assert content(tmp_path) == before
 
 
-def test_a_folder_of_another_kind_is_not_replaced(folder):
+def test_saved_folder_of_another_kind_is_not_replaced(folder):
     before = content(folder)
     with pytest.raises(FileExistsError, match="saved is a folder of kind 'learner', expected 'export'"):
         folders.commit_folder(folder, "export", fill("new"))
@@ -106,7 +106,7 @@ def test_a_folder_of_another_kind_is_not_replaced(folder):
     assert content(folder) == before
 
 
-def test_files_that_somebody_put_beside_ours_stay(folder):
+def test_files_that_a_user_added_are_kept(folder):
     (folder / "notes.txt").write_text("mine")
     (folder / "inner" / "photo.jpg").write_bytes(b"jpg")
     (folder / "link").symlink_to("/nowhere")
@@ -122,7 +122,7 @@ def test_files_that_somebody_put_beside_ours_stay(folder):
     assert content(folder) == before
 
 
-def test_an_edited_model_card_stays_and_another_one_is_replaced(tmp_path):
+def test_model_card_is_kept_if_edited_and_replaced_otherwise(tmp_path):
     def write(text):
         card = partial(Path.write_text, data=text)
         folders.commit_folder(tmp_path / "saved", "learner", lambda folder: card(folder / "README.md") and None)
@@ -134,7 +134,7 @@ def test_an_edited_model_card_stays_and_another_one_is_replaced(tmp_path):
     assert read_manifest(tmp_path / "saved")
 
 
-def test_a_link_to_a_folder_stays_one(tmp_path):
+def test_symbolic_link_to_a_folder_is_kept(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "saved").symlink_to(tmp_path / "disk" / "saved")
     for text in ("new", "newer"):
@@ -144,8 +144,8 @@ def test_a_link_to_a_folder_stays_one(tmp_path):
     assert names(tmp_path / "disk") == ["saved"] and names(tmp_path) == ["disk", "saved"]
 
 
-def test_whatever_fails_leaves_the_old_folder_or_the_new_one(tmp_path):
-    """Each operation on a file fails once. An error names the folder; the next call leaves nothing over."""
+def test_failed_commit_leaves_the_old_or_the_new_folder(tmp_path):
+    """Each file operation fails once. The error names the folder, and the next commit removes all leftovers."""
     for at in range(200):
         error = KeyboardInterrupt() if at % 2 else OSError(errno.EACCES, os.strerror(errno.EACCES))
         folder = tmp_path / str(at) / "saved"
@@ -166,7 +166,7 @@ def test_whatever_fails_leaves_the_old_folder_or_the_new_one(tmp_path):
     assert 20 < at < 199
 
 
-def test_whatever_fails_leaves_a_file_or_none_and_nothing_beside_it(tmp_path):
+def test_failed_write_leaves_no_partial_or_temporary_file(tmp_path):
     for at in range(100):
         (tmp_path / str(at)).mkdir()
         failing = Failing(tmp_path / str(at), at)
@@ -178,7 +178,7 @@ def test_whatever_fails_leaves_a_file_or_none_and_nothing_beside_it(tmp_path):
     assert 5 < at < 99 and names(tmp_path / str(at)) == ["a.json"]
 
 
-def test_leftovers_are_removed_and_nothing_else(tmp_path):
+def test_only_leftovers_of_killed_writers_are_removed(tmp_path):
     ours = [".task-003.dulbe-tmp-a1b2c3d4", ".task-002.dulbe-tmp-a1b2c3d4.old", ".results.json.dulbe-tmp-__345678"]
     others = [".other.dulbe-tmp-a1b2c3d4", ".task-003.20251121", ".task-003.dulbe-tmp-short", ".task-003", "task-002"]
     for name in ours + others:
@@ -194,6 +194,11 @@ def killed_between_the_renames(folder):
     folder.rename(folder.with_name(f".{folder.name}.dulbe-tmp-a1b2c3d4.old"))
 
 
+def find_model_or_refuse(folder):
+    with suppress(ValueError):
+        find_model(str(folder))
+
+
 @pytest.mark.parametrize(
     "opened",
     [
@@ -201,51 +206,51 @@ def killed_between_the_renames(folder):
         read_run,
         lambda folder: check_there(str(folder)),
         lambda folder: claim(("--output", str(folder), "folder")),
-        lambda folder: suppress(ValueError)(find_model)(str(folder)),
+        find_model_or_refuse,
     ],
     ids=["from_pretrained", "report", "commands", "outputs", "models"],
 )
-def test_opening_a_folder_puts_back_what_a_killed_writer_moved(own_run, capsys, opened):
+def test_opening_restores_the_folder_that_a_killed_writer_moved(own_run, capsys, opened):
     folder = own_run / "task-002"
     before = content(folder)
     killed_between_the_renames(folder)
     opened(folder)
-    assert content(folder) == before and f"put back: {folder}, which a killed program" in capsys.readouterr().err
+    assert content(folder) == before and f"restored {folder}, which a killed program" in capsys.readouterr().err
     assert not [name for name in names(own_run) if "dulbe-tmp" in name or name.endswith(".lock")]
 
 
-def test_a_server_does_not_begin_anew_over_what_a_killed_one_left(own_run, tmp_path):
+def test_server_does_not_overwrite_what_a_killed_server_left(own_run, tmp_path):
     saved = shutil.copytree(own_run / "task-002", tmp_path / "taught")
     killed_between_the_renames(saved)
     assert main(["serve", str(own_run), "--output", str(saved), "--port", "0"]) == 2
     assert read_manifest(saved) and names(tmp_path) == ["run", "taught"]
 
 
-def test_a_folder_that_cannot_be_put_back_is_named(folder, monkeypatch):
+def test_error_names_the_folder_that_cannot_be_restored(folder, monkeypatch):
     killed_between_the_renames(folder)
     monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(errno.EROFS, "Read-only file system")))
-    with pytest.raises(CheckpointError, match=r"is now .*/\.saved\.dulbe-tmp-a1b2c3d4\.old: rename it by hand"):
+    with pytest.raises(CheckpointError, match=r"is now in .*/\.saved\.dulbe-tmp-a1b2c3d4\.old: rename it yourself"):
         put_back(folder)
 
 
-def test_saving_puts_back_what_a_killed_writer_moved(folder):
+def test_saving_restores_the_folder_that_a_killed_writer_moved(folder):
     folder.rename(folder.with_name(".saved.dulbe-tmp-a1b2c3d4.old"))
     folder.with_name(".saved.dulbe-tmp-a1b2c3d4").mkdir()
-    full = Mock(side_effect=Exception("No space left on device (os error 28)"))  # word for word what tokenizers raise
+    full = Mock(side_effect=Exception("No space left on device (os error 28)"))  # the exact message of tokenizers
     with pytest.raises(OSError, match=r"saved cannot be written: No space left on device"):
         folders.commit_folder(folder, "learner", full)
     assert names(folder.parent) == ["saved"] and read_manifest(folder)
     assert (folder / "inner" / "a.txt").read_text() == "old"
 
 
-def refused(path):
+def refusal(path):
     with pytest.raises(CheckpointError) as caught, exclusive(path, "folder 'x'"):
         pass
     return str(caught.value)
 
 
-def test_a_folder_that_takes_no_file_is_named(tmp_path, monkeypatch):
-    if Path("/proc/self").exists():  # filelock waits where a folder is there and a file in it cannot be made
+def test_error_names_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
+    if Path("/proc/self").exists():  # filelock waits if the folder exists but a file in it cannot be created
         with pytest.raises(OSError, match=r"^/proc cannot be written to \(.*\): choose another folder"):
             commit(Path("/proc/export"))
     monkeypatch.setattr(Path, "touch", Mock(side_effect=OSError(errno.EACCES, "Permission denied")))
@@ -255,17 +260,17 @@ def test_a_folder_that_takes_no_file_is_named(tmp_path, monkeypatch):
         commit(tmp_path / "saved")
 
 
-def test_a_second_holder_is_refused_in_the_same_thread_and_in_another(tmp_path):
+def test_second_lock_is_refused_in_same_and_other_thread(tmp_path):
     path = tmp_path / "new" / "lock"
     with pytest.raises(ZeroDivisionError), exclusive(path, "folder 'x'"):
         with ThreadPoolExecutor(1) as pool:
-            said = [refused(path), pool.submit(refused, path).result()]
-        assert all("folder 'x' is in use" in text for text in said)
-        assert path.exists(), "one that was refused removed it"
+            errors = [refusal(path), pool.submit(refusal, path).result()]
+        assert all("folder 'x' is in use" in error for error in errors)
+        assert path.exists(), "a refused process must not remove the lock"
         _ = 1 / 0
     assert not path.exists()
-    path.touch()  # as a killed process leaves it
+    path.touch()  # a killed process leaves its lock
     with exclusive(path, "folder 'x'"):
-        refused(path)
+        refusal(path)
     path.write_text("all of it")
-    assert "is not an empty lock file" in refused(path) and path.read_text() == "all of it"
+    assert "is not an empty lock file" in refusal(path) and path.read_text() == "all of it"

@@ -1,4 +1,4 @@
-"""Adapter, head and learner on the Hub: the real client against a loopback stub; strict loading of what it gives."""
+"""Test adapter, head and learner on the Hub, with the real client and a local stub, and strict loading."""
 
 import copy
 import json
@@ -26,14 +26,14 @@ ADAPTER, STATISTICS = "adapter_model.safetensors", "statistics.safetensors"
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """An empty Hub that this process's client talks to, with an empty cache."""
+    """Start an empty Hub for this process's client, with an empty cache."""
     with on_this_process(monkeypatch, tmp_path) as hub:
         yield hub
 
 
 @pytest.fixture(scope="module")
 def learned(base, tmp_path_factory):
-    """A learner of two of three tasks, the folder that its run wrote, and the tasks."""
+    """Return a learner of two of three tasks, the folder of its run, and all tasks."""
     tasks = class_incremental_tasks(digits(0, 4), digits(4, 6), increment=2)[:3]
     learner = learner_of(base)
     output = tmp_path_factory.mktemp("run")
@@ -48,7 +48,7 @@ def learner(learned):
 
 @pytest.fixture
 def uploaded(hub, learned):
-    """A saved learner's files, path -> content, which are in the repository someone/learner, too."""
+    """Upload a saved learner to the repository someone/learner; returns its files, content by path."""
     folder = learned[1] / "task-002"
     files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     hub.commit("someone/learner", files)
@@ -72,16 +72,16 @@ model = PeftModel.from_pretrained(clip, "someone/adapter").eval()
 head = dulbe_peft.BridgeEnsembleHead.from_pretrained("someone/head")
 learner = dulbe_peft.ClassIncrementalLearner.from_pretrained("someone/learner")
 with torch.no_grad():
-    for found in (model, learner.clip):
-        assert torch.equal(found.get_image_features(pixel_values=pixels).pooler_output, features)
+    for loaded in (model, learner.clip):
+        assert torch.equal(loaded.get_image_features(pixel_values=pixels).pooler_output, features)
     assert torch.equal(head(features), logits) and torch.equal(learner.head(features), logits)
 print(*learner.class_names, learner.source["commit"], len(learner.memory))
 """
 
 
 @pytest.mark.slow
-def test_all_three_come_back_in_a_fresh_process(hub, learner, tmp_path):
-    """PEFT's own calls for the adapter; every file whole, from an empty cache, by the environment's endpoint."""
+def test_adapter_head_and_learner_load_in_a_fresh_process(hub, learner, tmp_path):
+    """The adapter is loaded by PEFT. The cache is empty, and the endpoint comes from the environment."""
     learner.model.push_to_hub("adapter")
     learner.head.push_to_hub("head")
     oid = learner.push_to_hub("learner", private=True).oid
@@ -96,53 +96,53 @@ def test_all_three_come_back_in_a_fresh_process(hub, learner, tmp_path):
     assert run.stdout.split() == [*learner.class_names, oid, str(len(learner.memory))]
 
 
-def test_the_revision_that_was_asked_for_is_loaded_and_its_commit_recorded(hub, learner, base, tmp_path):
+def test_requested_revision_is_loaded_and_its_commit_recorded(hub, learner, base, tmp_path):
     first = learner.push_to_hub("learner").oid
     learner.push_to_hub("learner", revision="no-statistics", statistics=False)
     branch = hub.repos["someone/learner"]["branches"]["no-statistics"]
     assert branch != first
     for revision, commit in ((None, first), ("no-statistics", branch), (first, first)):
-        again = load_from("someone/learner", base, revision=revision)
-        assert again.source == {"repo_id": "someone/learner", "commit": commit}
-        assert bool(again.memory) == (commit == first)
-    again.save_pretrained(tmp_path / "copy")
+        loaded = load_from("someone/learner", base, revision=revision)
+        assert loaded.source == {"repo_id": "someone/learner", "commit": commit}
+        assert bool(loaded.memory) == (commit == first)
+    loaded.save_pretrained(tmp_path / "copy")
     assert json.loads((tmp_path / "copy" / "learner.json").read_text())["source"]["commit"] == first
-    assert load_from(tmp_path / "copy", base).source == again.source
+    assert load_from(tmp_path / "copy", base).source == loaded.source
 
 
-def test_only_what_the_manifest_lists_is_downloaded_and_it_loads_again_offline(hub, uploaded, base, monkeypatch):
+def test_only_listed_files_are_downloaded_and_load_again_offline(hub, uploaded, base, monkeypatch):
     hub.commit("someone/learner", uploaded | {"pytorch_model.bin": b"x", "adapter_model.bin": b"x", "notes.txt": b"x"})
     online = load_from("someone/learner", base)
-    got = {path.partition("/resolve/")[2].partition("/")[2] for method, path in hub.asked if method == "GET"}
-    assert got - {""} == {*json.loads(uploaded["manifest.json"])["files"], "manifest.json"}
+    files = {path.partition("/resolve/")[2].partition("/")[2] for method, path in hub.asked if method == "GET"}
+    assert files - {""} == {*json.loads(uploaded["manifest.json"])["files"], "manifest.json"}
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    asked = len(hub.asked)
-    assert load_from("someone/learner", base).source == online.source and len(hub.asked) == asked
+    requests = len(hub.asked)
+    assert load_from("someone/learner", base).source == online.source and len(hub.asked) == requests
 
 
-def test_missing_repositories_revisions_and_files_are_named(hub, uploaded, base, tmp_path):
-    for load_one in (lambda *a, **k: load_from(a[0], base, **k), BridgeEnsembleHead.from_pretrained):
+def test_error_names_the_missing_repository_revision_or_file(hub, uploaded, base, tmp_path):
+    for load in (lambda *a, **k: load_from(a[0], base, **k), BridgeEnsembleHead.from_pretrained):
         for repo_id in ("someone/nothing", "nowhere"):
             with pytest.raises(FileNotFoundError, match=repo_id):
-                load_one(repo_id)
+                load(repo_id)
         with pytest.raises(FileNotFoundError, match="at revision 'v9'"):
-            load_one("someone/learner", revision="v9")
+            load("someone/learner", revision="v9")
         with pytest.raises(FileNotFoundError, match="neither an existing folder nor a repository id"):
-            load_one("../up")
-        asked = len(hub.asked)
+            load("../up")
+        requests = len(hub.asked)
         with pytest.raises(FileNotFoundError, match="folder 'someone/learner' does not exist"):
-            load_one(type(tmp_path)("someone/learner"))
-        assert len(hub.asked) == asked
+            load(type(tmp_path)("someone/learner"))
+        assert len(hub.asked) == requests
     hub.commit("someone/learner", {name: data for name, data in uploaded.items() if name != ADAPTER})
     with pytest.raises(FileNotFoundError, match=ADAPTER):
         load_from("someone/learner", base)
 
 
-def test_card_is_written_from_the_data(hub, learned):
+def test_model_card_shows_the_learner_and_its_results(hub, learned):
     learner, output, _ = learned
     results = output / "results.json"
     other = json.loads(results.read_text()) | {"class_names": [["cat"]]}
-    with pytest.raises(ValueError, match="results are not of this learner"):
+    with pytest.raises(ValueError, match="results belong to another learner"):
         learner.push_to_hub("digits-learner", results=other)
     assert not hub.repos
     learner.push_to_hub("digits-learner", results=results, dataset_name="digits")
@@ -154,40 +154,41 @@ def test_card_is_written_from_the_data(hub, learned):
     assert measured == {"A_bar": figures["average_accuracy"], "A_last": figures["last_accuracy"]}
     assert {result.dataset_name for result in card.data.eval_results} == {"digits"}
     assert card.data.model_name == "digits-learner" and card.data.library_name == "dulbe_peft"
-    assert card.data.base_model is None and "pass `base_model=`" in card.text  # a folder of this machine
-    wanted = ["docs/decisions.md", "@unpublished", "Fanman Meng", '["zero", "one"]', '"epochs": 1']
-    wanted.append(f"| bridge | {100 * figures['average_accuracy']:.2f} |")
-    assert [words for words in wanted if words not in card.text] == []
+    assert card.data.base_model is None and "pass `base_model=`" in card.text  # the base is a local folder
+    expected = ["docs/decisions.md", "@unpublished", "Fanman Meng", '["zero", "one"]', '"epochs": 1']
+    expected.append(f"| bridge | {100 * figures['average_accuracy']:.2f} |")
+    assert [words for words in expected if words not in card.text] == []
 
 
-def test_the_card_s_snippets_run(hub, learned, tmp_path, monkeypatch, capsys):
+def test_code_examples_of_the_model_card_run(hub, learned, tmp_path, monkeypatch, capsys):
     learner, _, tasks = learned
     learner.push_to_hub("learner")
     monkeypatch.chdir(tmp_path)
     tasks[0].test[0]["image"].save("photo.jpg")
     blocks = re.findall(r"```python\n(.*?)```", hub.files("someone/learner")["README.md"].decode(), flags=re.DOTALL)
-    spaces = [{}, {}, {}]
-    for block, space in zip(blocks, spaces, strict=True):
+    namespaces = [{}, {}, {}]
+    for block, namespace in zip(blocks, namespaces, strict=True):
         assert "import dulbe_peft" in block or "from dulbe_peft" in block
-        exec(block, space)
-    assert spaces[0]["learner"].class_names == learner.class_names
+        exec(block, namespace)
+    assert namespaces[0]["learner"].class_names == learner.class_names
     assert eval(capsys.readouterr().out.splitlines()[0])[0] in learner.class_names
-    assert spaces[1]["model"].active_peft_config.history_rank == learner.model.history_rank
-    assert spaces[2]["classifier"].class_names == list(learner.class_names)
+    assert namespaces[1]["model"].active_peft_config.history_rank == learner.model.history_rank
+    assert namespaces[2]["classifier"].class_names == list(learner.class_names)
 
 
-def test_a_learner_without_statistics_predicts_and_says_why_it_cannot_go_on(hub, learned, base, tmp_path):
+def test_learner_without_statistics_predicts_but_cannot_learn_tasks(hub, learned, base, tmp_path):
     learner, output, tasks = learned
     learner.push_to_hub("learner", results=output / "results.json")
     assert {STATISTICS, "results.json"} <= set(hub.files("someone/learner"))
     learner.push_to_hub("learner", statistics=False)
-    assert not {STATISTICS, "results.json"} & set(hub.files("someone/learner"))  # nothing stale is left either
-    again = load_from("someone/learner", base)
-    assert again.evaluate(tasks[1].test, tasks[1].class_names) == learner.evaluate(tasks[1].test, tasks[1].class_names)
-    again.update_classes(tasks[1].test)
+    assert not {STATISTICS, "results.json"} & set(hub.files("someone/learner"))  # stale files are removed
+    loaded = load_from("someone/learner", base)
+    expected = learner.evaluate(tasks[1].test, tasks[1].class_names)
+    assert loaded.evaluate(tasks[1].test, tasks[1].class_names) == expected
+    loaded.update_classes(tasks[1].test)
     with pytest.raises(ValueError, match="holds no statistics of its finished tasks"):
-        again.learn_task(tasks[2].train, tasks[2].class_names)
-    again.save_pretrained(tmp_path / "copy")
+        loaded.learn_task(tasks[2].train, tasks[2].class_names)
+    loaded.save_pretrained(tmp_path / "copy")
     assert not load_from(tmp_path / "copy", base).memory
 
 
@@ -196,7 +197,7 @@ class _Trap:
         return os.abort, ()
 
 
-def test_a_learner_of_pickles_is_refused_and_they_are_not_even_downloaded(hub, uploaded, base):
+def test_pickles_of_a_learner_are_refused_and_never_downloaded(hub, uploaded, base):
     trap = {"adapter_model.bin": pickle.dumps(_Trap())}
     manifest = json.loads(uploaded["manifest.json"])
     manifest["files"]["adapter_model.bin"] = {"sha256": "0", "size": 1}
@@ -213,8 +214,8 @@ def test_a_learner_of_pickles_is_refused_and_they_are_not_even_downloaded(hub, u
     assert not any(path.endswith(".bin") for _, path in hub.asked)
 
 
-def test_peft_does_not_get_to_open_a_pickle(hub, uploaded, base, monkeypatch):
-    """PEFT itself would read `adapter_model.bin` where there is no safetensors file."""
+def test_adapter_in_a_pickle_is_refused_before_peft_opens_it(hub, uploaded, base, monkeypatch):
+    """PEFT itself would read `adapter_model.bin` if there is no safetensors file."""
     files = {"adapter_config.json": uploaded["adapter_config.json"], "adapter_model.bin": pickle.dumps(_Trap())}
     hub.commit("someone/pickled", files)
     for offline in (False, True):

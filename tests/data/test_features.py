@@ -101,7 +101,7 @@ def test_table_written_by_another_program_is_read(root, table, tmp_path, capsys)
     assert data.class_names == ("0", "1", "2", "3", "4") and len(set(data.contents())) == 40
 
 
-def written(file, **columns):
+def write_table(file, **columns):
     file.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(pyarrow.table(columns), file)
     return file
@@ -115,9 +115,11 @@ def test_features_of_another_model_are_refused(root, table, tmp_path, base, caps
     with pytest.raises(ValueError, match="not by this model as it is: image_processor differ"):
         ClassIncrementalLearner(*base, args=args, strategy="frozen").learn_task(load_data(table, "train"))
     with pytest.raises(ValueError, match="has embeddings of width 2, the model's have 64"):
-        learner_of(base, "frozen").learn_task(load_data(written(tmp_path / "2.parquet", label=LABELS, embedding=UNIT)))
+        learner_of(base, "frozen").learn_task(
+            load_data(write_table(tmp_path / "2.parquet", label=LABELS, embedding=UNIT))
+        )
     call("run", "--model", "demo", "--strategy", "dulbe", "--data", table, "--output", tmp_path / "run", expected=2)
-    assert "this one has an adapter" in capsys.readouterr().err
+    assert "this model has an adapter" in capsys.readouterr().err
     with pytest.raises(FileNotFoundError, match=r"no split 'val'; its splits are \['train', 'test'\]"):
         load_data(table, "val")
     command = ["features", "--model", "demo", "--device", "cpu", "--data", table, "--engine", "local", "--jobs", 1]
@@ -163,11 +165,11 @@ def test_inconsistent_or_damaged_table_is_refused(tmp_path, files, words):
 
 def test_content_of_a_row_does_not_depend_on_other_rows(tmp_path):
     rows, known = [[0.6001, 0.8], [0.0, 1.0], [0.0, 5.0]], "0f" * 32
-    few = load_data(written(tmp_path / "few.parquet", label=["a", "b"], embedding=rows[:2]))
-    more = load_data(written(tmp_path / "more.parquet", label=["a", "b", "b"], embedding=rows))
+    few = load_data(write_table(tmp_path / "few.parquet", label=["a", "b"], embedding=rows[:2]))
+    more = load_data(write_table(tmp_path / "more.parquet", label=["a", "b", "b"], embedding=rows))
     assert more.contents()[:2] == few.contents()
     given = [known, None, ""]
-    mixed = load_data(written(tmp_path / "mixed.parquet", label=["a", "b", "b"], embedding=rows, content=given))
+    mixed = load_data(write_table(tmp_path / "mixed.parquet", label=["a", "b", "b"], embedding=rows, content=given))
     assert mixed.contents() == [bytes.fromhex(known), *more.contents()[1:]]
 
 

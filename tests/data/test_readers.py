@@ -79,7 +79,7 @@ def test_image_folder_reads_nested_folders_and_reports_skipped_files(folder, tmp
     assert {
         (str(root / ".cache"), "hidden"),
         (str(root / "Ant eater" / "._1.webp"), "hidden"),
-        (str(root / "Ant eater" / "notes.txt"), "files ending in .txt are not read"),
+        (str(root / "Ant eater" / "notes.txt"), "a file ending in .txt is not read"),
         (str(root / "empty"), "an empty folder"),
         (str(zebra / "2025" / "later"), "an empty folder"),
         (str(zebra / "again"), "a link to a folder that has already been read"),

@@ -1,4 +1,4 @@
-"""The page about training loops: what it writes by hand ends with the learner's numbers, and goes on elsewhere."""
+"""Test the page about training loops: its loops give the learner's numbers and can be continued in a new process."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ BY_HAND = text_of("examples/training_loop.py")
 
 @pytest.fixture
 def small(monkeypatch, tmp_path):
-    """The page's stream with 20 images of each class to learn from, the same start, and the learner's order."""
+    """Make the page use 20 training images per class, a fixed seed, and the learner's order of images."""
     stream = class_incremental_tasks(write_saved.digits(0, 20), write_saved.digits(20, 23), increment=2)
     get_peft_model, tasks = peft.get_peft_model, count()
 
@@ -46,15 +46,15 @@ def small(monkeypatch, tmp_path):
 
 
 class ByHand:
-    """What the page's loop ends with, as `tensors` reads a learner."""
+    """The final state of the page's loop, with the attributes that `tensors` reads."""
 
     def __init__(self, namespace):
         self.model, self.head, self.memory = (namespace[name] for name in ("model", "head", "statistics"))
 
 
 @pytest.mark.slow
-def test_by_hand_and_the_learner_are_equal(small, base):
-    """Bit for bit, over two tasks of two steps in two epochs; each teacher sees the batches that are trained on."""
+def test_loop_by_hand_equals_the_learner_bit_for_bit(small, base):
+    """There are two tasks with two epochs of two steps. The teacher sees the batches that are trained on."""
     namespace: dict = {"__name__": "__main__"}
     exec(compile(BY_HAND, "by hand", "exec"), namespace)
     settings = {"batch_size": 32, "eval_batch_size": 32, "epochs": 2, "prompt_template": "a photo of a {}."}
@@ -68,8 +68,8 @@ def test_by_hand_and_the_learner_are_equal(small, base):
     for task in small[:2]:
         learner.learn_task(task.train)
     assert_equal(ByHand(namespace), learner)
-    found = namespace["accuracy"](small[0].test, small[0].class_names)
-    assert found == learner.evaluate(small[0].test)["accuracy"]
+    accuracy = namespace["accuracy"](small[0].test, small[0].class_names)
+    assert accuracy == learner.evaluate(small[0].test)["accuracy"]
 
 
 FRESH = """
@@ -92,8 +92,8 @@ save_file({{n: t.contiguous() for n, t in model.state_dict().items() if "dulbe_"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["by hand", "trainer"])
-def test_the_next_task_in_a_fresh_process(small, way, tmp_path, monkeypatch):
-    """It ends as in the process that learned the tasks before, where nothing was saved and loaded."""
+def test_next_task_in_a_fresh_process_equals_the_same_process(small, way, tmp_path, monkeypatch):
+    """The fresh process loads what was saved; the other one continues without saving and loading."""
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("dulbe_peft.streams.digits.digit_tasks", lambda: small)
@@ -101,13 +101,13 @@ def test_the_next_task_in_a_fresh_process(small, way, tmp_path, monkeypatch):
     if way == "by hand":
         exec(compile(BY_HAND, way, "exec"), namespace)
         before = "sys.argv.append('--resume')"
-        go_on = "torch.manual_seed(1)\nlearn(august.train, august.class_names)"  # the order of the images
+        last_task = "torch.manual_seed(1)\nlearn(august.train, august.class_names)"  # seeds the order of the images
         code = BY_HAND.replace("    for task in tasks:", "    torch.manual_seed(1)\n    for task in tasks:")
     else:
         exec(compile(TRAINER, way, "exec"), namespace)
         before, code = "", FRESH_TRAINER + "model = learner.model\n"
-        go_on = "trainer.train_dataset = august.train\ntrainer.train()"
-    exec(go_on, namespace)
+        last_task = "trainer.train_dataset = august.train\ntrainer.train()"
+    exec(last_task, namespace)
     script = tmp_path / "fresh.py"
     script.write_text(FRESH.format(threads=torch.get_num_threads(), before=before, code=code), encoding="utf-8")
     path = {"PYTHONPATH": f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}"}
@@ -115,6 +115,6 @@ def test_the_next_task_in_a_fresh_process(small, way, tmp_path, monkeypatch):
         [sys.executable, str(script), "state"], capture_output=True, text=True, env={**os.environ, **path}
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    expected, found = namespace["model"].state_dict(), load_file("state")
-    assert found.keys() == {name for name in expected if "dulbe_" in name}
-    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    expected, actual = namespace["model"].state_dict(), load_file("state")
+    assert actual.keys() == {name for name in expected if "dulbe_" in name}
+    assert [name for name in actual if not torch.equal(actual[name], expected[name])] == []

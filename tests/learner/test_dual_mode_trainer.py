@@ -1,4 +1,4 @@
-"""transformers' loop learns what the learner learns, goes on in the middle of a task, and refuses all else."""
+"""Test DualModeTrainer: it learns what the learner learns, resumes a task, and refuses unsupported arguments."""
 
 import copy
 import os
@@ -37,7 +37,7 @@ LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--npro
 
 @pytest.fixture(scope="module")
 def tasks():
-    """Tasks of two digits, nine images each to learn from: the last batch of eight has two."""
+    """Make tasks of two digits with nine training images each, so that the last batch of eight has two images."""
     return class_incremental_tasks(write_saved.digits(0, 9), write_saved.digits(9, 12), increment=2)[:3]
 
 
@@ -73,21 +73,21 @@ def learn(trainer, tasks):
 
 @pytest.fixture(scope="module")
 def whole(base, tasks, tmp_path_factory):
-    """What a trainer that nothing disturbs has after each of the tasks."""
-    trainer, found = trainer_of(base, tmp_path_factory.mktemp("whole")), []
+    """Return the tensors of an uninterrupted trainer after each of the tasks."""
+    trainer, states = trainer_of(base, tmp_path_factory.mktemp("whole")), []
     for task in tasks:
         learn(trainer, [task])
-        found.append({name: value.clone() for name, value in tensors(trainer.learner).items()})
-    return found
+        states.append({name: value.clone() for name, value in tensors(trainer.learner).items()})
+    return states
 
 
 def tensors(learner):
-    """All that a learner keeps: adapter, head, statistics."""
+    """Return all tensors of a learner: adapter, head and statistics."""
     if isinstance(learner, dict):
         return learner
-    found = {name: value for name, value in learner.model.state_dict().items() if "dulbe_" in name}
-    found |= {f"head.{name}": value for name, value in learner.head.tensors().items()}
-    return found | {f"statistics.{name}": value for name, value in learner.memory.items()}
+    state = {name: value for name, value in learner.model.state_dict().items() if "dulbe_" in name}
+    state |= {f"head.{name}": value for name, value in learner.head.tensors().items()}
+    return state | {f"statistics.{name}": value for name, value in learner.memory.items()}
 
 
 def assert_equal(left, right):
@@ -96,23 +96,24 @@ def assert_equal(left, right):
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
-def assert_alike(found, expected):
-    """Equal but for rounding; it decides where Adam goes with a gradient near zero, and a step is a whole one there.
+def assert_alike(actual, expected):
+    """Check that two learners are equal up to rounding.
 
-    If one of 1,000 steps goes the other way, the norm of the difference is 2 / sqrt(1000) = 6 % of what was trained.
+    Where a gradient is nearly zero, rounding decides the sign of Adam's full step. If one of 1,000 steps has the other
+    sign, the norm of the difference is 2 / sqrt(1000) = 6 % of the norm of the update.
     """
-    found, expected = tensors(found), tensors(expected)
-    assert found.keys() == expected.keys()
+    actual, expected = tensors(actual), tensors(expected)
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
         trained = name.endswith(("_A", "_B")) or "_A." in name or "_B." in name
-        left, right = found[name].double(), value.double()
+        left, right = actual[name].double(), value.double()
         assert (left - right).norm() <= (0.06 if trained else 1e-3) * right.norm(), name
 
 
-def test_it_learns_what_the_learner_learns_bit_for_bit(base, tasks, whole, tmp_path):
-    """Three tasks, and each its own trainer, which takes over what the one before has learned.
+def test_trainer_equals_the_learner_bit_for_bit(base, tasks, whole, tmp_path):
+    """Each of three tasks has a new trainer, which continues with the learner of the previous one.
 
-    One trainer for all, with transformers' own cosine, ends there up to rounding.
+    A single trainer for all tasks, with the cosine schedule of transformers, gives the same up to rounding.
     """
     expected = learner_of(base, classifiers=("pooled_bridge",), epochs=2, batch_size=8, **PROMPT)
     model, processor = adapted(base)
@@ -135,16 +136,16 @@ def test_it_learns_what_the_learner_learns_bit_for_bit(base, tasks, whole, tmp_p
     assert scores.argmax(1).tolist() == [expected.class_names.index(name) for name in expected.predict(tasks[0].test)]
 
 
-def test_the_papers_arguments_are_the_learners_defaults(base, tasks, tmp_path):
-    """In one word, and without arguments at all; a learner of a small model alone has a rate of its own."""
+def test_paper_arguments_equal_the_learners_defaults(base, tasks, tmp_path):
+    """A trainer without arguments uses them too. Only the learning rate differs, because the model is small."""
     quiet = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
     model, processor = adapted(base)
-    asked = paper_arguments(str(tmp_path), **quiet)
-    trainer = DualModeTrainer(model, asked, tasks[0].train, processing_class=processor)
+    paper = paper_arguments(str(tmp_path), **quiet)
+    trainer = DualModeTrainer(model, paper, tasks[0].train, processing_class=processor)
     trainer.train()
     defaults = LearnerArguments(precision=trainer.learner.args.precision, learning_rate=1e-3)
     assert trainer.learner.args.portable() == defaults.portable()
-    classifiers = ("pooled_bridge",)  # what dulbe brings along
+    classifiers = ("pooled_bridge",)  # the default classifier of the strategy dulbe
     expected = learner_of(base, classifiers=classifiers, epochs=defaults.epochs, batch_size=defaults.batch_size)
     expected.learn_task(tasks[0].train)
     assert_alike(trainer.learner, expected)
@@ -155,7 +156,7 @@ def test_the_papers_arguments_are_the_learners_defaults(base, tasks, tmp_path):
 
 
 @pytest.mark.parametrize("teacher", ["cached", "online"])
-def test_views_of_images_are_those_of_the_learner(base, tasks, tmp_path, teacher):
+def test_augmented_training_equals_the_learner(base, tasks, tmp_path, teacher):
     settings = PROMPT | {"augment": "crop", "copies": 1, "teacher": teacher}
     trainer = learn(trainer_of(base, tmp_path, settings, num_train_epochs=1), tasks[:2])
     expected = learner_of(base, classifiers=("pooled_bridge",), batch_size=8, **settings)
@@ -165,7 +166,7 @@ def test_views_of_images_are_those_of_the_learner(base, tasks, tmp_path, teacher
 
 
 class Stop(TrainerCallback):
-    """Ends training after a step, by an error."""
+    """Stop training after a step by raising an error."""
 
     def __init__(self, step):
         self.step = step
@@ -176,8 +177,8 @@ class Stop(TrainerCallback):
 
 
 @pytest.mark.parametrize(("index", "step"), [(0, 5), (1, 2), (1, 5)])
-def test_a_task_that_was_stopped_goes_on_from_a_checkpoint(base, tasks, whole, tmp_path, index, step):
-    """In the first and the second epoch; a new trainer over a pristine model gets all from the checkpoint."""
+def test_stopped_task_resumes_from_a_checkpoint(base, tasks, whole, tmp_path, index, step):
+    """The task is stopped in the first or second epoch. A new trainer of a pristine model loads the checkpoint."""
     first = trainer_of(base, tmp_path, save_strategy="steps", save_steps=step)
     learn(first, tasks[:index])
     before = everything(first.learner)
@@ -187,13 +188,13 @@ def test_a_task_that_was_stopped_goes_on_from_a_checkpoint(base, tasks, whole, t
         first.train()
     assert first._task is None and differences(everything(first.learner), before) == []
     (tmp_path / f"checkpoint-{step}").joinpath("note").touch()
-    shutil.copytree(tmp_path / f"checkpoint-{step}", tmp_path / "checkpoint-1-backup")  # is none of the run's
+    shutil.copytree(tmp_path / f"checkpoint-{step}", tmp_path / "checkpoint-1-backup")  # must be ignored
     (tmp_path / "checkpoint-1-backup" / "trainer_state.json").unlink()
-    again = trainer_of(base, tmp_path, save_strategy="no")
-    again.train_dataset = tasks[index].train
-    again.train(resume_from_checkpoint=True)
-    assert again.state.global_step == 6
-    assert_equal(again.learner, whole[index])
+    resumed = trainer_of(base, tmp_path, save_strategy="no")
+    resumed.train_dataset = tasks[index].train
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6
+    assert_equal(resumed.learner, whole[index])
 
 
 def half(file):
@@ -201,24 +202,24 @@ def half(file):
 
 
 INCOMPLETE = {
-    "no optimizer": (lambda folder: (folder / "optimizer.pt").unlink(), r"holds no optimizer\.pt: it was not"),
+    "no optimizer": (lambda folder: (folder / "optimizer.pt").unlink(), r"has no optimizer\.pt: it is incomplete"),
     "half an optimizer": (
         lambda folder: half(folder / "optimizer.pt"),
         r"optimizer\.pt is damaged: File is not",
     ),
     "half a schedule": (lambda folder: half(folder / "scheduler.pt"), r"scheduler\.pt is damaged"),
-    "no random numbers": (lambda folder: (folder / "rng_state.pth").unlink(), r"holds no rng_state\*\.pth"),
-    "no state": (lambda folder: (folder / "trainer_state.json").unlink(), r"holds no trainer_state\.json"),
+    "no random numbers": (lambda folder: (folder / "rng_state.pth").unlink(), r"has no rng_state\*\.pth"),
+    "no state": (lambda folder: (folder / "trainer_state.json").unlink(), r"has no trainer_state\.json"),
     "half a state": (lambda folder: half(folder / "trainer_state.json"), r"trainer_state\.json is damaged"),
-    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), r"holds no manifest\.json"),
+    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), r"has no manifest\.json"),
     "half a task": (lambda folder: half(folder / "task.safetensors"), r"task\.safetensors .*damaged"),
-    "nothing": (lambda folder: [path.unlink() for path in folder.iterdir() if path.is_file()], r"holds no manifest"),
+    "nothing": (lambda folder: [path.unlink() for path in folder.iterdir() if path.is_file()], r"has no manifest"),
 }
 
 
 @pytest.fixture(scope="module")
 def checkpoints(base, tasks, tmp_path_factory):
-    """A folder with checkpoints of the first task after two steps and after five."""
+    """Return a folder with checkpoints of the first task after two and after five steps."""
     folder = tmp_path_factory.mktemp("checkpoints")
     for step in (2, 5):
         trainer = trainer_of(base, folder, save_strategy="steps", save_steps=step)
@@ -232,22 +233,22 @@ def checkpoints(base, tasks, tmp_path_factory):
 
 
 @pytest.mark.parametrize("damage", INCOMPLETE)
-def test_an_incomplete_checkpoint_is_stepped_over_and_named(base, tasks, whole, checkpoints, tmp_path, capsys, damage):
+def test_incomplete_checkpoint_is_skipped_and_reported(base, tasks, whole, checkpoints, tmp_path, capsys, damage):
     folder = shutil.copytree(checkpoints, tmp_path / "out")
     make, words = INCOMPLETE[damage]
     make(folder / "checkpoint-5")
-    again = trainer_of(base, folder, save_strategy="no")
-    again.train_dataset, before = tasks[0].train, everything(again.learner)
-    with pytest.raises((CheckpointError, ValueError), match=rf"checkpoint-5.*({words}|is no checkpoint)"):
-        again.train(resume_from_checkpoint=str(folder / "checkpoint-5"))
-    assert differences(everything(again.learner), before) == []
-    again.train(resume_from_checkpoint=True)
-    said = capsys.readouterr().out
-    assert re.search(rf"stepping over .*checkpoint-5: .*{words}", said) and again.state.global_step == 6
-    assert_equal(again.learner, whole[0])
+    resumed = trainer_of(base, folder, save_strategy="no")
+    resumed.train_dataset, before = tasks[0].train, everything(resumed.learner)
+    with pytest.raises((CheckpointError, ValueError), match=rf"checkpoint-5.*({words}|is not a checkpoint)"):
+        resumed.train(resume_from_checkpoint=str(folder / "checkpoint-5"))
+    assert differences(everything(resumed.learner), before) == []
+    resumed.train(resume_from_checkpoint=True)
+    printed = capsys.readouterr().out
+    assert re.search(rf"skipping .*checkpoint-5: .*{words}", printed) and resumed.state.global_step == 6
+    assert_equal(resumed.learner, whole[0])
 
 
-def test_a_checkpoint_written_anew_is_incomplete_until_its_end(base, tasks, checkpoints, tmp_path, monkeypatch):
+def test_overwritten_checkpoint_is_incomplete_until_it_is_finished(base, tasks, checkpoints, tmp_path, monkeypatch):
     folder = shutil.copytree(checkpoints, tmp_path / "out")
     trainer = trainer_of(base, folder, save_strategy="steps", save_steps=2)
     trainer.train_dataset = tasks[0].train
@@ -255,105 +256,110 @@ def test_a_checkpoint_written_anew_is_incomplete_until_its_end(base, tasks, chec
     monkeypatch.setattr(trainer, "_save_optimizer_and_scheduler", killed)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    with pytest.raises(CheckpointError, match=r"checkpoint-2 holds no trainer_state\.json"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 has no trainer_state\.json"):
         unfinished.check_whole(folder / "checkpoint-2")
 
 
-def test_a_checkpoint_is_of_its_task_alone(base, tasks, tmp_path):
+def test_checkpoint_of_another_task_is_refused(base, tasks, tmp_path):
     trainer = learn(trainer_of(base, tmp_path, save_strategy="steps", save_steps=2), tasks[:1])
     folder = tmp_path / "checkpoint-2"
-    with pytest.raises(CheckpointError, match="in the middle of a task.*resume_from_checkpoint"):
+    with pytest.raises(CheckpointError, match="checkpoint of an unfinished task.*resume_from_checkpoint"):
         ClassIncrementalLearner.from_pretrained(folder)
     before = everything(trainer.learner)
-    mirrored = [(row["image"].transpose(0), row["label"]) for row in tasks[0].train]  # the same labels
-    for images, names, place, words in (
+    mirrored = [(row["image"].transpose(0), row["label"]) for row in tasks[0].train]  # other images, same labels
+    for images, names, checkpoint, words in (
         (mirrored, tasks[0].class_names, str(folder), "has no checkpoint of this task, with 18 images of .*'zero'"),
         (tasks[1].train, None, str(folder), "has no checkpoint of this task, with 18 images of .*'two', 'three'"),
         (tasks[1].train, None, True, "has no checkpoint of this task"),
-        (tasks[1].train, None, str(tmp_path), r"is no checkpoint of a DualModeTrainer: it holds no task\.safetensors"),
+        (
+            tasks[1].train,
+            None,
+            str(tmp_path),
+            r"is not a checkpoint of a DualModeTrainer: it has no task\.safetensors",
+        ),
     ):
         trainer.train_dataset, trainer.class_names = images, names
         with pytest.raises(ValueError, match=words):
-            trainer.train(resume_from_checkpoint=place)
+            trainer.train(resume_from_checkpoint=checkpoint)
     assert differences(everything(trainer.learner), before) == []
-    trainer.train()  # writes checkpoint-2 of this task over the other one
+    trainer.train()  # overwrites checkpoint-2 of the first task
     assert trainer.learner.tasks == [tasks[0].class_names, tasks[1].class_names]
     other = learn(trainer_of(base, tmp_path / "other"), tasks[2:])
     other.train_dataset, before = tasks[1].train, everything(other.learner)
-    with pytest.raises(ValueError, match=r"goes on after the tasks .*'zero', 'one'.*has learned .*'four', 'five'"):
+    with pytest.raises(ValueError, match=r"continues after the tasks .*'zero', 'one'.*has learned .*'four', 'five'"):
         other.train(resume_from_checkpoint=str(folder))
     assert differences(everything(other.learner), before) == []
 
 
-def test_it_saves_a_learner_also_beside_checkpoints(base, tasks, whole, tmp_path):
+def test_save_model_saves_a_learner_beside_checkpoints(base, tasks, whole, tmp_path):
     trainer = learn(trainer_of(base, tmp_path, save_strategy="epoch"), tasks[:2])
     trainer.save_model()
-    found = {path.name for path in tmp_path.iterdir()}
-    assert {"checkpoint-3", "checkpoint-6"} <= found and not list(tmp_path.glob("*.bin")), "no pickle"
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"checkpoint-3", "checkpoint-6"} <= names and not list(tmp_path.glob("*.bin")), "no pickle"
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path, copy.deepcopy(base[0]))
     third = learn(DualModeTrainer(loaded, arguments(tmp_path / "next"), **PROMPT), tasks[2:])
     assert_equal(third.learner, whole[2])
 
 
-def test_batches_in_parts_give_the_gradient_of_their_mean(base, tasks, tmp_path):
-    """Without a structure loss, whose softmax over a batch's images knows the parts."""
+def test_gradient_accumulation_equals_larger_batches(base, tasks, tmp_path):
+    """The structure loss is switched off, because its softmax over the images of a batch depends on the batch size."""
     parts = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
-    both = [trainer_of(base, tmp_path, **fields) for fields in (parts, {"per_device_train_batch_size": 6})]
-    for trainer in both:
+    trainers = [trainer_of(base, tmp_path, **fields) for fields in (parts, {"per_device_train_batch_size": 6})]
+    for trainer in trainers:
         trainer.learner.model.active_peft_config.structure_weight = 0.0
-    ours, whole = (learn(trainer, tasks[:2]) for trainer in both)
-    assert ours.state.global_step == whole.state.global_step == 6
-    assert_alike(ours.learner, whole.learner)
+    accumulated, plain = (learn(trainer, tasks[:2]) for trainer in trainers)
+    assert accumulated.state.global_step == plain.state.global_step == 6
+    assert_alike(accumulated.learner, plain.learner)
 
 
 def test_half_precision_trains_float32_weights(tasks, tmp_path):
-    """On the packaged model: a random one changes more by it."""
-    half, whole = (learn(trainer_of(load_clip("demo"), tmp_path, bf16=on), tasks[:1]) for on in (True, False))
-    left, right = tensors(half.learner), tensors(whole.learner)
+    """The demo model is used, because half precision changes a random model more."""
+    half, full = (learn(trainer_of(load_clip("demo"), tmp_path, bf16=on), tasks[:1]) for on in (True, False))
+    left, right = tensors(half.learner), tensors(full.learner)
     assert all(left[name].dtype == value.dtype for name, value in right.items())
     trained = [name for name in right if "history_B" in name]
     assert all(0 < (left[name] - right[name]).norm() < 0.5 * right[name].norm() for name in trained)
 
 
-def test_it_evaluates_while_it_trains_and_takes_the_best(base, tasks, tmp_path):
-    """By the texts of old and new classes, as the head does not know the new ones yet."""
-    often = {"eval_strategy": "epoch", "save_strategy": "epoch", "lr_scheduler_type": "constant"}
-    often |= {"load_best_model_at_end": True, "metric_for_best_model": "first"}
-    trainer = trainer_of(base, tmp_path, {**PROMPT, "eval_dataset": tasks[0].test}, **often)
-    trainer.compute_metrics = lambda found: accuracy(found) | {"first": -trainer.state.global_step}
+def test_trainer_evaluates_every_epoch_and_loads_the_best(base, tasks, tmp_path):
+    """Evaluation uses the texts of old and new classes, because the head does not know the new classes yet."""
+    every_epoch = {"eval_strategy": "epoch", "save_strategy": "epoch", "lr_scheduler_type": "constant"}
+    every_epoch |= {"load_best_model_at_end": True, "metric_for_best_model": "first"}
+    trainer = trainer_of(base, tmp_path, {**PROMPT, "eval_dataset": tasks[0].test}, **every_epoch)
+    trainer.compute_metrics = lambda prediction: accuracy(prediction) | {"first": -trainer.state.global_step}
     with pytest.raises(ValueError, match="no task has been learned yet"):
         trainer.evaluate()
     learn(trainer, tasks[:1])
-    found = [entry["eval_accuracy"] for entry in trainer.state.log_history if "eval_accuracy" in entry]
-    assert len(found) == 2 and all(0.5 <= value <= 1 for value in found)
+    accuracies = [entry["eval_accuracy"] for entry in trainer.state.log_history if "eval_accuracy" in entry]
+    assert len(accuracies) == 2 and all(0.5 <= value <= 1 for value in accuracies)
     once = trainer_of(base, tmp_path / "once", max_steps=3, lr_scheduler_type="constant")
-    assert_equal(trainer.learner, learn(once, tasks[:1]).learner)  # what it was after the first epoch
-    found = learn(once, tasks[1:2]).evaluate({"old": tasks[0].test, "new": tasks[1].test})
+    assert_equal(trainer.learner, learn(once, tasks[:1]).learner)  # the state after the first epoch was the best
+    figures = learn(once, tasks[1:2]).evaluate({"old": tasks[0].test, "new": tasks[1].test})
     for name, task in zip(("old", "new"), tasks, strict=False):
-        assert found[f"eval_{name}_accuracy"] == once.learner.evaluate(task.test)["accuracy"]
-    with pytest.raises(ValueError, match=r"classes have not been learned, the first are \['five', 'four'\]"):
+        assert figures[f"eval_{name}_accuracy"] == once.learner.evaluate(task.test)["accuracy"]
+    with pytest.raises(ValueError, match=r"classes have not been learned, such as \['five', 'four'\]"):
         once.evaluate(tasks[2].test)
 
 
-def test_what_it_does_not_do_is_refused(base, tmp_path):
+def test_unsupported_training_arguments_are_refused(base, tmp_path):
     for name, value, words in (
-        ("label_smoothing_factor", 0.1, "label_smoothing_factor=0.1: DualModeTrainer does not do this, leave it out"),
-        ("push_to_hub", True, "push_to_hub=True: DualModeTrainer does not do this, leave it out"),
-        ("train_sampling_strategy", "sequential", "train_sampling_strategy=.*random order"),
+        ("label_smoothing_factor", 0.1, "DualModeTrainer does not support label_smoothing_factor=0.1"),
+        ("push_to_hub", True, "DualModeTrainer does not support push_to_hub=True: leave it out"),
+        ("train_sampling_strategy", "sequential", "train_sampling_strategy must be 'random', got 'sequential'"),
     ):
         with pytest.raises(ValueError, match=words):
             trainer_of(base, tmp_path, **{name: value})
-    with pytest.raises(TypeError, match="epochs is num_train_epochs of TrainingArguments here: set it there"):
+    with pytest.raises(TypeError, match="epochs cannot be passed here: set num_train_epochs of TrainingArguments"):
         trainer_of(base, tmp_path, {"epochs": 3})
     several = arguments(tmp_path)
     several._n_gpu = 2
     assert DualModeTrainer(adapted(base)[0], several, processing_class=base[1]).args.n_gpu == 1
 
 
-def test_an_adapter_that_has_learned_needs_what_it_learned(tmp_path):
+def test_trained_adapter_is_refused_without_its_learner(tmp_path):
     learner = tiny_learner(classifiers=("bridge",))
     learner.learn_task(images_of(0, 1, 0, 1), ["a", "b"])
-    with pytest.raises(ValueError, match="brings no statistics and no classes: pass ClassIncrementalLearner"):
+    with pytest.raises(ValueError, match="contains no statistics and no classes: pass ClassIncrementalLearner"):
         DualModeTrainer(learner.model, arguments(tmp_path), processing_class=learner.processor)
     with pytest.raises(ValueError, match="the strategy 'lora', expected 'dulbe'"):
         DualModeTrainer(tiny_learner("lora"), arguments(tmp_path))
@@ -361,8 +367,8 @@ def test_an_adapter_that_has_learned_needs_what_it_learned(tmp_path):
     trainer = DualModeTrainer(learner, arguments(tmp_path, num_train_epochs=1), optimizers=optimizers)
     trainer.train_dataset, trainer.class_names = images_of(0, 1, 0, 1, seed=1), ["c", "d"]
     trainer.train()
-    assert learner.class_names == ("a", "b", "c", "d"), "the learner that was given is the one that learns"
-    with pytest.raises(ValueError, match="given optimizers are of an earlier task"):
+    assert learner.class_names == ("a", "b", "c", "d"), "the given learner itself must learn"
+    with pytest.raises(ValueError, match="given optimizers belong to an earlier task"):
         trainer.train()
 
 
@@ -370,8 +376,8 @@ SCRIPT = Path(__file__).with_name("distributed_trainer.py")
 
 
 @pytest.mark.slow
-def test_two_processes_end_where_one_ends(tmp_path):
-    """Steps of eight images in two batches of four, here or in pairs; the second task is stopped and resumed."""
+def test_two_processes_learn_the_same_as_one(tmp_path):
+    """Each step has two batches of four images; two processes take half of each. The second task is resumed."""
     for folder, processes in (("one", 1), ("two", 2)):
         launch = [*LAUNCH, str(processes)] if processes > 1 else [sys.executable]
         path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -385,8 +391,8 @@ def test_two_processes_end_where_one_ends(tmp_path):
         assert error < 1e-3, key
 
 
-def test_loss_scaling_changes_no_bit(base, tasks, tmp_path):
-    """What float16 on a GPU does to the loss, with a power of two; the first steps overflow and are left out."""
+def test_loss_scaling_does_not_change_a_bit(base, tasks, tmp_path):
+    """The scale is a power of two, as for float16 on a GPU. A large one overflows, so the first steps are skipped."""
     expected, small, large = (trainer_of(base, tmp_path, num_train_epochs=1) for _ in range(3))
     small.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     large.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126)

@@ -1,4 +1,4 @@
-"""Algorithm 1 against a literal transcription, and a stream saved, loaded, resumed and refused."""
+"""Test the learner: Algorithm 1 against a literal version, its options, errors, trackers, and loading."""
 
 import copy
 import sys
@@ -25,7 +25,7 @@ QUICK = {"batch_size": 8, "prompt_template": "the digit {}.", "pixel_cache_mb": 
 
 @pytest.fixture(scope="module")
 def digits():
-    """Handwritten digits, six of each class to learn from and four to test on."""
+    """Return handwritten digits, six training images and four test images per class."""
     return write_saved.digits(0, 6), write_saved.digits(6, 10)
 
 
@@ -43,7 +43,7 @@ def logits(learner, digits):
 
 
 def outcome(digits, seen=None, **options):
-    """What a learner of two tasks says; the list `seen` gets the pixels of all batches that it reads."""
+    """Return the logits of a learner of two tasks; the pixels of all batches are appended to the list `seen`."""
     learner = make_learner(tiny_base(), learning_rate=1e-2, **options)
     if seen is not None:
         encode = learner.encoder.image_embeds
@@ -55,12 +55,12 @@ def outcome(digits, seen=None, **options):
 
 @pytest.fixture(scope="module")
 def plain(digits):
-    """What it says with no option set."""
+    """Return the logits with default options."""
     return outcome(digits)
 
 
 class Ordered(literal.LiteralLearner):
-    """The literal learner of the benchmarks, which reads images in the library's order."""
+    """The literal learner of the benchmarks, with images in the library's order."""
 
     def adapted(self, clip):
         return literal.adapt(clip, residual_rank=2)
@@ -71,7 +71,7 @@ class Ordered(literal.LiteralLearner):
 
 
 def test_two_tasks_equal_a_literal_transcription(base, digits, monkeypatch):
-    """Algorithm 1 spelled out with a copied teacher on every batch, two gradient calls and dense weights."""
+    """The literal version has dense weights, a copied teacher for every batch, and two gradient calls per step."""
     monkeypatch.setattr(literal, "allocate", partial(literal.allocate, residual_rank=2, support_rank=8))
     paper = {"prompt_template": "a photo of a {}.", "drift": "none"}
     learner = learner_of(base, seed=0, **QUICK | paper)
@@ -87,11 +87,11 @@ def test_two_tasks_equal_a_literal_transcription(base, digits, monkeypatch):
         twin.learn_task(pixels, torch.as_tensor(task.train.labels), list(task.class_names))
         for name, layer in learner.model.dual_mode_layers().items():
             expected = literal.layers(clip)[name].base.weight
-            moved, apart = expected - layer.base_layer.weight, layer.folded_weight("default") - expected
-            assert moved.abs().max() > 5e-4
-            # Adam makes a whole step of a gradient that is near zero, of which rounding decides. So no entry has a
-            # narrow bound: one in 1,000 steps that goes the other way is 2 / sqrt(1000) = 6 % of all that moved.
-            assert apart.norm() < 0.06 * moved.norm(), name
+            update, error = expected - layer.base_layer.weight, layer.folded_weight("default") - expected
+            assert update.abs().max() > 5e-4
+            # Where a gradient is nearly zero, rounding decides the sign of Adam's full step, so single entries may
+            # differ. If one of 1,000 steps has the other sign, the error is 2 / sqrt(1000) = 6 % of the update.
+            assert error.norm() < 0.06 * update.norm(), name
     head, tests = learner.head, learner.image_embeds(digits[1])
     bridges = [literal.bridge(twin.visual, twin.text, depth) for depth in twin.depths]
     torch.testing.assert_close(head.visual_prototypes, twin.visual, atol=1e-4, rtol=0)
@@ -99,12 +99,12 @@ def test_two_tasks_equal_a_literal_transcription(base, digits, monkeypatch):
     expected = literal.ensemble_logits(tests, bridges, twin.weights, twin.scale)
     torch.testing.assert_close(head(tests), expected, atol=2e-2, rtol=1e-3)
     for name, matrix in twin.statistics.items():
-        assert (learner.memory[name] - matrix).norm() < 1e-3 * matrix.norm(), name  # inputs of what has moved
+        assert (learner.memory[name] - matrix).norm() < 1e-3 * matrix.norm(), name  # inputs of the trained model
 
 
 @pytest.mark.parametrize("weight", [0.5, 3.0])
-def test_a_step_s_gradients_are_those_of_two_literal_calls(base, digits, weight):
-    """In the second task, with B away from zero, so that the structure loss has a gradient; lambda is the setting."""
+def test_gradients_of_a_step_equal_two_literal_calls(base, digits, weight):
+    """The step is in the second task, and B is not zero, so that the structure loss has a gradient."""
     learner = make_learner(base, adapter={"structure_weight": weight})
     first, second = stream(digits, 2)
     learner.learn_task(first.train, first.class_names)
@@ -137,17 +137,17 @@ def test_cached_and_online_teacher_agree(digits, plain, monkeypatch):
     previous, calls = DualModeLoraModel.previous_task, []
 
     def counted(model):
-        if model.training:  # the passes before and after use it too, where it changes nothing
+        if model.training:  # the passes before and after training call it too, but without effect
             calls.append(model)
         return previous(model)
 
     monkeypatch.setattr(DualModeLoraModel, "previous_task", counted)
     cached = outcome(digits, teacher="cached", drift="none")
     assert not calls
-    # Where images may change at random, features before a task are not those of the images after it.
+    # With an online teacher, images may change at random, so features before a task are not used for a drift map.
     assert torch.equal(outcome(digits, teacher="online"), outcome(digits, teacher="online", drift="none"))
     torch.testing.assert_close(outcome(digits, teacher="online"), cached, atol=2e-2, rtol=1e-3)
-    assert len(calls) == 6  # three times 12 images in batches of 8, at the second task alone
+    assert len(calls) == 6  # three epochs of 12 images in batches of 8, only in the second task
 
 
 @pytest.mark.parametrize(
@@ -163,22 +163,22 @@ def test_cached_and_online_teacher_agree(digits, plain, monkeypatch):
         {"precision": "bfloat16"},
     ],
 )
-def test_options_change_the_result(digits, plain, fields):
-    found = outcome(digits, **fields)
-    assert torch.isfinite(found).all() and not torch.equal(found, plain)
+def test_option_changes_the_result(digits, plain, fields):
+    changed = outcome(digits, **fields)
+    assert torch.isfinite(changed).all() and not torch.equal(changed, plain)
 
 
 @pytest.mark.parametrize("fields", [{"num_workers": 2}, {"pixel_cache_mb": 0}, {"progress": True}])
-def test_how_images_are_read_does_not_matter(digits, fields):
-    """The model gets the same numbers in the same order. Where they lie in memory may change how it rounds."""
+def test_reading_options_do_not_change_the_result(digits, fields):
+    """The model gets the same pixels in the same order. Only their place in memory may change the rounding."""
     pixels, expected = list[torch.Tensor](), list[torch.Tensor]()
-    found, plain = outcome(digits, pixels, **fields), outcome(digits, expected)
+    actual, plain = outcome(digits, pixels, **fields), outcome(digits, expected)
     assert len(pixels) == len(expected) > 10 and all(map(torch.equal, pixels, expected))
-    torch.testing.assert_close(found, plain, atol=2e-2, rtol=1e-3)  # as of the two teachers above
+    torch.testing.assert_close(actual, plain, atol=2e-2, rtol=1e-3)  # the bounds of the two teachers above
 
 
 @pytest.mark.parametrize(("schedule", "last"), [("step", 0.0), ("epoch", 1e-5)])
-def test_the_learning_rate_falls_to_its_floor(digits, monkeypatch, schedule, last):
+def test_learning_rate_decays_to_its_minimum(digits, monkeypatch, schedule, last):
     schedules = []
     real = torch.optim.lr_scheduler.CosineAnnealingLR
     monkeypatch.setattr(
@@ -190,15 +190,15 @@ def test_the_learning_rate_falls_to_its_floor(digits, monkeypatch, schedule, las
     assert schedules[0].get_last_lr() == pytest.approx([last], abs=1e-12)
 
 
-def test_what_a_task_needed_is_let_go_before_classifiers_learn_and_notes_may_be_anything(base, digits, monkeypatch):
+def test_gradients_and_notes_are_freed_before_classifiers_learn(base, digits, monkeypatch):
     learner, (task,), held = make_learner(base), stream(digits, 1), []
     kind, plan, finish = type(learner.strategy), type(learner.strategy).plan, TaskTrainer.learn
     notes = {"counts": defaultdict(int), "sums": OccupationStatistics()}
 
     def watched(trainer):
-        found = finish(trainer)
+        result = finish(trainer)
         held.extend([trainer.task.gradients, trainer.task.notes["counts"]])
-        return found
+        return result
 
     monkeypatch.setattr(kind, "plan", lambda strategy, new: new.notes.update(notes) or plan(strategy, new))
     monkeypatch.setattr(TaskTrainer, "learn", watched)
@@ -206,7 +206,7 @@ def test_what_a_task_needed_is_let_go_before_classifiers_learn_and_notes_may_be_
     assert held == [{}, {}]
 
 
-def test_further_images_that_are_refused_leave_the_profile(base, digits):
+def test_refused_update_does_not_change_the_profile(base, digits):
     learner, (task,) = make_learner(base), stream(digits, 1)
     learner.learn_task(task.train, task.class_names)
     before = dict(learner.profile.seconds)
@@ -216,7 +216,7 @@ def test_further_images_that_are_refused_leave_the_profile(base, digits):
 
 
 class Short:
-    """A data set that gives fewer items than it says."""
+    """A data set with fewer items than its length."""
 
     def __len__(self):
         return 3
@@ -227,19 +227,19 @@ class Short:
         return torch.zeros(3, 16, 16)
 
 
-def test_an_item_that_is_gone_is_named(base):
+def test_error_names_the_missing_item_of_a_data_set(base):
     with pytest.raises(ValueError, match=r"image 2 \(item 2\).*gives no item 2, though its length is 3"):
         make_learner(base).image_embeds(Short())
 
 
-def test_trackers_of_accelerate(digits, tmp_path):
+def test_tensorboard_writes_an_event_file(digits, tmp_path):
     make_learner(tiny_base(), log_with="tensorboard", epochs=2).run(stream(digits, 1), tmp_path)
     assert list(tmp_path.rglob("events.out.tfevents.*"))
 
 
-def test_trackers_with_a_client(digits, tmp_path, monkeypatch):
+def test_wandb_gets_the_loss_of_every_epoch(digits, tmp_path, monkeypatch):
     name = "wandb"
-    client = MagicMock()  # in place of the package, which sends what it gets to a server
+    client = MagicMock()  # replaces the package, which would send data to a server
     monkeypatch.setitem(sys.modules, name, client)
     monkeypatch.setattr("accelerate.tracking._available_trackers", [LoggerType(name)])
     make_learner(tiny_base(), log_with=name, epochs=2).run(stream(digits, 1), tmp_path)
@@ -250,18 +250,18 @@ def test_trackers_with_a_client(digits, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "package"), [("wandb", "wandb"), ("all", "tensorboard")])
-def test_a_tracker_whose_package_is_missing_is_named(name, package, base, monkeypatch):
+def test_error_names_the_missing_package_of_a_tracker(name, package, base, monkeypatch):
     monkeypatch.setattr("accelerate.tracking._available_trackers", [])
     with pytest.raises(ImportError, match=f"log_with is '{name}'.*pip install {package}"):
         make_learner(base, log_with=name)
 
 
-def test_an_error_at_the_very_end_is_taken_back_too(digits, monkeypatch):
-    """Also what an interrupted step left in `.grad`: the task learned again equals one learned in peace."""
-    learner, calm = make_learner(tiny_base()), make_learner(tiny_base())
+def test_error_at_the_end_of_a_task_is_rolled_back(digits, monkeypatch):
+    """Gradients of an interrupted step have no effect either: learning the task again equals learning it once."""
+    learner, undisturbed = make_learner(tiny_base()), make_learner(tiny_base())
     first, second = stream(digits, 2)
-    for one in (learner, calm):
-        one.learn_task(first.train, first.class_names)
+    for each in (learner, undisturbed):
+        each.learn_task(first.train, first.class_names)
     with monkeypatch.context() as patch:
         patch.setattr(OccupationStatistics, "merge", lambda *_: (_ for _ in ()).throw(ValueError("no room")))
         with pytest.raises(ValueError, match="no room"):
@@ -270,22 +270,22 @@ def test_an_error_at_the_very_end_is_taken_back_too(digits, monkeypatch):
     assert learner.state.step == 2
     for parameter in learner.model.parameters():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
-    for one in (learner, calm):
-        one.learn_task(second.train, second.class_names)
-    assert torch.equal(logits(learner, digits), logits(calm, digits))
+    for each in (learner, undisturbed):
+        each.learn_task(second.train, second.class_names)
+    assert torch.equal(logits(learner, digits), logits(undisturbed, digits))
 
 
-def test_the_machine_s_settings_do_not_travel(digits, base, tmp_path):
+def test_machine_settings_are_not_saved(digits, base, tmp_path):
     learner = make_learner(base, num_workers=2, pixel_cache_mb=7, batch_size=5)
     learner.save_pretrained(tmp_path / "learner")
-    again = ClassIncrementalLearner.from_pretrained(tmp_path / "learner", base_model=copy.deepcopy(base[0]))
-    assert (again.args.num_workers, again.args.pixel_cache_mb, again.args.device) == (0, 1024, "auto")
-    assert again.args.batch_size == 5
+    loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "learner", base_model=copy.deepcopy(base[0]))
+    assert (loaded.args.num_workers, loaded.args.pixel_cache_mb, loaded.args.device) == (0, 1024, "auto")
+    assert loaded.args.batch_size == 5
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_no_step_reads_a_value_from_the_device(digits, monkeypatch, attention):
-    """Tensors on the meta device have no values: to read one, copy one to the CPU or branch on one raises."""
+def test_training_steps_never_wait_for_the_device(digits, monkeypatch, attention):
+    """Tensors on the meta device have no values, so reading one, copying it to the CPU or branching on it raises."""
     clip, processor = copy.deepcopy(tiny_base()[0]), tiny_base()[1]
     clip.set_attn_implementation(attention)
     learner = make_learner((clip, processor))
@@ -295,25 +295,25 @@ def test_no_step_reads_a_value_from_the_device(digits, monkeypatch, attention):
     losses = []
     trainer = TaskTrainer(learner.state, learner.encoder, images)
     trainer.begin()
-    monkeypatch.setattr(trainer, "_log_epoch", lambda found, epoch: losses.append(found))
-    monkeypatch.setattr(learner.encoder, "autocast", nullcontext)  # knows no meta device
+    monkeypatch.setattr(trainer, "_log_epoch", lambda values, epoch: losses.append(values))
+    monkeypatch.setattr(learner.encoder, "autocast", nullcontext)  # autocast does not support the meta device
     learner.device = learner.encoder.device = torch.device("meta")
     learner.model.to("meta")
     learner.head.to("meta")
     trainer.teacher, trainer.old_text = trainer.teacher.to("meta"), trainer.old_text.to("meta")
     trainer.train()
-    assert [(found.device.type, len(found)) for found in losses] == [("meta", 2)]
+    assert [(values.device.type, len(values)) for values in losses] == [("meta", 2)]
     with pytest.raises(RuntimeError, match="meta"):
         losses[0][0].item()
 
 
 @pytest.mark.slow
-def test_a_compiled_image_tower_learns_the_same_in_every_task(base, digits, monkeypatch):
+def test_compiled_image_tower_learns_the_same_without_recompiling(base, digits, monkeypatch):
     real = torch.compile
     compiled, ran = [], []
 
     def backend(graph, inputs):
-        # The real compiler up to the graphs of forward and backward, which run without a C++ compiler.
+        # This backend makes the real forward and backward graphs, but does not need a C++ compiler.
         compiled.append(torch._dynamo.lookup_backend("aot_eager")(graph, inputs))
         function = compiled[-1]
         return lambda *args: ran.append(1) or function(*args)
@@ -324,12 +324,12 @@ def test_a_compiled_image_tower_learns_the_same_in_every_task(base, digits, monk
         for learner in (plain, fast):
             learner.learn_task(task.train, task.class_names)
             learner.evaluate(task.test, task.class_names)
-        assert len(ran) == 2 * number, "one graph for each of a task's two steps"
-        assert len(compiled) == 2, "one for each size of batch, whatever the history's rank"
+        assert len(ran) == 2 * number, "each of the task's two steps runs a compiled graph"
+        assert len(compiled) == 2, "one graph per batch size, for every rank of the history"
     torch.testing.assert_close(logits(fast, digits), logits(plain, digits), atol=2e-2, rtol=1e-3)
 
 
-def test_a_failed_load_gives_back_also_modules_to_save(base, tmp_path):
+def test_failed_load_restores_modules_to_save(base, tmp_path):
     learner_of(base, adapter={"modules_to_save": ["visual_projection"]}).save_pretrained(tmp_path / "learner")
     pristine = copy.deepcopy(base[0])
     with pytest.raises(ValueError, match="xpu|asked for"):
@@ -337,19 +337,19 @@ def test_a_failed_load_gives_back_also_modules_to_save(base, tmp_path):
     assert_equal_states(pristine.state_dict(), base[0].state_dict())
 
 
-def test_a_base_model_that_is_none_is_named(base, finished_run):
+def test_invalid_base_model_is_refused(base, finished_run):
     for wrong, error in (
         ("a/path", TypeError),
         (make_learner(base).model, ValueError),
         (base[0].vision_model, ValueError),
     ):
-        with pytest.raises(error, match="base_model|the served types are"):
+        with pytest.raises(error, match="base_model|the supported types are"):
             ClassIncrementalLearner.from_pretrained(finished_run, wrong)
 
 
-def test_a_trained_learner_notes_every_image(base):
-    """Also where the pixel values of preprocessed images were kept while it trained."""
+def test_trained_learner_records_every_image(base):
+    """Images are recorded although the pixel values of preprocessed images are cached during training."""
     learner = learner_of(base, strategy="lora", epochs=1, pixel_cache_mb=64)
     images = [(torch.rand(3, *[learner.clip.config.vision_config.image_size] * 2), label) for label in (0, 1, 0)]
     learner.learn_task(images, ["a", "b"])
-    assert {name: len(of) for name, of in learner.state.known.learned.items()} == {"a": 2, "b": 1}
+    assert {name: len(contents) for name, contents in learner.state.known.learned.items()} == {"a": 2, "b": 1}

@@ -1,4 +1,4 @@
-"""Threads, asyncio tasks and processes around a learner: each sees a whole one, with torch as a program finds it."""
+"""Test learners with threads, asyncio tasks and processes: each sees a consistent learner and torch's defaults."""
 
 import asyncio
 import copy
@@ -14,11 +14,11 @@ import torch
 from lives import content, differences, everything, images_of, learned, tiny_learner
 
 from dulbe_peft.photos.deployment.export import export_learner
-from dulbe_peft.utils.devices import usual_torch
+from dulbe_peft.utils.torch_settings import usual_torch
 
 
 class Calling(list):
-    """A data set that calls something before it gives an item."""
+    """A data set that calls a function before it returns an item."""
 
     def __init__(self, rows, call):
         super().__init__(rows)
@@ -38,8 +38,8 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_what_takes_a_learner_waits_until_its_task_is_learned(tmp_path, name):
-    """Else it would get an adapter that is half trained, beside the classifiers of before."""
+def test_saving_or_copying_waits_until_a_task_is_learned(tmp_path, name):
+    """Otherwise the copy would have a half-trained adapter and the old classifiers."""
     learner = learned(tiny_learner(), 1)
     thread = threading.Thread(target=TAKEN[name], args=(learner, tmp_path / "taken"))
 
@@ -51,16 +51,16 @@ def test_what_takes_a_learner_waits_until_its_task_is_learned(tmp_path, name):
 
     learner.learn_task(Calling(images_of(0, 1, 0, 1, seed=1), call), ["a1", "b1"])
     thread.join()
-    TAKEN[name](learner, tmp_path / "calm")
-    assert content(tmp_path / "taken") == content(tmp_path / "calm")
+    TAKEN[name](learner, tmp_path / "later")
+    assert content(tmp_path / "taken") == content(tmp_path / "later")
 
 
-def test_a_scale_holds_in_its_own_thread_and_asyncio_task_alone():
+def test_scaled_affects_only_its_thread_and_asyncio_task():
     learner, image = learned(tiny_learner(), 1), images_of(0, seed=7)[0][0]
-    whole, found = learner.image_embeds(image), {}
+    unscaled, features = learner.image_embeds(image), {}
 
     def look(name):
-        found[name] = learner.image_embeds(image)
+        features[name] = learner.image_embeds(image)
 
     async def scaled(inside, done):
         with learner.scaled(np.float32(0)):
@@ -81,19 +81,19 @@ def test_a_scale_holds_in_its_own_thread_and_asyncio_task_alone():
         await asyncio.gather(scaled(inside, done), other(inside, done))
 
     asyncio.run(both())
-    assert torch.equal(found["task"], whole) and torch.equal(found["thread"], whole)
+    assert torch.equal(features["task"], unscaled) and torch.equal(features["thread"], unscaled)
     with learner.model.disable_adapter():
-        assert torch.equal(found["scaled"], learner.image_embeds(image))
-    assert not torch.equal(found["scaled"], whole)
+        assert torch.equal(features["scaled"], learner.image_embeds(image))
+    assert not torch.equal(features["scaled"], unscaled)
 
 
-def test_the_default_type_of_a_program_comes_back_after_two_that_overlap():
-    """As of threads, of which the first ends while the second still computes."""
+def test_default_dtype_is_restored_after_overlapping_contexts():
+    """Contexts of two threads overlap if the first ends while the second still computes."""
     first, second = ExitStack(), ExitStack()
     torch.set_default_dtype(torch.float64)
     try:
-        for one in (first, second):
-            one.enter_context(usual_torch())
+        for stack in (first, second):
+            stack.enter_context(usual_torch())
         first.close()
         assert torch.get_default_dtype() == torch.float32
         second.close()
@@ -103,7 +103,7 @@ def test_the_default_type_of_a_program_comes_back_after_two_that_overlap():
 
 
 class Killing:
-    """A data set that kills the process that reads it, as the system does where memory runs out."""
+    """A data set that kills the process that reads it, as the system does if memory runs out."""
 
     labels = (0, 1)
 
@@ -114,7 +114,7 @@ class Killing:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_dead_reading_process_is_an_error_in_plain_words():
+def test_killed_worker_process_raises_an_error_and_changes_nothing():
     learner = learned(tiny_learner(num_workers=1), 1)
     before, rows = everything(learner), Killing()
     calls = (

@@ -1,4 +1,4 @@
-"""In which precision a learner encodes: chosen by the hardware, kept in its file, and never changed unsaid."""
+"""Test the precision of a learner: it is chosen by the hardware, saved, and never changed silently."""
 
 import json
 from types import SimpleNamespace
@@ -13,14 +13,14 @@ from dulbe_peft.utils import devices
 
 @pytest.fixture
 def hardware(monkeypatch):
-    """A processor whose capabilities a test sets; its autocast works on every processor."""
-    has = SimpleNamespace(bfloat16=True)
+    """Return the simulated capabilities of the processor, which a test may change."""
+    capabilities = SimpleNamespace(bfloat16=True)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has.bfloat16}, raising=False)
-    return has
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": capabilities.bfloat16}, raising=False)
+    return capabilities
 
 
-def test_auto_is_bfloat16_where_the_hardware_has_it_and_nothing_is_trained(hardware, monkeypatch):
+def test_auto_precision_is_bfloat16_for_frozen_models_on_capable_hardware(hardware, monkeypatch):
     frozen = tiny_learner("frozen")
     assert frozen.args.precision == "bfloat16" == frozen.encoder.key.precision
     assert tiny_learner("dulbe").args.precision == "float32"
@@ -34,7 +34,7 @@ def test_auto_is_bfloat16_where_the_hardware_has_it_and_nothing_is_trained(hardw
     assert devices.has_bfloat16(torch.device("cuda"))
 
 
-def test_a_loaded_learner_keeps_its_precision_and_says_where_it_cannot(hardware, tmp_path, capsys):
+def test_loaded_learner_keeps_its_precision_or_warns(hardware, tmp_path, capsys):
     learner = tiny_learner("frozen")
     learner.learn_task(images_of(0, 1, 0, 1), ["a", "b"])
     learner.save_pretrained(tmp_path / "saved")
@@ -59,12 +59,12 @@ def test_a_loaded_learner_keeps_its_precision_and_says_where_it_cannot(hardware,
     assert capsys.readouterr().err == ""
 
 
-def test_a_run_goes_on_in_its_own_precision(hardware, tmp_path):
+def test_resumed_run_keeps_the_precision_it_began_with(hardware, tmp_path):
     tiny_learner("frozen", precision="float32").run(stream(1), tmp_path / "run")
-    again = tiny_learner("frozen")
-    found = again.run(stream(2), tmp_path / "run")
-    assert found["configuration"]["arguments"]["precision"] == again.args.precision == "float32"
-    assert again.encoder.key.precision == "float32"
+    resumed = tiny_learner("frozen")
+    results = resumed.run(stream(2), tmp_path / "run")
+    assert results["configuration"]["arguments"]["precision"] == resumed.args.precision == "float32"
+    assert resumed.encoder.key.precision == "float32"
     tiny_learner("frozen").run(stream(1), tmp_path / "low")
     hardware.bfloat16 = False
     with pytest.raises(ValueError, match="precision was 'bfloat16' and is now 'float32'"):

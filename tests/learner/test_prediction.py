@@ -1,4 +1,4 @@
-"""Answers for unlabelled images: what is taken, what is given back, what is stepped over, what is refused."""
+"""Test predictions for unlabelled images: accepted inputs, returned values, unreadable images and errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dulbe_peft.photos.commands.main import main
 
 @pytest.fixture(scope="module")
 def world(base, digit_folders, tmp_path_factory):
-    """A learner of six digits that was saved, and the folders that it learned from."""
+    """Return a saved learner of six digits, and the folders of its images."""
     root = digit_folders(6, 10, 4)
     learner = learner_of(base, "frozen", ("ranpac:features=200", "bridge"), prompt_template="a photo of the digit {}.")
     test = ImageFolder(root, "test")
@@ -41,7 +41,7 @@ def world(base, digit_folders, tmp_path_factory):
     return SimpleNamespace(learner=learner, root=root, test=test, files=files, features=features, folder=str(folder))
 
 
-def test_whatever_holds_the_images_the_answers_are_the_same(world):
+def test_predictions_do_not_depend_on_how_images_are_passed(world):
     predict, images = world.learner.predict, [world.test[index]["image"] for index in range(len(world.test))]
     pixels = torch.stack([world.learner.encoder.images(world.test)[i][0] for i in range(len(images))])
     expected = predict(images)
@@ -54,7 +54,7 @@ def test_whatever_holds_the_images_the_answers_are_the_same(world):
     assert predict([]) == [] and world.learner.predictions([]) == []
 
 
-def test_the_best_classes_and_their_probabilities(world):
+def test_top_k_returns_best_classes_with_probabilities(world):
     predict = world.learner.predict
     probabilities = world.learner.classifier.probabilities(world.features).double()
     rows = predict(world.test, top_k=3, return_scores=True)
@@ -67,14 +67,14 @@ def test_the_best_classes_and_their_probabilities(world):
     assert len(predict(world.test, top_k=99)[0]) == 6
     for wrong, words in (
         ({"top_k": 0}, "top_k must be at least 1, got 0"),
-        ({"top_k": 2, "coverage": 0.7}, "give one"),
+        ({"top_k": 2, "coverage": 0.7}, "pass only one"),
     ):
         with pytest.raises(ValueError, match=words):
             predict(world.test, **wrong)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_image_that_cannot_be_read_is_stepped_over(world, tmp_path, workers):
+def test_unreadable_images_are_skipped_by_predictions(world, tmp_path, workers):
     (tmp_path / "deep" / "er").mkdir(parents=True)
     (tmp_path / "deep" / "er" / "bad.jpg").write_bytes(b"no image")
     shutil.copy(world.files[0], tmp_path / "deep" / "good.png")
@@ -94,7 +94,7 @@ def noise():
     return [Image.fromarray(np.random.default_rng(i).integers(0, 256, (8, 8, 3), dtype=np.uint8)) for i in range(20)]
 
 
-def test_rejected_images_have_no_class(world, noise):
+def test_rejected_images_get_no_class(world, noise):
     threshold = world.learner.classifier.rejection_threshold(0.3)
     scored = world.learner.predict(noise, return_scores=True)
     answers = world.learner.predict(noise, reject=0.3)
@@ -102,7 +102,7 @@ def test_rejected_images_have_no_class(world, noise):
     assert world.learner.predict(noise, top_k=2, reject=0.3)[answers.index(None)] == []
 
 
-def test_answers_come_with_their_novelty(world, noise):
+def test_return_novelty_returns_predictions_and_novelties(world, noise):
     learner = copy.copy(world.learner)
     lda = LdaClassifier(embed_dim=learner.encoder.embed_dim)
     learner.use_state(replace(learner.state, classifiers={"lda": lda}))
@@ -116,7 +116,7 @@ def test_answers_come_with_their_novelty(world, noise):
     assert learner.predict(noise, reject=0.1) == [None] * len(noise)
 
 
-def test_sets_cover_the_right_class(world):
+def test_coverage_returns_the_prediction_sets(world):
     sets = world.learner.classifier.prediction_sets(world.features, 0.7)
     answers = world.learner.predict(world.test, coverage=0.7, return_scores=True)
     for row, members in zip(answers, sets, strict=True):
@@ -125,7 +125,7 @@ def test_sets_cover_the_right_class(world):
     assert world.learner.predict(world.test, coverage=0.7) == [[name for name, _ in row] for row in answers]
 
 
-def test_the_command_writes_paths_classes_and_probabilities(world, tmp_path, capsys):
+def test_predict_command_writes_paths_classes_and_probabilities(world, tmp_path, capsys):
     folder, table, file = str(world.root / "test"), tmp_path / "a.csv", tmp_path / "a.json"
     argv = ["predict", world.folder, folder, "--top-k", "2", "--device", "cpu", "--num-workers", "0"]
     assert main([*argv, "--csv", str(table), "--json", str(file)]) == 0
@@ -144,7 +144,7 @@ def test_the_command_writes_paths_classes_and_probabilities(world, tmp_path, cap
     assert first[0] == written[0]["path"] and first[1] == f"{expected[0][0][0]} {100 * expected[0][0][1]:.2f} %"
 
 
-def test_what_cannot_be_read_does_not_end_the_command(world, tmp_path, capsys):
+def test_predict_command_continues_after_unreadable_images(world, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.png").write_bytes(b"no")
     argv = [
@@ -155,15 +155,15 @@ def test_what_cannot_be_read_does_not_end_the_command(world, tmp_path, capsys):
         *(str(tmp_path / name) for name in ("empty", "bad.png", "gone")),
     ]
     assert main([*argv, world.files[0]]) == 0
-    said = capsys.readouterr()
-    assert said.out.startswith(world.files[0]) and said.out.count("\n") == 1
-    assert f"{tmp_path / 'empty'} cannot be read: the folder contains no image" in said.err
-    assert "bad.png cannot be read" in said.err and "1 image, 3 could not be read" in said.err
+    printed = capsys.readouterr()
+    assert printed.out.startswith(world.files[0]) and printed.out.count("\n") == 1
+    assert f"{tmp_path / 'empty'} cannot be read: the folder contains no image" in printed.err
+    assert "bad.png cannot be read" in printed.err and "1 image, 3 could not be read" in printed.err
     assert main(argv) == 2
 
 
-def test_standard_input_is_a_list_of_paths_or_one_line_of_error(world, tmp_path, capsys, monkeypatch):
-    """Also of names that are no UTF-8, and of one that looks like a formula."""
+def test_predict_command_reads_paths_from_standard_input(world, tmp_path, capsys, monkeypatch):
+    """Names may be invalid UTF-8 or look like a formula. Image data in place of paths is an error."""
     odd, formula = os.fsencode(tmp_path) + b"/\xff\xe9.png", b"=1+1.png"
     monkeypatch.chdir(tmp_path)
     for name in (odd, formula):
@@ -172,7 +172,7 @@ def test_standard_input_is_a_list_of_paths_or_one_line_of_error(world, tmp_path,
     for data, status in ((odd + b"\r\n" + formula + b"\n", 0), (Path(world.files[0]).read_bytes(), 2)):
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
         assert main(argv) == status
-        assert ("a zero byte, which no path has" in capsys.readouterr().err) == (status == 2)
+        assert ("a zero byte, which paths cannot have" in capsys.readouterr().err) == (status == 2)
     table, written = Path("a.csv").read_bytes(), json.loads(os.fsdecode(Path("a.json").read_bytes()))
     assert odd in table and b"\n'=1+1.png," in table
     assert [row["path"] for row in written] == [os.fsdecode(odd), "=1+1.png"]
@@ -183,7 +183,7 @@ CLASSES, WIDTH = 1000, 32
 
 
 class Index:
-    """What faiss's IndexFlatIP does."""
+    """A stand-in for faiss's IndexFlatIP."""
 
     def __init__(self, width):
         self.rows = np.zeros((0, width), np.float32)
@@ -204,7 +204,7 @@ class Index:
         (LdaClassifier, lambda means: {"sums": means, "scatter": torch.eye(WIDTH), "freedom": torch.tensor(WIDTH)}),
     ],
 )
-def test_the_five_best_of_many_classes(kind, state, monkeypatch):
+def test_faiss_example_of_the_docs_returns_the_best_classes(kind, state, monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", SimpleNamespace(IndexFlatIP=Index))
     code = next(code for *_, code in blocks("docs/predicting.md", "python") if "faiss" in code)
     namespace: dict = {}
@@ -220,8 +220,8 @@ def test_the_five_best_of_many_classes(kind, state, monkeypatch):
     np.testing.assert_allclose(scores, expected.values, rtol=1e-4, atol=1e-4)
 
 
-def test_a_trained_model_promises_no_share(base, digit_folders, recwarn):
-    """It was trained on the images by which the share is kept; plain answers need none."""
+def test_trained_model_warns_that_rates_are_not_guaranteed(base, digit_folders, recwarn):
+    """The thresholds would come from images that the model was trained on; plain predictions need no threshold."""
     root = digit_folders(2, 30, 2)
     for strategy in ("frozen", "dulbe"):
         learner = learner_of(base, strategy, ("lda",), prompt_template="a photo of the digit {}.")
@@ -229,10 +229,10 @@ def test_a_trained_model_promises_no_share(base, digit_folders, recwarn):
         recwarn.clear()
         learner.predict(ImageFolder(root, "test"), return_scores=True)
         assert not recwarn.list
-        for asked in ({"reject": 0.2}, {"coverage": 0.8}):
+        for options in ({"reject": 0.2}, {"coverage": 0.8}):
             if strategy == "frozen":
-                learner.predict(ImageFolder(root, "test"), **asked)
+                learner.predict(ImageFolder(root, "test"), **options)
                 continue
-            with pytest.warns(UserWarning, match="it is not promised"):
-                learner.predict(ImageFolder(root, "test"), **asked)
+            with pytest.warns(UserWarning, match="are not guaranteed"):
+                learner.predict(ImageFolder(root, "test"), **options)
         assert not recwarn.list

@@ -1,4 +1,4 @@
-"""The learning rate of "auto": what a trial on the first task allows, chosen once, saved and said."""
+"""Test the learning rate "auto", which a trial on the first task chooses and which is then saved and printed."""
 
 import math
 
@@ -24,23 +24,23 @@ def weights(learner):
     return {name: tensor.clone() for name, tensor in learner.state.adapter_tensors().items()}
 
 
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+def assert_equal(actual, expected):
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
 @pytest.mark.parametrize("moved", [0.0, 1e-9, MOST_MOVED, 0.07, 0.7, 40.0])
-def test_the_rate_moves_features_by_no_more_than_the_share_that_is_allowed(moved):
-    """The square of a movement grows with that of the rate; no rate is above the trial's."""
+def test_rate_moves_features_by_at_most_the_allowed_share(moved):
+    """The squared movement grows with the squared rate. The rate is at most the trial's."""
     rate = rate_of(moved)
-    assert moved * (rate / TRIAL) ** 2 <= MOST_MOVED * 1.11  # two digits of the rate
+    assert moved * (rate / TRIAL) ** 2 <= MOST_MOVED * 1.11  # the rate has two digits
     assert rate == TRIAL or math.isclose(moved * (rate / TRIAL) ** 2, MOST_MOVED, rel_tol=0.11)
 
 
-def test_a_movement_is_that_of_a_training_at_the_trial_rate(base, tasks, monkeypatch):
-    """A share of the features' spread; afterwards the model is as it was."""
-    seen = []
-    monkeypatch.setattr(rates, "rate_of", lambda moved: seen.append(moved) or 1e-3)
+def test_movement_equals_that_of_training_at_the_trial_rate(base, tasks, monkeypatch):
+    """The movement is relative to the spread of the features, and the trial does not change the model."""
+    movements = []
+    monkeypatch.setattr(rates, "rate_of", lambda moved: movements.append(moved) or 1e-3)
     tried, trained = make(base), make(base, TRIAL)
     before = trained.image_embeds(tasks[0].train).double()
     tried.learn_task(tasks[0].train)
@@ -48,12 +48,12 @@ def test_a_movement_is_that_of_a_training_at_the_trial_rate(base, tasks, monkeyp
     after = trained.image_embeds(tasks[0].train).double()
     spread = sum((row - before.mean(dim=0)).norm() ** 2 for row in before)
     moved = sum((new - old).norm() ** 2 for new, old in zip(after, before, strict=True))
-    assert seen == [pytest.approx(float(moved / spread), rel=1e-3)] and seen[0] > 0
+    assert movements == [pytest.approx(float(moved / spread), rel=1e-3)] and movements[0] > 0
 
 
-def test_auto_learns_as_the_rate_that_it_chose_does(base, tasks, monkeypatch):
-    """The trial leaves nothing behind, and the second task keeps the rate."""
-    monkeypatch.setattr(rates, "MOST_MOVED", 1e-6)  # so that it is no rate of another place
+def test_auto_learns_the_same_as_its_chosen_rate(base, tasks, monkeypatch):
+    """The trial has no effect on the learner, and the second task keeps the rate."""
+    monkeypatch.setattr(rates, "MOST_MOVED", 1e-6)  # gives a rate that is not a default anywhere
     chosen = make(base)
     for task in tasks[:2]:
         chosen.learn_task(task.train)
@@ -66,7 +66,7 @@ def test_auto_learns_as_the_rate_that_it_chose_does(base, tasks, monkeypatch):
     assert_equal(chosen.head.tensors(), given.head.tensors())
 
 
-def test_a_model_of_the_papers_size_takes_the_papers_rate_without_a_trial(base, tasks, monkeypatch):
+def test_model_of_the_paper_s_width_uses_the_paper_s_rate(base, tasks, monkeypatch):
     learner = make(base)
     monkeypatch.setattr(rates, "movement", None)
     monkeypatch.setattr(rates, "PAPER_WIDTH", width_of(learner.state.adapter))
@@ -74,35 +74,37 @@ def test_a_model_of_the_papers_size_takes_the_papers_rate_without_a_trial(base, 
     assert learner.args.learning_rate == learner.record.learning_rate == 1e-3
 
 
-def test_one_image_says_nothing(base, tasks):
+def test_single_image_gives_the_trial_rate(base, tasks):
     learner = make(base)
     learner.learn_task([tasks[0].train[0]], ["a"])
     assert learner.args.learning_rate == TRIAL
 
 
-def test_the_rate_is_said_saved_and_kept_by_a_run_that_goes_on(base, tasks, tmp_path, capsys, monkeypatch):
+def test_rate_is_printed_saved_and_kept_by_a_resumed_run(base, tasks, tmp_path, capsys, monkeypatch):
     whole = make(base)
     results = whole.run(tasks, tmp_path / "whole")
     rate = whole.args.learning_rate
-    assert f"learning rate {rate:g}, as the model and this task allow" in capsys.readouterr().out
+    assert f"learning rate {rate:g}, chosen for the model and this task" in capsys.readouterr().out
     assert [task["learning_rate"] for task in results["tasks"]] == [rate] * len(tasks)
     make(base).run(tasks[:1], tmp_path / "parts")
-    monkeypatch.setattr(rates, "movement", None)  # none is measured again
-    again = make(base)
-    assert again.run(tasks, tmp_path / "parts")["tasks"] == results["tasks"]
-    assert again.args.learning_rate == rate and "learning rate" not in capsys.readouterr().out.rpartition("task 1")[2]
+    monkeypatch.setattr(rates, "movement", None)  # a new trial would fail
+    resumed = make(base)
+    assert resumed.run(tasks, tmp_path / "parts")["tasks"] == results["tasks"]
+    assert (
+        resumed.args.learning_rate == rate and "learning rate" not in capsys.readouterr().out.rpartition("task 1")[2]
+    )
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "whole")
     assert loaded.args.learning_rate == rate
     other = ClassIncrementalLearner.from_pretrained(tmp_path / "whole", args=LearnerArguments(device="cpu"))
     assert other.args.learning_rate == rate
 
 
-def test_without_training_no_rate_is_chosen(base, tasks):
+def test_frozen_strategy_chooses_no_rate(base, tasks):
     learner = make(base, strategy="frozen")
     learner.learn_task(tasks[0].train)
     assert learner.args.learning_rate == "auto" and learner.record.learning_rate is None
 
 
-def test_a_text_that_is_no_rate_is_refused():
+def test_invalid_learning_rate_text_is_refused():
     with pytest.raises(ValueError, match="learning_rate must be a valid number or 'auto', got 'slow'"):
         LearnerArguments(learning_rate="slow")

@@ -1,4 +1,4 @@
-"""States of a learner: what changes one makes another, and the learner goes on from whichever it is given."""
+"""Test the states of a learner: corrections make a new state, and a learner can continue from any state."""
 
 import pytest
 from lives import differences, everything, images_of, learned, tiny_learner
@@ -8,15 +8,17 @@ from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.training import updating
 
 MAKERS = {
-    "update": lambda one: updating.update_classes(one.state, one.encoder, images_of(0, 1, 1, seed=5), ["a0", "b1"]),
-    "forget": lambda one: updating.forget_class(one.state, "a0"),
-    "rename": lambda one: updating.rename_class(one.state, one.encoder, "a0", "zebra"),
-    "join": lambda one: updating.rename_class(one.state, one.encoder, "a0", "b1"),
+    "update": lambda learner: updating.update_classes(
+        learner.state, learner.encoder, images_of(0, 1, 1, seed=5), ["a0", "b1"]
+    ),
+    "forget": lambda learner: updating.forget_class(learner.state, "a0"),
+    "rename": lambda learner: updating.rename_class(learner.state, learner.encoder, "a0", "zebra"),
+    "join": lambda learner: updating.rename_class(learner.state, learner.encoder, "a0", "b1"),
 }
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_correction_makes_another_state_and_leaves_the_given_one(name):
+def test_correction_returns_a_new_state_and_keeps_the_old(name):
     learner = learned(tiny_learner("frozen", ("lda", "bayes")), 2)
     before, old = everything(learner), learner.state
     new = MAKERS[name](learner)
@@ -25,7 +27,7 @@ def test_correction_makes_another_state_and_leaves_the_given_one(name):
     assert (new.class_names, new.image_counts()) != (old.class_names, old.image_counts())
 
 
-def test_learner_goes_on_from_an_earlier_state():
+def test_learner_continues_from_an_earlier_state():
     learner, image = learned(tiny_learner("frozen", ("lda",)), 1), images_of(0, seed=7)[0][0]
     state, scores = learner.state, learner.predict(image, top_k=2, return_scores=True)
     learned(learner, 1, first=1)
@@ -41,14 +43,14 @@ def test_state_cannot_be_replaced_while_a_task_is_learned():
         learner.learn_task(images, ["x", "y"])
 
 
-def test_first_kept_classifier_answers():
+def test_first_kept_classifier_makes_the_predictions():
     learner = learned(tiny_learner("frozen", ("lda", "bayes", "prototype")), 1)
     learner.keep_classifiers(["prototype", "lda"])
     assert list(learner.classifiers) == ["prototype", "lda"] and learner.classifier.name == "prototype"
     assert list(learner.evaluate(images_of(0, 1), ["a0", "b0"])["classifiers"]) == ["prototype", "lda"]
 
 
-def test_store_stays_where_settings_change():
+def test_store_is_kept_when_settings_change():
     learner, store = tiny_learner("frozen", ("lda",)), FeatureStore()
     learner.use_store(store)
     learner.change_settings(learner.args)

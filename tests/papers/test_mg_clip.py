@@ -24,14 +24,14 @@ def tasks():
     return [([task.train[i] for i in range(12)], task.class_names) for task in digit_tasks()[:2]]
 
 
-def made(base, classifiers=None, text_rank=0, **fields):
+def make_learner(base, classifiers=None, text_rank=0, **fields):
     config = {"residual_rank": 3, "text_rank": text_rank, "target_modules": ["k_proj", "v_proj"]}
     quick = {"epochs": 2, "batch_size": 8, "prompt_template": "a photo of the digit {}."}
     return learner_of(base, "mg_clip", classifiers, config, **quick | fields)
 
 
 def test_two_tasks_train_like_peft_s_lora_with_alpha_1(base, tasks):
-    learner = made(base)
+    learner = make_learner(base)
     layers, args = learner.model.dual_mode_layers(), learner.args
     bases = learner.strategy.plan(NewTask(0, learner.state.adapter, args))
     for name, modes in bases.items():  # check that A is Xavier-uniform
@@ -101,7 +101,7 @@ def test_later_tasks_train_the_chosen_number_of_epochs(base, tasks, monkeypatch,
     monkeypatch.setattr(TaskTrainer, "_log_epoch", lambda self, *a: trained.append(self.index) or log(self, *a))
     values = iter([10.0, 10.5, 10.6, 20.0])
     monkeypatch.setattr(TaskTrainer, "_wrong_logit", lambda self: next(values))
-    learner = made(base, "bridge", text_rank=2, epochs=4, lr_schedule="epoch")
+    learner = make_learner(base, "bridge", text_rank=2, epochs=4, lr_schedule="epoch")
     learner.learn_task(*tasks[0])
     learner.save_pretrained(tmp_path / "saved")
     learner.learn_task(*tasks[1])
@@ -111,7 +111,7 @@ def test_later_tasks_train_the_chosen_number_of_epochs(base, tasks, monkeypatch,
 
 
 def test_wrong_logit_is_the_mean_over_all_wrong_classes(base, tasks):
-    learner = made(base)
+    learner = make_learner(base)
     images, names = tasks[0]
     labels = [image["label"] for image in images]
     z = learner.image_embeds([(image["image"], 0) for image in images]).double()

@@ -1,4 +1,4 @@
-"""What the core brings: no package of the extra `commands` is needed by it, and an import costs what PEFT's does."""
+"""The core of the package: it needs no package of the extra `photos`, and importing it costs no more than PEFT."""
 
 import ast
 import re
@@ -15,14 +15,14 @@ from dulbe_peft.utils.extras import PHOTOS, TESTED, installed
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "dulbe_peft"
-# Where such a package may be imported at the top; elsewhere it is inside a function, where it is asked for.
+# Modules that may import such a package at the top. All other modules import it inside a function that needs it.
 AT_THE_TOP = ("photos/commands/", "sklearn.py")
 
 
 def test_packages_of_the_photos_extra_are_imported_inside_functions():
     for path in PACKAGE.rglob("*.py"):
-        free = path.relative_to(PACKAGE).as_posix().startswith(AT_THE_TOP)
-        for node in [] if free else ast.parse(path.read_bytes()).body:
+        exempt = path.relative_to(PACKAGE).as_posix().startswith(AT_THE_TOP)
+        for node in [] if exempt else ast.parse(path.read_bytes()).body:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not {name.partition(".")[0] for name in names} & set(PHOTOS), f"{path}, line {node.lineno}"
@@ -31,11 +31,11 @@ def test_packages_of_the_photos_extra_are_imported_inside_functions():
 def test_photos_extra_lists_the_packages_that_errors_name():
     setup = setup_cfg()
 
-    def named(text):
+    def packages(text):
         return {re.split(r"[<>=]", line)[0] for line in text.split()}
 
-    assert named(setup["options.extras_require"]["photos"]) == set(PHOTOS.values())
-    assert not named(setup["options"]["install_requires"]) & set(PHOTOS.values())
+    assert packages(setup["options.extras_require"]["photos"]) == set(PHOTOS.values())
+    assert not packages(setup["options"]["install_requires"]) & set(PHOTOS.values())
 
 
 def test_error_for_missing_package_names_the_extra():
@@ -64,18 +64,18 @@ def test_error_for_unsupported_release_names_a_tested_one(module, take_out, name
     code += f"\nimport dulbe_peft\ndulbe_peft.{public}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     package = module.partition(".")[0]
-    wanted = rf"\nImportError: dulbe_peft needs {module}\.{name}, which {package} [\d.]+ does not have: pip install '"
-    found = re.search(f"{wanted}(.*)'\n$", done.stderr)
-    assert found and found[1] == TESTED[package], done.stderr
+    message = rf"\nImportError: dulbe_peft needs {module}\.{name}, which {package} [\d.]+ does not have: pip install '"
+    match = re.search(f"{message}(.*)'\n$", done.stderr)
+    assert match and match[1] == TESTED[package], done.stderr
 
 
 def test_tested_versions_match_setup_and_constraints():
     allowed = setup_cfg()["options"]["install_requires"].split()
     pinned = text_of("constraints.txt").split()
     for package, versions in TESTED.items():
-        assert versions.rpartition(",")[0] in allowed  # no upper bound: a newer release is refused by what it lacks
-        (found,) = (line.partition("==")[2] for line in pinned if line.startswith(f"{package}=="))
-        assert Version(found) in SpecifierSet(versions.removeprefix(package))
+        assert versions.rpartition(",")[0] in allowed  # without the upper bound, because newer releases may work
+        (version,) = (line.partition("==")[2] for line in pinned if line.startswith(f"{package}=="))
+        assert Version(version) in SpecifierSet(versions.removeprefix(package))
 
 
 WITHOUT_CLICK = """
@@ -88,13 +88,13 @@ sys.exit(start())
 
 def test_command_line_without_click_prints_one_sentence():
     done = subprocess.run([sys.executable, "-c", WITHOUT_CLICK, "--help"], capture_output=True, text=True)
-    wanted = "dulbe-peft needs the package click: pip install 'dulbe_peft[photos]'\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", wanted)
+    message = "dulbe-peft needs the package click: pip install 'dulbe_peft[photos]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
 
 
 @pytest.mark.slow
 def test_core_works_without_extras():
-    """`.ci/run` calls the same script where nothing else is installed."""
+    """Run the script that `.ci/run` calls in an environment in which only the core is installed."""
     done = subprocess.run([sys.executable, str(ROOT / "tests/core_environment.py")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 

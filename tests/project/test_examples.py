@@ -1,4 +1,4 @@
-"""Every file in `examples/` runs, in a process of its own and a folder of its own."""
+"""Every file in `examples/` runs, each in a separate process and folder."""
 
 import json
 import re
@@ -23,29 +23,29 @@ def run(name, *arguments, cwd):
 
 
 def test_adapt_clip_example_runs(tmp_path):
-    said = run("adapt_clip.py", "--steps", 2, cwd=tmp_path)
-    assert "the loaded adapter gives the same features: True" in said
+    output = run("adapt_clip.py", "--steps", 2, cwd=tmp_path)
+    assert "the loaded adapter gives the same features: True" in output
     assert (tmp_path / "my-adapter" / "adapter_model.safetensors").is_file()
 
 
 def test_training_loop_example_resumes(tmp_path):
     two = run("training_loop.py", cwd=tmp_path)
     three = run("training_loop.py", "--resume", cwd=tmp_path)
-    shares = [float(share) for share in re.findall(r"([\d.]+)%", two + three)]
-    assert len(shares) == 6 and min(shares) > 80
+    accuracies = [float(accuracy) for accuracy in re.findall(r"([\d.]+)%", two + three)]
+    assert len(accuracies) == 6 and min(accuracies) > 80
 
 
 def test_head_alone_example_runs(tmp_path):
-    said = run("head_alone.py", cwd=tmp_path)
-    assert float(said.split("accuracy: ")[1].split()[0]) > 0.9 and said.count("mean depth") == 6
+    output = run("head_alone.py", cwd=tmp_path)
+    assert float(output.split("accuracy: ")[1].split()[0]) > 0.9 and output.count("mean depth") == 6
 
 
 def test_image_folders_example_runs_and_resumes(tmp_path, digit_folders):
     arguments = (digit_folders(4, 3, 3), "--model", demo_model_folder(), "--increment", 2, "--epochs", 1)
-    said = run("image_folders.py", *arguments, cwd=tmp_path)
-    assert "task 2/2: 4 classes" in said and "after the last task" in said
-    again = run("image_folders.py", *arguments, cwd=tmp_path)
-    assert "resuming after task-002" in again and again.splitlines()[-1] == said.splitlines()[-1]
+    output = run("image_folders.py", *arguments, cwd=tmp_path)
+    assert "task 2/2: 4 classes" in output and "after the last task" in output
+    resumed = run("image_folders.py", *arguments, cwd=tmp_path)
+    assert "resuming after task-002" in resumed and resumed.splitlines()[-1] == output.splitlines()[-1]
 
 
 def test_domains_example_runs_resumes_and_checks_its_protocol(tmp_path, digit_folders):
@@ -61,15 +61,15 @@ def test_domains_example_runs_resumes_and_checks_its_protocol(tmp_path, digit_fo
     }
     (tmp_path / "two.yaml").write_text(json.dumps(protocol))
     arguments = ("two.yaml", "--data", ".", "--output", "out")
-    said = run("domains.py", *arguments, cwd=tmp_path)
-    assert "second: " in said and "task 2/2: 4 classes" in said
-    found = json.loads((tmp_path / "out" / "domains.json").read_text())
-    (_, ahead), last = found["matrix"]
-    assert found["transfer"] == ahead and found["last"] == sum(last) / 2  # by the definition, for two data sets
-    # Among its own two classes a data set is told apart at least as well as among all four.
+    output = run("domains.py", *arguments, cwd=tmp_path)
+    assert "second: " in output and "task 2/2: 4 classes" in output
+    measures = json.loads((tmp_path / "out" / "domains.json").read_text())
+    (_, before), last = measures["matrix"]
+    assert measures["transfer"] == before and measures["last"] == sum(last) / 2  # by definition, for two data sets
+    # The accuracy among the two classes of a data set is at least the accuracy among all four classes.
     results = json.loads((tmp_path / "out" / "results.json").read_text())["head"]["matrix"]
-    assert all(own >= among for own, among in zip(last, results[-1], strict=True))
-    assert run("domains.py", *arguments, cwd=tmp_path).splitlines()[-1] == said.splitlines()[-1]
+    assert all(among_two >= among_four for among_two, among_four in zip(last, results[-1], strict=True))
+    assert run("domains.py", *arguments, cwd=tmp_path).splitlines()[-1] == output.splitlines()[-1]
 
     protocol["domains"]["first"]["train"] = 7
     (tmp_path / "two.yaml").write_text(json.dumps(protocol))

@@ -1,4 +1,4 @@
-"""What `hub/` has for the Hub: a card whose figures were measured, and a Space, which runs where gradio is."""
+"""The folder `hub/`: a model card whose figures were measured, and a Space, which runs if gradio is installed."""
 
 import runpy
 from pathlib import Path
@@ -13,15 +13,15 @@ HUB = Path(__file__).parents[2] / "hub"
 
 
 def parts_of(path):
-    """The front matter and the text of a card."""
+    """Return the front matter and the text of a card."""
     _, front, text = path.read_text(encoding="utf-8").split("---\n", 2)
     return yaml.safe_load(front), text
 
 
 def test_hub_card_has_the_figures_of_the_packaged_model():
     front, text = parts_of(HUB / "model" / "README.md")
-    own, measured = parts_of(demo_model_folder() / "README.md")
-    assert (front["license"], front["pipeline_tag"]) == (own["license"], own["pipeline_tag"])
+    packaged, measured = parts_of(demo_model_folder() / "README.md")
+    assert (front["license"], front["pipeline_tag"]) == (packaged["license"], packaged["pipeline_tag"])
     metrics = front["model-index"][0]["results"][0]["metrics"]
     for metric in metrics:
         kind = metric["name"].removesuffix(", %")
@@ -31,26 +31,26 @@ def test_hub_card_has_the_figures_of_the_packaged_model():
 
 
 def test_space_teaches_and_answers_over_http(tmp_path):
-    """Through its HTTP address, as a browser asks it."""
-    pytest.importorskip("gradio", reason="gradio needs another Pillow: hub/README.md says how the Space is tried")
+    """Send requests to its HTTP address, as a browser does."""
+    pytest.importorskip("gradio", reason="gradio needs another version of Pillow: see hub/README.md")
     client = pytest.importorskip("gradio_client")
     space = runpy.run_path(str(HUB / "space" / "app.py"))
     digits, files = load_data("demo-digits", "train"), {}
     for label, name in ((0, "zero"), (1, "one")):
-        rows = [place for place, own in enumerate(digits.labels) if own == label][:6]
+        rows = [row for row, digit in enumerate(digits.labels) if digit == label][:6]
         files[name] = [str(tmp_path / f"{name}{row}.png") for row in rows]
         for row, path in zip(rows, files[name], strict=True):
             digits[row]["image"].save(path)
     _, address, _ = space["page"].launch(prevent_thread_lock=True, quiet=True)
     try:
-        asked = client.Client(address, verbose=False)
+        page = client.Client(address, verbose=False)
         for name, paths in files.items():
-            said = asked.predict([client.handle_file(path) for path in paths[:-1]], name, api_name="/teach")
-        assert said == "It knows 2 classes: zero, one."
+            answer = page.predict([client.handle_file(path) for path in paths[:-1]], name, api_name="/teach")
+        assert answer == "It knows 2 classes: zero, one."
         for name, paths in files.items():
-            assert asked.predict(client.handle_file(paths[-1]), api_name="/ask")["label"] == name
-        assert asked.predict(api_name="/digits").startswith("It knows 10 classes: ")
+            assert page.predict(client.handle_file(paths[-1]), api_name="/ask")["label"] == name
+        assert page.predict(api_name="/digits").startswith("It knows 10 classes: ")
         with pytest.raises(Exception, match="Choose some images"):
-            asked.predict([], "two", api_name="/teach")
+            page.predict([], "two", api_name="/teach")
     finally:
         space["page"].close()

@@ -1,9 +1,11 @@
-"""Who may import whom: library <- papers, application <- research, and floor by floor inside them; never back."""
+"""Which modules may import which: library <- papers, application <- research, and layer by layer inside them."""
 
 import ast
 import graphlib
 import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,8 @@ import dulbe_peft
 from dulbe_peft.photos.commands.main import commands
 
 ROOT = Path(__file__).parents[2]
-# A floor imports from those above its own in this list: the library; papers and the application on it; research.
-FLOORS = [
+# A layer may import from the layers above it in this list: library, then papers and the application, then research.
+LAYERS = [
     {"utils"},
     {"arguments", "data", "subspaces"},
     {"encoders", "classifiers"},
@@ -38,17 +40,17 @@ FLOORS = [
     {"research.commands"},
     {"research.__main__"},
 ]
-RANK = {floor: rank for rank, floors in enumerate(FLOORS) for floor in floors}
+RANK = {layer: rank for rank, layers in enumerate(LAYERS) for layer in layers}
 FILES = sorted(
     path.relative_to(ROOT).as_posix()
     for folder in ("dulbe_peft", "research")
     for path in (ROOT / folder).rglob("*.py")
 )
-PACKAGES = {"dulbe_peft", "dulbe_peft.photos", "research"}  # whose `__init__` names what lies in them
+PACKAGES = {"dulbe_peft", "dulbe_peft.photos", "research"}  # their `__init__` refers to modules inside them
 
 
-def floor_of(name: str) -> str:
-    """The floor of a module, by its dotted name; a public name of the package is the whole library's."""
+def layer_of(name: str) -> str:
+    """Return the layer of a module, by its dotted name. Public names of the package count as the whole library."""
     parts = name.removeprefix("dulbe_peft.").split(".")
     if parts[0] in dulbe_peft.__all__:
         return "trainer"
@@ -60,30 +62,30 @@ def module_of(file: str) -> str:
 
 
 def imported_names(file: str) -> set[str]:
-    """What a file imports of the project, also inside functions and for types alone: dotted names."""
-    found = set()
+    """Return the dotted names that a file imports from the project, also inside functions and only for types."""
+    imported = set()
     for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file} has a relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-        found |= {name for name in names if name.split(".")[0] in ("dulbe_peft", "research")}
-    return found
+        imported |= {name for name in names if name.split(".")[0] in ("dulbe_peft", "research")}
+    return imported
 
 
-def test_modules_import_only_from_lower_layers():
+def test_modules_import_only_from_layers_above_theirs():
     wrong = []
     for file in FILES:
-        own = floor_of(module_of(file))
+        layer = layer_of(module_of(file))
         if module_of(file) in PACKAGES or file == "dulbe_peft/__main__.py":
-            # They name the application, which they start; only what every part stands on is imported.
-            assert {floor_of(name) for name in imported_names(file)} <= {"utils"}, file
+            # They import other modules lazily, and at the top only what all layers may use.
+            assert {layer_of(name) for name in imported_names(file)} <= {"utils"}, file
             continue
         for name in imported_names(file):
-            if name in ("dulbe_peft", "dulbe_peft.__version__") or floor_of(name) == own:
+            if name in ("dulbe_peft", "dulbe_peft.__version__") or layer_of(name) == layer:
                 continue
-            beside = floor_of(name) == "papers" and own.startswith("photos")  # neither stands on the other
-            if beside or RANK[floor_of(name)] >= RANK[own]:
+            beside = layer_of(name) == "papers" and layer.startswith("photos")  # neither may import the other
+            if beside or RANK[layer_of(name)] >= RANK[layer]:
                 wrong.append(f"{file} imports {name}")
     assert wrong == []
 
@@ -95,7 +97,7 @@ def test_imports_have_no_cycles():
         return name if name in modules else module(name.rpartition(".")[0])
 
     graph = {name: {module(other) for other in imported_names(file)} - {name} for name, file in modules.items()}
-    graphlib.TopologicalSorter(graph).prepare()  # a CycleError names the circle
+    graphlib.TopologicalSorter(graph).prepare()  # a CycleError names the modules in the cycle
 
 
 def test_version_and_citation_agree_everywhere():
@@ -103,8 +105,8 @@ def test_version_and_citation_agree_everywhere():
     assert dulbe_peft.__version__ == metadata["version"]
     assert f"## {metadata['version'].partition('.dev')[0]}" in text_of("CHANGELOG.md")
     cited = yaml.safe_load(text_of("CITATION.cff"))
-    for key, own in {"title": "name", "version": "version", "license": "license", "abstract": "description"}.items():
-        assert cited[key] == metadata[own]
+    keys = {"title": "name", "version": "version", "license": "license", "abstract": "description"}
+    assert all(cited[key] == metadata[name] for key, name in keys.items())
     assert yaml.load(text_of("mkdocs.yml"), yaml.BaseLoader)["site_description"] == metadata["description"]
     assert commands.help == f"{metadata['description']}." and f"\n{commands.help}\n" in readme
     assert cited["authors"] == [{"name": metadata["author"]}]
@@ -132,3 +134,18 @@ def test_api_references_in_docs_resolve():
     for page in (ROOT / "docs").rglob("*.md"):
         for name in re.findall(r"^::: (\S+)", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
             assert pkgutil.resolve_name(name), (page.name, name)
+
+
+@pytest.mark.parametrize(
+    ("code", "most"),
+    [
+        ("from dulbe_peft import BridgeEnsembleHead", 15),
+        ("from peft import get_peft_model\nfrom dulbe_peft import DualModeLoraConfig, DualModeLoraModel", 35),
+    ],
+    ids=["head", "adapter"],
+)
+def test_import_loads_few_of_our_modules(code, most):
+    code += "\nimport sys\nprint(*(name for name in sys.modules if name.partition('.')[0] == 'dulbe_peft'))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "dulbe_peft" in loaded and len(loaded) <= most
+    assert not [name for name in loaded if name.startswith(("dulbe_peft.photos", "dulbe_peft.papers"))]

@@ -1,4 +1,4 @@
-"""What stands beside the package: addresses, workflows, issue templates, the list of pages, the lowest versions."""
+"""Files around the package: addresses, workflows, issue templates, the list of pages, the lowest versions."""
 
 import re
 import runpy
@@ -12,30 +12,31 @@ SAMPLE = "https://example.org/OWNER/dulbe_peft"
 
 
 def setup_arguments(monkeypatch, repository):
-    """What setup.py hands to setuptools where the project lives at an address."""
-    found = {}
-    monkeypatch.setattr("setuptools.setup", found.update)
+    """Return the arguments that setup.py passes to setuptools if the project has the address `repository`."""
+    arguments = {}
+    monkeypatch.setattr("setuptools.setup", arguments.update)
     monkeypatch.setenv("DULBE_PEFT_REPOSITORY", repository)
     runpy.run_path(str(ROOT / "setup.py"))
-    return found
+    return arguments
 
 
 def test_links_on_package_index_page_are_absolute_and_valid(monkeypatch):
-    found = setup_arguments(monkeypatch, SAMPLE)
-    page = found["long_description"]
+    arguments = setup_arguments(monkeypatch, SAMPLE)
+    page = arguments["long_description"]
     links = re.findall(r"(!?)\[[^\]]*\]\(([^)]+)\)", page)
     assert len(links) == len(re.findall(r"\]\(([^)]+)\)", text_of("README.md"))) and SAMPLE in page
-    for image, link in [*links, *(("", address) for address in found["project_urls"].values())]:
+    for image, link in [*links, *(("", address) for address in arguments["project_urls"].values())]:
         assert link.startswith("https://")
-        place = re.fullmatch(rf"{SAMPLE}/(raw|blob)/main/([^#]+)(#.*)?", link)
-        assert place is None or (ROOT / place[2]).is_file()
-        assert place is None or place[1] == ("raw" if image else "blob")
-    assert found["url"] == SAMPLE and f"{SAMPLE}/issues" in found["project_urls"].values()
+        file = re.fullmatch(rf"{SAMPLE}/(raw|blob)/main/([^#]+)(#.*)?", link)
+        assert file is None or (ROOT / file[2]).is_file()
+        assert file is None or file[1] == ("raw" if image else "blob")
+    assert arguments["url"] == SAMPLE and f"{SAMPLE}/issues" in arguments["project_urls"].values()
 
 
 def test_index_page_without_repository_address_is_the_readme(monkeypatch):
-    found = setup_arguments(monkeypatch, "")
-    assert found["long_description"] == text_of("README.md") and not found["url"] and not found["project_urls"]
+    arguments = setup_arguments(monkeypatch, "")
+    assert arguments["long_description"] == text_of("README.md")
+    assert not arguments["url"] and not arguments["project_urls"]
 
 
 def test_workflows_and_issue_templates_are_complete():
@@ -53,22 +54,22 @@ def test_workflows_and_issue_templates_are_complete():
 
 def test_llms_txt_lists_every_page():
     listed = re.findall(r"\]\((docs/[^)]+)\)", text_of("llms.txt"))
-    made = runpy.run_path(str(ROOT / "docs" / "llms.py"))["llms"]()
-    assert re.findall(r"\]\((docs/[^)]+)\)", made) == listed  # else: python docs/llms.py
+    generated = runpy.run_path(str(ROOT / "docs" / "llms.py"))["llms"]()
+    assert re.findall(r"\]\((docs/[^)]+)\)", generated) == listed  # if this fails, run: python docs/llms.py
     pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert set(listed) == pages
 
 
 def test_lowest_constraints_match_setup():
     setup = setup_cfg()
-    asked = setup["options"]["install_requires"].split()
+    required = setup["options"]["install_requires"].split()
     for extra in ("photos", "datasets", "heic", "onnx", "dask"):
-        asked += setup["options.extras_require"][extra].split()
+        required += setup["options.extras_require"][extra].split()
     lowest = dict(
         line.split("==") for line in text_of("constraints-lowest.txt").splitlines() if not line.startswith("#")
     )
-    for line in asked:
+    for line in required:
         name, least = line.partition(",")[0].split(">=")
         pinned = [int(part) for part in lowest[name].split(".")]
-        wanted = [int(part) for part in least.split(".")]
-        assert pinned[: len(wanted)] == wanted, line
+        bound = [int(part) for part in least.split(".")]
+        assert pinned[: len(bound)] == bound, line

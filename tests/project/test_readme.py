@@ -1,4 +1,4 @@
-"""The README and the pages: their Python runs, their commands parse, and their options, messages and links exist."""
+"""The README and the docs: their Python runs, their commands parse, and their options, messages and links exist."""
 
 import ast
 import json
@@ -28,35 +28,34 @@ from dulbe_peft.utils.settings import field_types
 from research.benchmarks import evidence
 from research.benchmarks.common import RESULTS
 from research.comparison.plan import read_plan
-from research.verification.checks import read_checks
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
-# A block of Python with one of these titles is not run. It must compile.
+# A block of Python with one of these titles is compiled but not run.
 NOT_RUN = ("needs the Hub",)
-# Pages whose Python another test runs, and looks at what comes out.
+# Pages whose Python another test runs, which also checks the results.
 ELSEWHERE = {
     "docs/classifiers.md": "classifiers/test_classifier_calls.py",
     "docs/deploying.md": "photos/deployment/test_deployment.py",
 }
-# Pages whose commands run, too, block after block together with their Python.
+# Pages whose commands run too, block by block together with their Python.
 WALKED = ("docs/data.md", "docs/next-month.md")
-OUTPUTS = runpy.run_path(str(ROOT / "docs" / "outputs.py"))  # writes what pages say that their code prints
-MODEL = "openai/clip-vit-base-patch16"  # of pages; here it is the demo's
-WIDTH = 108  # of code, in characters: what a page of the docs shows at 1280 pixels without scrolling
+OUTPUTS = runpy.run_path(str(ROOT / "docs" / "outputs.py"))  # the script that writes the output shown on pages
+MODEL = "openai/clip-vit-base-patch16"  # the model on the pages, replaced here by the demo model
+WIDTH = 108  # the characters of code that a page shows at 1280 pixels without scrolling
 SETTINGS = field_types(StreamArguments) | field_types(AdapterSettings) | field_types(LearnerArguments)
 
 
 def commands(page):
-    """Every dulbe-peft command of a page, as a list of arguments; a line that ends in a backslash goes on."""
+    """Return every dulbe-peft command of a page as a list of arguments. A backslash continues a line."""
     lines = [line for _, _, code in blocks(page, "bash") for line in code.replace("\\\n", " ").splitlines()]
-    called = [re.split(r"dulbe-peft |-m dulbe_peft ", line, maxsplit=1) for line in lines]
-    return [shlex.split(parts[1].split("#")[0]) for parts in called if len(parts) == 2]
+    calls = [re.split(r"dulbe-peft |-m dulbe_peft ", line, maxsplit=1) for line in lines]
+    return [shlex.split(parts[1].split("#")[0]) for parts in calls if len(parts) == 2]
 
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """A folder to work in, and 24 images of each digit; what a page registers is forgotten afterwards."""
+    """A working folder with 24 images of each digit. Strategies that a page registers are removed afterwards."""
     monkeypatch.chdir(tmp_path)
     train, test = write_saved.digits(0, 24), write_saved.digits(24, 34)
     monkeypatch.setattr(
@@ -84,14 +83,14 @@ def test_notebook_runs_and_learns(elsewhere, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
     cells = json.loads(text_of("examples/own_folder.ipynb"))["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
-    assert not any(cell["outputs"] or cell["execution_count"] for cell in code)  # as nobody has run it
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in code)  # it is stored without outputs
     namespace: dict = {"__name__": "__main__"}
     for number, cell in enumerate(code, 1):
         exec(compile("".join(cell["source"]), f"own_folder.ipynb cell {number}", "exec"), namespace)
     learner, folder = namespace["again"], namespace["work"]
     assert learner.tasks == [("one", "two", "zero"), ("three",)] and folder.is_relative_to(elsewhere)
-    best = [row[0][0] for row in namespace["answers"]]
-    assert len(best) >= 5 and best.count("three") / len(best) > 0.8  # of images that all show the class learned later
+    best = [row[0][0] for row in namespace["answers"]]  # all these images show "three", which was learned last
+    assert len(best) >= 5 and best.count("three") / len(best) > 0.8
     assert (folder / "exported" / "model.safetensors").is_file()
 
 
@@ -103,7 +102,7 @@ def test_only_a_few_code_blocks_are_not_run():
 
 @pytest.fixture
 def photos(elsewhere, digit_folders):
-    """Photographs of two months, in the folders that pages name."""
+    """Photographs of two months, in the folders that the pages use."""
     some(digit_folders(6, 5, 3), elsewhere / "photos", DIGITS[:4])
     some(digit_folders(6, 5, 3), elsewhere / "july-photos", ["five", "four", "one", "two"])
     return elsewhere
@@ -111,9 +110,9 @@ def photos(elsewhere, digit_folders):
 
 @pytest.mark.parametrize("page", [WALKED[0], *(pytest.param(page, marks=pytest.mark.slow) for page in WALKED[1:])])
 def test_commands_of_a_page_run(page, photos, capsys):
-    """The page from top to bottom, as a person types it."""
+    """Run a page from top to bottom, as a person would type it."""
     namespace: dict = {"__name__": "__main__"}
-    called = 0
+    commands_run = 0
     for number, (language, _, code) in enumerate(blocks(page, "python", "bash"), 1):
         code = code.replace(MODEL, str(demo_model_folder()))
         if language == "python":
@@ -122,24 +121,24 @@ def test_commands_of_a_page_run(page, photos, capsys):
         for line in code.replace("\\\n", " ").splitlines():
             program, *arguments = shlex.split(line)
             assert program == "dulbe-peft", line
-            if "--engine" not in arguments:  # data/test_features.py has the engines
+            if "--engine" not in arguments:  # data/test_features.py tests the engines
                 assert main(arguments) == 0, f"{line}\n{capsys.readouterr().err}"
-                called += 1
-    assert called >= 5
+                commands_run += 1
+    assert commands_run >= 5
     if page == "docs/next-month.md":
         june = [["one", "three"], ["two", "zero"]]
         for folder, known in (("july", [june[0] + june[1]]), ("july-too", june)):
             results = json.loads((photos / folder / "results.json").read_text())
             assert results["class_names"] == [*known, ["five", "four"]] and results["known_tasks"] == len(known)
             assert None not in results["classifiers"]["bayes"]["matrix"][-1]
-        gone = {"july-without": "two", "july-too-without": "two", "july-3": "one", "july-4": "zero"}
-        for folder, name in gone.items():
+        forgotten = {"july-without": "two", "july-too-without": "two", "july-3": "one", "july-4": "zero"}
+        for folder, name in forgotten.items():
             assert name not in ClassIncrementalLearner.from_pretrained(photos / folder).class_names
         assert ClassIncrementalLearner.from_pretrained(photos / "june-too").tasks == [tuple(names) for names in june]
 
 
 def split_numbers(text):
-    """The text with `#` for every decimal number, and these numbers; seconds are left out."""
+    """Replace every decimal number by `#`, and return the text and the numbers, without those of seconds."""
     text = re.sub(r"\d+\.\d+ s\b", "some s", text)
     return re.sub(r"\d+\.\d+", "#", text), [float(number) for number in re.findall(r"\d+\.\d+", text)]
 
@@ -147,11 +146,11 @@ def split_numbers(text):
 @pytest.mark.parametrize(
     "page", [OUTPUTS["PAGES"][0], *(pytest.param(page, marks=pytest.mark.slow) for page in OUTPUTS["PAGES"][1:])]
 )
-def test_outputs_on_a_page_are_what_its_code_prints(page, tmp_path):
-    """Words and counts are equal; percentages are within 5 points, for another processor rounds otherwise."""
+def test_outputs_on_pages_match_what_their_code_prints(page, tmp_path):
+    """Check that words and counts are equal. Percentages may differ by 5 points, as processors round differently."""
     words, numbers = split_numbers(text_of(page))
     words_now, numbers_now = split_numbers(OUTPUTS["with_outputs"](text_of(page), tmp_path))
-    assert words_now == words  # else: python docs/outputs.py
+    assert words_now == words  # if this fails, run: python docs/outputs.py
     assert numbers_now == pytest.approx(numbers, abs=5)
 
 
@@ -166,11 +165,11 @@ def test_commands_of_pages_parse(page):
 
 
 def test_ci_runs_the_commands_in_contributing():
-    script, told = text_of(".ci/run"), []
+    script, documented = text_of(".ci/run"), []
     for page, word in (("CONTRIBUTING.md", "ruff"), ("README.md", "pytest")):
         lines = [line for _, _, code in blocks(page, "bash") for line in code.splitlines() if word in line]
-        told += [command.strip() for line in lines[:1] for command in line.split("&&") if "install" not in command]
-    assert len(told) >= 5 and all(command in script for command in told)
+        documented += [part.strip() for line in lines[:1] for part in line.split("&&") if "install" not in part]
+    assert len(documented) >= 5 and all(command in script for command in documented)
 
 
 def test_tests_named_on_the_trust_page_exist():
@@ -182,7 +181,7 @@ def test_tests_named_on_the_trust_page_exist():
 
 
 def parts():
-    """The three parts of the docs by their titles, each with its pages, the start page first."""
+    """Return the three parts of the docs by title, each with its pages, of which the start page is the first."""
     nav = yaml.load(text_of("mkdocs.yml"), yaml.BaseLoader)["nav"][1:]
     return {title: re.findall(r"[\w/-]+\.md", str(pages)) for part in nav for title, pages in part.items()}
 
@@ -210,9 +209,6 @@ def test_options_named_on_pages_exist(page, tmp_path):
         if "streams" in yaml.safe_load(block):
             (tmp_path / "plan.yaml").write_text(block, encoding="utf-8")
             read_plan(tmp_path / "plan.yaml")
-        elif "checks" in yaml.safe_load(block):
-            (tmp_path / "checks.yaml").write_text(block, encoding="utf-8")
-            read_checks(tmp_path / "checks.yaml")
         else:
             assert set(yaml.safe_load(block)) <= set(SETTINGS)
     for name, value in re.findall(r'`(\w+)="(\w+)"', text):
@@ -230,18 +226,18 @@ def test_links_between_pages_are_valid(page):
 
 
 def test_messages_in_troubleshooting_exist_in_the_code():
-    """A text of the code holds the message, or its fixed parts make up a third of the message."""
+    """Check that a string in the code contains the message, or that fixed parts of an f-string are a third of it."""
     texts = []
     for path in (ROOT / "dulbe_peft").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.JoinedStr):  # its fixed parts together
+            if isinstance(node, ast.JoinedStr):  # keep the fixed parts together
                 texts.append([part.value.strip() for part in node.values if isinstance(part, ast.Constant)])
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append([node.value.strip()])
 
     def known(message):
-        found = (sum(len(part) for part in parts if part in message) for parts in texts)
-        return any(message in "".join(parts) for parts in texts) or 3 * max(found) >= len(message)
+        matching = (sum(len(part) for part in parts if part in message) for parts in texts)
+        return any(message in "".join(parts) for parts in texts) or 3 * max(matching) >= len(message)
 
     messages = re.findall(r"^\| `([^`]+)` \|", text_of("docs/troubleshooting.md"), flags=re.MULTILINE)
     assert len(messages) >= 8 and [message for message in messages if not known(message)] == []
@@ -254,25 +250,25 @@ def test_code_on_pages_fits_without_scrolling(page):
 
 
 def test_gains_stated_in_readme_match_the_tables():
-    """The gains of the names, and the most that the default classifier loses; whatever the files say."""
-    found = {}
+    """Check the gains of the text classifier and the largest loss of the default classifier, from the result files."""
+    differences = {}
     for file in ("handwriting", "photographs"):
         for (_, method, name), row in evidence.compared(RESULTS, file).items():
             if method == "DuLBE":
-                found.setdefault(name, []).append(100 * float(row["gain"]))
-    names, default = found["text"], found[evidence.DEFAULT]
-    gains = f"improves the text classifier by {min(names):.1f} to {max(names):.1f} points"
+                differences.setdefault(name, []).append(100 * float(row["gain"]))
+    text, default = differences["text"], differences[evidence.DEFAULT]
+    gains = f"improves the text classifier by {min(text):.1f} to {max(text):.1f} points"
     costs = f"costs `{evidence.DEFAULT}`, the default, up to {-min(default):.1f}"
     assert gains in " ".join(text_of("README.md").split()) and costs in " ".join(text_of("README.md").split())
     assert gains.removeprefix("improves the text classifier by ") in " ".join(text_of("docs/results.md").split())
 
 
-def test_what_the_page_says_of_novelty_follows_from_the_results():
+def test_figures_about_novelty_match_the_results():
     figures = "near, novelty;near, probability;near, said"
     _, *rows = evidence.beside(RESULTS, folder="rejection/real", figures=figures)
     gains = [float(novelty) - float(probability) for *_, novelty, probability, _ in rows]
     with_four = [float(novelty) for _, count, novelty, *_ in rows if count == "4"]
-    errors = [abs(float(said) - float(novelty)) for *_, novelty, _, said in rows if said]
+    errors = [abs(float(estimate) - float(novelty)) for *_, novelty, _, estimate in rows if estimate]
     text = " ".join(text_of("docs/predicting.md").split())
     assert f"on average {sum(gains) / len(gains):.1f} points larger" in text
     assert f"it is {-min(gains):.1f} points smaller" in text
@@ -280,7 +276,7 @@ def test_what_the_page_says_of_novelty_follows_from_the_results():
     assert f"errors of up to {max(errors):.0f} points" in text
 
 
-def test_what_the_page_says_of_methods_that_keep_features_follows_from_the_results():
+def test_figures_about_methods_that_keep_features_match_the_results():
     names = "bayes,tip_adapter,proker,linear_probe"
     *_, (_, *means) = evidence.frozen(RESULTS, classifiers=names, counts="1,16")
     text = " ".join(text_of("docs/classifiers.md").split())
@@ -288,7 +284,7 @@ def test_what_the_page_says_of_methods_that_keep_features_follows_from_the_resul
 
 
 def test_comparison_tables_include_unfavourable_columns():
-    """Every such table has the default classifier, the best other one, and what is still known."""
+    """Check for columns with the default classifier, the best other classifier, and retention."""
     columns = ("bayes", "the best other", "still known")
     tables = re.findall(r"<!-- table: (?:trained|family) .*? -->\n\n(\|.*\|)\n", text_of("docs/results.md"))
     assert len(tables) >= 3 and all(set(columns) <= set(head.strip("| ").split(" | ")) for head in tables)

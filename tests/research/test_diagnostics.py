@@ -1,4 +1,4 @@
-"""The measures of the paper's diagnostic figures, against loops in float64 that follow their definitions."""
+"""Test the measures of the paper's diagnostic figures against float64 loops that follow their definitions."""
 
 import copy
 import json
@@ -38,7 +38,7 @@ def unit(*shape):
     return F.normalize(torch.randn(*shape), dim=-1)
 
 
-def test_shares_of_the_gradient_equal_projections_written_out():
+def test_layer_demands_equal_explicit_projections():
     gradient, tokens = torch.randn(6, 10), torch.randn(40, 10) * torch.linspace(3, 0.1, 10)
     history = tokens.T @ tokens
     demand = layer_demands({"a": gradient}, {"a": history}, 1, 2, support_rank=4)["a"]
@@ -48,9 +48,9 @@ def test_shares_of_the_gradient_equal_projections_written_out():
     inside = np.linalg.svd(grad @ occupied)[1] ** 2 / energy
     outside = np.linalg.svd(grad @ (np.eye(10) - occupied @ occupied.T))[1] ** 2 / energy
     assert demand.energy == pytest.approx(energy) and demand.chance == 0.4
-    found = (demand.occupied, demand.shared, demand.residual, demand.neither)
+    shares = (demand.occupied, demand.shared, demand.residual, demand.neither)
     neither = inside[1:].sum() + outside[2:].sum()
-    assert found == pytest.approx((inside.sum(), inside[0], outside[:2].sum(), neither), abs=1e-6)
+    assert shares == pytest.approx((inside.sum(), inside[0], outside[:2].sum(), neither), abs=1e-6)
     demand = layer_demands({"a": torch.zeros(3, 4)}, None, 1, 1)["a"]
     assert (demand.occupied, demand.chance, demand.energy, demand.shared, demand.residual) == (None, None, 0, 0, 0)
 
@@ -64,9 +64,9 @@ def head():
     return head, F.normalize(centres[labels] + 0.6 * torch.randn(30, 8), dim=1), labels
 
 
-def test_accuracy_of_depths_equals_loops_over_images(head):
+def test_depth_accuracy_equals_loops_over_images(head):
     head, features, labels = head
-    found = depth_accuracy(head, features, labels)
+    accuracy = depth_accuracy(head, features, labels)
     visual, texts = head.visual_prototypes.double(), head.text_embeds.double()
     bridges = [[reference.slerp(visual[c], texts[c], float(a)) for a in head.depths.double()] for c in range(5)]
     hits = {"uniform": 0, "weighted": 0}
@@ -76,35 +76,35 @@ def test_accuracy_of_depths_equals_loops_over_images(head):
         alone[label] += scores.argmax(dim=0) == label
         hits["uniform"] += int(scores.sum(dim=1).argmax()) == label
         hits["weighted"] += int((scores * head.reliability.double()).sum(dim=1).argmax()) == label
-    assert torch.allclose(found.classes, alone / 6)
-    assert torch.allclose(found.alone, alone.sum(dim=0) / 30)
-    assert found.uniform == pytest.approx(hits["uniform"] / 30)
-    assert found.weighted == pytest.approx(hits["weighted"] / 30)
-    assert len(set(found.alone.tolist())) > 1, "all depths tell the same: the test would not see them swapped"
+    assert torch.allclose(accuracy.classes, alone / 6)
+    assert torch.allclose(accuracy.alone, alone.sum(dim=0) / 30)
+    assert accuracy.uniform == pytest.approx(hits["uniform"] / 30)
+    assert accuracy.weighted == pytest.approx(hits["weighted"] / 30)
+    assert len(set(accuracy.alone.tolist())) > 1, "with equal depths, the test would not detect swapped ones"
     profile, weights = reliability_profile(head), head.reliability.double().numpy()
     assert np.allclose(profile.mean, weights.mean(axis=0)) and np.allclose(profile.spread, weights.std(axis=0))
     assert np.allclose(profile.expected, weights @ np.linspace(0, 1, 4), atol=1e-6)
 
 
-def test_the_plane_keeps_all_drift_of_two_coordinates_and_the_most_of_more():
+def test_coordinate_plane_contains_the_two_principal_components():
     before, after, texts = unit(20, 6), unit(20, 6), unit(5, 6)
     start, end = coordinate_plane(before, after, texts[:2])
     assert torch.allclose((end - start).norm(dim=1), coordinate_drift(before, after, texts[:2]))
     start, end = coordinate_plane(before, after, texts)
-    places = (torch.cat([before, after]).double() @ texts.double().T).numpy()
-    values = np.linalg.svd(places - places.mean(axis=0))[1]
+    points = (torch.cat([before, after]).double() @ texts.double().T).numpy()
+    values = np.linalg.svd(points - points.mean(axis=0))[1]
     assert np.allclose(np.linalg.norm(torch.cat([start, end]).numpy(), axis=0), values[:2])
 
 
-def test_rank_similarity_is_spearmans_of_every_row_ties_included():
+def test_rank_similarity_equals_spearman_for_every_row():
     before, after = torch.randn(4, 6), torch.randn(4, 6)
-    before[0, :3] = 1.0
-    found = rank_similarity(before, after)
-    assert found.tolist() == pytest.approx([spearmanr(a, b).statistic for a, b in zip(before, after, strict=True)])
+    before[0, :3] = 1.0  # ties
+    expected = [spearmanr(a, b).statistic for a, b in zip(before, after, strict=True)]
+    assert rank_similarity(before, after).tolist() == pytest.approx(expected)
 
 
 def stream(*moves):
-    """Tasks of two classes each in 6 dimensions; each later model turns all features by a matrix."""
+    """Return tasks of two classes each in 6 dimensions; each later task multiplies all features by a matrix."""
     count, labels, turn = len(moves) + 1, torch.arange(2).repeat(4), torch.eye(6)
     centres, texts, tasks = unit(2 * count, 6), unit(2 * count, 6), []
 
@@ -113,9 +113,9 @@ def stream(*moves):
 
     tests = [images(task) for task in range(count)]
     for t, move in enumerate([torch.eye(6), *moves]):
-        own = images(t)
-        before, turn = own @ turn, turn @ move
-        closing = ClosingPass((f"{t}a", f"{t}b"), own @ turn, labels, before, texts[: 2 * (t + 1)])
+        training = images(t)
+        before, turn = training @ turn, turn @ move
+        closing = ClosingPass((f"{t}a", f"{t}b"), training @ turn, labels, before, texts[: 2 * (t + 1)])
         tasks.append(TaskFeatures(closing, {s + 1: (tests[s] @ turn, labels + 2 * s) for s in range(t + 1)}))
     return tasks
 
@@ -124,13 +124,13 @@ def rotation():
     return torch.linalg.qr(torch.eye(6) + 0.3 * torch.randn(6, 6)).Q
 
 
-def test_drift_of_a_stream_equals_loops_over_classes():
+def test_drift_by_task_equals_loops_over_classes():
     tasks = stream(rotation(), rotation())
-    found = drift_by_task(tasks)
-    assert [row.task for row in found] == [2, 3]
-    last, earlier, task = found[1], tasks[1], tasks[2]
+    rows = drift_by_task(tasks)
+    assert [row.task for row in rows] == [2, 3]
+    last, earlier, task = rows[1], tasks[1], tasks[2]
     assert last.own == pytest.approx(float((task.closing.before * task.closing.features).sum(1).mean()), abs=1e-6)
-    before, after = (torch.cat([one.tests[n][0] for n in (1, 2)]).double() for one in (earlier, task))
+    before, after = (torch.cat([t.tests[n][0] for n in (1, 2)]).double() for t in (earlier, task))
     truth = torch.cat([task.tests[n][1] for n in (1, 2)])
     assert last.old == pytest.approx(float((before * after).sum(dim=1).mean()), abs=1e-6)
     first = earlier.closing.texts[:2].double()
@@ -152,25 +152,25 @@ def test_drift_of_a_stream_equals_loops_over_classes():
     assert still.old == pytest.approx(1) and still.ranks == pytest.approx(1) and still.coordinates < 1e-6
 
 
-def test_drift_leaves_out_what_was_not_kept():
-    one, two = stream(rotation())
-    bare = TaskFeatures(ClosingPass(two.closing.class_names, two.closing.features, two.closing.labels), {})
-    row = drift_by_task([one, bare])[0]
+def test_drift_by_task_is_none_without_the_features():
+    first, second = stream(rotation())
+    bare = TaskFeatures(ClosingPass(second.closing.class_names, second.closing.features, second.closing.labels), {})
+    row = drift_by_task([first, bare])[0]
     assert row.task == 2 and {value for name, value in vars(row).items() if name != "task"} == {None}
-    textless = drift_by_task([TaskFeatures(replace(one.closing, texts=None), one.tests), two])[0]
+    textless = drift_by_task([TaskFeatures(replace(first.closing, texts=None), first.tests), second])[0]
     assert textless.ranks is None and textless.old is not None
 
 
 @pytest.fixture(scope="module")
 def trained(base, digit_folders, tmp_path_factory):
-    """A learner of two tasks, its folder, and the stream of three tasks."""
+    """Return a learner of two tasks, its folder, and the stream of three tasks."""
     learner = learner_of(base, classifiers=None, drift="linear")
     tasks, folder = tasks_of(digit_folders(6, 6, 3)), tmp_path_factory.mktemp("run")
     learner.run(tasks[:2], folder, keep_features=True)
     return learner, folder, tasks
 
 
-def test_a_task_to_come_asks_what_learning_it_then_records(trained):
+def test_inspect_task_foretells_the_captures_of_learning_it(trained):
     learner, folder, tasks = trained
     before = copy.deepcopy(learner.model.state_dict())
     demands = inspect_task(learner, tasks[2].train, tasks[2].class_names)
@@ -185,7 +185,7 @@ def test_a_task_to_come_asks_what_learning_it_then_records(trained):
 
 
 def relevance_by_differences(model, pixels, prototype):
-    """Gradient times activation from central differences: nothing here asks autograd or a hook."""
+    """Compute gradient times activation from central differences, without autograd or hooks."""
     tower = model.vision_model
     block = tower.encoder.layers[1]
     residual = tower.encoder.layers[0](tower.pre_layrnorm(tower.embeddings(pixels)), attention_mask=None)
@@ -207,7 +207,7 @@ def relevance_by_differences(model, pixels, prototype):
     return relevance[1:].reshape(2, 2)
 
 
-def test_relevance_equals_finite_differences(tiny_clip, monkeypatch):
+def test_token_relevance_equals_finite_differences(tiny_clip, monkeypatch):
     model = tiny_clip().double()
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
@@ -215,16 +215,16 @@ def test_relevance_equals_finite_differences(tiny_clip, monkeypatch):
         "dulbe_peft.encoders.loading._unit", lambda out: F.normalize(getattr(out, "pooler_output", out), dim=1)
     )
     pixels, prototypes = torch.randn(2, 3, 16, 16, dtype=torch.float64), unit(3, 16).double()
-    found = token_relevance(model, pixels, prototypes)
-    assert found.shape == (2, 3, 2, 2) and not found.requires_grad
+    maps = token_relevance(model, pixels, prototypes)
+    assert maps.shape == (2, 3, 2, 2) and not maps.requires_grad
     with torch.no_grad():
         expected = relevance_by_differences(model, pixels[1:], prototypes[2])
-    assert torch.allclose(found[1, 2], expected, rtol=1e-5, atol=1e-8)
+    assert torch.allclose(maps[1, 2], expected, rtol=1e-5, atol=1e-8)
     assert expected.abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("model_type", OF_ONE_SIZE)
-def test_every_served_encoder_has_maps(model_type):
+def test_every_supported_encoder_has_relevance_maps(model_type):
     model = make_model(model_type).eval()
     pixels = torch.randn(1, 3, IMAGE_SIZE, IMAGE_SIZE)
     width = unit_image_embeds(model, pixels).shape[1]
@@ -232,19 +232,20 @@ def test_every_served_encoder_has_maps(model_type):
     assert maps.shape == (1, 2, 2, 2) and maps.abs().amax() > 1e-3
 
 
-def test_the_figures_of_a_run_have_what_training_changed(trained, tmp_path, capsys):
+def test_figures_command_writes_all_figures_and_their_numbers(trained, tmp_path, capsys):
     learner, folder, _ = trained
     out = tmp_path / "pictures"
     assert run(["figures", str(folder), "--output", str(out)]) == 0
     names = {"diagnostics.json", "captures.png", "depths.png", "drift-task-002.png"}
-    said, found = capsys.readouterr().out, read_effects(read_run(folder))
-    assert {path.name for path in out.iterdir()} == names and all(str(out / name) in said for name in names)
+    printed, effects = capsys.readouterr().out, read_effects(read_run(folder))
+    assert {path.name for path in out.iterdir()} == names and all(str(out / name) in printed for name in names)
     numbers = json.loads((out / "diagnostics.json").read_text())
-    assert numbers["drift"] == [vars(row) for row in found.drift]
-    assert numbers["depths"]["alone"] == found.accuracy.alone.tolist()
-    assert numbers["reliability"]["spread"] == found.profile.spread.tolist()
-    assert found.accuracy.weighted == pytest.approx(known_tasks(learner)[-1].row.classifiers["pooled_bridge"].accuracy)
-    assert None not in vars(found.drift[0]).values() and found.drift[0].old < 1 and found.drift[0].own < 1
+    assert numbers["drift"] == [vars(row) for row in effects.drift]
+    assert numbers["depths"]["alone"] == effects.accuracy.alone.tolist()
+    assert numbers["reliability"]["spread"] == effects.profile.spread.tolist()
+    recorded = known_tasks(learner)[-1].row.classifiers["pooled_bridge"].accuracy
+    assert effects.accuracy.weighted == pytest.approx(recorded)
+    assert None not in vars(effects.drift[0]).values() and effects.drift[0].old < 1 and effects.drift[0].own < 1
     weights = learner.head.reliability.double().cpu()
-    torch.testing.assert_close(found.profile.mean, weights.mean(dim=0))
-    torch.testing.assert_close(found.profile.spread, weights.std(dim=0, correction=0))
+    torch.testing.assert_close(effects.profile.mean, weights.mean(dim=0))
+    torch.testing.assert_close(effects.profile.spread, weights.std(dim=0, correction=0))

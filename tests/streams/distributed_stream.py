@@ -1,6 +1,8 @@
-"""What test_distributed.py launches in one and in two processes: a stream of digits, and what each process ended
-with. Arguments: the output folder, how many processes are meant to run, strategies with commas between, each of which
-learns the stream, and "break" for errors in one process alone before the stream."""
+"""Learn a stream of digits; test_distributed.py launches this script in one and in two processes.
+
+Each process writes its final state. The arguments are the output folder, the expected number of processes, strategies
+separated by commas, each of which learns the stream, and optionally "break" to raise errors in one process first.
+"""
 
 import os
 import re
@@ -32,7 +34,7 @@ def world_from_launcher() -> tuple[int, int]:
 
 
 class OneUnreadable:
-    """Digits of which one image cannot be read in the second process."""
+    """Digits, one of which cannot be read in the second process."""
 
     def __init__(self, digits: LabelledImages, rank: int, index: int) -> None:
         self.digits, self.labels, self.broken = digits, digits.labels, index if rank == 1 else -1
@@ -47,7 +49,7 @@ class OneUnreadable:
 
 
 def fail_alone(learner: ClassIncrementalLearner, digits: LabelledImages, rank: int) -> None:
-    """Break the probe, the training, the closing pass and the choice of classes, each time in one process alone."""
+    """Raise an error in one process only: while images are read, and by class names in another order."""
     task = class_incremental_tasks(digits, increment=2)[0]
     expected = (ValueError, "disk on fire") if rank == 1 else (RuntimeError, "process 1 stopped: .*disk on fire")
     for index in (0, len(task.train) - 1):
@@ -59,7 +61,7 @@ def fail_alone(learner: ClassIncrementalLearner, digits: LabelledImages, rank: i
         else:
             raise SystemExit("a broken image was learned")
     names = task.class_names if rank == 0 else task.class_names[::-1]
-    bare = [task.train[index] for index in range(len(task.train))]  # a list carries no names that could contradict
+    bare = [task.train[index] for index in range(len(task.train))]  # a list has no class names to contradict `names`
     try:
         learner.learn_task(bare, names)
     except ValueError as error:
@@ -69,12 +71,12 @@ def fail_alone(learner: ClassIncrementalLearner, digits: LabelledImages, rank: i
 
 
 def sum_few_tokens() -> None:
-    """The processes end with the sums of all rows, also where the second one has none."""
+    """Check that all processes get the sum over all rows, even if the second process has no rows."""
     tokens = torch.randn(90, 40, generator=torch.Generator().manual_seed(0))
     for parts in (tokens, tokens[:1]):
-        mine = shard(parts)
-        found = summed({("k", "v"): mine.T @ mine} if len(mine) else {}, torch.device("cpu"))
-        torch.testing.assert_close(found["k", "v"], parts.T @ parts, rtol=1e-5, atol=1e-3)
+        rows = shard(parts)
+        total = summed({("k", "v"): rows.T @ rows} if len(rows) else {}, torch.device("cpu"))
+        torch.testing.assert_close(total["k", "v"], parts.T @ parts, rtol=1e-5, atol=1e-3)
 
 
 def make_learner(strategy: str, rank: int) -> ClassIncrementalLearner:
@@ -83,13 +85,13 @@ def make_learner(strategy: str, rank: int) -> ClassIncrementalLearner:
     args = LearnerArguments(
         epochs=2, batch_size=8, eval_batch_size=5, device="cpu", progress=False, prompt_template="the digit {}."
     )
-    torch.manual_seed(rank)  # what a process draws of its own is replaced by what the first one drew
+    torch.manual_seed(rank)  # random values of the other processes must be replaced by those of the first
     config = DualModeLoraConfig(residual_rank=2, support_rank=8, modules_to_save=["visual_projection"])
     return ClassIncrementalLearner(get_peft_model(clip, config), processor, args=args, strategy=strategy)
 
 
 def state_of(learner: ClassIncrementalLearner) -> dict[str, torch.Tensor]:
-    """The adapter, the head and what the strategy keeps."""
+    """Return the tensors of the adapter, the head and the strategy's memory."""
     state = {k: v for k, v in learner.model.state_dict().items() if "dulbe_" in k or "modules_to_save" in k}
     state |= dict(learner.head.named_buffers(prefix="head"))
     state |= {f"statistics.{name}": matrix for name, matrix in (learner.memory or {}).items()}
@@ -100,14 +102,14 @@ def main() -> None:
     output, processes = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     data = load_digits()
-    # 17 images a task in batches of 8: the last batch has one image, whatever the number of processes.
+    # With 17 images per task and batches of 8, the last batch has one image for any number of processes.
     rows = np.concatenate([np.flatnonzero(data.target == c)[: 8 + c % 2] for c in range(10)])
     digits = digit_images(data.images[rows], data.target[rows])
     rank, size = world_from_launcher()
     for strategy in sys.argv[3].split(","):
         learner = make_learner(strategy, rank)
         if world() != (rank, processes):
-            raise SystemExit(f"this is process {world()}, the launcher said {(rank, size)}")
+            raise SystemExit(f"this is process {world()}, but the launcher expects {(rank, size)}")
         sum_few_tokens()
         if sys.argv[4:] and size > 1:
             fail_alone(learner, digits, rank)

@@ -1,4 +1,4 @@
-"""The paper's protocols as files: what they say, what they check, and that they open."""
+"""Test the files of the paper's protocols: their settings, class orders and class names."""
 
 import json
 from pathlib import Path
@@ -32,26 +32,26 @@ FILES = sorted(path.stem for path in FOLDER.glob("[ab]-*.yaml"))
 FROZEN = ["--strategy", "frozen", "--classifiers", "text", "--device", "cpu", "--no-progress"]
 
 
-def test_mtil_says_what_the_benchmark_has():
+def test_mtil_file_matches_the_published_benchmark():
     protocol = yaml.safe_load((FOLDER / "mtil.yaml").read_text(encoding="utf-8"))
     domains = list(protocol["domains"].values())
     assert [len(domains), sum(domain["classes"] for domain in domains)] == [11, 1201]
-    # The benchmark's paper: zero-shot CLIP has 65.3 on average and, without the first data set, a Transfer of 69.4.
-    found = [domain["zero_shot"] for domain in domains]
-    assert [round(np.mean(found), 1), round(np.mean(found[1:]), 1)] == [65.3, 69.4]
+    # According to the benchmark's paper, zero-shot CLIP has an average of 65.3 and, without the first data set, 69.4.
+    zero_shot = [domain["zero_shot"] for domain in domains]
+    assert [round(np.mean(zero_shot), 1), round(np.mean(zero_shot[1:]), 1)] == [65.3, 69.4]
     assert LearnerArguments(**protocol["learner"]).epochs == 2 and make_strategy(protocol["strategy"]).adapts
     assert DualModeLoraConfig(**protocol["adapter"]).residual_rank == 8
 
 
 def settings_from(name, *flags):
     command = ["run", "--config", str(FOLDER / f"{name}.yaml"), *map(str, flags)]
-    found = parse(command)
-    return given_settings(found.pop("config"), found)
+    options = parse(command)
+    return given_settings(options.pop("config"), options)
 
 
 @pytest.fixture(scope="module")
 def hundred(tmp_path_factory):
-    """A hundred classes of two images to learn from and one to test on; the names sort in the order of the labels."""
+    """Make 100 classes with two training images and one test image; sorted by name, they are in order of labels."""
     root = tmp_path_factory.mktemp("data") / "hundred"
     rng = np.random.default_rng(0)
     for label in range(100):
@@ -64,8 +64,8 @@ def hundred(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_fits_what_verify_checks_of_its_data(name):
-    """The counts and the accuracy without training are verify's to check."""
+def test_protocol_file_matches_the_checks_of_its_data(name):
+    """Image counts and zero-shot accuracy are checked by the command `verify`."""
     settings = settings_from(name)
     stream, args = pick(StreamArguments, settings), pick(LearnerArguments, settings)
     checks = read_checks(OWN_CHECKS)
@@ -87,8 +87,8 @@ def classes_of(tasks):
 
 
 @pytest.mark.parametrize("name", ["a-cifar100", "b-cars", "b-half-cars"])
-def test_orders(name, hundred):
-    """Of the files for a hundred classes, one of each order."""
+def test_protocol_has_the_published_class_order(name, hundred):
+    """One protocol with 100 classes is tested for each kind of order."""
     tasks = stream_tasks(pick(StreamArguments, settings_from(name, "--data", hundred)))
     expected = np.random.RandomState(1993).permutation(100)
     if name.startswith("a-cifar"):
@@ -97,18 +97,16 @@ def test_orders(name, hundred):
     assert [len(task.class_names) for task in tasks] == ([50] + [10] * 5 if "half" in name else [10] * 10)
 
 
-def test_imagenet_100_draws_its_order_over_synsets_and_takes_names_from_a_file(hundred, tmp_path):
-    names = [f"kind {99 - label}" for label in range(100)]  # sorted, they would be in another order
+def test_imagenet_100_orders_synsets_and_reads_names_from_a_file(hundred, tmp_path):
+    names = [f"kind {99 - label}" for label in range(100)]  # their sorted order differs from that of the synsets
     lines = [f"class_{label:02d}\t{name}\n" for label, name in enumerate(names)]
-    (tmp_path / "names.txt").write_text(
-        "".join(["another\tone that is not there\n", *reversed(lines)]), encoding="utf-8"
-    )
+    (tmp_path / "names.txt").write_text("".join(["absent\tan absent class\n", *reversed(lines)]), encoding="utf-8")
     flags = ("--data", hundred, "--class-names")
     tasks = stream_tasks(pick(StreamArguments, settings_from("a-imagenet100", *flags, tmp_path / "names.txt")))
     order = np.random.RandomState(1993).permutation(100)
     assert [name for task in tasks for name in task.class_names] == [names[label] for label in order]
     assert tasks[0].train.item_name(0).endswith(f"class_{min(order[:10]):02d}/0.png")
-    with pytest.raises(FileNotFoundError, match="imagenet100_class_names.txt' is no file"):
+    with pytest.raises(FileNotFoundError, match="imagenet100_class_names.txt', does not exist"):
         stream_tasks(pick(StreamArguments, settings_from("a-imagenet100", *flags[:-1])))
 
 
@@ -117,14 +115,14 @@ def run_digits(folder, output, *more):
     return main([*command, "--increment", "2", "--prompt-template", "a photo of the digit {}.", *FROZEN, *more])
 
 
-def test_names_without_tabs_are_in_the_order_of_the_data(digit_folders, tmp_path):
+def test_names_without_tabs_rename_classes_in_order(digit_folders, tmp_path):
     data, file = ImageFolder(digit_folders(3, 2, 1), "train"), tmp_path / "names.txt"
     file.write_text("b\na\nc\n", encoding="utf-8")
-    found = rename_classes(data, file)
-    assert data.class_names == tuple(sorted(DIGITS[:3])) and found.class_names == ("b", "a", "c")
-    assert found.labels.tolist() == data.labels.tolist() and found[2]["label"] == data[2]["label"]
+    renamed = rename_classes(data, file)
+    assert data.class_names == tuple(sorted(DIGITS[:3])) and renamed.class_names == ("b", "a", "c")
+    assert renamed.labels.tolist() == data.labels.tolist() and renamed[2]["label"] == data[2]["label"]
     for text, message in (
-        ("a\nb\n", "2 names, the data has 3 classes"),
+        ("a\nb\n", "2 names, but the data has 3 classes"),
         ("one\tb\n", "no line for the class"),
         ("a\na\nb\n", "must differ"),
     ):
@@ -133,14 +131,14 @@ def test_names_without_tabs_are_in_the_order_of_the_data(digit_folders, tmp_path
             rename_classes(data, file)
 
 
-def test_folders_with_numbers_take_names_in_the_order_of_the_numbers(tmp_path, capsys):
+def test_numbered_folders_are_renamed_in_numeric_order(tmp_path, capsys):
     for number in (0, 1, 2, 10):
         (tmp_path / "data" / str(number)).mkdir(parents=True)
         Image.new("RGB", (8, 8), (20 * number, 0, 0)).save(tmp_path / "data" / str(number) / "a.png")
     (tmp_path / "names.txt").write_text("panda\npizza\nairplanes\nface\n")
-    found = rename_classes(ImageFolder(tmp_path / "data"), tmp_path / "names.txt")
-    named = {Path(found.item_name(row)).parts[-2]: found.class_names[found.labels[row]] for row in range(4)}
-    assert named == {"0": "panda", "1": "pizza", "2": "airplanes", "10": "face"}
+    renamed = rename_classes(ImageFolder(tmp_path / "data"), tmp_path / "names.txt")
+    names = {Path(renamed.item_name(row)).parts[-2]: renamed.class_names[renamed.labels[row]] for row in range(4)}
+    assert names == {"0": "panda", "1": "pizza", "2": "airplanes", "10": "face"}
     source = {"data": str(tmp_path / "data"), "train_split": "train", "test_split": "test"}
     open_source(source)
     assert "--class-names FILE gives the classes names" in capsys.readouterr().out
@@ -148,24 +146,24 @@ def test_folders_with_numbers_take_names_in_the_order_of_the_numbers(tmp_path, c
     assert "names.txt: '0' is 'panda', '1' is 'pizza', '10' is 'face', ..." in capsys.readouterr().out
 
 
-def test_a_run_keeps_how_images_are_resized_and_other_names(digit_folders, tmp_path, capsys, monkeypatch):
+def test_run_records_image_resize_and_class_names(digit_folders, tmp_path, capsys, monkeypatch):
     folder = digit_folders(4, 2, 1)
     monkeypatch.chdir(tmp_path)
     Path("names.txt").write_text("".join(f"{name}\tdigit {name}\n" for name in DIGITS), encoding="utf-8")
     wide = Image.linear_gradient("L").rotate(90).convert("RGB").resize((32, 16))
     expected = {"squash": wide.resize((16, 16), Image.Resampling.BICUBIC), "crop": wide.crop((8, 0, 24, 16))}
-    more, found = {"squash": ["--class-names", "names.txt"], "crop": []}, {}
-    for resize, seen in expected.items():
+    more, pixels = {"squash": ["--class-names", "names.txt"], "crop": []}, {}
+    for resize, image in expected.items():
         assert run_digits(folder, tmp_path / resize, "--image-resize", resize, *more[resize]) == 0
         processor = ClassIncrementalLearner.from_pretrained(tmp_path / resize / "task-002").processor
-        found[resize] = pixel_values(processor, wide)
-        assert torch.allclose(found[resize], pixel_values(processor, seen), atol=1e-6)
-    assert not torch.allclose(found["squash"], found["crop"], atol=0.1)
+        pixels[resize] = pixel_values(processor, wide)
+        assert torch.allclose(pixels[resize], pixel_values(processor, image), atol=1e-6)
+    assert not torch.allclose(pixels["squash"], pixels["crop"], atol=0.1)
     assert run_digits(folder, tmp_path / "crop", "--image-resize", "squash") == 2
     assert "image_resize was 'crop' and is now 'squash'" in capsys.readouterr().err
-    monkeypatch.chdir(folder)  # the run noted where the file of names is
-    (noted, _) = json.loads((tmp_path / "squash" / "sources.json").read_text(encoding="utf-8"))["tasks"]
-    assert open_source(noted, report=False)[1].class_names == tuple(f"digit {name}" for name in sorted(DIGITS[:4]))
+    monkeypatch.chdir(folder)  # the run recorded the full path of the file of names
+    (source, _) = json.loads((tmp_path / "squash" / "sources.json").read_text(encoding="utf-8"))["tasks"]
+    assert open_source(source, report=False)[1].class_names == tuple(f"digit {name}" for name in sorted(DIGITS[:4]))
     command = ["evaluate", str(tmp_path / "squash" / "task-002"), "--data", str(folder)]
     assert main([*command, "--class-names", str(tmp_path / "names.txt")]) == 0
     assert '"num_classes": 4' in capsys.readouterr().out

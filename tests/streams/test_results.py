@@ -1,4 +1,4 @@
-"""What is answered for each image and what a stream amounts to, against loops over the images."""
+"""Test predictions for each image and the measures of a stream, against loops over the images."""
 
 import csv
 import json
@@ -35,8 +35,8 @@ from dulbe_peft.utils.files import read_csv, write_csv
 NAMES = ("cat", "=1+1", '<b>, "bold"', "'=quoted", "-")
 
 
-def learned(*specs):
-    """Classifiers that learned five classes of random features, and further features with their labels."""
+def trained_classifiers(*specs):
+    """Return classifiers that learned five classes of random features, and further features with their labels."""
     features, labels, texts = clusters([12] * 5, 8, spread=1.0)
     later, classifiers = torch.arange(60) % 12 >= 8, make_classifiers(specs, 8, 100.0)
     for classifier in classifiers.values():
@@ -44,17 +44,17 @@ def learned(*specs):
     return classifiers, features[later], labels[later]
 
 
-def predicted(*specs, rows=slice(None)):
-    classifiers, features, labels = learned(*specs)
+def predict(*specs, rows=slice(None)):
+    classifiers, features, labels = trained_classifiers(*specs)
     features, labels = features[rows], labels[rows]
     test = EncodedTest(features, labels, [f"{i}.png" for i in range(len(labels))])
     return evaluate_features(classifiers, [test], NAMES)[0]
 
 
 def test_predictions_equal_a_loop_over_images():
-    classifiers, features, labels = learned("lda", "bridge")
-    (found,) = evaluate_features(classifiers, [EncodedTest(features, labels, [""] * 20)], NAMES)
-    assert list(found.classifiers) == ["lda", "bridge"] and set(found.baselines) == set(BASELINES)
+    classifiers, features, labels = trained_classifiers("lda", "bridge")
+    (evaluation,) = evaluate_features(classifiers, [EncodedTest(features, labels, [""] * 20)], NAMES)
+    assert list(evaluation.classifiers) == ["lda", "bridge"] and set(evaluation.baselines) == set(BASELINES)
     right = dict.fromkeys(("lda", "bridge", "text", "class_means"), 0)
     for i in range(20):
         z = features[i].double()
@@ -63,30 +63,30 @@ def test_predictions_equal_a_loop_over_images():
         scores["class_means"] = torch.stack([z @ row for row in classifiers["bridge"].visual_prototypes.double()])
         for name, row in scores.items():
             guess = max(range(5), key=lambda c: float(row[c]))
-            assert guess == int((found.classifiers | found.baselines)[name][i]), name
+            assert guess == int((evaluation.classifiers | evaluation.baselines)[name][i]), name
             right[name] += guess == int(labels[i])
         exponents = (scores["lda"] / classifiers["lda"].temperature).exp()
-        assert float(found.probability[i]) == pytest.approx(float(exponents.max() / exponents.sum()), abs=1e-5)
-    figures, shares = found.figures(), {name: count / 20 for name, count in right.items()}
-    names = {"lda": "accuracy", "text": "text_accuracy", "class_means": "class_means_accuracy"}
-    assert {name: figures[called] for name, called in names.items()} | figures["classifiers"] == pytest.approx(shares)
-    assert right["lda"] not in (0, 20), "the test would not see a mistake"
-    assert "class_means_accuracy" not in predicted("bridge", "prototype").figures() and not predicted("lda").baselines
+        assert float(evaluation.probability[i]) == pytest.approx(float(exponents.max() / exponents.sum()), abs=1e-5)
+    figures, accuracies = evaluation.figures(), {name: count / 20 for name, count in right.items()}
+    keys = {"lda": "accuracy", "text": "text_accuracy", "class_means": "class_means_accuracy"}
+    assert {name: figures[key] for name, key in keys.items()} | figures["classifiers"] == pytest.approx(accuracies)
+    assert right["lda"] not in (0, 20), "with 0 or 20 right, the test could not fail"
+    assert "class_means_accuracy" not in predict("bridge", "prototype").figures() and not predict("lda").baselines
 
 
-def test_so_many_scores_are_in_memory_at_a_time_and_no_more(monkeypatch):
-    expected, sizes, ask = predicted("lda", "bridge"), [], Classifier.part_by_part
-    monkeypatch.setattr(evaluation, "MOST_SCORES", 17)  # three images of five classes
-    monkeypatch.setattr(Classifier, "part_by_part", lambda *given: sizes.append(len(given[1])) or ask(*given))
-    found = predicted("lda", "bridge")
+def test_number_of_scores_in_memory_is_limited(monkeypatch):
+    expected, sizes, part_by_part = predict("lda", "bridge"), [], Classifier.part_by_part
+    monkeypatch.setattr(evaluation, "MOST_SCORES", 17)  # enough for three images with five classes
+    monkeypatch.setattr(Classifier, "part_by_part", lambda *given: sizes.append(len(given[1])) or part_by_part(*given))
+    actual = predict("lda", "bridge")
     assert sizes == ([3] * 6 + [2]) * 2
-    for one, other in ((expected.classifiers, found.classifiers), (expected.baselines, found.baselines)):
-        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-    torch.testing.assert_close(found.probability, expected.probability)
+    for left, right in ((expected.classifiers, actual.classifiers), (expected.baselines, actual.baselines)):
+        assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    torch.testing.assert_close(actual.probability, expected.probability)
 
 
-def test_the_file_reads_back_and_no_cell_is_a_formula(tmp_path):
-    tasks = {1: predicted("lda", "bridge", rows=slice(0, 9)), 3: predicted("lda", "bridge", rows=slice(9, 20))}
+def test_predictions_file_can_be_read_back_and_has_no_formulas(tmp_path):
+    tasks = {1: predict("lda", "bridge", rows=slice(0, 9)), 3: predict("lda", "bridge", rows=slice(9, 20))}
     write_predictions(tmp_path / "p.csv", tasks)
     rows = read_predictions(tmp_path / "p.csv")
     assert [(row.task, row.position) for row in rows] == [(1, i) for i in range(9)] + [(3, i) for i in range(11)]
@@ -103,7 +103,7 @@ def test_the_file_reads_back_and_no_cell_is_a_formula(tmp_path):
     assert "'=1+1" in cells and not [cell for cell in cells if cell[:1] in ("=", "+", "-", "@")]
 
 
-def test_any_text_comes_back_from_a_table(tmp_path):
+def test_any_text_survives_writing_and_reading_a_table(tmp_path):
     texts = ["=1", "'=1", "''=1", "'plain", "+", "-3", "@x", "", "a\r=1", 'say "x"\n', "é"]
     write_csv(tmp_path / "t.csv", ["name"], [[text, -0.5] for text in texts])
     assert read_csv(tmp_path / "t.csv") == [["name"], *([text, "-0.5"] for text in texts)]
@@ -118,18 +118,19 @@ def test_measures_equal_the_definitions(tasks):
     gains = [rows[last][i] - rows[i][i] for i in earlier]
     assert backward_transfer(accuracy_matrix(rows)) == pytest.approx(sum(gains) / last)
     before = [sum(full[t][i] for t in range(i)) / i for i in range(1, tasks)]
-    found = {"transfer": sum(before) / last, "average": sum(map(sum, full)) / tasks**2, "last": sum(full[-1]) / tasks}
-    assert transfer_measures(full) == pytest.approx(found)
+    average = sum(map(sum, full)) / tasks**2
+    expected = {"transfer": sum(before) / last, "average": average, "last": sum(full[-1]) / tasks}
+    assert transfer_measures(full) == pytest.approx(expected)
 
 
-def test_what_was_not_measured_is_left_out_and_never_invented():
-    """Two tasks were learned before the run, and the first one's tests were gone until the last step."""
+def test_measures_ignore_values_that_were_not_measured():
+    """Two tasks were learned before the run, and tests of the first one were missing until the last step."""
     rows = [[None], [None, None], [None, 0.9, 0.8], [0.5, 0.7, 0.6, 1.0]]
     summary = summarize(rows, [None, None, 0.85, 0.7])
     assert summary["matrix"] == rows and summary["overall"] == [None, None, 0.85, 0.7]
     assert summary["average_accuracy"] == pytest.approx((0.85 + 0.7) / 2) and summary["last_accuracy"] == 0.7
     assert summary["forgetting"] == pytest.approx(((0.9 - 0.7) + (0.8 - 0.6)) / 2)
-    assert summary["backward_transfer"] == pytest.approx(0.6 - 0.8), "task 2 was not measured when it came"
+    assert summary["backward_transfer"] == pytest.approx(0.6 - 0.8), "only task 3 was tested right after its training"
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
     single, measures = summarize([[0.4]], [0.4]), ("last_accuracy", "forgetting", "backward_transfer")
     assert [single[name] for name in measures] == [0.4, 0.0, 0.0] and single["matrix"] == [[0.4]]
@@ -137,14 +138,15 @@ def test_what_was_not_measured_is_left_out_and_never_invented():
     assert unknown["last_accuracy"] is None and unknown["forgetting"] is None
 
 
-def test_the_calibration_error_equals_the_literal_one():
+def test_calibration_error_equals_the_literal_version():
     generator = torch.Generator().manual_seed(0)
     probabilities = (4 * torch.randn(200, 5, generator=generator)).softmax(dim=1)
     truth = torch.randint(5, (200,), generator=generator)
     for bins in (1, 7, 15):
         expected = reference.calibration_error(probabilities, truth, bins)
-        sure, said = probabilities.max(dim=1)
-        assert calibration_error(sure, said == truth, bins) == pytest.approx(expected, abs=1e-6) and expected > 0.1
+        confidence, label = probabilities.max(dim=1)
+        error = calibration_error(confidence, label == truth, bins)
+        assert error == pytest.approx(expected, abs=1e-6) and expected > 0.1
     assert calibration_error([1.0, 1.0], [True, True]) == 0
 
 
@@ -152,7 +154,7 @@ CLASSES = [["a", "b"], ["c", "d"], ["e"]]
 
 
 def guesses(seen, task, seed, sure=0.6):
-    """Random predictions of two classifiers for ten images of one task, with `seen` classes to choose among."""
+    """Return random predictions of two classifiers for ten images of a task, with `seen` classes to choose from."""
     generator = torch.Generator().manual_seed(seed)
     names = [name for group in CLASSES for name in group]
     truth = torch.tensor([names.index(name) for name in CLASSES[task]] * 10)[:10]
@@ -169,7 +171,7 @@ def guesses(seen, task, seed, sure=0.6):
 
 
 def stream():
-    """The predictions after each task of a stream of three."""
+    """Return the predictions after each task of a stream of three."""
     return [[guesses(seen, task, 10 * step + task) for task in range(step + 1)] for step, seen in enumerate((2, 4, 5))]
 
 
@@ -184,8 +186,8 @@ def results_of(steps, zero_shot=(0.5, 0.4, 0.3)):
 def literal_accuracy(tests, name, classifier):
     right = []
     for test in tests:
-        for true, said in zip(test.truth.tolist(), test.classifiers[classifier].tolist(), strict=True):
-            right += [said == true] if test.class_names[true] == name else []
+        for true, predicted in zip(test.truth.tolist(), test.classifiers[classifier].tolist(), strict=True):
+            right += [predicted == true] if test.class_names[true] == name else []
     return sum(right) / len(right)
 
 
@@ -195,8 +197,8 @@ def test_figures_by_class_equal_loops_over_the_images(classifier):
     results = results_of(steps)
     figures = results["classes"][classifier]
     accuracy = {name: literal_accuracy(steps[-1], name, classifier) for name in "abcde"}
-    firsts = {"a": 0, "b": 0, "c": 1, "d": 1}  # the last task has lost nothing yet
-    best = {name: max(literal_accuracy(one, name, classifier) for one in steps[t:-1]) for name, t in firsts.items()}
+    firsts = {"a": 0, "b": 0, "c": 1, "d": 1}  # classes of the last task cannot have lost accuracy yet
+    best = {name: max(literal_accuracy(step, name, classifier) for step in steps[t:-1]) for name, t in firsts.items()}
     assert figures["accuracy"] == pytest.approx(accuracy)
     assert figures["forgetting"] == pytest.approx({name: best[name] - accuracy[name] for name in firsts})
     assert any(value != 0 for value in figures["forgetting"].values())
@@ -209,8 +211,8 @@ def test_figures_by_class_equal_loops_over_the_images(classifier):
     assert "text" in results and "class_means" not in results and results["tasks"][2]["images"] == {"a": 2}
 
 
-def test_tasks_that_were_not_tested_are_no_figures():
-    """A learner that had learned before: its first task has no tests."""
+def test_results_have_no_figures_for_untested_tasks():
+    """The first task was learned before the run and has no test images."""
     steps = stream()
     steps[2][0] = None
     figures = results_of([[None], *steps[1:]], zero_shot=(None, 0.4, 0.3))
@@ -222,13 +224,13 @@ def test_tasks_that_were_not_tested_are_no_figures():
 
 
 @pytest.mark.parametrize("most", [2**22, 5 * 6, 5])
-def test_a_test_is_answered_alike_whatever_else_is_asked_with_it(monkeypatch, most):
-    """Whether all scores are in memory at once, those of a test or two, or those of one image."""
-    classifiers, features, _ = learned("lda", "bridge")
+def test_predictions_of_a_test_do_not_depend_on_other_tests(monkeypatch, most):
+    """The scores of all tests, of one or two tests, or of a single image are in memory at a time."""
+    classifiers, features, _ = trained_classifiers("lda", "bridge")
     tests = features.split([3, 7, 2, 8])
     monkeypatch.setattr(evaluation, "MOST_SCORES", most)
     for classifier in classifiers.values():
         alone = [answers(classifier, [test])[0] for test in tests]
-        for found, expected in zip(answers(classifier, tests), alone, strict=True):
-            assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+        for actual, expected in zip(answers(classifier, tests), alone, strict=True):
+            assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
         assert answers(classifier, []) == []

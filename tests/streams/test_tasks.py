@@ -1,4 +1,4 @@
-"""The stream of tasks: orders, increments, labels, names, and what is refused."""
+"""Test streams of tasks: class orders, increments, labels, class names, and the errors for invalid arguments."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ from dulbe_peft.streams.tasks import class_incremental_tasks
 
 
 def pairs(labels: list[Any]) -> list[tuple[str, Any]]:
-    """Images and labels, with no labels apart."""
+    """Return a list of (image, label) pairs, which has no separate list of labels."""
     return [(f"image {index}", label) for index, label in enumerate(labels)]
 
 
 class Labelled:
-    """The same as dicts, with `.labels` and class names; counts how often an item is read."""
+    """A data set of dicts with `.labels` and class names, which counts how often an item is read."""
 
     def __init__(self, labels: list[Any], class_names: list[str] | None = None) -> None:
         self.labels, self.reads = labels, 0
@@ -33,7 +33,7 @@ class Labelled:
 
 
 class Decoy:
-    """Labels and names alone; reading an image is an error."""
+    """A data set with labels and class names only; reading an image is an error."""
 
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
@@ -50,7 +50,7 @@ def letters(count: int) -> list[str]:
     return [chr(ord("a") + index) for index in range(count)]
 
 
-def test_every_image_arrives_once_in_its_class_and_order():
+def test_every_image_is_in_exactly_one_task_with_its_label():
     labels = np.random.RandomState(0).permutation(np.arange(40) % 5).tolist()
     train, test = Labelled(labels), Labelled(labels[:20])
     order = [3, 0, 4, 1, 2]
@@ -58,7 +58,7 @@ def test_every_image_arrives_once_in_its_class_and_order():
     assert [task.class_names for task in tasks] == [("class_3", "class_0"), ("class_4", "class_1"), ("class_2",)]
     assert train.reads == test.reads == 0
     for split, source in (("train", train), ("test", test)):
-        found = []
+        images = []
         for number, task in enumerate(tasks):
             subset = getattr(task, split)
             classes = order[2 * number : 2 * number + 2]
@@ -71,13 +71,13 @@ def test_every_image_arrives_once_in_its_class_and_order():
             assert subset.labels.dtype == np.int64
             assert subset.labels.tolist() == [sample["label"] for sample in expected]
             assert subset.class_names == task.class_names
-            found += [sample["image"] for sample in expected]
-        assert sorted(found) == sorted(f"image {index}" for index in range(len(source)))
+            images += [sample["image"] for sample in expected]
+        assert sorted(images) == sorted(f"image {index}" for index in range(len(source)))
     with pytest.raises(ValueError, match="no class 'z'"):
         labelled_images(train).select(["z"])
 
 
-def test_orders():
+def test_class_orders_by_seed_name_and_list():
     data = Labelled(list(range(100)))
 
     def first(**order: Any) -> list[str]:
@@ -99,26 +99,26 @@ def test_orders():
         ({"increment": 0}, ValueError, "increment must be at least 1, got 0"),
         ({"increment": 1, "seed": 1, "class_order": [0, 1, 2]}, ValueError, "class_order and seed=1 are both given"),
         ({"increment": 1, "class_order": 5}, TypeError, "class_order must be a sequence of ints or class names"),
-        ({"increment": 1, "class_order": [0, 1]}, ValueError, "2 is absent"),
+        ({"increment": 1, "class_order": [0, 1]}, ValueError, "2 is missing"),
         ({"increment": 1, "class_order": [0, True, 2]}, TypeError, r"class_order\[1\] must be a valid integer"),
         ({"increment": 1, "class_order": "imagenet"}, ValueError, "'imagenet'"),
         ({"increment": 1, "class_order": ["a", "b", "x"]}, ValueError, "names 'x'"),
         ({"increment": 1, "class_order": "icarl"}, ValueError, "100 classes of CIFAR-100, got 3"),
         ({"increment": 1, "class_names": letters(2)}, ValueError, r"label of train sample 2 is 2; .* 0\.\.1"),
         ({"increment": 1, "class_names": letters(4)}, ValueError, r"class 3 \('d'\) has no training image"),
-        ({"increment": 1, "test": Labelled([0, 1, 2], ["a", "b", "x"])}, ValueError, "disagree .* 'c' is in one only"),
-        ({"increment": 1, "test": Labelled([0, 1, 2], ["b", "a", "c"])}, ValueError, "another order"),
+        ({"increment": 1, "test": Labelled([0, 1, 2], ["a", "b", "x"])}, ValueError, "disagree .* 'c' is in only one"),
+        ({"increment": 1, "test": Labelled([0, 1, 2], ["b", "a", "c"])}, ValueError, "their order differs"),
         ({"increment": 1, "test": Labelled([0, 1], letters(3))}, ValueError, r"task 3 has no test image .*\['c'\]"),
         ({"increment": 1, "test": pairs([])}, ValueError, "test is empty"),
         ({"increment": 1, "train": pairs([0, 1])}, ValueError, "pass class_names"),
     ],
 )
-def test_what_no_stream_can_be_made_of(arguments, error, message):
+def test_invalid_arguments_of_a_stream_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         class_incremental_tasks(**{"train": Labelled([0, 1, 2], letters(3))} | arguments)
 
 
-def test_labels_are_read_without_images_where_they_can_be():
+def test_labels_are_read_without_decoding_images():
     decoy = Decoy(labels=torch.tensor([4, 3, 2]), classes=letters(5))
     subset = torch.utils.data.Subset(torch.utils.data.Subset(decoy, [2, 1]), [1, 0])
     assert labelled_images(subset).class_names == tuple("abcde")
@@ -131,7 +131,7 @@ def test_labels_are_read_without_images_where_they_can_be():
         assert labelled_images(data).labels.tolist() == labels
 
 
-NO_INTS = ([0, 1.0], [0, True], [True, False], ["a", "b"], [None, 1])  # wherever they stand
+NO_INTS = ([0, 1.0], [0, True], [True, False], ["a", "b"], [None, 1])  # labels that are not all integers
 KINDS = (pairs, lambda labels: Decoy(labels=labels), lambda labels: Decoy(targets=tuple(labels)))
 
 
@@ -167,12 +167,12 @@ def test_malformed_datasets_are_refused(dataset, error, message):
         (["bird"], ValueError, "'bird', a class that was already seen"),
     ],
 )
-def test_class_names_that_are_refused(names, error, message):
+def test_invalid_class_names_are_refused(names, error, message):
     with pytest.raises(error, match=message):
         check_class_names(names, seen=["bird"])
 
 
-def test_prompts():
+def test_prompts_contain_the_class_name_in_either_style():
     templates = ("a photo of {}, a type of food.", "{a} {} {0}")
     assert format_prompts("great_white_shark", templates, "spaces") == [
         "a photo of great white shark, a type of food.",

@@ -93,10 +93,10 @@ class Settings:
 
 def test_text_values_are_converted_to_field_types():
     texts = "rank=4,energy=1e-3,keep=no,name=4,steps=none,mode=0.5,depths=0/0.5/1,pair=1/2"
-    made = Settings(**convert(Settings, parse_spec(f"s:{texts}")[1], "a thing"))
-    assert made == Settings(4, 1e-3, False, "4", None, 0.5, [0.0, 0.5, 1.0], (1, 2))
+    parsed = Settings(**convert(Settings, parse_spec(f"s:{texts}")[1], "a thing"))
+    assert parsed == Settings(4, 1e-3, False, "4", None, 0.5, [0.0, 0.5, 1.0], (1, 2))
     assert Settings(**convert(Settings, {"steps": "7", "mode": "auto"}, "a thing")) == Settings(steps=7, mode="auto")
-    assert Settings(**convert(Settings, parse_spec(format_spec("s", vars(made)))[1], "a thing")) == made
+    assert Settings(**convert(Settings, parse_spec(format_spec("s", vars(parsed)))[1], "a thing")) == parsed
     assert format_spec("s", {"depths": [0, 0.5], "keep": False}) == "s:depths=0/0.5,keep=false"
 
 

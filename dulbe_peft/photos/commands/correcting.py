@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -46,5 +47,9 @@ def write_corrected(
     learner.run([], output, past=sources)
     print(f"written: {output}")
     if any(learner.state.known.tested.values()):
-        print("earlier results no longer hold; dulbe-peft evaluate measures the corrected learner")
+        from dulbe_peft.photos.runs.sources import tests_of
+
+        source = next((task.source for task in reversed(past) if task.source), None)
+        command = shlex.join(["dulbe-peft", "evaluate", output, *tests_of(source)])
+        print(f"earlier results no longer hold; test the corrected learner: {command}")
     say_next("predict", output, "PHOTOS")

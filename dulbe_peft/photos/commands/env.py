@@ -7,6 +7,7 @@ Please include all of this in a bug report. The last line gives the path and siz
 import platform
 
 from dulbe_peft.photos.commands.options import command
+from dulbe_peft.utils.terminal import counted
 
 
 @command()
@@ -24,5 +25,5 @@ def env() -> None:
     print(f"accelerator: {kind}, CPU threads: {torch.get_num_threads()}")
     store = FeatureStore(store_path())
     count, size = store.facts()
-    content = f"{count} features, {size / 1e6:.1f} MB" if count else "empty"
+    content = f"{counted(count, 'feature')}, {size / 1e6:.1f} MB" if count else "empty"
     print(f"feature store: {store.path}, {content}")

@@ -93,7 +93,7 @@ def _rejection(
     rows = learner.predictions(unknown, reject=reject) if unknown is not None else []
     detected = sum(not row.known for row in rows) / len(rows) if rows else None
     shares = {"the images of known classes": refused, "the images of other classes": detected}
-    parts = [f"{100 * share:.2f} % of {whose}" for whose, share in shares.items() if share is not None]
+    parts = [f"{100 * share:.2f} % of {images}" for images, share in shares.items() if share is not None]
     print(f"none of these: {', '.join(parts)}", file=sys.stderr)
     return {"asked_for": reject, "refused": refused, "found": detected}
 

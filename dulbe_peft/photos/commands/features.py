@@ -48,7 +48,7 @@ def features(
     overwrite: bool = OVERWRITE,
 ) -> None:
     if engine is None and (jobs or address):
-        raise ValueError("--jobs and --address need --engine: give it, or omit them")
+        raise ValueError("--jobs and --address need --engine: give --engine, or omit them")
     claim(("--output", output, ".parquet"), reads=[data, learner], overwrite=overwrite)
     from dulbe_peft.data.features import EncoderNote, write_features
     from dulbe_peft.data.images import LabelledImages
@@ -63,7 +63,8 @@ def features(
 
     def look(images: LabelledImages) -> Mapping[int, str]:
         if engine is not None and store is not None:
-            load_in_worker = partial(load, num_workers=0, progress=False)
+            # Workers use the precision that was chosen here, whatever their hardware would choose.
+            load_in_worker = partial(load, num_workers=0, progress=False, precision=loaded.encoder.args.precision)
             fill_store(store, images, loaded, load_in_worker, engine, jobs, address)
         return look_by(loaded)(images)
 

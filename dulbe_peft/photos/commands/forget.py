@@ -2,9 +2,9 @@
   dulbe-peft forget june "great auk" dodo --output june-without
   dulbe-peft forget june --image photos/train/puffin/17.jpg --output june-without
 
-No image is called by a forgotten class any more. A photograph is known by its content, and goes out of
-the sums as if it had not been learned; classifiers that keep no sums are dropped then, and named. The
-model stays as it is. june stays, too.
+A forgotten class is never predicted again. A photograph is identified by its content, and removed from
+the sums as if it had not been learned; classifiers that keep no sums are then dropped and listed. The
+model is not changed, and neither is june.
 """
 
 from dulbe_peft.data.names import learned_name
@@ -12,6 +12,7 @@ from dulbe_peft.photos.commands.correcting import drop_classifiers, write_correc
 from dulbe_peft.photos.commands.named import FOLDER, check_images, claim, noted_classes
 from dulbe_peft.photos.commands.options import OVERWRITE, File, Folder, Load, command, learner_options
 from dulbe_peft.utils.settings import setting
+from dulbe_peft.utils.terminal import counted
 
 
 @command()
@@ -20,8 +21,8 @@ def forget(
     learner: str,
     load: Load,
     classes: tuple[str, ...] = setting((), "names of classes that the learner knows", place=True),
-    image: tuple[File, ...] = setting((), "photographs that were learned, wherever they lie now"),
-    output: Folder = setting(..., "folder for the learner without them"),
+    image: tuple[File, ...] = setting((), "learned photographs, even if they were moved since"),
+    output: Folder = setting(..., "folder for the corrected learner"),
     overwrite: bool = OVERWRITE,
 ) -> None:
     if not classes and not image:
@@ -29,21 +30,19 @@ def forget(
     known = noted_classes(learner)
     for name in classes if known else ():
         learned_name(name, known, "forgotten")
-    for one in image:
-        check_images([one])
+    for path in image:
+        check_images([path])
     claim(("--output", output, FOLDER), apart=[learner], overwrite=overwrite)
     loaded = load()
     from dulbe_peft.data.store import store_path
 
-    said = []
+    lines = []
     if image:
-        said = drop_classifiers(loaded, lambda one: one.check_forgets_images())
+        lines = drop_classifiers(loaded, lambda classifier: classifier.check_forgets_images())
         loaded.forget_images(list(image))
     for name in dict.fromkeys(classes):
         loaded.forget_class(name)
-    said.append(f"{len(loaded.class_names)} classes are left")
+    lines.append(f"left: {counted(len(loaded.class_names), 'class')}")
     if (store := store_path()).exists():
-        said.append(
-            f"features of the forgotten photographs may still stand in {store}; deleting the file removes them"
-        )
-    write_corrected(loaded, output, said)
+        lines.append(f"features of the forgotten photographs may still be in {store}; deleting the file removes them")
+    write_corrected(loaded, output, lines)

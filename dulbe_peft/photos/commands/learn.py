@@ -4,8 +4,8 @@
 june is a saved learner or the folder of a run, and is not changed. july becomes the folder of a run,
 which includes the results of june's tasks. Classes of july-photos that june does not know become a
 new task. Images of known classes are added without training. Images that june has learned are left
-out, even if they were moved. A file into which a program has written a keyword since is left out, too,
-if nothing is trained and the feature store is used. Repeating the command continues after an
+out, even if they were moved. If nothing is trained and the feature store is used, a file into which a
+program has written a keyword since is left out as well. Repeating the command continues after an
 interruption.
 """
 
@@ -91,10 +91,10 @@ def learn(
 
 
 def _without_same_pixels(images: LabelledImages, learner: ClassIncrementalLearner) -> LabelledImages:
-    """Return the images without those that have the pixels of a learned image of their class in another file.
+    """Return the images without those that have the same pixels as a learned image of the same class.
 
-    A program that writes a keyword into a file changes its bytes and not its pixels, so the features in the store are
-    equal. What is left out is printed, and so are images that were learned as another class.
+    A program that writes a keyword into a file changes its bytes but not its pixels, so its features equal those in
+    the store. The images left out are printed, and so are images that were learned with another class.
     """
     encoder, store = learner.encoder, learner.encoder.store
     if encoder.adapted or store is None or images.features is not None:

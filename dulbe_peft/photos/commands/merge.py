@@ -48,5 +48,6 @@ def merge(
     if leaks:
         images, verb = counted(leaks, "test image"), "was" if leaks == 1 else "were"
         lines.append(f"{images} of one learner {verb} learned by the other: the accuracy on them is too optimistic")
-    lines.append(f"{len(first.class_names)} classes, of which {other} added {len(first.class_names) - len(before)}")
+    added = len(first.class_names) - len(before)
+    lines.append(f"{counted(len(first.class_names), 'class')}, of which {other} added {added}")
     write_corrected(first, output, lines, past)

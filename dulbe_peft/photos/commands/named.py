@@ -85,69 +85,69 @@ def claim(
     for flag, path, kind in outputs:
         if path is None:
             continue
-        place = Path(path).resolve()
-        if not path or (kind != FOLDER and place.is_dir()):
+        target = Path(path).resolve()
+        if not path or (kind != FOLDER and target.is_dir()):
             raise ValueError(f"{flag} is {path!r}, expected the path of a {kind}{'' if kind == FOLDER else ' file'}")
-        if place in flags:
-            raise ValueError(f"{flags[place]} and {flag} are both {path}: give them different paths")
-        flags[place] = flag
+        if target in flags:
+            raise ValueError(f"{flags[target]} and {flag} are both {path}: give them different paths")
+        flags[target] = flag
         if is_stream(path):
             continue
         for source in filter(None, apart):
-            if _lies_in(place, Path(source)):
+            if _lies_in(target, Path(source)):
                 raise ValueError(f"{flag} {path!r} lies in {source!r}, which is never changed: choose another folder")
         if kind == FOLDER:
-            put_back(place)
+            put_back(target)
         else:
-            _check_file(flag, path, place, read)
-        existing = next(parent for parent in (place, *place.parents) if parent.exists())
+            _check_file(flag, path, target, read)
+        existing = next(parent for parent in (target, *target.parents) if parent.exists())
         if not os.access(existing, os.W_OK):
             raise PermissionError(f"{existing} cannot be written to: choose another {flag}")
-        if kind == FOLDER or (place.is_file() and place.suffix.lower() != kind):
+        if kind == FOLDER or (target.is_file() and target.suffix.lower() != kind):
             if overwrite:
                 _step_aside(path, read)
             elif kind != FOLDER:
                 raise FileExistsError(f"{path} exists and is not a {kind} file: choose another name, or --overwrite")
 
 
-def _lies_in(place: Path, folder: Path) -> bool:
+def _lies_in(target: Path, folder: Path) -> bool:
     """Return whether a path is `folder` or inside it; if `folder` belongs to a task, the run's folder is meant."""
     from dulbe_peft.checkpoints.layout import TASK_FOLDER
 
     folder = folder.resolve()
     if re.fullmatch(TASK_FOLDER, folder.name):  # a task's folder that was copied and renamed stands for itself
         folder = folder.parent
-    return folder.is_dir() and folder in (place, *place.parents)
+    return folder.is_dir() and folder in (target, *target.parents)
 
 
-def _check_file(flag: str, path: str, place: Path, read: set[Path]) -> None:
+def _check_file(flag: str, path: str, target: Path, read: set[Path]) -> None:
     """Raise an error if a path cannot be an output file."""
     from dulbe_peft.checkpoints import layout
     from dulbe_peft.utils.folders import MANIFEST, check_outside_saved
 
-    if place in read:
+    if target in read:
         raise ValueError(f"{flag} {path} is a file that the command reads: choose another name")
-    if not place.parent.is_dir():
-        raise FileNotFoundError(f"{path} cannot be written: the folder {place.parent} does not exist")
-    check_outside_saved(place.parent, f"write {path}")
-    kept = {layout.LEARNER_FILE, MANIFEST, layout.PROGRESS_FILE, layout.RESULTS_FILE, layout.TIMINGS_FILE}
-    kept |= {"sources.json", "cell.json", "comparison.json", "config.json"}
-    of_a_run = place.name == "predictions.csv" and (place.parent / layout.RESULTS_FILE).is_file()
-    if place.name in kept or of_a_run:
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: the folder {target.parent} does not exist")
+    check_outside_saved(target.parent, f"write {path}")
+    reserved = {layout.LEARNER_FILE, MANIFEST, layout.PROGRESS_FILE, layout.RESULTS_FILE, layout.TIMINGS_FILE}
+    reserved |= {"sources.json", "cell.json", "comparison.json", "config.json"}
+    of_a_run = target.name == "predictions.csv" and (target.parent / layout.RESULTS_FILE).is_file()
+    if target.name in reserved or of_a_run:
         raise FileExistsError(f"{path} is a file that a run or a model needs: choose another name")
 
 
 def _step_aside(path: str, read: set[Path]) -> None:
     """Rename an existing file or folder at a path to NAME.old, so that nothing is lost."""
-    place = Path(path)
-    if not os.path.lexists(place):
+    target = Path(path)
+    if not os.path.lexists(target):
         return
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError(f"--overwrite works only with a single process: move {path} away before the launch")
     for other in (Path.cwd(), *read):
-        if place.resolve() in (other, *other.parents):
+        if target.resolve() in (other, *other.parents):
             raise ValueError(f"--overwrite would move {path}, which the command uses: choose another name")
-    step_aside(place)
+    step_aside(target)
 
 
 def words_of(*outputs: str | None) -> IO[str]:

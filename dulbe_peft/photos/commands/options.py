@@ -32,12 +32,12 @@ Share = Annotated[float, "SHARE"]
 # Settings of several commands.
 DATA = setting(..., "images: a folder of classes or of parquet files, or hf:NAME")
 CLASS_NAMES = setting(None, "text file with the names of the classes, as for run", metavar="FILE")
-STRICT = setting(False, "stop at an unreadable image (default: leave it out)")
+STRICT = setting(False, "stop at unreadable images instead of skipping them")
 LABELS = setting(
     None, "instead of --data: a table with path,label[,split], or exiftool's SourceFile,Subject", metavar="FILE.csv"
 )
 NO_STORE = setting(False, "do not store features of images, nor reuse stored ones")
-OVERWRITE = setting(False, "start again, and rename an existing output to NAME.old")
+OVERWRITE = setting(False, "start again; rename an existing output to NAME.old")
 
 
 class Load(Protocol):
@@ -145,7 +145,7 @@ def _parameter(name: str, field: Field[Any], hint: Any, declared: bool = False, 
     """
     facts, required = dict(field.metadata), field.default is ...
     flag, multiple = facts.pop("flag", "--" + name.replace("_", "-")), facts.pop("repeated", get_origin(hint) is tuple)
-    default = {"required": required} if required else {"default": field.default if declared else None}
+    default: dict[str, Any] = {"required": True} if required else {"default": field.default if declared else None}
     facts = default | facts
     if facts.pop("place", False):
         return click.Argument([name], nargs=-1 if multiple else 1, **facts)
@@ -188,7 +188,7 @@ def learner_options(optional: bool = False, choose: bool = False, encodes: bool 
     """
     names = (*_MACHINE, *_ENCODING) if encodes else _MACHINE
     alone = "; without LEARNER, an untrained model" if optional else ""
-    text = "a saved learner: the folder of a run or of one of its tasks, or a Hub id"
+    text = "a saved learner: a run's folder, one of its tasks, or a Hub id"
     given = {"learner": setting(None if optional else ..., text, place=True)}
     given["model"] = setting(None, f"the base model, if it was moved{alone}")
     if choose:

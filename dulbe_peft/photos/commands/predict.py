@@ -4,13 +4,13 @@
   dulbe-peft predict out holidays --sort-into sorted
   find . -name '*.jpg' | dulbe-peft predict out -
 
-Folders are read at any depth. A file that cannot be read is reported on standard error and
-stepped over. Answers are printed as they come, files are written at the end. Give a command that
-was stopped again: the feature store has what was encoded. Novelty says how unlike all that was
-learned an image is. With --reject 0.05, an image is "none of these" where its novelty is above
-that of all but 5 % of the training images, each left out. `dulbe-peft evaluate --reject` measures
-how many images of known classes that refuses. With --coverage 0.95, each image gets all classes
-that it may be of; the right one is among them for 95 of 100 images of known classes.
+Folders are read recursively. An unreadable file is reported on standard error and skipped.
+Predictions are printed as they come; files are written at the end. If the command is stopped, repeat
+it: the feature store has the images encoded so far. Novelty says how unlike all learned images an
+image is. With --reject 0.05, an image is "none of these" if its novelty exceeds that of 95 % of the
+training images, each measured while left out. `dulbe-peft evaluate --reject` measures how many images
+of known classes are rejected. With --coverage 0.95, each image gets a set of classes, which contains
+the correct one for 95 of 100 images of known classes.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.metrics.prediction import Prediction
 
 HEADER = ["path", "class", "probability", "novelty"]
-NOT_TOLD = (
-    "unknown things cannot be told here: where each class was left out in turn, its images were more novel than those "
-    "of known classes in {:.0f} of 100 pairs; chance gives 50"
+UNRELIABLE = (
+    "--reject is not reliable here: when each class was left out in turn, its images were more novel than images of "
+    "known classes in {:.0f} of 100 pairs; chance would give 50"
 )
 
 
@@ -49,26 +49,26 @@ def predict(
     learner: str,
     load: Load,
     paths: tuple[str, ...] = setting(..., "images or folders; -: paths on standard input", place=True),
-    top_k: int = setting(1, "how many classes for each image"),
+    top_k: int = setting(1, "how many classes to give for each image"),
     csv: File | None = setting(None, "write path, class, probability, novelty; - is standard output"),
     json_file: File | None = setting(None, "write the same as JSON; - is standard output", flag="--json"),
-    exiftool: File | None = setting(None, "write keywords below `dulbe`, as `exiftool -csv+=FILE` takes them"),
-    sort_into: Folder | None = setting(None, "copy each image into a folder of its class, and replace nothing"),
-    reject: Share | None = setting(None, 'answer "none of these"; accepted false alarms'),
-    coverage: Share | None = setting(None, "give so many classes that the right one is among them"),
+    exiftool: File | None = setting(None, "write keywords below `dulbe` for `exiftool -csv+=FILE`"),
+    sort_into: Folder | None = setting(None, "copy each image into a folder of its class; replaces no file"),
+    reject: Share | None = setting(None, 'allow "none of these", with this share of false alarms'),
+    coverage: Share | None = setting(None, "give sets of classes that contain the correct one this often"),
     overwrite: bool = OVERWRITE,
 ) -> int:
     if coverage is not None and top_k != 1:
-        raise ValueError(f"--top-k is {top_k} and --coverage {coverage}: give one of them")
+        raise ValueError(f"--top-k is {top_k} and --coverage is {coverage}: give only one of them")
     files = ("--csv", csv, ".csv"), ("--json", json_file, ".json"), ("--exiftool", exiftool, ".csv")
     claim(*files, reads=paths, overwrite=overwrite)
     claim(("--sort-into", sort_into, FOLDER), apart=paths)
     images = list(_images(paths))
     if not images:
-        raise ValueError("standard input is empty: no path is there")
+        raise ValueError("standard input is empty, expected one path per line")
     check_images(images)
     many = len(images) > 64 or any(os.path.isdir(path) for path in paths)
-    workers = min(8, os.cpu_count() or 1)  # with a small model, reading files takes longer than the model does
+    workers = min(8, os.cpu_count() or 1)  # with a small model, reading files takes longer than encoding
     loaded = load(num_workers=workers if many else 0)
     from dulbe_peft.classifiers.calibration import HARDLY
     from dulbe_peft.data.unlabelled import left_out
@@ -77,14 +77,14 @@ def predict(
 
     area = None if reject is None else loaded.classifier.roc_area
     if area is not None and area < HARDLY:
-        print(NOT_TOLD.format(100 * area), file=sys.stderr)
-    how = {"top_k": top_k, "reject": reject, "coverage": coverage, "novelty": bool(csv or json_file)}
+        print(UNRELIABLE.format(100 * area), file=sys.stderr)
+    options = {"top_k": top_k, "reject": reject, "coverage": coverage, "novelty": bool(csv or json_file)}
     rows: list[Prediction] = []
     with ExitStack() as opened:
         copy = opened.enter_context(sorted_folder(sort_into)) if sort_into else None
         if csv and not is_stream(csv):
             opened.enter_context(only_writer(csv))
-        for row in _answers(loaded, images, how, named=csv is not None):
+        for row in _predictions(loaded, images, options, unique_names=csv is not None):
             rows.append(row)
             if row.error is not None:
                 print(f"dulbe-peft: {printable(row.image)} cannot be read: {row.error}", file=sys.stderr)
@@ -98,52 +98,56 @@ def predict(
         print(line, file=sys.stderr)
     written = [file for file in (csv, json_file, exiftool, sort_into) if file not in (None, "-")]
     if csv or json_file or exiftool or sort_into or reject is not None or any(row.error is not None for row in rows):
-        _sum_up(rows, reject is not None, written)
-    if written and sort_into is None and "-" not in paths:
+        _print_summary(rows, reject is not None, written)
+    if csv and not is_stream(csv):
+        say_next("report", csv, to=sys.stderr)
+    elif written and sort_into is None and "-" not in paths:
         which = {"classifier": loaded.classifier.name, "reject": reject, "sort_into": "sorted"}
         say_next("predict", learner, *paths, **which, to=sys.stderr)
     return 0 if any(row.error is None for row in rows) else 2
 
 
 def _images(paths: Iterable[str]) -> Iterator[str]:
-    """The paths, with those that standard input holds, one a line, in place of "-"."""
+    """Yield the paths, with "-" replaced by those on standard input, one per line."""
     for path in paths:
         if path != "-":
             yield path
             continue
         if sys.stdin is None:
-            raise ValueError("standard input is closed: no path is there")
+            raise ValueError("standard input is closed, expected one path per line")
         lines = sys.stdin.buffer.read().split(b"\n")
         if any(b"\0" in line for line in lines):
-            raise ValueError("standard input has a zero byte, which no path has: give one path a line")
+            raise ValueError("standard input has a zero byte, which paths cannot have: give one path per line")
         yield from (os.fsdecode(line.rstrip(b"\r")) for line in lines if line.strip())
 
 
-def _answers(
-    learner: ClassIncrementalLearner, images: list[str], how: dict[str, Any], named: bool
+def _predictions(
+    learner: ClassIncrementalLearner, paths: list[str], options: dict[str, Any], unique_names: bool
 ) -> Iterator[Prediction]:
-    """The answers, a batch of images for each reading process at once; an image that is named twice has one.
+    """Yield one prediction per image, even if an image is given twice.
 
-    `named`: a table is to have them by their names.
+    The learner gets a batch of images per reading process at once. With `unique_names`, raise a ValueError if two
+    images have the same name once it is printable.
     """
     from dulbe_peft.data.unlabelled import unlabelled_images
 
-    every = unlabelled_images(images)
-    places = {every.item_name(index): index for index in range(len(every))}
-    ((shown, count),) = Counter(map(printable, places)).most_common(1)
-    if named and count > 1:
-        raise ValueError(f"--csv would call two images {shown!r}, for it writes some characters as others: rename one")
-    names, most = list(places), learner.args.eval_batch_size * max(1, learner.args.num_workers)
-    size = -(-len(names) // -(-len(names) // most))  # all about alike: a last one of a few images would not be stored
+    images = unlabelled_images(paths)
+    index_of = {images.item_name(index): index for index in range(len(images))}
+    ((shown, count),) = Counter(map(printable, index_of)).most_common(1)
+    if unique_names and count > 1:
+        raise ValueError(f"--csv would call two images {shown!r}, because it escapes some characters: rename one")
+    names, most = list(index_of), learner.args.eval_batch_size * max(1, learner.args.num_workers)
+    # The parts have about the same size, because the features of a last part of a few images would not be stored.
+    size = -(-len(names) // -(-len(names) // most))
     for start in range(0, len(names), size):
-        yield from learner.predictions(every.at([places[name] for name in names[start : start + size]]), **how)
+        yield from learner.predictions(images.at([index_of[name] for name in names[start : start + size]]), **options)
 
 
-def _sum_up(rows: list[Prediction], rejects: bool, files: list[Any]) -> None:
-    unread = sum(row.error is not None for row in rows)
-    parts = [counted(len(rows) - unread, "image")]
+def _print_summary(rows: list[Prediction], rejects: bool, files: list[Any]) -> None:
+    unreadable = sum(row.error is not None for row in rows)
+    parts = [counted(len(rows) - unreadable, "image")]
     parts += [f"{sum(not row.known for row in rows)} of them {NONE}"] * rejects
-    parts += [f"{unread} could not be read"] * bool(unread)
+    parts += [f"{unreadable} could not be read"] * bool(unreadable)
     print(", ".join(parts) + (f"; written: {' and '.join(map(str, files))}" if files else ""), file=sys.stderr)
 
 
@@ -155,7 +159,7 @@ def _line(row: Prediction) -> str:
 
 
 def _write(rows: list[Prediction], csv: str | None, json_file: str | None, exiftool: str | None) -> None:
-    """Write all answers into the files that are asked for; in a table, an unknown image has one row and no class."""
+    """Write all predictions to the given files; in a table, an unknown image has one row without a class."""
     readable = [row for row in rows if row.error is None]
     if csv:
         lines = [
@@ -167,7 +171,7 @@ def _write(rows: list[Prediction], csv: str | None, json_file: str | None, exift
     if json_file:
         with output_file(json_file) as file:
             print(json.dumps([_as_json(row) for row in rows], indent=1, ensure_ascii=False), file=file)
-    if exiftool:  # which takes paths as they are: no apostrophe guards a formula
+    if exiftool:  # it needs the exact paths, so no apostrophe is added to guard against formulas
         from dulbe_peft.photos.data.labels import ROOT, exiftool_rows
 
         keywords = exiftool_rows([(row.image, row.classes[0]) for row in readable if row.known], ROOT)

@@ -12,6 +12,7 @@ from dulbe_peft.photos.commands.correcting import drop_classifiers, write_correc
 from dulbe_peft.photos.commands.named import FOLDER, claim, noted_classes
 from dulbe_peft.photos.commands.options import OVERWRITE, Folder, Load, command, learner_options
 from dulbe_peft.utils.settings import setting
+from dulbe_peft.utils.terminal import counted
 
 
 @command()
@@ -32,5 +33,5 @@ def rename(
     joins = normalized(new) in {*loaded.class_names} - {normalized(old)}
     lines = drop_classifiers(loaded, lambda classifier: classifier.check_merges()) if joins else []
     loaded.rename_class(old, new)
-    both = f", which has the photographs of both classes; {len(loaded.class_names)} classes" * joins
+    both = f", which has the photographs of both classes; {counted(len(loaded.class_names), 'class')}" * joins
     write_corrected(loaded, output, [*lines, f"{old} is now {new}{both}"])

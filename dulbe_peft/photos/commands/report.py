@@ -3,8 +3,8 @@
   dulbe-peft report out out-frozen --output all.html --csv all.csv
   dulbe-peft report holidays.csv
 
-The page is one file that any browser opens, also without a network. Of a table that predict --csv
-has written, it shows the photographs by the class that each was given.
+The page is a single file that any browser opens, even without a network. For a table that predict
+--csv wrote, it shows the photographs grouped by their predicted class.
 """
 
 from pathlib import Path
@@ -17,21 +17,24 @@ from dulbe_peft.utils.settings import setting
 @command()
 def report(
     runs: tuple[str, ...] = setting(..., "folders that run wrote, or a table of predict --csv", place=True),
-    output: Page | None = setting(None, "the page (report.html in the folder, or here for several runs)"),
-    csv: File | None = setting(None, "write the table of results, too, with full figures"),
-    latex: File | None = setting(None, "write the table of results, too, for LaTeX"),
+    output: Page | None = setting(None, "the page (default: report.html in the folder, or here for several)"),
+    csv: File | None = setting(None, "also write the table of results with all digits"),
+    latex: File | None = setting(None, "also write the table of results for LaTeX"),
     overwrite: bool = OVERWRITE,
 ) -> None:
-    named = (("--output", output, ".html"), ("--csv", csv, ".csv"), ("--latex", latex, ".tex"))
-    claim(*named, reads=runs, overwrite=overwrite)
+    from dulbe_peft.utils.folders import put_back
+
+    outputs = (("--output", output, ".html"), ("--csv", csv, ".csv"), ("--latex", latex, ".tex"))
+    claim(*outputs, reads=runs, overwrite=overwrite)
     if any(Path(run).suffix.lower() == ".csv" and Path(run).is_file() for run in runs):
         _contact_sheet(runs, output, csv, latex)
         return
     for folder in runs:
         if (Path(folder) / "comparison.json").is_file():
-            raise ValueError(f"{folder} is a comparison: `python -m research report`, in a clone, makes its page")
+            raise ValueError(f"{folder} is a comparison: use `python -m research report` in a clone of the project")
+        put_back(Path(folder))
         if not Path(folder).is_dir():
-            raise FileNotFoundError(f"{folder} is no folder; a report is made of a folder that run has written")
+            raise FileNotFoundError(f"{folder} is not a folder: give a folder that run has written")
     from dulbe_peft.photos.report import read_run, write_report
     from dulbe_peft.photos.report.verdict import estimated, recommended
 
@@ -45,16 +48,16 @@ def report(
     if len(folders) == 1:
         run = read_run(folders[0])
         best, _ = recommended(estimated(run.results), run.first)
-        how = {"format": "transformers", "classifier": best if best != run.first else None}
-        say_next("export", folders[0], f"{folders[0]}-export", **how, to=to)
+        flags = {"format": "transformers", "classifier": best if best != run.first else None}
+        say_next("export", folders[0], f"{folders[0]}-export", **flags, to=to)
 
 
 def _contact_sheet(tables: tuple[str, ...], output: str | None, *others: str | None) -> None:
-    """The page of a table of predictions."""
+    """Write the page of a table of predictions."""
     from dulbe_peft.photos.report.contact_sheet import write_contact_sheet
 
     if len(tables) > 1 or any(others):
-        raise ValueError(f"{tables[0]} is one table of predictions: report on it alone, with no flag but --output")
+        raise ValueError(f"{tables[0]} is a table of predictions: give it alone, with no flag except --output")
     table = Path(tables[0])
     page = write_contact_sheet(table, Path(output) if output else table.with_name(f"{table.name}.html"))
     print(f"written: {output or page}", file=words_of(output))

@@ -36,15 +36,16 @@ def run(
     if labels is not None:
         settings["data"] = data_or_labels(flags["data"], labels)
     _use_model_of_table(settings)
+    stream, adapter, args = (pick(kind, settings) for kind in GROUPS.values())
+    if stream.data:  # report a missing folder first, even if flags are missing
+        check_given(vocabulary=stream.vocabulary)
+        check_source(source_of(stream))
     for name in ("model",) if settings.get("dry_run") else ("model", "data", "output"):
         if not settings.get(name):
             raise ValueError(f"--{name} is required")
-    stream, adapter, args = (pick(kind, settings) for kind in GROUPS.values())
     order = None if stream.class_order == "icarl" else stream.class_order
     files = {"class_names": stream.class_names, "class_texts": stream.class_texts, "class_order": order}
-    check_given(None, None if stream.revision else stream.model, vocabulary=stream.vocabulary, **files)
-    if stream.data:
-        check_source(source_of(stream))
+    check_given(None, None if stream.revision else stream.model, **files)
     output, reads = ("--output", stream.output, FOLDER), [stream.model, config]
     if not stream.dry_run:
         claim(output, reads=reads, apart=[stream.data])

@@ -3,7 +3,7 @@
   dulbe-peft suggest june heap --csv label.csv
 
 The most useful photographs come first. Half of them are typical of groups of similar photographs that
-the learner does not know yet. The other half are those that it is least sure of; if it expects to be
+the learner does not know yet. The other half are those of which it is least sure; if it expects to be
 wrong more often than right, they are drawn at random instead. If many photographs are unlike anything
 learned, only these are grouped. Learned photographs and copies are left out. Without LEARNER, every
 suggestion is typical of a group.

@@ -15,7 +15,7 @@ PATH, LABEL, SPLIT = "path", "label", "split"
 GUESS, NOVELTY = "class", "novelty"  # columns of the tables that `suggest` and `predict` write
 FILE = "SourceFile"  # the path column of exiftool's tables
 KEYWORDS = {"subject", "keywords", "hierarchicalsubject", "weightedflatsubject", "lastkeywordxmp", "tagslist"}
-# Other programs' names for these columns, in lower case; the first one wins.
+# The names that programs give to these columns, in lower case. A column named PATH or LABEL is preferred.
 _PATHS = (
     *(PATH, "file_name", "filename", "file", "file_path", "filepath", "image", "image_path", "image_name", "photo"),
     *("img", "img_path", "image_id", "imageid", "id"),
@@ -28,7 +28,7 @@ _YES, _NO = {"1", "1.0", "true"}, {"0", "0.0", "false", ""}
 
 @dataclass
 class Table:
-    """The rows of a table, each a dict from column to value, and the columns' roles."""
+    """The rows of a table, each a dict from column to value, and the roles of the columns."""
 
     path: Path
     rows: list[dict[str, str]]
@@ -58,7 +58,7 @@ class Table:
 def open_table(path: Path, path_column: str | None = None, label_column: str = LABEL) -> Table:
     """Read a table and find its columns; if they are ambiguous, raise a ValueError that names the flag to give."""
     header, rows = _read(path)
-    plain = {name: name.rpartition(":")[2] for name in header}  # exiftool may put a group, such as XMP:, before it
+    plain = {name: name.rpartition(":")[2] for name in header}  # exiftool may put a group, such as XMP:, before a name
     keywords = tuple(name for name in header if plain[name].lower() in KEYWORDS)
     if FILE in plain.values() and keywords and path_column is None:
         file_column = next(name for name in header if plain[name] == FILE)

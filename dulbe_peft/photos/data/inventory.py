@@ -207,18 +207,18 @@ def find_duplicates(parts: Mapping[str, LabelledImages], pictures: Thumbnails | 
         parts: split -> images.
         pictures: the thumbnails of all images. Near copies are found by comparing them.
     """
-    places = [(split, part, index) for split, part in parts.items() for index in range(len(part))]
+    images = [(split, part, index) for split, part in parts.items() for index in range(len(part))]
     first, pairs = dict[bytes, int](), dict[tuple[int, int], str]()
-    for place, content in enumerate(content for part in parts.values() for content in part.contents()):
+    for number, content in enumerate(content for part in parts.values() for content in part.contents()):
         # The content of an unreadable image is None; the inventory lists it with the reason.
-        if content is not None and first.setdefault(content, place) != place:
-            pairs[first[content], place] = ALIKE[0]
-    stored = [place for place, (split, _, index) in enumerate(places) if (split, index) in (pictures or {})]
-    greys = [(pictures or {})[places[place][0], places[place][2]].grey for place in stored]
+        if content is not None and first.setdefault(content, number) != number:
+            pairs[first[content], number] = ALIKE[0]
+    stored = [number for number, (split, _, index) in enumerate(images) if (split, index) in (pictures or {})]
+    greys = [(pictures or {})[images[number][0], images[number][2]].grey for number in stored]
     for pair in _alike(stored, np.array(greys)):
-        a, b = (content_of(part.image(index)) for _, part, index in (places[place] for place in pair))
+        a, b = (content_of(part.image(index)) for _, part, index in (images[number] for number in pair))
         pairs.setdefault(pair, ALIKE[1] if a == b else ALIKE[2])
-    return [Duplicate(_locate(*places[a]), _locate(*places[b]), how) for (a, b), how in sorted(pairs.items())]
+    return [Duplicate(_locate(*images[a]), _locate(*images[b]), how) for (a, b), how in sorted(pairs.items())]
 
 
 def _locate(split: str, images: LabelledImages, index: int) -> Found:
@@ -246,11 +246,11 @@ def thumbnail(images: LabelledImages, index: int) -> Thumbnail:
 
 def thumbnails(parts: Mapping[str, LabelledImages], most: int | None = None) -> Thumbnails:
     """Return the thumbnails of the stored images, or of `most` of them at equal distances, by split and index."""
-    places = [(split, index) for split, part in parts.items() if part.stored for index in range(len(part))]
-    if most is not None and len(places) > most:
-        places = [places[at] for at in np.linspace(0, len(places) - 1, most, dtype=int)]
+    keys = [(split, index) for split, part in parts.items() if part.stored for index in range(len(part))]
+    if most is not None and len(keys) > most:
+        keys = [keys[number] for number in np.linspace(0, len(keys) - 1, most, dtype=int)]
     with ThreadPoolExecutor() as pool:
-        return dict(zip(places, pool.map(lambda place: thumbnail(parts[place[0]], place[1]), places), strict=True))
+        return dict(zip(keys, pool.map(lambda key: thumbnail(parts[key[0]], key[1]), keys), strict=True))
 
 
 def blank_lines(parts: Mapping[str, LabelledImages], pictures: Thumbnails, least: int = 1) -> list[str]:
@@ -268,9 +268,9 @@ def blank_lines(parts: Mapping[str, LabelledImages], pictures: Thumbnails, least
     return [f"{sample}{len(n)} are {why}, such as {printable(n[0])}" for why, n in kinds.items() if len(n) >= least]
 
 
-def _alike(places: Sequence[int], thumbnails: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Pair each place with the first one whose thumbnail, a row of (n, 256), is nearly the same."""
-    for start in range(0, len(places), _ROWS):
+def _alike(numbers: Sequence[int], thumbnails: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Pair each image's number with the first one whose thumbnail, a row of (n, 256), is nearly the same."""
+    for start in range(0, len(numbers), _ROWS):
         close = np.triu(thumbnails[start : start + _ROWS] @ thumbnails[start:].T > NEAR, 1)
         firsts = {int(b): int(a) for a, b in np.argwhere(close)[::-1]}
-        yield from ((places[start + a], places[start + b]) for b, a in firsts.items())
+        yield from ((numbers[start + a], numbers[start + b]) for b, a in firsts.items())

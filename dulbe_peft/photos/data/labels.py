@@ -159,7 +159,7 @@ def _by_keyword(table: Table, vocabulary: str | None) -> Callable[[], FileImages
         labels = [word for word in words if word in classes]
         if len(labels) > 1:
             both = " and ".join(map(repr, labels))
-            why = f"which are all classes, but a photograph has one: remove all but one, there or from {vocabulary}"
+            why = f"which are all classes, but a photograph has one: keep only one of them, there or in {vocabulary}"
             raise ValueError(f"{image} has the keywords {both}, {why}")
         if labels:
             labelled.append((image, labels[0]))

@@ -71,7 +71,7 @@ def _other_tests(text: str, **reading: Any) -> Callable[[], LabelledImages]:
 
 
 def _folder_splits(folder: Path, train: str, test: str) -> tuple[list[str | None], list[Unused]]:
-    """Return the splits among a folder's subfolders, [None] if the subfolders are classes, and the unused splits."""
+    """Return the names of a folder's splits, or [None] if its subfolders are classes, and its unused splits."""
     names = subfolders(folder)
     others = [name for name in names if name not in (train, test)]
     if train not in names:
@@ -86,7 +86,7 @@ def _folder_splits(folder: Path, train: str, test: str) -> tuple[list[str | None
             raise FileNotFoundError(f"{folder} has no split {test!r}; its folders are {names}")
         strange = [name for name in others if name.lower() not in SPLIT_NAMES]
         if not holds_only_folders(folder / train) and (strange or not subfolders(folder / train)):
-            return [None], []  # the class "train", beside other vehicles, is not a split
+            return [None], []  # "train" is a class, for example among other vehicles, and not a split
         if strange:
             raise ValueError(
                 f"{folder} holds {train!r}, which contains only folders, and {strange[0]!r}. If {train!r} is the "

@@ -271,4 +271,4 @@ def open_split(path: str | os.PathLike[str], split: str | None, **reading: Any) 
 
 
 def _count(folder: Path) -> str:
-    return f"{len(folder_content(folder)[0])} images"
+    return counted(len(folder_content(folder)[0]), "image")

@@ -165,7 +165,7 @@ def _write_pipeline(folder: Path, state: LearnerState, classifier: Classifier) -
     model = merged_model(state)
     config = model.config
     config.id2label = dict(enumerate(classifier.class_names))
-    config.label2id = {name: place for place, name in config.id2label.items()}
+    config.label2id = {name: index for index, name in config.id2label.items()}
     config.problem_type = "single_label_classification"
     config.head = {name: list(tensor.shape) for name, tensor in head.items()}
     # A pipeline warns about classes whose names it does not know, so the class has a known name if there is one.

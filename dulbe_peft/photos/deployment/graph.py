@@ -78,10 +78,10 @@ def write_for_javascript(folder: Path, state: LearnerState, classifier: Classifi
     _largest_difference(
         lambda pixels: run(pixels).softmax(dim=1), lambda pixels: whole(pixels).softmax(dim=1), shape, precision
     )
-    labels = {str(place): label for place, label in enumerate(classifier.class_names)}
+    labels = {str(index): label for index, label in enumerate(classifier.class_names)}
     # transformers.js selects its class by the model type, and the class for "vit" only runs the graph.
     config = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "id2label": labels}
-    write_json(folder / "config.json", config | {"label2id": {label: int(place) for place, label in labels.items()}})
+    write_json(folder / "config.json", config | {"label2id": {label: int(index) for index, label in labels.items()}})
     settings = state.processor.image_processor.to_dict()
     kind = str(settings["image_processor_type"]).removesuffix("Pil").removesuffix("Fast")
     write_json(folder / "preprocessor_config.json", settings | {"image_processor_type": kind})

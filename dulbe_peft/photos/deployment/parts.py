@@ -62,7 +62,10 @@ def choose_classifier(state: LearnerState, name: str | None) -> Classifier:
 
 
 def class_facts(state: LearnerState, classifier: Classifier) -> dict[str, Any]:
-    """Return, as plain data, class names, prompts, and rejection thresholds by the share of known images rejected."""
+    """Return class names, prompts, and rejection thresholds as plain data.
+
+    The key of a threshold is the share of known images that it rejects.
+    """
     facts: dict[str, Any] = {"class_names": classifier.class_names, "classifier": spec(classifier)}
     if has_text(state.base):
         args = state.args

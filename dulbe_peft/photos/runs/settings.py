@@ -36,7 +36,7 @@ class StreamArguments:
     initial_increment: AtLeastOne | None = setting(None, "Classes of the first task, if it has a different number.")
     train_split: str = setting("train", "Name of the training split.")
     test_split: str = setting("test", "Name of the test split, or none.")
-    test_fraction: Part | None = setting(None, "Share of the images to hold out if there is no test split.")
+    test_fraction: Part | None = setting(None, "Share of images to hold out without a test split.")
     test_data: str | None = setting(None, "Separate test images, given as for --data.")
     leave_out: list[str] | None = setting(None, "Classes, or folders such as cat/old, to leave out.")
     validation_fraction: Part | None = setting(
@@ -49,11 +49,11 @@ class StreamArguments:
         "and so on.",
     )
     draw_seed: int = setting(0, "Seed for drawing images, and for holding them out with --validation-fraction.")
-    strict: bool = setting(False, "Stop at an unreadable image. By default, it is left out.")
-    vocabulary: str | None = setting(None, "Text file that lists those of exiftool's keywords that are classes.")
-    image_column: str = setting("image", "Column with the images in a Hub data set.")
-    label_column: str = setting("label", "Column with the labels in a Hub data set or a table.")
-    path_column: str | None = setting(None, "Column with the paths in a table given with --labels.")
+    strict: bool = setting(False, "Stop at unreadable images instead of skipping them.")
+    vocabulary: str | None = setting(None, "Text file of exiftool's keywords that are classes.")
+    image_column: str = setting("image", "Image column of a Hub data set.")
+    label_column: str = setting("label", "Column of labels in the data.")
+    path_column: str | None = setting(None, "Column of paths in the table of --labels.")
     class_names: str | None = setting(
         None, "Text file with a line per class: 'old name', a tab, 'new name'; or new names in the data's order."
     )
@@ -69,7 +69,7 @@ class StreamArguments:
         None, "eager or sdpa. By default, eager on a CPU, where it is the faster one."
     )
     store: bool = setting(True, "Store the features of images and reuse them, if nothing is trained.")
-    dry_run: bool = setting(False, "Print the tasks, layers, parameters and memory that a run would have, and exit.")
+    dry_run: bool = setting(False, "Print the tasks, layers, parameters and memory of the run, and exit.")
 
     def __post_init__(self) -> None:
         check_settings(self)

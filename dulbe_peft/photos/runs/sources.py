@@ -52,7 +52,7 @@ def data_or_labels(data: str | None, labels: str | None) -> str | None:
 
 def check_source(source: Mapping[str, Any]) -> None:
     """Raise the errors that `open_source` would raise before it opens an image, without asking the Hub."""
-    from dulbe_peft.data.folders import ImageFolder, folder_of_classes
+    from dulbe_peft.data.folders import FolderSplit
     from dulbe_peft.data.hub import HUB_PREFIX
     from dulbe_peft.photos.data.roles import stream_splits
 
@@ -60,8 +60,8 @@ def check_source(source: Mapping[str, Any]) -> None:
         given: list[Any] = [source.get(name) for name in _SPLITS]
         splits, _, tests = stream_splits(*given, **_reading(source))
         for opener in (*splits.values(), *(tests or ())[1:]):
-            if getattr(opener, "func", None) is ImageFolder:
-                folder_of_classes(*opener.args)
+            if isinstance(opener, FolderSplit):
+                opener.check()
 
 
 def _reading(source: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def open_source(
         train = draw_per_class(train, count, seed or 0)
     if report and (fraction is not None or count is not None):
         tested = "" if test is None else f", testing on {len(test)}" + (" held-out ones" if fraction else "")
-        print_once(f"training on {len(train)} images{tested}")
+        print_once(f"training on {counted(len(train), 'image')}{tested}")
     return train, test
 
 
@@ -152,7 +152,7 @@ def reopen_tests(
 ) -> list[LabelledImages | None]:
     """Return the test images of each earlier task, found by their content, or None for a task whose images are gone.
 
-    What is gone is printed. `renamed` maps the folder names of classes to the classes' present names.
+    A line is printed for each such task. `renamed` maps the folder names of classes to their present names.
     """
     open_splits = cache(_open_splits)
     tests: list[LabelledImages | None] = []
@@ -208,13 +208,30 @@ def _find_tests(
     raise ValueError(f"the images in {source['data']} are not those that the task was tested on")
 
 
+def tests_of(source: Mapping[str, Any] | None) -> list[str]:
+    """The flags with which `evaluate` finds the test images of a task's source, as far as they lie apart and here.
+
+    Those that a run held out lie among those that it learned.
+    """
+    from dulbe_peft.photos.data.roles import VALIDATION
+
+    if source is not None and source.get("test_data"):
+        return ["--data", str(source["test_data"])]
+    if source is not None and source.get("test_split") not in (None, "none") and not source.get("test_fraction"):
+        folder = Path(str(source.get("data")))
+        for split in (source["test_split"], *VALIDATION):
+            if (folder / split).is_dir():
+                return ["--data", str(folder), *([] if split == "test" else ["--split", split])]
+    return ["--data", "PHOTOS"]
+
+
 def new_images(images: LabelledImages, known: KnownImages, advice: str = "") -> LabelledImages:
     """Return the training images without copies and without images learned before; print what is left out."""
     rows, repeated = known.new_rows(images)
     for reason, which in repeated.items():
         name, learned = images.item_name(which[0]), known.class_of().get(images.contents()[which[0]] or b"")
         was = f", learned as {learned!r} before" if reason == "of another class" else ""
-        print_once(f"left out, to count no image twice: {len(which)} {reason}, such as {name}{was}{advice}")
+        print_once(f"left out, because they would count twice: {len(which)} {reason}, such as {name}{was}{advice}")
     if not known.complete:
         print_once("this learner has no record of its images, so repeated images cannot be recognized")
     return images.at(rows)

@@ -67,7 +67,7 @@ def test_run_follows_the_recommended_defaults(folders, tmp_path, capsys, monkeyp
     results = json.loads(Path("out/results.json").read_text())
     assert results["strategy"] == {"name": "frozen"} and results["class_names"] == [["one", "three", "two", "zero"]]
     assert next(iter(results["classifiers"])) == "bayes" == STRATEGIES["frozen"].classifiers[0]
-    assert any(line.startswith("estimate from 20 training images, each left out") for line in lines)
+    assert any(line.startswith("accuracy estimated from 20 training images, each left out in turn") for line in lines)
     assert not any("forgetting" in line for line in lines) and lines[-1] == "next: dulbe-peft report out"
     images = [str(path) for path in sorted((folders / "test").rglob("*.png"))]
     loaded = ClassIncrementalLearner.from_pretrained("out")
@@ -179,17 +179,20 @@ def test_flags_and_yaml_accept_the_same_values(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("", "dulbe-peft: Missing command.  dulbe-peft --help"),
+        ("", "dulbe-peft: Missing command.  See dulbe-peft --help"),
         ("predcit", "dulbe-peft: No such command 'predcit'. Did you mean 'predict'?"),
         ("run --model m --data d --output o --images-per-class 2,x", "must be like 8, or 2,32, or longtail:32"),
         ("run --model /no/such/model --dry-run", "'/no/such/model' does not exist"),
-        ("predict june photo.jpg", "june is no saved learner, for it holds no manifest.json: name a run's folder"),
-        ("predict july photo.jpg", "july is a file and no saved learner: name a run's folder"),
+        ("predict june photo.jpg", "june is not a saved learner, because it has no manifest.json: pass a run's"),
+        ("predict july photo.jpg", "july is a file, not a saved learner: pass a run's folder"),
         ("run --model demo --data hf: --output o", "hf: names no dataset: expected hf:NAME"),
         ("run --model m --data d --output o --class-names ''", "class_names is '', expected the path of a file"),
         ("run --config '{model: m, data: d, output: o, class_texts: \"\"}'", "class_texts is '', expected the path"),
         ("run --config= --model m --dry-run", "configuration file '.' does not exist"),
-        ("features --model demo --data demo-digits --split test --output o --class-names ''", "class names '' is no"),
+        (
+            "features --model demo --data demo-digits --split test --output o --class-names ''",
+            "the file of class names, '', does not",
+        ),
         (f"predict {SAVED} photos --sort-into ''", "--sort-into is '', expected the path of a folder"),
         ("check demo-digits --page ''", "--page is '', expected the path of a .html file"),
         ("run --config 'epoch: 3'", "unknown setting 'epoch'; did you mean 'epochs'?"),
@@ -309,9 +312,12 @@ def test_run_and_report_recommend_by_the_estimate_not_the_tests(own_run, capsys)
         assert main(["report", str(own_run)]) == 0
         printed.append(capsys.readouterr().out)
     clear, chance = printed
-    assert "estimate from 40 training images, each left out, with its 95 % interval: lda 80.0 % (70.0 to" in clear
+    assert (
+        "accuracy estimated from 40 training images, each left out in turn, with 95 % intervals: lda 80.0 % (70.0 to"
+        in clear
+    )
     assert f"predict {own_run} PHOTOS --classifier lda" in clear and clear.endswith("transformers --classifier lda\n")
-    assert "lda has 5.0 points more, which may be chance" in chance and chance.endswith("transformers\n")
+    assert "estimate of lda is 5.0 points higher, which may be chance" in chance and chance.endswith("transformers\n")
 
 
 def test_files_of_another_kind_are_replaced_only_with_overwrite(tmp_path, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""`predict` and `evaluate` on the command line: answers that come one by one, whole tables, images sorted."""
+"""Test `predict` and `evaluate` on the command line: printed predictions, tables, and sorted images."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def folders(digit_folders):
 
 @pytest.fixture(scope="module")
 def learner(folders, tmp_path_factory):
-    """A run over one, three, two and zero."""
+    """Return the folder of a run over one, three, two and zero."""
     out = tmp_path_factory.mktemp("learned") / "out"
     command = ["run", "--model", str(demo_model_folder()), "--data", str(folders), "--output", str(out), *MACHINE]
     assert main([*command, "--classifiers", "bridge,lda"]) == 0
@@ -40,16 +40,25 @@ def learner(folders, tmp_path_factory):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """How often each image was read to be encoded, by its content."""
+    """Count how often each image is read to be encoded, by its content."""
     counts, read = Counter(), PixelDataset.__getitem__
 
     def counted(self, index):
-        found = read(self, index)
-        counts[found[3]] += 1
-        return found
+        item = read(self, index)
+        counts[item[3]] += 1
+        return item
 
     monkeypatch.setattr(PixelDataset, "__getitem__", counted)
     return counts
+
+
+def test_after_a_table_comes_its_page(learner, folders, tmp_path, capsys):
+    table = tmp_path / "holidays.csv"
+    assert main(["predict", str(learner), str(folders / "test"), "--csv", str(table), *MACHINE]) == 0
+    command = capsys.readouterr().err.splitlines()[-1].removeprefix("next: dulbe-peft ")
+    assert command == f"report {table}" and main(command.split()) == 0
+    assert main(["predict", str(learner), str(folders / "test"), "--json", f"{table}.json", *MACHINE]) == 0
+    assert "--sort-into sorted" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_answers_come_batch_by_batch_until_a_signal(learner, folders, capsys, monkeypatch):
@@ -60,21 +69,21 @@ def test_answers_come_batch_by_batch_until_a_signal(learner, folders, capsys, mo
 
 
 def stop_at(batch, monkeypatch):
-    """Ctrl-C at a batch of `predict`, once."""
+    """Send Ctrl-C at one batch of `predict`."""
     predictions, calls = ClassIncrementalLearner.predictions, []
 
-    def answer(*arguments, **keywords):
+    def interrupted(*arguments, **keywords):
         calls.append(1)
         if len(calls) == batch:
             signal.raise_signal(signal.SIGINT)
         return predictions(*arguments, **keywords)
 
-    monkeypatch.setattr(ClassIncrementalLearner, "predictions", answer)
+    monkeypatch.setattr(ClassIncrementalLearner, "predictions", interrupted)
 
 
 @pytest.fixture
 def stopped(learner, digit_folders, tmp_path, monkeypatch, capsys):
-    """A command that was stopped when two of its three batches of eight images were answered."""
+    """Return a command that was stopped after two of its three batches of eight images."""
     images = shutil.copytree(digit_folders(4, 8, 6) / "test", tmp_path / "images")
     command = ["predict", str(learner), str(images), "--csv", str(tmp_path / "t.csv"), "--top-k", "2"]
     command += ["--sort-into", str(tmp_path / "sorted"), "--eval-batch-size", "8", *MACHINE]
@@ -87,7 +96,7 @@ def stopped(learner, digit_folders, tmp_path, monkeypatch, capsys):
 
 
 def whole(command, root, monkeypatch):
-    """The table and the sorted images of a command that nothing stops, and that knows no feature."""
+    """Run a command without an interruption and without stored features; return its table and its sorted images."""
     command = [*command]
     for flag, name in (("--csv", "whole.csv"), ("--sort-into", "whole")):
         command[command.index(flag) + 1] = str(root / name)
@@ -98,14 +107,14 @@ def whole(command, root, monkeypatch):
 
 
 def check_equal(table, expected):
-    """Up to what other batches change in features of float32."""
+    """Assert that two tables are equal up to the rounding of float32 features in different batches."""
     assert [row[:2] for row in table] == [row[:2] for row in expected]
     for column, limit in ((2, 1e-5), (3, 1e-3)):
-        found, others = ([float(row[column]) for row in rows[1:]] for rows in (table, expected))
-        assert found == pytest.approx(others, rel=1e-4, abs=limit)
+        values, others = ([float(row[column]) for row in rows[1:]] for rows in (table, expected))
+        assert values == pytest.approx(others, rel=1e-4, abs=limit)
 
 
-def test_a_stopped_command_given_again_encodes_what_is_missing_alone(stopped, tmp_path, reads, capsys, monkeypatch):
+def test_repeated_command_encodes_only_the_missing_images(stopped, tmp_path, reads, capsys, monkeypatch):
     assert main([*stopped, "--json", str(tmp_path / "t.json")]) == 0
     assert len(reads) == 8 and set(reads.values()) == {1}
     assert "24 images; written:" in capsys.readouterr().err
@@ -117,7 +126,7 @@ def test_a_stopped_command_given_again_encodes_what_is_missing_alone(stopped, tm
 
 
 def other_card(root):
-    """Other photographs under the same names, as old as the first ones."""
+    """Replace the photographs by different ones with the same names and modification times."""
     (root / "images").rename(root / "first card")
     for place in (root / "first card").rglob("*.png"):
         other = next((root / "first card" / {"one": "zero", "zero": "one"}.get(place.parent.name, "two")).iterdir())
@@ -127,7 +136,7 @@ def other_card(root):
         os.utime(copy, ns=(place.stat().st_atime_ns, place.stat().st_mtime_ns))
 
 
-def test_a_swapped_folder_of_equal_names_gets_the_answers_of_its_own_photographs(stopped, tmp_path, monkeypatch):
+def test_replaced_photographs_of_the_same_names_are_predicted_anew(stopped, tmp_path, monkeypatch):
     assert main(stopped) == 0
     first = read_csv(tmp_path / "t.csv")
     other_card(tmp_path)
@@ -141,8 +150,8 @@ def test_a_swapped_folder_of_equal_names_gets_the_answers_of_its_own_photographs
     check_equal(table, whole(stopped, tmp_path, monkeypatch)[0])
 
 
-def test_another_learner_or_setting_gives_its_own_table(stopped, tmp_path, monkeypatch):
-    """Nothing of the stopped command stands in it, nor of a photograph that is gone."""
+def test_different_learner_or_setting_writes_a_new_table(stopped, tmp_path, monkeypatch):
+    """The table has no rows of the stopped command and none of a deleted photograph."""
     next((tmp_path / "images" / "one").iterdir()).unlink()
     assert main(["forget", stopped[1], "zero", "--output", str(tmp_path / "out"), "--device", "cpu"]) == 0
     other = [stopped[0], str(tmp_path / "out"), *stopped[2:], "--coverage", "0.5", "--top-k", "1"]
@@ -152,7 +161,7 @@ def test_another_learner_or_setting_gives_its_own_table(stopped, tmp_path, monke
     check_equal(table, whole(other, tmp_path, monkeypatch)[0])
 
 
-def test_a_second_process_on_one_table_is_refused(learner, folders, tmp_path, capsys):
+def test_second_process_on_same_table_is_refused(learner, folders, tmp_path, capsys):
     with only_writer(str(tmp_path / "t.csv")):
         command = ["predict", str(learner), str(folders / "test"), "--csv", str(tmp_path / "t.csv"), *MACHINE]
         assert main(command) == 2 and "t.csv is in use by another process" in capsys.readouterr().err
@@ -160,7 +169,7 @@ def test_a_second_process_on_one_table_is_refused(learner, folders, tmp_path, ca
     assert main(command) == 0 and [path.name for path in tmp_path.iterdir()] == ["t.csv"]
 
 
-def test_one_image_has_one_row_and_two_have_two_names(learner, folders, tmp_path, capsys):
+def test_each_image_has_one_row_and_a_unique_name(learner, folders, tmp_path, capsys):
     images = shutil.copytree(folders / "test" / "one", tmp_path / "images")
     command = ["predict", str(learner), str(images), str(images / "8.png"), "--csv", str(tmp_path / "t.csv"), *MACHINE]
     assert main(command) == 0 and len(read_csv(tmp_path / "t.csv")) == 1 + 3
@@ -171,7 +180,7 @@ def test_one_image_has_one_row_and_two_have_two_names(learner, folders, tmp_path
     assert main(command) == 0 and b"/\xff.png,one," in (tmp_path / "t.csv").read_bytes()
 
 
-def test_copies_are_no_further_images(learner, folders, tmp_path, capsys):
+def test_sorting_into_the_folder_of_images_is_refused(learner, folders, tmp_path, capsys):
     images = shutil.copytree(folders / "test" / "one", tmp_path / "images")
     for place in (images, images / "sorted"):
         assert main(["predict", str(learner), str(images), "--sort-into", str(place), *MACHINE]) == 2
@@ -188,23 +197,23 @@ OUTPUTS = {
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
-def test_a_pipe_and_standard_output_are_written_to(learner, folders, tmp_path, capfd, output):
+def test_outputs_can_be_a_pipe_or_standard_output(learner, folders, tmp_path, capfd, output):
     command = [word.format(learner=learner, photos=folders) for word in OUTPUTS[output]]
     machine = MACHINE if command[0] == "predict" else []
     suffix = {"--json": "json", "--latex": "tex", "--csv": "csv"}.get(command[-1], "html")
     file = tmp_path / f"file.{suffix}"
     assert main([*command, str(file), *machine]) == 0
-    pipe, found = tmp_path / "pipe", []
+    pipe, received = tmp_path / "pipe", []
     os.mkfifo(pipe)
-    reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()), daemon=True)
+    reader = threading.Thread(target=lambda: received.append(pipe.read_bytes()), daemon=True)
     reader.start()
     assert main([*command, str(pipe), *machine]) == 0 and pipe.is_fifo()
     reader.join(20)
-    assert found == [file.read_bytes()] and found[0]
+    assert received == [file.read_bytes()] and received[0]
     for name in ("-", "/dev/stdout") if machine else ("-",):
         capfd.readouterr()
         assert main([*command, name, *machine]) == 0
-        assert capfd.readouterr().out.encode() == found[0]
+        assert capfd.readouterr().out.encode() == received[0]
     assert sorted(tmp_path.iterdir()) == [file, pipe]
 
 
@@ -217,15 +226,15 @@ def test_images_are_sorted_into_folders_and_nothing_is_replaced(learner, folders
     for _ in range(2):
         assert main(command) == 0
         assert content(tmp_path / "sorted").keys() == {"one/10.png", "one/8.png", "one/9-2.png", "one/9.png"}
-    said = capsys.readouterr()
-    assert "no.png cannot be read" in said.err and said.out.count("one") >= 8
+    captured = capsys.readouterr()
+    assert "no.png cannot be read" in captured.err and captured.out.count("one") >= 8
     for area in (0.5, 0.9):
         monkeypatch.setattr(Classifier, "roc_area", area)
         assert main([*command, "--reject", "0.99"]) == 0 and (tmp_path / "sorted" / "none of these").is_dir()
-        assert ("unknown things cannot be told here" in capsys.readouterr().err) == (area == 0.5)
+        assert ("--reject is not reliable here" in capsys.readouterr().err) == (area == 0.5)
 
 
-def test_names_reach_the_terminal_and_tables_without_what_acts_on_them(learner, folders, tmp_path, capsys):
+def test_control_characters_in_names_are_escaped(learner, folders, tmp_path, capsys):
     images = tmp_path / "images"
     images.mkdir()
     name = "a\r=1+1\n\x1b[2J\u202eb.png"
@@ -233,9 +242,9 @@ def test_names_reach_the_terminal_and_tables_without_what_acts_on_them(learner, 
     (images / f"not {name}").write_bytes(b"x")
     shown = r"a\r=1+1\n\x1b[2J\u202eb.png"
     assert main(["predict", str(learner), str(images), *MACHINE]) == 0
-    said = capsys.readouterr()
-    assert said.out.startswith(f"{images}/{shown}\t") and said.out.count("\n") == 1
-    assert f"not {shown} cannot be read" in said.err and "\x1b" not in said.err
+    captured = capsys.readouterr()
+    assert captured.out.startswith(f"{images}/{shown}\t") and captured.out.count("\n") == 1
+    assert f"not {shown} cannot be read" in captured.err and "\x1b" not in captured.err
     file = tmp_path / "table.csv"
     assert main(["predict", str(learner), str(images), "--csv", str(file), *MACHINE]) == 0
     assert [row[0] for row in read_csv(file)] == ["path", f"{images}/{shown}"]
@@ -243,19 +252,21 @@ def test_names_reach_the_terminal_and_tables_without_what_acts_on_them(learner, 
     assert "\x1b" not in capsys.readouterr().err
 
 
-def test_strangers_alone_can_be_measured(learner, folders, tmp_path, capsys):
+def test_rejection_can_be_measured_on_unknown_classes_only(learner, folders, tmp_path, capsys):
     shutil.copytree(folders / "test" / "one", tmp_path / "test" / "nine\u202e")
     command = ["evaluate", str(learner), "--data", str(tmp_path), *MACHINE]
     assert main(command) == 2 and "--reject measures" in capsys.readouterr().err
     assert main([*command, "--reject", "0.25"]) == 0
-    said = capsys.readouterr()
-    figures = json.loads(said.out)["rejection"]
-    assert figures["refused"] is None and f"{100 * figures['found']:.2f} % of the images of other classes" in said.err
+    captured = capsys.readouterr()
+    figures = json.loads(captured.out)["rejection"]
+    assert (
+        figures["refused"] is None and f"{100 * figures['found']:.2f} % of the images of other classes" in captured.err
+    )
     shutil.copytree(folders / "test", tmp_path / "test", dirs_exist_ok=True)
     assert main([*command, "--reject", "0.25"]) == 0
-    said = capsys.readouterr()
-    found = json.loads(said.out)
-    assert r"not learned: nine\u202e (3 images)" in said.err and found["rejection"]["found"] == figures["found"]
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert r"not learned: nine\u202e (3 images)" in captured.err and found["rejection"]["found"] == figures["found"]
     rows = ClassIncrementalLearner.from_pretrained(learner).predictions(str(folders / "test"), reject=0.25)
     assert found["rejection"]["refused"] == pytest.approx(sum(not row.known for row in rows) / len(rows))
 
@@ -269,7 +280,7 @@ def test_strangers_alone_can_be_measured(learner, folders, tmp_path, capsys):
         (">/dev/full 2>/dev/full", 2, ""),
     ],
 )
-def test_closed_and_full_streams_end_in_a_message_and_a_status(redirection, status, words):
+def test_closed_and_full_streams_give_a_message_and_a_status(redirection, status, words):
     command = f"{sys.executable} -m dulbe_peft --help {redirection}"
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=buffered)
@@ -278,8 +289,8 @@ def test_closed_and_full_streams_end_in_a_message_and_a_status(redirection, stat
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_starting_up_is_one_line(tmp_path):
-    """Whatever is being imported when the signal comes."""
+def test_ctrl_c_during_imports_prints_one_line(tmp_path):
+    """The signal comes while different packages are being imported."""
     output = str(tmp_path / "o")
     for module in ("click", "torch", "transformers", "peft"):
         script = (

@@ -43,11 +43,11 @@ def test_table_gives_labels_and_splits_of_images(heap, tmp_path, monkeypatch):
     rows = [[path, *facts] for path, facts in heap.items()]
     file = table(tmp_path / "labels.csv", ["path", "label", "split"], *rows, ["heap/none.jpg", "two", "val"])
     monkeypatch.chdir("/")  # paths are relative to the table, not to the working directory
-    train, test, found = open_stream_data(file)
+    train, test, inventory = open_stream_data(file)
     for part, split in ((train, "train"), (test, "test")):
         names = {part.item_name(i): part.class_names[part.labels[i]] for i in range(len(part))}
         assert names == {str(tmp_path / path): label for path, (label, where) in heap.items() if where == split}
-    assert [why for _, why in found.left_out] == ["the split 'val', which is neither trained nor tested on"]
+    assert [why for _, why in inventory.left_out] == ["the split 'val', which is neither trained nor tested on"]
     assert np.asarray(train[0]["image"]).shape == (64, 64, 3)
     assert open_split(file, "test").class_names == test.class_names
     alone = table(tmp_path / "alone.csv", ["label", "path"], *([label, path] for path, (label, _) in heap.items()))
@@ -133,10 +133,10 @@ def test_tables_of_other_programs_are_read_and_guesses_reported(tmp_path, name):
     for number, letter in enumerate("abcdef"):
         Image.new("RGB", (8, 8), (40 * number, 0, 0)).save(tmp_path / "img" / f"{letter}.jpg")
     (tmp_path / "labels.csv").write_bytes(content.encode())
-    train, _, found = open_stream_data(tmp_path / "labels.csv")
+    train, _, inventory = open_stream_data(tmp_path / "labels.csv")
     read = [(train.item_name(i), train.class_names[train.labels[i]]) for i in range(len(train))]
     assert read == [(str(tmp_path / path), label) for path, label in ROWS]
-    assert not note or any(note in line for line in found.problems()), found.problems()
+    assert not note or any(note in line for line in inventory.problems()), inventory.problems()
 
 
 @pytest.mark.parametrize(
@@ -173,9 +173,9 @@ def test_label_column_can_be_chosen_and_is_valid_is_a_split(tmp_path):
     )
     for letter in "ab":
         Image.new("RGB", (8, 8), "red" if letter == "a" else "blue").save(tmp_path / f"{letter}.jpg")
-    train, test, found = open_stream_data(tmp_path / "labels.csv", label_column="category")
+    train, test, inventory = open_stream_data(tmp_path / "labels.csv", label_column="category")
     assert train.class_names == ("cat",) and len(train) == len(test) == 1
-    assert "the test split is 'valid'" in found.format() and "ignored columns: 'id', 'class'" in found.format()
+    assert "the test split is 'valid'" in inventory.format() and "ignored columns: 'id', 'class'" in inventory.format()
     assert open_stream_data(tmp_path / "labels.csv", label_column="class")[0].class_names == ("x",)
 
 
@@ -192,9 +192,9 @@ def test_hugging_face_image_folders_are_read(tmp_path, suffix):
             text if suffix == "jsonl" else csv_text(["file_name", "animal"], rows)
         )
     for _ in range(2):
-        _, test, found = open_stream_data(tmp_path)
-        assert found.counts == {"train": {"cat": 1, "dog": 2}, "validation": {"cat": 1, "dog": 1}}
-        assert "the labels from the column 'animal'" in found.format() and len(test) == 2
+        _, test, inventory = open_stream_data(tmp_path)
+        assert inventory.counts == {"train": {"cat": 1, "dog": 2}, "validation": {"cat": 1, "dog": 1}}
+        assert "the labels from the column 'animal'" in inventory.format() and len(test) == 2
         above = [
             (f"{split}/{file}", label)
             for split in ("train", "validation")
@@ -233,8 +233,11 @@ def test_half_filled_in_table_of_suggest_is_read(tmp_path):
         Image.new("RGB", (8, 8), "red").save(tmp_path / file)
     with (tmp_path / "labels.csv").open("w", encoding="utf-8", errors="surrogateescape") as file:
         file.write(f"path,reason,label,novelty\na.jpg,unsure,cat,1\nb.jpg,unsure,,1\n{name},unsure,dog,1\n")
-    train, _, found = open_stream_data(tmp_path / "labels.csv")
-    assert len(train) == 1 and [why for _, why in found.left_out] == ["no label in the table", "the name is not UTF-8"]
+    train, _, inventory = open_stream_data(tmp_path / "labels.csv")
+    assert len(train) == 1 and [why for _, why in inventory.left_out] == [
+        "no label in the table",
+        "the name is not UTF-8",
+    ]
 
 
 def test_keywords_in_the_vocabulary_become_labels(tmp_path):
@@ -270,7 +273,7 @@ def test_run_and_learn_take_a_table(heap, tmp_path, capsys):
     capsys.readouterr()
     assert run("learn", tmp_path / "june", "--labels", july, "--output", tmp_path / "july") == 0
     printed = capsys.readouterr()
-    assert "3 classes" in printed.out and "not used again" not in printed.err, "June's test images are found again"
+    assert "3 classes" in printed.out and "not used again" not in printed.err, "June's test images are inventory again"
     for words, why in (
         (["--labels", july, "--data", tmp_path], "omit --data"),
         (["--labels", tmp_path], "expected a .csv file"),
@@ -322,8 +325,8 @@ def test_real_exiftool_reads_labels_and_writes_predictions_once(heap, learner, t
     (tmp_path / "tags.csv").write_text(exiftool("-csv", "-r", "-Subject", *kind, "heap"))
     (tmp_path / "words.txt").write_text("\n".join(DIGITS[:3]))
     images = load_data("tags.csv", None, vocabulary="words.txt")
-    found = {images.item_name(i): images.class_names[images.labels[i]] for i in range(len(images))}
-    assert found == {path: label for path, (label, _) in heap.items()}
+    labels = {images.item_name(i): images.class_names[images.labels[i]] for i in range(len(images))}
+    assert labels == {path: label for path, (label, _) in heap.items()}
     for _ in range(2):
         assert run("predict", learner, "heap", "--exiftool", "guesses.csv") == 0
         exiftool("-csv+=guesses.csv", "-sep", ", ", "-overwrite_original", *kind, "heap")

@@ -41,17 +41,18 @@ def test_inventory_counts_images_and_lists_bad_files(tmp_path):
         (train / odd).write_text("no image")
     (train / "fox").mkdir()
     data = ImageFolder(tmp_path, "train")
-    found, task = inspect_images(data), class_incremental_tasks(data, increment=1)[1]
+    inventory, task = inspect_images(data), class_incremental_tasks(data, increment=1)[1]
     assert [image.place for image, _ in inspect_images(task.train).unreadable] == [0]
     assert inspect_images([(Image.new("RGB", (4, 4)), 1)]).counts == {"images": {"0": 0, "1": 1}}
-    assert found.counts == {"train": {"cat": 3, "dog": 2}}
+    assert inventory.counts == {"train": {"cat": 3, "dog": 2}}
     bad = str(train / "dog" / "0.jpg")
-    assert [image[:3] for image, _ in found.unreadable] == [("train", 3, bad)]
-    assert sorted(found.left_out) == sorted(data.left_out) and "files ending in .md are not read" in found.format()
-    assert found.summary() == "2 classes; images: 5 in train; left out: 5; cannot be read: 1"
+    assert [image[:3] for image, _ in inventory.unreadable] == [("train", 3, bad)]
+    assert sorted(inventory.left_out) == sorted(data.left_out)
+    assert "a file ending in .md is not read" in inventory.format()
+    assert inventory.summary() == "2 classes; images: 5 in train; left out: 5; cannot be read: 1"
     table = ["class       train", "cat             3", "dog             2", "2 classes       5"]
-    assert found.format().splitlines()[:4] == table
-    assert f"  {bad}: it is none of the formats JPEG, PNG" in found.format()
+    assert inventory.format().splitlines()[:4] == table
+    assert f"  {bad}: it is none of the formats JPEG, PNG" in inventory.format()
 
 
 def test_hold_out_follows_content_and_ignores_names_order_and_other_images(tmp_path):
@@ -113,12 +114,12 @@ def test_draw_per_class_keeps_count_images_and_draws_are_nested(tmp_path):
 def test_splits_of_a_folder_are_found(tmp_path, monkeypatch):
     for split, counts in (("train", {"ant": 1, "cat": 3}), ("test", {"cat": 2}), ("val", {"cat": 4, "dog": 1})):
         photos(tmp_path / split, counts)
-    train, test, found = open_stream_data(tmp_path)
-    assert test.class_names == train.class_names and test[1]["label"] == 1, "a class without test images is trained"
-    assert found.counts == {"train": {"ant": 1, "cat": 3}, "test": {"ant": 0, "cat": 2}}
-    assert "cat             3       2" in found.format()
+    train, test, inventory = open_stream_data(tmp_path)
+    assert test.class_names == train.class_names and test[1]["label"] == 1, "labels number the training classes"
+    assert inventory.counts == {"train": {"ant": 1, "cat": 3}, "test": {"ant": 0, "cat": 2}}
+    assert "cat             3       2" in inventory.format()
     why = "the split 'val', which is neither trained nor tested on, 5 images"
-    assert found.left_out == [(str(tmp_path / "val"), why)]
+    assert inventory.left_out == [(str(tmp_path / "val"), why)]
     walked = Mock(side_effect=os.walk)
     monkeypatch.setattr(os, "walk", walked)
     check_source({"data": str(tmp_path), "train_split": "train", "test_split": "test"})
@@ -152,15 +153,15 @@ def test_holds_image_stops_at_the_first_image(tmp_path, monkeypatch):
     assert holds_image(root) and entered == [str(root)]
 
 
-def test_folder_of_classes_is_all_training_images(tmp_path):
+def test_all_images_are_for_training_in_a_folder_of_classes(tmp_path):
     photos(tmp_path, {"cat": 30, "dog": 30})
-    train, test, found = open_stream_data(tmp_path)
-    assert len(train) == 60 and test is None and found.summary() == "2 classes; images: 60 in train"
+    train, test, inventory = open_stream_data(tmp_path)
+    assert len(train) == 60 and test is None and inventory.summary() == "2 classes; images: 60 in train"
     photos(tmp_path / "split" / "train", {"cat": 20, "dog": 20})
     assert open_stream_data(tmp_path / "split")[1] is None
     shutil.rmtree(tmp_path / "split")
-    train, test, found = open_stream_data(tmp_path, test_fraction=0.3)
-    assert len(train) + len(test) == 60 and list(found.counts["test"].values()) == counts_of(test)
+    train, test, inventory = open_stream_data(tmp_path, test_fraction=0.3)
+    assert len(train) + len(test) == 60 and list(inventory.counts["test"].values()) == counts_of(test)
 
 
 @pytest.mark.parametrize(
@@ -194,8 +195,8 @@ def test_unreadable_images_raise_one_error_or_are_left_out(tmp_path):
     with pytest.raises(ValueError, match="^2 of the images") as error:
         open_stream_data(tmp_path)
     assert all(word in str(error.value) for word in ("--strict", *map(str, bad)))
-    train, test, found = open_stream_data(tmp_path, strict=False)
-    assert (len(train), len(test), len(found.unreadable)) == (7, 3, 2)
+    train, test, inventory = open_stream_data(tmp_path, strict=False)
+    assert (len(train), len(test), len(inventory.unreadable)) == (7, 3, 2)
     assert not {path.as_posix() for path in bad} & (names(train) | names(test))
     assert [train[index]["label"] for index in range(7)] == [0, 0, 0, 1, 1, 1, 1]
     for path in (tmp_path / "train" / "dog").iterdir():
@@ -223,9 +224,9 @@ def test_many_blank_or_repeated_images_are_reported(tmp_path, capsys):
     # One of the six flat images is black, and counts as dark.
     assert "24 of the images were examined; 5 are of one flat colour, such as" in printed
     assert "7 are nearly black, as 12-bit pixels" in printed and "5 are the same picture as another" in printed
-    assert main(["check", str(tmp_path), "--csv", str(tmp_path.parent / "found.csv")]) == 0
+    assert main(["check", str(tmp_path), "--csv", str(tmp_path.parent / "inventory.csv")]) == 0
     assert "5 are of one flat colour, such as" in capsys.readouterr().out
-    rows = (tmp_path.parent / "found.csv").read_text().splitlines()
+    rows = (tmp_path.parent / "inventory.csv").read_text().splitlines()
     assert sum(',blank,"nearly black' in row for row in rows) == 7
     shutil.rmtree(tmp_path / "flat"), shutil.rmtree(tmp_path / "dark"), shutil.rmtree(tmp_path / "same")
     assert not open_stream_data(tmp_path)[2].blank
@@ -277,10 +278,10 @@ def test_common_layouts_are_read_or_refused_with_advice(tmp_path, name):
                 opens(tmp_path)
         return
     check_source({"data": str(tmp_path)} | SPLITS)
-    found = open_stream_data(tmp_path)[2]
-    counts = {split: [name for name, count in of.items() if count] for split, of in found.counts.items()}
+    inventory = open_stream_data(tmp_path)[2]
+    counts = {split: [name for name, count in of.items() if count] for split, of in inventory.counts.items()}
     lines = [f"{split}: {' '.join(names)}" for split, names in counts.items()]
-    lines += [f"{Path(path).name}: {why}" for path, why in found.left_out] + found.notes
+    lines += [f"{Path(path).name}: {why}" for path, why in inventory.left_out] + inventory.notes
     for words in set(expected):
         assert sum(words in line for line in lines) == expected.count(words), lines
 
@@ -300,12 +301,12 @@ def test_leave_out_and_separate_test_data(tmp_path):
     with pytest.raises(ValueError, match="no class and no folder of that name"):
         open_stream_data(root, leave_out=["cats"])
     photos(root, {"test/cat": 2})
-    found = open_stream_data(root, leave_out=["odd", "cat/old"])[2]
-    assert found.counts == {"train": {"cat": 4, "dog": 4}, "test": {"cat": 2, "dog": 0}}
-    assert sum("left out on request" in why for _, why in found.left_out) == 3
-    _, test, found = open_stream_data(root, test_split="none", test_fraction=0.5)
+    inventory = open_stream_data(root, leave_out=["odd", "cat/old"])[2]
+    assert inventory.counts == {"train": {"cat": 4, "dog": 4}, "test": {"cat": 2, "dog": 0}}
+    assert sum("left out on request" in why for _, why in inventory.left_out) == 3
+    _, test, inventory = open_stream_data(root, test_split="none", test_fraction=0.5)
     assert len(test) and not any("test/" in name for name in names(test))
-    assert "neither trained nor tested on, 3 images" in found.left_out[0][1]
+    assert "neither trained nor tested on, 3 images" in inventory.left_out[0][1]
     other = photos(tmp_path / "b", {"cat": 5, "dog": 1})
     for folder in (other, photos(tmp_path / "c", {"train/dog": 1, "test/cat": 5, "test/dog": 1})):
         assert open_stream_data(root, test_data=folder)[2].counts["test"] == {"cat": 5, "dog": 1, "odd": 0}
@@ -375,6 +376,6 @@ def test_small_inputs_of_other_programs_are_read(name):
         with pytest.raises(ValueError, match=expected):
             open_stream_data(data, **given)
         return
-    train, _, found = open_stream_data(data, **given)
-    assert list(train.class_names) == expected and not found.blank
-    assert sum(found.counts["train"].values()) == len(train) >= 8
+    train, _, inventory = open_stream_data(data, **given)
+    assert list(train.class_names) == expected and not inventory.blank
+    assert sum(inventory.counts["train"].values()) == len(train) >= 8

@@ -1,4 +1,4 @@
-"""`python -m research verify` on small models and images: a stub stands in for the Hub and the web."""
+"""Test `python -m research verify` on small models and images, with a stub for the Hub and the web."""
 
 import hashlib
 import io
@@ -29,14 +29,14 @@ from research.verification.fetching import Fetcher
 from research.verification.images import few_shots
 from research.verification.measuring import gda_clip
 
-NAMES = ["red_fox", "owl", "see"]  # the last one misspelt
-OF_THE_CHECK = ["Red Fox", "Owl", "Sea"]
+NAMES = ["red_fox", "owl", "see"]  # the last name is misspelt
+CHECK_NAMES = ["Red Fox", "Owl", "Sea"]
 TEMPLATES = ["a photo of a {}.", "the {}."]
 SHOTS, SEEDS, VIEWS = 3, (1, 2), 2
 
 
 def picture(label, number, noise=40):
-    """A noisy image, whose colour says the class."""
+    """Return a noisy image whose colour shows the class."""
     draw = np.random.default_rng([label, number])
     colour = np.array([(200, 60, 60), (60, 200, 60), (60, 60, 200)][label])
     pixels = np.clip(colour + draw.normal(0, noise, (24, 30, 3)), 0, 255)
@@ -50,7 +50,7 @@ def png(image):
 
 
 ROWS = [(picture(label, number), label) for label in range(3) for number in range(4)]
-# The paths, as an author's split file lists them; a class has fewer images to learn from than are drawn.
+# The paths as in an author's split file. One class has fewer training images than are drawn.
 PATHS = {part: [] for part in ("train", "val", "test")}
 for _label in (2, 0, 1):
     for _number in range(8):
@@ -63,7 +63,7 @@ PATHS["train"] += [["red_fox/8.png", 0, "red_fox"]]
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """The Hub and the web, with all that the checks below ask for."""
+    """Serve a stub of the Hub and the web with all files that the checks below need."""
     monkeypatch.setenv("DULBE_PEFT_STORE", str(tmp_path / "cache" / "features.sqlite"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     with on_this_process(monkeypatch, tmp_path) as hub:
@@ -99,7 +99,7 @@ def archive():
 
 
 def checks_of(hub, **changes):
-    """One check of each kind, with the numbers that a literal computation gives."""
+    """Return one check of each kind and its data, with `changes` by name."""
     sha256 = {path: hashlib.sha256(content).hexdigest() for path, content in hub.web.items()}
     data = {
         "photo": {"source": f"{hub.url}/photo.png", "sha256": sha256["/photo.png"][:16]},
@@ -109,7 +109,7 @@ def checks_of(hub, **changes):
             "image_column": "img",
             "label_column": "fine_label",
             "misspelt": {"see": "sea"},
-            "names": OF_THE_CHECK,
+            "names": CHECK_NAMES,
             "classes": 3,
             "images": {"test": len(ROWS)},
         },
@@ -148,17 +148,17 @@ def checks_of(hub, **changes):
 
 
 def verify(tmp_path, content, *flags):
-    """Exit status of the command on these checks, and the outcomes that its file holds, by name."""
+    """Run the command on these checks; return its exit status, and the outcomes in its file by name."""
     file = tmp_path / "my.yaml"
     file.write_text(yaml.safe_dump(content), encoding="utf-8")
-    output = tmp_path / "found.json"
+    output = tmp_path / "outcomes.json"
     status = main(["verify", "--checks", str(file), "--output", str(output), "--device", "cpu", *flags])
-    found = json.loads(output.read_text())["outcomes"] if output.exists() else []
-    return status, {outcome["check"]["name"]: outcome for outcome in found}
+    outcomes = json.loads(output.read_text())["outcomes"] if output.exists() else []
+    return status, {outcome["check"]["name"]: outcome for outcome in outcomes}
 
 
 def literal_features(images, kind="clip", resize=None):
-    """Unit features by transformers' own model, image by image."""
+    """Compute unit features with transformers' own model, image by image."""
     model, processor = kind if isinstance(kind, tuple) else load_dual_encoder(f"someone/{kind}")
     if resize:
         processor = with_image_resize(processor, model, resize)
@@ -167,50 +167,50 @@ def literal_features(images, kind="clip", resize=None):
 
 
 def literal_texts(templates):
-    """Of each class the direction of the mean over the unit embeddings of its prompts."""
+    """Compute, for each class, the normalized mean of the unit embeddings of its prompts."""
     model, processor = load_dual_encoder("someone/clip")
     rows = []
-    # The rows of the split file have no other names.
-    for name in OF_THE_CHECK if len(templates) > 1 else [name.replace("_", " ") for name in NAMES]:
+    # The data of the split file uses the names in its rows.
+    for name in CHECK_NAMES if len(templates) > 1 else [name.replace("_", " ") for name in NAMES]:
         texts = processor.tokenizer(
             [text.replace("{}", name) for text in templates], padding=True, return_tensors="pt"
         )
         with torch.no_grad():
-            found = model.get_text_features(**texts)
-        found = getattr(found, "pooler_output", found).double().numpy()
-        mean = (found / np.linalg.norm(found, axis=1, keepdims=True)).mean(axis=0)
+            embeds = model.get_text_features(**texts)
+        embeds = getattr(embeds, "pooler_output", embeds).double().numpy()
+        mean = (embeds / np.linalg.norm(embeds, axis=1, keepdims=True)).mean(axis=0)
         rows.append(mean / np.linalg.norm(mean))
     return np.stack(rows)
 
 
 def literal_gda():
-    """The mean accuracy of GDA-CLIP over both seeds, in percent, from its formula."""
+    """Compute the accuracy of GDA-CLIP for both seeds, in percent, from its formula."""
     labels = {part: np.array([label for _, label, _ in rows]) for part, rows in PATHS.items()}
     images = {
         part: [picture(label, int(path.split("/")[1][:-4])) for path, label, _ in rows] for part, rows in PATHS.items()
     }
-    tests, texts, found = literal_features(images["test"]), literal_texts(TEMPLATES[:1]), []
+    tests, texts, accuracies = literal_features(images["test"]), literal_texts(TEMPLATES[:1]), []
     tau = float(load_dual_encoder("someone/clip")[0].logit_scale.detach().exp())
     for seed, alpha in zip(SEEDS, (10, 100), strict=True):
         random.seed(seed)
         drawn = []
         for label in dict.fromkeys(labels["train"].tolist()):
-            members = [place for place, own in enumerate(labels["train"]) if own == label]
+            members = [index for index, other in enumerate(labels["train"]) if other == label]
             drawn += random.sample(members, SHOTS) if len(members) >= SHOTS else random.choices(members, k=SHOTS)
         views = []
         for number in range(VIEWS):
-            for place in drawn:
-                content = hashlib.sha256(png(images["train"][place])).digest()
+            for index in drawn:
+                content = hashlib.sha256(png(images["train"][index])).digest()
                 seeds = (seed, number, int.from_bytes(content, "little"))
-                views.append(augmented(images["train"][place], "crop+flip", seeds))
+                views.append(augmented(images["train"][index], "crop+flip", seeds))
         rows = literal_features(views, resize="squash").astype(np.float64)
-        own = np.tile(labels["train"][drawn], VIEWS)
-        logits = reference.gda_clip_logits(rows, own, texts, tests.astype(np.float64), alpha, tau)
-        found.append(100 * (logits.argmax(axis=1) == labels["test"]).mean())
-    return found
+        row_labels = np.tile(labels["train"][drawn], VIEWS)
+        logits = reference.gda_clip_logits(rows, row_labels, texts, tests.astype(np.float64), alpha, tau)
+        accuracies.append(100 * (logits.argmax(axis=1) == labels["test"]).mean())
+    return accuracies
 
 
-def test_every_level_gives_what_a_literal_computation_gives(hub, tmp_path, capsys):
+def test_numbers_of_every_level_equal_a_literal_computation(hub, tmp_path, capsys):
     from transformers import AutoModel
 
     model, processor = load_dual_encoder("someone/siglip")
@@ -224,35 +224,38 @@ def test_every_level_gives_what_a_literal_computation_gives(hub, tmp_path, capsy
         pixels = load_dual_encoder("someone/dinov2")[1].image_processor(picture(0, 99), return_tensors="pt")
         token = dino(**pixels).last_hidden_state[0, 0, :2].tolist()
     labels = np.array([label for _, label in ROWS])
-    said = (literal_features([image for image, _ in ROWS]) @ literal_texts(TEMPLATES).T).argmax(axis=1)
+    predicted = (literal_features([image for image, _ in ROWS]) @ literal_texts(TEMPLATES).T).argmax(axis=1)
     seeds = literal_gda()
-    expected = {"logits": logits, "token": token, "zero": [100 * (said == labels).mean()], "gda": [np.mean(seeds)]}
+    accuracy = 100 * (predicted == labels).mean()
+    expected = {"logits": logits, "token": token, "zero": [accuracy], "gda": [np.mean(seeds)]}
     changes = {
         name: {"expected": np.asarray(values, float).tolist(), "tolerance": 1e-4} for name, values in expected.items()
     }
-    status, found = verify(tmp_path, checks_of(hub, **changes))
+    status, outcomes = verify(tmp_path, checks_of(hub, **changes))
     assert status == 0, capsys.readouterr().out
-    assert found["gda"]["seeds"]["gda-clip"] == pytest.approx(seeds)
-    assert set(found["gda"]["beside"]) == {"lda", "bayes"}
-    said = capsys.readouterr().out
-    assert "0 of 4 outside, 0 not run" in said and sum(line.endswith("  yes") for line in said.splitlines()) == 4
-    assert said.index("to download: hf:someone/animals (data/test-*.parquet), 0.0 MB") < said.index("logits ...")
-    content = json.loads((tmp_path / "found.json").read_text())
+    assert outcomes["gda"]["seeds"]["gda-clip"] == pytest.approx(seeds)
+    assert set(outcomes["gda"]["beside"]) == {"lda", "bayes"}
+    printed = capsys.readouterr().out
+    assert "0 of 4 outside, 0 not run" in printed
+    assert sum(line.endswith("  yes") for line in printed.splitlines()) == 4
+    download = "to download: hf:someone/animals (data/test-*.parquet), 0.0 MB"
+    assert printed.index(download) < printed.index("logits ...")
+    content = json.loads((tmp_path / "outcomes.json").read_text())
     assert content["versions"]["torch"] == version("torch") and content["machine"]["device"] == "cpu"
     repo = hub.repos["someone/animals"]
     assert content["known"]["hf:someone/animals"] == repo["branches"]["main"]
     assert content["known"][f"{hub.url}/animals.tgz"] == hashlib.sha256(hub.web["/animals.tgz"]).hexdigest()
-    assert f"first seen, and noted: hf:someone/animals {repo['branches']['main']}" in said
+    assert f"seen for the first time, and recorded: hf:someone/animals {repo['branches']['main']}" in printed
 
 
-def test_sizes_are_of_what_is_still_to_come(hub, tmp_path, monkeypatch):
+def test_size_counts_only_what_is_not_downloaded_yet(hub, tmp_path, monkeypatch):
     fetcher = Fetcher(tmp_path / "kept")
     files = hub.files("someone/clip")
     wanted = sum(len(content) for name, content in files.items() if name.endswith((".json", ".txt", ".safetensors")))
     hub.commit("someone/clip", files | {"pytorch_model.bin": b"x" * 5000, "tf_model.h5": b"x" * 5000})
     assert fetcher.hub_size("someone/clip", "model", (), None) == wanted
     load_dual_encoder("someone/clip")
-    assert fetcher.hub_size("someone/clip", "model", (), None) < wanted / 10  # but for files that nobody reads
+    assert fetcher.hub_size("someone/clip", "model", (), None) < wanted / 10  # files that nothing reads are left
     data = ("someone/animals", "dataset", ["data/test-*.parquet"], None)
     assert fetcher.hub_size(*data) == len(hub.files("someone/animals")["data/test-00000-of-00001.parquet"])
     fetcher.hub_files("someone/animals", "data/test-*.parquet", "main")
@@ -264,25 +267,25 @@ def test_sizes_are_of_what_is_still_to_come(hub, tmp_path, monkeypatch):
     assert fetcher.size(f"{hub.url}/nothing") is None and fetcher.hub_size("someone/nobody", "model", (), None) is None
 
 
-def test_it_goes_on_where_it_was_stopped_and_takes_what_it_took_before(hub, tmp_path, capsys, monkeypatch):
-    measure, seen = kit.measure, []
+def test_stopped_checks_continue_with_the_first_commits(hub, tmp_path, capsys, monkeypatch):
+    measure, measured = kit.measure, []
 
-    def stops(check, *others):
-        seen.append(check.name)
-        if len(seen) == 3:
+    def interrupt_third(check, *others):
+        measured.append(check.name)
+        if len(measured) == 3:
             raise KeyboardInterrupt
         return measure(check, *others)
 
     content = checks_of(hub, logits={"tolerance": 1e4}, token={"tolerance": 1e4}, zero={"tolerance": 100})
     content["checks"] = content["checks"][:3]
-    monkeypatch.setattr(kit, "measure", stops)
-    status, found = verify(tmp_path, content)
-    assert status == 130 and list(found) == ["logits", "token"] and "--checks" in capsys.readouterr().err
-    assert verify(tmp_path, content)[0] == 0 and seen == ["logits", "token", "zero", "zero"]
+    monkeypatch.setattr(kit, "measure", interrupt_third)
+    status, outcomes = verify(tmp_path, content)
+    assert status == 130 and list(outcomes) == ["logits", "token"] and "--checks" in capsys.readouterr().err
+    assert verify(tmp_path, content)[0] == 0 and measured == ["logits", "token", "zero", "zero"]
     first = hub.repos["someone/animals"]["branches"]["main"]
     hub.commit("someone/animals", {"data/test-00000-of-00001.parquet": b"another"})
-    content["checks"][2]["tolerance"] = 99  # another row is measured again, on the data of the first time
-    assert verify(tmp_path, content)[0] == 0 and seen[4:] == ["zero"]
+    content["checks"][2]["tolerance"] = 99  # a changed row is measured again, on the same commit of the data
+    assert verify(tmp_path, content)[0] == 0 and measured[4:] == ["zero"]
     assert f"/datasets/someone/animals/resolve/{first}/" in " ".join(path for _, path in hub.asked)
 
 
@@ -298,13 +301,13 @@ SPLIT = {"name": "split_zhou_Animals.json", "link": "https://example.org/split"}
         ("gda", {}, "/split.json cannot be downloaded: 404"),
         ("zero", {"animals": {"images": {"test": 9}}}, "animals has 12 images in the split 'test', expected 9"),
         ("zero", {"animals": {"names": ["Owl", "Sea", "Cat"]}}, "no name for the class 'red_fox' (1 such classes)"),
-        ("zero", {"animals": {"misspelt": {"seee": "seaside"}}}, "no class 'seaside', under whatever name"),
-        ("zero", {"animals": {"files": {"test": "x/*.parquet"}}}, "holds no file like 'x/*.parquet' at commit"),
+        ("zero", {"animals": {"misspelt": {"seee": "seaside"}}}, "no class 'seaside', and no misspelling"),
+        ("zero", {"animals": {"files": {"test": "x/*.parquet"}}}, "has no file that matches 'x/*.parquet' at commit"),
         ("zero", {"zero": {"tolerance": 100, "model": "someone/nobody"}}, "someone/nobody"),
-        ("gda", {"coop-animals": {"splits": SPLIT}}, "and name it: --data coop-animals --splits"),
+        ("gda", {"coop-animals": {"splits": SPLIT}}, "and give its path: --data coop-animals --splits"),
     ],
 )
-def test_what_is_wrong_is_one_line_and_the_next_try_starts_afresh(hub, tmp_path, capsys, which, changes, words):
+def test_failed_check_prints_one_line_and_can_be_repeated(hub, tmp_path, capsys, which, changes, words):
     small = {"zero": {"tolerance": 100}, "logits": {"tolerance": 1e4}, "gda": {"tolerance": 100, "views": 0}}
     content = checks_of(hub, **small | changes)
     content["checks"] = [check for check in content["checks"] if check["name"] == which]
@@ -314,39 +317,41 @@ def test_what_is_wrong_is_one_line_and_the_next_try_starts_afresh(hub, tmp_path,
         hub.cut.add("/animals.tgz")
     elif "404" in words:
         del hub.web["/split.json"]
-    status, found = verify(tmp_path, content)
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{which}: not run: ")]
-    assert status == 2 and len(said) == 1 and words in said[0]
-    assert found[which]["problem"] and not found[which]["here"]
+    status, outcomes = verify(tmp_path, content)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{which}: not run: ")]
+    assert status == 2 and len(lines) == 1 and words in lines[0]
+    assert outcomes[which]["problem"] and not outcomes[which]["here"]
     if cut_off:
         hub.cut.clear()
         assert verify(tmp_path, content)[0] == 0
 
 
-def test_without_a_network_each_check_says_so_in_a_line(hub, tmp_path, monkeypatch, capsys):
+def test_each_check_reports_a_missing_network_in_one_line(hub, tmp_path, monkeypatch, capsys):
     nowhere = "http://127.0.0.1:1"
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", nowhere)
     content = json.loads(json.dumps(checks_of(hub)).replace(hub.url, nowhere))
-    status, found = verify(tmp_path, content)
-    assert status == 2 and len(found) == 4
-    said = [line.partition(": not run: ")[2] for line in capsys.readouterr().out.splitlines() if ": not run: " in line]
-    hub_said = [line for line in said if line.startswith("the Hub cannot be reached: ")]
-    assert len(hub_said) == 1 and hub_said[0] == found["zero"]["problem"]
-    assert sum(line.startswith(f"{nowhere}/") and "cannot be downloaded: " in line for line in said) == 3, said
+    status, outcomes = verify(tmp_path, content)
+    assert status == 2 and len(outcomes) == 4
+    lines = [line for line in capsys.readouterr().out.splitlines() if ": not run: " in line]
+    problems = [line.partition(": not run: ")[2] for line in lines]
+    hub_problems = [line for line in problems if line.startswith("the Hub cannot be reached: ")]
+    assert hub_problems == [outcomes["zero"]["problem"]]
+    downloads = [line for line in problems if line.startswith(f"{nowhere}/") and "cannot be downloaded: " in line]
+    assert len(downloads) == 3, problems
 
 
-def test_a_number_outside_its_tolerance_fails_and_an_unconfirmed_one_is_shown(hub, tmp_path, capsys):
+def test_number_outside_its_tolerance_fails_unless_unconfirmed(hub, tmp_path, capsys):
     content = checks_of(hub, zero={"expected": [-1]})
     content["checks"] = [content["checks"][2]]
     assert verify(tmp_path, content, "--level", "1", "--data", "animals")[0] == 1
     assert "zero" in capsys.readouterr().out.split("check ")[1]
     content["checks"][0]["confirmed"] = False
     assert verify(tmp_path, content)[0] == 0
-    said = capsys.readouterr().out
-    assert "unconfirmed" in said and "0 of 1 outside" in said and "-1.00" in said
+    printed = capsys.readouterr().out
+    assert "unconfirmed" in printed and "0 of 1 outside" in printed and "-1.00" in printed
 
 
-def test_files_that_are_there_already_need_no_network(hub, tmp_path, monkeypatch, capsys):
+def test_local_files_need_no_network(hub, tmp_path, monkeypatch, capsys):
     (tmp_path / "split.json").write_bytes(hub.web["/split.json"])
     with tarfile.open(fileobj=io.BytesIO(hub.web["/animals.tgz"])) as tar:
         tar.extractall(tmp_path / "here", filter="data")
@@ -361,54 +366,54 @@ def test_files_that_are_there_already_need_no_network(hub, tmp_path, monkeypatch
     assert verify(tmp_path, content, "--data", "animals", *places)[0] == 0, capsys.readouterr()
     assert len(hub.asked) == asked
     shutil.copytree(tmp_path / "here", tmp_path / "there")
-    for there, said in ((places, "measured before"), ([*places[:3], str(tmp_path / "there")], "gda ...")):
+    for given, words in ((places, "measured before"), ([*places[:3], str(tmp_path / "there")], "gda ...")):
         capsys.readouterr()
-        assert verify(tmp_path, content, "--data", "animals", *there)[0] == 0
-        assert said in capsys.readouterr().out, "another folder is measured again"
+        assert verify(tmp_path, content, "--data", "animals", *given)[0] == 0
+        assert words in capsys.readouterr().out, "images in another folder are measured again"
     (tmp_path / "split.json").write_text(json.dumps({**PATHS, "test": [["a.png", "0", "red_fox"]]}))
     split |= {"sha256": None, "name": "another.json"}
-    status, found = verify(tmp_path, content, "--data", "animals", *places)
-    assert status == 2 and "split.json is damaged or foreign: test.0.1: " in found["gda"]["problem"]
+    status, outcomes = verify(tmp_path, content, "--data", "animals", *places)
+    assert status == 2 and "split.json is damaged or foreign: test.0.1: " in outcomes["gda"]["problem"]
 
 
-def test_a_file_of_checks_is_refused_by_its_field(tmp_path, capsys):
+def test_error_names_the_invalid_field_of_a_check(tmp_path, capsys):
     content = yaml.safe_load(OWN_CHECKS.read_text(encoding="utf-8"))
     del content["shared"]
     for change, words in [
         ({"level": 3}, "checks.0.level"),
-        ({"texts": []}, "needs a text for each number"),
+        ({"texts": []}, "needs one text per expected logit"),
         ({"data": "photo"}, "unknown data 'photo'; did you mean 'photograph'?"),
         ({"name": "siglip-b16"}, "two checks are called 'siglip-b16'"),
-        ({"expected": []}, "expects no number"),
-        ({"alphas": [1]}, "alphas are those of the classifier 'gda'"),
+        ({"expected": []}, "must expect at least one number"),
+        ({"alphas": [1]}, "alphas belong to the classifier 'gda'"),
     ]:
         changed = {**content, "checks": [content["checks"][0] | change, *content["checks"][1:]]}
         (tmp_path / "my.yaml").write_text(yaml.safe_dump(changed), encoding="utf-8")
         assert main(["verify", "--checks", str(tmp_path / "my.yaml"), "--list"]) == 2
-        said = capsys.readouterr().err
-        assert words in said and len(said.splitlines()) == 1, said
+        error = capsys.readouterr().err
+        assert words in error and len(error.splitlines()) == 1, error
     assert main(["verify", "--data", "petz", "--list"]) == 2
     assert "did you mean 'pets'?" in capsys.readouterr().err
     assert main(["verify", "--level", "1", "--images", str(tmp_path)]) == 2
-    assert "--splits and --images are of one of" in capsys.readouterr().err
+    assert "--splits and --images belong to one data set of" in capsys.readouterr().err
 
 
-def test_the_list_names_every_check_and_where_its_number_stands(capsys, monkeypatch):
+def test_list_shows_every_check_and_the_source_of_its_number(capsys, monkeypatch):
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was asked"))
     assert main(["verify", "--list"]) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     checks = read_checks(OWN_CHECKS).checks
     assert {check.level for check in checks} == {0, 1, 2}
     for check in checks:
-        assert f"  {check.name}  " in said and check.source in said
+        assert f"  {check.name}  " in printed and check.source in printed
     assert main(["verify", "--list", "--level", "2", "--data", "pets"]) == 0
-    said = capsys.readouterr().out
-    assert "gda-pets" in said and "pets-b16" not in said
+    printed = capsys.readouterr().out
+    assert "gda-pets" in printed and "pets-b16" not in printed
     assert all(not check.confirmed for check in checks if check.classifier == "prototype")
 
 
 @pytest.mark.parametrize("alpha", [0.01, 0.1, 1.0, 10.0, 100.0])
-def test_our_gda_with_these_settings_is_the_published_one(alpha):
+def test_gda_clip_settings_give_the_published_scores(alpha):
     draw = np.random.default_rng(0)
     unit = lambda *shape: (rows := draw.normal(size=shape)) / np.linalg.norm(rows, axis=1, keepdims=True)  # noqa: E731
     centres, labels = unit(10, 24), np.repeat(np.arange(10), 16)
@@ -417,16 +422,16 @@ def test_our_gda_with_these_settings_is_the_published_one(alpha):
     texts, tests = unit(10, 24), unit(50, 24)
     classifier = make_classifier(gda_clip(alpha, 160, 10, 24), 24)
     classifier.add_classes([f"class {number}" for number in range(10)], images, labels, texts)
-    found = classifier(tests).double().numpy() * max(1, float(classifier.alpha))  # our scores keep their scale
-    wanted = reference.gda_clip_logits(images, labels, texts, tests, alpha)
-    found, wanted = (scores - scores.mean(axis=1, keepdims=True) for scores in (found, wanted))
-    assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+    actual = classifier(tests).double().numpy() * max(1, float(classifier.alpha))  # undoes our scaling of the scores
+    expected = reference.gda_clip_logits(images, labels, texts, tests, alpha)
+    actual, expected = (scores - scores.mean(axis=1, keepdims=True) for scores in (actual, expected))
+    assert np.abs(actual - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
-def test_the_draws_are_those_of_the_authors():
+def test_few_shots_equals_the_draws_of_the_authors():
     labels = np.array([3, 1, 3, 3, 1, 0, 3, 1, 1, 0])
     for seed in (1, 2, 3):
         random.seed(seed)
         rows = {label: np.flatnonzero(labels == label).tolist() for label in (3, 1, 0)}
-        wanted = random.sample(rows[3], 3) + random.sample(rows[1], 3) + random.choices(rows[0], k=3)
-        assert few_shots(labels, 3, seed) == wanted
+        expected = random.sample(rows[3], 3) + random.sample(rows[1], 3) + random.choices(rows[0], k=3)
+        assert few_shots(labels, 3, seed) == expected
