@@ -237,11 +237,11 @@ def tensors(part: str, change: Callable[[torch.Tensor], torch.Tensor | None]) ->
     """Change the first tensor with `part` in its name, or remove it if `change` returns None."""
 
     def forge(content: bytes) -> bytes:
-        actual, length = safetensors.load(content), int.from_bytes(content[:8], "little")
-        name = next(name for name in actual if part in name)
-        actual[name] = change(actual[name])
+        state, length = safetensors.load(content), int.from_bytes(content[:8], "little")
+        name = next(name for name in state if part in name)
+        state[name] = change(state[name])
         metadata = json.loads(content[8 : 8 + length]).get("__metadata__")
-        return safetensors.save({n: value for n, value in actual.items() if value is not None}, metadata)
+        return safetensors.save({n: value for n, value in state.items() if value is not None}, metadata)
 
     return forge
 
