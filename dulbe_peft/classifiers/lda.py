@@ -45,8 +45,8 @@ class LdaClassifier(ClassSums):
 
     name = "lda"
     summary = (
-        "linear discriminant analysis: class means, measured by how much the images of one class differ "
-        "among each other"
+        "linear discriminant analysis: an image goes to the nearest class mean, with distances scaled by "
+        "the spread within classes"
     )
 
     def register(self) -> None:

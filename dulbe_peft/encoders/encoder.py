@@ -328,7 +328,7 @@ class Encoder(TextEncoder):
     def readable_embeds(
         self, images: PixelDataset, title: str, passing: bool = False
     ) -> tuple[torch.Tensor, dict[int, str]]:
-        """Return the unit features, (n, d), with zeros for unreadable images, and a dict from their indices to reasons.
+        """Return the unit features, (n, d), with zeros for unreadable images, and a dict from their index to a reason.
 
         `passing` says that only predictions are wanted. Fewer images than a batch are then neither padded nor stored.
         """
