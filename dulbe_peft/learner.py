@@ -36,9 +36,10 @@ from dulbe_peft.training.rates import MakeTrainer, with_rate
 from dulbe_peft.training.state import Estimate, LearnerState
 from dulbe_peft.training.trainer import Log, TaskRecord, TaskTrainer, train_task
 from dulbe_peft.training.turns import Turns, in_turn
-from dulbe_peft.utils.devices import choose_device, own_randomness, usual_torch
+from dulbe_peft.utils.devices import choose_device
 from dulbe_peft.utils.processes import on_main_process
 from dulbe_peft.utils.profiling import Profile
+from dulbe_peft.utils.torch_settings import own_randomness, usual_torch
 
 
 class ClassIncrementalLearner:

@@ -41,8 +41,6 @@ def main() -> None:
     results = learner.run(tasks, arguments.output)
     head = results["head"]
     print(f"accuracy after the last task {head['last_accuracy']:.3f}, mean over tasks {head['average_accuracy']:.3f}")
-        f"accuracy after the last task {results['head']['last_accuracy']:.3f}, mean over tasks {results['head']['average_accuracy']:.3f}"
-    )
 
 
 if __name__ == "__main__":

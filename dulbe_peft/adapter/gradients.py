@@ -10,9 +10,9 @@ from torch import nn
 from dulbe_peft.adapter.base import DualModeLayer
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.layer import DualModeLinear
-from dulbe_peft.utils.devices import evaluating
 from dulbe_peft.utils.processes import gather_objects, raise_in_all, sum_over_processes, unwrapped, world
 from dulbe_peft.utils.settings import check_number
+from dulbe_peft.utils.torch_settings import evaluating
 
 
 class GradientProbe(dict[str, torch.Tensor]):

@@ -43,8 +43,8 @@ from torch import nn
 from dulbe_peft.adapter.base import DualModeLayer, temporarily
 from dulbe_peft.adapter.config import DENSE, DualModeLoraConfig
 from dulbe_peft.adapter.linear import Update, Updates, add_updates, dense, is_consistent, joined, updated_linear
-from dulbe_peft.utils.devices import without_autocast
 from dulbe_peft.utils.tensors import has_values, identity
+from dulbe_peft.utils.torch_settings import without_autocast
 
 
 class _Held(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from dulbe_peft.utils.devices import without_autocast
+from dulbe_peft.utils.torch_settings import without_autocast
 
 # Pairs of P, (d_in, r), and B, (d_out, r), for the update B P'. If P is None, B, (d_out, d_in), is the whole update.
 Update = tuple[torch.Tensor | None, torch.Tensor]

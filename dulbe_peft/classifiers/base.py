@@ -23,8 +23,8 @@ from dulbe_peft import classifiers
 from dulbe_peft.classifiers.checks import check_labels, check_share, random_features, same_scores
 from dulbe_peft.classifiers.corrections import CorrectedState
 from dulbe_peft.data.names import check_class_names
-from dulbe_peft.utils.devices import one_thread, without_autocast
 from dulbe_peft.utils.tensors import has_values
+from dulbe_peft.utils.torch_settings import one_thread, without_autocast
 
 # Buffers that are sums over images -> the power of an image's weight by which a summand is multiplied. Other buffers
 # are means or choices.

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from dulbe_peft.utils.devices import one_thread
+from dulbe_peft.utils.torch_settings import one_thread
 
 LINEAR = 0.03  # lambda of "linear", over the mean eigenvalue of X'X
 # Among these, over the same, left-out classes choose. The last one leaves everything as it was.

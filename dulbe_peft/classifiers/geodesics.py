@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.utils.devices import without_autocast
 from dulbe_peft.utils.tensors import has_values
+from dulbe_peft.utils.torch_settings import without_autocast
 
 
 def slerp(start: Tensor, end: Tensor, fraction: float | Tensor) -> Tensor:

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self, da
 
 import torch
 from annotated_types import Ge, Le
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from dulbe_peft import classifiers
 from dulbe_peft.data.names import check_class_names
-from dulbe_peft.utils.devices import one_thread
-from dulbe_peft.utils.processes import world
 from dulbe_peft.utils.settings import LEAST, check_settings
 from dulbe_peft.utils.tensors import has_values, identity, is_finite
+from dulbe_peft.utils.torch_settings import one_thread
 
 if TYPE_CHECKING:
     from dulbe_peft.classifiers.calibration import TaskNovelty, TaskTemperature
@@ -149,7 +148,7 @@ class GrowingState(nn.Module):
         self._derived[name] = _Derived(self._key(), tuple(self.tensors().values()), value)
 
     def _key(self) -> tuple[Any, ...]:
-        return identity(self.tensors().values(), samples=world()[1] > 1)
+        return identity(self.tensors().values(), samples=distributed.is_available() and distributed.is_initialized())
 
     def solved(self) -> dict[str, Tensor]:
         """Return tensors in float32 that take long to compute from the buffers, and are therefore saved with them.

@@ -102,7 +102,7 @@ def why_not_read(suffix: str) -> str:
             return why
     if suffix in _SUFFIXES["HEIF"]:
         return f'{suffix} files need an extra package: pip install "dulbe_peft[heic]"'
-    return f"files ending in {suffix} are not read" if suffix else "the name has no suffix; if it is an image, add one"
+    return f"a file ending in {suffix} is not read" if suffix else "the name has no suffix; if it is an image, add one"
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -178,7 +178,7 @@ class ImageFolder(FileImages):
 
 @dataclass(frozen=True)
 class FolderSplit:
-    """A split of a folder of images that has not been read yet; a call reads it."""
+    """A split of a folder of images, which is read when it is called."""
 
     root: Path
     split: str | None
@@ -188,7 +188,7 @@ class FolderSplit:
         return ImageFolder(self.root, self.split, self.leave_out)
 
     def check(self) -> None:
-        """Raise what reading raises about folders, without a walk through the files."""
+        """Raise the errors of reading that concern folders, without listing the files."""
         folder_of_classes(self.root, self.split, self.leave_out)
 
 

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, CLIPModel, CLIPProcessor
 
 from dulbe_peft.encoders.patches import packed, unpacked
 from dulbe_peft.encoders.registry import ENCODERS, DualEncoder, find_model, type_of, unsupported
-from dulbe_peft.utils.devices import evaluating
+from dulbe_peft.utils.torch_settings import evaluating
 
 IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 

@@ -17,12 +17,12 @@ from dulbe_peft.encoders.text_encoder import mean_texts
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import Evaluation, answers
 from dulbe_peft.streams.learning import StreamLearner
-from dulbe_peft.utils.devices import own_randomness
 from dulbe_peft.utils.records import Count, Record
+from dulbe_peft.utils.torch_settings import own_randomness
 
 LEVEL = 0.05  # significance level of the sign test, for all classifiers together
 MUCH = 0.1  # share of images whose prediction changed, from which a warning is printed
-ADVICE = "lower --learning-rate, or train nothing (--strategy frozen)"
+ADVICE = "lower --learning-rate, or do not train (--strategy frozen)"
 
 
 class Cost(Record):

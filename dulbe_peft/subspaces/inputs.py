@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from dulbe_peft.subspaces.occupation import OccupationStatistics, accumulate, mirrored, summed
-from dulbe_peft.utils.devices import evaluating
 from dulbe_peft.utils.processes import raise_in_all, unwrapped
+from dulbe_peft.utils.torch_settings import evaluating
 
 TOKENS = {"all": slice(None), "cls": slice(1), "patch": slice(1, None)}  # in dimension 1
 

@@ -12,10 +12,10 @@ from annotated_types import MinLen
 from pydantic import ValidationError
 
 from dulbe_peft.subspaces.decompositions import check_symmetric
-from dulbe_peft.utils.devices import without_autocast
 from dulbe_peft.utils.processes import gather_objects, sum_over_processes
 from dulbe_peft.utils.records import Record, first_problem
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
+from dulbe_peft.utils.torch_settings import without_autocast
 
 FORMAT = "dulbe-occupation-statistics-1"
 

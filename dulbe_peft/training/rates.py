@@ -19,8 +19,8 @@ from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.training.trainer import Log, TaskTrainer
-from dulbe_peft.utils.devices import own_randomness
 from dulbe_peft.utils.processes import on_main_process
+from dulbe_peft.utils.torch_settings import own_randomness
 
 PAPER_WIDTH = 768  # of ViT-B
 TRIAL = PAPER_RATE / 10

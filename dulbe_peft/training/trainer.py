@@ -30,8 +30,8 @@ from dulbe_peft.subspaces.inputs import collect_statistics
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.estimating import estimates_of
 from dulbe_peft.training.state import LearnerState
-from dulbe_peft.utils.devices import evaluating
 from dulbe_peft.utils.processes import on_main_process, raise_in_all, shard, sum_over_processes
+from dulbe_peft.utils.torch_settings import evaluating
 
 Log = Callable[[dict[str, float], int], None]
 

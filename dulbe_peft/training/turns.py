@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from dulbe_peft.training.state import LearnerState
-from dulbe_peft.utils.devices import evaluating, usual_torch
 from dulbe_peft.utils.settings import check_number
+from dulbe_peft.utils.torch_settings import evaluating, usual_torch
 
 _CHANGING = ("learn_task", "update_classes", "forget_class", "forget_images", "rename_class", "merge", "use_state")
 

@@ -1,11 +1,11 @@
-"""A comparison as one HTML page, in the style of the report on runs."""
+"""Write a comparison as a single HTML page, in the style of the report on runs."""
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dulbe_peft.metrics.accuracy import percent, signed
 from dulbe_peft.photos.report.html import write_page
@@ -15,7 +15,8 @@ from dulbe_peft.utils.settings import flat_settings
 from dulbe_peft.utils.templates import render
 from research.comparison import comparison_plots as plots
 from research.comparison.comparison_file import Comparison, Entry, read_comparison
-from research.comparison.plan import Row
+from research.comparison.intervals import Difference
+from research.comparison.plan import Plan, Row
 from research.comparison.ranks import ranked
 from research.comparison.summary import COLUMNS, FEW, by_stream, count_seeds, write_summary_csv
 
@@ -28,7 +29,7 @@ def write_comparison_page(
     csv: str | os.PathLike[str] | None = None,
     latex: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Write a page about a comparison, finished or not, and its table."""
+    """Write the page of a comparison, finished or not, and its table as CSV or LaTeX if asked."""
     folder = Path(folder)
     output = folder / "report.html" if output is None else Path(output)
     comparison = read_comparison(folder)
@@ -52,7 +53,7 @@ def _content(comparison: Comparison, name: str) -> dict[str, Any]:
         "few": FEW,
         "row_columns": COLUMNS[1:],
         "streams": [
-            _stream(stream, number, streams.get(stream, []), scope.reference, rows)
+            _stream(stream, number, streams.get(stream, []), scope, rows)
             for number, stream in enumerate(scope.streams)
         ],
         "missing": _missing(comparison),
@@ -71,12 +72,14 @@ def _content(comparison: Comparison, name: str) -> dict[str, Any]:
     }
 
 
-def _stream(stream: str, number: int, entries: list[Entry], reference: Row, rows: Sequence[Row]) -> dict[str, Any]:
-    """What the template shows of a stream; `number` tells its pictures from the others."""
+def _stream(stream: str, number: int, entries: list[Entry], scope: Plan, rows: Sequence[Row]) -> dict[str, Any]:
+    """Return what the template shows of a stream; `number` distinguishes its pictures from those of other streams."""
+    reference = scope.reference
     curves = any(len(entry.curve) > 1 and entry.row in rows for entry in entries)
     others = plots.with_difference(entries)
     return {
         "name": stream,
+        "advice": advice(entries, {name for name in scope.methods if scope.trains(name)}, reference),
         "lead": lead(entries, reference),
         "seeds": count_seeds(entries) if entries else "",
         "forest": inline_svg(plots.forest_figure(others), f"forest{number}") if others else "",
@@ -88,8 +91,37 @@ def _stream(stream: str, number: int, entries: list[Entry], reference: Row, rows
     }
 
 
+def advice(entries: Sequence[Entry], trained: Collection[str], reference: Row) -> str:
+    """Return a sentence that says whether to train on a stream, or "" if only one kind of method is finished.
+
+    The best row of the `trained` methods is compared with the best row of the others. Only if one of the two is the
+    reference is it known whether chance may explain the difference.
+    """
+    best = [
+        max((entry for entry in entries if (entry.row.method in trained) == trains), key=_last, default=None)
+        for trains in (True, False)
+    ]
+    if None in best:
+        return ""
+    with_training, without = cast(list[Entry], best)
+    shares = [f"{entry.row.title} ({percent(_last(entry))} %)" for entry in (with_training, without)]
+    compared = f"the best row with training is {shares[0]}, and the best without is {shares[1]}"
+    difference = with_training.differences["last"] if without.row == reference else None
+    if with_training.row == reference and (opposite := without.differences["last"]) is not None:
+        difference = Difference(mean=-opposite.mean, low=-opposite.high, high=-opposite.low)
+    if difference is None:
+        return f"Whether training pays is not certain: {compared}, and the two were not compared directly."
+    if not difference.clear:
+        return f"Training makes no clear difference: {compared}; chance may explain the difference."
+    return f"{'Train' if difference.mean > 0 else 'Do not train'}: {compared}."
+
+
+def _last(entry: Entry) -> float:
+    return entry.means["last"]
+
+
 def lead(entries: Sequence[Entry], reference: Row) -> str:
-    """Which row is best on a stream, and whether the test images and seeds tell it from the reference."""
+    """Return which row is best on a stream, and whether it is clearly better or worse than the reference."""
     top = max((entry.means["last"] for entry in entries), default=0.0)
     differences = [entry.differences["last"] for entry in entries]
     return render(
@@ -101,14 +133,14 @@ def lead(entries: Sequence[Entry], reference: Row) -> str:
         top=top,
         few=FEW,
         others=len(entries) - differences.count(None),
-        worse=sum(found is not None and found.high < 0 for found in differences),
+        worse=sum(difference is not None and difference.high < 0 for difference in differences),
         percent=percent,
         signed=signed,
     ).strip()
 
 
 def _missing(comparison: Comparison) -> list[tuple[str, ...]]:
-    """What is not finished, the rows of a method together where they lack the same seeds."""
+    """Return the unfinished runs. Rows of a method that lack the same seeds are listed together."""
     groups: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
     for stream, row, seeds in comparison.missing():
         drift = "" if row.drift == "none" else f" (drift {row.drift})"

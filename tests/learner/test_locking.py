@@ -14,7 +14,7 @@ import torch
 from lives import content, differences, everything, images_of, learned, tiny_learner
 
 from dulbe_peft.photos.deployment.export import export_learner
-from dulbe_peft.utils.devices import usual_torch
+from dulbe_peft.utils.torch_settings import usual_torch
 
 
 class Calling(list):

@@ -4,6 +4,8 @@ import ast
 import graphlib
 import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -132,3 +134,18 @@ def test_api_references_in_docs_resolve():
     for page in (ROOT / "docs").rglob("*.md"):
         for name in re.findall(r"^::: (\S+)", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
             assert pkgutil.resolve_name(name), (page.name, name)
+
+
+@pytest.mark.parametrize(
+    ("code", "most"),
+    [
+        ("from dulbe_peft import BridgeEnsembleHead", 15),
+        ("from peft import get_peft_model\nfrom dulbe_peft import DualModeLoraConfig, DualModeLoraModel", 35),
+    ],
+    ids=["head", "adapter"],
+)
+def test_import_loads_few_of_our_modules(code, most):
+    code += "\nimport sys\nprint(*(name for name in sys.modules if name.partition('.')[0] == 'dulbe_peft'))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "dulbe_peft" in loaded and len(loaded) <= most
+    assert not [name for name in loaded if name.startswith(("dulbe_peft.photos", "dulbe_peft.papers"))]

@@ -10,8 +10,8 @@ from lives import images_of, tiny_learner
 
 from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.encoders import reading
-from dulbe_peft.utils.devices import one_thread
 from dulbe_peft.utils.extras import uncollected
+from dulbe_peft.utils.torch_settings import one_thread
 from dulbe_peft.utils.workers import jobs_at_once
 
 

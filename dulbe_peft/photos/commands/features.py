@@ -63,7 +63,8 @@ def features(
 
     def look(images: LabelledImages) -> Mapping[int, str]:
         if engine is not None and store is not None:
-            load_in_worker = partial(load, num_workers=0, progress=False)
+            # Workers use the precision that was chosen here, whatever their hardware would choose.
+            load_in_worker = partial(load, num_workers=0, progress=False, precision=loaded.encoder.args.precision)
             fill_store(store, images, loaded, load_in_worker, engine, jobs, address)
         return look_by(loaded)(images)
 

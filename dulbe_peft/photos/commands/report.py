@@ -31,10 +31,10 @@ def report(
         return
     for folder in runs:
         if (Path(folder) / "comparison.json").is_file():
-            raise ValueError(f"{folder} is a comparison: `python -m research report`, in a clone, makes its page")
+            raise ValueError(f"{folder} is a comparison: use `python -m research report` in a clone of the project")
         put_back(Path(folder))
         if not Path(folder).is_dir():
-            raise FileNotFoundError(f"{folder} is no folder; a report is made of a folder that run has written")
+            raise FileNotFoundError(f"{folder} is not a folder: give a folder that run has written")
     from dulbe_peft.photos.report import read_run, write_report
     from dulbe_peft.photos.report.verdict import estimated, recommended
 
@@ -48,8 +48,8 @@ def report(
     if len(folders) == 1:
         run = read_run(folders[0])
         best, _ = recommended(estimated(run.results), run.first)
-        how = {"format": "transformers", "classifier": best if best != run.first else None}
-        say_next("export", folders[0], f"{folders[0]}-export", **how, to=to)
+        flags = {"format": "transformers", "classifier": best if best != run.first else None}
+        say_next("export", folders[0], f"{folders[0]}-export", **flags, to=to)
 
 
 def _contact_sheet(tables: tuple[str, ...], output: str | None, *others: str | None) -> None:

@@ -13,7 +13,7 @@ from dulbe_peft.data.names import normalized
 from dulbe_peft.photos.runs.settings import StreamArguments, read_yaml
 from dulbe_peft.photos.runs.sources import new_images, open_source, source_of
 from dulbe_peft.utils.extras import uncollected
-from dulbe_peft.utils.terminal import print_once, printable
+from dulbe_peft.utils.terminal import counted, print_once, printable
 
 if TYPE_CHECKING:  # torch is only imported when a run is set up
     from dulbe_peft.data.images import LabelledImages
@@ -119,7 +119,7 @@ def stream_tasks(stream: StreamArguments, notes: list[str] | None = None, look: 
     learned = sum(map(len, first_tasks)) if first_tasks else stream.initial_increment or 0
     increment = stream.increment or max(1, len(names) - learned)
     if increment > len(names):
-        print_once(f"increment is {increment}, but there are {len(names)} classes: they are learned as one task")
+        print_once(f"increment is {increment}, but the data has {counted(len(names), 'class')}: one task learns all")
         increment = len(names)
     options: dict[str, Any] = {"increment": increment, "initial_increment": stream.initial_increment}
     options |= {"class_order": order, "seed": stream.order_seed, "first_tasks": first_tasks}

@@ -67,7 +67,7 @@ def test_run_follows_the_recommended_defaults(folders, tmp_path, capsys, monkeyp
     results = json.loads(Path("out/results.json").read_text())
     assert results["strategy"] == {"name": "frozen"} and results["class_names"] == [["one", "three", "two", "zero"]]
     assert next(iter(results["classifiers"])) == "bayes" == STRATEGIES["frozen"].classifiers[0]
-    assert any(line.startswith("estimate from 20 training images, each left out") for line in lines)
+    assert any(line.startswith("accuracy estimated from 20 training images, each left out in turn") for line in lines)
     assert not any("forgetting" in line for line in lines) and lines[-1] == "next: dulbe-peft report out"
     images = [str(path) for path in sorted((folders / "test").rglob("*.png"))]
     loaded = ClassIncrementalLearner.from_pretrained("out")
@@ -312,9 +312,12 @@ def test_run_and_report_recommend_by_the_estimate_not_the_tests(own_run, capsys)
         assert main(["report", str(own_run)]) == 0
         printed.append(capsys.readouterr().out)
     clear, chance = printed
-    assert "estimate from 40 training images, each left out, with its 95 % interval: lda 80.0 % (70.0 to" in clear
+    assert (
+        "accuracy estimated from 40 training images, each left out in turn, with 95 % intervals: lda 80.0 % (70.0 to"
+        in clear
+    )
     assert f"predict {own_run} PHOTOS --classifier lda" in clear and clear.endswith("transformers --classifier lda\n")
-    assert "lda has 5.0 points more, which may be chance" in chance and chance.endswith("transformers\n")
+    assert "estimate of lda is 5.0 points higher, which may be chance" in chance and chance.endswith("transformers\n")
 
 
 def test_files_of_another_kind_are_replaced_only_with_overwrite(tmp_path, capsys, monkeypatch):

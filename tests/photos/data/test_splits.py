@@ -48,7 +48,7 @@ def test_inventory_counts_images_and_lists_bad_files(tmp_path):
     bad = str(train / "dog" / "0.jpg")
     assert [image[:3] for image, _ in inventory.unreadable] == [("train", 3, bad)]
     assert sorted(inventory.left_out) == sorted(data.left_out)
-    assert "files ending in .md are not read" in inventory.format()
+    assert "a file ending in .md is not read" in inventory.format()
     assert inventory.summary() == "2 classes; images: 5 in train; left out: 5; cannot be read: 1"
     table = ["class       train", "cat             3", "dog             2", "2 classes       5"]
     assert inventory.format().splitlines()[:4] == table

@@ -11,7 +11,7 @@ from dulbe_peft.photos.commands.main import main as dulbe_peft_main
 from dulbe_peft.utils.files import read_csv
 from research.__main__ import run as main
 from research.comparison.comparison_file import Comparison, read_comparison
-from research.comparison.comparison_page import lead, write_comparison_page
+from research.comparison.comparison_page import advice, lead, write_comparison_page
 from research.comparison.comparison_plots import (
     MOST,
     cost_figure,
@@ -49,16 +49,38 @@ def beside(*others, seeds=(0, 1, 2)):
 
 def test_the_first_sentence_says_what_the_differences_say():
     clear = beside((0.85, CLEAR), (0.7, WORSE))
-    assert clear.startswith("DuLBE with 0 names most test images right after the last task: 85.0 %. It is clearly")
-    assert "frozen with bridge, which has 80.0 %" in clear and "+2.0 to +8.0, leaves out zero." in clear
+    assert clear.startswith("DuLBE with 0 has the highest accuracy after the last task: 85.0 %. It is clearly")
+    assert "frozen with bridge, which has 80.0 %" in clear and "+2.0 to +8.0, excludes zero." in clear
     unclear = beside((0.81, UNCLEAR), (0.81, UNCLEAR))
-    assert "not distinguishable from the reference" in unclear and "-2.0 to +4.0, holds zero" in unclear
+    assert "not distinguishable from the reference" in unclear and "-2.0 to +4.0, includes zero" in unclear
     assert "clearly" not in unclear and "One other has the same accuracy." in unclear
     first = beside((0.8, UNCLEAR), (0.7, WORSE))
-    assert first.startswith("No row is better than the reference, frozen with bridge. It names 80.0 % of")
+    assert first.startswith("No row is better than the reference, frozen with bridge. It classifies 80.0 % of")
     assert first.endswith("One of the 2 others is clearly worse.")
     for unknown in (beside((0.9,), seeds=(1,)), lead([entry(Row("DuLBE", "lda"), 0.9)], REFERENCE)):
         assert "No seed is finished for both" in unknown and "better than" not in unknown
+
+
+def advised(*others, trained=("DuLBE",)):
+    rows = [entry(Row("DuLBE", str(n)), *other) for n, other in enumerate(others)]
+    return advice([entry(REFERENCE, 0.8), *rows], trained, REFERENCE)
+
+
+def test_first_sentence_says_whether_to_train():
+    assert advised((0.85, CLEAR), (0.7, WORSE)) == (
+        "Train: the best row with training is DuLBE with 0 (85.0 %), and the best without is frozen with bridge "
+        "(80.0 %)."
+    )
+    assert advised((0.7, WORSE)).startswith("Do not train: the best row with training is DuLBE with 0 (70.0 %)")
+    assert advised((0.81, UNCLEAR)).startswith("Training makes no clear difference")
+    assert advised((0.7, WORSE), trained=["frozen"]).startswith("Train: the best row with training is frozen")
+    assert advised() == "" and advised((0.9, CLEAR), trained=["frozen", "DuLBE"]) == ""
+    others = [
+        entry(REFERENCE, 0.8),
+        entry(Row("frozen", "lda"), 0.83, UNCLEAR),
+        entry(Row("DuLBE", "lda"), 0.9, CLEAR),
+    ]
+    assert advice(others, ["DuLBE"], REFERENCE).endswith("and the two were not compared directly.")
 
 
 def test_the_page_has_all_figures(folder):
@@ -66,7 +88,8 @@ def test_the_page_has_all_figures(folder):
     page = Page(write_comparison_page(folder))
     self_contained(page)
     text = page.words
-    assert "4 images: DuLBE with lda names most" in text and "16 images: frozen with ranpac:features=9 names" in text
+    assert re.search("4 images: (Train|Do not|Whether)[^:]*: .* DuLBE with lda has the highest accuracy", text)
+    assert "frozen with ranpac:features=9 has the highest accuracy" in text
     assert "4 rows on 2 streams, planned with 3 seeds (0, 1, 2)" in text and "With one seed" not in text
     cells = [[[cell.replace("(", " (").replace("  ", " ") for cell in row] for row in table] for table in page.tables]
     first, second = (table for table in cells if table[0][:2] == ["method", "classifier"])
@@ -85,7 +108,7 @@ def test_the_page_has_all_figures(folder):
         row("DuLBE", "lda", "linear", 70, *2 * ["-10.0 (-15.0 to -5.0)"], "90.0 → 85.0"),
     ]
     assert page.source.count("<strong>85.0</strong><br><small>(84.0 to 86.0)</small>") == 1
-    assert page.source.count("<strong>") == 4, "clearly better: A_last, A_bar; of the lead the names of both streams"
+    assert page.source.count("<strong>") == 6, "of the lead, four: names and advice"
     assert second[0] == ["method", "classifier", "seeds", *TITLES[4:-1]] and "2 to 3 seeds" in text
     assert [line[2] for line in second[1:]] == ["", "", "2, few"]
     meant = re.findall("<dt>(.+)</dt><dd>.+</dd>", page.source)
@@ -105,7 +128,7 @@ def test_a_page_of_one_seed_and_one_of_nothing_finished(tmp_path):
     write_into(Comparison(entries=entries, scope=scope), tmp_path)
     page = Page(write_comparison_page(tmp_path, tmp_path / "page.html"))
     self_contained(page)
-    assert "With one seed, an interval speaks of the test images alone." in page.words
+    assert "With one seed, the intervals cover only the variation between test images." in page.words
     assert "not finished" not in page.words and "Settings to choose from" in page.words
     assert page.source.count("<svg") == 3 and "4 images: DuLBE" not in page.words
     write_into(changed(table, entries=[]), tmp_path)
