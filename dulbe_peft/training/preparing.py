@@ -89,7 +89,7 @@ def checked_task(
 
 
 def _check_trainable(state: LearnerState) -> None:
-    """Raise a `ValueError` if the strategy's memory is missing, or if not exactly the adapter would be trained.
+    """Raise a `ValueError` if the strategy's memory is missing, or other parameters than the adapter's are trainable.
 
     Only the adapter may be trained, because only the adapter is restored if learning a task fails.
     """

@@ -55,10 +55,10 @@ OTHER_KINDS = [
 
 def damaged(content: bytes, chance: random.Random) -> bytes:
     """Return `content` with one to three kinds of damage."""
-    found = content
+    result = content
     for _ in range(chance.choice([1, 1, 2, 3])):
-        found = chance.choice([spoiled, spoiled, other_kind, other_value])(found, chance)
-    return found
+        result = chance.choice([spoiled, spoiled, other_kind, other_value])(result, chance)
+    return result
 
 
 def spoiled(content: bytes, chance: random.Random) -> bytes:
@@ -66,9 +66,9 @@ def spoiled(content: bytes, chance: random.Random) -> bytes:
     # Headers are at the beginning, and the directories of archives at the end.
     first, last = chance.choice([(0.0, 1.0), (0.0, 0.05), (0.9, 1.0)])
     start, source = (int(chance.uniform(first, last) * len(content)) for _ in range(2))
-    gone, count = chance.choice([0, 1, 1, 4, 100, len(content)]), chance.choice([1, 1, 4, 100])
+    removed, count = chance.choice([0, 1, 1, 4, 100, len(content)]), chance.choice([1, 1, 4, 100])
     pieces = [b"", chance.randbytes(count), b"\0" * count, b"9" * count, b"[" * 100_000, content[source:][:count]]
-    return content[:start] + chance.choice(pieces) + content[start + gone :]
+    return content[:start] + chance.choice(pieces) + content[start + removed :]
 
 
 def other_kind(content: bytes, chance: random.Random) -> bytes:
@@ -237,11 +237,11 @@ def tensors(part: str, change: Callable[[torch.Tensor], torch.Tensor | None]) ->
     """Change the first tensor with `part` in its name, or remove it if `change` returns None."""
 
     def forge(content: bytes) -> bytes:
-        found, length = safetensors.load(content), int.from_bytes(content[:8], "little")
-        name = next(name for name in found if part in name)
-        found[name] = change(found[name])
+        state, length = safetensors.load(content), int.from_bytes(content[:8], "little")
+        name = next(name for name in state if part in name)
+        state[name] = change(state[name])
         metadata = json.loads(content[8 : 8 + length]).get("__metadata__")
-        return safetensors.save({n: value for n, value in found.items() if value is not None}, metadata)
+        return safetensors.save({n: value for n, value in state.items() if value is not None}, metadata)
 
     return forge
 
