@@ -93,17 +93,17 @@ def check(
     small = ["", f"narrower than {SMALL} pixels: {counted(len(tiny), 'image')}"] if tiny else []
     print("\n".join([inventory.format(), *small]), file=words)
     doubtful: list[Doubt] = []
-    trust: list[str] = []
+    reliability: list[str] = []
     if learner is not None:
-        doubtful, trust = _doubtful(parts, learner)
+        doubtful, reliability = _doubtful(parts, learner)
         doubts = [f"  {printable(image.name)}: looks like {why}" for image, why in doubtful[:DOUBTFUL]]
         if len(doubtful) > DOUBTFUL:
             doubts.append(f"  ... and {len(doubtful) - DOUBTFUL} more, which --csv FILE lists")
-        print("\n".join(["", DOUBTS if doubtful else NO_DOUBTS, *doubts, *trust]), file=words)
+        print("\n".join(["", DOUBTS if doubtful else NO_DOUBTS, *doubts, *reliability]), file=words)
     if page is not None:
         content = {"name": name, "inventory": inventory, "problems": [*inventory.problems(), *small]}
         by_harm = sorted(inventory.duplicates, key=lambda pair: pair.first.split == pair.second.split)  # leaks first
-        shown = {"pairs": by_harm[:PAIRS], "doubtful": doubtful[:DOUBTFUL], "trust": trust}
+        shown = {"pairs": by_harm[:PAIRS], "doubtful": doubtful[:DOUBTFUL], "reliability": reliability}
         _write_page(Path(page), parts, content | shown)
     blank = [[split, parts[split].item_name(at), "blank", why] for (split, at), (_, why) in pictures.items() if why]
     rows = [*_findings(inventory, doubtful), *tiny, *blank]
