@@ -1,1 +1,1 @@
-"""Comparisons, published numbers, diagnostics and benchmarks: run from a clone, in no wheel."""
+"""Comparisons, published numbers, diagnostics and benchmarks. They run from a clone and are not part of the wheel."""

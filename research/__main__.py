@@ -1,4 +1,4 @@
-"""`python -m research`: comparisons, published numbers and figures, from a clone of the project."""
+"""The command `python -m research`: comparisons, published numbers and figures. It needs a clone of the project."""
 
 import sys
 
@@ -6,19 +6,19 @@ from dulbe_peft.photos.commands.main import Commands, main
 
 GROUPS = {
     "Research": {
-        "compare": "run methods and classifiers side by side",
-        "report": "write a page about a comparison",
-        "figures": "write what training changed in a run, as pictures and numbers",
-        "verify": "measure published numbers, and show them beside ours",
+        "compare": "run several methods and classifiers on the same streams",
+        "report": "write the page of a comparison",
+        "figures": "plot what training changed in a run",
+        "verify": "reproduce published numbers and compare them with ours",
     }
 }
 commands = Commands(
-    "python -m research", "research.commands", GROUPS, help="Compare methods, and measure what papers have published."
+    "python -m research", "research.commands", GROUPS, help="Compare methods and reproduce published numbers."
 )
 
 
 def run(argv: list[str] | None = None) -> int:
-    """Run a command; returns the exit status, as `dulbe-peft` does."""
+    """Run a command and return its exit status, like `dulbe-peft`."""
     return main(argv, commands)
 
 

@@ -1,4 +1,4 @@
-"""The text classifier: a class is its name's embedding, as in zero-shot CLIP."""
+"""The text classifier: each class is the text embedding of its name, as in zero-shot CLIP."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from dulbe_peft.classifiers.base import Classifier
 
 
 class TextClassifier(Classifier):
-    """logits = tau z . e_c, with e_c the unit text embedding of class c. It learns nothing from images.
+    """Text classifier: logits = tau z . e_c, with e_c the unit text embedding of class c. It ignores training images.
 
     Reference:
         Radford et al., "Learning Transferable Visual Models From Natural Language Supervision", 2021, section 3.1.2.

@@ -1,4 +1,4 @@
-"""Strategies, each imported when it is first used; docs/strategies.md says where one differs from its paper."""
+"""Training strategies. Each one is imported on first use; docs/strategies.md says where it differs from its paper."""
 
 import lazy_loader
 

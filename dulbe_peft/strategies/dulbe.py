@@ -1,4 +1,4 @@
-"""DuLBE: a shared mode inside the occupied directions, residual modes outside, and a loss for the shared one alone.
+"""DuLBE: a shared mode inside the occupied directions, residual modes outside them, and a loss for the shared mode.
 
 Reference: the DuLBE paper, "Gradient-Demand Dual-Mode Subspace Allocation" and "Routed Cross-Modal Training".
 """
@@ -17,9 +17,10 @@ from dulbe_peft.subspaces.allocation import allocate_modes
 
 @dataclass(frozen=True)
 class Dulbe(OccupationStrategy):
-    """The paper's method. Its weight and temperatures are fields of the adapter's configuration."""
+    """DuLBE. The weight and temperatures of its structure loss are fields of the adapter's configuration."""
 
-    routing: Literal["shared", "both"] = "shared"  # "both", an ablation: the structure loss reaches residual ones too
+    # "both" is an ablation in which the structure loss also trains the residual modes.
+    routing: Literal["shared", "both"] = "shared"
 
     name = "dulbe"
     needs = frozenset({GRADIENTS, TEACHER})
@@ -30,12 +31,12 @@ class Dulbe(OccupationStrategy):
     def loss(self, task: NewTask, step: Step) -> torch.Tensor:
         structure_loss, weight = self.structure_loss(task, step), task.adapter.active_config.structure_weight
         if self.routing == "both" and structure_loss is not None:
-            # It reads fixed texts, so of the trained parameters it reaches those of the vision tower alone.
+            # The structure loss uses fixed text embeddings, so it has gradients for the vision tower only.
             return step.task_loss + weight * structure_loss
         return routed_loss(task.adapter, step.task_loss, structure_loss, weight, step.gradient_scale)
 
     def structure_loss(self, task: NewTask, step: Step) -> torch.Tensor | None:
-        """KL between teacher and student over the old classes, both ways; None at the first task."""
+        """Return the bidirectional KL between teacher and student over the old classes; None for the first task."""
         config = task.adapter.active_config
         if step.old_text is None or config.structure_weight == 0:
             return None

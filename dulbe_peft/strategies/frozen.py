@@ -1,4 +1,4 @@
-"""Training-free learning: the model stays as it is, and the classifiers learn from its features."""
+"""Training-free learning: the model does not change, and the classifiers learn from its features."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,7 +8,7 @@ from dulbe_peft.strategies.base import Strategy
 
 @dataclass(frozen=True)
 class Frozen(Strategy):
-    """Training-free learning; needs no adapter, and one pass over each task's images."""
+    """Training-free learning. It needs no adapter and makes one pass over the images of each task."""
 
     name = "frozen"
     adapts = False

@@ -1,7 +1,7 @@
-"""Plain LoRA, in the two ways it is used on a stream of tasks.
+"""Plain LoRA, in the two ways in which it is used on a stream of tasks.
 
-    lora           one pair (A, B) for all tasks, trained on from task to task
-    merged_lora    a new pair each task, merged into the weight when the task ends
+    lora           one pair (A, B) for all tasks; each task continues to train it
+    merged_lora    a new pair for each task, merged into the weight when the task ends
 
 Here P = A' and dW = B P'; both factors are trained.
 
@@ -18,7 +18,7 @@ from dulbe_peft.strategies.base import Modes, NewTask, Strategy
 
 
 def uniform_bases(task: NewTask, bound: Callable[[str, int], float]) -> dict[str, torch.Tensor]:
-    """Layer name -> A', (d_in, r_S + r_R), uniform within `bound(name, d_in)` of 0."""
+    """Return layer name -> A', (d_in, r_S + r_R), uniform between -b and b with b = `bound(name, d_in)`."""
     generator, bases = task.generator(), {}
     for name, layer in task.layers.items():
         uniform = torch.rand(layer.in_features, task.rank(name), generator=generator)
@@ -27,7 +27,7 @@ def uniform_bases(task: NewTask, bound: Callable[[str, int], float]) -> dict[str
 
 
 def kaiming_bases(task: NewTask) -> dict[str, torch.Tensor]:
-    """Layer name -> A', uniform within 1 / sqrt(d_in) of 0, as PEFT starts LoRA's A."""
+    """Return layer name -> A', uniform between -1 / sqrt(d_in) and 1 / sqrt(d_in), as PEFT initialises LoRA's A."""
     return uniform_bases(task, lambda _, width: 1 / math.sqrt(width))
 
 

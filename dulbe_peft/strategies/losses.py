@@ -1,4 +1,4 @@
-"""The losses of the paper: cross-modal classification and bidirectional divergence."""
+"""The losses of the DuLBE paper: cross-modal classification and bidirectional KL divergence."""
 
 import torch
 from torch.nn import functional as F
@@ -9,19 +9,19 @@ from dulbe_peft.utils.torch_settings import without_autocast
 def cross_modal_loss(
     image_embeds: torch.Tensor, text_embeds: torch.Tensor, labels: torch.Tensor, logit_scale: float | torch.Tensor
 ) -> torch.Tensor:
-    """Cross-entropy of image-text logits over the current task's classes, the mean over the batch.
+    """Compute the cross-entropy of image-text logits over the current task's classes, averaged over the batch.
 
     Args:
         image_embeds: Z, (n, d), unit features.
         text_embeds: E, (classes, d), unit embeddings.
-        labels: (n,), integers, rows of `text_embeds`.
-        logit_scale: tau itself, 100 for CLIP, never its logarithm.
+        labels: (n,), integers, row indices of `text_embeds`.
+        logit_scale: tau itself, 100 for CLIP; not its logarithm.
 
     Returns:
         A scalar, in at least float32.
 
     Raises:
-        ValueError: the shapes do not fit, the batch is empty, or (on the CPU) a label is out of range.
+        ValueError: If the shapes do not match, the batch is empty, or (on the CPU) a label is out of range.
 
     Reference:
         "Current-Task Cross-Modal Objective", L_c-ce.
@@ -49,18 +49,18 @@ def bidirectional_kl(
     instance_temperature: float = 0.1,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """Old semantic-structure loss: KL(teacher || student) over the old classes and over the batch's images.
+    """Compute the old semantic-structure loss: KL(teacher || student) over old classes and over the batch's images.
 
     Args:
-        student_logits: (n, old classes), tau z.e of the model in training.
-        teacher_logits: the same of the model before the task; receives no gradient.
-        class_temperature: tau_C, of the softmax over the classes of each image, from 1e-6 to 1e6.
-        instance_temperature: tau_I, of the softmax over the images of each class.
-        reduction: "mean": the class term is the mean over images, the instance term the mean over old classes;
-            "batchmean": both sums are divided by n. Each term is multiplied by its temperature squared either way.
+        student_logits: (n, old classes), tau z.e from the model in training.
+        teacher_logits: (n, old classes), the same from the model before the task; receives no gradient.
+        class_temperature: tau_C, for the softmax over the classes of each image, from 1e-6 to 1e6.
+        instance_temperature: tau_I, for the softmax over the images of each class, from 1e-6 to 1e6.
+        reduction: "mean": the class term is the mean over images, and the instance term is the mean over old classes;
+            "batchmean": both sums are divided by n. In both cases, each term is multiplied by its squared temperature.
 
     Returns:
-        A scalar, in at least float32, at least 0 up to rounding.
+        A scalar, in at least float32. It is not negative, except for rounding.
 
     Reference:
         "Old Semantic-Structure Objective", L_bi-kl.
@@ -69,7 +69,7 @@ def bidirectional_kl(
         shapes = f"{tuple(student_logits.shape)} and {tuple(teacher_logits.shape)}"
         raise ValueError(f"student_logits and teacher_logits must both be (n, old classes), not empty, got {shapes}")
     for name, value in (("class_temperature", class_temperature), ("instance_temperature", instance_temperature)):
-        if not 1e-6 <= value <= 1e6:  # beyond, its square or the divided logits leave float32
+        if not 1e-6 <= value <= 1e6:  # outside, the squared temperature or the divided logits leave the range of float32
             raise ValueError(f"{name} must be positive, from 1e-6 to 1e6, got {value}")
     if reduction not in ("mean", "batchmean"):
         raise ValueError(f"reduction must be 'mean' or 'batchmean', got {reduction!r}")
@@ -84,5 +84,5 @@ def bidirectional_kl(
 
 
 def _kl_sum(student: torch.Tensor, teacher: torch.Tensor, dim: int) -> torch.Tensor:
-    """Sum of KL(softmax(teacher) || softmax(student)) over all slices along `dim`, in log-space."""
+    """Return the sum of KL(softmax(teacher) || softmax(student)) over all slices along `dim`, in log-space."""
     return F.kl_div(student.log_softmax(dim), teacher.log_softmax(dim), reduction="sum", log_target=True)

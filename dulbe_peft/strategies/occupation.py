@@ -1,4 +1,4 @@
-"""A strategy's memory of earlier tasks' layer inputs: the occupation statistics S, the sum of X'X over the tasks."""
+"""Strategies that remember the layer inputs of earlier tasks as occupation statistics S, the sum of X'X over tasks."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 
 def old_statistic(task: NewTask, name: str) -> torch.Tensor | None:
-    """S of the finished tasks at one layer, (d_in, d_in) in float64; None before the first."""
+    """Return S of the finished tasks for a layer, (d_in, d_in) in float64; None before the first task is finished."""
     if not isinstance(task.memory, OccupationStatistics) or name not in task.memory:
         return None
     return to_float64(task.memory[name], f"statistics of layer {name!r}")
@@ -18,13 +18,13 @@ def old_statistic(task: NewTask, name: str) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class OccupationStrategy(Strategy):
-    """Remembers S: the inputs of every task's images, read by the model that has learned the task."""
+    """Remembers S. The inputs of a task's images are measured with the model that has learned the task."""
 
     remembers_inputs = True
     remembers_more = True
 
     def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
-        """S of the finished tasks + X'X."""
+        """Return S of the finished tasks plus X'X of this task."""
         if isinstance(task.memory, OccupationStatistics):
-            inputs.merge(task.memory)  # this way round the old sums stay as they are until the task is committed
+            inputs.merge(task.memory)  # in this direction, the old sums do not change before the task is committed
         return inputs

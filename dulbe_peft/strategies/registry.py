@@ -1,4 +1,4 @@
-"""The strategies by name: how each method constrains what a new task trains; open to others' classes."""
+"""Registry of the strategies by name. Users can register their own classes."""
 
 from typing import Any, TypeVar
 
@@ -8,13 +8,13 @@ from dulbe_peft.utils.specs import closest, convert, parse_spec
 
 S = TypeVar("S", bound=type[Strategy])
 
-_OWN = {
+_BUILT_IN = {
     "dulbe": "dulbe:Dulbe",
     "frozen": "frozen:Frozen",
     "lora": "lora:Lora",
     "merged_lora": "lora:MergedLora",
 }
-_OF_PAPERS = {
+_FROM_PAPERS = {
     "first_session": "first_session:FirstSession",
     "o_lora": "o_lora:OLora",
     "inflora": "inflora:InfLora",
@@ -38,13 +38,13 @@ _OF_PAPERS = {
 STRATEGIES: Registry[Strategy] = Registry(
     "strategy",
     "dulbe_peft.strategies",
-    {name: f"dulbe_peft.strategies.{home}" for name, home in _OWN.items()}
-    | {name: f"dulbe_peft.papers.{home}" for name, home in _OF_PAPERS.items()},
+    {name: f"dulbe_peft.strategies.{path}" for name, path in _BUILT_IN.items()}
+    | {name: f"dulbe_peft.papers.{path}" for name, path in _FROM_PAPERS.items()},
 )
 
 
 def register_strategy(kind: S) -> S:
-    """Make a strategy, a frozen dataclass with a name of its own, known under that name; works as a decorator."""
+    """Register a strategy, a frozen dataclass, under its attribute `name`. Can be used as a decorator."""
     if not (isinstance(kind, type) and issubclass(kind, Strategy)) or "__dataclass_fields__" not in vars(kind):
         raise TypeError(f"a strategy must be a class derived from Strategy with @dataclass(frozen=True), got {kind!r}")
     name = getattr(kind, "name", None)
@@ -55,7 +55,7 @@ def register_strategy(kind: S) -> S:
 
 
 def make_strategy(spec: str | Strategy | dict[str, Any]) -> Strategy:
-    """A strategy from its text, "name" or "name:key=value,key=value", or from what `settings` saved beside "name"."""
+    """Return the strategy for "name", "name:key=value,key=value", or a dictionary of "name" and saved `settings`."""
     if isinstance(spec, Strategy):
         return spec
     if isinstance(spec, str):
@@ -66,7 +66,7 @@ def make_strategy(spec: str | Strategy | dict[str, Any]) -> Strategy:
     kind = _strategy_class(spec["name"])
     try:
         return kind(**{key: value for key, value in spec.items() if key != "name"})
-    except TypeError as error:  # an unknown setting, or a value of another type
+    except TypeError as error:  # an unknown setting, or a value of the wrong type
         raise ValueError(f"strategy {kind.name!r} does not have the settings {spec!r:.200}: {error}") from error
 
 

@@ -1,5 +1,5 @@
-"""What the method costs beside what a user would run instead; `docs/performance.md` has the figures.
+"""Benchmarks of the cost and the accuracy of the library; `docs/performance.md` has the figures.
 
-One command a file, such as `python -m research.benchmarks.step --threads 2 --batch 4`, from the root of the
-repository. Every figure is a ratio of two sides that take turns in one process on the same inputs.
+Each file is one command, such as `python -m research.benchmarks.step --threads 2 --batch 4`, to run in the root of the
+repository. A cost is usually a ratio of two sides that take turns in one process on the same inputs.
 """

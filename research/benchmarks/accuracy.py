@@ -1,7 +1,7 @@
-"""What an option that approximates does to accuracy: a class-incremental stream with it and without.
+"""Measure how an approximate option changes accuracy: learn a class-incremental stream with and without it.
 
-Without `--data` the demo's stream of handwritten digits. With it, the stream that `dulbe-peft run` learns from that
-data set with the same number as `--seed` and `--order-seed`: 0, 1, ...
+The default is the demo's stream of handwritten digits. With `--data`, it is the stream that `dulbe-peft run` learns
+from that data set if `--seed` and `--order-seed` are both 0, both 1, and so on.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = common.parser(__doc__, repeats=3, model=str(demo_model_folder()))
-    options.add_argument("--data", help="a data set as for `dulbe-peft run`; default: the demo's digits")
-    options.add_argument("--increment", type=int, default=2, help="classes of a task")
+    options.add_argument("--data", help="a data set, as for `dulbe-peft run`; default: the demo's digits")
+    options.add_argument("--increment", type=int, default=2, help="classes per task")
     options.add_argument("--support-rank", type=int, default=16)
-    options.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS), help="what to compare")
+    options.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS), help="options to compare")
     values = common.parse(options, argv)
-    found = {name: [run(values, seed, OPTIONS[name]) for seed in range(values.repeats)] for name in values.options}
+    results = {name: [run(values, seed, OPTIONS[name]) for seed in range(values.repeats)] for name in values.options}
     where = f"{os.path.basename(values.data) if values.data else 'digits'}, mean of {values.repeats} seeds"
-    approximate = [name for name in found if name != "exact"] if "exact" in found else []
+    approximate = [name for name in results if name != "exact"] if "exact" in results else []
     rows = []
     for title, key in (("A_last", "last_accuracy"), ("A_bar", "average_accuracy")):
-        figures = {name: [100 * result[key] for result in results] for name, results in found.items()}
+        figures = {name: [100 * result[key] for result in by_seed] for name, by_seed in results.items()}
         rows += [mean_row(f"{title}, {where}, {name}", figures[name], "%") for name in figures]
         for name in approximate:
-            apart = [ours - exact for ours, exact in zip(figures[name], figures["exact"], strict=True)]
-            rows.append(mean_row(f"{title}, {where}, {name} less exact", apart, "points"))
+            differences = [ours - exact for ours, exact in zip(figures[name], figures["exact"], strict=True)]
+            rows.append(mean_row(f"{title}, {where}, {name} less exact", differences, "points"))
     common.write("accuracy", values, argv, rows)
 
 
 def mean_row(what: str, figures: list[float], unit: str) -> dict[str, Any]:
-    """One line of the table: the mean over the seeds and the extremes."""
-    low, high = (round(figure, 1) + 0.0 for figure in (min(figures), max(figures)))  # + 0.0: no -0.0
+    """Return a row of the table: the mean over the seeds, the minimum and the maximum."""
+    low, high = (round(figure, 1) + 0.0 for figure in (min(figures), max(figures)))  # + 0.0 turns -0.0 into 0.0
     spread = f"{unit}, {low:.1f} to {high:.1f}"
     return common.value_row(what, common.rounded(sum(figures) / len(figures)), spread)
 
 
 def run(values: argparse.Namespace, seed: int, fields: dict[str, Any]) -> dict[str, Any]:
-    """The head's figures on one stream."""
+    """Learn one stream and return the results of the head."""
     tasks = stream(values, seed)
     settings = fields if values.data else SETTINGS | fields
     if values.quick:
@@ -72,7 +72,7 @@ def run(values: argparse.Namespace, seed: int, fields: dict[str, Any]) -> dict[s
 
 
 def stream(values: argparse.Namespace, seed: int) -> list[Task]:
-    """The demo's tasks, or those of a data set in a random order of its classes."""
+    """Return the tasks of the demo, or those of a data set with its classes in random order."""
     if not values.data:
         return digit_tasks(values.increment)
     train, test = (load_data(values.data, split=split) for split in ("train", "test"))

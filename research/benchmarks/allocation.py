@@ -1,6 +1,6 @@
-"""Planning the modes of all adapted layers, beside a full eigendecomposition and a full SVD for each layer.
+"""Compare mode allocation for all adapted layers with a full eigendecomposition and a full SVD per layer.
 
-Gradients come from a probe of the model and statistics from its activations; both sides get the same.
+Both sides get the same gradients, from a probe of the model, and the same statistics, from its activations.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measured(values: Any) -> tuple[dict[str, torch.Tensor], OccupationStatistics]:
-    """Gradients of ten classes and statistics, of a model that has no history yet."""
+    """Return gradients of ten classes, and occupation statistics, of a model that has no history yet."""
     tower = models.vision_tower(values.model, "sdpa")
     model = get_peft_model(tower, DualModeLoraConfig(text_rank=0))
     pixels = models.pixels(values.num_images, tower.config.image_size, values.images)
@@ -62,10 +62,10 @@ def measured(values: Any) -> tuple[dict[str, torch.Tensor], OccupationStatistics
 
 
 def projector_distance(statistic: torch.Tensor, support_rank: int) -> float:
-    """Spectral norm of the difference between our support's projector and that of a full decomposition in float64."""
+    """Return the spectral norm of the difference between our projector and that of a full decomposition in float64."""
     support = historical_support(statistic, support_rank, residual_rank=8).double()
     exact = torch.linalg.eigh(statistic.double())[1].flip(1)[:, : support.shape[1]]
-    # Of equal ranks: the sine of the largest angle, from the smallest cosine without cancellation.
+    # Both have the same rank, so this is the sine of the largest angle. This form avoids cancellation.
     return float(torch.linalg.matrix_norm(exact - support @ (support.T @ exact), 2))
 
 

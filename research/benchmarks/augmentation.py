@@ -1,8 +1,8 @@
-"""What augmented views bring: A_last of frozen classifiers on held-back training images, for each kind of view.
+"""Measure the gain from augmented views: A_last of frozen classifiers on held-out training images, by kind of view.
 
-A classifier learns the mean of an image and its views, or, as with `augment`, each of them as a row of weight
-1 / (1 + copies) in its sums. kappa and rho of `bayes` are fixed, so that nothing else differs.
-Each seed draws the order of the classes and which images are learned.
+A classifier learns either the mean of an image and its views or, as with `augment`, each of them as a row with the
+weight 1 / (1 + copies) in its sums. kappa and rho of `bayes` are fixed, so that nothing else differs.
+Each seed draws the order of the classes and the images that are learned.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from research.benchmarks.frozen import Task, draw
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = common.stream_parser(__doc__, repeats=3)
-    options.add_argument("--images", type=int, nargs="+", default=[4, 16], help="images of each class")
-    options.add_argument("--held-back", type=int, default=8, help="training images of each class to test on")
+    options.add_argument("--images", type=int, nargs="+", default=[4, 16], help="training images per class")
+    options.add_argument("--held-back", type=int, default=8, help="held-out training images per class to test on")
     options.add_argument("--classifiers", nargs="+", default=["lda", "bayes:kappa=4,rho=10"])
     options.add_argument("--augment", nargs="+", default=["none", "crop", "flip", "affine"])
     options.add_argument("--copies", type=int, default=3)
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 seeds = range(values.repeats)
                 draws = [draw(features | {"train": learned}, str(count), 10**6, s, values.held_back)[0] for s in seeds]
                 for spec in values.classifiers:
-                    each = [common.rounded(100 * right(spec, features, task)) for task in draws]
+                    each = [common.rounded(100 * accuracy(spec, features, task)) for task in draws]
                     stream = values.stream or common.model_name(values.data)
                     what = f"{spec}, {count} images a class, {stream}, augment {augment}, {form}: A_last"
                     mean = common.rounded(statistics.fmean(each))
@@ -66,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 @torch.no_grad()
-def right(spec: str, features: dict[str, Any], task: Task) -> float:
-    """The share of held-back images, whose own feature comes first, that is named right."""
+def accuracy(spec: str, features: dict[str, Any], task: Task) -> float:
+    """Return the accuracy on held-out images. Only their first feature, of the image without changes, is used."""
     _, views, width = task.train.shape
     classifier = make_classifier(spec, width, features["scale"])
     names = [features["names"][label] for label in task.classes]

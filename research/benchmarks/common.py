@@ -1,4 +1,4 @@
-"""What all benchmarks share: sides that take turns, ratios pair by pair, options, and the JSON they write."""
+"""Functions that all benchmarks share: timing sides in turns, pairwise ratios, options, and writing results."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ Times = dict[str, dict[str, list[float]]]
 
 
 def compare(sides: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 1) -> Times:
-    """Seconds of each side in each round; the order turns round from one round to the next (A B, B A, A B, ...).
+    """Time each side in each round. The order is reversed from one round to the next (A B, B A, A B, ...).
 
     Args:
-        sides: name -> what is measured.
-        repeats: rounds that count.
-        warmup: rounds before them that do not.
+        sides: name -> function to time.
+        repeats: rounds to measure.
+        warmup: rounds to run before them without measuring.
 
     Returns:
-        Side -> "wall" and "cpu" -> seconds of every round. CPU time is that of all threads of this process: on a
-        machine that others use too it is the steadier of the two.
+        Side -> "wall" and "cpu" -> seconds of every round. CPU time is summed over all threads of this process. It is
+        steadier than wall-clock time on a machine with other users.
     """
     times: Times = {name: {"wall": [], "cpu": []} for name in sides}
     for number in range(-warmup, repeats):
@@ -52,34 +52,34 @@ def compare(sides: Mapping[str, Callable[[], object]], repeats: int, warmup: int
 
 
 def ratio(times: Times, ours: str, other: str) -> dict[str, Any]:
-    """The ratios `ours / other` of all rounds, by wall clock and by CPU time, and the median seconds of both."""
-    found: dict[str, Any] = {
+    """Return the ratios `ours / other` over all rounds, by wall-clock and CPU time, and the median seconds of both."""
+    ratios: dict[str, Any] = {
         clock: spread([a / b for a, b in zip(times[ours][clock], times[other][clock], strict=True)])
         for clock in ("wall", "cpu")
     }
-    found["seconds"] = {name: rounded(statistics.median(times[name]["wall"])) for name in (ours, other)}
-    return found
+    ratios["seconds"] = {name: rounded(statistics.median(times[name]["wall"])) for name in (ours, other)}
+    return ratios
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, quartiles and extremes."""
+    """Return the median, quartiles, minimum, maximum and number of the values."""
     low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
     figures = {"median": statistics.median(values), "q1": low, "q3": high, "min": min(values), "max": max(values)}
     return {name: rounded(value) for name, value in figures.items()} | {"rounds": len(values)}
 
 
 def rounded(value: float) -> float:
-    """Four significant digits."""
+    """Round to four significant digits."""
     return float(f"{value:.4g}")
 
 
 def row(what: str, times: Times, ours: str, other: str, goal: float | None = None) -> dict[str, Any]:
-    """One line of the table: a ratio of times."""
+    """Return a row of the results: a ratio of times."""
     return {"what": what, "goal": goal, "ratio": ratio(times, ours, other)}
 
 
 def value_row(what: str, value: float, unit: str, goal: str | None = None) -> dict[str, Any]:
-    """One line of the table: a figure that is no ratio of times."""
+    """Return a row of the results: a figure that is not a ratio of times."""
     return {"what": what, "goal": goal, "value": value, "unit": unit}
 
 
@@ -87,20 +87,20 @@ INSTRUCTIONS = ("avx2", "avx512_f", "avx512_bf16", "avx512_vnni", "amx_bf16", "a
 
 
 def parser(description: str | None, repeats: int, model: str | None = "vit-b-16") -> argparse.ArgumentParser:
-    """The options that every benchmark has."""
+    """Return a parser with the options that every benchmark has."""
     options = argparse.ArgumentParser(description=description)
     if model is not None:
         names = ", ".join(SIZES)
         options.add_argument("--model", default=model, help=f"{names} (random weights), or a folder with a CLIP model")
-    options.add_argument("--repeats", type=int, default=repeats, help="rounds that count")
+    options.add_argument("--repeats", type=int, default=repeats, help="rounds to measure")
     options.add_argument("--threads", type=int, default=1)
-    options.add_argument("--quick", action="store_true", help="the smallest model, one round: does it run?")
+    options.add_argument("--quick", action="store_true", help="a test run: one round with the smallest model")
     options.add_argument("--out", type=Path, help="JSON file; default: research/benchmarks/results/<benchmark>.json")
     return options
 
 
 def stream_parser(description: str | None, repeats: int) -> argparse.ArgumentParser:
-    """The options of a benchmark that teaches a stream."""
+    """Return a parser with the options of a benchmark that learns a stream."""
     options = parser(description, repeats, model=None)
     options.add_argument("--clip", default="demo", help="as --model of `dulbe-peft run`")
     options.add_argument("--data", default="demo-digits", help="as for `dulbe-peft run`")
@@ -109,20 +109,20 @@ def stream_parser(description: str | None, repeats: int) -> argparse.ArgumentPar
 
 
 def parse(options: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options' values; sets the number of threads and the seed."""
+    """Parse the options, and set the number of threads and the seed."""
     values = options.parse_args(argv)
     if values.quick:
         values.repeats = 1
         if hasattr(values, "model"):
             values.model = "tiny"
     torch.set_num_threads(values.threads)
-    threadpool_limits(values.threads)  # SciPy's linear algebra has threads of its own
+    threadpool_limits(values.threads)  # SciPy's linear algebra has a separate thread pool
     torch.manual_seed(0)
     return values
 
 
 def write(name: str, values: argparse.Namespace, argv: Sequence[str] | None, rows: list[dict[str, Any]]) -> None:
-    """Write the rows with the command, its settings and the machine; print them too."""
+    """Write the rows with the command, its settings and the machine to a file, and print the rows."""
     given = sys.argv[1:] if argv is None else argv
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(values).items()}
     for key in ("out", "quick"):
@@ -143,7 +143,7 @@ def write(name: str, values: argparse.Namespace, argv: Sequence[str] | None, row
 
 
 def _without(arguments: Sequence[str], flag: str) -> list[str]:
-    """The arguments but a flag and its value."""
+    """Return the arguments without a flag and its value."""
     kept = list(arguments)
     while flag in kept:
         position = kept.index(flag)
@@ -152,12 +152,12 @@ def _without(arguments: Sequence[str], flag: str) -> list[str]:
 
 
 def _basename(value: Any) -> Any:
-    """A path's last part: where a file lies on a machine is nobody's business."""
+    """Return the last part of a path, so that results do not reveal the folders of the machine."""
     return os.path.basename(value) if isinstance(value, str) and os.sep in value else value
 
 
 def machine() -> dict[str, Any]:
-    """Versions, processor, and how many programs wanted it in the last minute."""
+    """Return the versions, the processor, and the load average of the last minute."""
     return {
         "versions": {
             "python": platform.python_version(),
@@ -181,12 +181,12 @@ def _cpu_name() -> str:
 
 
 def model_name(name: str) -> str:
-    """How the table calls a model."""
+    """Return the name of a model in the table."""
     return {"vit-b-16": "ViT-B/16", "vit-b-32": "ViT-B/32", "vit-l-14": "ViT-L/14"}.get(name, os.path.basename(name))
 
 
 def photographs(folder: Path, count: int, size: tuple[int, int]) -> list[str]:
-    """JPEG files of smooth random colours, of one size."""
+    """Write JPEG files of smooth random colours, all of one size, and return their paths."""
     generator, files = np.random.default_rng(0), []
     for number in range(count):
         coarse = Image.fromarray(generator.integers(0, 256, (12, 16, 3), dtype=np.uint8))

@@ -1,4 +1,4 @@
-"""An exported learner beside the learner: the answers that its card's lines give, and the time of the graph."""
+"""Compare an exported learner with the learner: the answers of the code in its model card, and the graph's speed."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ FORMATS = ("lora", "transformers", "onnx", "onnx float16", "onnx int8")
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = common.parser(__doc__, repeats=30, model=None)
-    options.add_argument("--learner", help="a saved learner; default: digits with frozen features, learned here")
+    options.add_argument("--learner", help="a saved learner; default: learn digits with frozen features")
     options.add_argument(
-        "--data", help="images to test on, as `dulbe-peft run` takes them; default: the demo's digits"
+        "--data", help="test images, in a format of `dulbe-peft run --data`; default: the demo's digits"
     )
     options.add_argument("--classifier", help="name of the exported classifier; default: the first")
-    options.add_argument("--images", type=int, default=500, help="how many images are compared at most")
+    options.add_argument("--images", type=int, default=500, help="compare at most this many images")
     options.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     values = common.parse(options, argv)
     if values.quick:
@@ -55,13 +55,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             folder = export_learner(
                 learner, Path(root) / kind, form, classifier.name, precision=precision or "float32"
             )
-            lines = _pipeline(folder) if form == "transformers" else _lines(folder)
-            found = torch.stack([lines(image) for image in images])
-            other = float((found.argmax(dim=1) != expected.argmax(dim=1)).sum())
+            predict = _pipeline(folder) if form == "transformers" else _card_code(folder)
+            exported = torch.stack([predict(image) for image in images])
+            different = float((exported.argmax(dim=1) != expected.argmax(dim=1)).sum())
             rows += [
-                common.value_row(f"accuracy by the card's lines, {kind}", _percent(found, labels), "%"),
-                common.value_row(f"largest difference of a probability, {kind}", _largest(found, expected), ""),
-                common.value_row(f"images with another answer, {kind}", other, "images"),
+                common.value_row(f"accuracy by the card's lines, {kind}", _percent(exported, labels), "%"),
+                common.value_row(f"largest difference of a probability, {kind}", _largest(exported, expected), ""),
+                common.value_row(f"images with another answer, {kind}", different, "images"),
                 common.value_row(f"size of the folder, {kind}", _mebibytes(folder), "MiB"),
             ]
         rows += _speed(learner, classifier, Path(root) / "onnx", values, where)
@@ -82,7 +82,7 @@ def _learner(values: Any) -> tuple[ClassIncrementalLearner, Any]:
 
 
 def _images(test: Any, names: Sequence[str], count: int) -> tuple[list[Any], torch.Tensor]:
-    """Images of learned classes, evenly over the data, and their numbers among `names`."""
+    """Return images of learned classes, spread evenly over the data, and their labels as indices of `names`."""
     rows = []
     for part in [task.test for task in test] if isinstance(test, list) else [test]:
         if not (learned := [name for name in part.class_names if name in names]):
@@ -93,8 +93,8 @@ def _images(test: Any, names: Sequence[str], count: int) -> tuple[list[Any], tor
     return [image for image, _ in rows], torch.tensor([label for _, label in rows])
 
 
-def _lines(folder: Path) -> Any:
-    """The lines of the card, as a function of an image; what stands before the image is run once."""
+def _card_code(folder: Path) -> Any:
+    """Return the code of the model card as a function of an image. The code before the image is run once."""
     text = (folder / "README.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     before, image, after = code.replace("path/to/this/folder", str(folder)).partition("\nimage = ")
@@ -121,7 +121,7 @@ def _pipeline(folder: Path) -> Any:
 
 
 def _speed(learner: Any, classifier: Any, folder: Path, values: Any, where: str) -> list[dict[str, Any]]:
-    """The graphs beside PyTorch's merged model and classifier, both with the same number of threads."""
+    """Compare the ONNX graphs with the merged model and classifier in PyTorch, with the same number of threads."""
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = values.threads
     encoder, head = (onnxruntime.InferenceSession(folder / f"{name}.onnx", settings) for name in ("encoder", "head"))
@@ -146,8 +146,8 @@ def _percent(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
     return common.rounded(100 * float((probabilities.argmax(dim=1) == labels).float().mean()))
 
 
-def _largest(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return common.rounded(float((found - expected).abs().max()))
+def _largest(exported: torch.Tensor, expected: torch.Tensor) -> float:
+    return common.rounded(float((exported - expected).abs().max()))
 
 
 def _mebibytes(folder: Path) -> float:

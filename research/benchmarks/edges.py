@@ -1,10 +1,18 @@
-"""Classifiers where names are strong, weak or absent, images are few, and classes few: nothing is trained.
+"""Measure classifiers in edge cases: strong, weak or missing class names, few images, few classes. Nothing is trained.
 
-A line of `EDGES` changes what `frozen` measures. Names become unit vectors near the means of `SPARE`
-training images of each class that nobody learns from, or near S^-1 of them, with noise of so many times their spread;
-`mixed` adds the model's own. `common` adds one direction to all features, as real networks have, `gap` another one to
-all names, and `power` makes features heavy-tailed. `lone4` gives four images to four of five classes, and one to the
-fifth. With `--real`, features are read as `real` says; lines that need more images, classes or names are left out.
+Each entry of `EDGES` changes the streams of `research.benchmarks.frozen`:
+
+    names     "means" replaces the text embeddings by unit vectors near the mean features of `SPARE` training images
+              per class, which no classifier learns; "inverse" multiplies these means by S^-1, where S is the scatter
+              within the classes; "mixed" adds the model's own text embeddings
+    noise     noise of the new text embeddings, as a multiple of their spread
+    common    length of a direction that is added to all features, because real networks have one
+    gap       length of a direction that is added to all text embeddings
+    power     exponent that makes the features heavy-tailed
+    counts    images per class, as for `frozen`; "lone4" gives 4 images to four of five classes and 1 to the fifth
+
+With `--real`, the features come from a folder in the format of `research.benchmarks.real`. Cases for which a stream
+has too few images, classes or names are skipped.
 
     python -m research.benchmarks.edges --clip glyph-clip --data handwriting --stream handwriting --increment 11
     python -m research.benchmarks.edges --real FOLDER --streams cars dtd
@@ -61,7 +69,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--edges", nargs="+", default=list(EDGES), choices=EDGES)
     options.add_argument("--prompt-template", default="a photo of a {}.")
     options.add_argument(
-        "--held-back", type=int, default=0, help="test on so many training images, to choose settings"
+        "--held-back",
+        type=int,
+        default=0,
+        help="held-out training images per class to test on, to choose settings",
     )
     folder_options(options)
     values = common.parse(options, argv)
@@ -70,18 +81,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         for edge in values.edges[:1] if values.quick else values.edges:
             counts = [count for count in EDGES[edge]["counts"] if can_have(drawn(0), edge, count)]
             for count in counts[:1] if values.quick else counts:
-                found = [measured(drawn(seed), edge, count, values, seed) for seed in range(values.repeats)]
-                for spec in found[0]:
-                    each = [common.rounded(100 * one[spec]) for one in found]
-                    said = f"{stream}, {edge}, {count} images a class, {spec}"
-                    row = common.value_row(said, common.rounded(statistics.fmean(each)), "%")
+                draws = [measured(drawn(seed), edge, count, values, seed) for seed in range(values.repeats)]
+                for spec in draws[0]:
+                    each = [common.rounded(100 * draw[spec]) for draw in draws]
+                    what = f"{stream}, {edge}, {count} images a class, {spec}"
+                    row = common.value_row(what, common.rounded(statistics.fmean(each)), "%")
                     key = {"stream": stream, "edge": edge, "counts": count, "classifier": spec}
                     rows.append(row | key | {"each": each})
     common.write("edges", values, argv, rows)
 
 
 def streams(values: Any) -> Iterator[tuple[str, Callable[[int], dict[str, Any]]]]:
-    """The name of each stream, and a seed's features; none where the folder has no file."""
+    """Yield the name of each stream and a function of a seed that returns its features. Missing files are skipped."""
     if values.real is None:
         features = encoded(values)
         yield values.stream or common.model_name(values.data), lambda seed: features
@@ -92,7 +103,7 @@ def streams(values: Any) -> Iterator[tuple[str, Callable[[int], dict[str, Any]]]
 
 
 def can_have(features: dict[str, Any], edge: str, count: str) -> bool:
-    """Whether a stream has the names, the classes and the images of an edge."""
+    """Return whether a stream has enough names, classes and images for an edge case."""
     names, classes = EDGES[edge].get("names", "own"), EDGES[edge].get("classes", 0)
     named = features["text"] is not None or names in ("none", "means", "inverse")
     spare = SPARE if names in ("means", "inverse", "mixed") else 0
@@ -101,7 +112,7 @@ def can_have(features: dict[str, Any], edge: str, count: str) -> bool:
 
 
 def measured(features: dict[str, Any], edge: str, counts: str, values: Any, seed: int) -> dict[str, float]:
-    """A_last of each classifier, as a fraction, in one draw."""
+    """Return A_last of each classifier in one draw, as a fraction."""
     settings = {key: value for key, value in EDGES[edge].items() if key != "counts"}
     made = changed(features, seed, **settings)
     tasks = draw(made, counts, step(made, values), seed, values.held_back)
@@ -121,7 +132,7 @@ def changed(
     power: float = 1.0,
     classes: int | None = None,
 ) -> dict[str, Any]:
-    """The features and texts of an edge."""
+    """Return the features and texts of an edge case."""
     generator = torch.Generator().manual_seed(seed)
     width = features["train"].shape[1]
 
@@ -159,7 +170,7 @@ def changed(
 def renamed(
     found: dict[str, Any], names: str, noise: float, gap: Tensor, generator: torch.Generator
 ) -> dict[str, Any]:
-    """Texts near the means of spare images, or near S^-1 of them, and the images that are left."""
+    """Return texts near the means of spare images, or near S^-1 of these means, and the remaining images."""
     order = torch.randperm(len(found["y"]), generator=generator)
     spare = torch.cat([order[found["y"][order] == label][:SPARE] for label in range(len(found["names"]))])
     left = torch.ones(len(found["y"]), dtype=torch.bool)

@@ -1,10 +1,11 @@
-"""Encoding images: each backend and precision beside torch in float32, and from photographs on a disk to a table.
+"""Measure image encoding: each backend and precision, and the whole way from photographs on disk to a feature table.
 
-The towers are of random weights. Whether answers are equal is asked of real models, given as --answers MODEL DATA;
-their answer is the class whose name is nearest. The table of features is written beside transformers' feature
-pipeline and sentence-transformers' CLIP, where that is installed, each in its best batch. `--run` takes the CPU time
-of a whole `dulbe-peft run`, without that of its imports, beside that of its encoder alone. On a GPU the same command
-takes torch alone: --device cuda --batch 256 --compile.
+Each backend and precision is compared with torch in float32, on towers with random weights. `--answers MODEL DATA`
+counts equal answers of a real model, where the answer is the class with the nearest name. `--photographs` compares
+writing a feature table with the feature pipeline of transformers and, if it is installed, with CLIP in
+sentence-transformers, each with its best batch size. `--run` compares the CPU time of a whole `dulbe-peft run`,
+without its imports, with the time of its encoder. On a GPU, only torch is measured: --device cuda --batch 256
+--compile.
 """
 
 from __future__ import annotations
@@ -56,11 +57,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = common.parser(__doc__, repeats=5)
     options.add_argument("--batch", type=int, default=8)
     options.add_argument("--device", default="cpu")
-    options.add_argument("--compile", action="store_true", help="torch.compile as well; needs a C++ compiler")
+    options.add_argument(
+        "--compile", action="store_true", help="also measure torch.compile, which needs a C++ compiler"
+    )
     options.add_argument("--answers", nargs=2, action="append", default=[], metavar=("MODEL", "DATA"))
-    options.add_argument("--images", type=int, default=250, help="of each data, whose answers are compared")
-    options.add_argument("--photographs", type=int, default=0)
-    options.add_argument("--run", type=int, default=0, help="photographs of a whole run")
+    options.add_argument("--images", type=int, default=250, help="images per data set whose answers are compared")
+    options.add_argument("--photographs", type=int, default=0, help="photographs for the feature table")
+    options.add_argument("--run", type=int, default=0, help="photographs for a whole run")
     values = common.parse(options, argv)
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, {VARIABLE: str(Path(folder, "f.sqlite"))}):
         rows = speed(values)
@@ -77,30 +80,30 @@ def main(argv: Sequence[str] | None = None) -> None:
 def ways(
     clip: Any, processor: Any, training: LabelledImages, device: str = "cpu"
 ) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """Backend and precision -> unit features of pixel values; those that there are on this machine."""
+    """Return backend and precision -> function from pixel values to unit features, for all that this machine has."""
 
     def cast(pixels: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device, dtype=torch.bfloat16):
             return unit_image_embeds(clip, pixels)
 
-    able = has_bfloat16(torch.device(device))
-    found: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"torch float32": partial(unit_image_embeds, clip)}
-    found |= {"torch bfloat16": cast} if able else {}
-    there = [name for name, package in backends.PACKAGES.items() if find_spec(package) and device == "cpu"]
-    for backend in there:
-        more = ["bfloat16"] * able + ["int8"] * bool(find_spec("nncf")) if backend == "openvino" else []
+    bfloat16 = has_bfloat16(torch.device(device))
+    encoders: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"torch float32": partial(unit_image_embeds, clip)}
+    encoders |= {"torch bfloat16": cast} if bfloat16 else {}
+    installed = [name for name, package in backends.PACKAGES.items() if find_spec(package) and device == "cpu"]
+    for backend in installed:
+        more = ["bfloat16"] * bfloat16 + ["int8"] * bool(find_spec("nncf")) if backend == "openvino" else []
         for precision in ("float32", *more):
             args = LearnerArguments(device="cpu", progress=False, backend=backend, precision=precision, force=True)
             learner = ClassIncrementalLearner(copy.deepcopy(clip), processor, args=args, strategy="frozen")
             learner.encoder.calibrate(learner.encoder.images(training))
             if learner.encoder.tower is not None:
-                found[f"{backend} {precision}"] = learner.encoder.tower
-    return found
+                encoders[f"{backend} {precision}"] = learner.encoder.tower
+    return encoders
 
 
 @torch.no_grad()
 def speed(values: argparse.Namespace) -> list[dict[str, Any]]:
-    """Milliseconds an image of each way, and its ratio to torch in float32."""
+    """Return the milliseconds per image of each backend and precision, and their ratio to torch in float32."""
     clip, processor = models.clip(values.model, "eager" if values.device == "cpu" else "sdpa")
     clip = clip.to(values.device)
     size = clip.config.vision_config.image_size
@@ -130,7 +133,7 @@ def speed(values: argparse.Namespace) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def answers(model: str, data: str, count: int) -> list[dict[str, Any]]:
-    """The share of images whose class by its name is that of torch in float32."""
+    """Return the percentage of images that get the same zero-shot answer as with torch in float32."""
     clip, processor = load_dual_encoder(model)
     learner = ClassIncrementalLearner(clip, processor, args=LearnerArguments(progress=False), strategy="frozen")
     images = load_data(data, "test")
@@ -139,9 +142,9 @@ def answers(model: str, data: str, count: int) -> list[dict[str, Any]]:
     texts = learner.encoder.text_embeds(images.class_names)
     batches = torch.stack([pixels[index][0] for index in range(len(chosen))]).split(8)
     sides = ways(clip, processor, load_data(data, "train"))
-    found = {name: torch.cat([encode(batch) for batch in batches]) for name, encode in sides.items()}
-    expected, rows = found.pop("torch float32"), []
-    for name, features in found.items():
+    embeds = {name: torch.cat([encode(batch) for batch in batches]) for name, encode in sides.items()}
+    expected, rows = embeds.pop("torch float32"), []
+    for name, features in embeds.items():
         equal = backends.equal_answers(features, expected, lambda rows: rows @ texts.T) / len(chosen)
         cosine = float((features * expected).sum(dim=1).min())
         what = f"answers equal: {name}, {Path(model).name}, {Path(data).name}, {len(chosen)} images"
@@ -150,7 +153,7 @@ def answers(model: str, data: str, count: int) -> list[dict[str, Any]]:
 
 
 def table(values: argparse.Namespace) -> list[dict[str, Any]]:
-    """From JPEG photographs on a disk to a table of features, beside transformers' pipeline."""
+    """Compare the time from JPEG photographs on disk to a feature table with that of other libraries."""
     count = 4 if values.quick else values.photographs
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root, "photos", "all")
@@ -176,8 +179,8 @@ def table(values: argparse.Namespace) -> list[dict[str, Any]]:
             embeds = sentences.encode(files, batch_size=batch, show_progress_bar=False)
             np.save(Path(root, "stock.npy"), embeds)
 
-        there = ["torch", *(name for name, package in backends.PACKAGES.items() if find_spec(package))]
-        sides: dict[str, Callable[[], None]] = {name: partial(ours, name) for name in there}
+        installed = ["torch", *(name for name, package in backends.PACKAGES.items() if find_spec(package))]
+        sides: dict[str, Callable[[], None]] = {name: partial(ours, name) for name in installed}
         peers = {"pipeline": stock}
         if find_spec("sentence_transformers"):
             from sentence_transformers import SentenceTransformer
@@ -191,12 +194,12 @@ def table(values: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for peer in peers:
         best = min((name for name in sides if peer in name), key=lambda name: float(np.median(times[name]["cpu"])))
-        rows += [common.row(f"disk to table: {name} / {best}, {where}", times, name, best, 1.0) for name in there]
+        rows += [common.row(f"disk to table: {name} / {best}, {where}", times, name, best, 1.0) for name in installed]
     return rows
 
 
 def saved_model(name: str, folder: Path) -> tuple[Any, Any]:
-    """A model of random weights whose images have its size, which was saved in a folder."""
+    """Return a model with random weights and a processor for images of its size, and save both in a folder."""
     clip, processor = models.clip(name, "sdpa")
     side = clip.config.vision_config.image_size
     processor.image_processor = CLIPImageProcessorPil(
@@ -209,9 +212,10 @@ def saved_model(name: str, folder: Path) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def whole(values: argparse.Namespace) -> list[dict[str, Any]]:
-    """CPU seconds of `run` on photographs of four classes, a fifth of them to test, by those of its encoder.
+    """Compare the CPU time of `run` with that of its encoder, and of `predict` with that of CLIP in transformers.
 
-    And those of `predict` of one of them by its learner, by those of transformers' CLIP in a process of its own.
+    `run` gets photographs of four classes, a fifth of them for testing. `predict` classifies one photograph, and
+    transformers' CLIP does the same in a separate process.
     """
     count = 20 if values.quick else values.run
     drawn = "matplotlib.figure, matplotlib.backends.backend_agg"

@@ -1,6 +1,6 @@
-"""`estimate()` beside the test: what is named right of images that are left out, and of test images.
+"""Compare the accuracy that `estimate()` reports, from left-out images, with the accuracy on test images.
 
-Nothing is trained, so every image is encoded once. The options are those of `research.benchmarks.frozen`.
+Nothing is trained, so each image is encoded once. The options are those of `research.benchmarks.frozen`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @torch.no_grad()
 def figures(spec: str, features: dict[str, Any], tasks: Sequence[Task]) -> dict[str, float]:
-    """The estimate, its interval, and A_last, as fractions."""
+    """Return the estimate, its interval, and A_last, as fractions."""
     classifier = learned(spec, features, tasks)
     seen = classifier.class_names
     starts = [sum(len(past.classes) for past in tasks[:number]) for number in range(len(tasks))]
@@ -33,9 +33,9 @@ def figures(spec: str, features: dict[str, Any], tasks: Sequence[Task]) -> dict[
     rows = [rows[:share] for label in labels.unique() if len(rows := (labels == label).nonzero()[:, 0]) > 1]
     estimate = left_out_share(classifier, images[torch.cat(rows)], labels[torch.cat(rows)]) or ()
     truth = torch.tensor([label for task in tasks for label in task.truth])
-    said = classifier(torch.cat([task.test for task in tasks])).argmax(dim=1)
-    right = float((said == truth).double().mean())
-    return dict(zip(("estimate", "low", "high"), estimate, strict=False)) | {"test": right}
+    predicted = classifier(torch.cat([task.test for task in tasks])).argmax(dim=1)
+    accuracy = float((predicted == truth).double().mean())
+    return dict(zip(("estimate", "low", "high"), estimate, strict=False)) | {"test": accuracy}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tables of accuracies in the docs, each from the files that it cites."""
+"""Build the tables of accuracies in the docs from the result files that they cite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from research.comparison.summary import FEW
 
 Row = dict[str, str]
 DEFAULT, KNOWN, UNKNOWN = "bayes", "still known", "not measured"
-DRIFTS = ("none", "linear", "auto")  # the last one that was measured stands in the tables
+DRIFTS = ("none", "linear", "auto")  # the tables show the last of these that was measured
 
 
 def frozen(
@@ -25,9 +25,10 @@ def frozen(
     by: str = "counts",
     folder: str = "frozen",
 ) -> list[list[str]]:
-    """One line a stream and number of images, or `by=streams` their means, the best bold; then the mean of lines.
+    """Return a line for each stream and number of images, or for each stream with `by=streams`, and the mean line.
 
-    `classifiers` and `counts` have commas between them, `streams` semicolons; none of them are all there are.
+    The best figure of a line is bold. `classifiers` and `counts` are separated by commas, `streams` by semicolons.
+    Without `counts` or `streams`, all of them are shown.
     """
     found: dict[tuple[str, str], dict[str, float]] = {}
     for path in sorted(results.glob(f"{folder}/*.json")):
@@ -51,7 +52,7 @@ def frozen(
 
 
 def edges(results: Path, counts: str, classifiers: str, behind: str, folder: str = "edges") -> list[list[str]]:
-    """One line an edge and number of images where `bayes` is so far behind the best of a stream: their means."""
+    """Return mean accuracies for each edge case in which `bayes` trails the best classifier by more than `behind`."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     columns = classifiers.split(",")
     for path in sorted(results.glob(f"{folder}/*.json")):
@@ -70,7 +71,7 @@ def edges(results: Path, counts: str, classifiers: str, behind: str, folder: str
 
 
 def trained(results: Path, file: str, classifiers: str, streams: str = "", without: str = "") -> list[list[str]]:
-    """One line a stream and method, but those whose name ends so: A_last, and what training adds, see `whole_line`."""
+    """Return a `whole_line` for each stream and method, except methods whose name ends with `without`."""
     rows = compared(results, file)
     lines = [
         [f"{stream}: {named(method)}", *whole_line(rows, stream, method, classifiers.split(","))]
@@ -81,21 +82,21 @@ def trained(results: Path, file: str, classifiers: str, streams: str = "", witho
 
 
 def family(results: Path, file: str, stream: str, classifiers: str) -> list[list[str]]:
-    """One line a method: A_last and the difference to no training, and what the model still knows."""
+    """Return a `whole_line` for each method on one stream, with mean gains instead of intervals."""
     rows, columns = compared(results, file), classifiers.split(",")
     lines = []
     for method in methods_of(rows, stream):
         own = [row for key, row in rows.items() if key[:2] == (stream, method)]
-        if method != "frozen" and own[0]["trainable_parameters"] == "0":  # its own classifier alone is another
+        if method != "frozen" and own[0]["trainable_parameters"] == "0":  # it differs only in its classifier
             continue
         lines.append([named(method), *whole_line(rows, stream, method, columns, interval=False)])
     return [["method", *whole_head(columns)], *lines]
 
 
 def drifts(results: Path, files: str, method: str, classifiers: str) -> list[list[str]]:
-    """One line a stream and way to treat the drift: A_last with nothing trained, and with a method, see `whole_line`.
+    """Return a `whole_line` for each stream without training, and for each drift correction of a method.
 
-    `files` are comparisons with semicolons between them, each with the name of its data: "drift=handwriting".
+    `files` are comparisons separated by semicolons, each with the name of its data: "drift=handwriting".
     """
     lines, columns = [], classifiers.split(",")
     for file, _, data in (part.partition("=") for part in files.split(";")):
@@ -108,7 +109,7 @@ def drifts(results: Path, files: str, method: str, classifiers: str) -> list[lis
 
 
 def gaps(results: Path, classifiers: str) -> list[list[str]]:
-    """One line a gap and way to train: mean A_last, what is still known, and the cosines that the gap makes."""
+    """Return a line for each gap and method: mean A_last, zero-shot accuracy on other classes, and mean cosines."""
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
     for path in sorted(results.glob("gap/*.json")):
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
@@ -131,7 +132,7 @@ def gaps(results: Path, classifiers: str) -> list[list[str]]:
 
 
 def pays(results: Path, files: str, method: str, classifier: str) -> str:
-    """The sentence about what a method's training with its defaults changes, over all streams of comparisons."""
+    """Return the sentence on how training a method with its defaults changes accuracy, over all streams of `files`."""
     found = [compared(results, file) for file in files.split(";")]
     rows, ends = [row for one in found for row in one.values() if row["method"] == method], []
     streams = sum(len({stream for stream, *_ in one}) for one in found)
@@ -145,14 +146,14 @@ def pays(results: Path, files: str, method: str, classifier: str) -> str:
 
 
 def whole_head(columns: list[str]) -> list[str]:
-    """What every comparison with training shows: the default classifier, others, the best one, what is still known."""
+    """Return the columns of all tables with training: classifiers, the best other one, and zero-shot accuracy."""
     return [DEFAULT, *map(short, columns), "the best other", KNOWN]
 
 
 def whole_line(
     rows: dict[tuple[str, str, str], Row], stream: str, method: str, columns: list[str], interval: bool = True
 ) -> list[str]:
-    """The cells of `whole_head`, of a stream and method; a classifier of the default's own settings is no other."""
+    """Return the cells of `whole_head` for a stream and method. Variants of the default do not count as other ones."""
     own = {name: row for (where, by, name), row in rows.items() if (where, by) == (stream, method)}
     cells = [gained(own.get(name), interval) for name in (DEFAULT, *columns)]
     others = [name for name in own if name.partition(":")[0] != DEFAULT]
@@ -162,7 +163,7 @@ def whole_line(
 
 
 def costs(results: Path, kinds: str) -> list[list[str]]:
-    """One line a strategy or classifier of `family`; `kinds` are the beginnings of what was measured."""
+    """Return a line for each strategy or classifier of `family`; `kinds` are prefixes of the figures to show."""
     columns, found = kinds.split(","), dict[str, dict[str, str]]()
     for row in json.loads((results / "family.json").read_text(encoding="utf-8"))["rows"]:
         name, _, what = row["what"].partition(": ")
@@ -174,7 +175,7 @@ def costs(results: Path, kinds: str) -> list[list[str]]:
 
 
 def beside(results: Path, folder: str, figures: str, counts: str = "") -> list[list[str]]:
-    """One line a stream and number of images, one column a figure, as the mean over its draws."""
+    """Return a line for each stream and number of images, with a column for each figure: means over the draws."""
     found: dict[tuple[str, ...], dict[str, float]] = {}
     for parts, values in figures_of(results, folder, r"(.+), (\S+) images a class, (.+): (.+)"):
         if not counts or parts[1] in counts.split(","):
@@ -185,7 +186,7 @@ def beside(results: Path, folder: str, figures: str, counts: str = "") -> list[l
 
 
 def estimates(results: Path, classifiers: str, counts: str) -> list[list[str]]:
-    """One line a stream and number of images, one column a classifier: the test, and the estimate beside it."""
+    """Return a line for each stream and number of images, with "test accuracy / estimate" for each classifier."""
     found: dict[tuple[str, ...], dict[str, dict[str, float]]] = {}
     for parts, values in figures_of(results, "estimates", r"(.+), (\S+) images a class, (.+): (.+)"):
         if parts[1] in counts.split(","):
@@ -197,7 +198,7 @@ def estimates(results: Path, classifiers: str, counts: str) -> list[list[str]]:
 
 
 def order(results: Path, classifier: str) -> list[list[str]]:
-    """One line a stream: the range, over draws and numbers of images, of answers of a classifier that change."""
+    """Return a line for each stream: the range of the percentage of answers that change, over draws and counts."""
     found: dict[str, dict[str, list[float]]] = {}
     for path in sorted(results.glob("order/*.json")):
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
@@ -211,7 +212,7 @@ def order(results: Path, classifier: str) -> list[list[str]]:
 
 
 def suggest(results: Path, labels: str, ways: str) -> list[list[str]]:
-    """One line a stream and number of labels bought for each class: accuracy by how they were chosen, best bold."""
+    """Return a line for each stream and number of labels per class: accuracy by selection method, the best in bold."""
     found: dict[tuple[str, str], dict[str, float]] = {}
     for path in sorted(results.glob("suggest/*.json")):
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
@@ -222,17 +223,17 @@ def suggest(results: Path, labels: str, ways: str) -> list[list[str]]:
 
 
 def figures_of(results: Path, folder: str, pattern: str) -> Iterator[tuple[tuple[str, ...], list[float]]]:
-    """The parts of each figure's name in a folder, with its mean and the value of every draw."""
+    """Yield the parts of the name of each figure in a folder, with its mean and the values of all draws."""
     for path in sorted((results / folder).glob("*.json")):
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-            found = re.fullmatch(pattern, row["what"])
-            if found is None:
-                raise ValueError(f"{path} has a figure of another kind: {row['what']}")
-            yield found.groups(), [row["value"], *row["each"]]
+            match = re.fullmatch(pattern, row["what"])
+            if match is None:
+                raise ValueError(f"{path} has a figure that does not match {pattern!r}: {row['what']}")
+            yield match.groups(), [row["value"], *row["each"]]
 
 
 def compared(results: Path, file: str, drift: str | None = None) -> dict[tuple[str, str, str], Row]:
-    """(stream, method, classifier) -> the row of a comparison; of several drifts the last of `DRIFTS`, or this one."""
+    """Return (stream, method, classifier) -> row of a comparison, with this drift or the last measured of `DRIFTS`."""
     with (results / f"comparisons/{file}.csv").open(newline="", encoding="utf-8") as lines:
         rows = sorted(csv.DictReader(lines), key=lambda row: DRIFTS.index(row["drift"]))
     rows = [row for row in rows if drift in (None, row["drift"]) or row["method"] == "frozen"]
@@ -248,12 +249,12 @@ def named(method: str) -> str:
 
 
 def short(classifier: str) -> str:
-    """The classifier without the setting that all tables share."""
+    """Return the classifier without the setting that is the same in all tables."""
     return classifier.removesuffix(":features=1000")
 
 
 def gained(row: Row | None, interval: bool = True) -> str:
-    """A_last, and interval or mean of what training adds: bold where clearly above zero, in italics where below."""
+    """Format A_last and the gain from training: bold if clearly positive, italic if clearly negative."""
     if row is None:
         return UNKNOWN
     figure = percent(row["last"])
@@ -261,7 +262,7 @@ def gained(row: Row | None, interval: bool = True) -> str:
         return figure
     added = f"{signed(row['gain_low'])} to {signed(row['gain_high'])}" if interval else signed(row["gain"])
     text = f"{figure} ({added})"
-    if int(row["seeds"]) <= FEW:  # too few for an interval: a sign says so
+    if int(row["seeds"]) <= FEW:  # marked, because an interval from so few seeds says little
         return f"{text} †"
     return f"**{text}**" if float(row["gain_low"]) > 0 else f"*{text}*" if float(row["gain_high"]) < 0 else text
 
@@ -280,6 +281,6 @@ def best_bold(figures: list[float], best: Callable[..., float] | None) -> list[s
     return [f"**{text}**" if best and float(text) == best(map(float, texts)) else text for text in texts]
 
 
-COMPARISONS = (trained, family, drifts, gaps)  # what training gives and takes: these have the columns of `whole_head`
+COMPARISONS = (trained, family, drifts, gaps)  # the tables with the columns of `whole_head`
 _TABLES = (frozen, edges, *COMPARISONS, pays, costs, beside, estimates, order, suggest)
 TABLES: dict[str, Any] = {table.__name__: table for table in _TABLES}

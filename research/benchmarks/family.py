@@ -1,8 +1,8 @@
-"""What every strategy costs beside stock LoRA, and what every classifier costs when a task closes.
+"""Measure the cost of every strategy relative to stock LoRA, and of every classifier when a task closes.
 
-A task is the same for all sides: the same images, classes, batch size, epochs, and a text tower with LoRA of rank 8.
-The first task is not counted; all others have a history. Stock is PEFT's own LoRA, trained on from task to task with
-nothing before or after its steps. The paper's overhead tables are counted from shapes.
+All sides learn the same task: the same images, classes, batch size and epochs, and a text tower with LoRA of rank 8.
+The first task is not counted, so that all measured tasks have a history. Stock is PEFT's LoRA. It continues training
+from task to task and does nothing before or after its steps. The paper's overhead tables are computed from shapes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ REFERRING = {"zscl": "zscl:reference_images=demo-digits"}
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = common.parser(__doc__, repeats=5, model="small")
-    options.add_argument("--num-images", type=int, default=64, help="images of a task")
-    options.add_argument("--classes", type=int, default=8, help="classes of a task")
-    options.add_argument("--batch", type=int, default=16, help="images per step, and per batch elsewhere")
+    options.add_argument("--num-images", type=int, default=64, help="images per task")
+    options.add_argument("--classes", type=int, default=8, help="classes per task")
+    options.add_argument("--batch", type=int, default=16, help="images per batch, in training and elsewhere")
     options.add_argument("--epochs", type=int, default=2)
     options.add_argument("--strategies", nargs="+", default=sorted(STRATEGIES))
     options.add_argument("--classifiers", nargs="+", default=sorted(CLASSIFIERS))
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def strategy_rows(values: Any) -> list[dict[str, Any]]:
-    """Task and steps of every strategy beside stock LoRA's, all in turn, and the bytes that each keeps."""
+    """Compare the time of a task and of its steps with stock LoRA for every strategy; measure the memory it keeps."""
     learners = {name: Learner(name, values) for name in values.strategies}
     sides = {name: learner.task for name, learner in learners.items()}
     times = common.compare(sides | {"stock": Stock(values).task}, values.repeats)
@@ -68,14 +68,14 @@ def strategy_rows(values: Any) -> list[dict[str, Any]]:
 
 
 def problem(values: Any) -> tuple[Any, Any, torch.Tensor, torch.Tensor]:
-    """The model, its processor, the images of a task and their labels."""
+    """Return the model, its processor, the images of a task and their labels."""
     clip, processor = models.clip(values.model, "eager")
     pixels = models.pixels(values.num_images, clip.config.vision_config.image_size)
     return clip, processor, pixels, torch.arange(values.num_images) % values.classes
 
 
 class Learner:
-    """A learner of one strategy that learns the same images again and again, under new class names."""
+    """A learner of one strategy, which learns the same images in each task under new class names."""
 
     def __init__(self, strategy: str, values: Any) -> None:
         clip, processor, self.pixels, self.labels = problem(values)
@@ -100,7 +100,7 @@ class Learner:
             self.steps.append(self.learner.profile.seconds["train"])
 
     def kept(self) -> int:
-        """Bytes of the adapter and of what the strategy keeps."""
+        """Return the bytes of the adapter and of the strategy's memory."""
         state = self.learner.state
         total = 0
         if state.adapter is not None:
@@ -110,7 +110,7 @@ class Learner:
 
 
 class Stock:
-    """PEFT's LoRA on the same layers of both towers: cross-entropy, Adam, nothing else."""
+    """PEFT's LoRA on the same layers of both towers, trained with cross-entropy and Adam and nothing else."""
 
     def __init__(self, values: Any) -> None:
         clip, self.processor, self.pixels, self.labels = problem(values)
@@ -139,7 +139,7 @@ class Stock:
 
 
 def classifier_rows(values: Any) -> list[dict[str, Any]]:
-    """The tenth task's closing cost of each classifier beside the bridge ensemble's, and the bytes it keeps."""
+    """Compare the cost of closing the tenth task with the bridge ensemble's; measure the memory of each classifier."""
     tasks, classes, each, dim = (2, 2, 4, 16) if values.quick else (10, 10, 50, 512)
     features = [models.unit(classes * each, dim, seed=task) for task in range(tasks)]
     text = models.unit(tasks * classes, dim, seed=100)
@@ -184,14 +184,14 @@ STORED = {  # which layers the paper's variants adapt
 
 
 def overhead_rows(classes: int = 100) -> list[dict[str, Any]]:
-    """What a task of DuLBE trains on CLIP's ViT-B/16 and what stays of it, counted from shapes alone."""
-    dulbe, found = make_strategy("dulbe"), {}
+    """Count, from shapes, the parameters that DuLBE trains on CLIP's ViT-B/16 and the memory that it keeps."""
+    dulbe, counts = make_strategy("dulbe"), {}
     for name, settings in STORED.items():
         with torch.device("meta"):
             clip = CLIPModel._from_config(models.config("vit-b-16"), attn_implementation="eager")
         model = get_peft_model(clip, DualModeLoraConfig(**settings))  # type: ignore[arg-type]
-        found[name] = trainable_parameters(model, dulbe), statistics_bytes(model) / 2**20
-    trained, _ = found["keys, values and MLP"]
+        counts[name] = trainable_parameters(model, dulbe), statistics_bytes(model) / 2**20
+    trained, _ = counts["keys, values and MLP"]
     where, shared, both = "ViT-B/16", trained["shared"], trained["shared"] + trained["residual"]
     rows = [
         common.value_row(f"trained in the vision tower, r = 1, {where}", shared, "parameters"),
@@ -199,7 +199,7 @@ def overhead_rows(classes: int = 100) -> list[dict[str, Any]]:
         common.value_row(f"trained in all, r = 1, {where}", shared + trained["other"], "parameters"),
         common.value_row(f"trained in all, r = 1 + 8, {where}", trained["total"], "parameters"),
     ]
-    for name, (_, size) in found.items():
+    for name, (_, size) in counts.items():
         rows.append(common.value_row(f"occupation statistics, {name}, {where}", size, "MiB"))
     for name in ("bridge", "rapf"):
         classifier = make_classifier(name, 512)

@@ -1,13 +1,13 @@
-"""Every classifier on a stream where nothing is trained, by the number of images a class, equal or not.
+"""Measure every classifier on a stream without training, by the number of images per class, balanced or not.
 
-Every image is encoded once, or with `--real` features are read as `real` says. Each draw has its own order of the
-classes and its own images. `--counts` takes
+Each image is encoded once. With `--real`, the features come from a folder in the format of `research.benchmarks.real`.
+Each seed draws the order of the classes and the images. `--counts` takes
 
-    8          8 images of every class
-    2/32       2 and 32 images by turns
-    40/rank    40 images of the first class of a random order, 20 of the second, 13 of the third, ...: a long tail
-    lone4      4 images of a class, but 1 of every fifth
-    4+4        4 images of every class, and from the second task on 4 further ones of every third class known so far
+    8          8 images of each class
+    2/32       2 and 32 images in turn
+    40/rank    a long tail: 40 images of the first class in a random order, 20 of the second, 13 of the third, ...
+    lone4      4 images of each class, but only 1 of every fifth class
+    4+4        4 images of each class; from the second task on, each task adds 4 images of every third known class
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from dulbe_peft.metrics.accuracy import calibration_error
 from research.benchmarks import common, real, rivals
 
 SPECS = (*("text", "bridge", "prototype", "lda", "gda", "ridge", "ranpac:features=1000", "bayes"),)
-FEW = 8  # images: a class with fewer is one of few images in the tables
+FEW = 8  # a class with fewer images counts as a class with few images
 
 
 @dataclass
 class Task:
-    """New `classes` with their features, (n, d), and labels in the stream; `further` images of known classes."""
+    """A task: new `classes` with features, (n, d), and labels, and `further` images of known classes."""
 
     classes: list[int]
     train: torch.Tensor
@@ -51,15 +51,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = stream_options(__doc__, ["1", "2", "4", "8", "16", "100"], SPECS)
     options.add_argument("--first-seed", type=int, default=0)
     options.add_argument(
-        "--held-back", type=int, default=0, help="test on so many training images of each class, to choose settings"
+        "--held-back",
+        type=int,
+        default=0,
+        help="held-out training images per class to test on, to choose settings",
     )
-    options.add_argument("--shuffled-texts", action="store_true", help="give every class another one's text")
-    options.add_argument("--coverage", type=float, help="how often the right class is in sets of this promise, too")
+    options.add_argument("--shuffled-texts", action="store_true", help="shuffle the text embeddings of the classes")
+    options.add_argument(
+        "--coverage", type=float, help="also measure the coverage of prediction sets with this guarantee"
+    )
     values = common.parse(options, argv)
 
     def measure(spec: str, features: dict[str, Any], tasks: list[Task]) -> dict[str, float]:
-        own = rivals.figures if spec in rivals.RIVALS else partial(figures, coverage=values.coverage)
-        return own(spec, features, tasks)
+        evaluate = rivals.figures if spec in rivals.RIVALS else partial(figures, coverage=values.coverage)
+        return evaluate(spec, features, tasks)
 
     what = "{stream}, {counts} images a class, {classifier}: {figure}"
     rows = measured(values, measure, what, values.first_seed, values.held_back)
@@ -69,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def stream_options(
     description: str | None, counts: Sequence[str], classifiers: Sequence[str]
 ) -> argparse.ArgumentParser:
-    """The options of what learns a stream with several classifiers and numbers of images."""
+    """Return a parser with the options of a benchmark of several classifiers and numbers of images."""
     options = common.stream_parser(description, repeats=3)
     options.add_argument("--increment", type=int, default=2, help="classes per task")
     options.add_argument("--counts", nargs="+", default=list(counts))
@@ -79,16 +84,18 @@ def stream_options(
 
 
 def real_options(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The options of what learns streams of `research.benchmarks.real`, too."""
+    """Add the options of a benchmark that can also learn the streams of `research.benchmarks.real`."""
     folder_options(options)
-    options.add_argument("--names", nargs="+", default=list(real.NAMES), help="with --real: how strong names are")
+    options.add_argument("--names", nargs="+", default=list(real.NAMES), help="with --real: the strength of the names")
     return options
 
 
 def folder_options(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The options that say which streams of `research.benchmarks.real` are learned."""
-    options.add_argument("--real", type=Path, help="folder of research.benchmarks.real, in place of a model and data")
-    options.add_argument("--streams", nargs="+", default=list(real.STREAMS), help="with --real: which of them")
+    """Add the options that select streams of `research.benchmarks.real`."""
+    options.add_argument(
+        "--real", type=Path, help="feature folder for research.benchmarks.real, instead of a model and data"
+    )
+    options.add_argument("--streams", nargs="+", default=list(real.STREAMS), help="with --real: the streams")
     return options
 
 
@@ -99,7 +106,7 @@ def measured(
     first_seed: int = 0,
     held_back: int = 0,
 ) -> list[dict[str, Any]]:
-    """A row a number of images, classifier and figure: the mean over the draws, in percent, and each of them."""
+    """Return a row for each number of images, classifier and figure: the mean and all draws, in percent."""
     rows = []
     for stream, counts, drawn in lines(values):
         seeds = range(first_seed, first_seed + values.repeats)
@@ -107,18 +114,18 @@ def measured(
         for spec in values.classifiers:
             if draws[0][0]["text"] is None and needs_text(spec):
                 continue
-            found = [measure(spec, made, tasks[:2] if values.quick else tasks) for made, tasks in draws]
+            results = [measure(spec, made, tasks[:2] if values.quick else tasks) for made, tasks in draws]
             key = {"stream": stream, "counts": counts, "classifier": spec}
-            for figure in found[0]:
-                each = [common.rounded(100 * one[figure]) for one in found]
-                said = what.format(**key, figure=figure)
-                value = common.value_row(said, common.rounded(statistics.fmean(each)), "%")
+            for figure in results[0]:
+                each = [common.rounded(100 * result[figure]) for result in results]
+                title = what.format(**key, figure=figure)
+                value = common.value_row(title, common.rounded(statistics.fmean(each)), "%")
                 rows.append(value | key | {"figure": figure, "each": each})
     return rows
 
 
 def lines(values: Any) -> Iterator[tuple[str, str, Callable[[int], dict[str, Any]]]]:
-    """The name and the numbers of images of each line, and a seed's features; none where the folder has no file."""
+    """Yield stream, number of images, and a function of a seed that returns features, for all that can be measured."""
     if values.real is None:
         features, stream = encoded(values), values.stream or common.model_name(values.data)
         for counts in values.counts[:1] if values.quick else values.counts:
@@ -129,7 +136,7 @@ def lines(values: Any) -> Iterator[tuple[str, str, Callable[[int], dict[str, Any
 
 
 def step(features: dict[str, Any], values: Any) -> int:
-    """Classes per task."""
+    """Return the number of classes per task."""
     return int(values.increment if values.real is None else real.increment(features))
 
 
@@ -139,7 +146,7 @@ def needs_text(spec: str) -> bool:
 
 
 def encoded(values: Any) -> dict[str, Any]:
-    """Unit features and labels of the training and of the test images, the classes' text embeddings, and tau."""
+    """Return unit features and labels of the training and test images, text embeddings, class names, and tau."""
     train, test = (load_data(values.data, split) for split in ("train", "test"))
     model, processor = load_dual_encoder(values.clip)
     args = LearnerArguments(prompt_template=values.prompt_template, progress=False, device="cpu")
@@ -159,7 +166,7 @@ def encoded(values: Any) -> dict[str, Any]:
 
 
 def images_of(counts: str, classes: int, generator: torch.Generator) -> tuple[list[int], int]:
-    """How many images each class of a stream has when it comes, and how many further ones some have each month."""
+    """Parse `counts`: the images of each class in its first task, and the further images in each later task."""
     first, _, further = counts.partition("+")
     if first.endswith("/rank"):
         most = int(first.removesuffix("/rank"))
@@ -172,7 +179,7 @@ def images_of(counts: str, classes: int, generator: torch.Generator) -> tuple[li
 
 
 def draw(features: dict[str, Any], counts: str, increment: int, seed: int, held_back: int = 0) -> list[Task]:
-    """The tasks of a stream."""
+    """Draw the tasks of a stream: the order of the classes, and the images of each class."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(features["names"]), generator=generator)
     wanted, monthly = images_of(counts, len(order), generator)
@@ -181,8 +188,8 @@ def draw(features: dict[str, Any], counts: str, increment: int, seed: int, held_
         rows = (features["y"] == label).nonzero()[:, 0]
         rows = rows[torch.randperm(len(rows), generator=generator)]
         pools.append(features["train"][rows[: len(rows) - held_back]])
-        own = features["train"][rows[len(rows) - held_back :]] if held_back else None
-        tests.append(features["test"][features["truth"] == label] if own is None else own)
+        held_out = features["train"][rows[len(rows) - held_back :]] if held_back else None
+        tests.append(features["test"][features["truth"] == label] if held_out is None else held_out)
     used = [min(count, len(pool)) for count, pool in zip(wanted, pools, strict=True)]
     tasks = []
     for start in range(0, len(order), increment):
@@ -207,7 +214,7 @@ def draw(features: dict[str, Any], counts: str, increment: int, seed: int, held_
 
 
 def learned(spec: str, features: dict[str, Any], tasks: Sequence[Task]) -> Classifier:
-    """A classifier that has learned the tasks one after the other, without further images of known classes."""
+    """Return a classifier that has learned the tasks in order, without further images of known classes."""
     classifier = make_classifier(spec, features["train"].shape[1], features["scale"])
     seen: list[int] = []
     for task in tasks:
@@ -219,7 +226,7 @@ def learned(spec: str, features: dict[str, Any], tasks: Sequence[Task]) -> Class
 
 @torch.no_grad()
 def figures(spec: str, features: dict[str, Any], tasks: list[Task], coverage: float | None = None) -> dict[str, float]:
-    """A_last, that of classes with few and with many images, A_bar and the calibration error, as fractions."""
+    """Return A_last, also of classes with few or many images, A_bar and the calibration error, as fractions."""
     classifier = make_classifier(spec, features["train"].shape[1], features["scale"])
     seen: list[int] = []
     overall, texts = [], features["text"]
@@ -231,18 +238,18 @@ def figures(spec: str, features: dict[str, Any], tasks: list[Task], coverage: fl
             classifier.update_classes(task.further, task.further_y)
         truth = torch.tensor([place for past in tasks[:number] for place in past.truth])
         tests = torch.cat([past.test for past in tasks[:number]])
-        sure, said = classifier.probabilities(tests).max(dim=1)
-        right = said == truth
-        overall.append(right.double().mean().item())
-    found = {"A_last": overall[-1], "A_bar": statistics.fmean(overall), "ECE": calibration_error(sure, right)}
-    if coverage and len(classifier.calibration):  # with one image a class nothing is promised
+        confidence, predicted = classifier.probabilities(tests).max(dim=1)
+        correct = predicted == truth
+        overall.append(correct.double().mean().item())
+    result = {"A_last": overall[-1], "A_bar": statistics.fmean(overall), "ECE": calibration_error(confidence, correct)}
+    if coverage and len(classifier.calibration):  # no guarantee is possible with one image per class
         sets = classifier.prediction_sets(tests, coverage)
-        found["covered"] = sets.gather(1, truth[:, None]).double().mean().item()
-    counts = tasks[-1].counts or [FEW] * len(seen)  # without the last task nobody asks
+        result["covered"] = sets.gather(1, truth[:, None]).double().mean().item()
+    counts = tasks[-1].counts or [FEW] * len(seen)  # only the last task has counts, and a quick run may leave it out
     few = torch.tensor(counts)[truth] < FEW
     if few.any() and not few.all():
-        found |= {"few": right[few].double().mean().item(), "many": right[~few].double().mean().item()}
-    return found
+        result |= {"few": correct[few].double().mean().item(), "many": correct[~few].double().mean().item()}
+    return result
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""A stand-in with CLIP's modality gap, made of a model without one by two biases; what each classifier is on it.
+"""Add CLIP's modality gap to a model that has none, by changing two biases, and measure each classifier on it.
 
-Image features get g |z| m added before they have length 1, and texts -g/2 |e| m, with the mean lengths |z| and |e| and
-a direction m in which no name lies. Biases of the visual post-layernorm and of the text tower's final layer norm do
-that, so that the stand-in is a model like others: `--save` writes it, for `python -m research compare` and all else.
+Before normalization, g |z| m is added to image features and -g/2 |e| m to text features, where |z| and |e| are the
+mean lengths and m is a direction that is orthogonal to all names. The biases of the visual post-layernorm and of the
+text tower's final layer norm do this, so that the stand-in is an ordinary model: `--save` writes it, for example for
+`python -m research compare`.
 
-    projection @ bias = shift        by least squares, exact where the projection has full rank
+    projection @ bias = shift        by least squares; exact if the projection has full rank
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ CLASSIFIERS = ("text", "prototype", "lda", "bayes", "bridge")
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = common.stream_parser(__doc__, repeats=1)
-    options.add_argument("--gaps", type=float, nargs="+", default=[0, 1, 2], help="g; 0: the model as it is")
-    options.add_argument("--count", type=int, default=16, help="training images a class")
-    options.add_argument("--increment", type=int, default=2, help="classes of a task")
+    options.add_argument("--gaps", type=float, nargs="+", default=[0, 1, 2], help="g; 0 is the unchanged model")
+    options.add_argument("--count", type=int, default=16, help="training images per class")
+    options.add_argument("--increment", type=int, default=2, help="classes per task")
     options.add_argument("--strategies", nargs="+", default=["frozen"])
     options.add_argument("--rates", type=float, nargs="+", default=[1e-3])
-    options.add_argument("--retention", help="data with other classes, whose names are asked for after the last task")
-    options.add_argument("--save", type=Path, help="folder for each stand-in, GAP/gap-G")
+    options.add_argument("--retention", help="data with other classes, for the zero-shot accuracy after the last task")
+    options.add_argument("--save", type=Path, help="folder in which each stand-in is saved as gap-G")
     values = common.parse(options, argv)
     if values.quick:
         values.gaps, values.count = [1.0], 2
@@ -55,23 +56,23 @@ def main(argv: Sequence[str] | None = None) -> None:
             if strategy == "frozen" and rate != values.rates[0]:
                 continue
             weights = {name: tensor.clone() for name, tensor in clip.state_dict().items()}
-            found = accuracies(values, clip, processor, strategy, seed, rate)
-            clip, processor = load_clip(values.clip)  # a trained one is changed in place
+            results = accuracies(values, clip, processor, strategy, seed, rate)
+            clip, processor = load_clip(values.clip)  # training changes the model in place
             clip.load_state_dict(weights)
             how = strategy if strategy == "frozen" else f"{strategy} with {rate:g}"
-            rows += shown(f"gap {gap:g}, {how}, seed {seed}", found)
+            rows += shown(f"gap {gap:g}, {how}, seed {seed}", results)
     common.write("gap", values, argv, rows)
 
 
-def shown(where: str, found: dict[str, float]) -> list[dict[str, Any]]:
-    """The rows of some figures, printed as they come."""
-    rows = [common.value_row(f"{where}: {name}", common.rounded(value), "") for name, value in found.items()]
-    print(where, {name: round(value, 3) for name, value in found.items()}, flush=True)
+def shown(where: str, figures: dict[str, float]) -> list[dict[str, Any]]:
+    """Print some figures at once, and return their rows."""
+    rows = [common.value_row(f"{where}: {name}", common.rounded(value), "") for name, value in figures.items()]
+    print(where, {name: round(value, 3) for name, value in figures.items()}, flush=True)
     return rows
 
 
 def learner_of(clip: Any, processor: Any, strategy: str, seed: int, rate: float) -> ClassIncrementalLearner:
-    """A learner of a model, which it changes."""
+    """Return a learner of a model. The learner changes the model in place."""
     torch.manual_seed(seed)
     model = clip if strategy == "frozen" else get_peft_model(clip, DualModeLoraConfig())
     args = LearnerArguments(seed=seed, learning_rate=rate or 1e-3, device="cpu", progress=False)
@@ -80,7 +81,7 @@ def learner_of(clip: Any, processor: Any, strategy: str, seed: int, rate: float)
 
 @torch.no_grad()
 def add_gap(learner: ClassIncrementalLearner, images: LabelledImages, gap: float) -> None:
-    """Put a gap between images and texts into a CLIP of transformers, by two of its biases."""
+    """Add a gap between image and text features to a CLIP model of transformers, by changing two of its biases."""
     clip, names = learner.clip, learner.text_embeds(images.class_names).double()
     lengths = {}
     towers = (
@@ -95,7 +96,7 @@ def add_gap(learner: ClassIncrementalLearner, images: LabelledImages, gap: float
         hook.remove()
     direction = torch.randn(names.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     _, _, within = torch.linalg.svd(names, full_matrices=False)
-    within = within[: len(direction) - 1]  # with as many names as dimensions, the direction in which they lie least
+    within = within[: len(direction) - 1]  # leaves a direction even if there are as many names as dimensions
     direction = F.normalize(direction - within.T @ (within @ direction), dim=0)
     for kind, projection, norm, size in towers:
         shift = size * torch.cat(lengths[kind]).mean().double() * direction
@@ -105,30 +106,30 @@ def add_gap(learner: ClassIncrementalLearner, images: LabelledImages, gap: float
 
 @torch.no_grad()
 def cosines(learner: ClassIncrementalLearner, images: LabelledImages) -> dict[str, float]:
-    """Mean cosines of images with the mean of their class, other means, their name and other names."""
+    """Return the mean cosines of images with their class mean, other means, their name and other names."""
     features, names = learner.image_embeds(images), learner.text_embeds(images.class_names)
     labels = torch.as_tensor(images.labels)
-    own = F.one_hot(labels, len(images.class_names)).bool()
-    sums = own.to(features).T @ features
-    rest = F.normalize(sums[labels] - features, dim=1)  # the mean without the image
-    found = {"own mean": float((features * rest).sum(dim=1).mean())}
-    found["other means"] = float((features @ F.normalize(sums, dim=1).T)[~own].mean())
+    is_class = F.one_hot(labels, len(images.class_names)).bool()
+    sums = is_class.to(features).T @ features
+    rest = F.normalize(sums[labels] - features, dim=1)  # the class mean without the image
+    means = {"own mean": float((features * rest).sum(dim=1).mean())}
+    means["other means"] = float((features @ F.normalize(sums, dim=1).T)[~is_class].mean())
     by_name = features @ names.T
-    return found | {"own name": float(by_name[own].mean()), "other names": float(by_name[~own].mean())}
+    return means | {"own name": float(by_name[is_class].mean()), "other names": float(by_name[~is_class].mean())}
 
 
 def accuracies(values: Any, clip: Any, processor: Any, strategy: str, seed: int, rate: float) -> dict[str, float]:
-    """Percent right after the last task of each classifier, and what is still known of other classes by name."""
+    """Return A_last of each classifier and the zero-shot accuracy on other classes after the last task, in percent."""
     train, test = draw_per_class(load_data(values.data, "train"), values.count, seed), load_data(values.data, "test")
     tasks = class_incremental_tasks(train, test, increment=values.increment, seed=seed)
     learner = learner_of(clip, processor, strategy, seed, rate)
     for task in tasks[:2] if values.quick else tasks:
         learner.learn_task(task.train, task.class_names)
     tests = [(task.test, task.class_names) for task in (tasks[:2] if values.quick else tasks)]
-    found = learner.evaluations(tests)
-    sizes = torch.tensor([len(each.truth) for each in found]).double()
+    evaluations = learner.evaluations(tests)
+    sizes = torch.tensor([len(each.truth) for each in evaluations]).double()
     shares = {
-        name: float(sizes @ torch.tensor([each.accuracy(each.classifiers[name]) for each in found]).double())
+        name: float(sizes @ torch.tensor([each.accuracy(each.classifiers[name]) for each in evaluations]).double())
         for name in CLASSIFIERS
     }
     figures = {name: 100 * share / float(sizes.sum()) for name, share in shares.items()}

@@ -1,7 +1,8 @@
-"""What a GPU takes, in one script of ten minutes: steps beside stock LoRA's, encoding, planning, memory.
+"""Measure time and memory on a GPU in ten minutes: training steps relative to stock LoRA, encoding, and planning.
 
-Each figure is printed as it comes. When `--minutes` are over, nothing more is begun, and what was left out is named.
-The vision tower alone, in its second task, as in `step`. Without a GPU it measures the processor.
+Each figure is printed at once. After `--minutes`, no further measurement starts, and the skipped ones are printed.
+Steps train only the vision tower, in its second task, as in `research.benchmarks.step`. Without a GPU, the benchmark
+runs on the CPU.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     end, rows = time.monotonic() + 60 * values.minutes, []
     for what, measure in figures(values, torch.device("cuda" if torch.cuda.is_available() else "cpu")):
         if time.monotonic() > end:
-            print(f"left out: {what}", flush=True)
+            print(f"skipped, because the time is over: {what}", flush=True)
             continue
         try:
-            found = measure()
+            results = measure()
         except torch.cuda.OutOfMemoryError:
             torch.cuda.empty_cache()
-            found = {"it does not fit (1 = yes)": 1.0}
-        for name, value in found.items():
+            results = {"it does not fit (1 = yes)": 1.0}
+        for name, value in results.items():
             unit = "MiB" if "memory" in name else "images/s" if "images" in name else "ms" if "time" in name else ""
             rows.append(common.value_row(f"{what}: {name}", common.rounded(value), unit))
             print(rows[-1], flush=True)
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def figures(values: Any, device: torch.device) -> Figures:
-    """All that is measured, the most wanted first: its name, and what measures it."""
+    """Yield the name and the function of every measurement, the most important first."""
     shapes = list(product(values.models, values.batch, PRECISIONS))
     for compiled in (False,) if values.quick else (False, True):
         for model, batch, precision in shapes:
@@ -69,8 +70,8 @@ def figures(values: Any, device: torch.device) -> Figures:
 def steps(
     values: Any, device: torch.device, model: str, batch_size: int, precision: str, compiled: bool
 ) -> dict[str, float]:
-    """Medians of a step of both sides, their ratio, and the peak of the memory of each."""
-    tower, found = models.vision_tower(model, "sdpa"), dict[str, float]()
+    """Return the median time of a step and the peak memory of both sides, and the ratio of the times."""
+    tower, results = models.vision_tower(model, "sdpa"), dict[str, float]()
     classes, dim = min(10, batch_size), tower.config.projection_dim
     pixels = models.pixels(batch_size, tower.config.image_size).to(device)
     batch = pixels, (torch.arange(batch_size) % classes).to(device)
@@ -85,18 +86,18 @@ def steps(
             step = partial(ours.step, made, stock.adam(made), batch, text, old_text, teacher)
         if compiled:
             made.forward = torch.compile(made.forward)
-        found[f"{side}, time"], memory = timed(step, values.repeats, device, precision)
+        results[f"{side}, time"], memory = timed(step, values.repeats, device, precision)
         if device.type == "cuda":
-            found[f"{side}, memory"] = memory
+            results[f"{side}, memory"] = memory
         del made, step
-    return found | {"ratio": found["DualModeLora, time"] / found["LoRA, time"]}
+    return results | {"ratio": results["DualModeLora, time"] / results["LoRA, time"]}
 
 
 @torch.no_grad()
 def encoding(
     values: Any, device: torch.device, model: str, batch_size: int, precision: str, compiled: bool
 ) -> dict[str, float]:
-    """Images a second of the pristine tower, and of timm's of the same shape where timm is there."""
+    """Return the images per second of the tower without an adapter and, if timm is installed, of timm's same tower."""
     tower = models.vision_tower(model, "sdpa").to(device)
     pixels = models.pixels(batch_size, tower.config.image_size).to(device)
     sides: dict[str, Any] = {"images": tower}
@@ -104,16 +105,16 @@ def encoding(
         import timm
 
         sides["timm's images"] = timm.create_model(TIMM[model], pretrained=False).to(device).eval()
-    found = {}
+    speeds = {}
     for name, side in sides.items():
         run = torch.compile(side) if compiled else side
         milliseconds, _ = timed(partial(run, pixels), values.repeats, device, precision)
-        found[name] = 1000 * batch_size / milliseconds
-    return found
+        speeds[name] = 1000 * batch_size / milliseconds
+    return speeds
 
 
 def planning(model: str, device: torch.device, support: int) -> dict[str, float]:
-    """Milliseconds of the plan of all layers, whose gradients and statistics lie on the device."""
+    """Return the milliseconds to plan all layers. Their gradients and statistics are on the device."""
     given = SimpleNamespace(model=model, num_images=16, images=None)
     probe, statistics = allocation.measured(given)
     probe = {name: gradient.to(device) for name, gradient in probe.items()}
@@ -122,7 +123,7 @@ def planning(model: str, device: torch.device, support: int) -> dict[str, float]
 
 
 def timed(run: Callable[[], Any], repeats: int, device: torch.device, precision: str) -> tuple[float, float]:
-    """The median of the milliseconds of a call, and the peak of the device's memory in MiB; three calls warm up."""
+    """Return the median milliseconds of a call, after up to three warm-up calls, and the peak device memory in MiB."""
     cuda, taken = device.type == "cuda", []
     cast: AbstractContextManager[Any] = nullcontext()
     if precision == "bfloat16":

@@ -1,4 +1,4 @@
-"""A training step at a late task beside one at an early task: the same batch, more old classes, a longer history."""
+"""Compare a training step of a late task, with more old classes and a longer history, with one of an early task."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = common.parser(__doc__, repeats=15)
     options.add_argument("--batch", type=int, default=4)
     options.add_argument("--attention", default="sdpa")
-    options.add_argument("--early", type=int, default=2, help="task")
-    options.add_argument("--late", type=int, default=10, help="task")
-    options.add_argument("--classes", type=int, default=10, help="of every task")
+    options.add_argument("--early", type=int, default=2, help="number of the early task")
+    options.add_argument("--late", type=int, default=10, help="number of the late task")
+    options.add_argument("--classes", type=int, default=10, help="classes per task")
     values = common.parse(options, argv)
     tower = models.vision_tower(values.model, values.attention)
     dim = tower.config.projection_dim

@@ -1,7 +1,7 @@
-"""The head's logits beside K_b passes, and what it costs to close a task: `bayes` beside `lda`.
+"""Compare the head's logits with K_b separate passes, and the cost of closing a task with `bayes` and with `lda`.
 
-The passes are one classifier a depth, with bridges made beforehand on both sides. A task closes when a classifier has
-learned its images and can score further ones; a goal stands for `bayes:features=0`.
+The passes use one classifier per depth; both sides get precomputed bridges. A task is closed when a classifier has
+learned its images and can score further ones. Only `bayes:features=0` has a goal.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from dulbe_peft import BridgeEnsembleHead
 from dulbe_peft.classifiers.registry import make_classifier
 from research.benchmarks import common, literal, models
 
-# Classes, those of the last task, images of each, width.
+# All classes, classes of the last task, images per class, feature dimension.
 CLOSINGS = (31, 31, 50, 512), (110, 11, 16, 256), (371, 53, 3, 256), (1000, 100, 16, 512)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = common.parser(__doc__, repeats=51, model=None)
     options.add_argument("--classes", type=int, default=1000)
-    options.add_argument("--batch", type=int, default=256, help="images")
+    options.add_argument("--batch", type=int, default=256, help="images per batch")
     options.add_argument("--dim", type=int, default=512)
-    options.add_argument("--closings", type=int, default=15, help="rounds of closing a task that count")
+    options.add_argument("--closings", type=int, default=15, help="rounds of closing a task to measure")
     values = common.parse(options, argv)
     head = BridgeEnsembleHead(values.dim)
     text = models.unit(values.classes, values.dim, seed=1)
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def closing_rows(classes: int, new: int, each: int, dim: int, values: Any) -> list[dict[str, Any]]:
-    """The last task of a stream: so many new classes of all, with so many images each."""
+    """Compare closing the last task of a stream, with `new` of `classes` classes and `each` images per class."""
     goals = {"bayes:features=0": 2.0, "bayes": None}
     sides = {spec: closing(spec, classes, new, each, dim) for spec in (*goals, "lda")}
     times = common.compare(sides, min(values.repeats, values.closings))
@@ -60,7 +60,7 @@ def closing_rows(classes: int, new: int, each: int, dim: int, values: Any) -> li
 
 
 def closing(spec: str, classes: int, new: int, each: int, dim: int) -> Callable[[], object]:
-    """Learns the last task anew with every call, and scores an image."""
+    """Return a function that learns the last task and scores an image, from the same state in each call."""
     labels, old, names = torch.arange(classes).repeat_interleave(each), classes - new, list(map(str, range(classes)))
     centres = models.unit(classes, dim, seed=1)
     text = F.normalize(centres + models.unit(classes, dim, seed=2), dim=1)

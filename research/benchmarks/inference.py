@@ -1,4 +1,4 @@
-"""Image features of a merged model beside the base model's; and of the adapted one, not merged, for comparison."""
+"""Compare the time to encode images with a merged model, and with an unmerged adapter, with that of the base model."""
 
 from __future__ import annotations
 

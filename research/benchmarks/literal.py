@@ -1,8 +1,8 @@
-"""The paper read line by line, with what is asked for done where it is asked for and nothing shared.
+"""A literal implementation of the paper, line by line, which shares no computation between steps.
 
-One module per mode; a deep copy as the teacher, run on every batch; each loss's gradient by its own `autograd.grad`; a
-full eigendecomposition and a full SVD per layer; separate passes for prototypes, reliability and statistics; one
-classifier after the other in the ensemble.
+Each mode is a separate module. The teacher is a deep copy that runs on every batch. Each loss has a separate call of
+`autograd.grad`. Each layer has a full eigendecomposition and a full SVD. Prototypes, reliability and statistics each
+need a pass over the data, and the ensemble evaluates one classifier after the other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ADAPTED = ("k_proj", "v_proj", "fc1", "fc2")
 
 
 class DualMode(nn.Module):
-    """base(x) + B_S P_S' x + B_R P_R' x."""
+    """A linear layer with two modes: base(x) + B_S P_S' x + B_R P_R' x."""
 
     def __init__(self, base: nn.Linear, shared_rank: int, residual_rank: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class DualMode(nn.Module):
 
 
 class Lora(nn.Module):
-    """base(x) + scale * B A x, in the text tower."""
+    """A linear layer of the text tower with LoRA: base(x) + scale * B A x."""
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Lora(nn.Module):
 
 
 def adapt(model: nn.Module, shared_rank: int = 1, residual_rank: int = 8, text_rank: int = 8) -> nn.Module:
-    """Freeze the model and put the method's modules into its vision tower, and LoRA into its text tower."""
+    """Freeze the model, and add the two modes to its vision tower and LoRA to its text tower."""
     model.requires_grad_(False)
     for name, linear in list(model.named_modules()):
         if not isinstance(linear, nn.Linear) or not name.endswith(ADAPTED):
@@ -73,13 +73,13 @@ def adapt(model: nn.Module, shared_rank: int = 1, residual_rank: int = 8, text_r
 
 
 def layers(model: nn.Module) -> dict[str, DualMode]:
-    """Name -> layer of the vision tower, in the model's order."""
+    """Return name -> adapted layer of the vision tower, in the order of the model."""
     return {name: module for name, module in model.named_modules() if isinstance(module, DualMode)}
 
 
 @torch.no_grad()
 def begin_task(model: nn.Module, bases: Bases) -> None:
-    """Add the finished task's modes to the weights, freeze new bases, and start from B = 0."""
+    """Add the modes of the finished task to the weights, set new frozen bases, and start from B = 0."""
     for name, layer in layers(model).items():
         layer.base.weight += layer.shared_up.weight @ layer.shared_down.weight
         layer.base.weight += layer.residual_up.weight @ layer.residual_down.weight
@@ -95,7 +95,7 @@ def begin_task(model: nn.Module, bases: Bases) -> None:
 def structure_loss(
     student: torch.Tensor, teacher: torch.Tensor, class_temperature: float = 5.0, instance_temperature: float = 0.1
 ) -> torch.Tensor:
-    """Bidirectional KL over (images, old classes)."""
+    """Return the bidirectional KL of logits of shape (images, old classes)."""
 
     def divergence(student: torch.Tensor, teacher: torch.Tensor, temperature: float) -> torch.Tensor:
         log_student = F.log_softmax(student / temperature, dim=1)
@@ -107,7 +107,7 @@ def structure_loss(
 def set_gradients(
     model: nn.Module, task_loss: torch.Tensor, structure: torch.Tensor | None, weight: float = 0.5
 ) -> None:
-    """Cross-entropy's gradient to every trainable parameter, and the weighted structure loss's to B_S."""
+    """Set the gradient of the cross-entropy on all trainable parameters; add that of the structure loss to B_S."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     task_gradients = torch.autograd.grad(task_loss, trainable, retain_graph=structure is not None)
     for parameter, gradient in zip(trainable, task_gradients, strict=True):
@@ -128,7 +128,7 @@ def step(
     old_text: torch.Tensor | None,
     scale: float,
 ) -> None:
-    """One training step; without a teacher that of the first task."""
+    """Make a training step. Without a teacher, it is a step of the first task."""
     pixels, labels = batch
     features = encode(model, pixels)
     task_loss = F.cross_entropy(scale * features @ text.T, labels)
@@ -152,7 +152,7 @@ def allocate(
     residual_rank: int = 8,
     support_rank: int = 128,
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """P_S and P_R of every layer, each from its own gradient and statistic."""
+    """Return P_S and P_R of every layer, from the gradient and the statistic of that layer."""
     bases = {}
     for name, gradient in probe.items():
         if name in statistics:
@@ -166,7 +166,7 @@ def allocate(
 def allocate_layer(
     gradient: torch.Tensor, statistic: torch.Tensor, shared_rank: int, residual_rank: int, support_rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """P_S = U q, q the top eigenvectors of U'G'GU; P_R the top right singular vectors of G(I - UU')."""
+    """Return P_S = U q, q the top eigenvectors of U'G'GU, and P_R, the top right singular vectors of G(I - UU')."""
     support = torch.linalg.eigh(statistic)[1].flip(1)[:, :support_rank]
     rotation = torch.linalg.eigh(support.T @ gradient.T @ gradient @ support)[1].flip(1)
     outside = gradient @ (torch.eye(len(support)) - support @ support.T)
@@ -178,7 +178,7 @@ def allocate_layer(
 
 
 def bridge(visual: torch.Tensor, text: torch.Tensor, depth: float) -> torch.Tensor:
-    """Slerp from v_c to e_c, (C, d), by the textbook quotient."""
+    """Return the spherical interpolation (slerp) from v_c to e_c, (C, d), by the textbook formula."""
     angle = torch.acos((visual * text).sum(dim=1, keepdim=True))
     return (torch.sin((1 - depth) * angle) * visual + torch.sin(depth * angle) * text) / torch.sin(angle)
 
@@ -186,7 +186,7 @@ def bridge(visual: torch.Tensor, text: torch.Tensor, depth: float) -> torch.Tens
 def ensemble_logits(
     features: torch.Tensor, bridges: Sequence[torch.Tensor], weights: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """sum_k pi_c(alpha_k) tau z.b_c(alpha_k): one classifier a depth."""
+    """Return sum_k pi_c(alpha_k) tau z.b_c(alpha_k), with one classifier per depth."""
     features = F.normalize(features, dim=1)
     total = torch.zeros(len(features), len(weights))
     for k, prototypes in enumerate(bridges):
@@ -198,12 +198,12 @@ def ensemble_logits(
 
 
 class LiteralLearner:
-    """Algorithm 1 with a CLIPModel, one pass over the data for each thing that needs one.
+    """Algorithm 1 for a CLIPModel, with a separate pass over the data for each step that needs one.
 
     Args:
         clip: the model; its weights are changed.
-        processor: has a `tokenizer`.
-        batch_size: images per batch, in training and outside of it.
+        processor: an object with a `tokenizer`.
+        batch_size: images per batch, in training and elsewhere.
     """
 
     def __init__(self, clip: Any, processor: Any, batch_size: int, epochs: int = 2, num_depths: int = 10) -> None:
@@ -222,7 +222,7 @@ class LiteralLearner:
         return adapt(clip)
 
     def learn_task(self, pixels: torch.Tensor, labels: torch.Tensor, names: Sequence[str]) -> None:
-        """Learn new classes; labels index their names."""
+        """Learn new classes. Labels are indices of their names."""
         data = TensorDataset(pixels, labels)
         with self.profile.phase("probe"):
             probe = self._probe(data, names)
@@ -261,8 +261,8 @@ class LiteralLearner:
             weight.requires_grad_(True)
         for pixels, labels in self._batches(data):
             loss = F.cross_entropy(self.scale * self._image_embeds(self.clip, pixels) @ text.T, labels)
-            found = torch.autograd.grad(loss, list(weights.values()))
-            for name, gradient in zip(gradients, found, strict=True):
+            batch_gradients = torch.autograd.grad(loss, list(weights.values()))
+            for name, gradient in zip(gradients, batch_gradients, strict=True):
                 gradients[name] += gradient * (len(labels) / len(data))
         for weight in weights.values():
             weight.requires_grad_(False)

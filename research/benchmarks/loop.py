@@ -1,9 +1,9 @@
-"""Does `DualModeTrainer` forget less than plain LoRA? Both have the same stream, steps, loss and heads.
+"""Measure whether `DualModeTrainer` forgets less than plain LoRA, with the same stream, steps, loss and heads.
 
-Plain LoRA is PEFT's own, trained on from task to task by transformers' `Trainer`, in the same layers of both towers,
-with no fewer trained numbers. Both sides take every rate with every seed. The rate that counts for a head is that with
-the best accuracy after the last task on training images that were held back, as the mean over seeds. The intervals
-are those of `python -m research compare`: Student's, over seeds and test images.
+Plain LoRA is PEFT's adapter on the same layers of both towers, with at least as many trained parameters. The `Trainer`
+of transformers continues to train it from task to task. Both sides use every learning rate with every seed. For each
+head, the rate is chosen that has the best mean accuracy on held-out training images after the last task. Intervals
+are computed as by `python -m research compare`: by Student's t, over seeds and test images.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from research.comparison.intervals import image_shares, mean_interval
 
 HEADS, MEASURES = ("bridge", "text"), ("last", "average", "forgetting")
 OURS, LORA, FROZEN = "DualModeTrainer", "plain LoRA", "nothing trained"
-# In k, v, fc1 and fc2 of a block, A and B of rank 5 are 70 d numbers; the B of ranks 1 and 8 are 63 d.
+# In k, v, fc1 and fc2 of a block, A and B of rank 5 have 70 d parameters; the B of ranks 1 and 8 have 63 d.
 VISION_RANK, TEXT_RANK = 5, 8
 LAYERS = r"(vision_model|text_model)\..*\.(k_proj|v_proj|fc1|fc2)"
 
 
 class Pixels(Dataset[dict[str, Any]]):
-    """Preprocessed images and labels, for transformers' collator."""
+    """A data set of preprocessed images and labels, for the collator of transformers."""
 
     def __init__(self, images: LabelledImages, processor: Any) -> None:
         pictures = [images.image(index) for index in range(len(images))]
@@ -60,7 +60,7 @@ class Pixels(Dataset[dict[str, Any]]):
 
 
 class LoraTrainer(Trainer):
-    """transformers' `Trainer` with the contrastive loss over the current classes."""
+    """The `Trainer` of transformers with the cross-modal loss over the current classes."""
 
     side: PlainLora
     names: Sequence[str]
@@ -71,7 +71,7 @@ class LoraTrainer(Trainer):
 
 
 class PlainLora:
-    """One LoRA adapter for all tasks, or none, and the bridge ensemble on its features."""
+    """A model with one LoRA adapter for all tasks, or without an adapter, and the bridge ensemble on its features."""
 
     def __init__(self, clip: Any, processor: Any, args: TrainingArguments, trained: bool) -> None:
         text = {r"text_model.*": TEXT_RANK}
@@ -113,7 +113,7 @@ class PlainLora:
 
 
 class Ours:
-    """The lines of `docs/by-hand.md`."""
+    """The training loop of `docs/by-hand.md`."""
 
     def __init__(self, clip: Any, processor: Any, args: TrainingArguments, support_rank: int) -> None:
         self.model = get_peft_model(clip, DualModeLoraConfig(support_rank=support_rank))
@@ -133,9 +133,9 @@ class Ours:
 
 @torch.no_grad()
 def right(head: BridgeEnsembleHead, features: torch.Tensor, truth: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Whether each image is named right, by head."""
+    """Return head -> whether each image is classified correctly."""
     scores = {"bridge": head(features), "text": features @ head.text_embeds.T}
-    return {name: found.argmax(dim=1) == truth for name, found in scores.items()}
+    return {name: values.argmax(dim=1) == truth for name, values in scores.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -143,15 +143,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--clip", default="demo", help="as --model of `dulbe-peft run`")
     options.add_argument("--data", default="demo-digits", help="as for `dulbe-peft run`")
     options.add_argument("--increment", type=int, default=2, help="classes per task")
-    options.add_argument("--images", type=int, default=40, help="training images of each class")
-    options.add_argument("--held-back", type=int, default=10, help="further training images of each class")
-    options.add_argument("--tests", type=int, default=20, help="test images of each class")
+    options.add_argument("--images", type=int, default=40, help="training images per class")
+    options.add_argument("--held-back", type=int, default=10, help="held-out training images per class")
+    options.add_argument("--tests", type=int, default=20, help="test images per class")
     options.add_argument("--epochs", type=int, default=3)
     options.add_argument("--support-rank", type=int, default=32)
-    options.add_argument("--cells", help="folder of what is finished, to go on with it after a stop")
+    options.add_argument("--cells", help="folder of finished runs, with which a stopped benchmark continues")
     options.add_argument("--rates", type=float, nargs="+", default=[1e-4, 3e-4, 1e-3])
     values = common.parse(options, argv)
-    found: dict[tuple[str, float], list[Any]] = {}
+    results: dict[tuple[str, float], list[Any]] = {}
     names: list[Sequence[str]] = []
     sizes = {}
     folder = tempfile.mkdtemp()
@@ -164,28 +164,28 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if not cell.is_file():
                     torch.save(learn(values, side, rate, seed, tasks, held_back), cell)
                 answers, kept, sizes[side] = torch.load(cell, weights_only=False)
-                found.setdefault((side, rate), []).append((answers, kept))
+                results.setdefault((side, rate), []).append((answers, kept))
                 last = {head: round(float(answers[head][-1].right.double().mean()), 4) for head in HEADS}
                 print(f"{side}, rate {rate:g}, seed {seed}: {last}", flush=True)
     rows = [common.value_row(f"trained numbers, {side}", size, "parameters") for side, size in sizes.items()]
     for head in HEADS:
-        rows += compared(head, found, names)
+        rows += compared(head, results, names)
     common.write("loop", values, argv, rows)
 
 
 def stream(values: Any, seed: int) -> tuple[list[Task], list[LabelledImages]]:
-    """Tasks in an order of the seed, with its images to learn from; and held-back images of each."""
+    """Return the tasks, with class order and training images drawn by the seed, and held-out images of each task."""
     train, test = (load_data(values.data, split) for split in ("train", "test"))
     generator = np.random.default_rng(seed)
-    own, back = parts(train, (values.images, values.held_back), generator)
+    training, held_out = parts(train, (values.images, values.held_back), generator)
     (tests,) = parts(test, (values.tests,), np.random.default_rng(0))  # the same for all seeds
-    tasks = class_incremental_tasks(own, tests, increment=values.increment, seed=seed)
+    tasks = class_incremental_tasks(training, tests, increment=values.increment, seed=seed)
     tasks = tasks[:2] if values.quick else tasks
-    return tasks, [back.select(task.class_names) for task in tasks]
+    return tasks, [held_out.select(task.class_names) for task in tasks]
 
 
 def parts(images: LabelledImages, counts: Sequence[int], generator: np.random.Generator) -> list[LabelledImages]:
-    """So many random images of each class, and so many others."""
+    """Draw disjoint parts of `images`, with `counts` random images per class."""
     chosen: list[list[int]] = [[] for _ in counts]
     for label in range(len(images.class_names)):
         rows = generator.permutation(np.flatnonzero(images.labels == label))
@@ -197,7 +197,7 @@ def parts(images: LabelledImages, counts: Sequence[int], generator: np.random.Ge
 def learn(
     values: Any, side: str, rate: float, seed: int, tasks: Sequence[Task], held_back: Sequence[LabelledImages]
 ) -> tuple[dict[str, list[Any]], dict[str, float], int]:
-    """By head the answers to the test images after every task, and the share of held-back images right at the end."""
+    """Learn a stream; return head -> answers after each task, head -> held-out accuracy, and trained parameters."""
     clip, processor = load_clip(values.clip)
     torch.manual_seed(seed)
     with tempfile.TemporaryDirectory() as folder:
@@ -227,25 +227,26 @@ def learn(
             learner.learn(task.train)
             of_task = torch.cat([torch.full((len(data),), place + 1) for place, data in enumerate(tests[:number])])
             truth = truths(tasks, tests[:number])
-            found = right(learner.head, torch.cat([learner.features(data) for data in tests[:number]]), truth)
-            for head, own in found.items():
-                answers[head].append(SimpleNamespace(right=own, truth=truth, task=of_task))
-        back = [Pixels(images, processor) for images in held_back]
-        found = right(learner.head, torch.cat([learner.features(data) for data in back]), truths(tasks, back))
-    return answers, {head: float(own.double().mean()) for head, own in found.items()}, size
+            correct = right(learner.head, torch.cat([learner.features(data) for data in tests[:number]]), truth)
+            for head, by_image in correct.items():
+                answers[head].append(SimpleNamespace(right=by_image, truth=truth, task=of_task))
+        held_out = [Pixels(images, processor) for images in held_back]
+        features = torch.cat([learner.features(data) for data in held_out])
+        correct = right(learner.head, features, truths(tasks, held_out))
+    return answers, {head: float(by_image.double().mean()) for head, by_image in correct.items()}, size
 
 
 def truths(tasks: Sequence[Task], parts: Sequence[Pixels]) -> torch.Tensor:
-    """Each image's class among all seen ones."""
+    """Return the label of each image as an index of all classes seen."""
     starts = np.cumsum([0, *(len(task.class_names) for task in tasks)]).tolist()
     return torch.cat([data.labels + start for start, data in zip(starts, parts)])
 
 
-def compared(head: str, found: dict[tuple[str, float], list[Any]], names: Sequence[Sequence[str]]) -> list[Any]:
-    """Rows of a head: each side with each rate and with its own, and the difference, in points."""
+def compared(head: str, results: dict[tuple[str, float], list[Any]], names: Sequence[Sequence[str]]) -> list[Any]:
+    """Return the rows of a head: each side with each rate, and the differences with the chosen rates, in points."""
     rows, shares, best = [], {}, {}
-    for (side, rate), seeds in found.items():
-        shares[side, rate] = [image_shares(seed[0][head], own) for seed, own in zip(seeds, names)]
+    for (side, rate), seeds in results.items():
+        shares[side, rate] = [image_shares(seed[0][head], classes) for seed, classes in zip(seeds, names)]
         kept = statistics.fmean(seed[1][head] for seed in seeds)
         if side not in best or kept > best[side][0]:
             best[side] = kept, rate

@@ -1,7 +1,7 @@
-"""Peak memory of training steps beside stock LoRA's, as the operating system counts it; a fresh process for each.
+"""Compare the peak memory of training steps with that of stock LoRA. Each measurement runs in a new process.
 
-Linux only: the count is the resident set's peak, VmHWM. Reported with and without what Python and the imported
-libraries take before there is a model.
+The figure is the peak resident set size of Linux, VmHWM, so the benchmark runs only on Linux. It is reported with and
+without the memory that Python and the imported libraries use before a model is loaded.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if values.side:
         print(json.dumps(measure(values)))
         return
-    found: dict[str, list[dict[str, float]]] = {"ours": [], "stock": []}
+    results: dict[str, list[dict[str, float]]] = {"ours": [], "stock": []}
     for number in range(values.repeats):
         for side in ("ours", "stock") if number % 2 == 0 else ("stock", "ours"):
-            found[side].append(in_process(side, values))
+            results[side].append(in_process(side, values))
     where = f"{common.model_name(values.model)}, {values.attention}, batch {values.batch}"
     rows = []
     for key, what, goal in (
@@ -43,26 +43,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         ("model", "the same without Python and libraries", None),
         ("step", "of it above what was there before the first step", None),
     ):
-        pairs = zip(found["ours"], found["stock"], strict=True)
+        pairs = zip(results["ours"], results["stock"], strict=True)
         ratio: dict[str, Any] = {"bytes": common.spread([a[key] / b[key] for a, b in pairs])}
-        ratio["MiB"] = {side: common.rounded(median(run[key] for run in runs)) for side, runs in found.items()}
+        ratio["MiB"] = {side: common.rounded(median(run[key] for run in runs)) for side, runs in results.items()}
         rows.append({"what": f"{what}, {where}", "goal": goal, "ratio": ratio})
     del values.side
     common.write("memory", values, argv, rows)
 
 
 def in_process(side: str, values: Any) -> dict[str, float]:
-    """Figures of one side in a process of its own, in MiB."""
+    """Measure one side in a new process; return its figures in MiB."""
     options = {"--model": values.model, "--batch": values.batch, "--attention": values.attention, "--side": side}
     flags = [str(item) for pair in options.items() for item in pair]
     command = [sys.executable, "-m", "research.benchmarks.memory", *flags, "--threads", str(values.threads)]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found: dict[str, float] = json.loads(said.splitlines()[-1])
-    return found
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    figures: dict[str, float] = json.loads(output.splitlines()[-1])
+    return figures
 
 
 def measure(values: Any) -> dict[str, float]:
-    """Peak of three steps: in all, above the imported libraries, and above what was there before them."""
+    """Return the peak memory of three steps: in total, without the libraries, and above the level before the steps."""
     libraries = resident("VmRSS")
     tower = models.vision_tower(values.model, values.attention)
     batch = (models.pixels(values.batch, tower.config.image_size), torch.arange(values.batch) % 10)
@@ -83,7 +83,7 @@ def measure(values: Any) -> dict[str, float]:
 
 
 def resident(field: str) -> float:
-    """A figure of the operating system about this process, in MiB."""
+    """Return a memory figure of this process from /proc, in MiB."""
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) / 1024
 

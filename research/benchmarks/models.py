@@ -1,4 +1,4 @@
-"""Models and images of the benchmarks: a random CLIP in several sizes, or a folder's; noise, or photographs."""
+"""Models and images for the benchmarks: random or saved CLIP models, and noise or photographs."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from dulbe_peft.data.readers import load_data
 from dulbe_peft.encoders.loading import load_clip, load_processor, pixel_values
 from dulbe_peft.encoders.registry import demo_model_folder
 
-# Width, width of the MLP, blocks, heads; of the vision tower image and patch size in pixels too; joint dimension.
+# Vision tower: width, MLP width, blocks, heads, image size, patch size. Text tower: the first four. Feature dimension.
 SIZES = {
     "vit-b-16": ((768, 3072, 12, 12, 224, 16), (512, 2048, 12, 8), 512),
     "vit-l-14": ((1024, 4096, 24, 16, 224, 14), (768, 3072, 12, 12), 768),
     "vit-b-32": ((768, 3072, 12, 12, 224, 32), (512, 2048, 12, 8), 512),
     "small": ((192, 768, 8, 3, 64, 8), (128, 512, 4, 4), 192),
-    "wide": ((48, 96, 2, 2, 16, 8), (32, 64, 2, 2), 512),  # the features of a large model at little cost
+    "wide": ((48, 96, 2, 2, 16, 8), (32, 64, 2, 2), 512),  # cheap, with features as wide as those of a large model
     "tiny": ((48, 96, 2, 2, 16, 8), (32, 64, 2, 2), 16),
 }
 LOGIT_SCALE = 100.0
 
 
 def config(name: str) -> CLIPConfig:
-    """A size's configuration, with the vocabulary of the packaged tokenizer."""
+    """Return the configuration of a size, with the vocabulary of the packaged tokenizer."""
     vision, text, dim = SIZES[name]
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size")
     special = {"vocab_size": 667, "bos_token_id": 665, "eos_token_id": 666, "pad_token_id": 666}
@@ -39,7 +39,7 @@ def config(name: str) -> CLIPConfig:
 
 
 def clip(name: str, attention: str) -> tuple[CLIPModel, Any]:
-    """A CLIP model in evaluation mode, the same every time, and its processor."""
+    """Return a CLIP model in evaluation mode, with the same weights in every call, and its processor."""
     if name not in SIZES:
         return load_clip(name, attn_implementation=attention)
     torch.manual_seed(0)
@@ -50,7 +50,7 @@ def clip(name: str, attention: str) -> tuple[CLIPModel, Any]:
 
 
 def vision_tower(name: str, attention: str) -> CLIPVisionModelWithProjection:
-    """A vision tower alone, in evaluation mode, the same every time."""
+    """Return a vision tower in evaluation mode, with the same weights in every call."""
     if name not in SIZES:
         tower = CLIPVisionModelWithProjection.from_pretrained(name, dtype=torch.float32, attn_implementation=attention)
         return tower.eval()
@@ -59,15 +59,15 @@ def vision_tower(name: str, attention: str) -> CLIPVisionModelWithProjection:
 
 
 def encode(tower: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """Unit features of a vision tower, (batch, d)."""
+    """Return unit features of a vision tower, (batch, d)."""
     return F.normalize(tower(pixel_values=pixels).image_embeds, dim=-1)
 
 
 def pixels(count: int, size: int, images: str | None = None) -> torch.Tensor:
-    """Pixel values (count, 3, size, size): a data set's first images, or noise that is smooth as photographs are.
+    """Return pixel values (count, 3, size, size) of images of a data set, or of noise that is smooth like photographs.
 
     Args:
-        images: a folder of class folders, or another data set that `dulbe-peft run --data` takes.
+        images: a folder of class folders, or another data set for `dulbe-peft run --data`; None for noise.
     """
     if images is None:
         generator = torch.Generator().manual_seed(0)
@@ -82,10 +82,10 @@ def pixels(count: int, size: int, images: str | None = None) -> torch.Tensor:
 
 
 def image_processor(size: int) -> Any:
-    """CLIP's, for images of this height and width in pixels."""
+    """Return CLIP's image processor for images of this height and width in pixels."""
     return CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
 
 
 def unit(rows: int, dim: int, seed: int) -> torch.Tensor:
-    """Random unit vectors, (rows, dim)."""
+    """Return random unit vectors, (rows, dim)."""
     return F.normalize(torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed)), dim=1)

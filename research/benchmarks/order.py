@@ -1,6 +1,7 @@
-"""How many answers change with the order of the tasks, with one task in place of all, and with two halves merged.
+"""Measure how many answers change if tasks come in another order, if they are one task, or if two halves are merged.
 
-With fixed settings a classifier of sums gives the same answers. What it chooses on each task's images may differ.
+With fixed settings, a classifier that keeps sums gives the same answers. Settings that it chooses from the images of
+each task may differ.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @torch.no_grad()
 def changed(spec: str, features: dict[str, Any], tasks: Sequence[Task]) -> dict[str, float]:
-    """The share of the answers that each other way to the same images changes."""
+    """Return the share of answers that change for each other way to learn the same images."""
     tests, half = torch.cat([task.test for task in tasks]), len(tasks) // 2
-    usual = answers(learned(spec, features, tasks), tests)
-    apart = [learned(spec, features, part) for part in (tasks[:half], tasks[half:])]
+    expected = answers(learned(spec, features, tasks), tests)
+    halves = [learned(spec, features, part) for part in (tasks[:half], tasks[half:])]
     others = {
         "another order": learned(spec, features, tasks[::-1]),
         "one task": learned(spec, features, [whole(tasks)]),
-        "merging two halves": apart[0].merge(apart[1]),
+        "merging two halves": halves[0].merge(halves[1]),
     }
-    pairs = {name: zip(answers(other, tests), usual, strict=True) for name, other in others.items()}
-    return {name: statistics.fmean(one != two for one, two in both) for name, both in pairs.items()}
+    pairs = {name: zip(answers(other, tests), expected, strict=True) for name, other in others.items()}
+    return {name: statistics.fmean(answer != other for answer, other in both) for name, both in pairs.items()}
 
 
 def whole(tasks: Sequence[Task]) -> Task:
-    """One task of all."""
+    """Return one task with the classes and training images of all tasks."""
     starts = [sum(len(past.classes) for past in tasks[:number]) for number in range(len(tasks))]
     return Task(
         classes=[label for task in tasks for label in task.classes],
@@ -52,7 +53,7 @@ def whole(tasks: Sequence[Task]) -> Task:
 
 
 def answers(classifier: Classifier, tests: torch.Tensor) -> list[str]:
-    """The class of each image."""
+    """Return the predicted class name of each image."""
     return [classifier.class_names[place] for place in classifier(tests).argmax(dim=1).tolist()]
 
 

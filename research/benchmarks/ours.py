@@ -1,4 +1,4 @@
-"""The library's side, through its public functions: a vision tower between two tasks, and one training step."""
+"""The library's side of a benchmark, with public functions: an adapted vision tower and one training step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from research.benchmarks.models import LOGIT_SCALE, encode
 
 
 def adapted(tower: Any, tasks: int) -> Any:
-    """A vision tower that has finished this many tasks, small random updates all, and begun the next one."""
+    """Return a vision tower that has finished `tasks` tasks, with small random updates, and begun the next one."""
     model = get_peft_model(tower, DualModeLoraConfig(text_rank=0))
     generator = torch.Generator().manual_seed(1)
     for task in range(tasks + 1):
@@ -27,7 +27,7 @@ def adapted(tower: Any, tasks: int) -> Any:
 
 
 def random_bases(model: Any, generator: torch.Generator) -> dict[str, ModeBases]:
-    """Orthonormal bases of one shared and eight residual directions."""
+    """Return orthonormal bases with one shared and eight residual directions for each layer."""
     bases = {}
     for name, layer in model.dual_mode_layers().items():
         columns = torch.linalg.qr(torch.randn(layer.in_features, 9, generator=generator))[0]
@@ -36,7 +36,7 @@ def random_bases(model: Any, generator: torch.Generator) -> dict[str, ModeBases]
 
 
 def literal_twin(model: Any, tower: Any) -> Any:
-    """The same model the literal way: the history in the weights of a copy of the tower, the same bases, B = 0."""
+    """Return the same model in the literal implementation, with the history added to the weights and B = 0."""
     twin = literal.adapt(copy.deepcopy(tower))
     with torch.no_grad():
         for name, layer in literal.layers(twin).items():
@@ -48,7 +48,7 @@ def literal_twin(model: Any, tower: Any) -> Any:
 
 
 def teacher_embeds(model: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """Features of the model as it was when this task began, which the probe pass leaves behind."""
+    """Return the features of the model at the start of this task. In a real task, the probe pass computes them."""
     with torch.no_grad(), model.previous_task():
         return encode(model, pixels)
 
@@ -61,7 +61,7 @@ def step(
     old_text: torch.Tensor,
     teacher: torch.Tensor,
 ) -> None:
-    """One training step; text embeddings (classes, d) and the teacher's features of the batch are given."""
+    """Make a training step, with given text embeddings, (classes, d), and given teacher features of the batch."""
     pixels, labels = batch
     features = encode(model, pixels)
     task_loss = cross_modal_loss(features, text, labels, LOGIT_SCALE)

@@ -1,8 +1,8 @@
-"""Naming the classes of JPEG photographs: `learner.predictions` beside a zero-shot pipeline of transformers.
+"""Compare `learner.predictions` on JPEG photographs with the zero-shot pipeline of transformers.
 
-Both have the same model, the same files, the same class names and the same cores. The learner is frozen and has the
-text classifier, so both give the same answers; they are compared. The pipeline is run as its documentation shows it,
-and once more with batches. The learner reads files as the command `predict` does, in processes of its own.
+Both use the same model, files, class names and cores. The learner is frozen and has the text classifier, so both must
+give the same answers, which is checked. The pipeline is run as in its documentation and also with batches. The learner
+reads files in worker processes, as the command `predict` does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if values.quick:
         values.photographs, values.classes = 4, 2
     clip, processor = models.clip(values.model, "sdpa")
-    if values.model in models.SIZES:  # whose processor is the demo's, for images of another size
+    if values.model in models.SIZES:  # these have the demo's processor, which is for images of another size
         side = clip.config.vision_config.image_size
         processor.image_processor = CLIPImageProcessorPil(
             size={"shortest_edge": side}, crop_size={"height": side, "width": side}
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         answers = [side() for side in sides.values()]
         if not answers[0] == answers[1] == answers[2]:
-            raise AssertionError("the learner and the pipeline give other answers")
+            raise AssertionError("the learner and the pipeline give different answers")
         times = common.compare(sides, values.repeats, warmup=0)
     where = f"{common.model_name(values.model)}, {values.photographs} photographs, {values.classes} classes"
     rows = [
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         common.row(f"predict / zero-shot pipeline in batches, {where}", times, "learner", "pipeline with batches"),
     ]
     for row in rows:
-        del row["ratio"]["cpu"]  # the processes that read files are not counted in it
+        del row["ratio"]["cpu"]  # CPU time would not include the worker processes that read files
     common.write("prediction", values, argv, rows)
 
 

@@ -1,10 +1,11 @@
-"""Streams of features of published networks, from a folder of `.npz` files; nothing is encoded.
+"""Streams of precomputed features of published networks, from a folder of `.npz` files.
 
-A file has `x` (n, d), `y`, and where they are known `split` (0 train, 1 test), `t` (C, d), embeddings of the classes'
-names, and `names`. Features of `cars`, `imagenet-even`, `dtd`, `flowers`, `aircraft` and `sun397` are CLIP's
-(ViT-B/32), those of `cifar10-laion` OpenCLIP's and those of `clothing-deit` a supervised network's, without texts.
+A file contains the features `x`, (n, d), and the labels `y`. If they are known, it also contains `split` (0 train,
+1 test), the text embeddings `t` of the class names, (C, d), and the class names `names`. The features of `cars`,
+`imagenet-even`, `dtd`, `flowers`, `aircraft` and `sun397` are from CLIP (ViT-B/32), those of `cifar10-laion` from
+OpenCLIP, and those of `clothing-deit` from a supervised network without texts.
 
-A stream is a file, or some of its classes: `imagenet-even:20` has 20, drawn with the seed.
+A stream is a file or some of its classes: `imagenet-even:20` has 20 classes that are drawn with the seed.
 
     streams = {name: stream(folder, name, "own", seed) for name in STREAMS}
     tasks = frozen.draw(streams["cars"], "2/16", increment(streams["cars"]), seed)
@@ -22,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-# Settings are chosen on held-back training images of the first half, and confirmed on the other one.
+# Settings were chosen on held-out training images of the first group of streams, and confirmed on the second group.
 CHOSEN = ("cars", "imagenet-even:9", "imagenet-even:100", "dtd", "aircraft", "cifar10-laion")
 CONFIRMED = ("imagenet-even:20", "imagenet-even:24", "imagenet-even:500", "flowers", "sun397", "clothing-deit")
 STREAMS = (*CHOSEN, *CONFIRMED)
-# How strong names are: own ones, with noise of so many spreads, another class's, or none.
+# The strength of the names: unchanged, with noise as a multiple of their spread, shuffled between classes, or none.
 SAID = {
     "own": "own names",
     "noise 1": "names with noise 1",
@@ -37,31 +38,33 @@ SAID = {
 NAMES = tuple(SAID)
 COUNTS = ("1", "2", "4", "8", "16", "1/16", "2/16", "40/rank")
 SCALE, TASKS = 100.0, 5
-TESTED = 0.4  # the share of a class's images that are test images where the file has no split
+TESTED = 0.4  # share of test images per class for a file without a split
 
 
 def stream(folder: str | Path, name: str, names: str = "own", seed: int = 0) -> dict[str, Any] | None:
-    """The features of a stream as `research.benchmarks.frozen.encoded` has them; `text` is None without names.
+    """Return the features of a stream in the format of `research.benchmarks.frozen.encoded`; None without a file.
 
-    None: the folder has no such file. Which images are test images does not depend on the seed.
+    `text` is None without names. The test images do not depend on the seed.
     """
     file, _, classes = name.partition(":")
     path = Path(folder) / f"{file}.npz"
     if not path.is_file():
         return None
-    with np.load(path) as kept:
-        found = {key: kept[key] for key in kept.files}
-    images = normalize(torch.from_numpy(found["x"]).float(), dim=1)
-    labels = torch.from_numpy(found["y"]).long()
-    tested = torch.from_numpy(found["split"]) == 1 if "split" in found else parted(labels)
+    with np.load(path) as file_arrays:
+        arrays = {key: file_arrays[key] for key in file_arrays.files}
+    images = normalize(torch.from_numpy(arrays["x"]).float(), dim=1)
+    labels = torch.from_numpy(arrays["y"]).long()
+    tested = torch.from_numpy(arrays["split"]) == 1 if "split" in arrays else parted(labels)
     number = int(labels.max()) + 1
-    texts = normalize(torch.from_numpy(found["t"]).float(), dim=1) if "t" in found else None
+    texts = normalize(torch.from_numpy(arrays["t"]).float(), dim=1) if "t" in arrays else None
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(number, generator=generator)[: int(classes)] if classes else torch.arange(number)
     places = torch.full((number,), -1)
     places[order] = torch.arange(len(order))
     labels = places[labels]
-    given = [str(each) for each in found["names"]] if "names" in found else [f"class {each}" for each in range(number)]
+    class_names = (
+        [str(name) for name in arrays["names"]] if "names" in arrays else [f"class {n}" for n in range(number)]
+    )
     train, test = (~tested & (labels >= 0)), (tested & (labels >= 0))
     return {
         "train": images[train],
@@ -69,13 +72,13 @@ def stream(folder: str | Path, name: str, names: str = "own", seed: int = 0) -> 
         "test": images[test],
         "truth": labels[test],
         "text": None if texts is None else named(texts[order], names, generator),
-        "names": [given[label] for label in order.tolist()],
+        "names": [class_names[label] for label in order.tolist()],
         "scale": SCALE,
     }
 
 
 def parted(labels: Tensor) -> Tensor:
-    """Which images are test images where the file does not say: of each class as many, drawn with a fixed seed."""
+    """Return which images are test images for a file without a split: the same share per class, with a fixed seed."""
     generator, tested = torch.Generator().manual_seed(0), torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique():
         rows = (labels == label).nonzero()[:, 0]
@@ -85,7 +88,7 @@ def parted(labels: Tensor) -> Tensor:
 
 
 def named(texts: Tensor, names: str, generator: torch.Generator) -> Tensor | None:
-    """Texts, (C, d), as strong as `NAMES` says; a spread is the mean length of a text less the mean of all."""
+    """Change texts, (C, d), to a strength of `NAMES`. Their spread is the mean distance of a text from their mean."""
     if names == "none":
         return None
     if names == "shuffled":
@@ -97,19 +100,19 @@ def named(texts: Tensor, names: str, generator: torch.Generator) -> Tensor | Non
 
 
 def increment(features: dict[str, Any]) -> int:
-    """Classes per task, so that there are `TASKS` of them, or one of two classes each."""
+    """Return the number of classes per task: at least two, and enough for at most `TASKS` tasks."""
     return max(2, -(-len(features["names"]) // TASKS))
 
 
 def kinds(features: dict[str, Any] | None) -> tuple[str, ...]:
-    """Which of `NAMES` a stream can have."""
+    """Return the strengths of `NAMES` that a stream can have."""
     return () if features is None else NAMES if features["text"] is not None else ("none",)
 
 
 def lines(
     folder: Path, streams: Sequence[str], names: Sequence[str], counts: Sequence[str]
 ) -> Iterator[tuple[str, str, str]]:
-    """Stream, names and numbers of images of each line that the folder has images for."""
+    """Yield stream, strength of names and number of images for all that the folder has enough images for."""
     for name in streams:
         features = stream(folder, name)
         for kind in (each for each in names if each in kinds(features)):
@@ -117,7 +120,7 @@ def lines(
 
 
 def enough(features: dict[str, Any], count: str, spare: int = 0) -> bool:
-    """Whether a stream's usual class has so many images besides `spare` ones; a long tail's largest may have fewer."""
+    """Return whether the median class has `count` images besides `spare` ones; a long tail needs a quarter of them."""
     first = count.removeprefix("lone").removesuffix("/rank").partition("+")[0]
     most, usual = max(int(part) for part in first.split("/")), int(features["y"].bincount().median()) - spare
     return most <= (4 * usual if count.endswith("/rank") else usual)

@@ -1,8 +1,8 @@
-"""What is none of the learned classes: how well five scores tell it, what is refused at 5 %, and sets of 95 %.
+"""Measure the detection of images of unknown classes by five scores, rejection at 5 %, and prediction sets at 95 %.
 
-Nothing is trained, so every image is encoded once. Each seed draws the known classes, and their images. Near unknowns
-are the test images of the other classes, far ones those of other data. With `--real`, far ones are of another stream
-of the same network. Figures about what can be promised from more images only are left out.
+Nothing is trained, so each image is encoded once. Each seed draws the known classes and their images. Near unknowns
+are the test images of the other classes, and far unknowns are those of another data set. With `--real`, they are from
+another stream of the same network. Figures that need more images than there are, such as coverage, are left out.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ CLIPS = ("cars", "imagenet-even", "dtd", "flowers", "aircraft", "sun397")  # str
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = common.stream_parser(__doc__, repeats=3)
-    options.add_argument("--far", help="data of other things; default: none")
+    options.add_argument("--far", help="data set of far unknowns; default: none")
     options.add_argument("--increment", type=int, default=2, help="classes per task")
     options.add_argument("--known", type=float, default=KNOWN, help="share of the classes that are learned")
     options.add_argument(
         "--counts", nargs="+", default=["2", "4", "8", "50"], help="as for research.benchmarks.frozen"
     )
-    options.add_argument("--classifier", default="bayes", help="one that keeps means, counts and scatter")
+    options.add_argument("--classifier", default="bayes", help="a classifier that keeps means, counts and scatter")
     options.add_argument("--prompt-template", default="a photo of the digit {}.")
     frozen.real_options(options)
     values = common.parse(options, argv)
     rows = []
     for stream, counts, drawn in frozen.lines(values):
         draws = [(made := drawn(seed)) | {"far": far(made, stream, values, seed)} for seed in range(values.repeats)]
-        found = [measured(made, counts, frozen.step(made, values), values, seed) for seed, made in enumerate(draws)]
-        for figure in found[0]:
-            each = [common.rounded(one[figure]) for one in found if figure in one]
+        results = [measured(made, counts, frozen.step(made, values), values, seed) for seed, made in enumerate(draws)]
+        for figure in results[0]:
+            each = [common.rounded(result[figure]) for result in results if figure in result]
             what = f"{values.classifier}, {counts} images a class, {stream}: {figure}"
             rows.append(common.value_row(what, common.rounded(statistics.fmean(each)), "%") | {"each": each})
     common.write("rejection", values, argv, rows)
 
 
 def far(features: dict[str, Any], stream: str, values: Any, seed: int) -> torch.Tensor | None:
-    """The features of the far unknowns, or None."""
+    """Return the features of the far unknowns, or None."""
     if values.real is None:
         return others(values.clip, values.far) if values.far else None
     network = features["train"].shape[1]
@@ -60,7 +60,7 @@ def far(features: dict[str, Any], stream: str, values: Any, seed: int) -> torch.
 
 @cache
 def others(clip: str, data: str) -> torch.Tensor:
-    """The features of the test images of other data."""
+    """Return the features of the test images of another data set."""
     args = LearnerArguments(progress=False, device="cpu")
     learner = ClassIncrementalLearner(*load_dual_encoder(clip), args, "frozen", "prototype")
     return learner.image_embeds(load_data(data, "test"))
@@ -68,7 +68,7 @@ def others(clip: str, data: str) -> torch.Tensor:
 
 @torch.no_grad()
 def measured(features: dict[str, Any], counts: str, increment: int, values: Any, seed: int) -> dict[str, float]:
-    """The figures of a draw, in percent, but for the size of the sets."""
+    """Return the figures of a draw, in percent, except for the size of the prediction sets."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(features["names"]), generator=generator)
     known = order[: int(len(order) * values.known)]
@@ -105,16 +105,16 @@ def measured(features: dict[str, Any], counts: str, increment: int, values: Any,
 
 
 def promised(classifier: Classifier, images: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """What comes of the promises on images of known classes, and the area that is said; what can be promised."""
-    found = {} if classifier.roc_area is None else {"near, said": 100 * classifier.roc_area}
+    """Return coverage and rejection on images of known classes, and the estimated ROC area, if they are available."""
+    figures = {} if classifier.roc_area is None else {"near, said": 100 * classifier.roc_area}
     try:
         sets = classifier.prediction_sets(images, COVERAGE)
         covered = sets.gather(1, labels[:, None]).double().mean().item()
-        found |= {"covered": 100 * covered, "classes in a set": sets.sum(dim=1).double().mean().item()}
-        found |= {"known refused": share_refused(classifier, images)}
-    except ValueError:  # too few images were left out
+        figures |= {"covered": 100 * covered, "classes in a set": sets.sum(dim=1).double().mean().item()}
+        figures |= {"known refused": share_refused(classifier, images)}
+    except ValueError:  # too few left-out images for a guarantee
         pass
-    return found
+    return figures
 
 
 def share_refused(classifier: Classifier, images: torch.Tensor) -> float:
@@ -124,10 +124,10 @@ def share_refused(classifier: Classifier, images: torch.Tensor) -> float:
 def scored(
     classifier: Classifier, learned: torch.Tensor, texts: torch.Tensor | None, images: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Each score of (n, d) images, larger for what is less known."""
+    """Return name -> score of each image of (n, d) features. A larger score means that the image is less known."""
     logits = classifier(images).double() / classifier.temperature
-    named = {} if texts is None else {"nearest name": 1 - (images @ texts.T).amax(dim=1)}
-    return named | {
+    by_name = {} if texts is None else {"nearest name": 1 - (images @ texts.T).amax(dim=1)}
+    return by_name | {
         "novelty": classifier.novelty(images),
         "probability": 1 - logits.softmax(dim=1).amax(dim=1),
         "energy": -logits.logsumexp(dim=1),
@@ -136,7 +136,7 @@ def scored(
 
 
 def area(known: torch.Tensor, unknown: torch.Tensor) -> float:
-    """100 times the area under the ROC curve."""
+    """Return the area under the ROC curve, in percent."""
     truth = torch.cat([torch.zeros(len(known)), torch.ones(len(unknown))])
     return 100 * float(roc_auc_score(truth.numpy(), torch.cat([known, unknown]).numpy()))
 

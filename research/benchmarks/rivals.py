@@ -1,13 +1,13 @@
-"""Rules of other papers that keep every feature, so that no classifier of the library is one of them.
+"""Classifiers of other papers that keep all features, which no classifier of the library does.
 
-Each is a function of unit features z (n, d), labels y (n,), unit texts e (C, d), the logit scale tau and features to
-judge, (m, d), and gives scores, (m, C). It sees all classes at once. The first setting of its grid is for one image a
-class; else the one is taken that is right most often on a fifth of each class's images, which the rule has not seen.
+Each is a function of unit features z (n, d), labels y (n,), unit texts e (C, d), the logit scale tau, and test
+features, (m, d). It returns scores, (m, C). It learns all classes at once. With one image per class, it uses the first
+setting of its grid, otherwise the setting with the best accuracy on a held-out fifth of the images of each class.
 
     python -m research.benchmarks.frozen --classifiers tip_adapter proker ranpac_and_text mixed_prototypes linear_probe
 
-SeMoBridge (2509.26036) is not among them: it goes back from an embedding to what the text tower's projection was
-given, and needs that matrix, which features alone do not have.
+SeMoBridge (2509.26036) is not included: it computes the input of the text tower's projection from an embedding. For
+that it needs the projection matrix, which is not part of the features.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dulbe_peft.classifiers.registry import make_classifier
 
 
 def tip_adapter(z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor, alpha: float, beta: float) -> Tensor:
-    """tau z'e_c + alpha sum over the class's images s of exp(-beta (1 - z's))          (Zhang et al., 2207.09519)"""
+    """tau z'e_c + alpha * sum over the images s of class c of exp(-beta (1 - z's))      (Zhang et al., 2207.09519)"""
     near = (-beta * (1 - tests @ z.T)).exp()
     return tau * tests @ e.T + alpha * near @ F.one_hot(y, len(e)).to(near)
 
@@ -45,16 +45,17 @@ def proker(z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor, beta: flo
 
 
 def ranpac_and_text(z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor, share: float) -> Tensor:
-    """log p of RanPAC + share log p of the text classifier      (McDonnell et al., 2307.02251, with texts added)"""
+    """log p of RanPAC + share * log p of the text classifier    (McDonnell et al., 2307.02251, with texts added)"""
     classifier = make_classifier("ranpac:features=1000", z.shape[1], tau)
     classifier.add_classes([str(label) for label in range(len(e))], z, y)
     return classifier.probabilities(tests).log() + share * (tau * tests @ e.T).log_softmax(dim=1)
 
 
 def whitened_bridge(z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor, beta: float) -> Tensor:
-    """The bridge ensemble of DuLBE on (z - m) Sigma^-1/2 at length 1, m the mean of what is turned: texts, or classes.
+    """Apply the bridge ensemble of DuLBE to whitened unit features, (z - m) Sigma^-1/2.
 
-    Sigma is the covariance within the classes, as `lda` estimates it. Every class needs an image.
+    m is the mean of the texts for texts, and the mean of the class means for images. Sigma is the covariance within
+    the classes, as `lda` estimates it. Every class needs at least one image.
     """
     lda = make_classifier("lda", z.shape[1], tau)
     lda.add_classes([str(label) for label in range(len(e))], z, y)
@@ -71,10 +72,10 @@ def whitened_bridge(z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor, 
 def mixed_prototypes(
     z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor, kept: float, share: float, alpha: float
 ) -> Tensor:
-    """tau z'p_c + alpha times LDA's score, p_c the direction of (1 - share) e_c + share of P v_c       (2603.24528)
+    """tau z'p_c + alpha * LDA score, with p_c the direction of (1 - share) e_c + share * P v_c       (2603.24528)
 
-    v_c is the class's mean, and P projects onto the principal directions of the texts that hold the variance `kept`.
-    The paper's rule as its summary has it; the ridge of its LDA is that of `lda`.
+    v_c is the class mean, and P projects onto the principal directions of the texts with a share `kept` of their
+    variance. This is the rule in the summary of the paper; the ridge of its LDA is that of `lda`.
     """
     lda = make_classifier("lda", z.shape[1], tau)
     lda.add_classes([str(label) for label in range(len(e))], z, y)
@@ -86,19 +87,19 @@ def mixed_prototypes(
 
 
 def nearest_images(z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor, neighbours: int) -> Tensor:
-    """The share of the k nearest images that each class has; nearer ones weigh more."""
+    """Return the share of each class among the k nearest images, weighted by the inverse distance."""
     rule = KNeighborsClassifier(min(neighbours, len(z)), weights="distance", metric="cosine").fit(z.numpy(), y.numpy())
     return torch.from_numpy(rule.predict_proba(tests.numpy()))
 
 
 def linear_probe(z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor, strength: float) -> Tensor:
-    """Logistic regression on the features, with a penalty of 1 / strength."""
+    """Fit logistic regression to the features, with a penalty of 1 / strength."""
     rule = LogisticRegression(C=strength, max_iter=2000).fit(z.numpy(), y.numpy())
     return torch.from_numpy(rule.predict_log_proba(tests.numpy()))
 
 
 def _grid(**values: tuple[Any, ...]) -> list[dict[str, Any]]:
-    return [dict(zip(values, one, strict=True)) for one in product(*values.values())]
+    return [dict(zip(values, combination, strict=True)) for combination in product(*values.values())]
 
 
 RIVALS: dict[str, tuple[Callable[..., Tensor], list[dict[str, Any]]]] = {
@@ -119,11 +120,12 @@ WITH_TEXT = set(RIVALS) - {"nearest_images", "linear_probe"}
 
 @torch.no_grad()
 def scores(name: str, z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor) -> Tensor:
-    """The scores of a rival, (m, C), with the setting that held-back images of `z` choose."""
+    """Return the scores of a rival, (m, C), with the setting that is best on held-out images of `z`."""
     rule, grid = RIVALS[name]
     held, setting = hold_back(z, y), grid[0]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The number of unique classes")  # few images a class are no regression
+        # scikit-learn takes labels with few images per class for the targets of a regression, and warns.
+        warnings.filterwarnings("ignore", "The number of unique classes")
         if held.any():
             fitted = [rule(z[~held], y[~held], e, tau, z[held], **each).argmax(dim=1) for each in grid]
             setting = grid[max(range(len(grid)), key=lambda place: int((fitted[place] == y[held]).sum()))]
@@ -131,7 +133,7 @@ def scores(name: str, z: Tensor, y: Tensor, e: Tensor, tau: float, tests: Tensor
 
 
 def figures(name: str, features: dict[str, Any], tasks: Sequence[Any]) -> dict[str, float]:
-    """A_last, as a fraction, on a stream of `research.benchmarks.frozen.draw`, all of its tasks at once."""
+    """Return A_last, as a fraction, after learning all tasks of `research.benchmarks.frozen.draw` at once."""
     classes = [label for task in tasks for label in task.classes]
     starts = [sum(len(task.classes) for task in tasks[:place]) for place in range(len(tasks))]
     labels = [start + label for start, task in zip(starts, tasks, strict=True) for label in task.y]
@@ -139,5 +141,5 @@ def figures(name: str, features: dict[str, Any], tasks: Sequence[Any]) -> dict[s
     images = torch.cat([*(task.train for task in tasks), *(task.further for task in tasks)])
     tests, truth = torch.cat([task.test for task in tasks]), [label for task in tasks for label in task.truth]
     texts = torch.zeros(len(classes), images.shape[1]) if features["text"] is None else features["text"][classes]
-    found = scores(name, images, torch.tensor(labels), texts, features["scale"], tests)
-    return {"A_last": (found.argmax(dim=1) == torch.tensor(truth)).double().mean().item()}
+    values = scores(name, images, torch.tensor(labels), texts, features["scale"], tests)
+    return {"A_last": (values.argmax(dim=1) == torch.tensor(truth)).double().mean().item()}

@@ -1,4 +1,4 @@
-"""Input statistics: what they take, and accumulating X'X beside the plain sum `S += X.T @ X`."""
+"""Measure the memory of input statistics, and compare accumulating X'X with the plain sum `S += X.T @ X`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class Reader(nn.Module):
-    """A model of one layer that only reads."""
+    """A model with one layer that returns its input unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def plain_sum(inputs: list[torch.Tensor]) -> Callable[[], torch.Tensor]:
 
 
 def whole_tower(tower: Any) -> OccupationStatistics:
-    """Statistics of one image, which take as much as those of any number."""
+    """Return the statistics of one image. Their size does not depend on the number of images."""
     model = get_peft_model(tower, DualModeLoraConfig(text_rank=0))
     stats = OccupationStatistics()
     image = models.pixels(1, tower.config.image_size)

@@ -1,7 +1,7 @@
-"""One routed training step beside one of stock LoRA, and beside the literal one.
+"""Compare a routed training step with a step of stock LoRA and with a step of the literal implementation.
 
-The vision tower alone: text embeddings are given, so no side is diluted by a text tower. The second task of ten
-classes: a history of rank 9, ten old classes.
+Only the vision tower is measured, with given text embeddings, so that a text tower does not hide the difference. The
+step is one of the second task, with a history of rank 9, ten old classes and ten new ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from research.benchmarks import common, literal, models, ours, stock
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = common.parser(__doc__, repeats=15)
-    options.add_argument("--batch", type=int, nargs="+", default=[4], help="images per step; several are measured")
+    options.add_argument("--batch", type=int, nargs="+", default=[4], help="images per step; each number is measured")
     options.add_argument("--attention", nargs="+", default=["sdpa"], help="sdpa, eager, or both")
     options.add_argument("--without-literal", action="store_true")
     values = common.parse(options, argv)
@@ -34,15 +34,15 @@ def main(argv: Sequence[str] | None = None) -> None:
                 rows.append(common.row(f"routed step / literal step, {where}", times, "ours", "literal"))
                 rows.append(common.row(f"literal step / stock LoRA step, {where}", times, "literal", "stock"))
             routed[attention] = sides["ours"]
-        for one, other in combinations(routed, 2):
-            times = common.compare({one: routed[one], other: routed[other]}, values.repeats)
+        for first, other in combinations(routed, 2):
+            times = common.compare({first: routed[first], other: routed[other]}, values.repeats)
             where = f"{common.model_name(values.model)}, batch {batch}"
-            rows.append(common.row(f"routed step with {one} / with {other}, {where}", times, one, other))
+            rows.append(common.row(f"routed step with {first} / with {other}, {where}", times, first, other))
     common.write("step", values, argv, rows)
 
 
 def make_sides(model: str, attention: str, batch_size: int, literal_too: bool) -> dict[str, partial[None]]:
-    """The steps to compare, all on the same images, labels and embeddings."""
+    """Return the steps to compare, all on the same images, labels and embeddings."""
     tower = models.vision_tower(model, attention)
     settings = tower.config
     classes = min(10, batch_size)

@@ -1,4 +1,4 @@
-"""What a user would run instead: PEFT's own LoRA on the same layers, cross-entropy, one backward pass, Adam."""
+"""Stock LoRA for comparison: PEFT's LoRA on the same layers, with cross-entropy, one backward pass and Adam."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from research.benchmarks.models import LOGIT_SCALE, encode
 
 
 def lora(tower: Any, rank: int = 9) -> Any:
-    """A vision tower, or both towers, with LoRA of this rank on the layers that the method adapts."""
+    """Return a vision tower, or both towers, with LoRA of this rank on the layers that DuLBE adapts."""
     config = LoraConfig(r=rank, lora_alpha=rank, target_modules=["k_proj", "v_proj", "fc1", "fc2"])
     return get_peft_model(tower, config).train()
 
 
 def adam(model: Any) -> torch.optim.Optimizer:
-    """Adam over what is trained."""
+    """Return Adam for the trainable parameters."""
     return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor], text: Any) -> None:
-    """One training step; text embeddings (classes, d) are given."""
+    """Make a training step with given text embeddings, (classes, d)."""
     pixels, labels = batch
     loss = F.cross_entropy(LOGIT_SCALE * encode(model, pixels) @ text.T, labels)
     loss.backward()
@@ -35,7 +35,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor
 
 
 class LoraLearner(LiteralLearner):
-    """A whole task with LoRA in both towers: the epochs with Adam, and a pass for the means of the classes."""
+    """Learns whole tasks with LoRA in both towers: epochs with Adam, then a pass for the class means."""
 
     def adapted(self, clip: Any) -> Any:
         return lora(clip)
@@ -45,9 +45,9 @@ class LoraLearner(LiteralLearner):
         with self.profile.phase("train"):
             optimizer = adam(self.clip)
             for _ in range(self.epochs):
-                for images, own in self._batches(data, shuffle=True):
+                for images, targets in self._batches(data, shuffle=True):
                     features = self._image_embeds(self.clip, images)
-                    F.cross_entropy(self.scale * features @ self._text_embeds(names).T, own).backward()
+                    F.cross_entropy(self.scale * features @ self._text_embeds(names).T, targets).backward()
                     optimizer.step()
                     optimizer.zero_grad()
         self.names += names

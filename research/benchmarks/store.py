@@ -1,7 +1,7 @@
-"""The feature store: how often commands encode an image, what a second run takes, and what a million rows are.
+"""Measure the feature store: how often commands encode an image, the cost of a second run, and a million rows.
 
-`run` on photographs, the same `run` once more, and `learn` with a fifth as many new ones. Images that are encoded are
-counted. CPU seconds are those of the commands in this process, so imports are in none of them.
+The commands are `run` on photographs, the same `run` again, and `learn` with a fifth as many new photographs. The
+benchmark counts the images that are encoded. The commands run in this process, so CPU seconds do not include imports.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _commands(values: Any, folder: Path) -> list[dict[str, Any]]:
-    """The rows about `run`, `run` again and `learn`."""
+    """Return the rows about `run`, a second `run`, and `learn`."""
     clip, processor = models.clip(values.model, "eager")
     clip.save_pretrained(folder / "model")
     processor.save_pretrained(folder / "model")
@@ -57,9 +57,9 @@ def _commands(values: Any, folder: Path) -> list[dict[str, Any]]:
     counts, read = Counter[bytes](), PixelDataset.__getitem__
 
     def counted(self: PixelDataset, index: int) -> Any:
-        found = read(self, index)
-        counts[found[3]] += 1
-        return found
+        item = read(self, index)
+        counts[item[3]] += 1
+        return item
 
     run = [
         "run",
@@ -96,7 +96,7 @@ def _commands(values: Any, folder: Path) -> list[dict[str, Any]]:
 
 
 def _million(rows: int, path: Path) -> list[dict[str, Any]]:
-    """The rows about a large store."""
+    """Return the rows about a large store."""
     store, key = FeatureStore(path), EncoderKey("encoder", "float32", "torch")
     random, width, chosen = np.random.default_rng(0), 512, list[bytes]()
     for start in range(0, rows, 10_000):

@@ -1,7 +1,8 @@
-"""A whole stream as a user runs it, by precision: small images enlarged to the model's size, every task saved.
+"""Measure a whole stream as a user runs it, by precision: small images are enlarged, and every task is saved.
 
-By default the size of CIFAR-100, 10 tasks of 10 classes and 5,000 images of 32 x 32 pixels, here of noise; on the
-machine's accelerator where it has one. Not a ratio: seconds of the machine that is named with them.
+The default stream has the size of CIFAR-100: 10 tasks of 10 classes and 5,000 images of 32 x 32 pixels, which are
+noise here. It runs on the accelerator if the machine has one. The figures are seconds, not ratios, and hold for the
+machine that the results name.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ PHASES = ("probe", "allocate", "train", "close", "save")
 def main(argv: Sequence[str] | None = None) -> None:
     options = common.parser(__doc__, repeats=1)
     options.add_argument("--tasks", type=int, default=10)
-    options.add_argument("--classes", type=int, default=10, help="classes of a task")
-    options.add_argument("--num-images", type=int, default=5000, help="images of a task")
+    options.add_argument("--classes", type=int, default=10, help="classes per task")
+    options.add_argument("--num-images", type=int, default=5000, help="images per task")
     options.add_argument("--epochs", type=int, default=2)
     options.add_argument("--batch", type=int, default=32)
     options.add_argument("--num-workers", type=int, default=0)
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class Noise:
-    """Labelled images of 32 x 32 pixels, each the same whenever it is read."""
+    """A data set of labelled noise images of 32 x 32 pixels. An index always gives the same image."""
 
     def __init__(self, task: int, images: int, classes: int) -> None:
         self.task = task
@@ -69,7 +70,7 @@ class Noise:
 
 
 def run(values: argparse.Namespace, precision: str) -> dict[str, float]:
-    """Seconds of a stream on a fresh model, whole and by phase."""
+    """Learn a stream with a new model; return the seconds in total and by phase."""
     clip, processor = models.clip(values.model, values.attention)
     processor.image_processor = models.image_processor(clip.config.vision_config.image_size)
     args = LearnerArguments(
@@ -96,7 +97,7 @@ def run(values: argparse.Namespace, precision: str) -> dict[str, float]:
 
 @contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
-    """Whether CUDA may round what float32 products read to ten bits of mantissa; convolutions too."""
+    """Allow or forbid TF32 on CUDA, which rounds the inputs of float32 products and convolutions to 10 bits."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed

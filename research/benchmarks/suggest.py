@@ -1,7 +1,8 @@
-"""Accuracy against labels bought: what `suggest` chooses, beside chance, the least sure alone, and clusters alone.
+"""Measure accuracy by the number of labels, if images are selected by `suggest`, at random, or by simpler rules.
 
-Each way begins without a label and buys one a class at a time. A class is known once one of its images was bought;
-test images of all classes count. The classifier learns anew from all that was bought.
+Each selection method starts without labels. In each round it selects as many images as there are classes, and they are
+labelled. A class is known after one of its images was labelled, but the test images of all classes count. After each
+round, a new classifier learns all labelled images.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ Way = Callable[[torch.Tensor, int, Classifier | None, int], list[int]]
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = common.stream_parser(__doc__, repeats=3)
-    options.add_argument("--only", default="", help="how the names of the classes begin")
-    options.add_argument("--most", type=int, default=8, help="labels a class")
+    options.add_argument("--only", default="", help="use only classes whose names begin with this text")
+    options.add_argument("--most", type=int, default=8, help="labels per class, at most")
     options.add_argument("--classifier", default="bayes")
     options.add_argument("--prompt-template", default="a photo of the digit {}.")
     frozen.real_options(options)
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def figures(stream: str, name: str, curves: list[list[float]]) -> list[dict[str, Any]]:
-    """A row a number of labels, as long as every draw has images left."""
+    """Return a row for each number of labels for which every draw has enough images."""
     rows = []
     for number, each in enumerate(zip(*curves, strict=False), start=1):
         each = [common.rounded(100 * value) for value in each]
@@ -50,41 +51,42 @@ def figures(stream: str, name: str, curves: list[list[float]]) -> list[dict[str,
 
 
 def part(features: dict[str, Any], begins: str) -> dict[str, Any]:
-    """The features of some classes."""
+    """Return the features of the classes whose names begin with `begins`."""
     kept = [label for label, name in enumerate(features["names"]) if name.startswith(begins)]
     place = {label: number for number, label in enumerate(kept)}
-    found = {
+    selected = {
         **features,
         "names": [features["names"][label] for label in kept],
         "text": None if features["text"] is None else features["text"][kept],
     }
     for images, labels in (("train", "y"), ("test", "truth")):
         rows = [row for row, label in enumerate(features[labels].tolist()) if label in place]
-        found[images] = features[images][rows]
-        found[labels] = torch.tensor([place[label] for label in features[labels][rows].tolist()])
-    return found
+        selected[images] = features[images][rows]
+        selected[labels] = torch.tensor([place[label] for label in features[labels][rows].tolist()])
+    return selected
 
 
 def curve(features: dict[str, Any], way: Way, spec: str, most: int, seed: int) -> list[float]:
-    """The share of test images that are right with 1, 2, ... labels a class."""
+    """Return the test accuracy with 1, 2, ... labels per class."""
     generator = torch.Generator().manual_seed(seed)
-    left = torch.randperm(len(features["train"]), generator=generator)  # nobody profits from the order of the files
-    bought, classifier, found, texts = left[:0], None, [], features["text"]
+    # In random order, so that no method can profit from the order of the files.
+    left = torch.randperm(len(features["train"]), generator=generator)
+    labelled, classifier, accuracies, texts = left[:0], None, [], features["text"]
     for _ in range(most):
         if len(left) < len(features["names"]):
             break
         chosen = way(features["train"][left], len(features["names"]), classifier, seed)
-        bought = torch.cat([bought, left[chosen]])
+        labelled = torch.cat([labelled, left[chosen]])
         kept = torch.ones(len(left), dtype=torch.bool)
         kept[chosen] = False
         left = left[kept]
-        labels, rows = features["y"][bought].unique(return_inverse=True)
+        labels, rows = features["y"][labelled].unique(return_inverse=True)
         classifier = make_classifier(spec, features["train"].shape[1], features["scale"])
         names = [features["names"][label] for label in labels.tolist()]
-        classifier.add_classes(names, features["train"][bought], rows, None if texts is None else texts[labels])
+        classifier.add_classes(names, features["train"][labelled], rows, None if texts is None else texts[labels])
         answers = labels[classifier(features["test"]).argmax(dim=1)]
-        found.append((answers == features["truth"]).double().mean().item())
-    return found
+        accuracies.append((answers == features["truth"]).double().mean().item())
+    return accuracies
 
 
 def by_chance(features: torch.Tensor, count: int, classifier: Classifier | None, seed: int) -> list[int]:
@@ -92,7 +94,7 @@ def by_chance(features: torch.Tensor, count: int, classifier: Classifier | None,
 
 
 def least_sure(features: torch.Tensor, count: int, classifier: Classifier | None, seed: int) -> list[int]:
-    """The largest entropy."""
+    """Select the images with the largest entropy."""
     if classifier is None:
         return by_chance(features, count, classifier, seed)
     shares = classifier.probabilities(features).double().clamp_min(1e-30)
@@ -100,11 +102,11 @@ def least_sure(features: torch.Tensor, count: int, classifier: Classifier | None
 
 
 def clusters(features: torch.Tensor, count: int, classifier: Classifier | None, seed: int) -> list[int]:
-    return [one.row for one in suggestions(features, count, seed=seed)]
+    return [suggestion.row for suggestion in suggestions(features, count, seed=seed)]
 
 
 def suggested(features: torch.Tensor, count: int, classifier: Classifier | None, seed: int) -> list[int]:
-    return [one.row for one in suggestions(features, count, classifier, seed)]
+    return [suggestion.row for suggestion in suggestions(features, count, classifier, seed)]
 
 
 WAYS: dict[str, Way] = {

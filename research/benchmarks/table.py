@@ -1,6 +1,6 @@
-"""Write the tables of the docs from the files of `research/benchmarks/results`, between their markers.
+"""Write the tables of the docs, between their markers, from the files in `research/benchmarks/results`.
 
-<!-- table: NAME key=value ... -->      a function of `research.benchmarks.evidence`, or `figures`, with its arguments
+<!-- table: NAME key=value ... -->      `figures` or a function of `research.benchmarks.evidence`, with its arguments
 <!-- end of table -->
 """
 
@@ -26,26 +26,26 @@ def main() -> None:
 
 
 def page(text: str, results: Path) -> str:
-    """The page with the tables of a folder's files between its markers."""
-    return MARKED.sub(lambda found: f"{found[1]}\n{made(found[2], results)}\n\n{found[3]}", text)
+    """Return a page with its tables replaced by those of the files in `results`."""
+    return MARKED.sub(lambda match: f"{match[1]}\n{made(match[2], results)}\n\n{match[3]}", text)
 
 
 def made(marker: str, results: Path) -> str:
-    """The table that a marker asks for."""
+    """Return the table for a marker."""
     name, *arguments = shlex.split(marker)
     settings = dict(argument.split("=", 1) for argument in arguments)
     if name == "figures":
         return figures(results, **settings)
-    found = evidence.TABLES[name](results, **settings)
-    if isinstance(found, str):
-        return found
-    head, *lines = found
+    content = evidence.TABLES[name](results, **settings)
+    if isinstance(content, str):
+        return content
+    head, *lines = content
     first, *rows = ("| " + " | ".join(line) + " |" for line in [head, *lines])
     return "\n".join([first, "|" + "---|" * len(head), *rows])
 
 
 def figures(results: Path, benchmarks: str, without: str) -> str:
-    """A row for each figure of these benchmarks that has a goal, but those of a name; then the machines."""
+    """Return a row for each figure that has a goal, except those that contain `without`, and list the machines."""
     rows, commands = ["| what | goal | measured |", "|---|---|---|"], dict[str, dict[str, None]]()
     for path in sorted(results.glob("*.json")):
         report = json.loads(path.read_text(encoding="utf-8"))
@@ -61,7 +61,7 @@ def figures(results: Path, benchmarks: str, without: str) -> str:
 
 
 def line(row: dict[str, Any]) -> str:
-    """One figure, with its spread: processor time where it was taken."""
+    """Return the row of a figure. Ratios are shown in bytes or CPU time if available, otherwise in wall-clock time."""
     goal = row["goal"] or ""
     if isinstance(goal, float):
         goal = f"≤ {goal:.2f}"
@@ -72,12 +72,12 @@ def line(row: dict[str, Any]) -> str:
 
 
 def number(value: float) -> str:
-    """Two decimals where they show something."""
+    """Format a value with two decimals, or in scientific notation if it is very small."""
     return f"{value:.2f}" if abs(value) >= 0.01 or value == 0 else f"{value:.1e}"
 
 
 def cell(spread: dict[str, float]) -> str:
-    """Median and quartiles."""
+    """Format the median and the quartiles."""
     return f"**{spread['median']:.2f}** ({spread['q1']:.2f} to {spread['q3']:.2f})"
 
 

@@ -1,11 +1,11 @@
-"""A whole task, probe to close, with the learner, stock LoRA and the literal way; text tower and images included.
+"""Compare a whole task, from probe to close, of the learner, stock LoRA and the literal implementation.
 
-Task after task on the same images under new class names: the first is not counted, all others have a history, old
-classes and a structure loss.
+Each task has the same images under new class names, and includes the text tower. The first task is not counted, so
+that all measured tasks have a history, old classes and a structure loss.
 
-A phase's floor is the multiply-adds that nobody can leave out, at the speed of a forward pass: one forward pass for
-each pass, as much for each backward pass through activations, the gradients of weights where these are wanted, and one
-triangle of X'X. Adam, adapters, losses and classifiers count nothing.
+The floor of a phase is the time of its unavoidable multiply-adds at the speed of a forward pass: one forward pass per
+pass over the images, the same again for each backward pass through activations, the gradients of weights if they are
+needed, and one triangle of X'X. Adam, adapters, losses and classifiers are not counted.
 """
 
 from __future__ import annotations
@@ -30,23 +30,25 @@ PHASES = ("probe", "allocate", "train", "close")
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = common.parser(__doc__, repeats=3)
-    options.add_argument("--num-images", type=int, default=64, help="images of a task")
-    options.add_argument("--classes", type=int, default=10, help="classes of a task")
-    options.add_argument("--batch", type=int, default=16, help="images per step, and per batch elsewhere")
+    options.add_argument("--num-images", type=int, default=64, help="images per task")
+    options.add_argument("--classes", type=int, default=10, help="classes per task")
+    options.add_argument("--batch", type=int, default=16, help="images per batch, in training and elsewhere")
     options.add_argument("--epochs", type=int, default=2)
     options.add_argument("--attention", default="sdpa")
-    options.add_argument("--no-literal", action="store_true", help="leave out the literal way")
-    options.add_argument("--images", help="a data set to take the images from; default: noise")
-    options.add_argument("--operations", action="store_true", help="print each operation's share of a task instead")
+    options.add_argument("--no-literal", action="store_true", help="skip the literal implementation")
+    options.add_argument("--images", help="data set of the images; default: noise")
+    options.add_argument(
+        "--operations", action="store_true", help="print the CPU time of each operation in a task instead"
+    )
     values = common.parse(options, argv)
     if values.quick:
         values.num_images, values.classes, values.batch = 8, 2, 4
     tasks = Tasks(values)
     if values.operations:
         tasks.ours()
-        with torch.profiler.profile() as found:
+        with torch.profiler.profile() as profile:
             tasks.ours()
-        print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=25))
+        print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=25))
         return
     sides = {"ours": tasks.ours, "stock": tasks.stock, "pass": tasks.forward}
     times = common.compare(sides if values.no_literal else sides | {"literal": tasks.literal}, values.repeats)
@@ -60,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class Tasks:
-    """The learners, each with a task counter and the CPU seconds of its phases."""
+    """The learners of all sides, with the CPU seconds of each phase in each task."""
 
     def __init__(self, values: Any) -> None:
         self.values = values
@@ -72,9 +74,9 @@ class Tasks:
         )
         model = get_peft_model(clip, DualModeLoraConfig())
         self.learner = ClassIncrementalLearner(model, processor, args=arguments)
-        how = (values.batch, values.epochs)
-        self.simple = LiteralLearner(*models.clip(values.model, values.attention), *how)
-        self.lora = stock.LoraLearner(*models.clip(values.model, values.attention), *how)
+        settings = (values.batch, values.epochs)
+        self.simple = LiteralLearner(*models.clip(values.model, values.attention), *settings)
+        self.lora = stock.LoraLearner(*models.clip(values.model, values.attention), *settings)
         for profile in (self.learner.profile, self.simple.profile, self.lora.profile):
             profile.clock = time.process_time
         self.seconds: dict[str, list[dict[str, float]]] = {"ours": [], "literal": [], "stock": []}
@@ -100,20 +102,20 @@ class Tasks:
         self.seconds[side].append(dict(learner.profile.seconds))
 
     def forward(self) -> None:
-        """A forward pass of all images through the model alone."""
+        """Encode all images with the model without its adapter."""
         model = self.learner.model.get_base_model()
         with torch.no_grad(), self.learner.model.disable_adapter():
             for batch in self.pixels.split(self.values.batch):
                 model.get_image_features(pixel_values=batch)
 
     def products_of_an_image(self) -> int:
-        """Multiply-adds of one image through the model alone."""
+        """Return the multiply-adds of encoding one image without the adapter."""
         with torch.no_grad(), FlopCounterMode(display=False) as counter, self.learner.model.disable_adapter():
             self.learner.model.get_base_model().get_image_features(pixel_values=self.pixels[:1])
         return counter.get_total_flops() // 2
 
     def floors(self, task: int) -> dict[tuple[str, str], float]:
-        """Multiply-adds of each side's phases that nobody can leave out, in a task, from 0 on."""
+        """Return (side, phase) -> unavoidable multiply-adds in a task; the first task has the number 0."""
         values, model = self.values, self.learner.model
         vision = model.get_base_model().config.vision_config
         tokens = (vision.image_size // vision.patch_size) ** 2 + 1
@@ -136,13 +138,13 @@ class Tasks:
         }
 
     def floor_rows(self, times: common.Times, where: str) -> list[dict[str, Any]]:
-        """What the floors are, in forward passes of all images, and how far above them the phases are."""
-        one = self.products_of_an_image() * self.values.num_images
-        speed = one / statistics.median(times["pass"]["cpu"])
+        """Return the floors, in forward passes of all images, and the ratio of each phase to its floor."""
+        forward = self.products_of_an_image() * self.values.num_images
+        speed = forward / statistics.median(times["pass"]["cpu"])
         floors = self.floors(len(self.seconds["ours"]) // 2)
         rows = []
         for side in ("ours", "stock"):
-            whole = sum(floor for (who, _), floor in floors.items() if who == side) / one
+            whole = sum(floor for (owner, _), floor in floors.items() if owner == side) / forward
             rows.append(common.value_row(f"floor of a task, {side}, {where}", common.rounded(whole), "forward passes"))
         for (side, phase), floor in floors.items():
             seconds = statistics.median(task[phase] for task in self.seconds[side][1:])
@@ -151,7 +153,7 @@ class Tasks:
         return rows
 
     def phase_row(self, phases: Sequence[str], where: str) -> dict[str, Any]:
-        """The ratio of some phases alone, by CPU time."""
+        """Return the ratio of the CPU time of some phases."""
         times = {
             side: [sum(task[p] for p in phases) for task in self.seconds[side][1:]] for side in ("ours", "literal")
         }

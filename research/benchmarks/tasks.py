@@ -1,6 +1,6 @@
-"""A run of many tasks or of very many classes, on features of random images, and a first prediction by its learner.
+"""Measure a run with many tasks or very many classes on random features, and a prediction by its learner.
 
-One model with random weights, whose features have the width of ViT-B/16's; no image is encoded but the predicted one.
+The model has random weights and features as wide as those of ViT-B/16. Only the image of the prediction is encoded.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from dulbe_peft.streams.run import Run
 from dulbe_peft.streams.tasks import Task
 from research.benchmarks import common, models
 
-NUMBERS, NEAR = (2, 20, 80), 5  # tasks that get a row; the median of so many up to each
+NUMBERS, NEAR = (2, 20, 80), 5  # tasks that have a row; each row is the median of this many tasks up to it
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = common.parser(__doc__, repeats=1, model="wide")
     options.add_argument("--tasks", type=int, default=300)
-    options.add_argument("--classes", type=int, default=2, help="of a task")
-    options.add_argument("--images", type=int, default=4, help="of a class, in each split")
+    options.add_argument("--classes", type=int, default=2, help="classes per task")
+    options.add_argument("--images", type=int, default=4, help="images per class in each split")
     options.add_argument("--classifiers", default="bayes,lda,prototype")
     values = common.parse(options, argv)
     if values.quick:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measured(values: Any, work: Path) -> list[dict[str, Any]]:
-    """Learn all tasks in a run's folder, then the last one after a single task, and ask for one prediction."""
+    """Learn all tasks in a run, then the last task after a single other one, and predict one image."""
     clip, processor = models.clip("wide", "sdpa")
     clip.save_pretrained(work / "model")
     processor.save_pretrained(work / "model")
@@ -57,41 +57,43 @@ def measured(values: Any, work: Path) -> list[dict[str, Any]]:
     alone = timed_run(other, cut(initial_increment=classes - values.classes), work / "other")[0][-1]
     newest = work / "run" / f"task-{values.tasks:03d}"
     notes = [(newest / name).stat().st_size for name in ("progress.json", "manifest.json", "learner.json")]
-    found = {}
+    figures = {}
     for number in sorted({number for number in NUMBERS if number < values.tasks} | {values.tasks}):
         first = max(1, number - NEAR)
         what = f"CPU of a task, learned and saved, median of {first + 1} to {number}"
-        found[what] = statistics.median(learned[first:number]), "s"
-        found[f"CPU of its test, {number * values.classes * values.images:,} images"] = tested[number - 1], "s"
-        found[f"peak memory of the process up to task {number}"] = peaks[number - 1], "MiB"
-    found |= {
+        figures[what] = statistics.median(learned[first:number]), "s"
+        figures[f"CPU of its test, {number * values.classes * values.images:,} images"] = tested[number - 1], "s"
+        figures[f"peak memory of the process up to task {number}"] = peaks[number - 1], "MiB"
+    figures |= {
         "CPU of the last task after one task with all classes before": (alone, "s"),
         "notes in the last task's folder": (sum(notes) / 1024, "KiB"),
         "CPU of `dulbe-peft predict`, one image": (predicted(work), "s"),
         "CPU of the same with the first task's learner": (predicted(work, "task-001"), "s"),
     }
     where = f"{values.tasks} tasks of {values.classes:,} classes"
-    return [common.value_row(f"{what}, {where}", common.rounded(value), unit) for what, (value, unit) in found.items()]
+    return [
+        common.value_row(f"{what}, {where}", common.rounded(value), unit) for what, (value, unit) in figures.items()
+    ]
 
 
 def made(values: Any, work: Path) -> ClassIncrementalLearner:
-    """A learner of the saved model that has learned nothing."""
+    """Return a learner of the saved model that has learned nothing yet."""
     options = {"args": LearnerArguments(device="cpu", progress=False), "classifiers": values.classifiers.split(",")}
     return ClassIncrementalLearner(*load_clip(work / "model"), strategy="frozen", **options)
 
 
 def timed_run(learner: ClassIncrementalLearner, tasks: list[Task], folder: Path) -> tuple[list[float], ...]:
-    """Of each task CPU seconds of learning and saving, those of testing, and the memory peak by then in MiB."""
+    """Run all tasks; return for each the CPU seconds to learn and save, those to test, and the peak memory in MiB."""
     seconds: dict[str, list[float]] = {"learn": [], "measure": []}
     peaks, methods = [], {name: getattr(Run, name) for name in seconds}
 
     def timed(name: str, run: Run, *arguments: Any) -> Any:
         before = time.process_time()
-        found = methods[name](run, *arguments)
+        result = methods[name](run, *arguments)
         seconds[name].append(time.process_time() - before)
         if name == "learn":
             peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-        return found
+        return result
 
     try:
         for name in methods:
@@ -105,7 +107,7 @@ def timed_run(learner: ClassIncrementalLearner, tasks: list[Task], folder: Path)
 
 
 def predicted(work: Path, task: str = "") -> float:
-    """CPU seconds of the command for one image, with the learner of the run or of one task."""
+    """Return the CPU seconds of `predict` for one image, with the learner of the run or of one task."""
     Image.fromarray(np.zeros((16, 16, 3), dtype=np.uint8)).save(work / "image.png")
     command = [sys.executable, "-m", "dulbe_peft", "predict", str(work / "run" / task), str(work / "image.png")]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -115,7 +117,7 @@ def predicted(work: Path, task: str = "") -> float:
 
 
 def write_data(file: Path, width: int, classes: int, images: int) -> None:
-    """Features of images around a random centre for each class, in both splits."""
+    """Write features around a random centre for each class, in both splits."""
     random, parts = np.random.default_rng(0), []
     centres = random.normal(size=(classes, width))
     for split in ("train", "test"):

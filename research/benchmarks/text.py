@@ -1,4 +1,4 @@
-"""A text-tower step: the current classes' prompts at their length, beside all seen classes' padded to 77 tokens."""
+"""Compare a text-tower step on the current classes with one on all seen classes, padded to 77 tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from research.benchmarks import common, models, stock
 def main(argv: Sequence[str] | None = None) -> None:
     options = common.parser(__doc__, repeats=9)
     options.add_argument("--seen", type=int, default=100, help="classes seen so far")
-    options.add_argument("--current", type=int, default=10, help="of these, classes of the current task")
+    options.add_argument(
+        "--current", type=int, default=10, help="how many of the seen classes belong to the current task"
+    )
     options.add_argument("--attention", default="sdpa")
     values = common.parse(options, argv)
     if values.quick:

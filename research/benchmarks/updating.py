@@ -1,6 +1,6 @@
-"""Classes learned from half of their images and updated with the other half, against all images at once.
+"""Compare learning half of the images of each class and updating with the other half with learning all at once.
 
-Nothing is trained, so every image is encoded once. Each seed draws another half of every class's images.
+Nothing is trained, so each image is encoded once. Each seed draws other halves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SPECS = ("bridge", "prototype", "lda", "ridge", "ranpac:features=2000")
 def main(argv: Sequence[str] | None = None) -> None:
     options = common.parser(__doc__, repeats=3, model=None)
     options.add_argument("--clip", default="demo", help="the packaged demo model, or a folder")
-    options.add_argument("--data", default="digits", help="the demo's digits, or data as for `dulbe-peft run`")
+    options.add_argument("--data", default="digits", help="the demo's digits, or a data set as for `dulbe-peft run`")
     options.add_argument("--increment", type=int, default=2, help="classes per task")
     options.add_argument("--prompt-template", default="a photo of the digit {}.")
     values = common.parse(options, argv)
@@ -32,16 +32,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     where = f"{common.model_name(values.data)}, mean of {values.repeats} draws"
     rows = []
     for spec in SPECS[:1] if values.quick else SPECS:
-        found = [compared(spec, features, scale, seed) for seed in range(values.repeats)]
-        rows += summed_up(spec, found, where)
+        draws = [compared(spec, features, scale, seed) for seed in range(values.repeats)]
+        rows += summed_up(spec, draws, where)
     common.write("updating", values, argv, rows)
 
 
-def summed_up(spec: str, found: list[dict[str, float]], where: str) -> list[dict[str, Any]]:
-    """The lines of a classifier: what the page shows, and with it the mean and every draw of all figures."""
-    means = {name: common.rounded(statistics.fmean(one[name] for one in found)) for name in found[0]}
-    each = {name: [common.rounded(one[name]) for one in found] for name in found[0]}
-    gap = statistics.fmean(one["accuracy updated"] - one["accuracy with all"] for one in found)
+def summed_up(spec: str, draws: list[dict[str, float]], where: str) -> list[dict[str, Any]]:
+    """Return the rows of a classifier: the figures for the docs, with the mean and all draws of every figure."""
+    means = {name: common.rounded(statistics.fmean(draw[name] for draw in draws)) for name in draws[0]}
+    each = {name: [common.rounded(draw[name]) for draw in draws] for name in draws[0]}
+    gap = statistics.fmean(draw["accuracy updated"] - draw["accuracy with all"] for draw in draws)
     what = f"{spec} updated with half of the images, accuracy less that of all at once, {where}"
     rows = [common.value_row(what, common.rounded(gap), "points") | {"means": means, "each": each}]
     if "weights differ by, at most" in means:
@@ -51,24 +51,25 @@ def summed_up(spec: str, found: list[dict[str, float]], where: str) -> list[dict
 
 
 def encoded(values: Any) -> tuple[list[dict[str, torch.Tensor]], float]:
-    """Of every task `train` and `test` features, their labels `y` and `truth`, `text` of its classes; and tau."""
+    """Return, for each task, `train` and `test` features, their labels `y` and `truth`, and its `text`; and tau."""
     demo = values.data == "digits"
     splits = () if demo else (load_data(values.data, "train"), load_data(values.data, "test"))
     tasks = digit_tasks(values.increment) if demo else class_incremental_tasks(*splits, increment=values.increment)
     model, processor = load_dual_encoder(str(demo_model_folder()) if values.clip == "demo" else values.clip)
     args = LearnerArguments(prompt_template=values.prompt_template, progress=False)
     learner = ClassIncrementalLearner(model, processor, args=args, strategy="frozen", classifiers="prototype")
-    found = []
+    encoded_tasks = []
     for task in tasks[:2] if values.quick else tasks:
         with torch.no_grad():
             part = {"text": learner.encoder.text_embeds(task.class_names)}
         part |= {"train": learner.image_embeds(task.train), "y": torch.as_tensor(task.train.labels)}
-        found.append(part | {"test": learner.image_embeds(task.test), "truth": torch.as_tensor(task.test.labels)})
-    return found, learner.logit_scale
+        part |= {"test": learner.image_embeds(task.test), "truth": torch.as_tensor(task.test.labels)}
+        encoded_tasks.append(part)
+    return encoded_tasks, learner.logit_scale
 
 
 def compared(spec: str, tasks: list[dict[str, torch.Tensor]], scale: float, seed: int) -> dict[str, float]:
-    """Accuracy in percent with half of the images, after the update, and with all; how far the last two differ."""
+    """Return the accuracy with half of the images, after the update, and with all, in percent; and differences."""
     generator = torch.Generator().manual_seed(seed)
     firsts = [half(task["y"], generator) for task in tasks]
     parts = taught(spec, tasks, scale, firsts)
@@ -86,8 +87,8 @@ def compared(spec: str, tasks: list[dict[str, torch.Tensor]], scale: float, seed
         depth = (parts.expected_depth() - whole.expected_depth()).abs()
         figures["expected depth differs by, mean"] = float(depth.mean())
     elif hasattr(parts, "strength"):
-        parts.ridge = whole.ridge = whole.strength()  # chosen on held-back images, of which there were fewer
-        parts.cpu(), whole.cpu()  # solves anew
+        parts.ridge = whole.ridge = whole.strength()  # was chosen on fewer held-out images
+        parts.cpu(), whole.cpu()  # clears the cached solution, so that both solve again
     images = torch.cat([task["test"] for task in tasks])
     scores = whole(images)
     figures["scores differ by, relative"] = float((parts(images) - scores).norm() / scores.norm())
@@ -95,7 +96,7 @@ def compared(spec: str, tasks: list[dict[str, torch.Tensor]], scale: float, seed
 
 
 def half(labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Half of each class's images, as a mask."""
+    """Return a mask of a random half of the images of each class."""
     chosen = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique():
         rows = (labels == label).nonzero()[:, 0]
@@ -104,7 +105,7 @@ def half(labels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def taught(spec: str, tasks: list[dict[str, torch.Tensor]], scale: float, masks: list[torch.Tensor]) -> Any:
-    """A classifier that has learned the chosen images, task by task."""
+    """Return a classifier that has learned the images of the masks, task by task."""
     classifier = make_classifier(spec, tasks[0]["train"].shape[1], scale)
     for number, (task, mask) in enumerate(zip(tasks, masks, strict=True)):
         names = [f"{number}.{index}" for index in range(len(task["text"]))]
@@ -114,7 +115,7 @@ def taught(spec: str, tasks: list[dict[str, torch.Tensor]], scale: float, masks:
 
 
 def accuracy(classifier: Any, tasks: list[dict[str, torch.Tensor]]) -> float:
-    """Top-1 accuracy in percent over the test images of all tasks."""
+    """Return the top-1 accuracy on the test images of all tasks, in percent."""
     right = total = start = 0
     for task in tasks:
         right += int((classifier(task["test"]).argmax(dim=1) == task["truth"] + start).sum())

@@ -1,1 +1,1 @@
-"""Methods and classifiers side by side on the same streams: what to run, running it, and the table."""
+"""Comparisons of methods and classifiers on the same streams: the plan, the runs, and the table of results."""

@@ -1,7 +1,8 @@
-"""One run of a comparison: train a stream once, keep its features, and ask every classifier about them.
+"""Run one cell of a comparison: train a stream once, keep its features, and evaluate every classifier on them.
 
-Beside what every run leaves, its folder holds `answers/`, what each classifier says of the test images; `log.txt`,
-what the run said; and `cell.json`, settings and cost, which is written when all is trained.
+The folder of a cell holds the usual files of a run and three more: `answers/` has the predictions of each classifier
+for the test images, `log.txt` has the output of the run, and `cell.json` has the settings and the cost. `cell.json` is
+written after training is complete.
 """
 
 import json
@@ -36,12 +37,12 @@ from research.comparison.comparison_file import Retention
 from research.comparison.plan import Cell, Row
 
 CELL_FILE = "cell.json"
-# In the order of `Answers`.
+# In the order of the fields of `Answers`.
 _TYPES = {"truth": torch.int32, "predicted": torch.int32, "probability": torch.float32, "task": torch.int32}
 
 
 class Cost(Record):
-    """What a run took: seconds of all tasks, parameters that a task trains, bytes that are kept between tasks."""
+    """Cost of a run: seconds over all tasks, parameters trained per task, and bytes kept between tasks."""
 
     seconds: float
     cpu_seconds: float
@@ -50,13 +51,13 @@ class Cost(Record):
 
 
 class CellRecord(Record):
-    """`cell.json`: a run that is trained to its end."""
+    """Content of `cell.json`, which describes a run that has finished training."""
 
     stream: str
     method: str
     seed: int
     settings: dict[str, Any]
-    arguments: dict[str, Any]  # what it learned by, with all defaults
+    arguments: dict[str, Any]  # the learner's arguments, with all defaults
     strategy: dict[str, Any]
     class_names: list[list[str]]
     logit_scale: float
@@ -70,7 +71,7 @@ class CellRecord(Record):
 
 
 class AnswersFacts(Record):
-    """What stands beside a classifier's answers; `settings` tell them from those of another run or classifier."""
+    """Metadata of a classifier's answers. `settings` identify the run and the classifier that produced them."""
 
     class_names: list[str]
     nbytes: int
@@ -80,7 +81,7 @@ class AnswersFacts(Record):
 
 
 def finish_cell(cell: Cell, output: Path, rows: Sequence[Row], threads: int | None = None) -> tuple[str, str | None]:
-    """Do what is missing of a cell, in a process of its own; returns its folder, and why it failed or None."""
+    """Run the missing parts of a cell in a separate process. Return its folder, and an error message or None."""
     if threads is not None:
         torch.set_num_threads(threads)
     folder, problems = output / cell.folder, []
@@ -91,55 +92,55 @@ def finish_cell(cell: Cell, output: Path, rows: Sequence[Row], threads: int | No
             for row in _unasked(folder, done, rows):
                 try:
                     ask(folder, row, done)
-                except Exception as error:  # of a user's own classifier, for instance; the other rows are asked
+                except Exception as error:  # for example, from a user's classifier; the other rows are still evaluated
                     problems.append(f"{row.title}: {type(error).__name__}: {error}")
-    except Exception as error:  # whatever it is, the other runs go on
+    except Exception as error:  # no error of one run may stop the other runs
         problems.append(f"{type(error).__name__}: {error}")
     return cell.folder, "; ".join(problems) or None
 
 
 def is_done(cell: Cell, output: Path, rows: Sequence[Row]) -> bool:
-    """Whether nothing of a cell is missing."""
+    """Return whether a cell is complete: it is trained, and all rows have answers."""
     folder = output / cell.folder
     done = _finished(cell, folder)
     return done is not None and not _unasked(folder, done, rows)
 
 
 def _unasked(folder: Path, done: CellRecord, rows: Sequence[Row]) -> list[Row]:
-    """The rows without answers that can be asked: without a text tower, no classifier that needs text."""
+    """Return the rows without answers, except those that need text embeddings if the model has no text tower."""
     able = [row for row in rows if done.text or not CLASSIFIERS[parse_spec(row.classifier)[0]].needs_text]
     return [row for row in able if not answers_path(folder, row).is_file()]
 
 
 def read_cell(folder: Path) -> CellRecord | None:
-    """What `cell.json` holds; None where the cell has not been trained to its end."""
+    """Read `cell.json`; return None if the cell has not finished training."""
     path = folder / CELL_FILE
     return read_record(path, CellRecord) if path.is_file() else None
 
 
 def train(cell: Cell, folder: Path) -> CellRecord:
-    """Train the stream where that is not done, and write `cell.json`; returns what it holds."""
+    """Train the stream and write `cell.json`, unless both are done already. Return the content of `cell.json`."""
     done = _finished(cell, folder)
     if done is None:
         done = _train(cell, folder)
         write_record(folder / CELL_FILE, done)
-    # Keep the learner after the last task alone: with every task's, hundreds of runs would fill a disk.
+    # Keep only the learner of the last task. Hundreds of runs with the learners of all tasks would fill a disk.
     for task in task_folders(folder)[1:]:
-        if (task / MANIFEST).is_file():  # else it is not a run's, or a stopped call has begun to remove it
+        if (task / MANIFEST).is_file():  # otherwise the folder is foreign, or an interrupted call was removing it
             shutil.rmtree(task)
     return done
 
 
 def _train(cell: Cell, folder: Path) -> CellRecord:
-    # The run itself needs some classifier; those that the table shows learn from the features.
-    own = {"classifiers": "prototype", "output": str(folder), "progress": False}
-    setup = set_up(*validated(cell.settings | own))
+    # A run needs at least one classifier. The classifiers of the table learn later, from the features of the run.
+    fixed = {"classifiers": "prototype", "output": str(folder), "progress": False}
+    setup = set_up(*validated(cell.settings | fixed))
     if any(task.test is None for task in setup.tasks):
-        raise ValueError(f"{setup.stream.data} has no test images: the setting test_fraction holds some back")
+        raise ValueError(f"{setup.stream.data} has no test images; set test_fraction to hold some images out")
     setup.run(keep_features=True)
     learner = setup.learner
     args, strategy = learner.args, learner.strategy
-    # A run that was killed between a task's commit and its timing does not know that one.
+    # If a run was killed after it committed a task and before it wrote the timing, the timing is None.
     timings = [task for task in read_json(folder / TIMINGS_FILE)["tasks"] if task is not None]
     return CellRecord(
         stream=cell.stream,
@@ -166,7 +167,7 @@ def _train(cell: Cell, folder: Path) -> CellRecord:
 
 
 def _retention(learner: ClassIncrementalLearner, cell: Cell, tasks: Sequence[Task]) -> Retention | None:
-    """How well the model tells classes that it never learned by their names, before all tasks and after them."""
+    """Return the zero-shot accuracy on classes that are never learned, before all tasks and after them."""
     data, *scales = cell.retention
     if data is None:
         return None
@@ -174,40 +175,40 @@ def _retention(learner: ClassIncrementalLearner, cell: Cell, tasks: Sequence[Tas
     train_images, test_images = open_source(source, report=False)
     images = train_images if test_images is None else test_images
     learned = [(task.test, task.class_names) for task in tasks] if scales else []
-    found = zero_shot_retention(learner, images, scales=scales, learned=learned)
-    return Retention.model_validate(found if learned else {name: found[name] for name in ("before", "after")})
+    retention = zero_shot_retention(learner, images, scales=scales, learned=learned)
+    return Retention.model_validate(retention if learned else {name: retention[name] for name in ("before", "after")})
 
 
 def arguments_of(cell: Cell) -> dict[str, Any]:
-    """What a cell's run learns by, with all defaults, as a JSON file gives it back."""
+    """Return the learner's arguments for a cell, with all defaults, as they are read from a JSON file."""
     return as_json(validated(cell.settings)[2].portable())
 
 
 def as_json(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings as a JSON file gives them back."""
+    """Return settings as they are read from a JSON file."""
     return dict(json.loads(json.dumps(settings)))
 
 
 def _finished(cell: Cell, folder: Path) -> CellRecord | None:
-    """As `read_cell`; raises a ValueError where the run had other settings or other images than the cell asks for."""
+    """Read `cell.json`; raise a ValueError if the run used other settings or images than the cell requires."""
     done = read_cell(folder)
     if done is None:
         return None
-    asked, settings = as_json(cell.settings), dict(done.settings)
-    asked["retention"], settings["retention"] = list(cell.retention), done.retention_of
-    asked, settings = asked | arguments_of(cell), settings | done.arguments  # a default may have changed since
-    other = "name another folder as output, remove this one, or give the stream or the method another name"
-    for name in sorted({*settings, *asked}):
-        before, now = settings.get(name), asked.get(name)
+    required, settings = as_json(cell.settings), dict(done.settings)
+    required["retention"], settings["retention"] = list(cell.retention), done.retention_of
+    required, settings = required | arguments_of(cell), settings | done.arguments  # defaults may have changed since
+    remedy = "use another output folder, remove this one, or give the stream or the method another name"
+    for name in sorted({*settings, *required}):
+        before, now = settings.get(name), required.get(name)
         if before != now:
-            raise ValueError(f"{folder} was run with {name} = {before!r}, now it is {now!r}: {other}")
+            raise ValueError(f"{folder} was run with {name} = {before!r}, now it is {now!r}: {remedy}")
     if done.data != data_fingerprint(cell.settings):
-        raise ValueError(f"{folder} was run on other images than are in {settings['data']!r} now: {other}")
+        raise ValueError(f"{folder} was run on other images than are in {settings['data']!r} now: {remedy}")
     return done
 
 
 def data_fingerprint(settings: dict[str, Any]) -> list[str | None]:
-    """What tells the images of a run's data set from others: those to learn from, and those to test on."""
+    """Return fingerprints of the training images and of the test images of a run's data set."""
     return _fingerprints(json.dumps({name: settings[name] for name in DATA_FIELDS if name in settings}))
 
 
@@ -218,19 +219,19 @@ def _fingerprints(settings: str) -> list[str | None]:
 
 
 def answers_path(folder: Path, row: Row) -> Path:
-    """Where a cell keeps what a classifier said."""
+    """Return the file in which a cell keeps the answers of a classifier."""
     drift = "" if row.drift == "none" else f" drift={row.drift}"
     return folder / "answers" / f"{quote(row.classifier, safe=':=,.')}{drift}.safetensors".replace(":", " ")
 
 
 def ask(folder: Path, row: Row, cell: CellRecord) -> None:
-    """Teach a classifier the cell's features and write its answers."""
+    """Train a classifier on the features of the cell and write its answers."""
     path = answers_path(folder, row)
     features, started, cpu = read_features(folder), time.perf_counter(), time.process_time()
     if [list(task.closing.class_names) for task in features] != cell.class_names:
         raise ValueError(f"{folder / 'features'} does not hold the tasks of this run: remove {folder}")
-    how = (cell.logit_scale, row.drift, cell.text_embeds, cell.settings["seed"])
-    answers, classifier = learn_from_features(features, row.classifier, *how)
+    settings = (cell.logit_scale, row.drift, cell.text_embeds, cell.settings["seed"])
+    answers, classifier = learn_from_features(features, row.classifier, *settings)
     facts = AnswersFacts(
         class_names=[name for task in cell.class_names for name in task],
         nbytes=classifier.nbytes,
@@ -240,22 +241,22 @@ def ask(folder: Path, row: Row, cell: CellRecord) -> None:
     )
     tensors = {
         f"{name} {step}": values.to(_TYPES[name])
-        for step, found in enumerate(answers, 1)
-        for name, values in vars(found).items()
+        for step, answer in enumerate(answers, 1)
+        for name, values in vars(answer).items()
     }
     path.parent.mkdir(exist_ok=True)
     write_tensors(path, tensors, {"facts": facts.model_dump_json()})
 
 
 def _answer_settings(cell: CellRecord, row: Row) -> dict[str, Any]:
-    """What tells the answers of a run and a row from those of others, and from those that other defaults gave."""
+    """Return the settings, including defaults, that identify the answers of a run and a row."""
     recipe = parse_classifier(row.classifier)
-    made = {"classifier": [recipe.kind.name, cell.logit_scale, recipe.settings], "drift": row.drift}
-    return as_json({"run": cell.settings, "text_embeds": cell.text_embeds} | made)
+    classifier = {"classifier": [recipe.kind.name, cell.logit_scale, recipe.settings], "drift": row.drift}
+    return as_json({"run": cell.settings, "text_embeds": cell.text_embeds} | classifier)
 
 
 def read_answers(folder: Path, row: Row, cell: CellRecord) -> tuple[list[Answers], AnswersFacts]:
-    """What a classifier said after each task; and the classes that its integers index, its bytes and seconds."""
+    """Return the answers of a classifier after each task, and their metadata: class names, bytes and seconds."""
     path = answers_path(folder, row)
     try:
         tensors, metadata = read_tensors(path)
@@ -263,7 +264,7 @@ def read_answers(folder: Path, row: Row, cell: CellRecord) -> tuple[list[Answers
         steps = range(1, len(cell.class_names) + 1)
         answers = [Answers(*(tensors[f"{name} {step}"] for name in _TYPES)) for step in steps]
         if facts.settings != _answer_settings(cell, row):
-            raise ValueError("it is of another run, classifier or version")
+            raise ValueError("it belongs to another run, classifier or version")
     except (ValueError, KeyError) as error:
-        raise ValueError(f"{damage(path, error)}; remove the file, and it is asked again") from error
+        raise ValueError(f"{damage(path, error)}; remove the file, and the classifier is evaluated again") from error
     return answers, facts

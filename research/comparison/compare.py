@@ -1,4 +1,4 @@
-"""A whole comparison: choose settings, run what is missing, write the table."""
+"""Run a whole comparison: choose settings, run the missing cells, and write the table."""
 
 import itertools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from research.comparison.summary import make_entries, read_row, write_summary_cs
 
 
 class ComparisonError(ValueError):
-    """Some runs of a comparison failed; the others are finished and in the table."""
+    """Raised if some runs of a comparison failed. The other runs are finished, and the table contains them."""
 
 
 def compare(
@@ -28,10 +28,11 @@ def compare(
     address: str | None = None,
     log: Callable[[str], None] = print,
 ) -> list[Entry]:
-    """Run what is missing of a comparison, and write `comparison.json` and `comparison.csv`.
+    """Run the missing cells of a comparison, and write `comparison.json` and `comparison.csv`.
 
-    Every stream is trained once for each method and seed. Every classifier then learns from the features that the run
-    kept. A run that fails costs no other: the table has what is finished, and the error names the first reason.
+    Each stream is trained once for each method and seed. All classifiers then learn from the features that the run
+    kept. A failed run does not stop the others: the table contains the finished runs, and the error gives the first
+    failure.
     """
     if backend not in ENGINES:
         raise ValueError(f"backend must be one of {list(ENGINES)}, got {backend!r}")
@@ -47,27 +48,27 @@ def compare(
     work = plan.cells(chosen)
     try:
         failed += finish(work)
-    finally:  # also of a comparison that is interrupted, a table says what is finished and what is missing
+    finally:  # after an interruption, too, the table shows what is finished and what is missing
         entries = make_entries(plan, output, work, chosen)
         output.mkdir(parents=True, exist_ok=True)
         write_record(output / COMPARISON_FILE, Comparison(entries=entries, scope=plan))
         write_summary_csv(output / CSV_FILE, entries)
     if failed:
-        raise ComparisonError(f"{len(failed)} of {len(tried) + len(work)} runs failed; the first: {failed[0]}")
+        raise ComparisonError(f"{len(failed)} of {len(tried) + len(work)} runs failed; the first one: {failed[0]}")
     return entries
 
 
 def _finish(
     output: Path, jobs: int, backend: str, address: str | None, log: Callable[[str], None], work: Work
 ) -> list[str]:
-    """Finish what is missing; gives what failed, and why."""
+    """Run the missing cells. Return a message for each cell that failed."""
     missing = [(cell, rows) for cell, rows in work if not is_done(cell, output, rows)]
-    if not missing:  # an engine takes long to start
+    if not missing:  # do not start an engine for nothing: it takes long
         return []
-    log(f"{len(missing)} of {len(work)} runs are to be finished, {jobs} at once")
+    log(f"{len(missing)} of {len(work)} runs are not finished; running {jobs} at once")
     threads = 1 if jobs > 1 or backend != "local" else None
     calls = [(cell, output, rows, threads) for cell, rows in missing]
-    done = side_by_side(finish_cell, calls, jobs, backend, address)  # on machines that all see `output`
+    done = side_by_side(finish_cell, calls, jobs, backend, address)  # all machines must share the folder `output`
     if backend == "local" and (jobs == 1 or len(calls) == 1):
         done = (finish_cell(*call) for call in calls)
     failed = []
@@ -79,18 +80,18 @@ def _finish(
 
 
 def _choose(plan: Plan, work: Work, output: Path, log: Callable[[str], None]) -> Chosen:
-    """The settings with which each row is best on held-back training images, of those of its method that it tried."""
+    """Return, for each stream and row, the settings that scored best on held-out training images."""
     chosen: Chosen = {}
     for stream, method in itertools.product(plan.streams, plan.choices):
         best_for: dict[str, list[str]] = {}
         trials = [cell for cell, _ in work if (cell.stream, cell.method) == (stream, method)]
         for row in plan.rows_of(method):
             tried = ((read_row(output / cell.folder, row, cell), cell) for cell in trials)
-            found = [(mean_share(read.shares["last"]), cell.settings) for read, cell in tried if read is not None]
-            if found:  # else it needs text where the model has none, or its runs failed
-                best = max(found, key=lambda pair: pair[0])[1]
+            scores = [(mean_share(read.shares["last"]), cell.settings) for read, cell in tried if read is not None]
+            if scores:  # otherwise the row needs text and the model has no text tower, or its runs failed
+                best = max(scores, key=lambda pair: pair[0])[1]
                 chosen[stream, row] = {name: best[name] for name in plan.choices[method]}
                 best_for.setdefault(as_text(chosen[stream, row]), []).append(row.title.removeprefix(f"{method} with "))
         for values, names in best_for.items():
-            log(f"{stream}, {method}: {values} is best on held-back training images for {'; '.join(names)}")
+            log(f"{stream}, {method}: {values} scored best on held-out training images for {'; '.join(names)}")
     return chosen

@@ -1,4 +1,4 @@
-"""`comparison.json`: what a comparison has found so far, and what there is to find."""
+"""The file `comparison.json`: the plan of a comparison and its results so far."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +14,7 @@ Mean = Annotated[float, Field(ge=-1, le=1)]
 
 
 class ScalePoint(Record):
-    """Accuracies at a share of what was learned: on classes that were not learned, and on those that were."""
+    """Accuracy on classes that were not learned and on those that were, with the update scaled by `scale`."""
 
     scale: Fraction
     unlearned: Fraction
@@ -22,7 +22,7 @@ class ScalePoint(Record):
 
 
 class Retention(Record):
-    """Accuracy on classes in no stream before all tasks and after them, see `dulbe_peft.metrics.retention`."""
+    """Zero-shot accuracy on classes of no stream, before and after all tasks; see `dulbe_peft.metrics.retention`."""
 
     before: Fraction
     after: Fraction
@@ -30,46 +30,46 @@ class Retention(Record):
 
 
 class Entry(Record):
-    """A row on one stream, as means over the finished seeds; fractions. The page says what each is."""
+    """Results of a row on one stream: means over the finished seeds, as fractions. The page explains each figure."""
 
     stream: str
     row: Row
-    chosen: dict[str, Any]  # the row's settings of those that its method may choose from
+    chosen: dict[str, Any]  # the settings that were selected for the row, if its method has settings to choose from
     seeds: tuple[int, ...]
     means: dict[Measure, Mean]
     spreads: dict[Measure, float | None]
-    intervals: dict[Measure, Difference]  # empty where the seeds' streams differ
+    intervals: dict[Measure, Difference]  # empty if the seeds have different numbers of test images
     differences: dict[Measure, Difference | None]
     gain: Difference | None
     calibration_error: float
     seconds: float
     cpu_seconds: float
-    curve: list[Fraction]  # accuracy after each task; empty as `intervals`
+    curve: list[Fraction]  # accuracy after each task; empty if the seeds have different numbers of tasks
     trainable_parameters: int
     kept_bytes: int
     retention: Retention | None
 
 
 class Comparison(Record):
-    """What a comparison has found so far."""
+    """Content of `comparison.json`: the results so far, and the plan."""
 
     entries: list[Entry]
     scope: Plan
 
     def missing(self) -> list[tuple[str, Row, tuple[int, ...]]]:
-        """Stream, row and seeds of what is not finished."""
+        """Return stream, row and seeds of all unfinished runs."""
         done = {(entry.stream, entry.row): entry.seeds for entry in self.entries}
-        lacks = {
+        unfinished = {
             (stream, row): tuple(seed for seed in self.scope.seeds if seed not in done.get((stream, row), ()))
             for stream in self.scope.streams
             for row in self.scope.rows
         }
-        return [(stream, row, seeds) for (stream, row), seeds in lacks.items() if seeds]
+        return [(stream, row, seeds) for (stream, row), seeds in unfinished.items() if seeds]
 
 
 def read_comparison(folder: Path) -> Comparison:
-    """What `compare` has written into a folder."""
+    """Read the file that `compare` has written into a folder."""
     path = folder / COMPARISON_FILE
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist: `python -m research compare` writes it")
+        raise FileNotFoundError(f"{path} does not exist; `python -m research compare` writes it")
     return read_record(path, Comparison)

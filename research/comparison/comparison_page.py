@@ -1,4 +1,4 @@
-"""A comparison as one HTML page, in the style of the report on runs."""
+"""Write a comparison as a single HTML page, in the style of the report on runs."""
 
 import os
 from collections import Counter
@@ -29,7 +29,7 @@ def write_comparison_page(
     csv: str | os.PathLike[str] | None = None,
     latex: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Write a page about a comparison, finished or not, and its table."""
+    """Write the page of a comparison, finished or not, and its table as CSV or LaTeX if asked."""
     folder = Path(folder)
     output = folder / "report.html" if output is None else Path(output)
     comparison = read_comparison(folder)
@@ -133,14 +133,14 @@ def lead(entries: Sequence[Entry], reference: Row) -> str:
         top=top,
         few=FEW,
         others=len(entries) - differences.count(None),
-        worse=sum(found is not None and found.high < 0 for found in differences),
+        worse=sum(difference is not None and difference.high < 0 for difference in differences),
         percent=percent,
         signed=signed,
     ).strip()
 
 
 def _missing(comparison: Comparison) -> list[tuple[str, ...]]:
-    """What is not finished, the rows of a method together where they lack the same seeds."""
+    """Return the unfinished runs. Rows of a method that lack the same seeds are listed together."""
     groups: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
     for stream, row, seeds in comparison.missing():
         drift = "" if row.drift == "none" else f" (drift {row.drift})"

@@ -1,6 +1,6 @@
-"""What a comparison consists of: a YAML file that names streams, methods, classifiers, drifts, seeds and a reference.
+"""The plan of a comparison: a YAML file with streams, methods, classifiers, drift corrections, seeds and a reference.
 
-A stream's settings are those of `dulbe-peft run`; a method's come on top of them.
+Streams have the settings of `dulbe-peft run`. The settings of a method are added to those of the stream.
 """
 
 import hashlib
@@ -22,19 +22,19 @@ from dulbe_peft.strategies.registry import make_strategy
 from dulbe_peft.utils.records import Fraction, Record, first_problem
 from dulbe_peft.utils.specs import closest
 
-CHOICE_FRACTION = 0.2  # of the training images, on which settings are chosen
-# Settings that neither a stream nor a method may have, and why.
+CHOICE_FRACTION = 0.2  # of the training images is held out to choose settings
+# Settings that neither a stream nor a method may have, with the reason.
 _FIXED = {
-    "output": "the command line names one folder for all",
-    "seed": "`seeds` names them",
-    "drift": "`drift` names what to compare",
-    "classifiers": "`classifiers` names those of all methods",
-    "dry_run": "a comparison runs",
-    "validation_fraction": "`choose` tests on held-back training images",
+    "output": "the command line sets one folder for all runs",
+    "seed": "`seeds` lists the seeds",
+    "drift": "`drift` lists the corrections to compare",
+    "classifiers": "`classifiers` lists the classifiers of all methods",
+    "dry_run": "a comparison always runs",
+    "validation_fraction": "`choose` holds out training images itself",
 }
-# What a stream is: other images in a method's runs could not be compared with those of the others.
+# Settings that define a stream. A method that changed them would learn other images and could not be compared.
 _STREAM_ONLY = (*FIELDS, "class_order", "order_seed", "increment", "initial_increment")
-_METHOD_FIXED = dict.fromkeys(_STREAM_ONLY, "it belongs to a stream, and is the same for all methods") | _FIXED
+_METHOD_FIXED = dict.fromkeys(_STREAM_ONLY, "it belongs to the stream and is the same for all methods") | _FIXED
 
 
 def _different(values: list[Any]) -> list[Any]:
@@ -46,7 +46,7 @@ def _different(values: list[Any]) -> list[Any]:
 Name = Annotated[str, BeforeValidator(str), Field(pattern=r"^[ ,+=-]*\w[\w ,.+=-]*$")]
 Chosen = dict[tuple[str, "Row"], dict[str, Any]]  # the settings that were chosen for a stream's row
 Work = list[tuple["Cell", list["Row"]]]
-# The streams stand in the order of the plan; as a JSON object they would be sorted by their names.
+# Saved as a list to keep the order of the plan: the keys of a JSON object would be sorted by name.
 Streams = Annotated[
     dict[str, dict[str, Any]], BeforeValidator(dict), PlainSerializer(lambda streams: list(streams.items()))
 ]
@@ -56,7 +56,7 @@ Different = AfterValidator(_different)
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table, which is compared on every stream: a method, a classifier, and a drift."""
+    """A row of the table: a method, a classifier, and a drift correction. Every row is compared on every stream."""
 
     method: str
     classifier: str
@@ -64,56 +64,57 @@ class Row:
 
     @property
     def title(self) -> str:
-        """The row as people call it."""
+        """The name of the row in tables and messages."""
         return f"{self.method} with {self.classifier}" + ("" if self.drift == "none" else f", drift {self.drift}")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One stream that one method trains with one seed: one run, kept in `folder` of the comparison's folder."""
+    """A run of one method on one stream with one seed. It is kept in `folder` inside the comparison's folder."""
 
     stream: str
     method: str
     seed: int
     settings: dict[str, Any]
     folder: str
-    retention: tuple[Any, ...] = (None,)  # images of classes in no stream or None; then scales of the update
+    retention: tuple[Any, ...] = (None,)  # a data set of classes of no stream, or None; then scales of the update
 
 
 class Plan(Record):
-    """A comparison and its runs: every row with every seed on every stream."""
+    """A comparison of all rows with all seeds on all streams."""
 
     streams: Streams
     methods: dict[str, dict[str, Any]]
-    choices: dict[str, dict[str, list[Any]]]  # settings of methods to choose from on held-back images
+    choices: dict[str, dict[str, list[Any]]]  # method -> setting -> values to choose from on held-out images
     rows: tuple[Row, ...]
     seeds: tuple[int, ...]
-    reference: Row  # that all others are compared with
-    # Each stream's `Cell.retention`; `comparison.json` does not have it.
+    reference: Row  # the row with which all others are compared
+    # Stream -> `Cell.retention`. Not saved in `comparison.json`.
     retentions: Annotated[dict[str, tuple[Any, ...]], Field(exclude=True)] = {}
 
     def rows_of(self, method: str) -> list[Row]:
         return [row for row in self.rows if row.method == method]
 
     def cells(self, chosen: Chosen | None = None) -> Work:
-        """All runs of the comparison with the rows that each serves: a run for each choice that some row has made.
+        """Return all runs of the comparison, each with the rows that use it.
 
-        Without `chosen`, a method that has a choice runs with its defaults.
+        A method has a separate run for each combination of settings that was chosen for some row. Without `chosen`, a
+        method that has settings to choose from runs with its defaults.
         """
         work = []
         for stream, method, seed in itertools.product(self.streams, self.methods, self.seeds):
             groups: dict[str, tuple[dict[str, Any], list[Row]]] = {}
             for row in self.rows_of(method):
-                own = {} if chosen is None or method not in self.choices else chosen.get((stream, row))
-                if own is not None:  # else no trial of the row was finished
-                    groups.setdefault(as_text(own), (own, []))[1].append(row)
-            for text, (own, rows) in groups.items():
+                selected = {} if chosen is None or method not in self.choices else chosen.get((stream, row))
+                if selected is not None:  # otherwise no trial of the row was finished
+                    groups.setdefault(as_text(selected), (selected, []))[1].append(row)
+            for text, (selected, rows) in groups.items():
                 folder = "/".join(filter(None, ("runs", stream, method, _folder_name(text), f"seed-{seed}")))
-                work.append((self._cell(stream, method, seed, own, folder), rows))
+                work.append((self._cell(stream, method, seed, selected, folder), rows))
         return work
 
     def trials(self) -> Work:
-        """The runs that try out the settings that methods may choose from, with the rows that each serves."""
+        """Return the runs that try the settings to choose from, each with the rows that use it."""
         work = []
         for stream, (method, grid) in itertools.product(self.streams, self.choices.items()):
             for combination in itertools.product(*grid.values()):
@@ -132,13 +133,13 @@ class Plan(Record):
         if self.streams[stream].get("class_order") is not None:
             del seeds["order_seed"]
         settings = seeds | self.streams[stream] | self.methods[method] | more
-        if self.trains(method):  # features from before each task let drift be asked for later
+        if self.trains(method):  # keeps the features from before each task, which any drift correction needs
             settings["drift"] = "linear"
         return Cell(stream, method, seed, settings, folder, self.retentions.get(stream, (None,)))
 
 
 def as_text(values: Mapping[str, Any]) -> str:
-    """Settings as one reads them."""
+    """Format settings as "name=value,name=value"."""
     return ",".join(f"{name}={value}" for name, value in values.items())
 
 
@@ -148,20 +149,20 @@ def _folder_name(text: str) -> str:
 
 
 class _Stream(Record, extra="allow"):
-    """Settings of a run, as further fields, and what a stream says beside them."""
+    """A stream of the YAML file: the settings of a run as extra fields, and the data to measure retention on."""
 
     retention: str | None = None
     retention_scales: Annotated[list[Fraction], Listed] = []
 
 
 class _Method(Record, extra="allow"):
-    """Settings of a run, as further fields, and those to choose from."""
+    """A method of the YAML file: the settings of a run as extra fields, and the values to choose from."""
 
     choose: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
 
 
 class _PlanFile(Record):
-    """The YAML file of a comparison."""
+    """The content of the YAML file of a comparison."""
 
     streams: Annotated[dict[Name, _Stream], Field(min_length=1)]
     methods: Annotated[dict[Name, _Method], Field(min_length=1)]
@@ -172,7 +173,7 @@ class _PlanFile(Record):
 
 
 def read_plan(path: str | Path) -> Plan:
-    """Read a comparison's file; every name and setting in it is checked, and messages name what is wrong."""
+    """Read and check the YAML file of a comparison. An error names the wrong entry."""
     content = read_yaml(Path(path), "comparison")
     try:
         return make_plan(content)
@@ -182,70 +183,70 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def make_plan(content: dict[str, Any]) -> Plan:
-    """The plan that the content of a YAML file asks for, checked."""
+    """Check the content of a YAML file and return its plan."""
     file = _PlanFile.model_validate(content)
     streams, methods = file.streams.items(), file.methods.items()
-    for name, one in streams:
-        if one.retention_scales and one.retention is None:
-            raise ValueError(f"stream {name!r}: retention_scales must stand beside retention")
-    settings = {name: _settings(f"method {name!r}", one.model_extra, _METHOD_FIXED) for name, one in methods}
-    rows = tuple(row for name, own in settings.items() for row in _rows(name, own, file))
+    for name, stream in streams:
+        if stream.retention_scales and stream.retention is None:
+            raise ValueError(f"stream {name!r}: retention_scales has no effect without retention")
+    settings = {name: _settings(f"method {name!r}", method.model_extra, _METHOD_FIXED) for name, method in methods}
+    rows = tuple(row for name, values in settings.items() for row in _rows(name, values, file))
     plan = Plan(
-        streams={name: _settings(f"stream {name!r}", one.model_extra, _FIXED) for name, one in streams},
+        streams={name: _settings(f"stream {name!r}", stream.model_extra, _FIXED) for name, stream in streams},
         methods=settings,
-        choices={name: _choices(name, one.choose) for name, one in methods if one.choose},
+        choices={name: _choices(name, method.choose) for name, method in methods if method.choose},
         rows=rows,
         seeds=tuple(file.seeds),
         reference=rows[0] if file.reference is None else _reference(rows, file.reference),
-        retentions={name: (_path(one.retention), *one.retention_scales) for name, one in streams if one.retention},
+        retentions={name: (_path(s.retention), *s.retention_scales) for name, s in streams if s.retention},
     )
     for cell, _ in plan.cells() + plan.trials():
         for name in ("model", "data"):
             if not cell.settings.get(name):
-                raise ValueError(f"stream {cell.stream!r} names no {name}")
+                raise ValueError(f"stream {cell.stream!r} has no setting {name!r}")
         validated(cell.settings)
     return plan
 
 
 def _rows(method: str, settings: Mapping[str, Any], file: _PlanFile) -> list[Row]:
-    """The rows of a method: the file's classifiers and the method's own, with every drift that means something."""
+    """Return the rows of a method: the classifiers of the file and of the method, with each drift that can apply."""
     strategy = _strategy(settings)
-    asked = {text: parse_classifier(text).kind for text in (*file.classifiers, *strategy.classifiers)}
-    named = {asked[text].name for text in file.classifiers}
-    own = [text for text in strategy.classifiers if asked[text].belongs_to and asked[text].name not in named]
+    kinds = {text: parse_classifier(text).kind for text in (*file.classifiers, *strategy.classifiers)}
+    listed = {kinds[text].name for text in file.classifiers}
+    added = [text for text in strategy.classifiers if kinds[text].belongs_to and kinds[text].name not in listed]
     rows = []
-    for text in (*file.classifiers, *own):
-        moving = [drift for drift in file.drift if strategy.adapts and asked[text].follows_drift(drift)]
-        still = ["none"] if "none" in file.drift or not moving else []
-        rows += [Row(method, text, drift) for drift in (*still, *moving)]
+    for text in (*file.classifiers, *added):
+        corrections = [drift for drift in file.drift if strategy.adapts and kinds[text].follows_drift(drift)]
+        uncorrected = ["none"] if "none" in file.drift or not corrections else []
+        rows += [Row(method, text, drift) for drift in (*uncorrected, *corrections)]
     return rows
 
 
 def _strategy(method: Mapping[str, Any]) -> Strategy:
-    """What a method trains by; where it names none, as `run` does."""
+    """Return the strategy of a method; the default is that of `dulbe-peft run`."""
     return make_strategy(method.get("strategy", StreamArguments.strategy))
 
 
 def _settings(owner: str, given: dict[str, Any] | None, fixed: Mapping[str, str]) -> dict[str, Any]:
-    """Settings of a run, converted; a ValueError where a stream or a method sets what it cannot."""
+    """Convert the settings of a run; raise a ValueError if a stream or a method sets one that it cannot."""
     for name in given or {}:
         if name in fixed:
             raise ValueError(f"{owner} sets {name!r}, which it cannot: {fixed[name]}")
-    found = setting_values(given or {}, owner)
-    return {name: _path(value) if name in ("data", "model") else value for name, value in found.items()}
+    values = setting_values(given or {}, owner)
+    return {name: _path(value) if name in ("data", "model") else value for name, value in values.items()}
 
 
 def _choices(method: str, choose: dict[str, list[Any]]) -> dict[str, list[Any]]:
     owner = f"choose of method {method!r}"
     read = [[_settings(owner, {name: value}, _METHOD_FIXED) for value in values] for name, values in choose.items()]
-    return {name: _different([one[name] for one in given]) for given in read for name in given[0]}
+    return {name: _different([value[name] for value in values]) for values in read for name in values[0]}
 
 
 def _path(text: Any) -> str:
-    """A path with the values of its variables of the environment."""
+    """Return a path with its environment variables replaced by their values."""
     path = os.path.expanduser(os.path.expandvars(str(text)))
     if "$" in path:
-        raise ValueError(f"{text!r} names a variable of the environment that is not set")
+        raise ValueError(f"{text!r} uses an environment variable that is not set")
     return path
 
 
@@ -253,9 +254,9 @@ def _reference(rows: Collection[Row], entry: Mapping[Any, str]) -> Row:
     if not {"method", "classifier"} <= set(entry):
         raise ValueError(f"reference must name method and classifier, got {dict(entry)}")
     row = Row(**entry)
-    if "drift" not in entry:  # the first of those that differ in their drift alone
+    if "drift" not in entry:  # take the first row with this method and classifier
         row = next((known for known in rows if (known.method, known.classifier) == (row.method, row.classifier)), row)
     if row not in rows:
         hint = closest(row.title, [known.title for known in rows])
-        raise ValueError(f"reference is {row.title!r}, which is no row of this comparison{hint}")
+        raise ValueError(f"reference is {row.title!r}, which is not a row of this comparison{hint}")
     return row

@@ -1,4 +1,4 @@
-"""Rows over several streams by their ranks: Friedman's test, then each row against the best one."""
+"""Compare rows over several streams by their ranks: Friedman's test, and a test of each row against the best one."""
 
 import math
 from collections.abc import Sequence
@@ -13,34 +13,34 @@ from research.comparison.plan import Row
 
 @dataclass(frozen=True)
 class Ranks:
-    """The rows that every stream has, the best first; `p` is Friedman's, that all are equally good."""
+    """Ranks of the rows that all streams have, the best first; `p` is the p-value of Friedman's test."""
 
-    rows: list[tuple[Row, float, float | None]]  # with the mean rank, 1 is best, and the p-value against the best row
+    rows: list[tuple[Row, float, float | None]]  # row, mean rank (1 is best), p-value against the best row
     streams: int
     p: float
-    smallest: float  # p-value that so many streams can give for one pair of rows
+    smallest: float  # the smallest p-value that a pair of rows can have with this number of streams
 
 
 def ranked(entries: Sequence[Entry]) -> Ranks | None:
-    """The ranks by A_last of rows that all streams have; None without three streams and three such rows.
+    """Rank the rows that all streams have by A_last; return None with fewer than three streams or three such rows.
 
-    The tests are of Demsar, "Statistical Comparisons of Classifiers over Multiple Data Sets", 2006, sections 3.1.3 and
-    3.2.2, with Holm's p-values.
+    The tests follow Demsar, "Statistical Comparisons of Classifiers over Multiple Data Sets", 2006, sections 3.1.3 and
+    3.2.2, with Holm's correction of the p-values.
     """
     streams: dict[str, dict[Row, float]] = {}
     for entry in entries:
         streams.setdefault(entry.stream, {})[entry.row] = entry.means["last"]
-    rows = [row for row in next(iter(streams.values()), {}) if all(row in found for found in streams.values())]
+    rows = [row for row in next(iter(streams.values()), {}) if all(row in shares for shares in streams.values())]
     if len(streams) < 3 or len(rows) < 3:
         return None
-    values = np.array([[found[row] for row in rows] for found in streams.values()])
+    values = np.array([[shares[row] for row in rows] for shares in streams.values()])
     means = rankdata(-values, axis=1).mean(axis=0)
     order = np.argsort(means, kind="stable").tolist()
     pairs = [values[:, order[0]] - values[:, place] for place in order[1:]]
-    found = _holm([float(wilcoxon(pair).pvalue) if pair.any() else 1.0 for pair in pairs])
+    adjusted = _holm([float(wilcoxon(pair).pvalue) if pair.any() else 1.0 for pair in pairs])
     p = float(friedmanchisquare(*values.T).pvalue)
     return Ranks(
-        [(rows[place], float(means[place]), p) for place, p in zip(order, [None, *found], strict=True)],
+        [(rows[place], float(means[place]), p) for place, p in zip(order, [None, *adjusted], strict=True)],
         len(streams),
         1.0 if math.isnan(p) else p,
         2.0 ** (1 - len(streams)),
@@ -48,7 +48,7 @@ def ranked(entries: Sequence[Entry]) -> Ranks | None:
 
 
 def _holm(values: Sequence[float]) -> list[float]:
-    """p-values that allow for their number, by Holm's step-down."""
+    """Return the p-values after Holm's step-down correction for multiple comparisons."""
     adjusted, most = [0.0] * len(values), 0.0
     for step, place in enumerate(np.argsort(values).tolist()):
         most = adjusted[place] = max(most, min(1.0, values[place] * (len(values) - step)))

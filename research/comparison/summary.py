@@ -1,4 +1,4 @@
-"""The table of a comparison: a row for each method and classifier on each stream, all against one reference."""
+"""The table of a comparison: one row for each method and classifier on each stream, compared with a reference."""
 
 import itertools
 import statistics
@@ -31,12 +31,12 @@ from research.comparison.plan import Cell, Chosen, Plan, Row, Work, as_text
 
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 Show = Callable[[float], str]
-FEW = 2  # seeds that are too few to tell how much a further one would differ
+FEW = 2  # with at most this many seeds, little is known about the results of other seeds
 
 
 @dataclass(frozen=True)
 class CellRow:
-    """One row of one cell, as its files tell; `shares` is what every test image adds to the measures."""
+    """One row of one cell, read from its files. `shares` is the contribution of each test image to the measures."""
 
     shares: dict[Measure, np.ndarray]
     curve: list[float]
@@ -46,26 +46,26 @@ class CellRow:
 
 
 def make_entries(plan: Plan, output: Path, work: Work, chosen: Chosen | None = None) -> list[Entry]:
-    """The rows of all streams, of what is finished; `chosen` as `Plan.cells` has got it."""
-    found: dict[tuple[str, Row], dict[int, CellRow]] = {}
+    """Return an entry for each stream and row that has a finished run; `chosen` is as in `Plan.cells`."""
+    finished: dict[tuple[str, Row], dict[int, CellRow]] = {}
     for cell, rows in work:
         for row in rows:
             if read := read_row(output / cell.folder, row, cell):
-                found.setdefault((cell.stream, row), {})[cell.seed] = read
+                finished.setdefault((cell.stream, row), {})[cell.seed] = read
     first, entries = plan.reference, []
     for stream, row in itertools.product(plan.streams, plan.rows):
-        if (stream, row) not in found:
+        if (stream, row) not in finished:
             continue
-        seeds = found[stream, row]
-        reference = {} if row == first else found.get((stream, first), {})
-        same = (found.get((stream, Row(first.method, row.classifier, drift)), {}) for drift in (row.drift, "none"))
+        seeds = finished[stream, row]
+        reference = {} if row == first else finished.get((stream, first), {})
+        same = (finished.get((stream, Row(first.method, row.classifier, drift)), {}) for drift in (row.drift, "none"))
         untrained = {} if row.method == first.method else next(filter(None, same), {})
         entries.append(_entry(stream, row, (chosen or {}).get((stream, row), {}), seeds, reference, untrained))
     return entries
 
 
 def read_row(folder: Path, row: Row, cell: Cell) -> CellRow | None:
-    """What a cell's files tell of a row; None where there is no answer to the cell's settings."""
+    """Read a row from the files of a cell; return None if there are no answers for the cell's settings."""
     done = read_cell(folder)
     if done is None or (done.settings, done.arguments) != (as_json(cell.settings), arguments_of(cell)):
         return None
@@ -77,12 +77,12 @@ def read_row(folder: Path, row: Row, cell: Cell) -> CellRow | None:
     return CellRow(shares, curve, calibration_error(answers[-1].probability, answers[-1].right), facts, done)
 
 
-def _difference(found: dict[int, CellRow], other: dict[int, CellRow], measure: Measure) -> Difference | None:
-    """Of two rows, over the seeds that both have; None where there is none, or where the images are others."""
-    pairs = [(found[seed].shares[measure], other[seed].shares[measure]) for seed in found if seed in other]
-    if len({len(side) for pair in pairs for side in pair}) != 1:  # other images in each seed cannot be paired
+def _difference(row: dict[int, CellRow], other: dict[int, CellRow], measure: Measure) -> Difference | None:
+    """Return the difference of two rows over their common seeds; None without one, or if the test images differ."""
+    pairs = [(row[seed].shares[measure], other[seed].shares[measure]) for seed in row if seed in other]
+    if len({len(side) for pair in pairs for side in pair}) != 1:  # only equal sets of images can be paired
         return None
-    return mean_interval(np.stack([own - reference for own, reference in pairs]))
+    return mean_interval(np.stack([shares - reference for shares, reference in pairs]))
 
 
 def _entry(
@@ -93,11 +93,11 @@ def _entry(
     reference: dict[int, CellRow],
     untrained: dict[int, CellRow],
 ) -> Entry:
-    found = list(seeds.values())
-    shares = {name: [one.shares[name] for one in found] for name in MEASURES}
-    values = {name: [mean_share(one) for one in own] for name, own in shares.items()}
-    same = len({len(one) for one in shares["last"]}) == 1
-    curves = [one.curve for one in found]
+    runs = list(seeds.values())
+    shares = {name: [run.shares[name] for run in runs] for name in MEASURES}
+    values = {name: [mean_share(by_image) for by_image in by_run] for name, by_run in shares.items()}
+    same = len({len(by_image) for by_image in shares["last"]}) == 1
+    curves = [run.curve for run in runs]
     return Entry(
         stream=stream,
         row=row,
@@ -105,72 +105,72 @@ def _entry(
         seeds=tuple(seeds),
         means={name: statistics.fmean(numbers) for name, numbers in values.items()},
         spreads={name: statistics.stdev(n) if len(n) > 1 else None for name, n in values.items()},
-        intervals={name: mean_interval(np.stack(own)) for name, own in shares.items()} if same else {},
+        intervals={name: mean_interval(np.stack(by_run)) for name, by_run in shares.items()} if same else {},
         differences={name: _difference(seeds, reference, name) for name in MEASURES},
         gain=_difference(seeds, untrained, "last"),
-        calibration_error=statistics.fmean(one.calibration_error for one in found),
-        seconds=statistics.fmean(one.cell.cost.seconds + one.facts.seconds for one in found),
-        cpu_seconds=statistics.fmean(one.cell.cost.cpu_seconds + one.facts.cpu_seconds for one in found),
+        calibration_error=statistics.fmean(run.calibration_error for run in runs),
+        seconds=statistics.fmean(run.cell.cost.seconds + run.facts.seconds for run in runs),
+        cpu_seconds=statistics.fmean(run.cell.cost.cpu_seconds + run.facts.cpu_seconds for run in runs),
         curve=[statistics.fmean(step) for step in zip(*curves)] if len(set(map(len, curves))) == 1 else [],
-        trainable_parameters=found[0].cell.cost.trainable_parameters,
-        kept_bytes=max(one.cell.cost.kept_bytes + one.facts.nbytes for one in found),
-        retention=_mean_retention([one.cell.retention for one in found if one.cell.retention]),
+        trainable_parameters=runs[0].cell.cost.trainable_parameters,
+        kept_bytes=max(run.cell.cost.kept_bytes + run.facts.nbytes for run in runs),
+        retention=_mean_retention([run.cell.retention for run in runs if run.cell.retention]),
     )
 
 
-def _mean_retention(found: Sequence[Retention]) -> Retention | None:
-    """The mean over the seeds, with the curve over the scales where all have the same scales."""
-    if not found:
+def _mean_retention(seeds: Sequence[Retention]) -> Retention | None:
+    """Return the mean over the seeds, including the scales if all seeds have the same ones."""
+    if not seeds:
         return None
-    same = len({tuple(point.scale for point in one.scales) for one in found}) == 1
+    same = len({tuple(point.scale for point in seed.scales) for seed in seeds}) == 1
     points = (
-        [_means(points, *ScalePoint.model_fields) for points in zip(*(one.scales for one in found))] if same else []
+        [_means(points, *ScalePoint.model_fields) for points in zip(*(seed.scales for seed in seeds))] if same else []
     )
-    return Retention.model_validate({**_means(found, "before", "after"), "scales": points})
+    return Retention.model_validate({**_means(seeds, "before", "after"), "scales": points})
 
 
 def _means(records: Sequence[Record], *names: str) -> dict[str, Any]:
-    return {name: statistics.fmean(getattr(one, name) for one in records) for name in names}
+    return {name: statistics.fmean(getattr(record, name) for record in records) for name in names}
 
 
 # ---------------------------------------------------------------------- the columns
 
 
-def _around(mean: float | None, found: Difference | None, show: Show = percent, end: Show = signed) -> str:
-    """A mean and its interval, in percent."""
+def _with_interval(mean: float | None, interval: Difference | None, show: Show = percent, end: Show = signed) -> str:
+    """Format a mean and its interval in percent."""
     if mean is None:
         return ""
-    return show(mean) + ("" if found is None else f" ({end(found.low)} to {end(found.high)})")
+    return show(mean) + ("" if interval is None else f" ({end(interval.low)} to {end(interval.high)})")
 
 
 def _share(measure: Measure, entry: Entry) -> str:
     def clamped(value: float) -> str:
         return percent(min(max(value, 0.0), 1.0))
 
-    return _around(entry.means.get(measure), entry.intervals.get(measure), end=clamped)
+    return _with_interval(entry.means.get(measure), entry.intervals.get(measure), end=clamped)
 
 
 def _forgetting(entry: Entry) -> str:
     several = len(entry.curve) > 1
-    return _around(entry.means.get("forgetting") if several else None, entry.intervals.get("forgetting"))
+    return _with_interval(entry.means.get("forgetting") if several else None, entry.intervals.get("forgetting"))
 
 
-def _difference_to(found: Difference | None) -> str:
-    return "" if found is None else _around(found.mean, found, signed)
+def _format_difference(difference: Difference | None) -> str:
+    return "" if difference is None else _with_interval(difference.mean, difference, signed)
 
 
-def _retention(found: Retention | None) -> str:
-    return "" if found is None else f"{percent(found.before)} → {percent(found.after)}"
+def _retention(retention: Retention | None) -> str:
+    return "" if retention is None else f"{percent(retention.before)} → {percent(retention.after)}"
 
 
 def _clearly_better(measure: Measure, entry: Entry) -> bool:
-    """What bold means everywhere: better than the reference, over more than `FEW` seeds, beyond the interval."""
-    found = entry.differences.get(measure)
-    better = found is not None and (found.high < 0 if measure == "forgetting" else found.low > 0)
+    """Return whether a figure is bold: clearly better than the reference, with more than `FEW` seeds."""
+    difference = entry.differences.get(measure)
+    better = difference is not None and (difference.high < 0 if measure == "forgetting" else difference.low > 0)
     return better and len(entry.seeds) > FEW
 
 
-# The page says what each is.
+# comparison.html explains each column.
 COLUMNS: list[Column[Entry]] = [
     Column("stream", attrgetter("stream"), number=False),
     Column("method", attrgetter("row.method"), number=False),
@@ -181,8 +181,8 @@ COLUMNS: list[Column[Entry]] = [
     Column("A_last", partial(_share, "last"), bold=partial(_clearly_better, "last")),
     Column("A_bar", partial(_share, "average"), bold=partial(_clearly_better, "average")),
     Column("forgetting", _forgetting, bold=partial(_clearly_better, "forgetting")),
-    Column("to the reference (95 %)", lambda entry: _difference_to(entry.differences["last"])),
-    Column("to the same classifier (95 %)", lambda entry: _difference_to(entry.gain)),
+    Column("vs. reference (95 %)", lambda entry: _format_difference(entry.differences["last"])),
+    Column("vs. same classifier (95 %)", lambda entry: _format_difference(entry.gain)),
     Column("calibration error", lambda entry: percent(entry.calibration_error)),
     Column("seconds", lambda entry: f"{entry.seconds:.0f}"),
     Column("CPU seconds", lambda entry: f"{entry.cpu_seconds:.0f}"),
@@ -190,7 +190,7 @@ COLUMNS: list[Column[Entry]] = [
     Column("kept MiB", lambda entry: f"{entry.kept_bytes / 2**20:.1f}"),
     Column("still known", lambda entry: _retention(entry.retention)),
 ]
-# The columns of the CSV file, and where in an entry each stands.
+# Columns of the CSV file -> the path of each value in an entry.
 _FIGURES = {
     "": "means.{}",
     "_std": "spreads.{}",
@@ -209,30 +209,30 @@ _CSV |= {"retention_before": "retention.before", "retention": "retention.after"}
 
 
 def write_summary_csv(path: Path, entries: Sequence[Entry]) -> None:
-    """Write the table with its figures in full."""
+    """Write the table as CSV, with all digits."""
     texts = ({"chosen": as_text(entry.chosen), "seeds": len(entry.seeds)} for entry in entries)
     full = [flat_settings(entry.model_dump() | text) for entry, text in zip(entries, texts)]
     write_csv(path, list(_CSV), ([row.get(place) for place in _CSV.values()] for row in full), "surrogateescape")
 
 
 def by_stream(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
-    """The rows of each stream, the best first; the streams as they are."""
-    found: dict[str, list[Entry]] = {entry.stream: [] for entry in entries}
+    """Return the entries of each stream, the best first. The streams keep their order."""
+    streams: dict[str, list[Entry]] = {entry.stream: [] for entry in entries}
     for entry in sorted(entries, key=lambda entry: -entry.means["last"]):
-        found[entry.stream].append(entry)
-    return found
+        streams[entry.stream].append(entry)
+    return streams
 
 
 def format_summary(entries: Sequence[Entry]) -> str:
-    """The table in Markdown, one for each stream; all shares in percent."""
+    """Return a Markdown table for each stream, with all accuracies in percent."""
     return "\n\n".join(
-        f"{stream}, {count_seeds(own)}\n\n{format_markdown(filled(COLUMNS, own)[1:], own)}"
-        for stream, own in by_stream(entries).items()
+        f"{stream}, {count_seeds(rows)}\n\n{format_markdown(filled(COLUMNS, rows)[1:], rows)}"
+        for stream, rows in by_stream(entries).items()
     )
 
 
 def count_seeds(entries: Sequence[Entry]) -> str:
-    """How many seeds the rows have, in words."""
+    """Return the number of seeds of the rows, in words."""
     counts = sorted({len(entry.seeds) for entry in entries})
     number = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     return f"{number} seed" if counts == [1] else f"{number} seeds"

@@ -119,7 +119,7 @@ def test_features_of_another_model_are_refused(root, table, tmp_path, base, caps
             load_data(write_table(tmp_path / "2.parquet", label=LABELS, embedding=UNIT))
         )
     call("run", "--model", "demo", "--strategy", "dulbe", "--data", table, "--output", tmp_path / "run", expected=2)
-    assert "this one has an adapter" in capsys.readouterr().err
+    assert "this model has an adapter" in capsys.readouterr().err
     with pytest.raises(FileNotFoundError, match=r"no split 'val'; its splits are \['train', 'test'\]"):
         load_data(table, "val")
     command = ["features", "--model", "demo", "--device", "cpu", "--data", table, "--engine", "local", "--jobs", 1]

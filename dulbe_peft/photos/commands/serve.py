@@ -96,7 +96,5 @@ def _reserved(output: str, learner: str, photos: str | None, overwrite: bool) ->
             except CheckpointError:
                 kind = "run"
             if kind != "learner":
-                raise FileExistsError(
-                    f"{output} is a {kind!r} folder, which serve does not change: give another --output"
-                )
+                raise FileExistsError(f"{output} is a {kind!r} folder, which serve does not change: give another one")
         yield

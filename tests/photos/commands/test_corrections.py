@@ -152,7 +152,7 @@ def test_merge_equals_learning_the_images_of_both(photos, june, run, tmp_path, c
         only.state.classifiers.pop(name)
     only.save_pretrained(tmp_path / "only")
     capsys.readouterr()
-    for other, why in (("both", "of the same images, which would count twice"), ("only", f"only {berlin} has it")):
+    for other, why in (("both", "have learned the same "), ("only", f"only {berlin} has it")):
         assert call("merge", berlin, tmp_path / other, "--output", tmp_path / "no") == 2
         captured = capsys.readouterr()
         assert why in captured.err and not captured.out, "a refused merge drops no classifier"
@@ -166,7 +166,7 @@ def test_images_learned_in_another_precision_are_not_forgotten(photos, june, tmp
     learner.state.classifiers.pop("bridge")
     learner.use_state(replace(learner.state, known=replace(learner.state.known, ways=frozenset({(how, 1)}))))
     learner.save_pretrained(tmp_path / "saved")
-    with pytest.raises(ValueError, match=f"learned in {how}, and float32 would take out other numbers"):
+    with pytest.raises(ValueError, match=f"learned in {how}, and float32 would remove different features"):
         loaded(tmp_path / "saved").forget_images(file)
 
 

@@ -253,7 +253,7 @@ def test_photograph_is_learned_only_once_and_the_answer_says_so(app):
     found = app.teach({"class": "red", "images": sent(photo(2), photo(2))})
     assert found["said"] == "learned: red; no longer: blue" and found["counts"] == {"red": 5, "green": 4, "blue": 1}
     assert app.predict({"images": sent(photo(2))})["learned"] == "red"
-    with pytest.raises(ValueError, match="'blue' has one image alone"):
+    with pytest.raises(ValueError, match="'blue' has only one image"):
         app.teach({"class": "red", "images": sent(photo(2, 1))})
     app.undo({})
     assert app.learner.state is before and not app.undo({})["unsaved"]

@@ -102,11 +102,11 @@ def test_every_row_of_every_stream_is_there(finished):
     for entry in entries[2:]:  # what training adds is the difference to the same classifier
         assert entry.gain.mean == pytest.approx(entry.means["last"] - last["frozen", entry.row.classifier])
     assert entries[-1].gain == entries[-1].differences["last"]  # to the reference, which is the same row here
-    # The better rate on held-back training images is taken.
+    # The learning rate with the better held-out accuracy is chosen.
     tried, ran = (sorted((folder / "out" / where).rglob("cell.json")) for where in ("choices", "runs/digits/LoRA"))
     assert [json.loads(path.read_text())["settings"]["validation_fraction"] for path in tried] == [0.2, 0.2]
     rates = {entry.chosen["learning_rate"] for entry in entries[2:]}
-    assert sum("best on held-back training images" in line for line in said) == len(rates)
+    assert sum("scored best on held-out training images" in line for line in said) == len(rates)
     assert {json.loads(path.read_text())["settings"]["learning_rate"] for path in ran} == rates
 
 
@@ -195,10 +195,10 @@ def test_answers_of_another_run_classifier_or_default_are_not_taken(copied, monk
     shutil.copy(answers_path(run, lda), answers_path(run, replace(lda, drift="linear")))
     shutil.copy(answers_path(run, lda), answers_path(run, Row("LoRA", "ridge")))
     for row in (Row("LoRA", "bridge"), replace(lda, drift="linear"), Row("LoRA", "ridge")):
-        with pytest.raises(ValueError, match="of another run, classifier or version; remove the file"):
+        with pytest.raises(ValueError, match="belongs to another run, classifier or version; remove the file"):
             read_answers(run, row, cell)
     monkeypatch.setattr(CLASSIFIERS["lda"], "setting_defaults", lambda: {"shrinkage": "another default"})
-    with pytest.raises(ValueError, match="of another run, classifier or version"):
+    with pytest.raises(ValueError, match="belongs to another run, classifier or version"):
         read_answers(run, lda, cell)
 
 
@@ -260,7 +260,7 @@ def test_a_classifier_that_fails_costs_no_other(copied, content, monkeypatch):
 def test_a_run_that_fails_costs_no_other(content, tmp_path):
     broken = {"broken": {**content["streams"]["digits"], "data": str(tmp_path / "nowhere")}}
     plan = content | FROZEN | {"streams": content["streams"] | broken, "seeds": [0]}
-    with pytest.raises(ComparisonError, match=r"1 of 2 runs failed; the first: runs/broken/frozen/seed-0: .*nowhere"):
+    with pytest.raises(ComparisonError, match=r"1 of 2 runs failed; the first one: runs/broken/frozen/seed-0: .*nowhere"):
         compare(read_plan(write(tmp_path / "plan.yaml", plan)), tmp_path / "out", jobs=1, log=quiet)
     assert {entry.stream for entry in read_comparison(tmp_path / "out").entries} == {"digits"}
 
@@ -286,7 +286,7 @@ def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
     path = str(folder / "plan.yaml")
     assert main(["compare", path, "--output", str(tmp_path / "out"), "--jobs", "2"]) == 0
     said = capsys.readouterr().out
-    assert "2 of 4 runs are to be finished" in said and "| LoRA | lda | linear |" in said
+    assert "2 of 4 runs are not finished" in said and "| LoRA | lda | linear |" in said
     assert without_times(read_comparison(tmp_path / "out").entries) == without_times(entries)
 
 
@@ -297,14 +297,14 @@ def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
         ({"streams": {"../a": {"model": "demo", "data": "x"}}}, "streams.../a"),
         ({"methods": {"a": {"learning_rat": 1}}}, "method 'a' has an unknown setting 'learning_rat'"),
         ({"methods": {1: {"strategy": "frozen"}, "1": {"strategy": "lora"}}}, "'1' occurs twice"),
-        ({"streams": {"a": {"model": "demo"}}}, "stream 'a' names no data"),
-        ({"streams": {"a": {"model": "demo", "data": "$NOWHERE/x"}}}, "variable of the environment"),
-        ({"streams": {"a": {"model": "m", "data": "x", "retention_scales": [0.5]}}}, "beside retention"),
-        ({"methods": {"a": {"seed": 1}}}, "method 'a' sets 'seed', which it cannot: `seeds` names them"),
-        ({"methods": {"a": {"label_column": "kind"}}}, "it belongs to a stream, and is the same for all methods"),
+        ({"streams": {"a": {"model": "demo"}}}, "stream 'a' has no setting 'data'"),
+        ({"streams": {"a": {"model": "demo", "data": "$NOWHERE/x"}}}, "environment variable that is not set"),
+        ({"streams": {"a": {"model": "m", "data": "x", "retention_scales": [0.5]}}}, "no effect without retention"),
+        ({"methods": {"a": {"seed": 1}}}, "method 'a' sets 'seed', which it cannot: `seeds` lists the seeds"),
+        ({"methods": {"a": {"label_column": "kind"}}}, "it belongs to the stream and is the same for all methods"),
         ({"methods": {"a": {"choose": {"learning_rate": ["1e-4", 0.0001]}}}}, "the entries must be different"),
         ({"classifiers": ["lda", "lda"]}, "classifiers: Value error, the entries must be different"),
-        ({"reference": {"method": "LoRA", "classifier": "text"}}, "'LoRA with text', which is no row"),
+        ({"reference": {"method": "LoRA", "classifier": "text"}}, "'LoRA with text', which is not a row"),
     ],
 )
 def test_a_wrong_file_is_refused_by_name(content, tmp_path, change, words):

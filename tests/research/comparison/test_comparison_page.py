@@ -128,7 +128,7 @@ def test_a_page_of_one_seed_and_one_of_nothing_finished(tmp_path):
     write_into(Comparison(entries=entries, scope=scope), tmp_path)
     page = Page(write_comparison_page(tmp_path, tmp_path / "page.html"))
     self_contained(page)
-    assert "With one seed, an interval speaks of the test images alone." in page.words
+    assert "With one seed, the intervals cover only the variation between test images." in page.words
     assert "not finished" not in page.words and "Settings to choose from" in page.words
     assert page.source.count("<svg") == 3 and "4 images: DuLBE" not in page.words
     write_into(changed(table, entries=[]), tmp_path)
