@@ -70,7 +70,7 @@ def test_ranks_and_p_values_over_streams_equal_scipy():
     assert [(row.classifier, rank) for row, rank, _ in ranks.rows] == [("x", 1.25), ("y", 1.875), ("z", 2.875)]
     assert ranks.p == pytest.approx(friedmanchisquare(*zip(*table.values(), strict=True)).pvalue)
     x, y, z = np.array(list(table.values())).T
-    alone = sorted(wilcoxon(x, other).pvalue for other in (y, z))
+    p_values = sorted(wilcoxon(x, other).pvalue for other in (y, z))
     assert [p for *_, p in ranks.rows] == [
         None,
         *sorted([max(2 * p_values[0], p_values[1]), 2 * p_values[0]], reverse=True),
