@@ -309,7 +309,7 @@ def test_results_of_other_classes_are_refused(own_run):
     file.write_text(file.read_text().replace('"a0":', '"a9":', 1))
     seal(file.parent, file.name)
     with pytest.raises(
-        (ValueError, CheckpointError), match=r"progress\.json is damaged.*right_by_class must be of the"
+        (ValueError, CheckpointError), match=r"progress\.json is damaged.*right_by_class must have only classes"
     ):
         tiny_learner().run(stream(2), own_run)
 
