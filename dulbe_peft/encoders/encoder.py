@@ -24,7 +24,7 @@ from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.encoders.reading import read_batches
 from dulbe_peft.encoders.text_encoder import TextEncoder
 from dulbe_peft.utils import processes
-from dulbe_peft.utils.devices import choose_device, has_bfloat16, settled_precision
+from dulbe_peft.utils.devices import choose_device, choose_precision, has_bfloat16
 from dulbe_peft.utils.profiling import Profile
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -63,7 +63,7 @@ class Encoder(TextEncoder):
     def at_rest(cls, clip: Any, processor: Any, args: LearnerArguments) -> Self:
         """Return an encoder for a model that will not be trained, with the device of `args` and the user's store."""
         device = choose_device(args.device)
-        precision = settled_precision(args.precision, None, False, has_bfloat16(device))
+        precision = choose_precision(args.precision, None, False, has_bfloat16(device))
         made = cls(clip.to(device).eval(), processor, replace(args, precision=precision), device)
         made.store = open_store(True)
         return made
@@ -360,7 +360,7 @@ class Encoder(TextEncoder):
                 features[index] = self._encoded(pixels, images, tower, few)
                 contents = [content or None for content in contents]
                 for row, content in zip(index.tolist(), contents, strict=True):
-                    images.images.note_content(row, content)
+                    images.images.record_content(row, content)
                 unreadable |= {i: error for i, error in zip(index.tolist(), errors, strict=True) if error}
                 if store is not None:
                     store.put(key, contents, features[index].cpu().numpy())

@@ -21,7 +21,7 @@ from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.training.trainer import Log, TaskTrainer
 from dulbe_peft.utils.processes import on_main_process
-from dulbe_peft.utils.torch_settings import own_randomness
+from dulbe_peft.utils.torch_settings import seeded_randomness
 
 PAPER_WIDTH = 768  # of ViT-B
 TRIAL = PAPER_RATE / 10
@@ -65,7 +65,7 @@ def movement(make: MakeTrainer, state: LearnerState, encoder: Encoder, images: P
     """The share of their spread by which a task's training moves the features of its images; the model stays."""
     with state.resting():
         before = encoder.dataset_embeds(images, "trial")
-    with state.adapter_restored(), own_randomness(state.args.seed, len(state.tasks)):
+    with state.adapter_restored(), seeded_randomness(state.args.seed, len(state.tasks)):
         make(state, encoder, images, None).take_steps()
         after = encoder.dataset_embeds(images, "trial")
     spread = (before - before.mean(dim=0)).double().square().sum()

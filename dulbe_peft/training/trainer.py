@@ -77,7 +77,7 @@ def train_task(trainer: TaskTrainer) -> tuple[LearnerState, TaskRecord, ClosingP
         memory=memory,
         tasks=[*state.tasks, names],
         step=trainer.step,
-        known=state.known.with_learned(images.images, encoder.way),
+        known=state.known.add_learned(images.images, encoder.way),
         graph=encoder.graph,
     )
     with encoder.profile.phase("estimate"):
@@ -176,7 +176,7 @@ class TaskTrainer:
                     self.record.shared_capture = sum(m.shared_capture for m in modes.values()) / len(modes)
                     self.record.residual_capture = sum(m.residual_capture for m in modes.values()) / len(modes)
             else:
-                self.adapter.note_beginning()
+                self.adapter.save_beginning()
 
     def title(self, phase: str) -> str:
         """Return the title of a progress bar."""
@@ -196,7 +196,7 @@ class TaskTrainer:
             return cross_modal_loss(embeds, text, labels, self.logit_scale), len(index)
 
         batches = self.encoder.training_batches(self.images, self.title("probe"), range(len(self.images)))
-        with self.adapter.without_idle_modes(), raise_in_all():
+        with self.adapter.skip_zero_modes(), raise_in_all():
             sums, size = summed_gradients(self.adapter, batches, loss_fn)
         # Each process has the loss of all rows, but the gradient of its own rows only.
         sum_over_processes(sums.values())

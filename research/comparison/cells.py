@@ -89,7 +89,7 @@ def finish_cell(cell: Cell, output: Path, rows: Sequence[Row], threads: int | No
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "log.txt").open("a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
             done = train(cell, folder)
-            for row in _unasked(folder, done, rows):
+            for row in _unanswered(folder, done, rows):
                 try:
                     ask(folder, row, done)
                 except Exception as error:  # for example, from a user's classifier; the other rows are still evaluated
@@ -103,13 +103,13 @@ def is_done(cell: Cell, output: Path, rows: Sequence[Row]) -> bool:
     """Return whether a cell is complete: it is trained, and all rows have answers."""
     folder = output / cell.folder
     done = _finished(cell, folder)
-    return done is not None and not _unasked(folder, done, rows)
+    return done is not None and not _unanswered(folder, done, rows)
 
 
-def _unasked(folder: Path, done: CellRecord, rows: Sequence[Row]) -> list[Row]:
+def _unanswered(folder: Path, done: CellRecord, rows: Sequence[Row]) -> list[Row]:
     """Return the rows without answers, except those that need text embeddings if the model has no text tower."""
-    able = [row for row in rows if done.text or not CLASSIFIERS[parse_spec(row.classifier)[0]].needs_text]
-    return [row for row in able if not answers_path(folder, row).is_file()]
+    evaluable = [row for row in rows if done.text or not CLASSIFIERS[parse_spec(row.classifier)[0]].needs_text]
+    return [row for row in evaluable if not answers_path(folder, row).is_file()]
 
 
 def read_cell(folder: Path) -> CellRecord | None:

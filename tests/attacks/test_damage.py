@@ -304,14 +304,14 @@ def test_forged_file_is_refused_with_its_fault_and_the_base_model_is_unchanged(s
     assert all(parameter.requires_grad for parameter in base.parameters())
 
 
-def test_results_of_other_classes_are_refused(own_run):
-    file = own_run / "task-002" / "progress.json"
+def test_results_of_other_classes_are_refused(run_copy):
+    file = run_copy / "task-002" / "progress.json"
     file.write_text(file.read_text().replace('"a0":', '"a9":', 1))
     seal(file.parent, file.name)
     with pytest.raises(
         (ValueError, CheckpointError), match=r"progress\.json is damaged.*right_by_class must have only classes"
     ):
-        tiny_learner().run(stream(2), own_run)
+        tiny_learner().run(stream(2), run_copy)
 
 
 def test_tokenizer_that_cannot_read_a_text_names_the_text(saved, tmp_path):

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
         ("data.csv/x.csv", "the folder .*data.csv does not exist"),
     ],
 )
-def test_output_that_would_overwrite_an_input_or_kept_file_is_refused(own_run, tmp_path, name, message):
+def test_output_that_would_overwrite_an_input_or_kept_file_is_refused(run_copy, tmp_path, name, message):
     (tmp_path / "data.csv").write_bytes(b"images")
     (tmp_path / "link.csv").symlink_to("data.csv")
     (tmp_path / "config.json").write_text("{}")

@@ -210,11 +210,9 @@ def test_streams_of_a_folder_are_measured_with_and_without_names(tmp_path):
     options = ["--real", str(tmp_path), "--streams", "a", "missing", "--names", "own", "none", "--repeats", "1"]
     options += ["--counts", "2", "2/16", "500", "--classifiers", "text", "bayes:features=0", "linear_probe"]
     frozen.main([*options, "--out", str(tmp_path / "out.json")])
-    rows_written = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["rows"]
+    results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["rows"]
     lines = {
-        (row["stream"], row["counts"], row["classifier"]): row["value"]
-        for row in rows_written
-        if row["figure"] == "A_last"
+        (row["stream"], row["counts"], row["classifier"]): row["value"] for row in results if row["figure"] == "A_last"
     }
     named = {
         ("a, own names", count, name)
@@ -233,11 +231,11 @@ def test_edge_cases_are_skipped_if_a_stream_lacks_names_classes_or_images(tmp_pa
     wanted = ("no names", "3 classes", "12 classes", "mixed with own names", "near the means, noise 1")
     options = ["--real", str(tmp_path), "--streams", "a", "b", "missing", "--repeats", "1", "--edges", *wanted]
     edges.main([*options, "--out", str(tmp_path / "out.json")])
-    rows_written = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["rows"]
-    lines = {stream: {row["edge"] for row in rows_written if row["stream"] == stream} for stream in ("a", "b")}
+    results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["rows"]
+    lines = {stream: {row["edge"] for row in results if row["stream"] == stream} for stream in ("a", "b")}
     assert lines == {"a": set(wanted) - {"12 classes"}, "b": {"no names", "near the means, noise 1"}}
     # 18 of 30 images per class are for training, so 16 can be learned, but not 32.
-    assert {row["counts"] for row in rows_written if row["edge"] == "no names"} == {
+    assert {row["counts"] for row in results if row["edge"] == "no names"} == {
         "1",
         "2",
         "4",
@@ -245,7 +243,7 @@ def test_edge_cases_are_skipped_if_a_stream_lacks_names_classes_or_images(tmp_pa
         "lone4",
         "30/rank",
     }
-    assert {row["classifier"] for row in rows_written if row["edge"] == "near the means, noise 1"} == set(edges.SPECS)
+    assert {row["classifier"] for row in results if row["edge"] == "near the means, noise 1"} == set(edges.SPECS)
 
 
 def test_no_result_contains_a_path_of_the_machine():

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.photos.commands.named import FOLDER, check_given, claim, say_next, words_of
+from dulbe_peft.photos.commands.named import FOLDER, check_given, claim, message_stream, print_next_command
 from dulbe_peft.photos.commands.options import (
     NO_STORE,
     OVERWRITE,
@@ -88,7 +88,7 @@ def check(
     parts = dict(zip(inventory.counts, [train] if test is None else [train, test], strict=True))
     pictures = thumbnails(parts)
     inventory = replace(inventory, duplicates=find_duplicates(parts, pictures), blank=blank_lines(parts, pictures))
-    tiny, words = _tiny(parts), words_of(page, csv)
+    tiny, words = _tiny(parts), message_stream(page, csv)
     name = data.rpartition("/")[2] if data.startswith("hf:") else Path(data).resolve().name
     small = ["", f"narrower than {SMALL} pixels: {counted(len(tiny), 'image')}"] if tiny else []
     print("\n".join([inventory.format(), *small]), file=words)
@@ -119,7 +119,7 @@ def check(
         splits["test_split"] = "none"
     splits["leave_out"] = ",".join(splits["leave_out"] or ()) or None
     more = splits | {"test_fraction": 0.2 if test is None else None, "output": f"out-{name}"}
-    say_next("run", model=model or "openai/clip-vit-base-patch16", data=data, **more, to=words)
+    print_next_command("run", model=model or "openai/clip-vit-base-patch16", data=data, **more, to=words)
     return 2 if inventory.unreadable else 0
 
 

@@ -10,7 +10,7 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-from pages import NAMES, Page, drawn, learn, self_contained
+from pages import NAMES, Page, check_self_contained, drawn, learn
 from PIL import Image
 from tiny_encoders import save_encoder
 
@@ -157,7 +157,7 @@ def test_pictures_are_described_contents_are_complete_and_no_code_names_are_show
 def page_of(*given):
     """Write a report, check that it is self-contained, and return the page."""
     page = Page(write_report(*given))
-    self_contained(page)
+    check_self_contained(page)
     return page
 
 
