@@ -1,4 +1,4 @@
-"""transformers' `Trainer` as the training loop of a task; around it stand the probe, the allocation and the close."""
+"""Train a task in the loop of transformers' `Trainer`, after probe and allocation and before the closing pass."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -36,29 +36,33 @@ from dulbe_peft.utils.terminal import print_once
 class DualModeTrainer(Trainer):
     """A `transformers.Trainer` whose `train()` learns one task: probe, allocate, train with routed gradients, close.
 
-    What transformers does stays as it is: epochs, optimizer, schedule, clipping, gradient accumulation, mixed
-    precision, callbacks, logs, evaluation and checkpoints. Under `torchrun` the loss is that of the batches of all
-    processes together. A checkpoint holds all that the task needs to go on, also in a fresh process.
+    transformers does the rest as usual: epochs, optimizer, schedule, clipping, gradient accumulation, mixed
+    precision, callbacks, logs, evaluation and checkpoints. Under `torchrun`, the loss is computed over the batches of
+    all processes together. A checkpoint contains everything that is needed to resume the task, even in a new process.
 
     Args:
-        model: `get_peft_model(clip, DualModeLoraConfig(...))`; or a learner that has learned before, as
-            `ClassIncrementalLearner.from_pretrained(folder)` loads it.
-        args: transformers' own; None takes `paper_arguments`. Their own defaults are not the paper's.
-        train_dataset: the new task's images: len and getitem of {"image", "label"} or (image, label). Set the
-            attribute anew before the `train()` of the next task.
-        eval_dataset: images of any seen classes, for `evaluate` and for evaluation while a task is trained.
-        processing_class: the model's processor; not needed beside a learner.
-        class_names: what the labels of `train_dataset` index; None takes the names that it carries. An attribute too.
-        compute_metrics: None gives the accuracy.
-        settings: fields of [`LearnerArguments`] that TrainingArguments lacks, such as `prompt_template`,
+        model: `get_peft_model(clip, DualModeLoraConfig(...))`, or a learner that has already learned tasks, such as
+            one from `ClassIncrementalLearner.from_pretrained(folder)`.
+        args: transformers' training arguments. None uses `paper_arguments`, because transformers' defaults are not the
+            paper's settings.
+        train_dataset: Images of the new task. Items are {"image", "label"} or (image, label). Set this attribute again
+            before the `train()` of the next task.
+        eval_dataset: Images of any seen classes, for `evaluate` and for evaluation during training.
+        processing_class: The model's processor. Not needed if `model` is a learner.
+        class_names: The class name of each label of `train_dataset`. None uses the names that the data set has. This
+            is an attribute, too.
+        compute_metrics: As in transformers. None computes the accuracy.
+        callbacks: As in transformers.
+        optimizers: As in transformers.
+        settings: Fields of [`LearnerArguments`] that TrainingArguments lacks, such as `prompt_template`,
             `statistics_tokens` or `teacher`.
 
     Attributes:
-        learner: the [`ClassIncrementalLearner`] that all of this is about; it predicts, evaluates and exports.
+        learner: The [`ClassIncrementalLearner`] that is trained. Use it to predict, evaluate and export.
 
     Raises:
-        ValueError: the model does not fit, or `args` ask for what this loop does not do.
-        TypeError: a setting belongs into `args`.
+        ValueError: The model is unsuitable, or `args` ask for something that this loop does not support.
+        TypeError: A setting belongs in `args`.
 
     Example:
         >>> args = paper_arguments("out")
@@ -101,7 +105,7 @@ class DualModeTrainer(Trainer):
             optimizers=optimizers,
         )
         self.learner.encoder.autocast = self.accelerator.autocast  # type: ignore[method-assign]
-        # The loss is a mean over a batch: transformers divides it by the number of batches in a step.
+        # The loss is a mean over a batch, so transformers must divide it by the number of batches in a step.
         self.model_accepts_loss_kwargs, self.loss_is_scaled_for_ga = False, False
         self._given_optimizers = tuple(optimizers) != (None, None)
 
@@ -112,7 +116,7 @@ class DualModeTrainer(Trainer):
 
     @property
     def statistics(self) -> OccupationStatistics:
-        """S of the finished tasks; empty before the first."""
+        """Occupation statistics S of the finished tasks; empty before the first task."""
         memory = self.learner.memory
         return memory if isinstance(memory, OccupationStatistics) else OccupationStatistics()
 
@@ -121,94 +125,96 @@ class DualModeTrainer(Trainer):
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> Any:
-        """Learn the classes of `train_dataset` as one more task; on any error the learner is as it was before.
+        """Learn the classes of `train_dataset` as one more task. After an error, the learner is as it was before.
 
         Args:
-            resume_from_checkpoint: a checkpoint of the same task, or True for the newest whole one in
-                `args.output_dir`, where newer ones that were not written to their end are stepped over and named. It
-                brings adapter, classifiers and statistics along, whatever the model has learned.
-            trial, ignore_keys_for_eval: as transformers has them.
+            resume_from_checkpoint: A checkpoint of the same task, or True for the newest complete checkpoint in
+                `args.output_dir`. Newer incomplete ones are skipped and reported. The checkpoint replaces the model's
+                adapter, classifiers and statistics.
+            trial: As in transformers.
+            ignore_keys_for_eval: As in transformers.
 
         Returns:
             transformers' TrainOutput.
 
         Raises:
-            ValueError: as `ClassIncrementalLearner.learn_task`; or the checkpoint is of another task.
-            CheckpointError: the checkpoint that was named is damaged, or was not written to its end.
+            ValueError: See `ClassIncrementalLearner.learn_task`. Also raised if the checkpoint is of another task.
+            CheckpointError: The given checkpoint is damaged or incomplete.
         """
         if self._given_optimizers and self.optimizer is None:
-            raise ValueError("the given optimizers are of an earlier task: set .optimizer and .lr_scheduler anew")
+            raise ValueError("the given optimizers belong to an earlier task: set .optimizer and .lr_scheduler again")
         with self.learner.transaction():
-            found = self._restored(resume_from_checkpoint) if resume_from_checkpoint else None
-            loop = partial(super().train, None if found is None else str(found), trial, ignore_keys_for_eval)
-            trainer = partial(_LoopTask, self, found, loop)
+            checkpoint = self._resume(resume_from_checkpoint) if resume_from_checkpoint else None
+            folder = None if checkpoint is None else str(checkpoint)
+            loop = partial(super().train, folder, trial, ignore_keys_for_eval)
+            trainer = partial(_LoopTask, self, checkpoint, loop)
             self.learner.learn_task(self.train_dataset, self.class_names, trainer=trainer)
         return self._output
 
-    def _restored(self, asked: str | Literal[True]) -> Path:
-        """The checkpoint to go on with, of the task that `train_dataset` is; the learner gets its state."""
-        wanted = unfinished.record_of(named_images(self.train_dataset, self.class_names), self._looks)
-        place = Path(self.args.output_dir or ".") if asked is True else Path(asked)
-        if asked is True:
-            newest = self._newest(place, wanted)
+    def _resume(self, given: str | Literal[True]) -> Path:
+        """Give the learner the state of a checkpoint of the task in `train_dataset`, and return the checkpoint."""
+        wanted = unfinished.record_of(named_images(self.train_dataset, self.class_names), self._compares_pixels)
+        folder = Path(self.args.output_dir or ".") if given is True else Path(given)
+        if given is True:
+            checkpoint = self._newest(folder, wanted)
         else:
-            newest = place if unfinished.read(place)[1] == wanted else None
-        if newest is None:
+            checkpoint = folder if unfinished.read(folder)[1] == wanted else None
+        if checkpoint is None:
             raise ValueError(
-                f"{place} has no checkpoint of this task, with {wanted['images']} images of the classes "
+                f"{folder} has no checkpoint of this task, with {wanted['images']} images of the classes "
                 f"{wanted['class_names']!r:.200}: call train() without resuming"
             )
-        if asked is not True:
-            unfinished.check_whole(newest)
-        learned, state = self.learner.tasks, loading.restore(self.learner.state, newest)
+        if given is not True:
+            unfinished.check_whole(checkpoint)
+        learned, state = self.learner.tasks, loading.restore(self.learner.state, checkpoint)
         if learned and learned != state.tasks:
             raise ValueError(
-                f"{newest} goes on after the tasks {state.tasks!r:.200}, and this learner has learned "
+                f"{checkpoint} continues after the tasks {state.tasks!r:.200}, but this learner has learned "
                 f"{learned!r:.200}: start with a model that has learned nothing"
             )
         self.learner.use_state(state)
-        return newest
+        return checkpoint
 
     @staticmethod
-    def _newest(place: Path, wanted: dict[str, Any]) -> Path | None:
-        """The newest whole checkpoint of a task in a folder; newer ones that are not whole are named."""
-        named = [path for path in place.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
-        for folder in sorted(named, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
+    def _newest(folder: Path, wanted: dict[str, Any]) -> Path | None:
+        """Return the newest complete checkpoint of a task in a folder, and report newer incomplete ones."""
+        numbered = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
+        for path in sorted(numbered, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
             try:
-                unfinished.check_whole(folder)
-                if unfinished.read(folder)[1] == wanted:
-                    return folder
+                unfinished.check_whole(path)
+                if unfinished.read(path)[1] == wanted:
+                    return path
             except (CheckpointError, ValueError) as error:
-                print_once(f"stepping over {folder}: {error}")
+                print_once(f"skipping {path}: {error}")
         return None
 
     @property
-    def _looks(self) -> bool:
-        """Whether images that are no files are the same each time, so that their pixels tell them from others."""
+    def _compares_pixels(self) -> bool:
+        """Whether images that are not files have the same pixels in every pass, so that the pixels identify them."""
         return self.learner.args.teacher == "cached"
 
     def _load_from_checkpoint(self, *_: Any) -> None:
-        """Nothing: `train` has loaded the adapter before the task's weights were held."""
+        """Do nothing, because `train` has already loaded the adapter."""
 
     def _load_best_model(self) -> None:
         tensors, _ = read_tensors(Path(str(self.state.best_model_checkpoint)) / saving.ADAPTER_FILE)
         set_adapter_state(self.learner.model, tensors)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Whole batches of the task in the order that a learner takes them: pixels of this process's rows alone."""
+        """Return a loader of the task's batches in a learner's order, with the pixels of this process's rows only."""
         task = self._current
         order = Order(len(task.images), self._train_batch_size * world()[1], task.args.seed, task.index)
         settings = loader_settings(task.encoder.args, task.encoder.device, len(order))
         return EpochLoader(WholeBatches(task), order, settings | {"collate_fn": itemgetter(0)})
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        with raise_in_all():  # an image that one process cannot read ends all
+        with raise_in_all():  # an image that one process cannot read stops all processes
             return super().get_batch_samples(*args, **kwargs)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """The routed loss of a batch: its `backward()` gives the structure loss to the shared modes alone."""
+        """Return the routed loss of a batch: its `backward()` sends the structure loss to the shared modes only."""
         task, scaler = self._current, self.accelerator.scaler
         step = task.step_of((inputs["pixel_values"], inputs["labels"], inputs["index"]))
         step.gradient_scale = 1.0 if scaler is None else scaler.get_scale()
@@ -217,7 +223,8 @@ class DualModeTrainer(Trainer):
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(model, *args, **kwargs)
         if self.accelerator.sync_gradients:
-            # Each process has the gradient through its own rows. No wrapper averages: its forward is never called.
+            # Each process has the gradient of its rows. DistributedDataParallel does not average here, since its
+            # forward is never called.
             sum_over_processes(p.grad for p in model.parameters() if p.grad is not None)
         return loss
 
@@ -237,7 +244,7 @@ class DualModeTrainer(Trainer):
         return super().get_test_dataloader(self._tests(test_dataset))
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers': by the first classifier; while a task is trained, by the texts of old and new classes."""
+        """Evaluate with the first classifier, or during training with the text embeddings of old and new classes."""
         if self._task is None:
             self._eval_head = self.learner.classifier
             with self.learner.state.resting():
@@ -257,7 +264,7 @@ class DualModeTrainer(Trainer):
 
     @property
     def _seen(self) -> LearnerState:
-        """What the learner has learned, with the classes of the task that is being trained."""
+        """The learner's state, including the classes of the task that is being trained."""
         state = self.learner.state
         return state if self._task is None else replace(state, tasks=[*state.tasks, self._task.names])
 
@@ -270,9 +277,9 @@ class DualModeTrainer(Trainer):
     # ------------------------------------------------------------------ saving
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write what `ClassIncrementalLearner.from_pretrained` reads: adapter, classifiers, statistics, processor.
+        """Write a folder for `ClassIncrementalLearner.from_pretrained`: adapter, classifiers, statistics, processor.
 
-        While a task is trained, it is a checkpoint, with which `train(resume_from_checkpoint=...)` goes on.
+        During training it is also a checkpoint from which `train(resume_from_checkpoint=...)` continues.
         """
         if self.args.should_save:
             if output_dir is not None and _internal_call:
@@ -283,18 +290,18 @@ class DualModeTrainer(Trainer):
         saving.write(self.learner.state, folder)
         if self._task is not None:
             tensors = {"teacher": self._task.teacher, "old_text": self._task.old_text}
-            unfinished.write(folder, self._task.images.images, self._looks, tensors)
+            unfinished.write(folder, self._task.images.images, self._compares_pixels, tensors)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: `save_model` writes a card of its own."""
+        """Do nothing, because `save_model` writes the learner's model card."""
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: transformers would upload the folder with whatever else lies in it."""
-        raise ValueError("a DualModeTrainer publishes nothing: call trainer.learner.push_to_hub(repo_id)")
+        """Raise a `ValueError`, because transformers would upload every file in the output folder."""
+        raise ValueError("a DualModeTrainer cannot be pushed: call trainer.learner.push_to_hub(repo_id)")
 
 
 class _LoopTask(TaskTrainer):
-    """One task, whose steps the loop of a `DualModeTrainer` takes, from its beginning or from a checkpoint."""
+    """One task that is trained by the loop of a `DualModeTrainer`, from the beginning or from a checkpoint."""
 
     def __init__(self, owner: DualModeTrainer, checkpoint: Path | None, loop: Callable[[], Any], *args: Any) -> None:
         super().__init__(*args)
@@ -314,34 +321,34 @@ class _LoopTask(TaskTrainer):
                 output = self.owner._output = self.loop()
             finally:
                 self.model.eval()
-                # The next task has its own.
+                # The next task gets a new optimizer and schedule.
                 self.owner._task = self.owner.optimizer = self.owner.lr_scheduler = None
         self.record.loss = [output.training_loss]
         self.step += output.global_step
 
 
-def accuracy(found: Any) -> dict[str, float]:
-    """The share of images whose highest score is that of their class; what `evaluate` gives by itself."""
-    return {"accuracy": float((found.predictions.argmax(axis=1) == found.label_ids).mean())}
+def accuracy(evaluation: Any) -> dict[str, float]:
+    """Return the accuracy of transformers' `EvalPrediction`; the default of `compute_metrics`."""
+    return {"accuracy": float((evaluation.predictions.argmax(axis=1) == evaluation.label_ids).mean())}
 
 
 def _learner_of(
     model: nn.Module | ClassIncrementalLearner, processor: Any, args: TrainingArguments, settings: dict[str, Any]
 ) -> ClassIncrementalLearner:
-    """A learner with the settings of `args`: a new one, or the given one, which goes on."""
+    """Return a learner with the settings of `args`: a new one for a model, or else the given one."""
     given = learner_settings(args, settings)
     if not isinstance(model, ClassIncrementalLearner):
         learner = ClassIncrementalLearner(model, processor, args=LearnerArguments(**given))
         adapter = cast(DualModeLoraModel, learner.state.adapter)
         if adapter.history_rank or any(layer.is_trained("default") for layer in adapter.dual_mode_layers().values()):
             raise ValueError(
-                "the adapter has learned before, but a model alone brings no statistics and no classes: pass "
-                "ClassIncrementalLearner.from_pretrained(folder) in place of the model"
+                "the adapter has already learned tasks, but a model contains no statistics and no classes: pass "
+                "ClassIncrementalLearner.from_pretrained(folder) instead of the model"
             )
         return learner
     if not isinstance(model.strategy, Dulbe):
         raise ValueError(f"the learner has the strategy {model.strategy.name!r}, expected 'dulbe'")
     if model.device.type != args.device.type:
-        raise ValueError(f"the learner is on {model.device.type!r}, args ask for {args.device.type!r}")
+        raise ValueError(f"the learner is on {model.device.type!r}, but args ask for {args.device.type!r}")
     model.change_settings(replace(model.args, **given))
     return model

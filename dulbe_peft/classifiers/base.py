@@ -1,13 +1,15 @@
-"""What all classifiers share: checks, growth, calibrated probabilities, forgetting, drift. A classifier is its rule.
+"""The base class of all classifiers: checks, growth, calibrated probabilities, forgetting and drift.
+
+A classifier defines only its rule:
 
     class MyClassifier(Classifier):      name = "mine"
-        power: Positive = 2.0            its settings, whose types say what is allowed
-        register                         register_rows (one row a class), register_buffer (shared)
-        added                            the buffers' new values with further images
+        power: Positive = 2.0            settings, whose types say which values are allowed
+        register                         register_rows (one row per class), register_buffer (shared)
+        added                            new values of the buffers after learning further images
         logits                           unit features to scores
-        formula                          the scores as a function of PyTorch, where they are not linear in the features
+        formula                          the scores in plain PyTorch, if they are not linear in the features
 
-Works on any model's image and text features, and needs neither peft nor transformers.
+It works on the image and text features of any model, and needs neither peft nor transformers.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,33 +26,34 @@ from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils.tensors import has_values
 from dulbe_peft.utils.torch_settings import one_thread, without_autocast
 
-# The power of an image's weight with which it goes into a sum; what has another name is a mean or a choice.
+# Buffers that are sums over images -> the power of an image's weight by which a summand is multiplied. Other buffers
+# are means or choices.
 SUMS = {"counts": 1.0, "sums": 1.0, "lengths": 1.0, "scatter": 1.0, "gram": 1.0, "factors": 0.5}
-MOST_SCORES = 2**24  # for a temperature; of more held-back images, some are taken, spread evenly over their ranks
+MOST_SCORES = 2**24  # scores that a temperature is fitted to; of more held-out images, an even selection is used
 
 
 def linear(z: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Scores, (n, C), of unit features z, (n, d): a matrix and a bias."""
+    """Return the scores, (n, C), of unit features z, (n, d), by a matrix and a bias."""
     return z @ weight.T + bias
 
 
 class Classifier(CorrectedState):
-    """A classifier over given features that learns class by class and keeps no image.
+    """A classifier over given features that learns class by class and stores no images.
 
-    A call that raises changes nothing.
+    A call that raises an error changes nothing.
 
     Args:
         embed_dim: d, width of the features.
-        logit_scale: tau itself, 100 for CLIP, never its logarithm.
+        logit_scale: tau, the factor of the cosines (not its logarithm); 100 for CLIP.
 
     Attributes:
-        name: key of the classifier in the registry.
-        needs_text: whether `add_classes` needs text embeddings; the rows `text_embeds` then hold them.
-        needs_each_text: whether the rows `each_text` hold each text of each class, of which a class has `num_texts`.
-        updates: whether `added` takes further images of known classes.
-        file_stem: how the names of its files begin; usually the name.
-        summary: what it is, in one line for somebody who has not read the paper; a report shows it.
-        belongs_to: the strategy whose own rule it is, or "".
+        name: Key of the classifier in the registry.
+        needs_text: Whether `add_classes` needs text embeddings, which are stored in the rows `text_embeds`.
+        needs_each_text: Whether every single text is stored, in the rows `each_text`, `num_texts` per class.
+        updates: Whether `added` accepts further images of known classes.
+        file_stem: The beginning of its file names; usually the name.
+        summary: One line for readers who have not read the paper. Reports show it.
+        belongs_to: The strategy that this rule belongs to, or "".
         source: `repo_id` and `commit` on the Hub that it was loaded from, or None.
     """
 
@@ -70,74 +73,79 @@ class Classifier(CorrectedState):
         self.register()
 
     def register(self) -> None:
-        """Register the buffers, which are empty at first; texts are registered already, and settings are checked.
+        """Register the buffers, which are empty at first. Texts are already registered, and settings checked.
 
-        Only buffers are read back from a file: no other attribute may be a tensor.
+        Tensors must be buffers, because a file contains nothing else.
         """
 
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        """The buffers' new values with images of `new` classes, or with further ones of known classes.
+        """Return the buffers' new values after learning images of `new` or known classes, without changing anything.
 
-        `images` are (n, d) unit features in float32. `labels` index all seen classes, of which the new ones are the
-        last, and each of these has an image. The buffers of texts hold those of the new classes already;
-        `with_new_rows` gives rows to the others. It is called without new classes where `updates` is set. It changes
-        nothing itself.
+        Args:
+            images: (n, d), unit features in float32.
+            labels: (n,), indices into all seen classes. The new classes come last, and each has at least one image.
+            new: Names of the new classes; empty only if `updates` is set. The text buffers already contain their
+                texts; `with_new_rows` adds rows for them to the other buffers.
         """
         raise NotImplementedError
 
     def logits(self, images: Tensor) -> Tensor:
-        """Scores of unit features, (n, d) in float32 to (n, C) in float32; here those of `formula`."""
+        """Return the scores, (n, C) in float32, of unit features, (n, d) in float32. The default uses `formula`."""
         function, tensors = self.formula()
         return function(images, **tensors)
 
     def choose(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Buffers whose values are chosen on held-back images of new classes; called on a copy without these images.
+        """Choose values of buffers on held-out images of new classes, and return them.
 
-        A `ValueError` says that the copy has learned too little; the task is then left out of the temperature.
+        This is called on a copy that has not learned these images. A `ValueError` means that the copy has learned too
+        little; the task then does not contribute to the temperature.
         """
         return {}
 
     def judge(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Scores of images that this copy has just learned as if each had not been, and their labels.
+        """Return scores of images that this copy has just learned, each as if it had not learned it, and their labels.
 
-        Where there is no closed form, as here, a copy learns without some images, see `choose`. The buffers may
-        change. None: no image can be left out.
+        A rule without a closed form does not override this; some images are then held out, see `choose`. The method
+        may change the buffers. It returns None if no image can be left out.
         """
         return None
 
     def left_out(self, images: Tensor, labels: Tensor) -> Tensor | None:
-        """The scores of learned images, (n, d), each as if it had not been learned, (n, C).
+        """Return the leave-one-out scores, (n, C), of learned images, (n, d), or None if there is no closed form.
 
-        `labels` index all classes, and each of these has a second image. None: there is no closed form.
+        `labels`, (n,), index all classes. Each of these classes has at least two images.
         """
         return None
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
-        """The buffers' new values where a feature z has become z M, by a `matrix` M, (d, d), float64, on the CPU.
+        """Return the buffers' new values after features z have drifted to z M.
 
-        Here of `moves`: rows of classes become z M, and sums S of z' z M' S M.
+        The buffers in `moves` change: rows of classes, z, to z M, and sums S of z' z to M' S M.
+
+        Args:
+            matrix: M, (d, d), float64, on the CPU.
         """
         changes = {name: tensor for name, tensor in self.tensors().items() if name in self.moves}
-        for name, kept in changes.items():
-            kept = kept if kept.dtype == torch.float64 else kept.cpu().double()  # some devices have no float64
-            by = matrix.to(kept.device)
-            changes[name] = kept @ by if name in self._axes else by.T @ kept @ by
+        for name, tensor in changes.items():
+            tensor = tensor if tensor.dtype == torch.float64 else tensor.cpu().double()  # some devices lack float64
+            by = matrix.to(tensor.device)
+            changes[name] = tensor @ by if name in self._axes else by.T @ tensor @ by
         return changes
 
     def lifted(self, images: Tensor) -> Tensor:
-        """x of unit features, (n, embed_dim) to (n, w), in the type of `images`: what sums are of. Here z itself."""
+        """Map unit features, (n, embed_dim), to the x, (n, w), that is summed up, in the same type. Here x = z."""
         return images
 
     def followed(self, matrix: Tensor) -> dict[str, Tensor]:
-        """As `moved`, where x of `lifted` has become x M; M is (w, w)."""
+        """Return the buffers' new values after x of `lifted` has drifted to x M; M is (w, w). See `moved`."""
         return self.moved(matrix)
 
     @torch.no_grad()
     def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
-        """The logits as a function of plain PyTorch, with its tensors: how an export keeps the classifier.
+        """Return the logits as a function in plain PyTorch and its tensors, which exports contain.
 
-        The function stands in a module, uses `torch` alone, and takes unit features z, (n, d), and the tensors by
-        name. Here it is `z @ weight.T + bias`; a classifier with other logits gives its own.
+        The function is defined at the top of a module, uses only `torch`, and takes unit features z, (n, d), and the
+        tensors by name. The default is `z @ weight.T + bias`; classifiers with other logits override it.
         """
         if type(self).logits is Classifier.logits:
             raise NotImplementedError(f"{type(self).__name__} has neither logits() nor formula()")
@@ -146,28 +154,28 @@ class Classifier(CorrectedState):
         features = random_features(self.embed_dim, self.device)
         if not same_scores(linear(features, weight, bias), self.logits(features)):
             raise ValueError(
-                f"the {self.name!r} classifier is not linear in the features, and {type(self).__name__} has "
-                "no formula() of its own: write one, or export as onnx, which needs none"
+                f"the {self.name!r} classifier is not linear in the features, but {type(self).__name__} does not "
+                "override formula(): write it, or export as onnx, which does not need it"
             )
         return linear, {"weight": weight, "bias": bias}
 
     def __prepare_scriptable__(self) -> nn.Module:
-        """Return what `torch.jit.script` takes in this classifier's place, where its scores are linear."""
+        """Return the module that `torch.jit.script` compiles instead of this classifier, if its scores are linear."""
         function, tensors = self.formula()
         return classifiers.scripted.LinearScores(**tensors) if function is linear else self
 
     @classmethod
     def follows_drift(cls, drift: str = "auto") -> bool:
-        """Whether what is stored changes where `LearnerArguments.drift` is so."""
+        """Return whether the buffers follow drift under this value of `LearnerArguments.drift`."""
         return drift != "none" and (bool(cls.moves) or cls.moved is not Classifier.moved)
 
     @classmethod
     def check_update(cls) -> None:
-        """Raise a ValueError where `update_classes` cannot take further images of known classes."""
+        """Raise a `ValueError` if the classifier cannot learn further images of known classes."""
         if not cls.updates:
             raise ValueError(f"the {cls.name!r} classifier cannot learn more images of a known class")
 
-    @torch.inference_mode(False)  # a tensor that was made in it cannot be trained on
+    @torch.inference_mode(False)  # inference tensors could not be used in training later
     @torch.no_grad()
     @one_thread()
     def add_classes(
@@ -179,20 +187,23 @@ class Classifier(CorrectedState):
         each_text: tuple[Tensor | np.ndarray, Tensor | np.ndarray | Sequence[int]] | None = None,
         views: Tensor | None = None,
     ) -> None:
-        """Take in the classes of one task; on any error the classifier is as it was.
+        """Learn the classes of one task. After an error, the classifier is as it was before.
 
         Args:
-            class_names: the new classes.
-            image_embeds: (n, d), features of the task's images, normalised here.
-            labels: (n,), integers that index `class_names`; every class needs at least one image.
-            text_embeds: (C_seen, d), of all seen classes in the order they came, where `needs_text` is set.
-            each_text: (T, d) and (T,), embeddings of texts and the new class of each, where `needs_each_text` is set;
-                None takes a class's row of `text_embeds` as its only text.
-            views: (n, V, d), unit features of each image and its augmented views. A classifier that keeps sums takes
-                in each with the weight 1/V; what it chooses, it chooses by the images as they are, which others learn.
+            class_names: The new classes.
+            image_embeds: (n, d), features of the task's images, which are normalised here.
+            labels: (n,), integers that index `class_names`. Every class needs at least one image.
+            text_embeds: (C_seen, d), text embeddings of all seen classes in the order of learning, new ones included.
+                Required if `needs_text` is set.
+            each_text: (T, d) and (T,), embeddings of single texts and the new class of each, used if `needs_each_text`
+                is set. None uses the row of `text_embeds` as the only text of a class.
+            views: (n, V, d), unit features of each image and its augmented views. A classifier that keeps sums adds
+                each view with the weight 1/V. Settings are chosen on, and other classifiers learn, the images without
+                augmentation.
 
         Raises:
-            ValueError, TypeError: names, features or labels do not fit, or a class has no image or no text.
+            ValueError: Names, features or labels are invalid, or a class has no image or no text.
+            TypeError: An argument has a wrong type, or required text embeddings are missing.
         """
         names = list(check_class_names(class_names, self._class_names))
         images = self._unit(image_embeds, "image_embeds")
@@ -201,11 +212,11 @@ class Classifier(CorrectedState):
         absent = (torch.bincount(indices, minlength=len(names)) == 0).nonzero()
         if len(absent):
             raise ValueError(f"class {names[int(absent[0])]!r} has no image")
-        indices, start = indices + len(self._class_names), self.fork()  # of all seen classes
+        indices, start = indices + len(self._class_names), self.fork()  # indices into all seen classes
         start.install({name: rows for name, rows in texts.items() if name in self.tensors()})
         with without_autocast(images):
-            # The copy without held-back images goes before the other one comes: two of them may not fit.
-            choices, scores = start._held_back(images, indices, names)
+            # The copy without held-out images is freed first, because memory may not suffice for two copies.
+            choices, scores = start._held_out_choices(images, indices, names)
             twin = start._with_images(images, indices, names, views)
             twin.install(choices)
             scores = scores or twin.judge(images, indices)
@@ -219,10 +230,17 @@ class Classifier(CorrectedState):
         labels: Tensor | np.ndarray | Sequence[int],
         views: Tensor | None = None,
     ) -> None:
-        """Take in further images, (n, d), of known classes, which `labels` index, as if seen with the others.
+        """Learn further images of known classes, as if they had been learned together with the others.
 
-        The temperature of the probabilities stays as it is, but for rules that leave each image out (`judge`).
-        `views` are as in `add_classes`. A classifier that does not keep what is needed raises a `ValueError`.
+        The temperature of the probabilities does not change, except for rules that leave each image out (`judge`).
+
+        Args:
+            image_embeds: (n, d), features, which are normalised here.
+            labels: (n,), integers that index `class_names`.
+            views: See `add_classes`.
+
+        Raises:
+            ValueError: The classifier cannot learn further images of known classes, or an argument is invalid.
         """
         self.check_update()
         images = self._unit(image_embeds, "image_embeds")
@@ -235,24 +253,30 @@ class Classifier(CorrectedState):
 
     @torch.no_grad()
     def set_text_embeds(self, text_embeds: Tensor | np.ndarray) -> None:
-        """Replace the text embeddings of all seen classes, (C_seen, d), after the text tower has moved."""
+        """Replace the text embeddings of all seen classes, (C_seen, d), after the text tower has changed."""
         if not self.reads_text:
-            raise ValueError(f"the {self.name!r} classifier keeps no text embeddings")
+            raise ValueError(f"the {self.name!r} classifier has no text embeddings")
         self.install({"text_embeds": self._unit(text_embeds, "text_embeds", len(self._class_names))})
 
     @torch.no_grad()
     def move(self, matrix: Tensor) -> None:
-        """Move what is stored of old images by M, (d, d), see `linear_map`: an old feature z is now about z M."""
+        """Map the stored features of old images by M, (d, d), since an old feature z is now about z M.
+
+        `linear_map` computes M.
+        """
         if matrix.shape != (self.embed_dim, self.embed_dim) or not torch.isfinite(matrix).all():
             raise ValueError(f"the map must be finite and {(self.embed_dim,) * 2}, got shape {tuple(matrix.shape)}")
         self.install(self.moved(matrix.cpu().double()))
 
     @torch.no_grad()
     def follow(self, before: Tensor, after: Tensor, labels: Tensor) -> None:
-        """Move what is stored of old images by what a task did to its own, as far as left-out classes say it helps.
+        """Correct the stored features of old images for the drift of a task, as far as that helps held-out classes.
+
+        The drift is estimated from the task's images, by comparing their x of `lifted` before and after training.
 
         Args:
-            before, after: (n, d), unit features of the task's images before and after it; x of both is compared.
+            before: (n, d), unit features of the task's images before the task.
+            after: (n, d), their unit features after the task.
             labels: (n,), the images' classes.
         """
         if self.follows_drift():
@@ -262,35 +286,40 @@ class Classifier(CorrectedState):
                 self.install(self.followed(matrix))
 
     def _with_each_text(self, names: list[str], given: Any) -> dict[str, Tensor]:
-        """`each_text` and `num_texts` with those of new classes."""
+        """Return `each_text` and `num_texts` with the texts of new classes added."""
         if not isinstance(given, tuple) or len(given) != 2:
-            raise TypeError(f"each_text must be a tuple of embeddings and of the class of each, got {given!r:.100}")
+            raise TypeError(f"each_text must be a tuple of embeddings and their classes, got {given!r:.100}")
         rows = self._unit(given[0], "each_text")
         owners = check_labels(given[1], len(rows), len(names), "the classes of each_text", "text").to(rows.device)
         counts = owners.bincount(minlength=len(names))
         for name, count in zip(names, counts.tolist(), strict=True):
             if not 1 <= count <= self.embed_dim:
-                raise ValueError(f"each_text must have 1 to {self.embed_dim} texts a class, got {count} of {name!r}")
+                raise ValueError(
+                    f"each_text must have 1 to {self.embed_dim} texts per class, got {count} for {name!r}"
+                )
         return self.with_rows(each_text=rows[owners.argsort(stable=True)], num_texts=counts)
 
     def _texts_of(self, names: list[str], text_embeds: Any, each_text: Any) -> dict[str, Tensor]:
-        """The checked texts of all seen classes and of new ones; zeros stand for those that a rule can do without."""
+        """Check the text embeddings of seen and new classes, and return them; zeros replace missing optional ones."""
         texts: dict[str, Tensor] = {}
         if text_embeds is None and self.needs_text:
             raise TypeError(
-                f"the {self.name!r} classifier needs text_embeds of all seen classes; bayes, lda and ranpac need none"
+                f"the {self.name!r} classifier needs text_embeds of all seen classes; bayes, lda and ranpac do not"
             )
         if text_embeds is not None:
             texts["text_embeds"] = self._unit(text_embeds, "text_embeds", len(self._class_names) + len(names))
         elif self.reads_text:
             texts["text_embeds"] = nn.functional.pad(self.text_embeds, (0, 0, 0, len(names)))
         if self.needs_each_text:
-            own = (texts["text_embeds"][-len(names) :], range(len(names))) if each_text is None else each_text
-            texts |= self._with_each_text(names, own)
+            single = (texts["text_embeds"][-len(names) :], range(len(names))) if each_text is None else each_text
+            texts |= self._with_each_text(names, single)
         return texts
 
     def _with_images(self, images: Tensor, labels: Tensor, new: list[str], views: Tensor | None = None) -> Self:
-        """A fork that has learned images, and of sums those of their views; the texts of `new` classes are there."""
+        """Return a copy of the classifier that has also learned `images`.
+
+        With `views`, sums are taken over the views instead. The text embeddings of `new` classes must already be set.
+        """
         twin = self.fork()
         twin.install(self.added(images, labels, new))
         if views is not None and self.updates:
@@ -299,30 +328,33 @@ class Classifier(CorrectedState):
         return twin
 
     def _sums_of_views(self, views: Tensor, labels: Tensor, new: list[str]) -> dict[str, Tensor]:
-        """What `added` gives if each of V views counts 1 / V: the known counts V times, then all is divided by V."""
+        """Return the sums of `added` with the weight 1 / V for each of V views.
+
+        `added` knows no weights, so the known images count V times, and the result is divided by V.
+        """
         number, start = views.shape[1], self.fork()
         rows = self._unit(views.flatten(0, 1), "views", len(labels) * number)
         times = {name: number if power == 1 else number**power for name, power in SUMS.items()}
         start.install({name: tensor * times[name] for name, tensor in self.tensors().items() if name in SUMS})
         changes = start.added(rows, labels.repeat_interleave(number), new)
         for name in changes.keys() & SUMS.keys():
-            whole = not changes[name].is_floating_point()
-            changes[name] = changes[name] // number if whole else changes[name] / times[name]
+            integer = not changes[name].is_floating_point()
+            changes[name] = changes[name] // number if integer else changes[name] / times[name]
         if "freedom" in changes:
             changes["freedom"] = self.freedom + len(views) - len(new)
         return changes
 
-    def _held_back(
+    def _held_out_choices(
         self, images: Tensor, labels: Tensor, new: list[str]
     ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor] | None]:
-        """The choices of `choose` on held-back images of the new task, and their scores and labels."""
+        """Hold out images of the new task; return what `choose` chooses on them, and their scores and labels."""
         held, classes = classifiers.calibration.hold_back(images, labels), len(self._class_names) + len(new)
         if type(self).judge is not Classifier.judge or not held.any() or classes < 2:
             return {}, None
         try:
             twin = self._with_images(images[~held], labels[~held], new)
             choices = twin.choose(images[held], labels[held])
-        except ValueError:  # the images that are left are too few, or cancel out; all of them do not
+        except ValueError:  # too few images without the held-out ones, or their features cancel out
             return {}, None
         twin.install(choices)
         rows = held.nonzero()[:, 0]
@@ -331,7 +363,10 @@ class Classifier(CorrectedState):
         return choices, (twin.logits(images[rows]), labels[rows])
 
     def _adopt(self, twin: Self, scores: tuple[Tensor, Tensor] | None, images: Tensor, labels: Tensor) -> None:
-        """Become what a fork has become, which has learned images; `scores` are of some as if it had not."""
+        """Take over the state of the copy `twin`, which has learned `images`, and update calibration and novelty.
+
+        `scores` are scores and labels of some of the images by a classifier that had not learned them.
+        """
         if scores is not None:
             twin.calibration = classifiers.calibration.calibrated(self.calibration, *scores, labels)
         twin.novelty_tasks = classifiers.novelty.judged(twin, images, labels, twin.left_out, twin.temperature)
@@ -339,13 +374,13 @@ class Classifier(CorrectedState):
         self._buffers, self._class_names, self._derived = twin._buffers, twin._class_names, twin._derived
 
     def forward(self, image_embeds: Tensor | np.ndarray) -> Tensor:
-        """Logits of all seen classes, (n, C), float32, of features, (n, d), which are normalised here."""
+        """Normalise features, (n, d), and return the logits of all seen classes, (n, C) in float32."""
         return self.part_by_part(image_embeds)
 
     def part_by_part(self, image_embeds: Tensor | np.ndarray, sizes: Sequence[int] | None = None) -> Tensor:
-        """As a call of the classifier gives it for each part of the features alone, which have so many rows each.
+        """Return the logits of parts of the features, with `sizes` rows each, as separate calls would compute them.
 
-        In batches of another size a product of matrices is not rounded alike, so parts are not multiplied together.
+        A matrix product rounds differently for another batch size, so the parts are not multiplied together.
         """
         if not self._class_names:
             raise ValueError(f"the {self.name!r} classifier has no class yet: call add_classes first")
@@ -353,24 +388,24 @@ class Classifier(CorrectedState):
         with without_autocast(images):
             logits = self.logits(images) if sizes is None else torch.cat([*map(self.logits, images.split([*sizes]))])
         if has_values() and not torch.isfinite(logits).all():
-            raise ValueError(f"the {self.name!r} classifier gives scores that are not finite: it is damaged")
+            raise ValueError(f"the scores of the {self.name!r} classifier are not finite: it is damaged")
         return logits
 
     def probabilities(self, image_embeds: Tensor | np.ndarray) -> Tensor:
-        """Calibrated probabilities of all seen classes, softmax(logits / `temperature`), (n, C), float32."""
+        """Return calibrated probabilities of all seen classes, softmax(logits / `temperature`), (n, C) in float32."""
         return (self(image_embeds) / self.temperature).softmax(dim=1)
 
     @property
     def temperature(self) -> float:
-        """T of `probabilities`; 1 where no image could be held back to fit it."""
+        """T of `probabilities`; 1 if no image could be held out to fit it."""
         return classifiers.calibration.temperature(self.calibration, len(self._class_names))
 
     @torch.no_grad()
     def novelty(self, image_embeds: Tensor | np.ndarray) -> Tensor:
-        """How unlike all that was learned each image is, (n,), float64; a larger number is less like it.
+        """Return the novelty of each image, (n,) in float64: the larger, the less it resembles the known classes.
 
-        See `classifiers.novelty` where means, counts and scatter are kept, as `lda`, `gda` and `bayes` do; else 1 less
-        the largest probability.
+        Classifiers that keep means, counts and scatter, such as `lda`, `gda` and `bayes`, compute it as described in
+        `classifiers.novelty`. For others it is 1 minus the largest probability.
         """
         if classifiers.novelty.sums_of(self) is None:
             return 1 - self.probabilities(image_embeds).amax(dim=1).double()
@@ -378,12 +413,13 @@ class Classifier(CorrectedState):
         return classifiers.novelty.novelty(self, images, self(image_embeds) / self.temperature)
 
     def refused(self, image_embeds: Tensor | np.ndarray, share: float) -> Tensor:
-        """Which images are taken for none of the classes, (n,) booleans, because their novelty is too large.
+        """Return which images are rejected because their novelty is too large, (n,) in bool.
 
-        An image of known classes like those of the newest tasks is refused with at most the chance `share`.
+        An image of a known class, drawn like those of the newest tasks, is rejected with a probability of at most
+        `share`.
 
         Raises:
-            ValueError: the newest tasks have too few images to promise it; the message says how many it takes.
+            ValueError: The newest tasks have too few images to guarantee it. The message says how many are needed.
         """
         share = check_share("reject", share, 0.05)
         if classifiers.novelty.sums_of(self) is None or not any(task.novelties for task in self.novelty_tasks):
@@ -392,14 +428,18 @@ class Classifier(CorrectedState):
 
     @property
     def roc_area(self) -> float | None:
-        """The chance that an image of an unknown class like the known ones is more novel than one of these.
+        """Area under the ROC curve: how often an image of an unknown class is more novel than one of a known class.
 
-        It is measured by leaving out each class in turn; 1/2 says that they cannot be told. None: it is not known.
+        It is estimated by leaving out each class in turn. 1/2 means that novelty does not separate them. None if it
+        is not known.
         """
         return classifiers.novelty.roc_area(self.novelty_tasks)
 
     def rejection_threshold(self, share: float) -> float:
-        """The probability below which the best one of an image of known classes is with at most the chance `share`.
+        """Return the threshold of the largest probability for rejecting at most a fraction `share` of known images.
+
+        An image of a known class, drawn like those of the newest tasks, is below it with a probability of at most
+        `share`.
 
         Reference:
             Hendrycks and Gimpel, "A Baseline for Detecting Misclassified and Out-of-Distribution Examples in Neural
@@ -408,11 +448,14 @@ class Classifier(CorrectedState):
         return classifiers.calibration.threshold(self.calibration, "largest", check_share("reject", share, 0.05))
 
     def prediction_sets(self, image_embeds: Tensor | np.ndarray, coverage: float) -> Tensor:
-        """The classes that each image may be of, (n, C) booleans, by split-conformal prediction.
+        """Return the prediction set of each image, (n, C) in bool, by split-conformal prediction.
 
-        With a chance of `coverage`, the right one is among them, for images of known classes like those of the newest
-        tasks. The most likely one always is. Too few images to promise it are a `ValueError`, as above.
+        For images of known classes, drawn like those of the newest tasks, it contains the true class with a
+        probability of at least `coverage`. It always contains the most likely class.
+
+        Raises:
+            ValueError: The newest tasks have too few images to guarantee it. The message says how many are needed.
         """
         least = classifiers.calibration.threshold(self.calibration, "own", 1 - check_share("coverage", coverage, 0.95))
-        found = self.probabilities(image_embeds)
-        return (found >= least) | (found == found.amax(dim=1, keepdim=True))
+        probabilities = self.probabilities(image_embeds)
+        return (probabilities >= least) | (probabilities == probabilities.amax(dim=1, keepdim=True))

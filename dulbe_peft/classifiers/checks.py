@@ -1,4 +1,4 @@
-"""What a classifier asks of features, labels and other classifiers that come in."""
+"""Check the features, labels and other classifiers that are passed to a classifier."""
 
 from collections.abc import Sequence
 from numbers import Real
@@ -12,17 +12,23 @@ from torch.nn import functional as F
 from dulbe_peft.classifiers.state import GrowingState
 from dulbe_peft.utils.tensors import has_values
 
-SAME_TEXT = 1e-3  # two devices encode one text to features that differ by less
-TOLERANCE, ROWS = 1e-5, 256  # of the largest score, and by how many features two sets of scores are compared
+SAME_TEXT = 1e-3  # features of the same text on two devices differ by less
+TOLERANCE = 1e-5  # difference that counts as rounding, relative to the largest score
+ROWS = 256  # number of random features on which scores are compared
 
 
 def unit_features(features: Any, name: str, width: int, rows: int | None, device: torch.device | str) -> Tensor:
-    """`features`, (rows, width), at unit norm, in float32, on a device; raises for what cannot be normalised."""
+    """Return `features`, (rows, width), normalised to unit norm, in float32 on a device.
+
+    Raises:
+        TypeError: They are not a floating-point tensor or a NumPy array.
+        ValueError: They have another shape, or a row that is zero or not finite.
+    """
     if isinstance(features, np.ndarray) and features.dtype.kind in "fiub":
         features = torch.tensor(features)
     if not isinstance(features, Tensor) or not features.is_floating_point():
-        found = getattr(features, "dtype", type(features).__name__)
-        raise TypeError(f"{name} must be a floating-point tensor or NumPy array, got {found}")
+        given = getattr(features, "dtype", type(features).__name__)
+        raise TypeError(f"{name} must be a floating-point tensor or NumPy array, got {given}")
     if features.ndim != 2 or features.shape[1] != width:
         raise ValueError(f"{name} must be (rows, {width}), got shape {tuple(features.shape)}")
     if rows is not None and len(features) != rows:
@@ -30,15 +36,15 @@ def unit_features(features: Any, name: str, width: int, rows: int | None, device
     features = features.to(torch.promote_types(features.dtype, torch.float32))
     largest = features.abs().amax(dim=1, keepdim=True)
     if has_values():
-        for problem, bad in (("holds NaN or infinity", ~torch.isfinite(largest)), ("is zero", largest == 0)):
+        for problem, bad in (("contains NaN or infinity", ~torch.isfinite(largest)), ("is zero", largest == 0)):
             if bad.any():
                 raise ValueError(f"{name} row {int(bad.nonzero()[0, 0])} {problem}")
-    # Scaled first: the squares of large or tiny entries leave float32's range.
+    # Scaled first, because squares of very large or small entries exceed the range of float32.
     return F.normalize((features / largest).to(device, torch.float32), dim=1)
 
 
 def check_labels(labels: Any, count: int, classes: int, name: str = "labels", of: str = "image") -> Tensor:
-    """`labels` as a tensor of int64, after a check that there are `count` of them and that they index the classes."""
+    """Return `labels` as an int64 tensor after checking that there are `count` labels and all index a class."""
     try:
         indices = torch.tensor(labels) if isinstance(labels, np.ndarray) else torch.as_tensor(labels)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -55,7 +61,7 @@ def check_labels(labels: Any, count: int, classes: int, name: str = "labels", of
 
 
 def check_directions(sums: Tensor, names: Sequence[str]) -> None:
-    """Raise a ValueError that names a class whose unit features add up to nothing; `sums` is (classes, d)."""
+    """Raise a `ValueError` that names a class whose unit features sum to zero; `sums` is (classes, d)."""
     cancelled = sums.norm(dim=1) < 1e-4
     if cancelled.any():
         name = names[int(cancelled.nonzero()[0])]
@@ -63,16 +69,18 @@ def check_directions(sums: Tensor, names: Sequence[str]) -> None:
 
 
 def check_alike(one: GrowingState, other: GrowingState) -> None:
-    """Raise an error unless two classifiers are of one kind, with equal settings and texts, so that they can merge."""
+    """Raise an error unless two classifiers have the same class, settings and texts, so that they can be merged."""
     if other is one:
         raise ValueError(f"a {one.name!r} classifier cannot be merged with itself: its images would count twice")
     if type(other) is not type(one):
-        raise TypeError(f"a {one.name!r} classifier merges with one of its kind, got {type(other).__name__}")
+        raise TypeError(
+            f"a {one.name!r} classifier can be merged only with a {type(one).__name__}, got {type(other).__name__}"
+        )
     settings = [{"embed_dim": c.embed_dim, "logit_scale": c.logit_scale, **c.settings()} for c in (one, other)]
     for name in settings[0] | settings[1]:
         mine, theirs = (each.get(name) for each in settings)
         if mine != theirs:
-            raise ValueError(f"two {one.name!r} classifiers merge where {name} is equal, got {mine} and {theirs}")
+            raise ValueError(f"two {one.name!r} classifiers to merge need the same {name}, got {mine} and {theirs}")
     if "text_embeds" in one.tensors():
         texts = dict(zip(other.class_names, other.text_embeds, strict=True))
         for name, text in zip(one.class_names, one.text_embeds, strict=True):
@@ -81,21 +89,21 @@ def check_alike(one: GrowingState, other: GrowingState) -> None:
 
 
 def random_features(width: int, device: torch.device | str = "cpu") -> Tensor:
-    """The same random unit features at every call, (256, width), float32."""
+    """Return random unit features, (256, width) in float32, which are the same in every call."""
     rows = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(0))
     return F.normalize(rows, dim=1).to(device)
 
 
-def same_scores(found: Tensor, expected: Tensor) -> bool:
-    """Whether two sets of scores differ by rounding alone."""
-    if found.shape != expected.shape or not torch.isfinite(found).all():
+def same_scores(scores: Tensor, expected: Tensor) -> bool:
+    """Return whether two sets of scores differ only by rounding."""
+    if scores.shape != expected.shape or not torch.isfinite(scores).all():
         return False
     largest = max(1.0, float(expected.abs().max()))
-    return float((found - expected).abs().max()) <= TOLERANCE * largest
+    return float((scores - expected).abs().max()) <= TOLERANCE * largest
 
 
 def check_share(name: str, value: float, example: float) -> float:
-    """Return a share as a float; raise a `ValueError` unless it lies between 0 and 1, both excluded."""
+    """Return `value` as a float, or raise a `ValueError` unless it is between 0 and 1, both excluded."""
     if not isinstance(value, Real) or not 0 < value < 1:
-        raise ValueError(f"{name} must be a share between 0 and 1, such as {example}, got {value!r}")
+        raise ValueError(f"{name} must be a number between 0 and 1, such as {example}, got {value!r}")
     return float(value)

@@ -1,6 +1,6 @@
-"""Exact sums of a classifier: of each class the number, the sum and the scatter of its images, and W over all of them.
+"""Keep exact sums over images: count and sum for each class, and the scatter W within the classes.
 
-They add up over images, tasks and merged classifiers, and a class or an image can be taken out again.
+The sums add up over images, tasks and merged classifiers, and a class or an image can be subtracted again.
 """
 
 import math
@@ -15,25 +15,26 @@ from dulbe_peft.classifiers.checks import check_directions
 
 
 class ClassSums(Classifier):
-    """Keeps n_c, n_c m_c and W, in float64, of x, (d,), which `lifted` makes of a feature.
+    """Keep n_c, n_c m_c and W in float64. They are sums of x, (d,), to which `lifted` maps a feature.
 
     Attributes:
         sums: n_c m_c, (C, d), float64.
         counts: n_c, (C,), int64.
         scatter: W, (d, d), float64, sum of (x - m_c)(x - m_c)' over all images.
-        freedom: f, int64, images less classes.
-        factors: F_c for one class after another, (rows, d), float64; F_c'F_c is the class's share of W. It has at most
-            min(n_c, d) rows, and they are kept where `exact_forgetting` says so: without, a share stays in W.
-        factor_rows: rows of each F_c, (C,), int64.
+        freedom: f, int64, number of images minus number of classes.
+        factors: F_c of all classes, one after another, (rows, d), float64. F_c'F_c is the contribution of class c to
+            W, and F_c has at most min(n_c, d) rows. Kept only if `exact_forgetting` is set; otherwise the contribution
+            of a forgotten class stays in W.
+        factor_rows: Number of rows of each F_c, (C,), int64. Kept only if `exact_forgetting` is set.
     """
 
     exact_forgetting = False  # a subclass may make it a setting
     updates = True
     adds_up: ClassVar[tuple[str, ...] | None] = ()
-    moves = ("sums", "scatter", "factors")  # what the map leaves over of the drift is not added to W
+    moves = ("sums", "scatter", "factors")  # the part of the drift that is not linear is not added to W
 
     def keep_sums(self, width: int) -> None:
-        """Register the empty sums of x of this width."""
+        """Register empty sums for x of this width."""
         self.register_rows("sums", width, dtype=torch.float64)
         self.register_rows("counts", dtype=torch.int64)
         self.register_buffer("scatter", torch.zeros(width, width, dtype=torch.float64))
@@ -71,7 +72,10 @@ class ClassSums(Classifier):
     def _joined(
         self, sums: Tensor, counts: Tensor, scatter: Tensor, freedom: Tensor, rows: Tensor, labels: Tensor
     ) -> dict[str, Tensor]:
-        """The buffers with further images' sums and factors; W takes in how far the two means of a class are apart."""
+        """Return the buffers after adding the sums and factors of further images.
+
+        W also grows by the distance between the old and the new mean of each class.
+        """
         kept = self.with_new_rows(len(counts) - len(self._class_names))
         kept = {name: rows.to(self.sums.device) for name, rows in kept.items()}
         both = ((kept["counts"] > 0) & (counts > 0)).nonzero()[:, 0]
@@ -102,7 +106,7 @@ class ClassSums(Classifier):
         return changes
 
     def without_image(self, image: Tensor, label: int) -> dict[str, Tensor]:
-        """Without x the class's share of W is less by v v', v = sqrt(n / (n - 1)) (x - m_c); see `downdated`."""
+        """Subtract v v', v = sqrt(n / (n - 1)) (x - m_c), from the contribution of the class to W; see `downdated`."""
         images, lifted = int(self.counts[label]), self.lifted(image[None].to(self.sums))[0]
         row = (images / (images - 1)) ** 0.5 * (lifted - self.sums[label] / images)
         changes = self.sums_without(lifted, label) | {"freedom": self.freedom - 1}
@@ -117,10 +121,10 @@ class ClassSums(Classifier):
 
 
 def downdated(factor: Tensor, row: Tensor) -> Tensor:
-    """G, (n, d), with G'G = F'F - v v' for a `factor` F, (n, d), and a `row` v, (d,), in the span of its rows.
+    """Return G, (n, d), with G'G = F'F - v v' for a `factor` F, (n, d), and a `row` v, (d,), in the span of its rows.
 
-    With v = F'a it is F - b a v', b = (1 - sqrt(1 - a'a)) / a'a. G is that, turned so that its rows become shorter
-    downwards: the last one is 0 where F had no more rows than it needed.
+    With v = F'a, one solution is F - b a v', b = (1 - sqrt(1 - a'a)) / a'a. G is this matrix, rotated so that the
+    lengths of its rows decrease. The last row is 0 if the rows of F were linearly independent.
     """
     along = torch.linalg.pinv(factor.T) @ row
     length = min(1.0, float(along @ along))

@@ -1,6 +1,6 @@
-"""GDA-CLIP: linear discriminant analysis beside the text classifier, with one weight between the two.
+"""GDA-CLIP: a weighted sum of the text classifier and linear discriminant analysis.
 
-logits = (tau z' e_c + alpha times the score of `lda`) / max(1, alpha)      the last part keeps their scale
+logits = (tau z' e_c + alpha times the score of `lda`) / max(1, alpha)      the denominator keeps their scale
 """
 
 from typing import Literal
@@ -14,20 +14,20 @@ from dulbe_peft.utils.settings import Positive
 
 ALPHAS = [10.0 ** (exponent / 3) for exponent in range(-9, 7)]
 TEMPERATURES = [2.0**exponent for exponent in range(-2, 8)]
-ONE_IMAGE = 0.18  # alpha where nothing can be left out; chosen on training images of three streams
+ONE_IMAGE = 0.18  # alpha if no image can be left out; chosen on training images of three streams
 
 
 class GdaClassifier(LdaClassifier):
-    """LDA's scores, weighted by alpha, added to the text classifier's.
+    """Text classifier plus alpha times linear discriminant analysis.
 
     Args:
-        alpha: weight of the images, positive. "auto": from 1e-3 to 100, by each task's images, which are left out
-            while the classes seen so far compete.
-        shrinkage: as for `LdaClassifier`.
-        prior_images: as for `LdaClassifier`.
+        alpha: Weight of the images, positive. "auto" chooses it from 1e-3 to 100, by the leave-one-out log-loss of
+            each task's images over the classes seen so far.
+        shrinkage: See `LdaClassifier`.
+        prior_images: See `LdaClassifier`.
 
     Attributes:
-        losses: (16, 10), float64, log-loss of each alpha at each of 10 temperatures, over all images left out.
+        losses: (16, 10), float64, leave-one-out log-loss of each alpha at each of 10 temperatures, summed over images.
         text_embeds: e_c, (C, d), unit vectors.
 
     Reference:
@@ -47,25 +47,25 @@ class GdaClassifier(LdaClassifier):
         self.register_buffer("losses", torch.zeros(len(ALPHAS), len(TEMPERATURES), dtype=torch.float64))
 
     def judge(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Add the log-loss of every alpha on images that are left out."""
-        images, own = self.repeated(images, labels)
+        """Add the leave-one-out log-loss of every alpha to `losses`; return the leave-one-out scores and labels."""
+        images, labels = self.repeated(images, labels)
         if not len(images) or len(self.means) < 2:
             return None
-        by_text, by_image = self._by_text(images), super().left_out(images, own)
+        by_text, by_image = self._by_text(images), super().left_out(images, labels)
         losses = self.losses.clone()
         for row, alpha in enumerate(ALPHAS):
             scores = _mixed(by_text, by_image, alpha).float()
-            each = [F.cross_entropy(scores / t, own, reduction="sum") for t in TEMPERATURES]
+            each = [F.cross_entropy(scores / t, labels, reduction="sum") for t in TEMPERATURES]
             losses[row] += torch.stack(each).to(losses)
         self._buffers |= {"losses": losses}
-        return _mixed(by_text, by_image, self.weight()), own
+        return _mixed(by_text, by_image, self.weight()), labels
 
     def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
-        """alpha stays."""
+        """Return the leave-one-out scores with the present alpha."""
         return _mixed(self._by_text(images.to(self.means)), super().left_out(images, labels), self.weight())
 
     def weight(self) -> float:
-        """alpha."""
+        """Return alpha."""
         if self.alpha != "auto":
             return float(self.alpha)
         return ALPHAS[int(self.losses.amin(dim=1).argmin())] if self.losses.any() else ONE_IMAGE

@@ -1,4 +1,4 @@
-"""The geodesic from a visual prototype to its text embedding, and how reliable each depth of it is."""
+"""Compute geodesics from visual prototypes to text embeddings, and the reliability of each depth on them."""
 
 import torch
 from torch import Tensor
@@ -9,17 +9,21 @@ from dulbe_peft.utils.torch_settings import without_autocast
 
 
 def slerp(start: Tensor, end: Tensor, fraction: float | Tensor) -> Tensor:
-    """Points on the great circle from one unit vector to another, at equal angular speed.
+    """Interpolate between unit vectors on the great circle, at constant angular speed.
 
-    Finite and of unit norm for every pair; for exactly opposite vectors a fixed great circle is taken.
+    The result is finite and of unit norm for every pair. For exactly opposite vectors, a fixed great circle is used.
 
     Args:
-        start, end: (..., d), unit vectors, d >= 2, which broadcast.
-        fraction: how far to go, 0 is `start`, 1 is `end`; a number, or a tensor that broadcasts with the vectors and
+        start: (..., d), unit vectors, d >= 2.
+        end: (..., d), unit vectors that broadcast with `start`.
+        fraction: Position between `start`, 0, and `end`, 1. A number, or a tensor that broadcasts with the vectors and
             whose last dimension is 1.
 
+    Returns:
+        (..., d), unit vectors.
+
     Raises:
-        ValueError: a vector is not finite or not of unit norm, the dimensions differ, or a fraction is outside [0, 1].
+        ValueError: A vector is not finite or not of unit norm, the dimensions differ, or a fraction is outside [0, 1].
 
     Reference:
         "Reliability-Guided Bridge-Prototype Ensemble", the geodesic b_c(alpha_k).
@@ -46,7 +50,7 @@ def slerp(start: Tensor, end: Tensor, fraction: float | Tensor) -> Tensor:
     across = end - cosine * start
     across = across - (across * start).sum(-1, keepdim=True) * start
     sine = across.norm(dim=-1, keepdim=True)
-    # Below rounding the direction of `across` is noise that need not be orthogonal to `start`: take a fixed one.
+    # If the sine is within rounding of 0, the direction of `across` is noise, so a fixed axis replaces it.
     degenerate = sine < 8 * torch.finfo(working).eps
     axis = F.one_hot(start.abs().argmin(-1), start.shape[-1]).to(working)
     across = torch.where(degenerate, axis, across / sine.clamp(min=torch.finfo(working).tiny))
@@ -57,16 +61,22 @@ def slerp(start: Tensor, end: Tensor, fraction: float | Tensor) -> Tensor:
 
 
 def _check_unit(vectors: Tensor, name: str) -> Tensor:
-    """The vectors at exactly unit norm; half-precision inputs are off by up to a few thousandths."""
+    """Return the vectors at exactly unit norm. Half-precision inputs may differ from it by a few thousandths."""
     norms = vectors.norm(dim=-1, keepdim=True)
     off = ~((norms - 1).abs() < 1e-2)
     if has_values() and off.any():
-        raise ValueError(f"{name} must hold finite unit vectors, got one of norm {norms[off][0].item():.4g}")
+        raise ValueError(f"{name} must be finite unit vectors, got one of norm {norms[off][0].item():.4g}")
     return vectors / norms
 
 
 def bridge_prototypes(visual_prototypes: Tensor, text_embeds: Tensor, depths: Tensor) -> Tensor:
-    """Every class's bridge at every depth: (C, d) and (C, d) unit vectors and (K_b,) depths to (C, K_b, d)."""
+    """Return b_c(alpha_k), (C, K_b, d): the bridge of every class at every depth.
+
+    Args:
+        visual_prototypes: v_c, (C, d), unit vectors.
+        text_embeds: e_c, (C, d), unit vectors.
+        depths: alpha_k, (K_b,).
+    """
     return slerp(visual_prototypes[:, None], text_embeds[:, None], depths[:, None])
 
 
@@ -78,24 +88,29 @@ def reliability(
     first_class: int = 0,
     chunk_elements: int = 2**24,
 ) -> Tensor:
-    """rho_c(alpha_k), (C - first_class, K_b): mean probability of a class over its own images at each depth.
+    """Return rho_c(alpha_k), (C - first_class, K_b): mean probability of a class over its own images at each depth.
 
-    `image_embeds` are (n, d) unit features, and `labels` their rows of the `bridges`, (C, K_b, d), from `first_class`
-    on; the others are rivals alone.
+    Args:
+        image_embeds: (n, d), unit features.
+        labels: (n,), the class of each image, an index into `bridges`, at least `first_class`.
+        bridges: (C, K_b, d), bridge prototypes.
+        logit_scale: tau.
+        first_class: Classes before this one only compete; their reliability is not computed.
+        chunk_elements: Size limit of intermediate matrices.
     """
     classes, num_depths, _ = bridges.shape
     rows = max(1, chunk_elements // classes)
     chunks = []
     with without_autocast(image_embeds):
-        for features, own in zip(image_embeds.float().split(rows), labels.split(rows), strict=True):
+        for features, targets in zip(image_embeds.float().split(rows), labels.split(rows), strict=True):
             probabilities = []
             for depth in range(num_depths):
                 logits = logit_scale * features @ bridges[:, depth].float().T
-                probabilities.append(logits.softmax(dim=1).gather(1, own[:, None]))
+                probabilities.append(logits.softmax(dim=1).gather(1, targets[:, None]))
             chunks.append(torch.cat(probabilities, dim=1))
-    confidence, own = torch.cat(chunks), labels - first_class
-    sums = confidence.new_zeros(classes - first_class, num_depths).index_add(0, own, confidence)
-    return sums / own.bincount(minlength=len(sums))[:, None]
+    confidence, targets = torch.cat(chunks), labels - first_class
+    sums = confidence.new_zeros(classes - first_class, num_depths).index_add(0, targets, confidence)
+    return sums / targets.bincount(minlength=len(sums))[:, None]
 
 
 def own_probabilities(
@@ -106,22 +121,27 @@ def own_probabilities(
     logit_scale: float,
     chunk_elements: int = 2**24,
 ) -> Tensor:
-    """The probability of each image's class at each depth, (n, K_b), with scores of its class that are given.
+    """Return the probability of each image's class at each depth, (n, K_b), with given cosines for this class.
 
-    `image_embeds` are (n, d) unit features, `labels` their rows of the `bridges`, (C, K_b, d), and `own_scores`,
-    (n, K_b), stand in for the products of an image and the bridges of its class.
+    Args:
+        image_embeds: (n, d), unit features.
+        labels: (n,), the class of each image, an index into `bridges`.
+        bridges: (C, K_b, d), bridge prototypes.
+        own_scores: (n, K_b), replace the products of an image and the bridges of its class.
+        logit_scale: tau.
+        chunk_elements: Size limit of intermediate matrices.
     """
     classes, num_depths, _ = bridges.shape
     rows = max(1, chunk_elements // classes)
     chunks = [own_scores[:0]]
     with without_autocast(image_embeds):
-        for features, own, scores in zip(
+        for features, targets, scores in zip(
             image_embeds.float().split(rows), labels.split(rows), own_scores.split(rows), strict=True
         ):
             probabilities = []
             for depth in range(num_depths):
                 logits = features @ bridges[:, depth].float().T
-                logits = logit_scale * logits.scatter(1, own[:, None], scores[:, [depth]])
-                probabilities.append(logits.softmax(dim=1).gather(1, own[:, None]))
+                logits = logit_scale * logits.scatter(1, targets[:, None], scores[:, [depth]])
+                probabilities.append(logits.softmax(dim=1).gather(1, targets[:, None]))
             chunks.append(torch.cat(probabilities, dim=1))
     return torch.cat(chunks)

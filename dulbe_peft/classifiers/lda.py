@@ -1,4 +1,4 @@
-"""Linear discriminant analysis that streams: one Gaussian a class, all with the same covariance.
+"""Streaming linear discriminant analysis: one Gaussian per class, all with the same covariance.
 
 Sigma = (1 - s) W / f + s (tr W / f d) I      W: scatter within the classes, f: its degrees of freedom
 m_c = b + w_c (mu_c - b)                      b: mean of all mu_c,  w_c = n_c / (n_c + k) over that of the largest n
@@ -16,23 +16,24 @@ from dulbe_peft.classifiers.class_sums import ClassSums
 from dulbe_peft.classifiers.covariance import oas_shrinkage, shrunk_covariance
 from dulbe_peft.utils.settings import Weight
 
-MOST_JUDGED = 1000  # images of a task that are left out
+MOST_JUDGED = 1000  # images of a task whose leave-one-out scores are computed
 
 
 class LdaClassifier(ClassSums):
-    """Classes as Gaussians with means of their own and one shared, shrunk covariance; all classes equally likely.
+    """Gaussian classes with one shared, shrunk covariance and equal prior probabilities.
 
-    The result is the one on all data at once, whatever the order of images, classes and tasks.
+    The result is the same as on all data at once, in any order of images, classes and tasks.
 
     Args:
-        logit_scale: tau. The covariance is I / tau while no class has two different images.
-        shrinkage: s, how far the covariance goes to its mean variance times the identity, above 0 and at most 1.
-            "oas": computed from the covariance and its degrees of freedom.
-        prior_images: k, how many images at b each class is taken to have besides its own, relative to the largest
-            class: where all counts are equal, and with 0, m_c = mu_c.
+        logit_scale: tau. The covariance is I / tau as long as no class has two different images.
+        shrinkage: s, above 0 and at most 1. Shrinks the covariance toward its mean variance times the identity. "oas"
+            computes s from the covariance and its degrees of freedom.
+        prior_images: k, number of additional images at b that each class is assumed to have, relative to the largest
+            class. With 0, or if all counts are equal, m_c = mu_c.
 
     Attributes:
-        sums, counts, scatter, freedom: as for `ClassSums`; what forgotten classes added to the last two stays.
+        sums: See `ClassSums`, also for `counts`.
+        scatter: See `ClassSums`, also for `freedom`. The contributions of forgotten classes remain in both.
 
     Reference:
         Hayes and Kanan, "Lifelong Machine Learning with Deep Streaming Linear Discriminant Analysis", 2020, with
@@ -44,8 +45,8 @@ class LdaClassifier(ClassSums):
 
     name = "lda"
     summary = (
-        "linear discriminant analysis: class means, measured by how much the images of one class differ "
-        "among each other"
+        "linear discriminant analysis: an image goes to the nearest class mean, with distances scaled by "
+        "the spread within classes"
     )
 
     def register(self) -> None:
@@ -61,19 +62,19 @@ class LdaClassifier(ClassSums):
         return (self.left_out(images, labels), labels) if len(images) and len(self.means) > 1 else None
 
     def repeated(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """At most 1000 of the images, (n, d), whose class has others, in float64, and their labels."""
+        """Return at most 1000 of the images, (n, d), whose class has other images, in float64, and their labels."""
         images, labels = images.to(self.means), labels.to(self.means.device)
         several = (self.counts.to(labels.device)[labels] > 1).nonzero()[:, 0]
         rows = several[ranking(images[several]).argsort()][:: max(1, -(-len(several) // MOST_JUDGED))]
         return images[rows], labels[rows]
 
     def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
-        """See `Classifier.left_out`; in float64.
+        """Return the leave-one-out scores in float64; see `Classifier.left_out`.
 
-        Without an image z of class c, with u = z - mu_c and n = n_c, and with b and the shrinkage as they are,
+        Without an image z of class c, with u = z - mu_c, n = n_c and P = Sigma^-1, and with b and s unchanged,
 
-            mu_c is mu_c - u / (n - 1)        Sigma is Sigma - h u u',  h = (1 - s) n / ((n - 1) f)
-            P is P + g P u u' P,  g = h / (1 - h u' P u)        P = Sigma^-1        (Sherman and Morrison)
+            mu_c becomes mu_c - u / (n - 1)        Sigma becomes Sigma - h u u',  h = (1 - s) n / ((n - 1) f)
+            P becomes P + g P u u' P,  g = h / (1 - h u' P u)                     (Sherman and Morrison)
         """
         images, labels = images.to(self.means), labels.to(self.means.device)
         freedom, n = int(self.freedom), self.counts.to(labels.device)[labels].double()
@@ -84,20 +85,20 @@ class LdaClassifier(ClassSums):
         by_image, by_away = images @ inverse, away @ inverse
         across, turned, squares = by_image @ means.T, by_away @ means.T, (means @ inverse * means).sum(dim=1)
         squares = squares.expand_as(across).clone()
-        own = torch.arange(len(labels)), labels
-        across[own], turned[own] = (by_image * left).sum(dim=1), (by_away * left).sum(dim=1)
-        squares[own] = (left @ inverse * left).sum(dim=1)
+        targets = torch.arange(len(labels)), labels
+        across[targets], turned[targets] = (by_image * left).sum(dim=1), (by_away * left).sum(dim=1)
+        squares[targets] = (left @ inverse * left).sum(dim=1)
         length, along = (by_away * away).sum(dim=1), (by_away * images).sum(dim=1)
         shift = (1 - share) / freedom * n / (n - 1)
         gain = (shift / (1 - shift * length))[:, None]
         return across + gain * along[:, None] * turned - (squares + gain * turned.square()) / 2
 
     def covariance(self) -> Tensor:
-        """Sigma, (d, d), float64, shrunk."""
+        """Return Sigma, (d, d), float64, shrunk."""
         return shrunk_covariance(self.scatter, int(self.freedom), self.shrinkage, 1 / self.logit_scale)
 
     def _drawn(self, means: Tensor, counts: Tensor) -> Tensor:
-        """m_c of classes with such means mu_c, (C, d), and so many images, (C,); float64."""
+        """Return m_c for the means mu_c, (C, d), and the numbers of images, (C,), in float64."""
         middle, most = self.means.mean(dim=0), int(self.counts.max()) if len(self.counts) else 1
         confidence = (1 + self.prior_images / most) / (1 + self.prior_images / counts.to(means))
         return middle + confidence[:, None] * (means - middle)
@@ -110,7 +111,7 @@ class LdaClassifier(ClassSums):
         factor, failed = torch.linalg.cholesky_ex(self.covariance())
         if failed:
             raise ValueError(
-                f"the covariance cannot be inverted with shrinkage {self.shrinkage!r}: raise it, or use 'oas'"
+                f"the covariance cannot be inverted with shrinkage {self.shrinkage!r}: use a larger value, or 'oas'"
             )
         means = self._drawn(self.means, self.counts)
         weights = torch.cholesky_solve(means.T, factor)

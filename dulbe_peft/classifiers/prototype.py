@@ -1,4 +1,4 @@
-"""The nearest class mean: a class is the direction of its mean image feature."""
+"""The nearest-class-mean classifier: each class is the direction of its mean image feature."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -12,9 +12,11 @@ from dulbe_peft.classifiers.checks import check_directions
 
 
 class PrototypeClassifier(Classifier):
-    """logits = tau z . v_c, with v_c the normalised sum of the unit features of class c.
+    """Nearest class mean: logits = tau z . v_c, with v_c the normalised sum of the unit features of class c.
 
-    `sums`, (C, d), float64, and `counts`, (C,), are what it keeps.
+    Attributes:
+        sums: (C, d), float64, sum of the unit features of each class.
+        counts: (C,), int64, number of images of each class.
 
     Reference:
         Mensink et al., "Distance-Based Image Classification", 2013, section 3, with the cosine as the measure.
@@ -51,10 +53,10 @@ class PrototypeClassifier(Classifier):
     def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
         scores = self.logits(images)
         rest = self.sums[labels.to(self.sums.device)] - images.to(self.sums)
-        own = self.logit_scale * (images * F.normalize(rest, dim=1).to(images)).sum(dim=1, keepdim=True)
-        return scores.scatter(1, labels[:, None], own)
+        target_scores = self.logit_scale * (images * F.normalize(rest, dim=1).to(images)).sum(dim=1, keepdim=True)
+        return scores.scatter(1, labels[:, None], target_scores)
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
-        """v_c to the direction of v_c M; the length of the sum stays, so that further images weigh as before."""
+        """Replace v_c by the direction of v_c M. The length of the sum, and so the weight of new images, is kept."""
         directions = F.normalize(self.sums @ matrix.to(self.sums.device), dim=1)
         return {"sums": directions * self.sums.norm(dim=1, keepdim=True)}

@@ -1,6 +1,6 @@
-"""RanPAC: the regression of `ridge` on a wide random layer.
+"""RanPAC: the ridge regression of `ridge` on the output of a wide random layer.
 
-h = relu(z R)                  R: (d, M), independent normal entries, made from the seed and never stored
+h = relu(z R)                  R: (d, M), independent normal entries, drawn from the seed and never stored
 logits = tau w_c h' W
 """
 
@@ -15,37 +15,39 @@ from torch import Tensor
 from dulbe_peft.classifiers.ridge import RidgeRegression
 from dulbe_peft.utils.settings import Positive
 
-MOST_FEATURES = 50_000  # G then takes 9.3 GiB
+MOST_FEATURES = 50_000  # for which G takes 9.3 GiB
 
 
 def random_ridge(z: torch.Tensor, projection: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Scores, (n, C), of unit features z, (n, d): a random layer, and a matrix behind it."""
+    """Return the scores, (n, C), of unit features z, (n, d), by a random layer and a matrix."""
     return (z @ projection).relu() @ weight
 
 
 def random_layer(seed: int, width: int, features: int) -> torch.Tensor:
-    """R, (width, features), float64; the same for a seed in every version of the libraries."""
-    # RandomState gives the same numbers in all versions of numpy; torch promises that for none of its generators.
+    """Return R, (width, features), float64, which is the same for a seed in every version of NumPy and PyTorch."""
+    # RandomState draws the same numbers in all versions of NumPy. PyTorch does not guarantee this for its generators.
     return torch.from_numpy(np.random.RandomState(seed).standard_normal((width, features)))
 
 
 class RanpacClassifier(RidgeRegression):
     """Ridge regression from random ReLU features to one-hot classes.
 
-    For a fixed lambda the solution is the one on all data at once, but for the rounding of G to float32 when a task
-    ends. `follow` moves its sums by a map of h; `move` leaves them as they are, for no map of z is one of h.
+    For a fixed lambda, the solution is the same as on all data at once, except that G is rounded to float32 after each
+    task. `follow` corrects the sums by a linear map of h. `move` does not change them, because a linear map of z does
+    not give a linear map of h.
 
     Args:
-        features: M, width of the random layer. The paper has 10000; G takes 4 M^2 bytes.
-        seed: of R.
-        ridge: lambda, positive. "auto": chosen on held-back images of each task, from 1e-4 M to 100 M.
+        features: M, width of the random layer. The paper uses 10000. G takes 4 M^2 bytes.
+        seed: Seed of R.
+        ridge: lambda, positive. "auto" chooses it from 1e-4 M to 100 M on held-out images of each task.
 
     Attributes:
-        gram, sums, counts, errors: as for `RidgeClassifier`; `gram` is float32.
+        gram: G, (M, M), float32.
+        sums: C transposed, (C, M), float64. For `counts` and `errors`, see `RidgeClassifier`.
 
     Reference:
-        McDonnell et al., "RanPAC: Random Projections and Pre-trained Models for Continual Learning", 2023. There the
-        features are not normalised, and the last task alone chooses lambda, by its own images and classes.
+        McDonnell et al., "RanPAC: Random Projections and Pre-trained Models for Continual Learning", 2023. In the
+        paper, features are not normalised, and only the images and classes of the last task choose lambda.
     """
 
     features: Annotated[int, Ge(1), Le(MOST_FEATURES)] = 2000
@@ -53,7 +55,7 @@ class RanpacClassifier(RidgeRegression):
     ridge: Positive | Literal["auto"] = "auto"
 
     name = "ranpac"
-    summary = "RanPAC: analytic ridge after a fixed random layer, which lets it draw curved borders"
+    summary = "RanPAC: analytic ridge after a fixed random layer, so that class borders can be curved"
 
     def register(self) -> None:
         self.unit = self.features

@@ -1,4 +1,4 @@
-"""Read and write a classifier: `<stem>_config.json`, `<stem>.safetensors`, and the extra state of a state dict."""
+"""Save and load a classifier: `<stem>_config.json`, `<stem>.safetensors`, and the extra state of a state dict."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,11 +16,11 @@ from dulbe_peft.utils.tensors import read_tensors, tensor_shapes, write_tensors
 
 C = TypeVar("C", bound=GrowingState)
 T = TypeVar("T")
-SOLVED = "solved."  # prefix, in a file, of tensors that are computed from the others
+SOLVED = "solved."  # prefix in the file for tensors that were computed from the others
 
 
 class ExtraState(Record):
-    """What a state dict holds beside the tensors: JSON in a uint8 tensor, which every serialiser can carry."""
+    """The part of a state dict that is not tensors, as JSON in a uint8 tensor, which every serialiser supports."""
 
     class_names: list[str]
     calibration: tuple[TaskTemperature, ...]
@@ -41,7 +41,7 @@ class ExtraState(Record):
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> Self:
-        """Read what `to_tensor` wrote; damaged JSON is a `ValueError`."""
+        """Read the tensor of `to_tensor`, or raise a `ValueError` if its JSON is damaged."""
         try:
             return cls.model_validate_json(bytes(tensor.tolist()))
         except ValidationError as error:
@@ -49,7 +49,7 @@ class ExtraState(Record):
 
 
 class SavedClassifier(ExtraState):
-    """`<stem>_config.json`."""
+    """The contents of `<stem>_config.json`."""
 
     format: Literal["dulbe-classifier-2"] = "dulbe-classifier-2"
     name: str
@@ -60,7 +60,7 @@ class SavedClassifier(ExtraState):
 
 
 def save(classifier: GrowingState, folder: str | Path) -> None:
-    """Write the two files of a classifier into a folder, which is made where it does not exist."""
+    """Write the two files of a classifier into a folder, which is created if it does not exist."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     facts = {name: getattr(classifier, name) for name in ("name", "embed_dim", "logit_scale", "source")}
     config = SavedClassifier(**dict(ExtraState.of(classifier)), **facts, settings=classifier.settings())
@@ -73,18 +73,18 @@ def save(classifier: GrowingState, folder: str | Path) -> None:
 def load(cls: type[C], source: str | Path, revision: str | None, token: str | None, cache_dir: str | None) -> C:
     """Load a classifier onto the CPU; see `GrowingState.from_pretrained`.
 
-    The files are read in order: the configuration, the shapes in the tensors' header, the tensors. No memory is taken
-    for a tensor that does not fit the configuration.
+    The configuration is read first, then the shapes in the header of the tensor file, then the tensors. No memory is
+    allocated for a tensor that does not fit the configuration.
     """
     folder, commit = Path(source), None
     if not folder.is_dir():
         folder, commit = hub.fetch(source, cls.file_names(), revision, token, cache_dir)
     config_file, tensors_file = (folder / name for name in cls.file_names())
     if not config_file.is_file():
-        raise FileNotFoundError(f"{config_file} does not exist: {folder} holds no saved {cls.__name__}")
+        raise FileNotFoundError(f"{config_file} does not exist: {folder} contains no saved {cls.__name__}")
     config = read_record(config_file, SavedClassifier)
     if config.name != cls.name:
-        raise ValueError(f"{config_file} holds a classifier {config.name!r}, expected {cls.name!r}")
+        raise ValueError(f"{config_file} contains a classifier {config.name!r}, expected {cls.name!r}")
     shapes, solved_shapes = _parted(tensor_shapes(tensors_file))
     arguments: Any = {"embed_dim": config.embed_dim, "logit_scale": config.logit_scale, **config.settings}
     try:
@@ -92,7 +92,7 @@ def load(cls: type[C], source: str | Path, revision: str | None, token: str | No
             classifier = cls(**arguments)
         classifier.check_shapes(shapes, len(config.class_names))
         if solved_shapes and solved_shapes not in (known := classifier.solved_shapes(len(config.class_names))):
-            raise ValueError(f"what begins with {SOLVED!r} must be of the shapes {known}, got {solved_shapes}")
+            raise ValueError(f"the tensors {SOLVED!r} must have one of the shapes {known}, got {solved_shapes}")
         state, solved = _parted(read_tensors(tensors_file)[0])
         extra = ExtraState(**{name: getattr(config, name) for name in ExtraState.model_fields})
         classifier.load_state_dict({**state, EXTRA_STATE: extra.to_tensor()})
@@ -110,6 +110,6 @@ def push(classifier: GrowingState, repo_id: str, message: str, options: dict[str
 
 
 def _parted(tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
-    """Split what a file says of the state from what it says of the tensors that are solved for, by name."""
+    """Split the entries of a file into those of the state and those with the prefix `SOLVED`, by name."""
     solved = {name.removeprefix(SOLVED): value for name, value in tensors.items() if name.startswith(SOLVED)}
     return {name: value for name, value in tensors.items() if not name.startswith(SOLVED)}, solved

@@ -1,11 +1,11 @@
-"""What `torch.jit.script` takes in the place of a classifier, whose checks and names TorchScript cannot express."""
+"""The module that `torch.jit.script` compiles instead of a classifier, whose checks TorchScript does not support."""
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 
 class LinearScores(nn.Module):
-    """Logits of features, (n, d), which are normalised here: z W' + b. Nothing is checked."""
+    """Compute the logits z W' + b of features, (n, d), which are normalised here but not checked."""
 
     weight: Tensor
     bias: Tensor
@@ -17,6 +17,6 @@ class LinearScores(nn.Module):
 
     def forward(self, image_embeds: Tensor) -> Tensor:
         images = image_embeds.float()
-        # Scaled first: the squares of large or tiny entries leave float32's range.
+        # Scaled first, because squares of very large or small entries exceed the range of float32.
         images = F.normalize(images / images.abs().amax(dim=1, keepdim=True), dim=1)
         return images @ self.weight.T + self.bias

@@ -1,4 +1,4 @@
-"""Buffers that grow with the classes, and a state dict that brings its own number of classes."""
+"""Buffers that grow with the number of classes, and are resized when a state dict is loaded."""
 
 import copy
 import math
@@ -21,14 +21,17 @@ if TYPE_CHECKING:
     from dulbe_peft.classifiers.calibration import TaskNovelty, TaskTemperature
 
 EXTRA_STATE = "_extra_state"
-CLASSES = ".classes"  # no buffer can be called so
+CLASSES = ".classes"  # contains a dot, so it cannot be the name of a buffer
 UNIT_ROWS = ("visual_prototypes", "text_embeds")
 LogitScale = Annotated[float, Ge(LEAST), Le(1e30)]  # logits stay finite in float32
-MOST_IMAGES = 2**40  # of a class: sums over the counts of all classes stay far below the largest int64
+MOST_IMAGES = 2**40  # images of one class, so that sums over all classes stay far below the largest int64
 
 
 class _Derived(NamedTuple):
-    """A value that was computed from buffers, and their key; they are kept, so that their ids stay unique."""
+    """A value that was computed from buffers, and the key of these buffers.
+
+    The buffers are stored, too, because ids of deleted tensors could be used again.
+    """
 
     key: tuple[Any, ...]
     sources: tuple[Tensor, ...]
@@ -38,32 +41,33 @@ class _Derived(NamedTuple):
 @dataclass_transform(eq_default=False, kw_only_default=True, field_specifiers=(field,))
 @dataclass(eq=False, repr=False)
 class GrowingState(nn.Module):
-    """A module whose state is class names, a calibration and buffers, of which some have one row a class.
+    """A module whose state consists of class names, a calibration and buffers, some of which have one row per class.
 
-    Every subclass becomes a dataclass. Its fields are its settings, whose types say what is allowed; it has no
-    constructor of its own. A float64 buffer stays float64 whatever the module is converted to, and stays on the CPU
-    where a device has no float64.
+    Every subclass becomes a dataclass whose fields are its settings; their types say which values are allowed. It must
+    not define a constructor. A float64 buffer stays float64 if the module is converted to another type, and stays on
+    the CPU if a device has no float64.
     """
 
-    if TYPE_CHECKING:  # every attribute that is no setting is a buffer
+    if TYPE_CHECKING:  # every attribute that is not a setting is a buffer
 
         def __getattr__(self, name: str) -> Tensor: ...
 
     name: ClassVar[str] = ""
     file_stem: ClassVar[str] = ""
-    may_be_absent: ClassVar[tuple[str, ...]] = ()  # buffers of unit vectors of which rows may be zeros
+    may_be_absent: ClassVar[tuple[str, ...]] = ()  # buffers of unit vectors whose rows may be zero instead
 
     embed_dim: Annotated[int, Ge(2)]
     logit_scale: LogitScale = 100.0
 
     def __init_subclass__(cls, kw_only: bool = True, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "__init__" in vars(cls):  # its own parameters would not be saved
+        if "__init__" in vars(cls):  # its parameters would not be saved
             raise TypeError(
-                f"{cls.__name__} has an __init__: make its settings fields, and register buffers in register"
+                f"{cls.__name__} has an __init__: make its settings dataclass fields, and register buffers in "
+                "register()"
             )
         dataclass(eq=False, repr=False, kw_only=kw_only)(cls)
-        for entry in fields(cls):  # a default is no attribute of the class: a buffer may have the setting's name
+        for entry in fields(cls):  # a default on the class would hide a buffer with the name of the setting
             if entry.name in vars(cls):
                 delattr(cls, entry.name)
         if "name" in vars(cls):
@@ -76,26 +80,26 @@ class GrowingState(nn.Module):
         self.calibration: tuple[TaskTemperature, ...] = ()
         self.novelty_tasks: tuple[TaskNovelty, ...] = ()
         self._class_names: list[str] = []
-        self._axes: dict[str, tuple[int | str, ...]] = {}  # of buffers that grow, see `register_rows`
+        self._axes: dict[str, tuple[int | str, ...]] = {}  # axes of each growing buffer, see `register_rows`
         self._derived: dict[str, _Derived] = {}
 
     @classmethod
     def setting_defaults(cls) -> dict[str, Any]:
-        """The class's own settings, those beside `embed_dim` and `logit_scale`, with their defaults."""
+        """Return the settings of the class and their defaults, without `embed_dim` and `logit_scale`."""
         return {entry.name: entry.default for entry in fields(cls) if entry.name not in ("embed_dim", "logit_scale")}
 
     @classmethod
     def file_names(cls) -> tuple[str, str]:
-        """Names of the configuration and of the tensors."""
+        """Return the names of the configuration file and of the tensor file."""
         return f"{cls.file_stem}_config.json", f"{cls.file_stem}.safetensors"
 
     def settings(self) -> dict[str, Any]:
-        """The class's own settings and their values, plain data."""
+        """Return the settings, without `embed_dim` and `logit_scale`, and their values as plain data."""
         return {name: getattr(self, name) for name in self.setting_defaults()}
 
     @property
     def class_names(self) -> list[str]:
-        """All seen classes, in the order they came."""
+        """All seen classes, in the order in which they were learned."""
         return list(self._class_names)
 
     def extra_repr(self) -> str:
@@ -105,10 +109,17 @@ class GrowingState(nn.Module):
     def register_rows(
         self, name: str, *row_shape: int | str, dtype: torch.dtype = torch.float32, of: str = CLASSES
     ) -> None:
-        """Register a buffer with one row a class, empty at first; `register_buffer` makes those that do not grow.
+        """Register a buffer with one row per class, which is empty at first.
 
-        `of` may name the buffer that says how many rows each class has, 0 to the width of a row, and so may an entry
-        of `row_shape` for its columns. A name of no buffer is of rows that the classifier counts itself.
+        Use `register_buffer` for buffers that do not grow.
+
+        Args:
+            name: Name of the buffer.
+            row_shape: Shape of a row. An entry may be a name, as in `of`, if the columns grow.
+            dtype: Type of the buffer.
+            of: What the rows belong to. The default means one row per class. The name of a buffer of integers means
+                as many rows per class as that buffer says, from 0 to the width of a row. Any other name means a number
+                of rows that the classifier itself manages.
         """
         self._axes[name] = (of, *row_shape)
         self.register_buffer(
@@ -116,70 +127,76 @@ class GrowingState(nn.Module):
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """The buffers that belong to the state, by name."""
+        """Return the buffers that belong to the state, by name."""
         return dict(self.named_buffers(recurse=False, remove_duplicate=False))
 
     def derived(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return what `make` computes from the buffers, kept until a buffer is replaced or written to."""
-        if not has_values():  # a graph computes it
+        """Return what `make` computes from the buffers, and cache it until a buffer is replaced or written to."""
+        if not has_values():  # while a graph is exported, which computes the value itself
             return make()
-        kept = self._derived.get(name)
-        if kept is None or kept.key != self._key():
+        cached = self._derived.get(name)
+        if cached is None or cached.key != self._key():
             # A tensor made in inference mode could not be used in training later.
             with torch.inference_mode(False), torch.no_grad(), one_thread():
                 value = make()
             self.keep_derived(name, value)
             return value
-        return kept.value
+        return cached.value
 
     def keep_derived(self, name: str, value: Any) -> None:
-        """Let `derived` return this value as long as the buffers stay as they are."""
+        """Let `derived` return this value until a buffer changes."""
         self._derived[name] = _Derived(self._key(), tuple(self.tensors().values()), value)
 
     def _key(self) -> tuple[Any, ...]:
         return identity(self.tensors().values(), samples=distributed.is_available() and distributed.is_initialized())
 
     def solved(self) -> dict[str, Tensor]:
-        """What follows from the buffers and takes long, float32: `derived("solved", ...)`; it is saved beside them."""
+        """Return tensors in float32 that take long to compute from the buffers, and are therefore saved with them.
+
+        Subclasses cache them as `derived("solved", ...)`.
+        """
         return {}
 
     def solved_shapes(self, classes: int) -> list[dict[str, tuple[int, ...]]]:
-        """The shapes that `solved` can have with so many classes."""
+        """Return the possible shapes of `solved` for a number of classes."""
         return []
 
     def fork(self) -> Self:
-        """A module with the same classes that can learn on without changing this one; tensors are shared."""
+        """Return a copy that shares the tensors, and can learn without changing this module."""
         twin = copy.copy(self)
         buffers = self.tensors().items()
         twin._buffers = {name: tensor.clone() if tensor.is_inference() else tensor for name, tensor in buffers}
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle takes along: not what can be computed again."""
+        """Leave out cached values, which can be computed again."""
         return {**vars(self), "_derived": {}}
 
     def install(self, changes: Mapping[str, Tensor]) -> None:
-        """Put new values of buffers in, all at once."""
+        """Replace buffers by new values in one step."""
         buffers = self.tensors()
         self._buffers |= {n: value.to(buffers[n].dtype).to(buffers[n].device) for n, value in changes.items()}
         self._derived = {}
 
     def with_rows(self, **further: Tensor) -> dict[str, Tensor]:
-        """Buffers, by name, with further rows, in the type of these."""
+        """Return buffers with further rows added, in the type of these rows, by name."""
         return {name: torch.cat([self.tensors()[name].to(rows.dtype), rows]) for name, rows in further.items()}
 
     def with_new_rows(self, new: int) -> dict[str, Tensor]:
-        """The buffers with one row a class, with zeros in rows for so many new classes."""
+        """Return the buffers with one row per class, extended by rows of zeros for `new` classes."""
         rows = {name: self.tensors()[name] for name, axes in self._axes.items() if axes[0] == CLASSES}
         return {name: torch.cat([rows[name], rows[name].new_zeros(new, *rows[name].shape[1:])]) for name in rows}
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the kept numbers take."""
+        """Size of the buffers in bytes."""
         return self.nbytes_with(len(self._class_names))
 
     def nbytes_with(self, classes: int) -> int:
-        """Bytes that the kept numbers take with so many classes, which have as many rows each as those of today."""
+        """Return the size of the buffers in bytes for a number of classes.
+
+        The average number of rows per class is taken to be the present one.
+        """
         known, total = max(1, len(self._class_names)), 0
         for name, tensor in self.tensors().items():
             sizes = list(tensor.shape)
@@ -191,12 +208,12 @@ class GrowingState(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where features are taken to; float64 buffers may have to stay on the CPU."""
+        """The device on which features are classified. float64 buffers may be on the CPU instead."""
         tensors = list(self.tensors().values())
         return next((tensor for tensor in tensors if tensor.dtype != torch.float64), tensors[0]).device
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]], classes: int) -> None:
-        """Raise a `ValueError` unless these are the shapes of all tensors with this number of classes."""
+        """Raise a `ValueError` unless the tensors of a classifier with this number of classes have these shapes."""
         buffers = self.tensors()
         for problem, names in (("Missing", set(buffers) - set(shapes)), ("Unexpected", set(shapes) - set(buffers))):
             if names:
@@ -205,7 +222,7 @@ class GrowingState(nn.Module):
         for name, buffer in buffers.items():
             axes = self._axes.get(name, tuple(buffer.shape))
             for axis, size in zip(axes, shapes[name]):
-                if isinstance(axis, str):  # buffers with the same axis have as many rows as the first one
+                if isinstance(axis, str):  # the first buffer with an axis determines its size for the others
                     sizes.setdefault(axis, min(size, classes * axes[-1]) if isinstance(axes[-1], int) else size)
             expected = tuple(sizes.get(axis, axis) for axis in axes)
             if tuple(shapes[name]) != expected:
@@ -236,7 +253,7 @@ class GrowingState(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Resizes to the number of classes in the file; a state that is incomplete or inconsistent changes nothing."""
+        """Resize to the number of classes in the state. An incomplete or inconsistent state changes nothing."""
         _, _, missing_keys, _, error_msgs = rest
         missing = [prefix + key for key in (*self.tensors(), EXTRA_STATE) if prefix + key not in state_dict]
         if missing:
@@ -262,13 +279,13 @@ class GrowingState(nn.Module):
             if state[name].is_floating_point() != buffer.is_floating_point():
                 raise ValueError(f"{name} must be of the kind of {buffer.dtype}, got {state[name].dtype}")
             if not is_finite(state[name]):
-                raise ValueError(f"{name} holds NaN or infinity")
+                raise ValueError(f"{name} contains NaN or infinity")
             if not buffer.is_floating_point() and ((state[name] < 0) | (state[name] > MOST_IMAGES)).any():
-                found = f"{state[name].tolist()!r:.100}"
-                raise ValueError(f"{name} must be numbers of images, 0 to {MOST_IMAGES}, got {found}")
+                given = f"{state[name].tolist()!r:.100}"
+                raise ValueError(f"{name} must be numbers of images, 0 to {MOST_IMAGES}, got {given}")
             lengths = state[name].float().norm(dim=-1) if name in UNIT_ROWS else torch.ones(0)
             if not (((lengths - 1).abs() < 1e-2) | ((lengths == 0) & (name in self.may_be_absent))).all():
-                raise ValueError(f"{name} must hold unit vectors")
+                raise ValueError(f"{name} must consist of unit vectors")
         self.check_shapes({name: tuple(tensor.shape) for name, tensor in state.items()}, len(class_names))
         for name, axes in self._axes.items():
             rows = state.get(str(axes[0]))
@@ -276,25 +293,31 @@ class GrowingState(nn.Module):
                 raise ValueError(f"{axes[0]} adds up to {int(rows.sum())}, but {name} has {len(state[name])} rows")
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write `<stem>_config.json` and `<stem>.safetensors`, names that do not collide with an adapter's files."""
+        """Write `<stem>_config.json` and `<stem>.safetensors`, which can be in the same folder as an adapter."""
         classifiers.saved.save(self, folder)
 
     @classmethod
     def from_pretrained(
         cls, source: str | Path, *, revision: str | None = None, token: str | None = None, cache_dir: str | None = None
     ) -> Self:
-        """Load what `save_pretrained` wrote, onto the CPU, from a folder or from a repository on the Hub.
+        """Load a saved classifier onto the CPU.
+
+        Args:
+            source: Folder of `save_pretrained`, or repository on the Hub.
+            revision: Revision on the Hub.
+            token: Access token for the Hub.
+            cache_dir: Folder for downloads.
 
         Raises:
-            FileNotFoundError: There is no such folder, repository or revision, or a file is missing from it.
-            ValueError: A file is damaged or has another format, or the two files do not fit each other.
+            FileNotFoundError: The folder, the repository, its revision or a file does not exist.
+            ValueError: A file is damaged or has another format, or the two files do not belong together.
         """
         return classifiers.saved.load(cls, source, revision, token, cache_dir)
 
     def push_to_hub(self, repo_id: str, *, commit_message: str | None = None, **options: Any) -> Any:
-        """Upload what `save_pretrained` writes to a repository on the Hub; it is made where it does not exist.
+        """Upload the files of `save_pretrained` to a repository on the Hub, which is created if it does not exist.
 
-        `options` are `private`, `token`, `revision` and `create_pr` of huggingface_hub.
+        `options` are the arguments `private`, `token`, `revision` and `create_pr` of huggingface_hub.
         """
         message = commit_message or f"Upload {self.name} classifier"
         return classifiers.saved.push(self, repo_id, message, options)

@@ -1,4 +1,4 @@
-"""The text classifier: a class is its name's embedding, as in zero-shot CLIP."""
+"""The text classifier: each class is the text embedding of its name, as in zero-shot CLIP."""
 
 from collections.abc import Sequence
 
@@ -8,14 +8,14 @@ from dulbe_peft.classifiers.base import Classifier
 
 
 class TextClassifier(Classifier):
-    """logits = tau z . e_c, with e_c the unit text embedding of class c. It learns nothing from images.
+    """Text classifier: logits = tau z . e_c, with e_c the unit text embedding of class c. It ignores training images.
 
     Reference:
         Radford et al., "Learning Transferable Visual Models From Natural Language Supervision", 2021, section 3.1.2.
     """
 
     name = "text"
-    summary = "text classifier: the model after learning, which chooses by the names of the classes alone"
+    summary = "text classifier: the model after training, which compares images only with the names of the classes"
     needs_text = True
     updates = True
     adds_up = ()

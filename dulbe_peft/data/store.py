@@ -1,8 +1,8 @@
-"""The feature store: what a frozen encoder gave for an image, kept in one SQLite file and found again by content.
+"""Store the features of frozen encoders in one SQLite file, and find them again by the content of the image.
 
-It holds features and no photograph. A feature is known by the image's content, the encoder's fingerprint, precision
-and backend, and the view; a checksum covers all of it. A store that cannot be used is one warning: the work then goes
-on with a private one, which ends with the process.
+The store contains features, never photographs. The key of a feature is the image's content, the encoder's
+fingerprint, precision and backend, and the view; a checksum covers key and feature. If the store cannot be used, one
+warning says so, and a temporary store replaces it until the process ends.
 """
 
 import hashlib
@@ -22,75 +22,79 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 T = TypeVar("T")
-VARIABLE = "DULBE_PEFT_STORE"  # of the environment: another file than the usual one
-APPLICATION, VERSION = 0x44754C42, 2  # what SQLite's header says of our files
-WAIT = 60.0  # seconds for other processes that write
-_AT_ONCE = 500  # images of a query
+VARIABLE = "DULBE_PEFT_STORE"  # environment variable that names another file than the default
+APPLICATION, VERSION = 0x44754C42, 2  # application_id and user_version in the file's SQLite header
+WAIT = 60.0  # seconds to wait for another process that writes
+_QUERY_SIZE = 500  # images in one query
 _TABLE = """CREATE TABLE features
     (way BLOB, content BLOB, embedding BLOB, checksum INTEGER, UNIQUE (way, content))"""
-# File systems on which SQLite's locks reach no other machine; by an option of the mount, or always.
+# Network file systems on which SQLite's locks do not reach other machines: with one of these mount options, or always.
 _NO_LOCKS = {"nfs": ("nolock", "local_lock=all", "local_lock=posix"), "cifs": ("nobrl",), "smb3": ("nobrl",)}
 _NEVER_LOCKS = ("fuse.sshfs", "fuse.rclone", "fuse.s3fs", "fuse.gcsfuse", "fuse.davfs", "davfs")
 
 
 class EncoderKey(NamedTuple):
-    """What makes two features of an image the same; `fingerprint` covers weights, preprocessing and versions."""
+    """Key of features: with the same key, an image has the same features.
+
+    `fingerprint` covers weights, preprocessing and versions.
+    """
 
     fingerprint: str
     precision: str
     backend: str
-    view: str = ""  # of the image as it is
+    view: str = ""  # the augmentation, as JSON; "" for the image as it is
 
     @property
     def way(self) -> bytes:
-        """What names it in the file; each row's checksum covers it."""
+        """The key as the file stores it, 16 bytes. The checksum of each row covers it."""
         return hashlib.sha256(repr(tuple(self)).encode()).digest()[:16]
 
 
 def store_path() -> Path:
-    """The file of the store: what `DULBE_PEFT_STORE` names, or else one in the user's cache folder."""
+    """Return the file of the store: the one that `DULBE_PEFT_STORE` names, or else one in the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get(VARIABLE) or Path(cache, "dulbe_peft", "features.sqlite")).absolute()
 
 
 def open_store(use: bool) -> "FeatureStore":
-    """The user's store, or without `use` a private one."""
+    """Return the user's store, or a private temporary one if `use` is False."""
     return FeatureStore(store_path() if use else None)
 
 
 class FeatureStore:
-    """Features by content, in a file that several processes read and write at once; without a path, a private one.
+    """Features by content, in a file that several processes can read and write at once.
 
-    Every call opens the file for itself, so threads, forked processes and a file that is deleted meanwhile do no harm.
-    A batch is written whole or not at all.
+    Without a path, the store is private: a temporary file of this process. Every call opens the file anew, so threads,
+    forks and the deletion of the file do no harm. A batch is written completely or not at all.
     """
 
     def __init__(self, path: Path | None = None) -> None:
         self.private = path is None
         self.path = path or Path()
-        self.said_damage = False  # once is enough: what is encoded again takes the place of a damaged row
+        self.warned_of_damage = False  # one warning is enough, since new features replace damaged ones
 
     def get(self, key: EncoderKey, contents: Sequence[bytes | None]) -> dict[bytes, np.ndarray]:
-        """Content -> feature, (d,), float32, of those images that are known."""
+        """Return content -> feature, (d,) in float32, for those images that the store has."""
         wanted = iter(dict.fromkeys(content for content in contents if content is not None))
         way = key.way
 
         def read(database: sqlite3.Connection) -> dict[bytes, np.ndarray]:
-            found = list[Any]()
-            while part := list(islice(wanted, _AT_ONCE)):
+            rows = list[Any]()
+            while part := list(islice(wanted, _QUERY_SIZE)):
                 query = f"""SELECT content, embedding, checksum FROM features
                     WHERE way = ? AND content IN ({", ".join("?" * len(part))})"""
-                found += database.execute(query, [way, *part])
-            whole = [row for row in found if _is_whole(way, *row)]
-            if len(whole) < len(found) and not self.said_damage:
-                _warn(f"{self.path} holds {len(found) - len(whole)} damaged features, which are encoded again")
-                self.said_damage = True
-            return {content: np.frombuffer(embedding, dtype="<f4") for content, embedding, _ in whole}
+                rows += database.execute(query, [way, *part])
+            intact = [row for row in rows if _is_intact(way, *row)]
+            if len(intact) < len(rows) and not self.warned_of_damage:
+                damaged = len(rows) - len(intact)
+                _warn(f"{self.path} contains {damaged} damaged features; their images are encoded again")
+                self.warned_of_damage = True
+            return {content: np.frombuffer(embedding, dtype="<f4") for content, embedding, _ in intact}
 
-        return self._used(read, {})
+        return self._with_database(read, {})
 
     def put(self, key: EncoderKey, contents: Sequence[bytes | None], features: np.ndarray) -> None:
-        """Keep the features, (n, d), of images; None among the contents is left out."""
+        """Store the features of images, (n, d), except those whose content is None."""
         way = key.way
         rows = [
             (way, content, embedding, zlib.crc32(way + content + embedding))
@@ -103,17 +107,21 @@ class FeatureStore:
             database.executemany("INSERT OR REPLACE INTO features VALUES (?, ?, ?, ?)", rows)
             database.execute("COMMIT")
 
-        self._used(write, None)
+        self._with_database(write, None)
 
     def facts(self) -> tuple[int, int]:
-        """How many features there are, and the bytes of the file."""
+        """Return the number of features and the size of the file in bytes."""
         if not self.path.exists():
             return 0, 0
-        (count,) = self._used(lambda database: database.execute("SELECT count(*) FROM features").fetchone(), (0,))
+        query = "SELECT count(*) FROM features"
+        (count,) = self._with_database(lambda database: database.execute(query).fetchone(), (0,))
         return count, self.path.stat().st_size
 
-    def _used(self, work: Callable[[sqlite3.Connection], T], otherwise: T) -> T:
-        """What some work with the open file gives; where the file is of no use, a private one takes its place."""
+    def _with_database(self, work: Callable[[sqlite3.Connection], T], otherwise: T) -> T:
+        """Return what `work` returns for the open file. If the file cannot be used, replace it with a private one.
+
+        Returns `otherwise` if the private file cannot be used either.
+        """
         try:
             with self._opened() as database:
                 return work(database)
@@ -122,12 +130,12 @@ class FeatureStore:
                 reason = f"the feature store {self.path} is not used: {error}"
                 _warn(f"{reason}; move it away, or name another file with {VARIABLE}")
                 self.private, self.path = True, Path()
-                return self._used(work, otherwise)
-        return otherwise  # not even a temporary file can be written: images are encoded again
+                return self._with_database(work, otherwise)
+        return otherwise
 
     @contextmanager
     def _opened(self) -> Iterator[sqlite3.Connection]:
-        """The open file, made where it is not there; a `ValueError` where it is another program's or release's."""
+        """Open the file, or create it. Raise a `ValueError` if it belongs to another program or release."""
         if self.private and not self.path.name:
             self.path = Path(tempfile.mkdtemp(prefix="dulbe_peft-"), "features.sqlite")
             weakref.finalize(self, shutil.rmtree, self.path.parent, ignore_errors=True)
@@ -138,22 +146,22 @@ class FeatureStore:
             if _number(database, "application_id") == _number(database, "schema_version") == 0:
                 _make(database)
             if _number(database, "application_id") != APPLICATION:
-                raise ValueError("it is another program's file")
+                raise ValueError("the file belongs to another program")
             if (version := _number(database, "user_version")) != VERSION:
-                raise ValueError(f"it has the version {version}, this release knows {VERSION}")
-            database.text_factory = bytes  # of a damaged row, whose text need not be UTF-8
+                raise ValueError(f"the file has version {version}, but this release reads version {VERSION}")
+            database.text_factory = bytes  # a damaged row may hold text that is not UTF-8
             if self.private:
-                database.execute("PRAGMA synchronous = OFF")  # it does not outlive the machine
+                database.execute("PRAGMA synchronous = OFF")  # nobody needs a temporary file after a crash
             yield database
 
 
-def _is_whole(way: bytes, content: bytes, embedding: Any, checksum: Any) -> bool:
-    """Whether a row is as it was written; SQLite keeps a value of any type in any column."""
+def _is_intact(way: bytes, content: bytes, embedding: Any, checksum: Any) -> bool:
+    """Return whether a row is as it was written. SQLite accepts values of any type in any column."""
     return isinstance(embedding, bytes) and checksum == zlib.crc32(way + content + embedding)
 
 
 def _make(database: sqlite3.Connection) -> None:
-    """Write the tables into an empty file, unless another process has done so meanwhile."""
+    """Create the table in an empty file, unless another process has just done so."""
     database.execute("PRAGMA page_size = 16384")  # several features fit into a page
     database.execute("BEGIN EXCLUSIVE")
     if _number(database, "application_id") == 0:
@@ -168,7 +176,7 @@ def _number(database: sqlite3.Connection, name: str) -> int:
 
 
 def _mounts() -> list[list[str]]:
-    """Device, place, kind and options of each mount; none where the system does not say."""
+    """Return device, folder, type and options of each mount, or nothing if the system does not list them."""
     try:
         return [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
     except OSError:
@@ -176,13 +184,13 @@ def _mounts() -> list[list[str]]:
 
 
 def _check_locks(folder: Path) -> None:
-    """Raise a `ValueError` on a network disk whose locks reach no other machine, as far as the system tells."""
-    here = os.path.join(os.path.realpath(folder), "")
-    own = [row for row in _mounts() if here.startswith(os.path.join(row[1].replace("\\040", " "), ""))]
-    kind, options = max(own, key=lambda row: len(row[1]))[2:4] if own else ("", "")
-    weak = set(options.split(",")) & set(_NO_LOCKS.get("nfs" if kind.startswith("nfs") else kind, ()))
-    if weak or kind in _NEVER_LOCKS:
-        raise ValueError(f"it lies on a network disk ({kind}) without locks between machines")
+    """Raise a `ValueError` if the folder is known to be on a network disk whose locks do not reach other machines."""
+    path = os.path.join(os.path.realpath(folder), "")
+    containing = [row for row in _mounts() if path.startswith(os.path.join(row[1].replace("\\040", " "), ""))]
+    kind, options = max(containing, key=lambda row: len(row[1]))[2:4] if containing else ("", "")
+    unlocked = set(options.split(",")) & set(_NO_LOCKS.get("nfs" if kind.startswith("nfs") else kind, ()))
+    if unlocked or kind in _NEVER_LOCKS:
+        raise ValueError(f"it is on a network disk ({kind}) without locks between machines")
 
 
 def _warn(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Images on their way through the model: in which batches, process, precision and backend."""
+"""Encode images with the model: choose batches, process, precision and backend, and use the feature store."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -24,67 +24,75 @@ from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.encoders.reading import read_batches
 from dulbe_peft.encoders.text_encoder import TextEncoder
 from dulbe_peft.utils import processes
-from dulbe_peft.utils.devices import choose_device, has_bfloat16, settled_precision
+from dulbe_peft.utils.devices import choose_device, choose_precision, has_bfloat16
 from dulbe_peft.utils.profiling import Profile
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-# A processor encodes so many images at once, and fills up a batch of fewer: the size of a product chooses its kernel,
-# and each kernel rounds in its own way. Where even the place in such a batch does, each image is encoded by itself.
-WHOLE = 8
+# A CPU encodes this many images at once, and smaller batches are padded: the size of a matrix product selects its
+# kernel, and kernels round differently. If even the position in such a batch changes the rounding, images are encoded
+# one by one.
+CPU_BATCH = 8
 
 
-def _filled(pixels: torch.Tensor, size: int) -> torch.Tensor:
-    """Images that are filled up, with the first of them, to whole batches of a size."""
+def _padded(pixels: torch.Tensor, size: int) -> torch.Tensor:
+    """Repeat the first image until the number of images is a multiple of `size`."""
     missing = -len(pixels) % size
     return torch.cat([pixels, pixels[:1].expand(missing, *pixels.shape[1:])]) if missing else pixels
 
 
 class Encoder(TextEncoder):
-    """A dual encoder's two towers over data sets and class names, in the batches and precision of `args`."""
+    """Encode data sets and class names with a dual encoder, in the batches and precision that `args` ask for."""
 
     def __init__(self, clip: Any, processor: Any, args: LearnerArguments, device: torch.device) -> None:
         super().__init__(clip, processor, args, device)
         self.profile = Profile()
-        # Where features of images are found again, while nothing trains the model; None: nowhere.
+        # Keeps image features as long as the model has no adapter; None keeps none.
         self.store: FeatureStore | None = None
-        # Of the known classes, by what compares another backend with torch; None: their names do, or neighbours.
+        # Class scores of features, for comparing a backend's predictions with torch's; None: see `_scores`.
         self.scores: Callable[[torch.Tensor], torch.Tensor | None] | None = None
-        self.graph: str | None = None  # SHA-256 of the int8 graph that a learner carries
+        self.graph: str | None = None  # SHA-256 of the learner's int8 graph
         self._tower_facts = ImageTowerFacts()
-        self._tower: tuple[str, backends.Tower | None] = ("", None)  # of the weights with a digest
-        self._trains = False  # what moves at every task is not exported
-        self._alike: dict[tuple[str, int], bool] = {}  # whether each place in a batch rounds alike, by what computes
+        self._tower: tuple[str, backends.Tower | None] = ("", None)  # digest of the weights, and their exported tower
+        self._trains = False  # a tower that every task changes is not exported
+        # Whether every position in a batch rounds in the same way, by backend and number of threads.
+        self._positions_equal: dict[tuple[str, int], bool] = {}
         tower = loading.unit_image_embeds
         self._trained_tower = torch.compile(tower) if args.torch_compile else tower
 
     @classmethod
     def at_rest(cls, clip: Any, processor: Any, args: LearnerArguments) -> Self:
-        """The encoder of a model that nothing trains, on the device that `args` name and with the user's store."""
+        """Return an encoder for a model that will not be trained, with the device of `args` and the user's store."""
         device = choose_device(args.device)
-        precision = settled_precision(args.precision, None, False, has_bfloat16(device))
+        precision = choose_precision(args.precision, None, False, has_bfloat16(device))
         made = cls(clip.to(device).eval(), processor, replace(args, precision=precision), device)
         made.store = open_store(True)
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what a process keeps open or knows of its processor; the learner says how a backend compares."""
-        return vars(self) | {"_tower": ("", None), "scores": None, "_alike": {}}
+        """Leave out the exported tower, measurements of this CPU, and `scores`, which the learner sets again."""
+        return vars(self) | {"_tower": ("", None), "scores": None, "_positions_equal": {}}
 
     def retain_graphs(self) -> AbstractContextManager[None]:
-        """Around compiled forward passes and the two backward passes of each, which both read what it kept."""
-        # Else the first backward pass may write over it; torch has no public name for this.
+        """Return a context in which two backward passes can follow one compiled forward pass."""
+        # Without it, the first backward pass may overwrite saved activations. torch has no public setting for this.
         return torch._functorch.config.patch(donated_buffer=False) if self.args.torch_compile else nullcontext()
 
     def images(self, images: LabelledImages, keep: bool = False) -> PixelDataset:
-        """Preprocessed images; with `keep`, held in memory where that fits and cannot change them."""
+        """Return the preprocessed images.
+
+        `keep` caches them in memory if they fit, this process reads them, and they are the same in every pass.
+        """
         if images.features is not None:
             self._check_features(images.features)
-        kept = keep and self.args.num_workers == 0 and self.args.teacher == "cached"
-        cache_bytes = self.args.pixel_cache_mb * 2**20 if kept else 0
+        cached = keep and self.args.num_workers == 0 and self.args.teacher == "cached"
+        cache_bytes = self.args.pixel_cache_mb * 2**20 if cached else 0
         return PixelDataset(images, self.processor, loading.image_shape(self.clip, self.processor), cache_bytes)
 
     def views(self, features: torch.Tensor, images: PixelDataset, title: str) -> torch.Tensor | None:
-        """The images' own features, (n, d), and those of their augmented views: (n, 1 + copies, d); None: no views."""
+        """Return `features`, (n, d), together with those of the augmented views, (n, 1 + copies, d).
+
+        Returns None if the settings ask for no views.
+        """
         if self.way[1] == 1:
             return None
         views = [features]
@@ -95,30 +103,30 @@ class Encoder(TextEncoder):
 
     @property
     def way(self) -> tuple[str, int]:
-        """How a learned image becomes rows of classifiers: precision and backend, and how many views there are."""
+        """Precision and backend that turn a learned image into rows of classifiers, and the number of those rows."""
         by = "" if self.args.backend == "torch" else f" by {self.args.backend}"
         return self.args.precision + by, 1 if self.args.augment == "none" else 1 + self.args.copies
 
     @property
     def facts(self) -> dict[str, str]:
-        """What tells this encoder's image features from those of others, on whichever machine."""
+        """Facts that distinguish this encoder's image features from another's, equal on every machine."""
         graph = {"graph": self.graph or ""} if self.args.precision == "int8" else {}
         return self._tower_facts(self.clip, self.processor) | {"precision": self.args.precision} | graph
 
     @property
     def key(self) -> EncoderKey:
-        """What makes two features of an image equal bit by bit: also versions, and what computes."""
+        """Key of features that are equal bit by bit; it also covers versions, device and backend."""
         facts, attention, tower = self.facts, self.clip.config._attn_implementation, self.tower
         backend = None if tower is None else (tower.sha256, tower.backend, tower.version)
         return encoder_key(facts, attention, self.device, self.args.eval_batch_size, backend)
 
     @property
     def tower(self) -> backends.Tower | None:
-        """The image tower of the backend that was asked for; None: torch's, also while the model is trained."""
+        """The image tower of the requested backend. None means that torch encodes, as it does during training."""
         if not self._may_export:
             return None
         if self.args.precision == "int8" and self.graph is None:
-            raise ValueError("int8 is calibrated on images first: encode some, or learn")
+            raise ValueError("int8 must be calibrated on images first: encode some images, or learn a task")
         facts = self.facts
         if self._tower[0] != facts["weights"]:
             shape = loading.image_shape(self.clip, self.processor)
@@ -126,27 +134,35 @@ class Encoder(TextEncoder):
         return self._tower[1]
 
     def stored(self, contents: Sequence[bytes]) -> dict[bytes, np.ndarray]:
-        """Features of images, as they are, that the user's store has, by content; none where the model is adapted."""
+        """Return the features that the user's store has for images without augmentation, by content.
+
+        The dict is empty if the model has an adapter.
+        """
         if self.store is None or self.store.private or not contents:
             return {}
-        return self._kept(lambda: contents)[1]
+        return self._from_store(lambda: contents)[1]
 
-    def _kept(self, look: Callable[[], Sequence[bytes | None]]) -> tuple[Sequence[bytes | None], dict[bytes, Any]]:
-        """What a look at images found, content by content, and those of their features that the store has."""
-        store, graphless = self.store, self.args.precision == "int8" and self.graph is None  # which it will be
-        if store is None or self.adapted or graphless:
+    def _from_store(
+        self, read_contents: Callable[[], Sequence[bytes | None]]
+    ) -> tuple[Sequence[bytes | None], dict[bytes, Any]]:
+        """Return what `read_contents` gives, and the features that the store has for these contents.
+
+        Returns nothing if the features may change: with an adapter, or in int8 before its calibration.
+        """
+        store, uncalibrated = self.store, self.args.precision == "int8" and self.graph is None
+        if store is None or self.adapted or uncalibrated:
             return [], {}
         key = self.key
 
         def ask() -> tuple[Sequence[bytes | None], dict[bytes, Any]]:
-            contents = look()
+            contents = read_contents()
             return contents, store.get(key, contents)
 
         return processes.on_main_process(ask)
 
     @property
     def _may_export(self) -> bool:
-        """Whether the tower as it is can be another backend's: not of a part of what was learned, or of nothing."""
+        """Whether another backend may run the tower: not during training, nor while an adapter is off or scaled."""
         if self.args.backend == "torch" or self._trains:
             return False
         layers = (module for module in self.clip.modules() if isinstance(module, BaseTunerLayer))
@@ -154,42 +170,48 @@ class Encoder(TextEncoder):
 
     @torch.no_grad()
     def calibrate(self, images: PixelDataset) -> None:
-        """Make the int8 graph on some of the images, and compare it with torch on others; does nothing otherwise."""
+        """Make the int8 graph with some of the images, and compare it with torch on others.
+
+        Does nothing in other precisions, or if the graph was made before.
+        """
         if self.args.precision != "int8" or self.graph is not None or not self._may_export:
             return
-        if len(images) < 2 * WHOLE or processes.world()[1] > 1:
-            few = f"at least {2 * WHOLE} images to calibrate on, and a single process; here are {len(images)} images"
-            raise ValueError(f"int8 needs {few}: take another precision")
-        order = np.random.default_rng(0).permutation(len(images))
-        held, facts = order[: min(backends.HELD_BACK, len(images) // 2)], self.facts
-        used = order[len(held) :][: backends.CALIBRATED]
+        count, world = len(images), processes.world()[1]
+        if count < 2 * CPU_BATCH or world > 1:
+            raise ValueError(
+                f"int8 needs at least {2 * CPU_BATCH} images for its calibration and a single process, got {count} "
+                f"images and {world} processes: choose another precision"
+            )
+        order = np.random.default_rng(0).permutation(count)
+        compared, facts = order[: min(backends.COMPARISON_IMAGES, count // 2)], self.facts
+        calibrated = order[len(compared) :][: backends.CALIBRATION_IMAGES]
 
         def pixels(rows: np.ndarray) -> Sequence[torch.Tensor]:
-            found = self.batches(images.skipping(), "calibrate", rows.tolist())
-            return torch.cat([batch[0] for batch in found]).split(WHOLE)
+            batches = self.batches(images.skipping(), "calibrate", rows.tolist())
+            return torch.cat([batch[0] for batch in batches]).split(CPU_BATCH)
 
         file = backends.exported(self.clip, loading.image_shape(self.clip, self.processor), facts)
-        tower, parts = backends.quantised(file, pixels(used)), pixels(held)
+        tower, parts = backends.quantised(file, pixels(calibrated)), pixels(compared)
         expected = torch.cat([loading.unit_image_embeds(self.clip, part) for part in parts])
-        found = torch.cat([tower(part) for part in parts])
-        tower.check(found, expected, self._scores(images, expected), self.args.force)
+        features = torch.cat([tower(part) for part in parts])
+        tower.check(features, expected, self._scores(images, expected), self.args.force)
         self.graph, self._tower = tower.sha256, (facts["weights"], tower)
 
     def _check_features(self, features: FeatureTable) -> None:
-        """Raise a `ValueError` unless the features are those that this encoder would give, as far as is known."""
+        """Raise a `ValueError` unless, as far as the table records it, this encoder would give the same features."""
         if self.adapted:
-            raise ValueError("features stand in for the images of a frozen model, and this one has an adapter")
+            raise ValueError("features replace the images of a frozen model only, and this model has an adapter")
         if self.args.augment != "none":
-            raise ValueError(f"features cannot be augmented, and augment is {self.args.augment!r}: give the images")
+            raise ValueError(f"features cannot be augmented, but augment is {self.args.augment!r}: pass the images")
         features.check(self.embed_dim, self.facts)
 
     @property
     def adapted(self) -> bool:
-        """Whether the model has an adapter, so that its features may move."""
+        """Whether the model has an adapter, so that its features may change."""
         return any(isinstance(module, BaseTunerLayer) for module in self.clip.modules())
 
     def training_batches(self, images: PixelDataset, title: str, order: Sequence[int]) -> Iterator[Batch]:
-        """Batches in `order`: the pixels of this process's rows, with labels and indices of the whole batch."""
+        """Yield batches in `order`: the pixels of this process's rows, and labels and indices of the whole batch."""
         size, self._trains = self.args.batch_size, True
         starts = range(0, len(order), size)
         indices = torch.tensor(order, device=self.device)
@@ -201,67 +223,75 @@ class Encoder(TextEncoder):
                 pixels, *_ = next(loaded)
             rows = slice(start, start + size)
             yield pixels.to(self.device, non_blocking=True), labels[rows], indices[rows]
-        # End the processes that read images here. In a finalizer, Python would swallow a Ctrl-C that comes meanwhile.
+        # End the worker processes here. If a finalizer ended them, Python would swallow a Ctrl-C in the meantime.
         next(loaded, None)
 
     def batches(self, images: PixelDataset, title: str, rows: Sequence[int] | None = None) -> Iterator[Any]:
-        """Batches of this process's part of the images, or of some `rows`: what the data set gives for each."""
+        """Yield this process's share of the images, or of those in `rows`, as batches of the data set's tuples."""
         size, part = self.args.eval_batch_size, processes.shard(range(len(images)) if rows is None else rows)
         batches = [list(part[start : start + size]) for start in range(0, len(part), size)]
         for batch in self._load(images, title, batches):
             yield send_to_device(batch, self.device, non_blocking=True)
 
     def _load(self, images: PixelDataset, title: str, batches: list[list[int]]) -> Iterator[Any]:
-        how = self.args.precision if self._tower[1] is None else f"{self.args.precision} by {self.args.backend}"
-        return self.profile.batches(read_batches(images, batches, self.args, self.device, f"{title}, {how}"))
+        numbers = self.args.precision if self._tower[1] is None else f"{self.args.precision} by {self.args.backend}"
+        return self.profile.batches(read_batches(images, batches, self.args, self.device, f"{title}, {numbers}"))
 
     def image_embeds(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Unit features of pixel values, (rows, d) in float32."""
-        training = self.clip.training and torch.is_grad_enabled()  # each other pass would be compiled for itself
+        """Return the unit features of pixel values, (rows, d) in float32."""
+        training = self.clip.training and torch.is_grad_enabled()  # other passes would be compiled separately
         tower = self._trained_tower if training else loading.unit_image_embeds
         with self.autocast():
             return tower(self.clip, pixels)
 
     def token_mask(self, pixels: torch.Tensor) -> torch.Tensor | None:
-        """Which tokens of images are no padding, (rows, tokens) in bool; None: all of them."""
+        """Return which tokens are no padding, (rows, tokens) in bool; None if no model of this type pads images."""
         return unpacked(pixels)["pixel_attention_mask"] if loading.encoder_of(self.clip).patches else None
 
     def gathered_image_embeds(self, pixels: torch.Tensor, total: int) -> torch.Tensor:
-        """Unit features of a training batch of `total` images, (total, d), from the pixels of this process's rows."""
+        """Encode this process's rows, and return the unit features of all `total` images of the batch, (total, d)."""
         return processes.gather_rows(self.image_embeds(pixels), total)
 
-    def _places_alike(self, encode: Callable[[torch.Tensor], torch.Tensor], image: torch.Tensor, backend: str) -> bool:
-        """Whether an image, (1, ...), has equal features in each place of a batch on this processor, bit by bit.
+    def _positions_agree(
+        self, encode: Callable[[torch.Tensor], torch.Tensor], image: torch.Tensor, backend: str
+    ) -> bool:
+        """Return whether an image, (1, ...), has the same features bit by bit at every position of a batch.
 
-        With AVX2, for instance, MKL rounds the last rows of a product in another way than the others.
+        This depends on the processor: with AVX2, for instance, MKL rounds the last rows of a product differently.
         """
-        place = backend, torch.get_num_threads()
-        if place not in self._alike:
-            features = encode(image.repeat(WHOLE, *[1] * (image.ndim - 1)))
-            self._alike[place] = bool((features == features[0]).all())
-        return self._alike[place]
+        key = backend, torch.get_num_threads()
+        if key not in self._positions_equal:
+            features = encode(image.repeat(CPU_BATCH, *[1] * (image.ndim - 1)))
+            self._positions_equal[key] = bool((features == features[0]).all())
+        return self._positions_equal[key]
 
     def _encoded(
         self, pixels: torch.Tensor, images: PixelDataset, tower: backends.Tower | None, few: bool
     ) -> torch.Tensor:
-        """Unit features of a batch, by the backend's tower where there is one, which is compared with torch first."""
+        """Return the unit features of a batch, (n, d), computed by `tower`, or by torch if it is None.
+
+        The tower is compared with torch first. `few` encodes the images one by one on a CPU, and unpadded on a GPU.
+        """
         encode, backend = tower or self.image_embeds, "torch" if tower is None else tower.backend
         if self.device.type != "cpu":
-            parts = [pixels if few else _filled(pixels, self.args.eval_batch_size)]
-        elif few or not self._places_alike(encode, pixels[:1], backend):
+            parts = [pixels if few else _padded(pixels, self.args.eval_batch_size)]
+        elif few or not self._positions_agree(encode, pixels[:1], backend):
             parts = list(pixels.split(1))
-        else:  # what a larger batch computes does not fit the processor's caches
-            parts = list(_filled(pixels, WHOLE).split(WHOLE))
-        found = torch.cat([encode(part) for part in parts])[: len(pixels)]
+        else:  # the activations of a larger batch do not fit into the CPU's caches
+            parts = list(_padded(pixels, CPU_BATCH).split(CPU_BATCH))
+        features = torch.cat([encode(part) for part in parts])[: len(pixels)]
         if tower is None:
-            return found
+            return features
         if tower.precision != "int8" and not tower.is_checked(len(pixels)):
             expected = loading.unit_image_embeds(self.clip, pixels)
-            tower.check(found, expected, self._scores(images, expected), self.args.force)
-        return found
+            tower.check(features, expected, self._scores(images, expected), self.args.force)
+        return features
 
     def _scores(self, images: PixelDataset, features: torch.Tensor) -> backends.Scores | None:
-        """What answers for some images: the learned classifier, or their classes' names, or None."""
+        """Return a function that scores classes: the learned classifier, or the images' class names.
+
+        Returns None if there is neither; nearest neighbours are compared then.
+        """
         if self.scores is not None and self.scores(features) is not None:
             return cast(backends.Scores, self.scores)
         names = images.images.class_names
@@ -271,24 +301,24 @@ class Encoder(TextEncoder):
         return lambda features: features @ texts.T
 
     def dataset_embeds(self, images: PixelDataset, title: str = "encode") -> torch.Tensor:
-        """Unit features of all images, (n, d)."""
+        """Return the unit features of all images, (n, d)."""
         return self._embeds(images, title, False)[0]
 
     def each_embeds(self, parts: Sequence[LabelledImages]) -> list[torch.Tensor]:
-        """Unit features of all images of each part, as `dataset_embeds` gives them; the store is asked once for all.
+        """Return the unit features of each part, as `dataset_embeds` would, but query the store once for all parts.
 
-        What it lacks is encoded part by part, so that a batch never depends on which other parts there are.
+        Missing features are encoded part by part, so that a batch never depends on the other parts.
         """
         for table in {id(part.features): part.features for part in parts if part.features is not None}.values():
             self._check_features(table)
         pictures = [part for part in parts if part.features is None]
-        contents, found = self._kept(lambda: [content for part in pictures for content in part.contents()])
+        contents, stored = self._from_store(lambda: [content for part in pictures for content in part.contents()])
         rest, features = iter(contents), list[torch.Tensor]()
         for part in parts:
             if part.features is not None:
                 features.append(torch.from_numpy(part.features.of(part)).to(self.device))
                 continue
-            rows = [found.get(content or b"") for content in islice(rest, len(part))]
+            rows = [stored.get(content or b"") for content in islice(rest, len(part))]
             if rows and all(row is not None for row in rows):
                 features.append(torch.from_numpy(np.stack(cast(list[np.ndarray], rows))).to(self.device))
             else:
@@ -298,18 +328,21 @@ class Encoder(TextEncoder):
     def readable_embeds(
         self, images: PixelDataset, title: str, passing: bool = False
     ) -> tuple[torch.Tensor, dict[int, str]]:
-        """Unit features, (n, d), with zeros for an image that cannot be read; and index -> why it cannot be.
+        """Return the unit features, (n, d), with zeros for unreadable images, and a dict from their index to a reason.
 
-        A few images in `passing`, whose answers alone are wanted, are not worth a whole batch, and are not stored.
+        `passing` says that only predictions are wanted. Fewer images than a batch are then neither padded nor stored.
         """
-        features, unreadable = self._embeds(images, title, True, passing and len(images) < WHOLE)
+        features, unreadable = self._embeds(images, title, True, passing and len(images) < CPU_BATCH)
         return features, {i: error for part in processes.gather_objects(unreadable) for i, error in part.items()}
 
     @torch.no_grad()
     def _embeds(
         self, images: PixelDataset, title: str, skip: bool, few: bool = False
     ) -> tuple[torch.Tensor, dict[int, str]]:
-        """Features of all images, and what cannot be read, which is zero with `skip` and an error without it."""
+        """Return the features of all images, and the reason for each unreadable image by its index.
+
+        With `skip`, the features of an unreadable image are zero; without it, the image is an error.
+        """
         if images.images.features is not None:
             return torch.from_numpy(images.images.features.of(images.images)).to(self.device), {}
         self.calibrate(images)
@@ -318,43 +351,46 @@ class Encoder(TextEncoder):
         rows, copies = list(range(len(images))), dict[int, int]()
         if store is not None:
             key = self.key._replace(view="" if images.augment is None else json.dumps(images.augment))
-            rows, copies = self._unknown(store, key, images, features)
+            rows, copies = self._fill_from_store(store, key, images, features)
         tower = self.tower if rows else None
         unreadable: dict[int, str] = {}
         with processes.raise_in_all():
             batches = self.batches(images.skipping() if skip else images, title, rows)
             for pixels, _, index, contents, errors in batches:
                 features[index] = self._encoded(pixels, images, tower, few)
-                found = [content or None for content in contents]
-                for row, content in zip(index.tolist(), found, strict=True):
-                    images.images.note_content(row, content)
+                contents = [content or None for content in contents]
+                for row, content in zip(index.tolist(), contents, strict=True):
+                    images.images.record_content(row, content)
                 unreadable |= {i: error for i, error in zip(index.tolist(), errors, strict=True) if error}
                 if store is not None:
-                    store.put(key, found, features[index].cpu().numpy())
+                    store.put(key, contents, features[index].cpu().numpy())
         features[list(unreadable)] = 0
         processes.sum_over_processes([features])
         for row, first in copies.items():
             features[row] = features[first]
         return features, unreadable | {row: unreadable[first] for row, first in copies.items() if first in unreadable}
 
-    def _unknown(
+    def _fill_from_store(
         self, store: FeatureStore, key: EncoderKey, images: PixelDataset, features: torch.Tensor
     ) -> tuple[list[int], dict[int, int]]:
-        """The rows that must be encoded, and copies of those; fills in the `features` that the store has."""
+        """Write the features that the store has into `features`, (n, d).
 
-        def look() -> tuple[list[bytes | None], dict[bytes, Any]]:
+        Returns the rows that must be encoded, and a dict from each duplicate of such a row to this row.
+        """
+
+        def ask() -> tuple[list[bytes | None], dict[bytes, Any]]:
             contents = images.images.contents()
             return contents, store.get(key, contents)
 
-        contents, found = processes.on_main_process(look)
+        contents, stored = processes.on_main_process(ask)
         rows, copies, first = list[int](), dict[int, int](), dict[bytes, int]()
         for row, content in enumerate(contents):
-            if content is None or (content not in found and first.setdefault(content, row) == row):
+            if content is None or (content not in stored and first.setdefault(content, row) == row):
                 rows.append(row)
-            elif content not in found:
+            elif content not in stored:
                 copies[row] = first[content]
-        known = [row for row, content in enumerate(contents) if content in found]
-        if known and processes.world()[0] == 0:  # the processes' features are added up
-            rows_known = np.stack([found[contents[row] or b""] for row in known])
-            features[known] = torch.from_numpy(rows_known).to(self.device)
+        known = [row for row, content in enumerate(contents) if content in stored]
+        if known and processes.world()[0] == 0:  # one process only, since the features of all processes are summed
+            known_features = np.stack([stored[contents[row] or b""] for row in known])
+            features[known] = torch.from_numpy(known_features).to(self.device)
         return rows, copies

@@ -1,4 +1,4 @@
-"""Tell one encoder's features from another's: by weights, layers, preprocessing, versions and processor."""
+"""Identify an encoder's features by its weights, layers, preprocessing, versions and processor."""
 
 import hashlib
 import json
@@ -13,15 +13,15 @@ from dulbe_peft.data.store import EncoderKey
 from dulbe_peft.encoders import loading
 from dulbe_peft.utils.tensors import sampled_values, whole_digest
 
-_NO_LAYERS = ("architectures", "dtype", "torch_dtype", "transformers_version")  # of a configuration
-_version = cache(version)  # each call reads the whole description of a package, and every pass over images asks
+_NO_LAYERS = ("architectures", "dtype", "torch_dtype", "transformers_version")  # settings that change no layer
+_version = cache(version)  # `version` reads a package's whole metadata, and is called in every pass over images
 
 
 class ImageTowerFacts:
-    """Describe an image tower, in the same words on every machine.
+    """Describe an image tower in a way that is equal on every machine.
 
     The digest of all weights is kept until a weight is replaced or written to. PyTorch does not count writes through
-    `.data`, as PEFT's `merge_and_unload` makes them: 256 values of each weight are compared every time.
+    `.data`, such as those of PEFT's `merge_and_unload`, so 256 values of each weight are compared every time.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class ImageTowerFacts:
         self._digest = ""
 
     def __call__(self, clip: Any, processor: Any) -> dict[str, str]:
-        """Return SHA-256 of the weights, of the layers' settings and of the steps that preprocess an image."""
+        """Return the SHA-256 of the weights, of the layers' settings and of the image processor's settings."""
         text = loading.encoder_of(clip).text_tower
         weights = {name: t for name, t in clip.state_dict().items() if not name.startswith(f"{text}.")}
         plain = [t for t in weights.values() if type(t) is torch.Tensor]
@@ -48,14 +48,14 @@ class ImageTowerFacts:
 def encoder_key(
     facts: dict[str, str], attention: str, device: torch.device, batch_size: int, tower: tuple[str, str, str] | None
 ) -> EncoderKey:
-    """Return the key of features that are equal bit by bit: also versions, and the processor that computes.
+    """Return the key of features that are equal bit by bit; it also covers versions and the processor.
 
     Args:
-        facts: as `Encoder.facts` has them.
-        attention: which of transformers' implementations computes attention.
-        device: where features are computed.
-        batch_size: images in a batch; it chooses the kernels of a GPU.
-        tower: SHA-256, name and version of another backend; None: torch computes.
+        facts: The facts of `Encoder.facts`.
+        attention: Name of the attention implementation in transformers.
+        device: Device that computes the features.
+        batch_size: Images in a batch; it selects the kernels of a GPU.
+        tower: SHA-256, name and version of another backend; None if torch computes.
     """
     facts = dict(facts)
     precision, kind = facts.pop("precision"), device.type

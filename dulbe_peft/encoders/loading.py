@@ -1,4 +1,4 @@
-"""The encoder underneath: loading it with its processor, and unit features from it. `registry` holds its facts."""
+"""Load an encoder and its processor, check them, and compute unit features. `registry` describes each encoder."""
 
 import math
 import os
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import AutoTokenizer, CLIPModel, CLIPProcessor
 
 from dulbe_peft.encoders.patches import packed, unpacked
-from dulbe_peft.encoders.registry import ENCODERS, DualEncoder, find_model, type_of, unserved
+from dulbe_peft.encoders.registry import ENCODERS, DualEncoder, find_model, type_of, unsupported
 from dulbe_peft.utils.torch_settings import evaluating
 
 IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -26,7 +26,7 @@ IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 @dataclass(frozen=True)
 class ImageOnlyProcessor:
-    """The processor of an encoder without a text tower: an image processor, and no tokenizer."""
+    """Processor of an encoder without a text tower: an image processor, and no tokenizer."""
 
     image_processor: Any
 
@@ -37,19 +37,23 @@ class ImageOnlyProcessor:
 def load_dual_encoder(
     name_or_path: str | os.PathLike[str], revision: str | None = None, attn_implementation: str | None = None
 ) -> tuple[Any, Any]:
-    """A served encoder in float32 and evaluation mode, and its processor, from a folder or the Hub.
+    """Load an encoder in float32 and evaluation mode, and its processor, from a folder or the Hub.
 
-    Served are CLIP, SigLIP, SigLIP 2, MetaCLIP 2, Chinese-CLIP and AltCLIP, and the image-only encoders DINOv2, DINOv3
-    and ViT.
+    The supported encoders are CLIP, SigLIP, SigLIP 2, MetaCLIP 2, Chinese-CLIP and AltCLIP, and the image-only
+    encoders DINOv2, DINOv3 and ViT.
 
     Args:
-        name_or_path: folder in the transformers layout, or Hub id; "demo" is the packaged tiny CLIP.
+        name_or_path: Folder in the transformers layout, or Hub id. "demo" is the tiny CLIP of this package.
         revision: Hub revision.
-        attn_implementation: transformers' name of the attention kernel. None: "eager" on a CPU, where it is faster.
+        attn_implementation: Attention implementation, as transformers names it. None chooses "eager" on a CPU, where
+            it is faster, and transformers' default elsewhere.
+
+    Returns:
+        The model and its processor.
 
     Raises:
-        FileNotFoundError: `name_or_path` looks like a folder and is none.
-        ValueError: the model there is of a type that is not served; the message lists the served ones.
+        FileNotFoundError: `name_or_path` looks like a folder but does not exist.
+        ValueError: The type of the model is not supported. The message lists the supported types.
     """
     name, record = find_model(name_or_path, revision)
     if attn_implementation is None and not torch.accelerator.is_available():
@@ -67,15 +71,20 @@ def load_dual_encoder(
 def load_clip(
     name_or_path: str | os.PathLike[str], revision: str | None = None, attn_implementation: str | None = None
 ) -> tuple[CLIPModel, CLIPProcessor]:
-    """A CLIP model and its processor; another model is a `ValueError`. The rest is as in [`load_dual_encoder`]."""
+    """Load a CLIP model and its processor as [`load_dual_encoder`] does, and raise a `ValueError` for another type."""
     name, record = find_model(name_or_path, revision)
     if record is not ENCODERS["clip"]:
-        raise ValueError(f"{name!r} holds a {record.model}, expected a CLIPModel; load_dual_encoder loads other types")
+        raise ValueError(
+            f"{name!r} contains a {record.model}, expected a CLIPModel; load_dual_encoder loads other types"
+        )
     return load_dual_encoder(name, revision, attn_implementation)
 
 
 def load_processor(name: str, model: Any, revision: str | None = None) -> Any:
-    """The processor in `name`; a folder without an image processor gets the family's own at the model's image size."""
+    """Load the processor in `name`.
+
+    For a folder without an image processor, return the default one of the encoder's family at the model's image size.
+    """
     record = encoder_of(model)
     kind = getattr(transformers, record.image_processor)
     if not Path(name).is_dir() or any((Path(name) / file).is_file() for file in IMAGE_PROCESSOR_FILES):
@@ -83,37 +92,37 @@ def load_processor(name: str, model: Any, revision: str | None = None) -> Any:
         _check_kind(name, settings, record)
         image_processor = kind.from_dict(settings)
     else:
-        image_processor = _own_image_processor(kind, model)
+        image_processor = _default_image_processor(kind, model)
     if record.processor is None:
         return ImageOnlyProcessor(image_processor)
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes one where it cannot look for a file
-        raise OSError(f"{name} gives a tokenizer without words: its files cannot be read")
-    if record.padding == "max_length":  # SigLIP and SigLIP 2 were trained without a mask, and on lower case
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers returns one if it cannot find the files
+        raise OSError(f"the tokenizer in {name} has no vocabulary: its files cannot be read")
+    if record.padding == "max_length":  # SigLIP and SigLIP 2 were trained without a mask, on lower-case texts
         tokenizer.model_input_names = [name for name in tokenizer.model_input_names if name != "attention_mask"]
-        if type(tokenizer).__name__ == "GemmaTokenizer":  # SigLIP 2's; SigLIP's own lowers the case itself
+        if type(tokenizer).__name__ == "GemmaTokenizer":  # of SigLIP 2; SigLIP's tokenizer lowers the case itself
             backend = tokenizer.backend_tokenizer
             backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), backend.normalizer])
     return getattr(transformers, record.processor)(image_processor=image_processor, tokenizer=tokenizer)
 
 
 def _check_kind(name: str, settings: dict[str, Any], record: DualEncoder) -> None:
-    """Raise a `ValueError` where a folder names an image processor whose pixels are not those of the family's own."""
+    """Raise a `ValueError` if a folder names an image processor that gives different pixels from the family's."""
     named = str(settings.get("image_processor_type") or settings.get("feature_extractor_type") or "")
     family = {_family_name(kind) for kind in (record.image_processor, *record.image_processor_names)}
     if named and _family_name(named) not in family:
         raise ValueError(
-            f"{name} has the image processor {named!r}, and a {record.title} is read with {record.image_processor}, "
-            f"which gives other pixels: take a model with {' or '.join(sorted(family))}"
+            f"{name} has the image processor {named!r}, but {record.title} needs {record.image_processor}, "
+            f"which gives different pixels: use a model with {' or '.join(sorted(family))}"
         )
 
 
 def _family_name(kind: str) -> str:
-    """The name of an image processor without the words of its backend, and as it is called since transformers 4.26."""
+    """Return the name of an image processor without its backend, and in the form used since transformers 4.26."""
     return kind.replace("FeatureExtractor", "ImageProcessor").removesuffix("Fast").removesuffix("Pil")
 
 
-def _own_image_processor(kind: Any, model: Any) -> Any:
+def _default_image_processor(kind: Any, model: Any) -> Any:
     if encoder_of(model).patches:
         vision = model.config.vision_config
         return kind(patch_size=vision.patch_size, max_num_patches=vision.num_patches)
@@ -124,28 +133,28 @@ def _own_image_processor(kind: Any, model: Any) -> Any:
 
 
 def encoder_of(model: Any) -> DualEncoder:
-    """The record of the model's type; a type that is not served is a `ValueError`."""
+    """Return the record of the model's type, or raise a `ValueError` if the type is not supported."""
     model_type = type_of(model)
     if model_type not in ENCODERS:
-        raise ValueError(f"{type(model).__name__} is {unserved(model_type)}")
+        raise ValueError(f"{type(model).__name__} is {unsupported(model_type)}")
     return ENCODERS[model_type]
 
 
 def check_encoder(model: nn.Module, text: bool = False) -> None:
-    """Raise a `ValueError` unless `model` is a whole encoder of a served type, with a text tower where `text`."""
+    """Raise a `ValueError` unless `model` is a complete encoder of a supported type, with a text tower if `text`."""
     record = encoder_of(model)
     if not isinstance(model, getattr(transformers, record.model)):
-        raise ValueError(f"{type(model).__name__} is not the whole {record.title} encoder: give a {record.model}")
+        raise ValueError(f"{type(model).__name__} is not the complete {record.title} encoder: pass a {record.model}")
     if text and record.image_only:
         with_text = ", ".join(f"{name!r}" for name, other in ENCODERS.items() if not other.image_only)
         raise ValueError(
-            f"{type(model).__name__} has no text tower, and texts are needed here: take a model of type {with_text}, "
-            "or strategies and classifiers that need no text"
+            f"{type(model).__name__} has no text tower, but texts are needed here: use a model of type {with_text}, "
+            "or a strategy and classifiers that need no text"
         )
 
 
 def has_text(model: Any) -> bool:
-    """Whether the model has a text tower."""
+    """Return whether the model has a text tower."""
     return not encoder_of(model).image_only
 
 
@@ -154,46 +163,49 @@ def check_processor(processor: Any, model: Any) -> None:
     kind = encoder_of(model).processor or ImageOnlyProcessor.__name__
     for name in ("image_processor", "tokenizer") if has_text(model) else ("image_processor",):
         if not hasattr(processor, name):
-            raise TypeError(f"processor must be a {kind} or like one, got {processor!r:.100} without {name}")
+            raise TypeError(f"processor must be a {kind} or similar, got {processor!r:.100} without {name}")
 
 
 def unsaved_part(processor: Any, model: Any) -> str:
-    """What a learner that is loaded would not have of its processor, for messages; "" where it has all of it."""
+    """Return a message about the part of the processor that a saved learner would lose, or "" if it loses nothing."""
     expected, given = encoder_of(model).image_processor, type(processor.image_processor)
     if given is not getattr(transformers, expected):
-        return f"the image processor is a {given.__name__}, and a saved learner is loaded with a {expected}"
+        return f"the image processor is a {given.__name__}, but a saved learner is loaded with a {expected}"
     tokenizer = type(processor.tokenizer) if has_text(model) else None
     if tokenizer is not None and tokenizer.__module__.partition(".")[0] != transformers.__name__:
-        return f"the tokenizer is a {tokenizer.__name__}, and a saved learner is loaded with one of transformers' own"
+        return f"the tokenizer is a {tokenizer.__name__}, but a saved learner is loaded with one of transformers'"
     return ""
 
 
 def check_saved(processor: Any, model: Any) -> None:
-    """Raise a `ValueError` where a learner that is loaded would read images or texts with another processor."""
+    """Raise a `ValueError` if a learner, once saved and loaded, would read images or texts with another processor."""
     if lost := unsaved_part(processor, model):
-        raise ValueError(f"{lost}: take the processor that load_dual_encoder gives, with settings of your own")
+        raise ValueError(f"{lost}: use the processor that load_dual_encoder returns, and change its settings")
 
 
 def check_statistics_tokens(model: Any, tokens: str) -> None:
-    """Raise a `ValueError` where `tokens` asks for a class token, or leaves it out, and images have none."""
+    """Raise a `ValueError` if `tokens` selects or excludes the class token of a model that has none."""
     if tokens != "all" and not encoder_of(model).cls_token:
         kind = type(model).__name__
-        raise ValueError(f"statistics_tokens is {tokens!r}, but a {kind} has no class token: take 'all'")
+        raise ValueError(f"statistics_tokens is {tokens!r}, but a {kind} has no class token: choose 'all'")
 
 
 def embed_dim(model: Any) -> int:
-    """Width d of the features; of images and texts alike where the model encodes both."""
+    """Return the width d of the features, which is the same for images and texts."""
     return int(attrgetter(encoder_of(model).embed_dim)(model.config))
 
 
 def logit_scale(model: Any) -> float:
-    """tau itself, the factor before cosines; 1.0 for an image-only model, which has learned none."""
+    """Return tau, the factor of the cosines (not its logarithm); 1.0 for an image-only model, which has none."""
     name = encoder_of(model).logit_scale
     return 1.0 if name is None else math.exp(float(getattr(model, name).detach()))
 
 
 def image_shape(model: Any, processor: Any = None) -> tuple[int, ...]:
-    """Shape of an image, (3, height, width) or as `packed`; `processor` decides where the model takes any size."""
+    """Return the shape of an image: (3, height, width), or that of `packed`.
+
+    If the model accepts images of any size, `processor` determines the size.
+    """
     record = encoder_of(model)
     if record.any_image_size and processor is not None:
         return tuple(pixel_values(processor, Image.new("RGB", (256, 256))).shape)
@@ -206,13 +218,16 @@ def image_shape(model: Any, processor: Any = None) -> tuple[int, ...]:
 
 
 def longest_text(model: Any) -> int:
-    """How many tokens of a text the model takes, the special ones included."""
+    """Return how many tokens a text may have, special tokens included."""
     text = model.config.text_config
     return int(text.max_position_embeddings - (text.pad_token_id + 1 if encoder_of(model).offset_positions else 0))
 
 
 def unit_image_embeds(model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Unit image features z, (batch, d) in float32, from pixel values (batch, 3, height, width) or `packed` images."""
+    """Return unit image features z, (batch, d) in float32.
+
+    `pixel_values` has the shape (batch, 3, height, width), or holds `packed` images.
+    """
     record = encoder_of(model)
     if record.image_only:
         return _unit(model(pixel_values=pixel_values).last_hidden_state[:, 0])
@@ -221,9 +236,9 @@ def unit_image_embeds(model: Any, pixel_values: torch.Tensor) -> torch.Tensor:
 
 
 def unit_text_embeds(model: Any, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Unit text embeddings e, (classes, d) in float32, from what `tokenize` returns."""
+    """Return unit text embeddings e, (classes, d) in float32, from the output of `tokenize`."""
     record = encoder_of(model)
-    # A class has one text, so it has one embedding at every step: the text tower drops nothing.
+    # No dropout in the text tower: the text of a class has the same embedding at every step.
     with evaluating(model.get_submodule(record.text_tower or "")) if record.text_dropout else nullcontext():
         return _unit(model.get_text_features(**tokens))
 
@@ -233,58 +248,61 @@ def _unit(output: Any) -> torch.Tensor:
 
 
 def prompt_tokens(processor: Any, prompts: Sequence[str], model: Any) -> list[tuple[int, ...]]:
-    """The token ids of each prompt; one that the text tower cannot take is a `ValueError`."""
+    """Return the token ids of each prompt, or raise a `ValueError` if the text tower cannot encode a prompt."""
     check_encoder(model, text=True)
     longest = longest_text(model)
-    for prompt in prompts:  # what stands behind the end of a text would not be read
-        for sign in processor.tokenizer.all_special_tokens:
-            if sign in prompt:
-                raise ValueError(f"prompt {prompt!r} holds {sign!r}, a sign of the tokenizer's own: take it out")
+    for prompt in prompts:  # the model ignores everything after an end token
+        for token in processor.tokenizer.all_special_tokens:
+            if token in prompt:
+                raise ValueError(f"prompt {prompt!r} contains {token!r}, a special token of the tokenizer: remove it")
     try:
         rows = processor.tokenizer(list(prompts))["input_ids"] if prompts else []
-    except Exception as error:  # tokenizers raise a bare Exception, such as over a sign that they do not know
+    except Exception as error:  # tokenizers raises a bare Exception, for example for an unknown character
         raise ValueError(f"the tokenizer cannot read one of the prompts {prompts!r:.200}: {error}") from error
     for prompt, ids in zip(prompts, rows, strict=True):
         if len(ids) > longest:
-            raise ValueError(f"prompt {prompt!r} has {len(ids)} tokens, the text tower takes {longest}: shorten it")
+            raise ValueError(
+                f"prompt {prompt!r} has {len(ids)} tokens, but the text tower takes at most {longest}: shorten it"
+            )
     return [tuple(ids) for ids in rows]
 
 
 def check_distinct(prompts: Iterable[str], tokens: Iterable[tuple[int, ...]]) -> None:
-    """Raise a `ValueError` where two prompts give the same tokens."""
+    """Raise a `ValueError` if two prompts give the same tokens."""
     seen: dict[tuple[int, ...], str] = {}
     for prompt, ids in zip(prompts, tokens, strict=True):
         if ids in seen:
-            raise ValueError(f"prompts {seen[ids]!r} and {prompt!r} are the same to the tokenizer: rename a class")
+            raise ValueError(f"prompts {seen[ids]!r} and {prompt!r} give the same tokens: rename a class")
         seen[ids] = prompt
 
 
 def tokenize(processor: Any, prompts: Sequence[str], model: Any) -> dict[str, torch.Tensor]:
-    """What the text tower takes of distinct prompts: token ids, (prompts, length), and a mask where it needs one."""
+    """Return the text tower's inputs for distinct prompts: token ids, (prompts, length), and a mask if needed."""
     rows = prompt_tokens(processor, prompts, model)
     record, longest = encoder_of(model), longest_text(model)
     check_distinct(prompts, rows)
     options: dict[str, Any] = {"max_length": longest} if record.padding == "max_length" else {}
     options |= {"padding": record.padding, "padding_side": record.padding_side, "return_tensors": "pt"}
     batch = processor.tokenizer.pad({"input_ids": [list(ids) for ids in rows]}, return_attention_mask=True, **options)
-    # A causal tower never sees the padding behind its end token; one that was trained to read padding has no mask.
+    # A causal tower never reads the padding after the end token, and SigLIP's was trained to read it: neither needs
+    # a mask.
     names = ("input_ids", "attention_mask") if record.attention_mask else ("input_ids",)
     return {name: batch[name] for name in names}
 
 
 def pixel_values(processor: Any, image: Any) -> torch.Tensor:
-    """A PIL image as the model takes it, (3, height, width) or `packed`; or a tensor that is preprocessed already."""
+    """Preprocess a PIL image to (3, height, width) or to a `packed` image; return a preprocessed tensor in float32."""
     if isinstance(image, torch.Tensor):
         if not image.is_floating_point() or image.ndim != 3 or image.shape[0] != 3:
             expected = "must be preprocessed, float (3, height, width); pass PIL images to have them preprocessed"
             raise ValueError(f"a tensor image {expected}, got {image.dtype} {tuple(image.shape)}")
         if not torch.isfinite(image).all():
-            raise ValueError("a tensor image holds NaN or infinity")
+            raise ValueError("a tensor image contains NaN or infinity")
         return image.float()
-    if not isinstance(image, Image.Image):  # a path or an address is never opened
-        found = f"{image!r:.100}, a {type(image).__name__}"
+    if not isinstance(image, Image.Image):  # paths and URLs are never opened
+        given = f"{image!r:.100}, a {type(image).__name__}"
         if hasattr(image, "__array_interface__"):
-            found = f"a NumPy array of shape {image.shape}: PIL's Image.fromarray makes an image of it"
-        raise TypeError(f"it is {found}; a PIL image or a preprocessed tensor is needed")
+            given = f"a NumPy array of shape {image.shape}: PIL's Image.fromarray turns it into an image"
+        raise TypeError(f"expected a PIL image or a preprocessed tensor, got {given}")
     inputs = processor.image_processor(images=image, return_tensors="pt")
     return packed(inputs) if "spatial_shapes" in inputs else inputs["pixel_values"][0]

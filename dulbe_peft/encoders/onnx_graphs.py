@@ -1,4 +1,4 @@
-"""ONNX graphs of modules: written by torch's exporter, and run by onnxruntime."""
+"""Write ONNX graphs of modules with torch's exporter, and run them with onnxruntime."""
 
 import json
 import logging
@@ -16,11 +16,11 @@ from dulbe_peft.utils.extras import installed
 
 PIXELS, EMBEDDING = "pixel_values", "image_embeds"
 OPSET = 20
-LARGEST_FILE = 1_500_000_000  # bytes of weights in one file; an ONNX file holds less than 2 GiB
+LARGEST_FILE = 1_500_000_000  # bytes of weights in one file; an ONNX file must be smaller than 2 GiB
 
 
 class ImageEncoder(nn.Module):
-    """Pixel values (batch, 3, height, width) to unit features (batch, d), by a model without adapters."""
+    """Map pixel values (batch, 3, height, width) to unit features (batch, d) with a model without adapters."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -31,17 +31,19 @@ class ImageEncoder(nn.Module):
 
 
 def check_exportable(model: Any) -> None:
-    """Raise an `ImportError` that names a missing package, or a `ValueError` where a model has no graph."""
+    """Raise an `ImportError` that names a missing package, or a `ValueError` if the model cannot be exported."""
     with installed("ONNX", "onnx"):
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401
     if encoder_of(model).patches:
-        raise ValueError(f"{encoder_of(model).title} has other positions for each image, and a graph cannot")
+        raise ValueError(
+            f"{encoder_of(model).title} computes positions for the size of each image, which a graph cannot"
+        )
 
 
 def is_large(module: nn.Module) -> bool:
-    """Whether the weights do not fit into one ONNX file."""
+    """Return whether the weights are too large for one ONNX file."""
     return sum(tensor.nbytes for tensor in module.state_dict().values()) > LARGEST_FILE
 
 
@@ -49,7 +51,18 @@ def is_large(module: nn.Module) -> bool:
 def write_graph(
     path: Path, module: nn.Module, example: Tensor, ends: tuple[str, str], facts: dict[str, Any] | None = None
 ) -> None:
-    """Write one graph of any batch size; `facts` go into its metadata."""
+    """Write the graph of a module for any batch size.
+
+    Args:
+        path: File to write.
+        module: Maps one tensor to another.
+        example: An input, (batch, ...).
+        ends: Names of the input and the output.
+        facts: Metadata of the graph, written as JSON.
+
+    Raises:
+        ValueError: torch cannot export the module.
+    """
     start, end = ends
     batch = ({0: torch.export.Dim("batch")},)
     options: dict[str, Any] = {"dynamo": True, "verbose": False, "opset_version": OPSET, "dynamic_shapes": batch}
@@ -57,17 +70,17 @@ def write_graph(
         with quiet_exporter():
             program: Any = torch.onnx.export(module, (example,), input_names=[start], output_names=[end], **options)
     except torch.onnx.OnnxExporterError as error:
-        raise ValueError(f"the graph from {start} to {end} cannot be made: {error}") from error
+        raise ValueError(f"torch cannot export the graph from {start} to {end}: {error}") from error
     program.model.metadata_props.update({name: json.dumps(value) for name, value in (facts or {}).items()})
     program.save(str(path), external_data=is_large(module))
 
 
 @contextmanager
 def quiet_exporter() -> Iterator[None]:
-    """Hold back what the exporter says about packages and versions of its own; its errors come through."""
+    """Silence the exporter's warnings about its packages and versions; errors are still raised."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
-    for logger in loggers:  # and no others: another thread may have something to say
+    for logger in loggers:  # no others, because another thread may need to log
         logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
@@ -79,11 +92,11 @@ def quiet_exporter() -> Iterator[None]:
 
 
 def session(path: Path) -> Callable[[Tensor], Tensor]:
-    """A graph as a function of rows, in as many threads as torch has."""
+    """Return a graph as a function of its input, (batch, ...), that runs in as many threads as torch."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    made = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    name = made.get_inputs()[0].name
-    return lambda rows: torch.from_numpy(made.run(None, {name: rows.numpy()})[0])
+    graph = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    name = graph.get_inputs()[0].name
+    return lambda rows: torch.from_numpy(graph.run(None, {name: rows.numpy()})[0])

@@ -1,6 +1,6 @@
-"""OpenCLIP's ViT checkpoints in the layout of transformers.
+"""Convert OpenCLIP's ViT checkpoints to the layout of transformers.
 
-Sizes are read off the tensors; no tensor tells the number of heads and the activation.
+Sizes are read from the tensors' shapes. The number of heads and the activation are arguments: no tensor shows them.
 """
 
 import pickle
@@ -16,11 +16,11 @@ from dulbe_peft.utils.folders import commit_folder
 from dulbe_peft.utils.tensors import read_tensors
 
 ACTIVATIONS = ("gelu", "quick_gelu")
-# ViT-H, ViT-g and ViT-bigG have wider heads in their vision tower.
+# Width of a tower -> width of its heads: the vision towers of ViT-H, ViT-g and ViT-bigG have wider heads.
 VISION_HEAD_WIDTHS = {1280: 80, 1408: 88, 1664: 104}
-# OpenAI's own checkpoints hold these three numbers beside the weights, and older ones the causal mask.
+# OpenAI's checkpoints contain these three numbers beside the weights, and older ones also the causal mask.
 _NO_WEIGHTS = ("input_resolution", "context_length", "vocab_size", "attn_mask")
-# What a name is made of there, and what it is made of here; later ones see what earlier ones have left.
+# Parts of OpenCLIP's names, and what transformers calls them. They are replaced in this order.
 _NAMES = {
     "visual.transformer.resblocks": "vision_model.encoder.layers",
     "transformer.resblocks": "text_model.encoder.layers",
@@ -49,10 +49,17 @@ def convert_open_clip(
     vision_heads: int | None = None,
     text_heads: int | None = None,
 ) -> CLIPModel:
-    """A CLIPModel in float32 with the weights of an open_clip ViT, in evaluation mode.
+    """Return a CLIPModel with the weights of an open_clip ViT, in float32 and evaluation mode.
 
-    `checkpoint` is a state dict or its file, read as tensors alone. `activation` is "gelu", or "quick_gelu" for
-    OpenAI's weights. Heads default to a tower's width / 64, and to 16 in the vision towers of ViT-H, g and bigG.
+    Args:
+        checkpoint: State dict, or the file that contains it. Only tensors are read from a file.
+        activation: "gelu", or "quick_gelu" for OpenAI's weights.
+        vision_heads: Attention heads of the vision tower. None: width / 64, and 16 for ViT-H, ViT-g and ViT-bigG.
+        text_heads: Attention heads of the text tower. None: width / 64.
+
+    Raises:
+        FileNotFoundError: `checkpoint` is not a file.
+        ValueError: `checkpoint` is not the complete state dict of an open_clip ViT, or does not fit the arguments.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
@@ -60,10 +67,10 @@ def convert_open_clip(
     config = _config(state, activation, vision_heads, text_heads)
     renamed = {name: rows for item in state.items() for name, rows in _renamed(*item).items()}
     try:
-        with torch.device("meta"):  # no memory is taken before all shapes are known to fit
+        with torch.device("meta"):  # allocates no memory before all shapes are known to fit
             CLIPModel(config).load_state_dict(renamed, assign=True)
     except RuntimeError as error:
-        raise ValueError(f"the checkpoint is not the whole state dict of an open_clip ViT: {error}") from error
+        raise ValueError(f"the checkpoint is not the complete state dict of an open_clip ViT: {error}") from error
     with torch.random.fork_rng(devices=[]):
         model = CLIPModel(config)
     model.load_state_dict(renamed)
@@ -77,17 +84,30 @@ def save_open_clip(
     resize: str = "crop",
     **facts: Any,
 ) -> CLIPModel:
-    """Convert a checkpoint and write a folder that `load_clip` loads: model, tokenizer and image processor.
+    """Convert a checkpoint, and write a folder with model, tokenizer and image processor that `load_clip` loads.
 
-    `tokenizer` is a folder or Hub id with CLIP's tokenizer. `resize` "crop" resizes the short side and crops the
-    centre; "squash" resizes the whole image to a square. `facts` go to `convert_open_clip`.
+    Args:
+        checkpoint: As in `convert_open_clip`.
+        folder: Folder to write.
+        tokenizer: Folder or Hub id with CLIP's tokenizer.
+        resize: "crop" resizes the short side and crops the centre; "squash" resizes the whole image to a square.
+        facts: Further arguments of `convert_open_clip`.
+
+    Returns:
+        The converted model.
+
+    Raises:
+        ValueError: The tokenizer does not belong to the model, or see `convert_open_clip`.
     """
     model: Any = convert_open_clip(checkpoint, **facts)
     reader: Any = AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=False)
     vocabulary, end = model.config.text_config.vocab_size, model.config.text_config.eos_token_id
     if len(reader) != vocabulary or reader.eos_token_id != end:
-        found = f"has {len(reader)} tokens and the end token {reader.eos_token_id}, the model {vocabulary} and {end}"
-        raise ValueError(f"the tokenizer {str(tokenizer)!r} {found}: it is the tokenizer of another model")
+        given = f"has {len(reader)} tokens and the end token {reader.eos_token_id}"
+        raise ValueError(
+            f"the tokenizer {str(tokenizer)!r} {given}, but the model has {vocabulary} and {end}: "
+            "it is the tokenizer of another model"
+        )
     processor = with_image_resize(CLIPProcessor(CLIPImageProcessorPil(), reader), model, resize)
 
     def write(temporary: Path) -> None:
@@ -99,7 +119,7 @@ def save_open_clip(
 
 
 def _weights(checkpoint: Mapping[str, Any] | str | Path) -> dict[str, torch.Tensor]:
-    """The weights in float32, without the prefix that data parallelism adds and without what is no weight."""
+    """Return the weights in float32, without other entries, and without the prefix that data parallelism adds."""
     state = _read(Path(checkpoint)) if isinstance(checkpoint, (str, Path)) else checkpoint
     state = {name.removeprefix("module."): tensor for name, tensor in state.items()}
     for name, tensor in state.items():
@@ -110,23 +130,23 @@ def _weights(checkpoint: Mapping[str, Any] | str | Path) -> dict[str, torch.Tens
 
 def _read(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
-        raise FileNotFoundError(f"checkpoint {str(path)!r} is no file")
+        raise FileNotFoundError(f"checkpoint {str(path)!r} is not a file")
     if path.suffix == ".safetensors":
         return read_tensors(path)[0]
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
-        reason = f"could not be read as tensors alone: {str(error).partition(chr(10))[0]}"
-        raise ValueError(f"checkpoint {str(path)!r} {reason}. Give a state dict, best in .safetensors") from error
-    # open_clip's training writes its state dict beside the epoch and the optimiser's.
+        reason = f"cannot be read as plain tensors: {str(error).partition(chr(10))[0]}"
+        raise ValueError(f"checkpoint {str(path)!r} {reason}. Pass a state dict, best as .safetensors") from error
+    # open_clip's training saves the state dict beside the epoch and the state of the optimiser.
     state = loaded.get("state_dict", loaded) if isinstance(loaded, dict) else loaded
     if not isinstance(state, dict):
-        raise ValueError(f"checkpoint {str(path)!r} holds a {type(state).__name__}, expected names and tensors")
+        raise ValueError(f"checkpoint {str(path)!r} contains a {type(state).__name__}, expected a dict of tensors")
     return state
 
 
 def _config(state: Mapping[str, torch.Tensor], activation: str, vision: int | None, text: int | None) -> Any:
-    """The configuration that the tensors' shapes ask for."""
+    """Return the configuration of the model to which the tensors' shapes belong."""
     width, channels, patch, _ = _shape(state, "visual.conv1.weight", 4)
     positions, _ = _shape(state, "visual.positional_embedding", 2)
     vocabulary, text_width = _shape(state, "token_embedding.weight", 2)
@@ -148,14 +168,15 @@ def _config(state: Mapping[str, torch.Tensor], activation: str, vision: int | No
 def _shape(state: Mapping[str, torch.Tensor], name: str, dimensions: int) -> tuple[int, ...]:
     shape = tuple(state[name].shape) if name in state else None
     if shape is None or len(shape) != dimensions:
-        raise ValueError(f"{name!r} must be a tensor of {dimensions} dimensions in an open_clip ViT, found {shape}")
+        given = "it is missing" if shape is None else f"got the shape {shape}"
+        raise ValueError(f"{name!r} must be a tensor of {dimensions} dimensions in an open_clip ViT, but {given}")
     return shape
 
 
 def _tower(
     state: Mapping[str, torch.Tensor], name: str, width: int, argument: str, heads: int | None
 ) -> dict[str, int]:
-    """The sizes of a tower. Its blocks are counted: the highest number among their names may be a huge one."""
+    """Return the sizes of a tower. Blocks are counted, since a damaged file may have a huge number in a name."""
     head_width = VISION_HEAD_WIDTHS.get(width, 64) if name.startswith("visual") else 64
     heads = max(1, width // head_width) if heads is None else heads
     if heads < 1 or width % heads:
@@ -167,9 +188,9 @@ def _tower(
 
 
 def _renamed(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Names and tensors of transformers for one of open_clip's; the packed attention weight gives three."""
-    for there, here in _NAMES.items():
-        name = name.replace(there, here)
+    """Return one of open_clip's tensors under transformers' name; the packed attention weight becomes three."""
+    for old, new in _NAMES.items():
+        name = name.replace(old, new)
     layer, packed, kind = name.partition(".in_proj_")
     if packed:
         return {f"{layer}.{part}_proj.{kind}": rows for part, rows in zip("qkv", tensor.chunk(3))}

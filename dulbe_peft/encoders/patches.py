@@ -1,6 +1,7 @@
-"""Images as patches in their own proportions, as SigLIP 2 NaFlex reads them: each image is packed into one tensor.
+"""Pack images of any aspect ratio into one tensor each, for SigLIP 2 NaFlex.
 
-A row holds one patch and, in two more columns, height and width of the image's grid of patches; padding comes last.
+A row of the tensor holds one patch and, in two more columns, the height and width of the image's grid of patches.
+Padding rows come last.
 """
 
 import math
@@ -10,19 +11,25 @@ import torch
 
 
 def packed(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """What the image processor makes of one image, as (patches, 3 patch_size^2 + 2) in float32."""
+    """Pack the image processor's output for one image into (patches, 3 patch_size^2 + 2) in float32."""
     patches, grid = inputs["pixel_values"][0], inputs["spatial_shapes"][0]
     return torch.cat([patches, grid.expand(len(patches), 2)], dim=1)
 
 
 def grids(images: torch.Tensor) -> torch.Tensor:
-    """Height and width of each image's grid, (batch, 2) on the CPU; a square one for images of zeros or on "meta"."""
-    found = torch.zeros(len(images), 2) if images.is_meta else images[:, 0, -2:].cpu()
-    return found.long().where(found > 0, torch.tensor(math.isqrt(images.shape[1])))
+    """Return the height and width of each image's grid, (batch, 2) on the CPU.
+
+    The grid is square for images that consist of zeros or are on the device "meta".
+    """
+    sides = torch.zeros(len(images), 2) if images.is_meta else images[:, 0, -2:].cpu()
+    return sides.long().where(sides > 0, torch.tensor(math.isqrt(images.shape[1])))
 
 
 def unpacked(images: torch.Tensor) -> dict[str, torch.Tensor | None]:
-    """What the model takes of packed images, (batch, patches, columns), cut to the largest; mask None: no padding."""
+    """Return the model's inputs for packed images, (batch, patches, columns), cut to the longest image.
+
+    The mask is None if no image is padded.
+    """
     shapes = grids(images)
     counts = shapes.prod(dim=1)
     most = int(counts.max())

@@ -1,4 +1,4 @@
-"""A dataset's images as the model takes them."""
+"""Preprocess the images of a data set for the model."""
 
 import copy
 import math
@@ -13,16 +13,19 @@ from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.encoders.loading import ImageOnlyProcessor, encoder_of, image_shape, pixel_values
 
 IMAGE_RESIZES = ("crop", "squash")
-PixelRow = tuple[torch.Tensor, int, int, bytes, str]  # pixel values, label, index, content, and why it cannot be read
+PixelRow = tuple[torch.Tensor, int, int, bytes, str]  # pixel values, label, index, content, error ("" if readable)
 
 
 def with_image_resize(processor: Any, model: Any, resize: str) -> Any:
-    """A processor like this one that crops the centre of the resized image, "crop", or "squash"es it to a square."""
+    """Return a copy of the processor with another resize.
+
+    "crop" resizes the short side and crops the centre; "squash" resizes the whole image to a square.
+    """
     if resize not in IMAGE_RESIZES:
         raise ValueError(f"image_resize must be one of {', '.join(IMAGE_RESIZES)}, got {resize!r}")
     old, size = processor.image_processor, image_shape(model)[-1]
     if encoder_of(model).patches or not hasattr(old, "do_center_crop"):
-        raise ValueError(f"image_resize is {resize!r}, but {type(old).__name__} cannot crop: leave it out")
+        raise ValueError(f"image_resize is {resize!r}, but {type(old).__name__} cannot crop: leave image_resize out")
     square, crop = {"height": size, "width": size}, resize == "crop"
     new = type(old).from_dict(
         old.to_dict()
@@ -35,9 +38,9 @@ def with_image_resize(processor: Any, model: Any, resize: str) -> Any:
 
 
 class PixelDataset(Dataset[PixelRow]):
-    """Images as pixel values of `image_shape`, kept in memory while they fit."""
+    """Images as pixel values of `image_shape`, cached in memory if all of them fit into `cache_bytes`."""
 
-    skips = False  # whether an image that cannot be read is black; else it is an error
+    skips = False  # whether an unreadable image gives zeros instead of an error
 
     def __init__(
         self, images: LabelledImages, processor: Any, image_shape: tuple[int, ...], cache_bytes: int = 0
@@ -51,7 +54,7 @@ class PixelDataset(Dataset[PixelRow]):
         self.augment: tuple[str, tuple[int, ...]] | None = None
 
     def view(self, kinds: str, *seed: int) -> Self:
-        """The same images, each changed as `augmented` changes it with the seed and the image's content."""
+        """Return the same images with the augmentations `kinds`, drawn from the seed and each image's content."""
         if kinds == "none":
             return self
         view = copy.copy(self)
@@ -59,7 +62,7 @@ class PixelDataset(Dataset[PixelRow]):
         return view
 
     def skipping(self) -> Self:
-        """The same images, of which one that cannot be read is black."""
+        """Return the same images, with zeros for an unreadable image instead of an error."""
         part = copy.copy(self)
         part.skips = True
         return part
@@ -72,22 +75,22 @@ class PixelDataset(Dataset[PixelRow]):
         try:
             content, pixels = self.read(index)
             return pixels, label, index, content or b"", ""
-        except Exception as error:  # whatever the data set of a user raises
+        except Exception as error:  # a user's data set may raise anything
             if self.skips:
                 return torch.zeros(self.image_shape), label, index, b"", str(error) or type(error).__name__
-            # A process that reads images hands its errors on by pickle, and not every class of errors can be.
+            # A worker process passes its errors on by pickle, which not every class of errors supports.
             expected = isinstance(error, (TypeError, ValueError, OSError))
             if not expected and get_worker_info() is None:
                 raise
-            what = "read" if isinstance(error, UnreadableImageError) else "preprocessed"
+            step = "read" if isinstance(error, UnreadableImageError) else "preprocessed"
             kind = "" if expected else f"{type(error).__name__}: "
             name = self.images.item_name(index)
-            raise ValueError(f"image {index} ({name}) cannot be {what}: {kind}{error}") from error
+            raise ValueError(f"image {index} ({name}) cannot be {step}: {kind}{error}") from error
 
     def read(self, index: int) -> tuple[bytes | None, torch.Tensor]:
-        """An image's content, see `LabelledImages.contents`, and its pixel values, from the same bytes.
+        """Return an image's content (see `LabelledImages.contents`) and its pixel values, both from the same bytes.
 
-        The content is None where the pixel values were kept. Errors do not say which image it is.
+        The content is None if the pixel values come from the cache. Errors do not name the image.
         """
         if self.cache is not None and index in self.cache:
             return None, self.cache[index]
@@ -97,7 +100,7 @@ class PixelDataset(Dataset[PixelRow]):
             image = augmented(image, kinds, (*seed, int.from_bytes(content or b"", "little")))
         pixels = pixel_values(self.processor, image)
         if pixels.shape != self.image_shape:
-            raise ValueError(f"its pixel values are {tuple(pixels.shape)}, the model takes {self.image_shape}")
+            raise ValueError(f"its pixel values are {tuple(pixels.shape)}, but the model takes {self.image_shape}")
         if self.cache is not None:
             self.cache[index] = pixels
         return content, pixels

@@ -1,4 +1,4 @@
-"""Read batches of images for the model: with which processes, and with which progress bar."""
+"""Read batches of images in worker processes, and show a progress bar."""
 
 import os
 import signal
@@ -14,21 +14,21 @@ from dulbe_peft.data import decoding
 from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.utils import processes
 
-UNSHOWN = 5.0  # seconds that a pass over images takes before its progress is shown
+UNSHOWN = 5.0  # seconds until a pass over images shows its progress bar
 
 
 def read_batches(
     images: PixelDataset, batches: list[list[int]], args: LearnerArguments, device: torch.device, title: str
 ) -> Iterator[Any]:
-    """Yield what the data set gives for each batch of rows, and show a progress bar with `title`.
+    """Yield the collated tuples of the data set for each batch of rows, and show a progress bar with `title`.
 
     Raises:
         ChildProcessError: A process that reads images died.
     """
-    # The accelerator's own wrapper would keep every data set, with its pixels, for the rest of the process.
+    # Not prepared by accelerate, which would keep every data set and its pixels until the process ends.
     loader: Any = DataLoader(images, batch_sampler=batches, **loader_settings(args, device, len(batches)))
     hidden = not args.progress or processes.world()[0] > 0
-    # `disable=None` shows the bar on a terminal alone.
+    # `disable=None` shows the bar only on a terminal.
     shown: dict[str, Any] = {"unit": " images", "delay": UNSHOWN, "leave": False, "disable": hidden or None}
     with tqdm(total=sum(map(len, batches)), desc=title, **shown) as bar:
         for number, batch in enumerate(_raise_plainly(loader)):
@@ -38,9 +38,9 @@ def read_batches(
 
 def loader_settings(args: LearnerArguments, device: torch.device, batches: int) -> dict[str, Any]:
     """Return the arguments of a `DataLoader` that reads this many batches."""
-    workers = min(args.num_workers, batches)  # a further process would have nothing to read
+    workers = min(args.num_workers, batches)  # more workers would have nothing to read
     processes.check_open_files(workers)
-    decoding.one_at_a_time()  # the processes that read images share this setting
+    decoding.decoding_lock()  # must be set here: the workers inherit it
     return {
         "num_workers": workers,
         "pin_memory": device.type == "cuda",
@@ -49,18 +49,22 @@ def loader_settings(args: LearnerArguments, device: torch.device, batches: int) 
 
 
 def _leave_signals_to_the_main_process(_: int) -> None:
-    """End quietly: a terminal or a scheduler signals every process, and an error from here would hide the signal."""
+    """Make a worker ignore or obey signals quietly.
+
+    A terminal or a scheduler signals every process, and an error from a worker would hide the signal.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 
 
 def _raise_plainly(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches, and raise an error in plain words where a process that reads images dies."""
+    """Yield the batches, and raise an understandable error if a process that reads images dies."""
     try:
         yield from batches
     except RuntimeError as error:
         if "DataLoader worker (pid" not in str(error):
             raise
         raise ChildProcessError(
-            f"a process that reads images died, as when memory runs out ({error}): choose a smaller num_workers, or 0"
+            f"a process that reads images died, perhaps because memory ran out ({error}): "
+            "choose a smaller num_workers, or 0"
         ) from error

@@ -1,6 +1,6 @@
-"""The served encoders: one record of facts for each `model_type` of transformers.
+"""Describe the supported encoders: one record for each `model_type` of transformers.
 
-Another encoder of the same kind needs another record here, and no code elsewhere.
+To support another encoder of the same kind, add a record here; no other code changes.
 """
 
 import os
@@ -17,42 +17,44 @@ BERT_TEXT_TARGETS = r"self\.(key|value)|intermediate\.dense|\d+\.output\.dense"
 
 @dataclass(frozen=True)
 class DualEncoder:
-    """What is particular to one type of encoder."""
+    """Facts about one type of encoder."""
 
     title: str  # the family's name, for messages and model cards
     model: str  # transformers' class of the model
-    image_processor: str  # transformers' class of the image processor, the one that needs no torchvision
-    processor: str | None = None  # transformers' class of the processor; None: there is an image processor alone
-    image_processor_names: tuple[str, ...] = ()  # other classes of published files, whose pixels are the same
-    embed_dim: str = "projection_dim"  # where the configuration holds the width of the features
-    image_size: str = "vision_config.image_size"  # where it holds the height and width of the images
-    any_image_size: bool = False  # position embeddings are interpolated: the image processor decides the size
-    patches: bool = False  # an image is a row of patches in its own proportions, as `packed` lays them out
-    cls_token: bool = True  # token 0 of an image is a class token, and the other ones are patches
+    image_processor: str  # transformers' class of the image processor that needs no torchvision
+    processor: str | None = None  # transformers' class of the processor; None if there is only an image processor
+    image_processor_names: tuple[str, ...] = ()  # other classes in published files that give the same pixels
+    embed_dim: str = "projection_dim"  # entry of the configuration with the width of the features
+    image_size: str = "vision_config.image_size"  # entry of the configuration with the height and width of the images
+    any_image_size: bool = False  # position embeddings are interpolated, so the image processor decides the size
+    patches: bool = False  # images keep their aspect ratio, as a sequence of patches in the layout of `packed`
+    cls_token: bool = True  # token 0 of an image is a class token, and the other tokens are patches
     # Name endings of the vision blocks' layers that are adapted by default: keys, values and MLP.
     target_modules: tuple[str, ...] = ("fc1", "fc2", "k_proj", "v_proj")
-    pooling_head: str | None = None  # the module that pools the patches; it has layers called like the blocks'
+    pooling_head: str | None = (
+        None  # the module that pools the patches; its layers have the names of the blocks' layers
+    )
     logit_scale: str | None = "logit_scale"  # the parameter that holds log(tau)
-    text_tower: str | None = "text_model"  # the module in which the text tower begins; None: there is none
-    text_targets: str = CLIP_TEXT_TARGETS  # expression for the name endings of the text blocks' layers with LoRA
-    padding: str = "longest"  # "max_length": to the tower's longest text, because the tower reads the padding too
+    text_tower: str | None = "text_model"  # the module that contains the text tower; None if there is none
+    text_targets: str = CLIP_TEXT_TARGETS  # regular expression for the names of the text blocks' layers with LoRA
+    padding: str = "longest"  # "max_length" pads to the tower's longest text, because the tower reads the padding too
     padding_side: str | None = "right"  # None: the side that the tokenizer chooses
-    attention_mask: bool = False  # the text tower needs the mask of the padding
+    attention_mask: bool = False  # the text tower needs a mask of the padding
     offset_positions: bool = False  # the positions of a text begin after the padding token's id, as in RoBERTa
-    text_dropout: bool = False  # the text tower drops activations in training mode
-    unused_pooler: bool = False  # the model's class adds a pooling layer, which no feature needs
+    text_dropout: bool = False  # the text tower has dropout in training mode
+    unused_pooler: bool = False  # the model's class adds a pooling layer that no feature uses
 
     @property
     def image_only(self) -> bool:
-        """The encoder has no text tower."""
+        """Whether the encoder has no text tower."""
         return self.text_tower is None
 
 
-# What several types have in common.
+# Facts that several types have in common.
 _IMAGE_ONLY: dict[str, Any] = {
     "embed_dim": "hidden_size",
     "image_size": "image_size",
-    # The last three are the layers of DINOv2 giant's gated MLP.
+    # The last three are the layers of the gated MLP in DINOv2 giant.
     "target_modules": ("fc1", "fc2", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"),
     "logit_scale": None,
     "text_tower": None,
@@ -63,7 +65,7 @@ _WITH_BERT: dict[str, Any] = {"text_targets": BERT_TEXT_TARGETS, "attention_mask
 
 ENCODERS: dict[str, DualEncoder] = {
     "clip": DualEncoder("CLIP", "CLIPModel", "CLIPImageProcessorPil", "CLIPProcessor"),
-    # The checkpoints of SigLIP 2 with a fixed resolution are of this type too.
+    # SigLIP 2 checkpoints with a fixed resolution have this type, too.
     "siglip": DualEncoder("SigLIP", "SiglipModel", "SiglipImageProcessorPil", "SiglipProcessor", **_SIGLIP),
     "siglip2": DualEncoder(
         "SigLIP 2 NaFlex",
@@ -96,42 +98,42 @@ ENCODERS: dict[str, DualEncoder] = {
     "vit": DualEncoder("ViT", "ViTModel", "ViTImageProcessorPil", unused_pooler=True, **_IMAGE_ONLY),
 }
 
-# CLIP's vision towers that stand alone; the adapter files of both fit a CLIPModel.
+# CLIP's vision tower as a model of its own. Adapter files of both types fit a CLIPModel.
 CLIP_VISION_TYPES = ("clip_vision_model", "clip_vision_model_with_projection")
 
 
 def type_of(model: object) -> Any:
-    """The `model_type` in a model's configuration; None where it has none."""
+    """Return the `model_type` in a model's configuration, or None if it has none."""
     return getattr(getattr(model, "config", None), "model_type", None)
 
 
 def find_record(model: object) -> DualEncoder | None:
-    """The record of a model's type, also for CLIP's vision towers that stand alone; None for other types."""
+    """Return the record of a model's type, also for CLIP's vision tower alone; None for other types."""
     model_type = type_of(model)
     return ENCODERS.get("clip" if model_type in CLIP_VISION_TYPES else str(model_type))
 
 
-# Why other encoders of transformers are not served.
-_UNSERVED = {
-    "timm_wrapper": "timm needs torchvision: take the model's form in transformers, such as DINOv2, DINOv3 or ViT",
-    "dinov3_convnext": "it has no class token and no linear layers of attention: take a DINOv3 ViT",
+# Why some encoders of transformers are not supported.
+_UNSUPPORTED = {
+    "timm_wrapper": "timm needs torchvision: use the model's transformers version, such as DINOv2, DINOv3 or ViT",
+    "dinov3_convnext": "it has no class token and no linear layers of attention: use a DINOv3 ViT",
 }
 
 
-def unserved(model_type: object) -> str:
-    """Why a type is not served, and the types that are, for messages."""
-    why = f" ({_UNSERVED[str(model_type)]})" if model_type in _UNSERVED else ""
+def unsupported(model_type: object) -> str:
+    """Return the part of a message that says why a type is not supported, and which types are."""
+    why = f" ({_UNSUPPORTED[str(model_type)]})" if model_type in _UNSUPPORTED else ""
     types = ", ".join(f"{name!r} ({record.title})" for name, record in ENCODERS.items())
-    return f"of type {model_type!r}{why}; the served types are {types}"
+    return f"of type {model_type!r}, which is not supported{why}; the supported types are {types}"
 
 
 def demo_model_folder() -> Path:
-    """The folder of the small CLIP that the package has."""
+    """Return the folder of the small CLIP that comes with the package."""
     return Path(str(resources.files("dulbe_peft") / "assets" / "demo_clip"))
 
 
 def find_model(name_or_path: str | os.PathLike[str], revision: str | None = None) -> tuple[str, DualEncoder]:
-    """The folder or Hub id of a model, and the record of its type; nothing that takes time is imported."""
+    """Return the folder or Hub id of a model, and the record of its type, without importing a slow package."""
     from dulbe_peft.utils.folders import put_back
 
     name = str(name_or_path)
@@ -141,16 +143,16 @@ def find_model(name_or_path: str | os.PathLike[str], revision: str | None = None
     if not Path(name).is_dir() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise FileNotFoundError(f"model folder {name!r} does not exist")
     if Path(name).is_file():
-        raise ValueError(f"{name!r} is a file, expected the folder of a model or its id on the Hub")
+        raise ValueError(f"{name!r} is a file, expected a model's folder or its id on the Hub")
     folder = Path(name)
     if not folder.is_dir():
         from dulbe_peft.utils import hub
 
         folder, _ = hub.fetch(name, ["config.json"], revision)
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{name!r} holds no model: it has no config.json")
+        raise FileNotFoundError(f"{name!r} contains no model: it has no config.json")
     config = read_json(folder / "config.json")
     model_type = config.get("model_type") if isinstance(config, dict) else None
     if model_type not in ENCODERS:
-        raise ValueError(f"{name!r} holds a model {unserved(model_type)}")
+        raise ValueError(f"{name!r} contains a model {unsupported(model_type)}")
     return name, ENCODERS[model_type]

@@ -1,4 +1,4 @@
-"""Class names on their way through the text tower: in which prompts, process and precision."""
+"""Encode class names with the text tower: choose the prompts, the process and the precision."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -18,41 +18,44 @@ NO_TEXTS: Texts = MappingProxyType({})
 
 
 class TextEncoder:
-    """The text tower of a dual encoder over class names, in the prompts and precision of `args`."""
+    """Encode class names with a dual encoder's text tower, in the prompts and precision that `args` ask for."""
 
     def __init__(self, clip: Any, processor: Any, args: LearnerArguments, device: torch.device) -> None:
         self.clip = clip
         self.processor = processor
         self.args = args
         self.device = device
-        self._known: dict[str, tuple[int, ...]] = {}  # tokens of prompts
+        self._checked_tokens: dict[str, tuple[int, ...]] = {}  # tokens of each prompt that was checked
 
     @property
     def embed_dim(self) -> int:
-        """d, width of the features."""
+        """Width d of the features."""
         return loading.embed_dim(self.clip)
 
     def autocast(self) -> torch.autocast:
-        """Half precision where it was asked for; accelerate's own setting is one for the whole Python process."""
+        """Return a context in the requested precision. accelerate's setting would hold for the whole process."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.args.precision == "bfloat16")
 
     def prompts(self, name: str, texts: Texts = NO_TEXTS, training: bool = False) -> list[str]:
-        """The texts of a class: those of `texts`, or else its name in every template; in training one text alone."""
+        """Return the prompts of a class: those in `texts`, or else its name in every template.
+
+        In training there is one: `training_template` with the class name, or else the first of the prompts.
+        """
         args, templates = self.args, self.args.templates
         if training and args.training_template is not None:
             texts, templates = NO_TEXTS, (args.training_template,)
-        found = [*texts.get(name, ())] or format_prompts(name, templates, args.class_name_style)
-        return found[:1] if training else found
+        prompts = [*texts.get(name, ())] or format_prompts(name, templates, args.class_name_style)
+        return prompts[:1] if training else prompts
 
     def tokens(self, names: Sequence[str], texts: Texts = NO_TEXTS) -> dict[str, torch.Tensor]:
-        """What the text tower takes of each class in training."""
+        """Return the text tower's inputs for each class in training."""
         return self._tokenized([self.prompts(name, texts, training=True)[0] for name in names])
 
     def _tokenized(self, prompts: Sequence[str]) -> dict[str, torch.Tensor]:
         return send_to_device(loading.tokenize(self.processor, prompts, self.clip), self.device)
 
     def check_prompts(self, names: Sequence[str], texts: Texts = NO_TEXTS) -> None:
-        """Raise a `ValueError` where a text is of no use to the text tower, or two classes have the same texts."""
+        """Raise a `ValueError` if the text tower cannot encode a prompt, or two classes have the same prompts."""
         distinct: dict[str, None] = {}
         for training in (False, True):
             owners: dict[frozenset[str], str] = {}
@@ -62,12 +65,12 @@ class TextEncoder:
                 if other != name:
                     raise ValueError(f"classes {other!r} and {name!r} give the same prompt {prompts[0]!r}: rename one")
                 distinct |= dict.fromkeys(prompts)
-        new = [prompt for prompt in distinct if prompt not in self._known]  # those of old classes are known
-        self._known |= zip(new, loading.prompt_tokens(self.processor, new, self.clip), strict=True)
-        loading.check_distinct(distinct, (self._known[prompt] for prompt in distinct))
+        new = [prompt for prompt in distinct if prompt not in self._checked_tokens]
+        self._checked_tokens |= zip(new, loading.prompt_tokens(self.processor, new, self.clip), strict=True)
+        loading.check_distinct(distinct, (self._checked_tokens[prompt] for prompt in distinct))
 
     def token_embeds(self, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Unit text embeddings of tokenized prompts, (prompts, d); each process encodes its rows."""
+        """Return the unit text embeddings of tokenized prompts, (prompts, d). Each process encodes a share."""
         total = len(tokens["input_ids"])
         rows = processes.padded_shard(range(total))
         if len(rows) < total:
@@ -76,14 +79,14 @@ class TextEncoder:
             return processes.gather_rows(loading.unit_text_embeds(self.clip, tokens), total)
 
     def text_embeds(self, names: Sequence[str], texts: Texts = NO_TEXTS, training: bool = False) -> torch.Tensor:
-        """Unit text embeddings of classes, (classes, d): the mean over the texts of each, or that of training."""
+        """Return one unit text embedding for each class, (classes, d): the normalised mean over its prompts."""
         return mean_texts(len(names), *self.each_text_embeds(names, texts, training))
 
     @torch.no_grad()
     def each_text_embeds(
         self, names: Sequence[str], texts: Texts = NO_TEXTS, training: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Unit embeddings of all texts of classes, (T, d), class by class, and the class of each, (T,)."""
+        """Return the unit embeddings of all prompts, (T, d), class by class, and the class of each prompt, (T,)."""
         prompts = [self.prompts(name, texts, training) for name in names]
         place = {prompt: row for row, prompt in enumerate(dict.fromkeys(p for group in prompts for p in group))}
         each, distinct = [], list(place)
@@ -96,7 +99,13 @@ class TextEncoder:
 
 @torch.no_grad()
 def mean_texts(classes: int, rows: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
-    """The direction of the mean over the texts of each class, (classes, d), from what `each_text_embeds` gives."""
+    """Return the normalised mean of each class's text embeddings, (classes, d).
+
+    Args:
+        classes: Number of classes.
+        rows: Unit text embeddings, (T, d), from `each_text_embeds`.
+        owners: The class of each row, (T,).
+    """
     if len(rows) == classes:
         return rows
     return F.normalize(torch.zeros(classes, rows.shape[1]).to(rows).index_add(0, owners, rows), dim=1)

@@ -9,12 +9,12 @@ import numpy as np
 from dulbe_peft.classifiers.calibration import FOLDS
 from dulbe_peft.sklearn import FeatureClassifier
 
-SWAPPED = 0.05  # share of the labels that a trial swaps, as far as these are not more than are enough
-TRIALS, ENOUGH = 5, 60  # at most so many trials, until so many labels were swapped
+SWAPPED = 0.05  # share of the labels that one trial swaps
+TRIALS, ENOUGH = 5, 60  # trials are repeated at most 5 times, until 60 labels have been swapped
 
 
 class Trial(NamedTuple):
-    """How many labels were swapped on copies, and of how many the doubts found; the same of the labels beside them."""
+    """Counts over all trials: swapped labels that were found, swapped labels, other labels doubted, other labels."""
 
     found: int
     swapped: int
@@ -22,12 +22,13 @@ class Trial(NamedTuple):
     others: int
 
 
-def tried_on_swapped(
+def try_swapped_labels(
     features: np.ndarray, labels: np.ndarray, texts: np.ndarray | None, logit_scale: float
 ) -> Trial | None:
-    """Swap labels of images of different classes on a copy, and count how many of these `doubtful_labels` finds.
+    """Swap some labels between classes on a copy, and count how many of the swapped labels `doubtful_labels` finds.
 
-    Arguments are as there. Classes keep their sizes. None where no two images that are judged differ in their class.
+    The arguments are those of `doubtful_labels`. Classes keep their sizes. Return None if fewer than two classes have
+    two images or more.
     """
     judged = np.flatnonzero(np.bincount(labels)[labels] > 1)
     pairs = min(max(1, round(SWAPPED * len(judged) / 2)), ENOUGH // 2)
@@ -46,11 +47,11 @@ def tried_on_swapped(
 
 
 def _swapped(labels: np.ndarray, order: np.ndarray, pairs: int) -> np.ndarray:
-    """A copy in which each of some pairs of images, drawn in this order, has each other's labels."""
+    """Return a copy of the labels in which at most `pairs` pairs of images, drawn in this order, swap their labels."""
     changed, left = labels.copy(), order.tolist()
     while pairs and left:
         first = left.pop()
-        second = next((one for one in reversed(left) if labels[one] != labels[first]), None)
+        second = next((image for image in reversed(left) if labels[image] != labels[first]), None)
         if second is None:
             break
         left.remove(second)

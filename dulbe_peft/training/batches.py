@@ -1,4 +1,4 @@
-"""A task's batches as `torch.utils.data.DataLoader` reads them, in the order that a learner takes them."""
+"""Give a task's batches to a `torch.utils.data.DataLoader` in the same order as the learner's own training loop."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from dulbe_peft.utils.processes import padded_shard
 
 
 class Order:
-    """Batches of a task's images by index, as a batch sampler: the epoch, this process's rows, and the whole batch."""
+    """Batch sampler of a task. It yields the epoch, the indices of this process's rows, and those of all rows."""
 
     def __init__(self, size: int, batch_size: int, seed: int, task: int) -> None:
         self.size, self.batch_size, self.seed, self.task, self.epoch = size, batch_size, seed, task, 0
@@ -32,7 +32,7 @@ class Order:
 
 
 class EpochLoader(DataLoader[Any]):
-    """A loader that tells its order which epoch begins."""
+    """A data loader that passes the number of a new epoch on to its batch sampler."""
 
     def __init__(self, batches: Dataset[Any], order: Order, settings: dict[str, Any]) -> None:
         super().__init__(batches, batch_sampler=order, **settings)
@@ -43,7 +43,7 @@ class EpochLoader(DataLoader[Any]):
 
 
 class WholeBatches(Dataset[dict[str, torch.Tensor]]):
-    """A batch as `Order` names it: pixels of this process's rows, labels and indices of the whole."""
+    """Data set of batches, indexed by `Order`: the pixels of this process's rows, labels and indices of all rows."""
 
     def __init__(self, task: TaskTrainer) -> None:
         self.images, self.seed, self.task = task.images, task.args.seed, task.index
@@ -61,5 +61,5 @@ class WholeBatches(Dataset[dict[str, torch.Tensor]]):
 
 
 def collated(rows: Sequence[PixelRow]) -> dict[str, torch.Tensor]:
-    """A batch of a `PixelDataset` as transformers takes it."""
+    """Collate rows of a `PixelDataset` into a batch for transformers."""
     return {"pixel_values": torch.stack([row[0] for row in rows]), "labels": torch.tensor([row[1] for row in rows])}

@@ -1,4 +1,4 @@
-"""What is made before a learner learns, and what is asked of model, images and settings then."""
+"""Create the state of a new learner, and check model, images and settings before a task is learned."""
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,41 +24,41 @@ from dulbe_peft.encoders.pixels import PixelDataset, with_image_resize
 from dulbe_peft.strategies.base import Strategy
 from dulbe_peft.strategies.registry import make_strategy
 from dulbe_peft.training.state import LearnerState
-from dulbe_peft.utils.devices import has_bfloat16, settled_precision
+from dulbe_peft.utils.devices import choose_precision, has_bfloat16
 from dulbe_peft.utils.processes import check_same_in_all, copy_from_main, raise_in_all, refuse_sharded
 
 
 def check_adapter_name(model: Any) -> None:
-    """Raise where another adapter than PEFT's "default" is active: answers would be wrong, and files of no use."""
+    """Raise a `ValueError` unless PEFT's adapter "default" is active: predictions and saved files would be wrong."""
     if not isinstance(model, PeftModel):
         return
     tuner: Any = model.base_model
     if tuner.active_adapters != ["default"]:
         raise ValueError(
-            f"the model's active adapters are {tuner.active_adapters}: a learner works on the one named 'default' "
-            "alone; call set_adapter('default') on the model"
+            f"the model's active adapters are {tuner.active_adapters}, but a learner uses only the one named "
+            "'default': call set_adapter('default') on the model"
         )
     if not tuner.dual_mode_layers():
         raise ValueError(
-            "the model's layers have no adapter any more, as unload() and merge_and_unload() leave it: load the saved "
-            "learner again, and take the adapter out of a copy of the model (copy.deepcopy)"
+            "the model's layers have no adapter any more, as after unload() or merge_and_unload(): load the saved "
+            "learner again, and call these methods on a copy of the model (copy.deepcopy)"
         )
 
 
 def check_learned(state: LearnerState) -> None:
-    """Raise where no task has been learned, or another adapter than the learner's is active."""
+    """Raise a `ValueError` if no task has been learned, or an adapter other than the learner's is active."""
     if not state.tasks:
         raise ValueError("no task has been learned yet: call learn_task first")
     check_adapter_name(state.model)
 
 
 def warn_of_promises(state: LearnerState) -> None:
-    """Say that a share of errors is not promised, where the model was trained on the images by which it is kept."""
+    """Warn that error rates are not guaranteed if the model was trained on the images that calibrate them."""
     if state.trained:
         warnings.warn(
-            "the model was trained on the images by which reject and coverage keep a share, so it is not promised; "
-            "expect more errors, and too sure probabilities: measure them on test images (dulbe-peft evaluate), or "
-            "train nothing (strategy 'frozen')",
+            "the images that calibrate reject and coverage also trained the model, so the requested error rates are "
+            "not guaranteed. Expect more errors and overconfident probabilities: measure them on test images "
+            "(dulbe-peft evaluate), or train nothing (strategy 'frozen')",
             stacklevel=4,
         )
 
@@ -70,9 +70,9 @@ def checked_task(
     names: Sequence[str] | None,
     texts: Mapping[str, Sequence[str]],
 ) -> tuple[LearnerState, PixelDataset]:
-    """The state with the texts of a new task's classes, and its images, after a check that it can be learned."""
+    """Check that a task can be learned; return the state with the texts of its classes, and its images."""
     if state.args.precision == "int8" and state.strategy.adapts:
-        raise ValueError("precision is 'int8', in which no model is trained: take float32 or bfloat16")
+        raise ValueError("precision is 'int8', in which no model can be trained: choose float32 or bfloat16")
     with raise_in_all():
         check_adapter_name(state.model)
         _check_trainable(state)
@@ -80,7 +80,7 @@ def checked_task(
         names = check_class_names(images.class_names, seen=state.class_names)
         absent = np.setdiff1d(np.arange(len(names)), images.labels)
         if len(absent):
-            raise ValueError(f"class {names[absent[0]]!r} has no image in the dataset ({len(absent)} such)")
+            raise ValueError(f"class {names[absent[0]]!r} has no image in the dataset ({len(absent)} such classes)")
         all_texts = state.class_texts | check_class_texts(texts, names)
         if loading.has_text(state.base):
             encoder.check_prompts((*state.class_names, *names), all_texts)
@@ -89,10 +89,13 @@ def checked_task(
 
 
 def _check_trainable(state: LearnerState) -> None:
-    """Raise where a strategy lacks its memory, or the adapter, by which a task is taken back, is not all it trains."""
+    """Raise a `ValueError` if the strategy's memory is missing, or other parameters than the adapter's are trainable.
+
+    Only the adapter may be trained, because only the adapter is restored if learning a task fails.
+    """
     if state.incomplete:
         raise ValueError(
-            f"this learner was published without what the strategy {state.strategy.name!r} keeps: it holds no "
+            f"this learner was published without the memory of the strategy {state.strategy.name!r}: it has no "
             "statistics of its finished tasks, so it can predict and evaluate, but not learn a further task"
         )
     if state.adapter is None:
@@ -104,8 +107,8 @@ def _check_trainable(state: LearnerState) -> None:
     if wrong:
         name = wrong[0].removeprefix("base_model.model.")
         raise ValueError(
-            f"{name!r} requires a gradient ({len(wrong)} such parameters of the base model): a learner trains the "
-            "adapter alone; call requires_grad_(False) on the base model, then set_adapter('default')"
+            f"{name!r} requires a gradient ({len(wrong)} such parameters of the base model), but a learner trains "
+            "only the adapter: call requires_grad_(False) on the base model, then set_adapter('default')"
         )
     frozen = [n for n, p in parameters if not p.requires_grad and PREFIX in n and n.endswith(".default")]
     if frozen:
@@ -116,7 +119,7 @@ def _check_trainable(state: LearnerState) -> None:
 
 
 def check_model(state: LearnerState) -> None:
-    """Raise unless the strategy can work with the model and with the processor."""
+    """Raise an error unless the strategy can use the model and the processor."""
     model, strategy = state.model, state.strategy
     if isinstance(model, PeftModel) and isinstance(model.base_model, DualModeLoraModel):
         check_adapter_name(model)
@@ -124,7 +127,7 @@ def check_model(state: LearnerState) -> None:
         other = [n for n in model.base_model.dual_mode_layers() if targets and n.rpartition(".")[2] not in targets]
         if other:
             raise ValueError(
-                f"the strategy {strategy.name!r} adapts {list(targets or ())} alone, the model has an adapter in "
+                f"the strategy {strategy.name!r} adapts only {list(targets or ())}, but the model has an adapter in "
                 f"{other[0]!r}: pass DualModeLoraConfig(target_modules={list(targets or ())})"
             )
     elif strategy.adapts or isinstance(model, PeftModel) or not isinstance(model, nn.Module):
@@ -140,7 +143,7 @@ def check_model(state: LearnerState) -> None:
 
 
 def check_tracker(name: str | None) -> None:
-    """Raise where accelerate does not know a tracker, or its package is missing."""
+    """Raise an `ImportError` if the package of a tracker is missing."""
     if name and not filter_trackers(name, "runs"):
         package = "tensorboard" if name == "all" else name
         raise ImportError(f"log_with is {name!r}, whose package is missing: pip install {package}")
@@ -153,27 +156,27 @@ def new_state(
     strategy: str | Strategy,
     classifiers: str | Classifier | Iterable[str | Recipe | Classifier] | None,
 ) -> LearnerState:
-    """The state of a learner that has learned nothing yet, of parts that fit; the strategy's classifiers for None."""
+    """Return the state of a new learner after checking its parts. None chooses the strategy's default classifiers."""
     state = LearnerState(model, processor, args, make_strategy(strategy), {})
     check_model(state)
     clip = state.base
     if lost := loading.unsaved_part(processor, clip):
-        warnings.warn(f"{lost}: this learner can learn and predict, and cannot be saved", stacklevel=3)
-    rows = parse_classifiers(state.strategy.classifiers if classifiers is None else classifiers)
+        warnings.warn(f"{lost}: this learner can learn and predict, but cannot be saved", stacklevel=3)
+    recipes = parse_classifiers(state.strategy.classifiers if classifiers is None else classifiers)
     if classifiers is None and not loading.has_text(clip):
-        rows = {name: row for name, row in rows.items() if not CLASSIFIERS[name].needs_text}
-    made = make_classifiers(rows.values(), loading.embed_dim(clip), loading.logit_scale(clip))
-    reads_text = [name for name, classifier in made.items() if classifier.needs_text]
-    if reads_text and not loading.has_text(clip):
-        raise ValueError(f"the classifier {reads_text[0]!r} needs text, {type(clip).__name__} has no text tower")
-    return replace(state, classifiers=made)
+        recipes = {name: recipe for name, recipe in recipes.items() if not CLASSIFIERS[name].needs_text}
+    new = make_classifiers(recipes.values(), loading.embed_dim(clip), loading.logit_scale(clip))
+    needs_text = [name for name, classifier in new.items() if classifier.needs_text]
+    if needs_text and not loading.has_text(clip):
+        raise ValueError(f"the classifier {needs_text[0]!r} needs text, but {type(clip).__name__} has no text tower")
+    return replace(state, classifiers=new)
 
 
 def on_device(state: LearnerState, device: torch.device) -> LearnerState:
-    """The state with model and classifiers on a device, in a precision that is settled, and with its processor."""
+    """Move model and classifiers to a device; return the state with a concrete precision and the final processor."""
     args, processor = state.args, state.processor
-    able = args.backend != "onnx" and has_bfloat16(device)
-    args = replace(args, precision=settled_precision(args.precision, None, state.strategy.adapts, able))
+    bfloat16 = args.backend != "onnx" and has_bfloat16(device)
+    args = replace(args, precision=choose_precision(args.precision, None, state.strategy.adapts, bfloat16))
     model = state.model.to(device).eval()
     copy_from_main(state.adapter_tensors().values())
     if args.image_resize != "processor":

@@ -1,4 +1,4 @@
-"""What a learner is between two tasks: everything that is saved, and nothing else."""
+"""The state of a learner between two tasks, which is exactly what is saved."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,9 +23,9 @@ from dulbe_peft.utils.records import Fraction, Record
 
 @dataclass(frozen=True)
 class Estimate:
-    """The share of images that a classifier names right, each class alike, with its 95 % interval.
+    """Estimated accuracy of a classifier, with equal weight for each class, and its 95 % interval.
 
-    It is of training images that were left out, and of `classes`, which may be fewer than the learner knows.
+    It comes from training images that were held out, of `classes`, which may be fewer than the learner knows.
     """
 
     share: float
@@ -38,42 +38,45 @@ class Estimate:
 
 
 class Estimates(Record):
-    """The estimates of all classifiers, after so many tasks and updates, from so many images of these classes."""
+    """Estimates of all classifiers, and when and from what they were made."""
 
-    tasks: int = 0
-    updates: int = 0
-    images: int = 0
+    tasks: int = 0  # tasks that the learner had finished
+    updates: int = 0  # updates that the learner had made
+    images: int = 0  # number of held-out images
     classes: tuple[str, ...] = ()
-    shares: dict[str, tuple[Fraction, Fraction, Fraction]] = {}
+    shares: dict[str, tuple[Fraction, Fraction, Fraction]] = {}  # classifier -> accuracy and its 95 % interval
 
 
 class Update(Record):
-    """What a learner took in or lost without training, after so many tasks."""
+    """A change of the learner without training."""
 
-    after: int
-    images: dict[str, int] = {}  # class -> number of its further images, below 0 of those that went
-    forgotten: int | None = None  # the number of the task that lost a class
-    renamed: dict[str, str] = {}  # old name -> new one
+    after: int  # number of finished tasks at that time
+    images: dict[str, int] = {}  # class -> number of added images, negative for removed ones
+    forgotten: int | None = None  # the task, from 1, that lost a class
+    renamed: dict[str, str] = {}  # old name -> new name
 
 
 @dataclass
 class LearnerState:
-    """A learner's state. A finished task replaces it as a whole.
+    """A learner's state. A finished task replaces it by a new one.
 
     Attributes:
-        model: the adapted model from `get_peft_model`, or the pristine model where nothing is trained.
-        classifiers: name -> classifier; the first one is what `predict` uses.
-        memory: what the strategy keeps of the finished tasks.
-        tasks: the class names of every finished task, in order.
-        step: how many training steps were made.
+        model: The adapted model from `get_peft_model`, or the plain model if nothing is trained.
+        processor: The model's processor.
+        args: The learner's settings.
+        strategy: The strategy that trains a task.
+        classifiers: Name -> classifier. `predict` uses the first one.
+        memory: What the strategy remembers of the finished tasks.
+        tasks: The class names of every finished task, in order.
+        step: Number of training steps so far.
         source: `repo_id` and `commit` on the Hub that the learner was loaded from, or None.
-        incomplete: the learner was saved without what its strategy needs to learn a further task.
-        updates: what it took in or lost without training.
-        class_texts: class -> the texts that stand for it in place of the prompt templates.
+        incomplete: Whether the learner was saved without the memory that its strategy needs to learn a further task.
+        updates: Changes without training.
+        class_texts: Class -> texts that replace the prompt templates for this class.
         graph: SHA-256 of the int8 graph that encodes its images, or None.
-        known: which images it has learned and was tested on, by content.
-        estimates: how many images it names right, see `ClassIncrementalLearner.estimate`; of no task where that is
-            not known, as after an update.
+        known: The images that it has learned and was tested on, by content.
+        estimates: Estimated accuracies, see `ClassIncrementalLearner.estimate`. Their `tasks` is 0 if there are none,
+            for example after an update.
     """
 
     model: nn.Module
@@ -94,53 +97,56 @@ class LearnerState:
 
     @property
     def classifier(self) -> Classifier:
-        """The classifier that answers."""
+        """The classifier that `predict` uses."""
         return self.classifiers[answering(self.classifiers)]
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """All seen classes, in the order they came."""
+        """All seen classes, in the order in which they were learned."""
         return tuple(name for task in self.tasks for name in task)
 
     def image_counts(self) -> dict[str, int]:
-        """Class -> how many of its images were learned, as a classifier counts them; empty where none does."""
+        """Return class -> number of its learned images, or nothing if no classifier counts images."""
         counts = next((c.counts.tolist() for c in self.classifiers.values() if "counts" in c.tensors()), [])
         return dict(zip(self.class_names, counts, strict=False))
 
     def places(self, names: Sequence[str]) -> list[int]:
-        """Where each of some names stands among the seen classes; a `ValueError` names those that have no place."""
-        place = {name: index for index, name in enumerate(self.class_names)}
-        unknown = sorted({name for name in names if name not in place})
+        """Return the index of each name among the seen classes, or raise a `ValueError` that lists unknown names."""
+        index_of = {name: index for index, name in enumerate(self.class_names)}
+        unknown = sorted({name for name in names if name not in index_of})
         if unknown:
             raise ValueError(
-                f"{len(unknown)} classes have not been learned, the first are {unknown[:5]}; "
-                f"seen are {list(place)[:5]} ..."
+                f"{len(unknown)} classes have not been learned, such as {unknown[:5]}; "
+                f"the learned classes are {list(index_of)[:5]} ..."
             )
-        return [place[name] for name in names]
+        return [index_of[name] for name in names]
 
     def known_images(self, dataset: Any, class_names: Sequence[str] | None = None) -> LabelledImages:
-        """A data set of seen classes, by `class_names` or its own, whose labels are their places among all of them."""
+        """Return a data set of seen classes with labels that index all seen classes.
+
+        `class_names` names the data set's labels; None uses its own names.
+        """
         images = named_images(dataset, class_names, default=self.class_names)
         places = self.places([images.class_names[label] for label in images.labels])
         return images.at(slice(None), np.array(places), self.class_names)
 
     @property
     def adapter(self) -> DualModeLoraModel | None:
-        """The tuner, where the model has one."""
+        """The tuner of the model, or None if it has no adapter."""
         return cast(DualModeLoraModel, self.model.base_model) if isinstance(self.model, PeftModel) else None
 
     @property
     def trained(self) -> bool:
-        """Whether the model was trained on what the classifiers learned: left out, it is no stranger."""
+        """Whether the model was trained on the learned images, so that none of them is truly held out."""
         return self.strategy.adapts or self.adapter is not None
 
     def resting(self) -> AbstractContextManager[None]:
-        """A block without the modes of an adapter that adds nothing now: the same outputs at a lower cost."""
-        return nullcontext() if self.adapter is None else self.adapter.without_idle_modes()
+        """Return a context that skips adapter modes that are zero: the same outputs at a lower cost."""
+        return nullcontext() if self.adapter is None else self.adapter.skip_zero_modes()
 
     @property
     def config(self) -> DualModeLoraConfig | None:
-        """The adapter's configuration, where the model has one."""
+        """The adapter's configuration, or None if the model has no adapter."""
         return None if self.adapter is None else self.adapter.active_config
 
     @property
@@ -157,12 +163,12 @@ class LearnerState:
         return getattr(config, "_name_or_path", "") or None, getattr(config, "_commit_hash", None)
 
     def adapter_tensors(self) -> dict[str, torch.Tensor]:
-        """What PEFT saves of the adapter, as it is; nothing where the model has none."""
+        """Return the adapter tensors that PEFT saves, without copying them; none if the model has no adapter."""
         return {} if self.adapter is None else get_peft_model_state_dict(self.model, save_embedding_layers=False)
 
     @contextmanager
     def adapter_kept(self) -> Iterator[None]:
-        """A block after which, where it raises, the adapter's weights are what they were before."""
+        """Restore the adapter's weights if the block raises."""
         restore = self._copied_adapter()
         try:
             yield
@@ -172,7 +178,7 @@ class LearnerState:
 
     @contextmanager
     def adapter_restored(self) -> Iterator[None]:
-        """A block after which the adapter's weights are what they were before."""
+        """Restore the adapter's weights after the block."""
         restore = self._copied_adapter()
         try:
             yield
@@ -180,7 +186,7 @@ class LearnerState:
             restore()
 
     def _copied_adapter(self) -> Callable[[], None]:
-        """Copy the adapter's weights; the call puts the copy back."""
+        """Copy the adapter's weights, and return a function that restores them."""
         before = {name: tensor.clone() for name, tensor in self.adapter_tensors().items()}
 
         def restore() -> None:
@@ -193,11 +199,11 @@ class LearnerState:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return next(self.model.parameters()).device
 
 
 def set_adapter_state(model: Any, state: dict[str, torch.Tensor]) -> None:
-    """Put saved tensors into the active adapter, whose history takes their length."""
+    """Load saved tensors into the active adapter, and update the recorded length of its history."""
     set_peft_model_state_dict(model, state)
-    model.note_history()
+    model.record_history_ranks()

@@ -1,4 +1,4 @@
-"""How an adapted model learns one task: measure, plan, train, fold, and one closing pass. The strategy decides what.
+"""Learn one task: measure, plan, train, fold, and make one closing pass. The strategy decides what each step does.
 
 Reference: Appendix "Complete Procedure", Algorithm 1.
 """
@@ -38,23 +38,27 @@ Log = Callable[[dict[str, float], int], None]
 
 @dataclass
 class TaskRecord:
-    """What learning one task showed. Time and memory are not among it: the same task gives the same record."""
+    """Measurements of one task, without time and memory, so that the same task gives the same record."""
 
     images: dict[str, int]  # class -> number of its training images
-    learning_rate: float | None = None  # None where nothing was trained
+    learning_rate: float | None = None  # None if nothing was trained
     loss: list[float] = field(default_factory=list)  # mean of each epoch
-    shared_capture: float | None = None  # mean over the layers of `ModeBases.shared_capture`, where one is measured
+    shared_capture: float | None = None  # mean of `ModeBases.shared_capture` over the layers; None if not measured
     residual_capture: float | None = None
-    expected_depth: float | None = None  # mean over the task's classes, where there is a bridge ensemble
+    expected_depth: float | None = None  # mean over the task's classes; None without a bridge ensemble
 
 
 def train_task(trainer: TaskTrainer) -> tuple[LearnerState, TaskRecord, ClosingPass]:
-    """The state after one more task, of which the adapter alone is changed in place; and what the task showed."""
+    """Learn one task; return the state after it, its record, and the closing pass.
+
+    Of the state before, only the adapter is changed in place.
+    """
     state, encoder, images, names = trainer.state, trainer.encoder, trainer.images, trainer.names
     features, memory = trainer.learn()
     with encoder.profile.phase("close"):
         labels = torch.as_tensor(images.labels, device=features.device)
-        # Both passes saw the images as they are, but where the data set itself changes them at random.
+        # teacher="online" is for data sets that change their images at random. Features of two passes over them do
+        # not belong to the same images, so drift must not be computed from them.
         before = trainer.teacher if state.args.teacher == "cached" else None
         views = encoder.views(features, images, trainer.title("close"))
         texts = each = None
@@ -73,7 +77,7 @@ def train_task(trainer: TaskTrainer) -> tuple[LearnerState, TaskRecord, ClosingP
         memory=memory,
         tasks=[*state.tasks, names],
         step=trainer.step,
-        known=state.known.with_learned(images.images, encoder.way),
+        known=state.known.add_learned(images.images, encoder.way),
         graph=encoder.graph,
     )
     with encoder.profile.phase("estimate"):
@@ -82,25 +86,28 @@ def train_task(trainer: TaskTrainer) -> tuple[LearnerState, TaskRecord, ClosingP
 
 
 def _old_texts(state: LearnerState, encoder: Encoder) -> list[torch.Tensor]:
-    """Text embeddings of the seen classes: those that a classifier keeps, where the text tower stands still."""
+    """Return a list with the text embeddings of the seen classes, (C, d), which is empty before the first task.
+
+    With a frozen text tower, the embeddings that a classifier stores are reused.
+    """
     config = state.config
-    moves = config and (config.text_rank or config.modules_to_save or isinstance(config.target_modules, str))
-    kept = [c.text_embeds for c in state.classifiers.values() if "text_embeds" in c.tensors()]
+    changes = config and (config.text_rank or config.modules_to_save or isinstance(config.target_modules, str))
+    stored = [c.text_embeds for c in state.classifiers.values() if "text_embeds" in c.tensors()]
     if not state.tasks:
         return []
-    return kept[:1] if kept and not moves else [encoder.text_embeds(state.class_names, state.class_texts)]
+    return stored[:1] if stored and not changes else [encoder.text_embeds(state.class_names, state.class_texts)]
 
 
 class TaskTrainer:
-    """Learns one task with a strategy, from the state before it and the task's images, which name its classes.
+    """Learn one task with a strategy, given the state before it and the task's images.
 
-    By the model before the task are, where they are needed, `teacher`, (n, d), the features of all images, and
-    `old_text`, (C, d), the embeddings of the old classes' texts.
+    `teacher`, (n, d), are the features of all images, and `old_text`, (C, d), the text embeddings of the old classes,
+    both by the model before the task. Either is None if the strategy does not need it.
     """
 
     def __init__(self, state: LearnerState, encoder: Encoder, images: PixelDataset, log: Log | None = None) -> None:
         self.state, self.model, self.strategy, self.args = state, state.model, state.strategy, state.args
-        self.adapter = cast(DualModeLoraModel, state.adapter)  # None where nothing is trained
+        self.adapter = cast(DualModeLoraModel, state.adapter)  # None if nothing is trained
         self.encoder, self.logit_scale, self.log = encoder, logit_scale(encoder.clip), log
         self.images, self.names, self.index = images, images.images.class_names, len(state.tasks)
         self.task = NewTask(self.index, self.adapter, self.args, state.memory, encoder=encoder)
@@ -113,7 +120,7 @@ class TaskTrainer:
         self._trained_text: torch.Tensor | None = None
 
     def learn(self) -> tuple[torch.Tensor, Memory | None]:
-        """Features of all images by the finished model, (n, d), and what the strategy remembers."""
+        """Learn the task; return the features of all images by the finished model, (n, d), and the new memory."""
         strategy, task = self.strategy, self.task
         if not strategy.adapts:
             with self.encoder.profile.phase("close"):
@@ -126,20 +133,20 @@ class TaskTrainer:
         with self.encoder.profile.phase("close"):
             features, inputs = self.encode("close", strategy.remembers_inputs)
             memory = strategy.remember(task, inputs)
-        task.gradients, task.inputs = {}, OccupationStatistics()  # they take as much memory as the adapted weights
+        task.gradients, task.inputs = {}, OccupationStatistics()  # frees as much memory as the adapted weights take
         return features, memory
 
     def take_steps(self) -> None:
-        """Measure, plan and train; what is trained stays beside the history."""
+        """Measure, plan and train. The trained modes are not folded into the history yet."""
         self.begin()
         with self.encoder.profile.phase("train"), self.encoder.retain_graphs():
             self.train()
-        # The last loss is computed before the step that breaks a weight.
+        # A NaN from the last step is in no loss, because each loss is computed before its step.
         if not all(p.isfinite().all() for p in self.model.parameters() if p.requires_grad):
             raise ValueError("a weight is NaN or infinite after training: lower the learning_rate")
 
     def begin(self) -> None:
-        """Measure the new task and install its bases."""
+        """Measure the new task, and install its bases."""
         task, needs, altered = self.task, self.strategy.needs, self.strategy.measuring(self.task)
         with self.encoder.profile.phase("probe"):
             with altered or nullcontext():
@@ -155,7 +162,7 @@ class TaskTrainer:
 
         def plan() -> tuple[Modes | None, dict[str, Any]]:
             modes = self.strategy.plan(task)
-            if modes is not None:  # on the CPU, as they travel between processes
+            if modes is not None:  # moved to the CPU, because they are sent to other processes
                 modes = {n: replace(m, shared=m.shared.cpu(), residual=m.residual.cpu()) for n, m in modes.items()}
             return modes, _moved(task.notes, "cpu")
 
@@ -164,21 +171,21 @@ class TaskTrainer:
             task.notes = _moved(notes, self.encoder.device)
             if modes is not None:
                 self.adapter.begin_task(modes, orthonormal=self.strategy.orthonormal)
-                # Strategies that choose bases without a gradient leave all captures at 0: then nothing was measured.
+                # All captures are 0 if the strategy chose the bases without a gradient, that is, measured none.
                 if any(m.shared_capture or m.residual_capture for m in modes.values()):
                     self.record.shared_capture = sum(m.shared_capture for m in modes.values()) / len(modes)
                     self.record.residual_capture = sum(m.residual_capture for m in modes.values()) / len(modes)
             else:
-                self.adapter.note_beginning()
+                self.adapter.save_beginning()
 
     def title(self, phase: str) -> str:
-        """What a progress bar says."""
+        """Return the title of a progress bar."""
         return f"task {self.index + 1} {phase}"
 
     # ------------------------------------------------------------------ passes without a step
 
     def probe(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """The gradient of every adapted layer's weight, and the features of all images, in one pass."""
+        """Return the gradient of every adapted layer's weight and the features of all images, (n, d), in one pass."""
         features = torch.zeros(len(self.images), self.encoder.embed_dim, device=self.encoder.device)
         text = self._text(self.names)
 
@@ -189,35 +196,37 @@ class TaskTrainer:
             return cross_modal_loss(embeds, text, labels, self.logit_scale), len(index)
 
         batches = self.encoder.training_batches(self.images, self.title("probe"), range(len(self.images)))
-        with self.adapter.without_idle_modes(), raise_in_all():
+        with self.adapter.skip_zero_modes(), raise_in_all():
             sums, size = summed_gradients(self.adapter, batches, loss_fn)
-        # Each process has the loss of all rows, and the gradient through its own.
+        # Each process has the loss of all rows, but the gradient of its own rows only.
         sum_over_processes(sums.values())
         return {name: gradient.div_(size) for name, gradient in sums.items()}, features
 
     def encode(self, phase: str, collect: bool) -> tuple[torch.Tensor, OccupationStatistics]:
-        """Features of all images, (n, d), and on the way, with `collect`, X'X of every adapted layer."""
+        """Return the features of all images, (n, d), and with `collect` also X'X of every adapted layer's inputs."""
         return features_and_inputs(self.state, self.encoder, self.images, self.title(phase), collect)
 
     def _text(self, names: Sequence[str]) -> torch.Tensor:
-        """Embeddings, (classes, d), of the texts that training takes, by the model as it is."""
+        """Return the text embeddings for training, (classes, d), by the current model."""
         return self.encoder.text_embeds(names, self.state.class_texts, training=True)
 
     # ------------------------------------------------------------------ training
 
     def train(self) -> None:
-        """All steps of a task, from the bases that `begin` installed."""
+        """Make all training steps of the task, starting from the bases that `begin` installed."""
         task, args, encoder, size = self.task, self.args, self.encoder, len(self.images)
         with self.strategy.training(task) as extra, ExitStack() as stack:
             parameters = [p for p in self.model.parameters() if p.requires_grad] + extra
-            rate = cast(float, args.learning_rate)  # "auto" was settled before the task
+            rate = cast(float, args.learning_rate)  # "auto" was replaced by a number before the task
             optimizer = torch.optim.Adam(parameters, lr=rate)
             epoch, epochs = 0, self.strategy.epochs(task)
             per_step, steps = args.lr_schedule == "step", math.ceil(size / args.batch_size)
-            schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(  # to 0 by step, or to a floor of 1 % by epoch
-                optimizer,
-                T_max=epochs * steps if per_step else epochs,
-                eta_min=0.0 if per_step else 0.01 * rate,
+            schedule: Any = (
+                torch.optim.lr_scheduler.CosineAnnealingLR(  # per step to 0, or per epoch to 1 % of the rate
+                    optimizer,
+                    T_max=epochs * steps if per_step else epochs,
+                    eta_min=0.0 if per_step else 0.01 * rate,
+                )
             )
             optimizer.zero_grad(set_to_none=True)
             stack.callback(self.model.eval)
@@ -248,9 +257,9 @@ class TaskTrainer:
         return self.encoder.tokens(self.names, self.state.class_texts)
 
     def step_of(self, batch: Batch) -> Step:
-        """The task's loss of a batch: pixels of this process's rows, labels and indices of the whole batch."""
+        """Compute the task loss of a batch: the pixels of this process's rows, labels and indices of all rows."""
         pixels, labels, index = batch
-        if self._trained_text is None or self._trained_text.requires_grad:  # one that is not trained stays as it is
+        if self._trained_text is None or self._trained_text.requires_grad:  # a frozen text tower runs only once
             self._trained_text = self.encoder.token_embeds(self._tokens)
         text = self._trained_text
 
@@ -269,12 +278,12 @@ class TaskTrainer:
 
     @torch.no_grad()
     def _wrong_logit(self) -> float:
-        """Mean logit of the wrong classes over the task's images, by the model as it is."""
+        """Return the mean logit of the wrong classes over the task's images, by the current model."""
         with evaluating(self.model):
             logits = self.logit_scale * self.encoder.dataset_embeds(self.images) @ self._text(self.names).T
         labels = torch.as_tensor(self.images.labels, device=logits.device)
-        right = logits.gather(1, labels[:, None]).sum()
-        return ((logits.sum() - right) / max(1, logits.numel() - len(logits))).item()
+        correct = logits.gather(1, labels[:, None]).sum()
+        return ((logits.sum() - correct) / max(1, logits.numel() - len(logits))).item()
 
     def _log_epoch(self, losses: torch.Tensor, epoch: int) -> None:
         finite = torch.isfinite(losses)
@@ -290,7 +299,7 @@ class TaskTrainer:
 def features_and_inputs(
     state: LearnerState, encoder: Encoder, images: PixelDataset, title: str, collect: bool
 ) -> tuple[torch.Tensor, OccupationStatistics]:
-    """Features of all images, (n, d), and with `collect` X'X of every adapted layer's inputs, else no inputs."""
+    """Return the features of all images, (n, d), and with `collect` also X'X of every adapted layer's inputs."""
     inputs, adapter = OccupationStatistics(), state.adapter
     if adapter is None or not collect:
         with state.resting():
@@ -310,12 +319,12 @@ def features_and_inputs(
 
 
 def _moved(notes: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
-    """A strategy's notes, which may be anything, with their tensors on a device."""
+    """Return a strategy's notes with their tensors moved to a device. Other notes are returned as they are."""
     return {name: note.to(device) if isinstance(note, torch.Tensor) else note for name, note in notes.items()}
 
 
 def epoch_order(size: int, seed: int, task: int, epoch: int) -> list[int]:
-    """The order of a task's images in one epoch, a function of the seed, the task and the epoch alone."""
+    """Return the order of a task's images in one epoch, which depends on seed, task and epoch only."""
     state = np.random.SeedSequence([seed, task, epoch]).generate_state(1, np.uint64)
     generator = torch.Generator().manual_seed(int(state[0]) % 2**63)
     return torch.randperm(size, generator=generator).tolist()

@@ -1,4 +1,4 @@
-"""transformers' `TrainingArguments` as a learner's settings: which are the same, and which are refused."""
+"""Translate transformers' `TrainingArguments` into a learner's settings, and refuse those that have no effect."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ from transformers import TrainingArguments
 
 from dulbe_peft.arguments import PAPER_RATE, LearnerArguments
 
-# Settings of a learner that TrainingArguments has under names of its own.
+# Setting of a learner -> its name in TrainingArguments.
 _NAMES = {
     "epochs": "num_train_epochs",
     "batch_size": "per_device_train_batch_size",
@@ -20,7 +20,7 @@ _NAMES = {
     "log_with": "report_to",
     "progress": "disable_tqdm",
 }
-# What TrainingArguments offers and this loop does not do; nothing is left out in silence.
+# Options of TrainingArguments that this loop does not support. They raise an error instead of being silently ignored.
 _REFUSED = (
     "auto_find_batch_size",
     "bf16_full_eval",
@@ -37,14 +37,15 @@ _REFUSED = (
 
 
 def paper_arguments(output_dir: str, **changes: Any) -> TrainingArguments:
-    """transformers' `TrainingArguments` with which [`DualModeTrainer`] trains as the paper does.
+    """Return the `TrainingArguments` with which [`DualModeTrainer`] trains as in the paper.
 
-    They are Adam with 1e-3, a cosine to 0 at every step, batches of 32, two epochs, and no clipping. The defaults of
-    transformers are 5e-5, a line, batches of 8 and clipping: weights then move far less.
+    They are Adam with a learning rate of 1e-3, a cosine schedule to 0 at every step, batches of 32, two epochs, and no
+    clipping. transformers' defaults are 5e-5, a linear schedule, batches of 8, three epochs and clipping, with which
+    the weights change far less.
 
     Args:
-        output_dir: where checkpoints go.
-        changes: further fields of `TrainingArguments`, or other values of these.
+        output_dir: Folder for checkpoints.
+        changes: Further fields of `TrainingArguments`, or other values of these fields.
 
     Example:
         >>> paper_arguments("out", num_train_epochs=4, report_to="none").learning_rate
@@ -63,23 +64,24 @@ def paper_arguments(output_dir: str, **changes: Any) -> TrainingArguments:
 
 
 def check_arguments(args: TrainingArguments, settings: dict[str, Any]) -> None:
-    """Raise where `args` ask for what the loop does not do, or a setting belongs into them."""
+    """Raise an error if `args` ask for an unsupported option, or if one of the `settings` belongs in `args`."""
     misplaced = [name for name in settings if name in _NAMES]
     if misplaced:
-        raise TypeError(f"{misplaced[0]} is {_NAMES[misplaced[0]]} of TrainingArguments here: set it there")
+        raise TypeError(f"{misplaced[0]} cannot be passed here: set {_NAMES[misplaced[0]]} of TrainingArguments")
     refused = [name for name in _REFUSED if getattr(args, name, None)]
     if refused:
-        raise ValueError(f"{refused[0]}={getattr(args, refused[0])!r}: DualModeTrainer does not do this, leave it out")
+        name, value = refused[0], getattr(args, refused[0])
+        raise ValueError(f"DualModeTrainer does not support {name}={value!r}: leave it out")
     if getattr(args, "train_sampling_strategy", "random") != "random":
-        raise ValueError(f"train_sampling_strategy={args.train_sampling_strategy!r}: images come in random order here")
-    if args.n_gpu > 1:  # one process on several GPUs would be wrapped in DataParallel: one of them works
+        raise ValueError(f"train_sampling_strategy must be 'random', got {args.train_sampling_strategy!r}")
+    if args.n_gpu > 1:  # one GPU, because transformers would wrap the model in DataParallel for more
         args._n_gpu = 1
-    if args.device.type == "cpu":  # torch would warn that there is no other memory
+    if args.device.type == "cpu":  # pinned memory is for GPUs, and torch would warn
         args.dataloader_pin_memory = False
 
 
 def learner_settings(args: TrainingArguments, settings: dict[str, Any]) -> dict[str, Any]:
-    """Fields of `LearnerArguments`: those that `args` have under names of their own, and `settings`."""
+    """Return the fields of `LearnerArguments` that correspond to fields of `args`, and those in `settings`."""
     return {
         "epochs": max(1, math.ceil(args.num_train_epochs)),
         "batch_size": args.per_device_train_batch_size * args.gradient_accumulation_steps * max(1, args.world_size),

@@ -1,4 +1,4 @@
-"""Who may call a learner when: one thread at a time, and nobody in the middle of a change."""
+"""Make the calls of a learner take turns: one thread at a time, and no call inside one that changes the learner."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -10,28 +10,30 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.settings import check_number
-from dulbe_peft.utils.torch_settings import evaluating, usual_torch
+from dulbe_peft.utils.torch_settings import default_torch_settings, evaluating
 
 _CHANGING = ("learn_task", "update_classes", "forget_class", "forget_images", "rename_class", "merge", "use_state")
 
 
 class Turns:
-    """The turns that a learner's calls take; a copy or pickle is a new object, which nobody holds."""
+    """The lock of a learner's calls. A copy, also by pickle, is a new and unlocked one."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.call: str | None = None  # the outermost method that is being answered
+        self.call: str | None = None  # the outermost method that is running
 
     def __reduce__(self) -> tuple[type["Turns"], tuple[()]]:
         return Turns, ()
 
     @contextmanager
     def take(self, name: str, state: LearnerState) -> Iterator[None]:
-        """One thread at a time works with the model, with torch's usual settings and in evaluation mode.
+        """Run the block while no other thread uses the model, with torch's usual settings and in evaluation mode.
 
-        A call that changes the learner allows no other inside it, as of its data set, and is allowed inside no other.
+        Raises:
+            RuntimeError: The call is inside another one, for example made by its data set, and one of the two changes
+                the learner.
         """
-        with self.lock, usual_torch(), evaluating(state.model), ExitStack() as scaled:
+        with self.lock, default_torch_settings(), evaluating(state.model), ExitStack() as scaled:
             outer = self.call
             if outer and (name in _CHANGING or outer in _CHANGING):
                 raise RuntimeError(
@@ -48,23 +50,23 @@ class Turns:
 
     @contextmanager
     def scaled(self, scale: float, state: LearnerState) -> Iterator[None]:
-        """Calls in this thread and asyncio task use `scale` of what the learner has learned."""
+        """Multiply the adapter's update by `scale` in the block, for calls of this thread and asyncio task."""
         check_number("scale", scale, least=0, most=1)
         token = _SCALES.set({**_SCALES.get(), self: float(scale)})
         try:
-            with self.take("scaled", state):  # raises what keeps the model from being scaled
+            with self.take("scaled", state):  # raises an error now if the model cannot be scaled
                 pass
             yield
         finally:
             _SCALES.reset(token)
 
 
-# Turns of a learner -> scale of what it has learned. Each thread and each asyncio task has its own.
+# Turns of a learner -> scale of its adapter's update, separate for each thread and each asyncio task.
 _SCALES: ContextVar[Mapping[Turns, float]] = ContextVar("scales", default=MappingProxyType({}))
 
 
 class TakesTurns(Protocol):
-    """A learner, as `in_turn` sees it."""
+    """What `takes_turn` needs of a learner."""
 
     def turn(self, name: str) -> AbstractContextManager[None]: ...
 
@@ -74,8 +76,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def in_turn(method: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T]:
-    """Take the learner's turn, which is the first argument, while a method or function runs."""
+def takes_turn(method: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T]:
+    """Decorate a method, or a function whose first argument is a learner, to run it in the learner's turn."""
 
     @wraps(method)
     def call(learner: L, *args: P.args, **kwargs: P.kwargs) -> T:

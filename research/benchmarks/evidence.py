@@ -121,7 +121,7 @@ def gaps(results: Path, classifiers: str) -> list[list[str]]:
         cosines = {name: values[0] for name, values in ways.pop("").items()}
         pairs = (("own mean", "other means"), ("own name", "other names"))
         angles = [f"{cosines[own]:.2f}, {cosines[other]:.2f}".replace("-", "−") for own, other in pairs]
-        for how, figures in ways.items():
+        for how, figures in sorted(ways.items(), key=lambda way: way[0] != "frozen"):
             means = {name: sum(values) / len(values) for name, values in figures.items()}
             best = max((name for name in means if name not in (DEFAULT, KNOWN)), key=lambda name: means[name])
             cells = [f"{means[name]:.1f}" for name in (DEFAULT, *columns)]
@@ -133,15 +133,18 @@ def gaps(results: Path, classifiers: str) -> list[list[str]]:
 
 def pays(results: Path, files: str, method: str, classifier: str) -> str:
     """Return the sentence on how training a method with its defaults changes accuracy, over all streams of `files`."""
-    comparisons = [compared(results, file) for file in files.split(";")]
-    rows, ends = [row for comparison in comparisons for row in comparison.values() if row["method"] == method], []
-    streams = sum(len({stream for stream, *_ in comparison}) for comparison in comparisons)
-    for name in (classifier, DEFAULT):
-        gains = [float(row["gain"]) for row in rows if row["classifier"] == name]
-        ends.append(f"{signed(str(min(gains)))} to {signed(str(max(gains)))}")
+    found = [compared(results, file) for file in files.split(";")]
+    rows = [row for one in found for row in one.values() if row["method"] == method]
+    streams = sum(len({stream for stream, *_ in one}) for one in found)
+    gains = [[row["gain"] for row in rows if row["classifier"] == name] for name in (classifier, DEFAULT)]
+    kept = [str(float(row["retention"]) - float(row["retention_before"])) for row in rows if row["retention"]]
+    text, default, known = (
+        f"{signed(min(each, key=float))} to {signed(max(each, key=float))}" for each in [*gains, kept]
+    )
     return (
         f"With its defaults, on our small models, {method} changes the accuracy of the classifier `{classifier}` by "
-        f"{ends[0]} points\nand that of `{DEFAULT}`, the default, by {ends[1]}, over {streams} streams."
+        f"{text} points,\nthat of `{DEFAULT}`, the default, by {default}, and that of naming classes that are never "
+        f"learned by {known}, over {streams} streams."
     )
 
 

@@ -1,4 +1,4 @@
-"""Whole runs of the command line that are killed, stopped or doubled, and then go on to the same end."""
+"""Runs of the command line that are killed, stopped or started twice reach the same result when resumed."""
 
 import multiprocessing
 import os
@@ -24,7 +24,7 @@ KILLS = int(os.environ.get("DULBE_PEFT_KILLS", "2"))
 
 @pytest.fixture(scope="module")
 def arguments(digit_folders):
-    """`run` on six classes of handwritten digits, two a task, but for `--output`."""
+    """Return the arguments of `run`, without `--output`, for six classes of digits, two per task."""
     root = digit_folders(6, 6, 4)
     flags = "--strategy dulbe --increment 2 --epochs 2 --batch-size 4 --support-rank 8 --residual-rank 2 --device cpu"
     return ["run", "--model", str(demo_model_folder()), "--data", str(root), *flags.split(), "--no-progress"]
@@ -32,7 +32,7 @@ def arguments(digit_folders):
 
 @pytest.fixture(scope="module")
 def processes():
-    """Children of a process that has imported everything, so that a kill hits the run and not the imports."""
+    """Return a context whose processes start with everything imported, so that a kill hits the run itself."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["dulbe_peft.photos.commands.main", "dulbe_peft.learner", "dulbe_peft.photos.report"]
@@ -52,7 +52,7 @@ def child_main(argv, log):
 
 @pytest.fixture(scope="module")
 def start(processes, arguments):
-    """A function that starts a run in a process of its own, which says what it says in `log` beside the folder."""
+    """Return a function that starts a run in another process, which prints to the file `log` beside the folder."""
     children = []
 
     def start(output):
@@ -74,14 +74,14 @@ def ended(child):
 
 @pytest.fixture(scope="module")
 def reference(start, tmp_path_factory):
-    """What a run that nothing disturbs writes, the seconds it takes, and its folder."""
+    """Return the files of an uninterrupted run, the seconds it took, and its folder."""
     folder = tmp_path_factory.mktemp("reference")
     started = time.monotonic()
     assert ended(start(folder / "run")) == 0, (folder / "log").read_text()
     return content(folder / "run"), time.monotonic() - started, folder / "run"
 
 
-def test_killed_at_random_moments_and_resumed_it_ends_byte_for_byte_alike(start, reference, tmp_path):
+def test_killed_and_resumed_run_is_byte_equal_to_an_uninterrupted_one(start, reference, tmp_path):
     expected, seconds, _ = reference
     generator = random.Random(0)
     output, kills = tmp_path / "run", 0
@@ -90,19 +90,19 @@ def test_killed_at_random_moments_and_resumed_it_ends_byte_for_byte_alike(start,
         child.join(generator.uniform(0, seconds))
         if child.exitcode is None:
             child.kill()
-            # A child that ended in the moment before the signal was not killed: it ended well.
+            # A child that finished just before the signal was not killed.
             if ended(child) == -signal.SIGKILL:
                 kills += 1
                 if kills % 2:
-                    continue  # it is killed again on its way
+                    continue  # kill the resumed run, too
                 child = start(output)
         assert ended(child) == 0, (tmp_path / "log").read_text()
         assert content(output) == expected
         output = tmp_path / f"run-{kills}"
 
 
-def test_a_killed_table_is_whole_when_the_command_is_given_again(processes, reference, arguments, tmp_path):
-    """Before that there is none, and every copy is whole."""
+def test_killed_predict_completes_its_table_when_repeated(processes, reference, arguments, tmp_path):
+    """Before it is repeated, there is no table, and every copied image is complete."""
     photos, generator = Path(arguments[arguments.index("--data") + 1]), random.Random(0)
 
     def predict(folder):
@@ -132,9 +132,9 @@ def test_a_killed_table_is_whole_when_the_command_is_given_again(processes, refe
 
 
 def every_commit_that_dies(folder):
-    """Replace `folder/1/saved`, `folder/2/saved`, ... in a process each, until one lives on.
+    """Replace `folder/1/saved`, `folder/2/saved`, ... in one process each, until a process survives.
 
-    Each dies one step later than the one before. A process that is forked here has imported everything.
+    Each process dies one step later than the previous one. They are forked, because everything is imported here.
     """
     for call in range(1, 200):
         saved = folder / str(call) / "saved"
@@ -149,7 +149,7 @@ def every_commit_that_dies(folder):
 
 
 def commit_and_die(folder, call):
-    """Replace a folder, and die before the `call`-th step that changes the disk."""
+    """Replace a folder, and die before step number `call` that changes the disk."""
     steps = iter(range(1, 1000))
 
     def hook(event, arguments):
@@ -162,23 +162,23 @@ def commit_and_die(folder, call):
     os._exit(0)
 
 
-def test_a_commit_killed_at_any_step_leaves_the_old_folder_or_the_new_one(processes, tmp_path):
+def test_commit_killed_at_any_step_leaves_the_old_or_the_new_folder(processes, tmp_path):
     child = processes.Process(target=every_commit_that_dies, args=(tmp_path,))
     child.start()
     assert ended(child) == 0
     *dead, alive = sorted((int(path.name), path / "saved") for path in tmp_path.iterdir())
     assert len(dead) > 10 and (alive[1] / "a").read_text() == "new"
-    found = []
+    contents = []
     for _, folder in dead:
         clear_leftovers(folder.parent, "saved")
         folder.with_name(f".saved{LOCK_SUFFIX}").unlink(missing_ok=True)
         assert [path.name for path in folder.parent.iterdir()] == ["saved"]
         assert read_manifest(folder)
-        found.append((folder / "a").read_text())
-    assert found == sorted(found, reverse=True) and {"old", "new"} == set(found)
+        contents.append((folder / "a").read_text())
+    assert contents == sorted(contents, reverse=True) and {"old", "new"} == set(contents)
 
 
-def test_sigterm_stops_it_with_the_command_that_goes_on(arguments, reference, tmp_path):
+def test_sigterm_stops_a_run_and_prints_the_command_that_resumes_it(arguments, reference, tmp_path):
     output = tmp_path / "it's out"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "dulbe_peft", *arguments, "--output", str(output)]
@@ -187,19 +187,19 @@ def test_sigterm_stops_it_with_the_command_that_goes_on(arguments, reference, tm
             assert process.poll() is None
             time.sleep(0.005)
         process.terminate()
-        _, said = process.communicate()
+        _, printed = process.communicate()
     assert process.returncode == 143
     folders = sorted(path.name for path in output.iterdir() if path.name.startswith("task-"))
     assert folders in (["task-001"], ["task-001", "task-002"])
-    *_, first, second, resume = said.splitlines()
+    *_, first, second, resume = printed.splitlines()
     assert first == "dulbe-peft: stopped by SIGTERM" and "to go on" in second
-    assert resume == shlex.join(command) and "Traceback" not in said
+    assert resume == shlex.join(command) and "Traceback" not in printed
     again = subprocess.run(resume, shell=True, env=environment, check=True, capture_output=True, text=True)
     assert "resuming after task-00" in again.stdout
     assert content(output) == reference[0]
 
 
-def test_of_two_on_one_folder_one_is_refused_by_name(start, reference, tmp_path):
+def test_second_process_on_the_same_folder_is_refused_by_name(start, reference, tmp_path):
     children = [start(tmp_path / "run") for _ in range(2)]
     assert sorted(ended(child) for child in children) == [0, 2], (tmp_path / "log").read_text()
     assert f"output_dir {str(tmp_path / 'run')!r} is in use" in (tmp_path / "log").read_text()

@@ -1,6 +1,6 @@
-"""Damaged files of every kind that is read: refused by an error that names the file, or usable; never a long wait.
+"""Damaged files of every kind are refused with an error that names the file, or are usable, and never take long.
 
-The plain suite damages some files of each kind. `DULBE_PEFT_DAMAGES=10000` damages so many in all.
+By default, some files of each kind are damaged. `DULBE_PEFT_DAMAGES=10000` damages 10000 files.
 """
 
 import copy
@@ -40,7 +40,7 @@ PROBES = [image for image, _ in images_of(0, 1, seed=99)]
 MACHINE = {"device": "cpu", "progress": False}
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 HEAD, STATISTICS = "head.safetensors", "statistics.safetensors"
-SECONDS, BYTES = 60, 2**30  # what one file may take
+SECONDS, BYTES = 60, 2**30  # limits of time and memory for one file
 
 ODD_VALUES: list[Any] = [
     None, True, -1, 0, 2**63, 10**400, 1.5, float("nan"), float("inf"), 1e308, "", "../../x", "/etc/passwd", "\0",
@@ -54,21 +54,21 @@ OTHER_KINDS = [
 
 
 def damaged(content: bytes, chance: random.Random) -> bytes:
-    """Other bytes than `content`, one to three damages away from it."""
-    found = content
+    """Return `content` with one to three kinds of damage."""
+    result = content
     for _ in range(chance.choice([1, 1, 2, 3])):
-        found = chance.choice([spoiled, spoiled, other_kind, other_value])(found, chance)
-    return found
+        result = chance.choice([spoiled, spoiled, other_kind, other_value])(result, chance)
+    return result
 
 
 def spoiled(content: bytes, chance: random.Random) -> bytes:
-    """Bytes are missing, and others stand in their place."""
-    # Headers stand at the beginning, directories of archives at the end.
+    """Replace some bytes by others."""
+    # Headers are at the beginning, and the directories of archives at the end.
     first, last = chance.choice([(0.0, 1.0), (0.0, 0.05), (0.9, 1.0)])
     start, source = (int(chance.uniform(first, last) * len(content)) for _ in range(2))
-    gone, count = chance.choice([0, 1, 1, 4, 100, len(content)]), chance.choice([1, 1, 4, 100])
+    removed, count = chance.choice([0, 1, 1, 4, 100, len(content)]), chance.choice([1, 1, 4, 100])
     pieces = [b"", chance.randbytes(count), b"\0" * count, b"9" * count, b"[" * 100_000, content[source:][:count]]
-    return content[:start] + chance.choice(pieces) + content[start + gone :]
+    return content[:start] + chance.choice(pieces) + content[start + removed :]
 
 
 def other_kind(content: bytes, chance: random.Random) -> bytes:
@@ -77,7 +77,7 @@ def other_kind(content: bytes, chance: random.Random) -> bytes:
 
 
 def other_value(content: bytes, chance: random.Random) -> bytes:
-    """Another value in a JSON file or in a safetensors file's header, or one entry less or more."""
+    """Change, add or remove a value in a JSON file or in the header of a safetensors file."""
     try:
         end = 8 + struct.unpack("<Q", content[:8])[0] if content[8:9] == b"{" else None
         root = json.loads(content if end is None else content[8:end])
@@ -102,13 +102,13 @@ def other_value(content: bytes, chance: random.Random) -> bytes:
 
 @dataclass
 class Kind:
-    """Files of a kind below a folder, what reads the folder and uses what it read, and their share of a thousand."""
+    """Files of one kind in a folder."""
 
     root: Path
     files: list[str]
-    read: Callable[[Path, Path], object]
-    share: int  # the slower to read, the fewer
-    sealed: str | None = None  # the folder, below the root, whose manifest is made to fit a changed file
+    read: Callable[[Path, Path], object]  # reads the folder and uses the result
+    share: int  # how many of 1000 damaged files are of this kind; fewer if reading is slow
+    sealed: str | None = None  # the folder below the root whose manifest is updated for a changed file
 
 
 def load(folder: Path, _: Path) -> None:
@@ -176,10 +176,10 @@ def kinds(saved, tmp_path_factory, digit_folders) -> dict[str, Kind]:
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """A block that may not hang."""
+    """Raise an error if the block takes too long."""
 
     def stop(*_: Any) -> None:
-        raise AssertionError(f"it takes more than {SECONDS} seconds")
+        raise AssertionError(f"reading takes more than {SECONDS} seconds")
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(SECONDS)
@@ -196,7 +196,7 @@ def peak() -> int:
 
 @pytest.mark.parametrize("name", ["learner", "run", "report", "image", "settings"])
 @pytest.mark.filterwarnings("ignore")
-def test_a_damaged_file_is_refused_by_name_or_usable(kinds, name, tmp_path, capsys):
+def test_damaged_file_is_refused_by_name_or_usable(kinds, name, tmp_path, capsys):
     kind, folder, wrong = kinds[name], tmp_path / "copy", []
     chance = random.Random(name if not DAMAGES else f"{name} {DAMAGES}")
     shutil.copytree(kind.root, folder)
@@ -214,16 +214,16 @@ def test_a_damaged_file_is_refused_by_name_or_usable(kinds, name, tmp_path, caps
             with bounded():
                 kind.read(folder, folder / file)
         except REFUSED as error:
-            # Weights may be finite, and so large that what follows from them is not; a tokenizer may fail over
-            # some texts alone. Both show when they are used.
-            used = re.search(r"\bnan\b|infinity|the tokenizer cannot read", str(error), re.IGNORECASE)
-            if not used and not any(part in str(error) for part in (str(folder), Path(file).name)):
+            # Two faults show only in use, so their errors need not name the file: finite weights so large that
+            # results overflow, and a tokenizer that fails for some texts.
+            in_use = re.search(r"\bnan\b|infinity|the tokenizer cannot read", str(error), re.IGNORECASE)
+            if not in_use and not any(part in str(error) for part in (str(folder), Path(file).name)):
                 wrong.append((number, file, "names no file", repr(error)[:300]))
         except Exception as error:
             wrong.append((number, file, repr(error)[:300]))
-        said = capsys.readouterr().err
-        if "Traceback" in said:
-            wrong.append((number, file, said[-300:]))
+        printed = capsys.readouterr().err
+        if "Traceback" in printed:
+            wrong.append((number, file, printed[-300:]))
         if peak() - before > BYTES:
             wrong.append((number, file, f"{peak() - before} bytes"))
     assert not wrong
@@ -234,14 +234,14 @@ def fields(**changes: Any) -> Callable[[bytes], bytes]:
 
 
 def tensors(part: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[bytes], bytes]:
-    """Another tensor in place of the first whose name has `part` in it, of which `change` may leave nothing."""
+    """Change the first tensor with `part` in its name, or remove it if `change` returns None."""
 
     def forge(content: bytes) -> bytes:
-        found, length = safetensors.load(content), int.from_bytes(content[:8], "little")
-        name = next(name for name in found if part in name)
-        found[name] = change(found[name])
+        state, length = safetensors.load(content), int.from_bytes(content[:8], "little")
+        name = next(name for name in state if part in name)
+        state[name] = change(state[name])
         metadata = json.loads(content[8 : 8 + length]).get("__metadata__")
-        return safetensors.save({n: value for n, value in found.items() if value is not None}, metadata)
+        return safetensors.save({n: value for n, value in state.items() if value is not None}, metadata)
 
     return forge
 
@@ -267,10 +267,10 @@ FORGERIES = [
     (HEAD, tensors("visual_prototypes", nan), "visual_prototypes.*NaN"),
     (HEAD, tensors("reliability", lambda _: None), "reliability"),
     (HEAD, tensors("text_embeds", lambda t: t[:, :3].clone()), r"text_embeds must be \(2, 16\)"),
-    (HEAD, tensors("visual_prototypes", lambda t: 1.02 * t), "visual_prototypes must hold unit vectors"),
+    (HEAD, tensors("visual_prototypes", lambda t: 1.02 * t), "visual_prototypes must consist of unit vectors"),
     (HEAD, tensors("counts", lambda t: t + 2**62), "counts must be numbers of images"),
     ("head_config.json", fields(class_names=["a", "b", "c"]), r"must be \(3, 16\) for 3 classes"),
-    ("head_config.json", fields(name="ridge"), "holds a classifier 'ridge', expected 'bridge'"),
+    ("head_config.json", fields(name="ridge"), "contains a classifier 'ridge', expected 'bridge'"),
     ("lda_config.json", fields(settings={"shrinkage": 2.0}), "shrinkage must be at most 1 or 'oas'"),
     ("lda.safetensors", tensors("sums", lambda _: None), "Missing key.*sums"),
     (STATISTICS, lambda content: content[: len(content) // 2], f"{STATISTICS} is damaged"),
@@ -291,7 +291,7 @@ ALONE = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("file", "forge", "words"), FORGERIES)
-def test_a_forged_file_is_refused_by_what_is_wrong_and_the_base_model_left_alone(saved, tmp_path, file, forge, words):
+def test_forged_file_is_refused_with_its_fault_and_the_base_model_is_unchanged(saved, tmp_path, file, forge, words):
     folder, base = shutil.copytree(saved, tmp_path / "learner"), copy.deepcopy(tiny_base()[0])
     (folder / file).write_bytes(forge((folder / file).read_bytes()))
     if file in ALONE:
@@ -304,17 +304,17 @@ def test_a_forged_file_is_refused_by_what_is_wrong_and_the_base_model_left_alone
     assert all(parameter.requires_grad for parameter in base.parameters())
 
 
-def test_what_was_measured_of_other_classes_is_refused(own_run):
-    file = own_run / "task-002" / "progress.json"
+def test_results_of_other_classes_are_refused(run_copy):
+    file = run_copy / "task-002" / "progress.json"
     file.write_text(file.read_text().replace('"a0":', '"a9":', 1))
     seal(file.parent, file.name)
     with pytest.raises(
-        (ValueError, CheckpointError), match=r"progress\.json is damaged.*right_by_class must be of the"
+        (ValueError, CheckpointError), match=r"progress\.json is damaged.*right_by_class must have only classes"
     ):
-        tiny_learner().run(stream(2), own_run)
+        tiny_learner().run(stream(2), run_copy)
 
 
-def test_a_tokenizer_that_fails_over_some_texts_says_over_which(saved, tmp_path):
+def test_tokenizer_that_cannot_read_a_text_names_the_text(saved, tmp_path):
     folder = shutil.copytree(saved, tmp_path / "learner")
     config = folder / "processor" / "tokenizer_config.json"
     config.write_bytes(fields(unk_token="no such word")(config.read_bytes()))

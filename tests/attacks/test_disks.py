@@ -1,7 +1,7 @@
-"""Every file operation of whole lives fails once, in turn: an error that names the path, and nothing lost.
+"""File operations fail one at a time: the error names the path, and nothing is lost.
 
-The plain suite takes a few operations of each call. `DULBE_PEFT_DISKS=all` takes every one, with every error; a number
-takes so many of each call.
+By default, a few operations of each call fail. With `DULBE_PEFT_DISKS=all`, every operation fails with every error; a
+number sets how many cases are tried for each call.
 """
 
 import copy
@@ -26,7 +26,7 @@ MACHINE = {"device": "cpu", "progress": False}
 
 @dataclass
 class World:
-    """What a call may use: a learner, and a folder with what was saved before and a file of somebody else's."""
+    """What a call may use: a learner, and a folder with earlier saved files and a file of another program."""
 
     learner: ClassIncrementalLearner
     root: Path
@@ -48,7 +48,7 @@ def go_on(world: World) -> None:
 
 def report(world: World) -> None:
     if main(["report", str(world.root / "run"), "--output", str(world.root / "report.html")]):
-        raise ValueError(str(world.root))  # the command has said what is wrong
+        raise ValueError(str(world.root))  # the command has printed the error
 
 
 CALLS: dict[str, Callable[[World], object]] = {
@@ -62,7 +62,7 @@ CALLS: dict[str, Callable[[World], object]] = {
 
 @pytest.fixture(scope="module")
 def beginning(tmp_path_factory):
-    """A learner of two tasks, and a folder with one of one task, a run of one task and an export."""
+    """Return a learner of two tasks, and a folder with a learner of one task, a run of one task and an export."""
     root = tmp_path_factory.mktemp("beginning")
     learner = learned(tiny_learner(), 1)
     learner.save_pretrained(root / "saved")
@@ -74,7 +74,7 @@ def beginning(tmp_path_factory):
 
 
 def cases(operations: int) -> list[tuple[int, OSError]]:
-    """Which operation fails, with which error."""
+    """Return which operation fails with which error in each case."""
     every = [(at, number) for at in range(operations) for number in (errno.ENOSPC, errno.EACCES, errno.EINTR)]
     count = len(every) if HOW_MANY == "all" else int(HOW_MANY)
     chosen = [every[index * len(every) // count] for index in range(count)]
@@ -83,7 +83,7 @@ def cases(operations: int) -> list[tuple[int, OSError]]:
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_whatever_fails_is_named_and_the_same_call_ends_well_afterwards(beginning, tmp_path, name, capsys):
+def test_failed_file_operation_is_named_and_the_repeated_call_succeeds(beginning, tmp_path, name, capsys):
     learner, start = beginning
     world, act = World(learner, tmp_path / "world"), CALLS[name]
     shutil.copytree(start, world.root)
@@ -99,7 +99,7 @@ def test_whatever_fails_is_named_and_the_same_call_ends_well_afterwards(beginnin
             with Failing(world.root, at, error):
                 act(world)
         except (OSError, ValueError, CheckpointError) as raised:
-            # The operating system's own error names no path here, and is passed on where nothing is written.
+            # `error` names no path, so it may be raised unchanged only where nothing is written.
             assert str(world.root) in str(raised) or raised is error, where
         assert "Traceback" not in capsys.readouterr().err, where
         assert content(world.root / "run" / "task-001") == finished, where

@@ -1,7 +1,7 @@
-"""What is handed in by mistake, in one table: the error it must give, and the words that must stand in its message.
+"""A table of wrong inputs, the error that each must raise, and words that its message must contain.
 
-After every row the learner is as before, bit for bit: weights, `requires_grad`, gradients, classifiers, statistics,
-modes of modules. What one function alone refuses is tested beside that function.
+After every row, the learner is unchanged bit for bit: weights, `requires_grad`, gradients, classifiers, statistics,
+and modes of modules. Errors of a single function are tested beside that function.
 """
 
 import copy
@@ -37,7 +37,7 @@ def beginning():
 
 @pytest.fixture
 def world(beginning, tmp_path):
-    """What a row may use: a learner of the classes "a0" and "b0", its model, and a folder."""
+    """Return what a row may use: a learner of the classes "a0" and "b0", its model, and a folder."""
     return SimpleNamespace(learner=beginning, model=beginning.model, tmp=tmp_path)
 
 
@@ -51,7 +51,7 @@ def adapted_learner(adapter):
 
 
 def begin(world, change=lambda modes: modes, **fields):
-    """Begin a task with bases that fit, but for what `change` does to all and `fields` to one layer's."""
+    """Begin a task with valid bases after `change` has changed all of them and `fields` those of one layer."""
     layers = world.model.dual_mode_layers()
     modes = allocate_modes({n: torch.randn(x.out_features, x.in_features) for n, x in layers.items()}, None, 1, 2)
     return world.model.begin_task(change({**modes, LAYER: replace(modes[LAYER], **fields)}))
@@ -177,7 +177,7 @@ TASKS = [
 @pytest.mark.parametrize(
     ("act", "error", "words"), [pytest.param(*row[1:], id=row[0]) for row in (*SETTINGS, *METHOD, *TASKS)]
 )
-def test_an_error_names_what_is_wrong_and_changes_nothing(world, act, error, words):
+def test_error_names_the_fault_and_changes_nothing(world, act, error, words):
     before, base = everything(world.learner), copy.deepcopy(tiny_base()[0].state_dict())
     with pytest.raises(error) as caught:
         act(world)

@@ -1,4 +1,4 @@
-"""What a careless or hostile user, or a program, does to files and learners: nothing is lost, or an error names it."""
+"""Careless or hostile users and programs: nothing is lost, and errors say what is wrong."""
 
 import copy
 import os
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
         ("data.csv/x.csv", "the folder .*data.csv does not exist"),
     ],
 )
-def test_an_output_is_no_file_that_is_read_or_kept(own_run, tmp_path, name, message):
+def test_output_that_would_overwrite_an_input_or_kept_file_is_refused(run_copy, tmp_path, name, message):
     (tmp_path / "data.csv").write_bytes(b"images")
     (tmp_path / "link.csv").symlink_to("data.csv")
     (tmp_path / "config.json").write_text("{}")
@@ -51,21 +51,22 @@ def test_an_output_is_no_file_that_is_read_or_kept(own_run, tmp_path, name, mess
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
-def test_too_little_memory_is_one_line(finished_run, tmp_path, monkeypatch, capsys, error):
+def test_too_little_memory_is_reported_in_one_line(finished_run, tmp_path, monkeypatch, capsys, error):
     Image.new("RGB", (9, 9)).save(tmp_path / "x.png")
     monkeypatch.setattr("dulbe_peft.checkpoints.loading.loaded_state", lambda *_: (_ for _ in ()).throw(error))
     assert main(["predict", str(finished_run), str(tmp_path / "x.png")]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("dulbe-peft: there is too little memory, lower --batch-size") and said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("dulbe-peft: there is too little memory, lower --batch-size")
+    assert printed.count("\n") == 1
 
 
-def test_processes_that_read_images_need_open_files(monkeypatch):
+def test_too_few_allowed_open_files_are_an_error(monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda _: (12, 12))
     with pytest.raises(OSError, match="num_workers=1 needs 72 open files, but the system allows 12: use fewer"):
         tiny_learner(num_workers=1).learn_task(images_of(0, 1), ["a", "b"])
 
 
-def test_the_mark_of_an_editor_is_no_part_of_a_name(tmp_path):
+def test_byte_order_mark_is_not_part_of_a_name(tmp_path):
     path = tmp_path / "names.txt"
     path.write_text("cat\n\ndog \n", encoding="utf-8-sig")
     assert read_lines(path) == ["cat", "dog"]
@@ -87,7 +88,7 @@ class Calling(list):
 @pytest.mark.parametrize(
     ("inner", "value"), [("predict", images_of(0)[0][0]), ("forget_class", "a0"), ("__deepcopy__", {})]
 )
-def test_a_data_set_that_calls_the_learner_that_reads_it_changes_nothing(outer, inner, value):
+def test_data_set_that_calls_its_learner_is_refused_and_changes_nothing(outer, inner, value):
     learner = learned(tiny_learner(pixel_cache_mb=0), 1)
     before, images = everything(learner), Calling(images_of(0, 1))
     images.call = lambda: getattr(learner, inner)(value)
@@ -97,7 +98,7 @@ def test_a_data_set_that_calls_the_learner_that_reads_it_changes_nothing(outer, 
 
 
 @pytest.mark.parametrize("take_out", ["unload", "merge_and_unload"])
-def test_a_learner_whose_adapter_was_taken_out_neither_answers_nor_replaces_the_saved_one(tmp_path, take_out):
+def test_learner_without_its_adapter_neither_predicts_nor_saves(tmp_path, take_out):
     learner = learned(tiny_learner(), 1)
     learner.save_pretrained(tmp_path / "saved")
     before = content(tmp_path)
@@ -113,7 +114,7 @@ def test_a_learner_whose_adapter_was_taken_out_neither_answers_nor_replaces_the_
     assert content(tmp_path) == before
 
 
-def test_another_active_adapter_gives_no_answers():
+def test_learner_with_another_active_adapter_does_not_predict():
     learner = learned(tiny_learner(), 1)
     images = [image for image, _ in images_of(0, 1)]
     answers = learner.predict(images)
@@ -125,7 +126,7 @@ def test_another_active_adapter_gives_no_answers():
     assert learner.predict(images) == answers
 
 
-def test_a_weight_that_the_last_step_breaks_is_named_with_what_to_lower(monkeypatch):
+def test_weight_that_becomes_nan_in_the_last_step_is_an_error(monkeypatch):
     def after_step(self, task):
         next(p for p in task.adapter.parameters() if p.requires_grad).fill_(float("nan"))
 
@@ -136,7 +137,7 @@ def test_a_weight_that_the_last_step_breaks_is_named_with_what_to_lower(monkeypa
     assert not learner.tasks
 
 
-def test_folders_of_a_copy_from_another_system_are_the_same_classes(tmp_path):
+def test_folder_names_in_another_unicode_form_are_the_same_classes(tmp_path):
     one, other = (unicodedata.normalize(form, "café") for form in ("NFC", "NFD"))
     for split, name in (("train", one), ("test", other)):
         for folder in (name, "tea"):
@@ -144,8 +145,8 @@ def test_folders_of_a_copy_from_another_system_are_the_same_classes(tmp_path):
             for number in range(2):
                 picture = Image.new("RGB", (16, 16), (90 * number, 200 * (folder == "tea"), 40))
                 picture.save(tmp_path / split / folder / f"{number}.png")
-    train, test, found = open_stream_data(tmp_path)
-    assert found.class_names == test.class_names == (one, "tea")
+    train, test, data = open_stream_data(tmp_path)
+    assert data.class_names == test.class_names == (one, "tea")
     orders = {"class_order": ["tea", other], "first_tasks": [[other, "tea"]]}
     (task,) = class_incremental_tasks(train, test, increment=2, **orders)
     learner = tiny_learner()
@@ -179,7 +180,7 @@ def learner(beginning):
 
 
 def live(learner):
-    """All that a learner does; its answers."""
+    """Let the learner learn, update, evaluate and predict; return its results."""
     learner.learn_task(*TASK)
     learner.update_classes(*MORE)
     figures = learner.evaluate(TASK[0], TASK[1])
@@ -187,12 +188,12 @@ def live(learner):
 
 
 @pytest.fixture(scope="module")
-def calm(beginning):
-    """What the same life gives where nothing is set, and all that the learner is then and a task later."""
+def usual(beginning):
+    """Return the results of `live` without global settings, and the whole state then and after another task."""
     learner = copy.deepcopy(beginning)
-    found, state = live(learner), everything(learner)
+    results, state = live(learner), everything(learner)
     learner.learn_task(images_of(0, seed=5), ["c1"])
-    return found, state, everything(learner)
+    return results, state, everything(learner)
 
 
 @contextmanager
@@ -215,8 +216,8 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_what_a_program_has_set_changes_nothing(calm, learner, name, tmp_path):
-    expected, state, later = calm
+def test_global_torch_settings_change_no_result(usual, learner, name, tmp_path):
+    expected, state, later = usual
     with SETTINGS[name]():
         assert live(learner) == expected
         learner.save_pretrained(tmp_path / "saved")
@@ -228,15 +229,15 @@ def test_what_a_program_has_set_changes_nothing(calm, learner, name, tmp_path):
     assert not differences(everything(learner), later)
 
 
-def test_modes_that_somebody_has_switched_on_are_left_on_and_not_used(calm, learner):
+def test_training_mode_is_left_on_and_does_not_change_results(usual, learner):
     learner.model.train()
-    assert live(learner) == calm[0]
+    assert live(learner) == usual[0]
     assert all(module.training for module in learner.model.modules())
 
 
 @pytest.mark.parametrize(("flag", "words"), [(True, "requires a gradient"), (False, "requires no gradient")])
-def test_other_parameters_chosen_for_training_are_an_error(learner, flag, words):
-    """A base weight that is trained could not be taken back, and the saved learner would not fit its base model."""
+def test_wrong_choice_of_trainable_parameters_is_an_error(learner, flag, words):
+    """A trained base weight could not be restored, and the saved learner would not fit its base model."""
     learner.model.requires_grad_(flag)
     before = everything(learner)
     with pytest.raises(ValueError, match=words):
@@ -247,7 +248,7 @@ def test_other_parameters_chosen_for_training_are_an_error(learner, flag, words)
     live(learner)
 
 
-def test_an_interrupt_while_learning_leaves_the_learner_as_it_was(learner, monkeypatch):
+def test_interrupted_learning_leaves_the_learner_unchanged(learner, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
@@ -260,7 +261,7 @@ def test_an_interrupt_while_learning_leaves_the_learner_as_it_was(learner, monke
 
 
 @pytest.mark.parametrize("place", ["", ".", ".."])
-def test_the_current_folder_is_not_taken_away_from_under_a_program(learner, tmp_path, monkeypatch, place):
+def test_saving_into_the_current_folder_is_refused(learner, tmp_path, monkeypatch, place):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(FileExistsError, match="current folder"):
@@ -268,7 +269,7 @@ def test_the_current_folder_is_not_taken_away_from_under_a_program(learner, tmp_
     assert os.getcwd() == str(tmp_path / "here") and not list((tmp_path / "here").iterdir())
 
 
-def test_a_pipe_in_a_file_s_place_is_not_waited_for(tmp_path):
+def test_pipe_instead_of_a_file_is_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "manifest.json")
     with pytest.raises(CheckpointError, match=r"manifest\.json is not a regular file"):
         ClassIncrementalLearner.from_pretrained(tmp_path)

@@ -1,6 +1,6 @@
-"""Whole lives of a learner in random order, beside a plain model of what must be true.
+"""Random sequences of calls of a learner, compared with a simple model of its expected state.
 
-The plain suite lives a few short lives. `DULBE_PEFT_LIVES=300` lives so many, and longer ones.
+By default, there are a few short sequences. `DULBE_PEFT_LIVES=300` runs 300 longer ones.
 """
 
 import copy
@@ -29,7 +29,7 @@ seeds = st.integers(0, 50)
 
 
 class Ending(list):
-    """Images of which the last one raises an error when it is read."""
+    """Images, the last of which raises an error when it is read."""
 
     def __init__(self, images: list[Any], error: BaseException) -> None:
         super().__init__(images)
@@ -50,7 +50,7 @@ def spoiled(images: list[Any]) -> list[Any]:
     return [*images[:-1], (torch.full_like(image, math.nan), label)]
 
 
-# What is wrong with a task, and the error that says so.
+# Fault of a task -> how to make it, and the error that it raises.
 FAULTS = {
     "NaN in an image": (lambda images, names, known: (spoiled(images), names), ValueError),
     "an unreadable image": (lambda images, names, known: (unreadable(images), names), (ValueError, OSError)),
@@ -59,7 +59,7 @@ FAULTS = {
 
 
 def name_of(number: int) -> str:
-    """Numbers as words of the letters that the tiny tokenizer knows."""
+    """Return a number as a word of letters that the tiny tokenizer knows."""
     return "".join("abcdefghij"[int(digit)] for digit in str(number))
 
 
@@ -69,15 +69,15 @@ def scores(learner: ClassIncrementalLearner) -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore")
 class Life(RuleBasedStateMachine):
-    """A learner, what it must be, and what is on the disk."""
+    """A learner, its expected state, and its saved folders."""
 
     def __init__(self) -> None:
         super().__init__()
         self.root = Path(tempfile.mkdtemp())
         self.tasks: list[tuple[str, ...]] = []
-        self.images: dict[str, int] = {}  # class -> how many images it was learned from
-        self.sums: dict[str, torch.Tensor] = {}  # layer -> S, added up beside the learner
-        self.saved: dict[str, Any] = {}  # folder -> all that the learner was, its model here, its answers
+        self.images: dict[str, int] = {}  # class -> number of its learned images
+        self.sums: dict[str, torch.Tensor] = {}  # layer -> S, computed independently of the learner
+        self.saved: dict[str, Any] = {}  # folder -> the learner's whole state, expected state and predictions
         self.answers: list[Any] | None = None
         self.born = 0
 
@@ -89,7 +89,7 @@ class Life(RuleBasedStateMachine):
         self.learner = tiny_learner(strategy, ("bridge", "prototype", "lda"))
         self.learns(seed=0, count=2)
 
-    # ------------------------------------------------------------------ what a test of its own would ask
+    # ------------------------------------------------------------------ expected state
 
     @property
     def names(self) -> list[str]:
@@ -101,7 +101,7 @@ class Life(RuleBasedStateMachine):
         return images_of(*labels, seed=seed), [name_of(self.born - n) for n in range(count)]
 
     def adds(self, images: list[Any], names: list[str]) -> None:
-        """Count images, and what the layers read of them by the model as it is."""
+        """Count images, and add the layers' inputs for them, by the current model, to the expected sums."""
         for _, label in images:
             self.images[names[label]] = self.images.get(names[label], 0) + 1
         if not isinstance(self.learner.memory, OccupationStatistics):
@@ -125,9 +125,9 @@ class Life(RuleBasedStateMachine):
         assert learner.head.counts.tolist() == [self.images[name] for name in self.names]
         for layer, matrix in self.sums.items():
             torch.testing.assert_close(learner.memory[layer].double(), matrix, rtol=1e-4, atol=1e-3)
-        found = scores(learner)
-        assert self.answers is None or found == self.answers
-        self.answers = found
+        actual = scores(learner)
+        assert self.answers is None or actual == self.answers
+        self.answers = actual
 
     # ------------------------------------------------------------------ rules
 
@@ -164,7 +164,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(update=st.booleans(), seed=seeds)
     def is_interrupted(self, update: bool, seed: int) -> None:
-        """As by Ctrl-C while images are read."""
+        """Interrupt a call while images are read, as Ctrl-C does."""
         before = everything(self.learner)
         images, names = self.new_task(seed, 1)
         act = self.learner.update_classes if update else self.learner.learn_task
@@ -194,8 +194,8 @@ class Life(RuleBasedStateMachine):
         machine = {"device": "cpu", "progress": False}
         base = copy.deepcopy(tiny_base()[0])
         self.learner = ClassIncrementalLearner.from_pretrained(self.root / folder, base, machine=machine)
-        found = everything(self.learner)
-        assert [name for name in differences(found, before) if name != "learner"] == []
+        actual = everything(self.learner)
+        assert [name for name in differences(actual, before) if name != "learner"] == []
         assert scores(self.learner) == answers
         self.tasks, self.images, self.sums, self.born = copy.deepcopy(kept)
         self.answers = answers
@@ -220,7 +220,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(seed=seeds, count=st.integers(1, 2), fails=st.booleans())
     def runs(self, seed: int, count: int, fails: bool) -> None:
-        """Learn a task in a run's folder; where its tests cannot be read, nothing has it."""
+        """Learn a task in a run. If test images cannot be read, neither the learner nor the folder has the task."""
         output = self.root / f"run {self.born}"
         images, names = self.new_task(seed, count)
         tests = images_of(*range(count), seed=seed + 1)
@@ -243,7 +243,9 @@ Life.TestCase.settings = settings(
     stateful_step_count=40 if LIVES else 10,
     derandomize=not LIVES,
     deadline=None,
-    phases=(Phase.generate,),  # to make a failing life shorter takes minutes
+    phases=(Phase.generate,),  # without shrinking, which takes minutes
     suppress_health_check=list(HealthCheck),
 )
-test_a_learner_s_life = pytest.mark.filterwarnings("ignore::FutureWarning")(Life.TestCase)
+test_random_sequence_of_calls_keeps_the_learner_correct = pytest.mark.filterwarnings("ignore::FutureWarning")(
+    Life.TestCase
+)

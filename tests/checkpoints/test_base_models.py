@@ -113,14 +113,14 @@ def test_learner_with_a_custom_processor_cannot_be_saved(here, part, kind):
     clip, processor = load_clip("models/clip")
     custom = Grey if part == "image_processor" else OwnTokenizer
     setattr(processor, part, custom.from_pretrained("models/clip"))
-    with pytest.warns(UserWarning, match=f"{kind}, and a saved learner .* cannot be saved"):
+    with pytest.warns(UserWarning, match=f"{kind}, but a saved learner .* cannot be saved"):
         learner = learner_with((clip, processor), "frozen")
-    with pytest.raises(ValueError, match=f"is a {kind}, and a saved learner is loaded with"):
+    with pytest.raises(ValueError, match=f"is a {kind}, but a saved learner is loaded with"):
         learner.run([Task(IMAGES, None, ["a", "b"])], "run")
     assert not Path("run").exists() and not learner.tasks, "a run must be refused before it learns"
     learner.learn_task(IMAGES, ["a", "b"])
     for write in (learner.save_pretrained, lambda folder: export_learner(learner, folder, "transformers")):
-        with pytest.raises(ValueError, match=f"is a {kind}, and a saved learner is loaded with"):
+        with pytest.raises(ValueError, match=f"is a {kind}, but a saved learner is loaded with"):
             write("out")
         assert not Path("out").exists()
 
@@ -129,7 +129,7 @@ def test_model_folder_with_a_custom_image_processor_is_refused(here):
     file = here / "work" / "models" / "clip" / "preprocessor_config.json"
     plain = json.loads(file.read_text())
     file.write_text(json.dumps(plain | {"image_processor_type": "Grey"}))
-    with pytest.raises(ValueError, match="models/clip has the image processor 'Grey', and a CLIP is read with"):
+    with pytest.raises(ValueError, match="models/clip has the image processor 'Grey', but CLIP needs"):
         load_clip("models/clip")
     for older in ("CLIPFeatureExtractor", "CLIPImageProcessorFast"):
         file.write_text(json.dumps(plain | {"image_processor_type": older}))

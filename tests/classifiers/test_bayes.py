@@ -334,5 +334,5 @@ def test_a_saved_one_answers_without_solving_anew(each, settings, tmp_path, monk
         loaded.forget_class(NAMES[0])
         loaded(tests)
     write_tensors(tmp_path / "new" / "bayes.safetensors", state | {"solved.weight": torch.zeros(CLASSES, 2)}, {})
-    with pytest.raises(ValueError, match=r"what begins with 'solved.' must be of the shapes .* got .*\(5, 2\)"):
+    with pytest.raises(ValueError, match=r"the tensors 'solved.' must have one of the shapes .* got .*\(5, 2\)"):
         BayesClassifier.from_pretrained(tmp_path / "new")

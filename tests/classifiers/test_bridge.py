@@ -1,4 +1,4 @@
-"""The bridge classifier and the geodesics it walks, against literal loops."""
+"""Compare the bridge classifier and its geodesics with literal loops."""
 
 import math
 
@@ -27,7 +27,7 @@ def photos(classes, each, seed, spread=0.7):
 
 
 def make_head(**settings):
-    """A head that has learned two tasks of three and two classes."""
+    """Return a head that has learned two tasks, of three and of two classes."""
     head = BridgeEnsembleHead(DIM, **{"num_depths": 4, "logit_scale": SCALE, **settings})
     head.add_classes(["ant", "bee", "cat"], *photos([0, 1, 2], 6, 2), TEXTS[:3])
     head.add_classes(["dog", "eel"], *photos([3, 4], 5, 3), TEXTS)
@@ -47,7 +47,7 @@ def test_head_equals_the_reference_over_two_tasks():
     torch.testing.assert_close(head(TESTS * scales), head(TESTS), rtol=0, atol=1e-4)
 
 
-def test_depths_can_be_chosen():
+def test_depths_can_be_given():
     assert torch.equal(BridgeEnsembleHead(DIM).depths, torch.linspace(0, 1, 10))
     head = make_head(depths=[0.5])
     assert torch.equal(head.reliability, torch.ones(5, 1))
@@ -61,7 +61,7 @@ def test_depths_can_be_chosen():
     assert "embed_dim=8, depths=[0.25, 0.5], reliability_temperature=0.1, classes=0" in repr(by_place)
 
 
-def test_folded_vectors_follow_every_change_of_the_state():
+def test_ensemble_prototypes_follow_every_change_of_the_state():
     head, other = make_head(), BridgeEnsembleHead(DIM, num_depths=4)
     first = head.ensemble_prototypes
     other.add_classes(["x"], *photos([0], 3, 4), TEXTS[:1])
@@ -87,11 +87,11 @@ def test_reliability_is_the_weighted_mean_of_the_old_and_the_new_measurement():
             [(count * math.log(p) + 7 * r / BETA) / (count + 7) for p, r in zip(old[row].tolist(), rho, strict=True)]
         )
         torch.testing.assert_close(head.reliability[row].tolist(), weights, rtol=0, atol=1e-4)
-    assert torch.equal(head.reliability[[0, 2, 3]].double(), old[[0, 2, 3]]), "other classes stay as they are"
+    assert torch.equal(head.reliability[[0, 2, 3]].double(), old[[0, 2, 3]]), "other classes do not change"
 
 
 @pytest.mark.parametrize("beta", [1e-4, 1e-40, 1e-300])
-def test_a_depth_without_weight_does_not_become_nan(beta):
+def test_depth_with_zero_weight_does_not_become_nan(beta):
     head = make_head(reliability_temperature=beta)
     assert (head.reliability == 0).any()
     head.update_classes(*photos([0, 1, 2], 6, 3))
@@ -120,26 +120,26 @@ def unit(*shape, seed=0):
 
 @few
 @given(seed=seeds, fraction=st.floats(0, 1))
-def test_slerp_equals_the_textbook_and_moves_at_equal_speed(seed, fraction):
+def test_slerp_equals_the_textbook_formula_at_constant_speed(seed, fraction):
     start, end = unit(8, seed=seed), unit(8, seed=seed + 1)
-    found = slerp(start, end, fraction)
-    torch.testing.assert_close(found.double(), reference.slerp(start, end, fraction), rtol=0, atol=2e-6)
+    actual = slerp(start, end, fraction)
+    torch.testing.assert_close(actual.double(), reference.slerp(start, end, fraction), rtol=0, atol=2e-6)
     theta = math.acos(float(start.double() @ end.double()))
-    half = ((start.double() - found.double()).norm() / 2).item()
+    half = ((start.double() - actual.double()).norm() / 2).item()
     assert 2 * math.asin(min(1.0, half)) == pytest.approx(fraction * theta, abs=2e-6)
 
 
 @few
 @given(seed=seeds, exponent=st.floats(-12, -1), opposite=st.booleans(), fraction=st.floats(0, 1))
-def test_slerp_is_of_unit_norm_for_nearly_parallel_and_nearly_opposite_vectors(seed, exponent, opposite, fraction):
+def test_slerp_has_unit_norm_for_nearly_parallel_and_nearly_opposite_vectors(seed, exponent, opposite, fraction):
     start = unit(8, seed=seed)
     end = F.normalize((-start if opposite else start) + 10**exponent * randn(8, seed=seed + 1), dim=0)
-    found = slerp(start, end, fraction)
-    assert found.norm().item() == pytest.approx(1, abs=1e-6)
+    actual = slerp(start, end, fraction)
+    assert actual.norm().item() == pytest.approx(1, abs=1e-6)
     torch.testing.assert_close(slerp(start, end, 0.0), start, rtol=0, atol=2e-6)
     torch.testing.assert_close(slerp(start, end, 1.0), end, rtol=0, atol=2e-6)
     theta = math.pi if opposite else 0.0
-    half = min(1.0, ((start.double() - found.double()).norm() / 2).item())
+    half = min(1.0, ((start.double() - actual.double()).norm() / 2).item())
     assert 2 * math.asin(half) == pytest.approx(fraction * theta, abs=20 * 10**exponent + 1e-3)
 
 
@@ -153,16 +153,16 @@ def test_slerp_between_exactly_opposite_vectors_follows_one_great_circle(index):
     assert torch.linalg.matrix_rank(points, atol=1e-4) == 2
 
 
-def test_slerp_takes_half_precision(dtype=torch.bfloat16):
+def test_slerp_accepts_half_precision(dtype=torch.bfloat16):
     start, end = unit(5, 64).to(dtype), unit(5, 64, seed=1).to(dtype)
-    found = slerp(start, end, 0.5)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.float().norm(dim=1), torch.ones(5), rtol=0, atol=5e-3)
+    actual = slerp(start, end, 0.5)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.float().norm(dim=1), torch.ones(5), rtol=0, atol=5e-3)
     assert slerp(start, start, 0.5).isfinite().all() and slerp(start, -start, 0.5).isfinite().all()
     assert slerp(start.double(), end.double(), 0.5).dtype == torch.float64
 
 
-def test_slerp_refuses_other_vectors():
+def test_slerp_refuses_invalid_vectors_and_fractions():
     with pytest.raises(ValueError, match="same d"):
         slerp(unit(4), unit(5), 0.5)
     for fraction in (-1e-3, 1.001, float("nan"), torch.tensor([[0.5], [2.0]])):
@@ -171,15 +171,15 @@ def test_slerp_refuses_other_vectors():
     with pytest.raises(ValueError, match="unsqueeze"):
         slerp(unit(3, 4), unit(3, 4, seed=1), torch.rand(3))
     for bad in (torch.zeros(4), 2 * unit(4), torch.full((4,), float("nan"))):
-        with pytest.raises(ValueError, match="end must hold finite unit vectors"):
+        with pytest.raises(ValueError, match="end must be finite unit vectors"):
             slerp(unit(4), bad, 0.5)
     with pytest.raises(TypeError, match="floating-point"):
         slerp(torch.tensor([1, 0]), torch.tensor([0, 1]), 0.5)
 
 
-def test_reliability_in_parts_is_that_of_all_images_at_once():
+def test_reliability_does_not_depend_on_the_chunk_size():
     bridges = bridge_prototypes(unit(5, 8), unit(5, 8, seed=1), torch.linspace(0, 1, 3))
     images, labels = unit(17, 8, seed=2), 2 + torch.arange(17) % 3
     whole, *parts = (reliability(images, labels, bridges, 20.0, 2, chunk_elements=most) for most in (2**24, 1, 16))
-    for found in parts:
-        torch.testing.assert_close(found, whole, rtol=1e-5, atol=0)
+    for actual in parts:
+        torch.testing.assert_close(actual, whole, rtol=1e-5, atol=0)

@@ -1,4 +1,4 @@
-"""Temperatures, rejection and prediction sets: literal readings, and what they promise, counted."""
+"""Temperatures, rejection and prediction sets: literal references, and the guaranteed rates in simulations."""
 
 import math
 
@@ -14,7 +14,7 @@ from dulbe_peft.classifiers.calibration import LIMIT, MOST, TaskTemperature, fit
 DIM = 12
 
 
-def test_a_fifth_of_each_class_is_held_back_whatever_the_order():
+def test_a_fifth_of_each_class_is_held_out_in_any_order():
     images = F.normalize(torch.randn(40, 8), dim=1)
     labels = torch.tensor([0] + [1] * 2 + [2] * 4 + [3] * 8 + [4] * 25)
     held = hold_back(images, labels)
@@ -23,13 +23,13 @@ def test_a_fifth_of_each_class_is_held_back_whatever_the_order():
     assert torch.equal(hold_back(images[mixed], labels[mixed]), held[mixed])
 
 
-def test_the_temperature_minimises_the_loss():
+def test_temperature_minimises_the_log_loss():
     logits = 8 * torch.randn(300, 6)
     labels = (logits / 3 + torch.distributions.Gumbel(0.0, 1.0).sample((300, 6))).argmax(dim=1)
-    found = fit_temperature(logits, labels)
+    actual = fit_temperature(logits, labels)
     grid = torch.linspace(-2, 4, 601).tolist()
     losses = {t: F.cross_entropy(logits.double() / math.exp(t), labels).item() for t in grid}
-    assert found == pytest.approx(min(losses, key=losses.get), abs=0.03)
+    assert actual == pytest.approx(min(losses, key=losses.get), abs=0.03)
     sure = 5 * torch.eye(4)
     assert -LIMIT < fit_temperature(sure, torch.arange(4)) < 1
     assert fit_temperature(sure, (torch.arange(4) + 1) % 4) == pytest.approx(LIMIT)
@@ -40,7 +40,7 @@ def fitted(log_temperature=0.0, images=30, classes=10, own=()):
     return TaskTemperature(**facts, own=tuple(own), largest=tuple(own))
 
 
-def test_temperatures_of_tasks_are_a_line_over_the_classes_that_the_newest_ones_pull_most():
+def test_temperature_is_a_line_over_the_number_of_classes_with_larger_weights_for_new_tasks():
     tasks = [fitted(0.5 * math.log(classes), images, classes) for classes, images in ((10, 5), (20, 50), (40, 9))]
     assert temperature(tasks, 80) == pytest.approx(math.sqrt(80))
     same = [fitted(0.0, 30), fitted(1.0, 10)]
@@ -53,23 +53,23 @@ def test_temperatures_of_tasks_are_a_line_over_the_classes_that_the_newest_ones_
     assert temperature([], 10) == 1.0
 
 
-def test_scores_of_a_copy_that_has_not_learned_the_images_are_kept_as_probabilities():
+def test_calibration_stores_probabilities_of_held_out_images():
     images, labels, _ = clusters(5 * [8], DIM)
     held = hold_back(images, labels)
     classifier, twin = (in_tasks("prototype", images[rows], labels[rows]) for rows in (labels >= 0, ~held))
     (task,) = classifier.calibration
     assert task.log_temperature == pytest.approx(fit_temperature(twin(images[held]), labels[held]), abs=1e-4)
-    found = (twin(images[held]).double() / classifier.temperature).softmax(dim=1)
-    own = found.gather(1, labels[held][:, None])[:, 0]
-    for kept, each in ((task.own, own), (task.largest, found.amax(dim=1))):
+    actual = (twin(images[held]).double() / classifier.temperature).softmax(dim=1)
+    own = actual.gather(1, labels[held][:, None])[:, 0]
+    for kept, each in ((task.own, own), (task.largest, actual.amax(dim=1))):
         torch.testing.assert_close(torch.tensor(kept).double(), each.sort().values, rtol=0, atol=1e-4)
     labels = torch.arange(3).repeat_interleave(torch.tensor([333, 333, 334]))
     many = calibration.calibrated((), torch.randn(1000, 3), labels, labels)[0]
     assert many.images == 1000 and many.worth == 999 and len(many.own) == len(many.largest) == MOST
 
 
-def test_each_class_weighs_alike_in_what_is_promised():
-    """Of four classes one has seven images that are left out, two have two, and one has one, which cannot be."""
+def test_calibration_weights_all_classes_equally():
+    """One of four classes has seven held-out images, two have two, and one has a single image, never held out."""
     learned = torch.tensor([0] * 7 + [1] * 2 + [2] * 2 + [3])
     labels = learned[:-1]
     weights = calibration.class_shares(labels, learned)
@@ -77,8 +77,8 @@ def test_each_class_weighs_alike_in_what_is_promised():
     logits = 4 * torch.randn(11, 4, dtype=torch.float64)
     (task,) = calibration.calibrated((), logits, labels, learned)
     assert task.images == 11 and task.worth == int(16 / (7 / 49 + 4 * 0.75**2)) == 6
-    found = (logits / temperature([task], 4)).softmax(dim=1)
-    for kept, values in ((task.own, found.gather(1, labels[:, None])[:, 0]), (task.largest, found.amax(dim=1))):
+    actual = (logits / temperature([task], 4)).softmax(dim=1)
+    for kept, values in ((task.own, actual.gather(1, labels[:, None])[:, 0]), (task.largest, actual.amax(dim=1))):
         order, expected = values.argsort().tolist(), []
         for place in range(6):  # the first value up to which the weights are (place + 1/2) / 6 of all
             reached = np.cumsum([float(weights[row]) for row in order]) / 4
@@ -87,7 +87,7 @@ def test_each_class_weighs_alike_in_what_is_promised():
 
 
 @pytest.mark.parametrize("share, place", [(0.05, 2), (0.1, 4), (0.33, 13), (0.03, 1)])
-def test_a_threshold_is_an_order_statistic_of_the_newest_tasks_that_suffice(share, place):
+def test_threshold_is_an_order_statistic_of_the_newest_sufficient_tasks(share, place):
     values = np.sort(np.random.default_rng(0).random(41))
     old, new = fitted(images=20, own=values[:20]), fitted(images=41, own=values)
     assert calibration.threshold([old, new], "own", share) == values[place - 1]
@@ -96,7 +96,7 @@ def test_a_threshold_is_an_order_statistic_of_the_newest_tasks_that_suffice(shar
     assert calibration.threshold([new, old], "own", 1 / 22) == both[1], "21 images are more than 20"
 
 
-def test_too_few_images_promise_nothing_and_say_how_many_it_takes():
+def test_too_few_images_raise_an_error_that_says_how_many_are_needed():
     images, labels, _ = clusters(5 * [2], DIM)
     classifier = in_tasks("prototype", images, labels)
     for call, needed in (
@@ -108,15 +108,15 @@ def test_too_few_images_promise_nothing_and_say_how_many_it_takes():
             call()
     assert 0 < classifier.rejection_threshold(0.2) < 1
     for call in (lambda: classifier.rejection_threshold(1.0), lambda: classifier.prediction_sets(images, 95)):
-        with pytest.raises(ValueError, match="must be a share between 0 and 1, such as 0"):
+        with pytest.raises(ValueError, match="must be a number between 0 and 1, such as 0"):
             call()
 
 
 @pytest.mark.parametrize("each", [(10,), (3, 30)], ids=["equal", "unequal"])
 @pytest.mark.parametrize("spec", ["bayes:features=0", "lda", "bridge"])
-def test_sets_thresholds_and_areas_hold_over_all_seen_classes(spec, each):
-    """The means over eight streams of 20 classes, five a task; their standard error is about one point."""
-    covered, refused, sizes, lost, area, said = [], [], [], [], [], []
+def test_coverage_rejection_and_roc_area_hold_over_all_seen_classes(spec, each):
+    """Means over eight streams of 20 classes, five per task. Their standard error is about one percentage point."""
+    covered, refused, sizes, lost, area, estimated = [], [], [], [], [], []
     for seed in range(8):
         rows, labels, texts = clusters(40 * [80], DIM, seed, spread=1.1)
         place, known = torch.arange(len(labels)) % 80, labels < 20
@@ -132,9 +132,9 @@ def test_sets_thresholds_and_areas_hold_over_all_seen_classes(spec, each):
         lost.append(classifier.refused(tests, 0.1).double().mean().item())
         novel, novelty = classifier.novelty(rows[~known]), classifier.novelty(tests)
         area.append((novel[:, None] > novelty).double().mean().item())
-        said.append(classifier.roc_area)
+        estimated.append(classifier.roc_area)
     assert np.mean(covered) == pytest.approx(0.91, abs=0.04) and 1 < np.mean(sizes) < 12
     assert np.mean(refused) == pytest.approx(0.09, abs=0.04)
     assert np.mean(lost) == pytest.approx(0.09, abs=0.04)
     if spec != "bridge":
-        assert np.mean(said) == pytest.approx(np.mean(area), abs=0.06) and 0.6 < np.mean(area) < 0.99
+        assert np.mean(estimated) == pytest.approx(np.mean(area), abs=0.06) and 0.6 < np.mean(area) < 0.99

@@ -1,4 +1,4 @@
-"""What every classifier does beside its scores: refusals, copies, files, specs, and one from outside the package."""
+"""Errors, copies, files and specs of every classifier, and a classifier from outside the package."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dulbe_peft.classifiers import (
 from dulbe_peft.classifiers.drift import linear_map
 
 
-def test_bad_calls_are_named_and_change_nothing(tmp_path):
+def test_invalid_calls_are_refused_and_change_nothing(tmp_path):
     (images, labels), rows = task([0, 1]), torch.ones(120, DIM)
     lda, bridge, trained, text, clg = (learned(name) for name in ("lda", "bridge", "rapf", "text", "clg_cbm"))
     states = [snapshot(lda), snapshot(bridge)]
@@ -39,7 +39,7 @@ def test_bad_calls_are_named_and_change_nothing(tmp_path):
 
     for call, message in (
         (add(class_names=["class 0", "x"]), "'class 0', a class that was already seen"),
-        (add(image_embeds=math.nan * rows), "image_embeds row 0 holds NaN or infinity"),
+        (add(image_embeds=math.nan * rows), "image_embeds row 0 contains NaN or infinity"),
         (add(image_embeds=0 * rows), "image_embeds row 0 is zero"),
         (add(image_embeds=rows[:, :3]), r"must be \(rows, 64\), got shape \(120, 3\)"),
         (add(image_embeds=rows.long()), "must be a floating-point tensor"),
@@ -48,10 +48,10 @@ def test_bad_calls_are_named_and_change_nothing(tmp_path):
         (add(labels=labels[:5]), r"labels must be \(120,\), one per image"),
         (add(labels=0 * labels), "class 'y' has no image"),
         (add(text_embeds=rows[:3]), "text_embeds must have 12 rows"),
-        (add(clg, each_text=(rows[:2], [0, 0])), "must have 1 to 64 texts a class, got 0 of 'y'"),
-        (add(clg, each_text=(rows[:66], [0] + 65 * [1])), "must have 1 to 64 texts a class, got 65 of 'y'"),
+        (add(clg, each_text=(rows[:2], [0, 0])), "must have 1 to 64 texts per class, got 0 for 'y'"),
+        (add(clg, each_text=(rows[:66], [0] + 65 * [1])), "must have 1 to 64 texts per class, got 65 for 'y'"),
         (add(clg, each_text=(rows[:2], [0, 2])), "label 2 is out of range"),
-        (add(clg, each_text=rows[:3]), "each_text must be a tuple of embeddings and of the class of each, got tensor"),
+        (add(clg, each_text=rows[:3]), "each_text must be a tuple of embeddings and their classes, got tensor"),
         (lambda: make_classifier("bayes", DIM).add_classes(["x"], cancelling, [0, 0]), "class 'x' cancel out"),
         (lambda: make_classifier("bridge", DIM).add_classes(["x"], cancelling, [0, 0], rows[:1]), "'x' cancel out"),
         (lambda: lda.move(math.nan * rows[:DIM]), "the map"),
@@ -59,7 +59,7 @@ def test_bad_calls_are_named_and_change_nothing(tmp_path):
         (lambda: lda.load_state_dict(states[0] | {"_extra_state": torch.tensor([9]).byte()}), "are damaged"),
         (lambda: make_classifier("lda", DIM)(images), "no class yet"),
         (lambda: trained.update_classes(images, labels), "'rapf' classifier cannot learn more images"),
-        (lambda: text(digits.tests), "'text' classifier gives scores that are not finite"),
+        (lambda: text(digits.tests), "scores of the 'text' classifier are not finite"),
         (lambda: LdaClassifier.from_pretrained(tmp_path), "lda_config.json does not exist"),
         (lambda: linear_map(images, images[:3]), r"\(120, 64\) and \(3, 64\)"),
         (lambda: make_classifier(lda, DIM), "already has 10 classes"),
@@ -72,7 +72,7 @@ def test_bad_calls_are_named_and_change_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_texts_are_asked_for_where_they_are_needed(name):
+def test_missing_text_embeddings_are_refused_where_needed(name):
     if CLASSIFIERS[name].needs_text:
         with pytest.raises(TypeError, match="text_embeds"):
             learned(name, text=False)
@@ -81,11 +81,11 @@ def test_texts_are_asked_for_where_they_are_needed(name):
         torch.testing.assert_close(classifier.text_embeds, F.normalize(digits.texts.flip(0), dim=1))
     else:
         classifier = learned(name, text=False)
-        if classifier.reads_text:  # it takes texts where there are some
+        if classifier.reads_text:  # texts are optional
             assert not classifier.text_embeds.any() and learned(name).text_embeds.any()
             return
         assert torch.equal(classifier(digits.tests), learned(name)(digits.tests))
-        with pytest.raises(ValueError, match=f"'{name}' classifier keeps no text"):
+        with pytest.raises(ValueError, match=f"'{name}' classifier has no text"):
             classifier.set_text_embeds(digits.texts)
 
 
@@ -98,14 +98,14 @@ def test_gradients_reach_the_features_and_copies_are_independent(name):
     classifier(images)[:, 0].sum().backward()
     assert images.grad.isfinite().all() and images.grad.abs().sum() > 0
     for twin in (copy.deepcopy(classifier), pickle.loads(pickle.dumps(classifier)), classifier.fork()):
-        assert not twin._derived  # a pickle would be twice as large
+        assert not twin._derived  # otherwise a pickle would be twice as large
         assert torch.equal(twin(digits.tests), expected) and twin.temperature == classifier.temperature
         twin.forget_class("class 0")
         assert torch.equal(classifier(digits.tests), expected)
 
 
 @pytest.mark.parametrize("name", ["prototype", "lda", "ridge", "ranpac", "bayes"])
-def test_statistics_stay_in_float64_whatever_the_module_is_converted_to(name):
+def test_statistics_stay_float64_after_conversion(name):
     classifier = learned(name)
     expected = classifier(digits.tests)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -114,23 +114,23 @@ def test_statistics_stay_in_float64_whatever_the_module_is_converted_to(name):
     double = {key for key, value in classifier.state_dict().items() if value.dtype == torch.float64}
     classifier.to(torch.bfloat16)
     assert double and double == {k for k, v in classifier.state_dict().items() if v.dtype == torch.float64}
-    if name in ("prototype", "lda", "ridge"):  # G of ranpac and the texts of bayes are float32 and are rounded
+    if name in ("prototype", "lda", "ridge"):  # G of ranpac and the texts of bayes are float32 and get rounded
         assert torch.equal(classifier(digits.tests), expected)
     assert {value.device.type for value in classifier.to("meta").tensors().values()} == {"meta"}
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_state_dicts_and_files_give_the_same_bits_back(name, tmp_path):
+def test_state_dicts_and_files_restore_classifiers_bit_for_bit(name, tmp_path):
     classifier = learned(name)
     other = make_classifier(SPECS[name], DIM, SCALE)
     other.load_state_dict(classifier.state_dict())
     classifier.save_pretrained(tmp_path / "a")
     loaded = type(classifier).from_pretrained(tmp_path / "a")
-    for found in (other, loaded):
-        assert_equal_states(snapshot(found), snapshot(classifier))
-        assert torch.equal(found(digits.tests), classifier(digits.tests))
-        assert torch.equal(found.probabilities(digits.tests), classifier.probabilities(digits.tests))
-        assert spec(found) == spec(classifier) and found.temperature != 1
+    for actual in (other, loaded):
+        assert_equal_states(snapshot(actual), snapshot(classifier))
+        assert torch.equal(actual(digits.tests), classifier(digits.tests))
+        assert torch.equal(actual.probabilities(digits.tests), classifier.probabilities(digits.tests))
+        assert spec(actual) == spec(classifier) and actual.temperature != 1
     loaded.save_pretrained(tmp_path / "b")
     stem = type(classifier).file_stem
     assert {path.name for path in (tmp_path / "a").iterdir()} == {f"{stem}_config.json", f"{stem}.safetensors"}
@@ -140,7 +140,7 @@ def test_state_dicts_and_files_give_the_same_bits_back(name, tmp_path):
     assert_equal_states(snapshot(loaded), snapshot(classifier))
 
 
-def test_a_buffer_of_any_name_is_loaded_and_stays_as_it_is(tmp_path):
+def test_buffer_with_the_name_classes_is_saved_and_loaded(tmp_path):
     class Marked(PrototypeClassifier):
         def register(self):
             super().register()
@@ -156,7 +156,7 @@ def test_a_buffer_of_any_name_is_loaded_and_stays_as_it_is(tmp_path):
 
 @pytest.fixture
 def page(monkeypatch, capsys):
-    """The names that the page's code makes, and what it prints; `median` is a classifier from outside the package."""
+    """Run the code of the page; return its names and what it printed. `median` is a classifier that it registers."""
     monkeypatch.setattr(CLASSIFIERS, "_classes", dict(CLASSIFIERS._classes))
     names = {"__name__": "page"}
     for *_, code in blocks("docs/classifiers.md", "python"):
@@ -164,7 +164,7 @@ def page(monkeypatch, capsys):
     return names | {"printed": capsys.readouterr().out}
 
 
-def test_a_classifier_from_outside_works_with_files_and_the_hub(page, tmp_path, monkeypatch):
+def test_registered_classifier_works_with_files_and_the_hub(page, tmp_path, monkeypatch):
     assert page["printed"] == "tensor([0, 1, 2])\n"
     cls = page["NearestMedian"]
     classifier = make_classifier("median:power=2", DIM, SCALE)
@@ -184,7 +184,7 @@ def test_a_classifier_from_outside_works_with_files_and_the_hub(page, tmp_path, 
         assert loaded.power == 2 and torch.equal(loaded(digits.tests), classifier(digits.tests))
 
 
-def test_classes_that_cannot_be_registered_are_refused(page):
+def test_invalid_classifier_classes_are_not_registered(page):
     base = page["NearestMedian"]
     assert register_classifier(base) is base
     for cls, error, message in (
@@ -199,12 +199,12 @@ def test_classes_that_cannot_be_registered_are_refused(page):
     ):
         with pytest.raises(error, match=message):
             register_classifier(cls)
-    with pytest.raises(TypeError, match="D has an __init__: make its settings fields"):
+    with pytest.raises(TypeError, match="D has an __init__: make its settings dataclass fields"):
         type("D", (base,), {"__init__": lambda self, embed_dim: None})
     assert {*NAMED, "median"} == set(CLASSIFIERS)
 
 
-def test_names_and_settings_make_classifiers_or_are_refused():
+def test_specs_make_classifiers_or_are_refused():
     assert set(NAMED) == set(CLASSIFIERS)
     specs = ["bridge:depths=0.3/0.5", "ranpac:features=50,seed=3", "lda"]
     made = make_classifiers(specs, 8, 15.0)
@@ -225,7 +225,7 @@ def test_names_and_settings_make_classifiers_or_are_refused():
 
 
 @pytest.mark.parametrize("name", ["proof", "clap4clip", "clg_cbm", "slca", "rapf", "visual_agent", "bofa"])
-def test_a_classifier_in_float64_learns_further_tasks(name):
+def test_float64_classifier_learns_further_tasks(name):
     classifier = make_classifier(name, DIM, SCALE).double()
     for number in range(2):
         classes = [2 * number, 2 * number + 1]

@@ -1,4 +1,4 @@
-"""Every classifier against its literal solution on all images at once; what they share, once for all of them."""
+"""Compare every classifier with a literal solution on all images at once, and test what all classifiers share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dulbe_peft.classifiers.ridge import RIDGES
 from dulbe_peft.training.estimating import left_out_share
 
 JOINT = ["prototype", "lda", "lda fixed", "gda fixed", "ridge fixed", "ranpac fixed", "bayes fixed"]
-# What left-out images say of gda and bayes depends on what was known when they came.
+# gda and bayes are missing: their leave-one-out losses depend on the classes that were known at that time.
 UPDATING = [*JOINT, "ridge", "ranpac", "bofa"]
 
 
@@ -27,14 +27,14 @@ def lift(images):
 
 @pytest.fixture(scope="module")
 def unequal():
-    """Two images of every odd digit, 14 of every even one, and how many each has."""
+    """Return two images of every odd digit and 14 of every even one, their labels, and the numbers per class."""
     rows = torch.cat([(digits.labels == c).nonzero()[: 2 if c % 2 else 14, 0] for c in range(CLASSES)])
     labels = digits.labels[rows]
     return digits.images[rows], labels, torch.bincount(labels).double()
 
 
 @pytest.mark.parametrize("name", ["text", "prototype", "lda", "lda fixed", "ridge fixed", "ranpac fixed"])
-def test_each_equals_its_reference_which_weighs_unequal_counts(name, unequal):
+def test_classifiers_equal_their_references_with_unequal_counts(name, unequal):
     images, labels, counts = unequal
     known, weights = (images, labels.tolist(), digits.tests), SCALE * (counts.mean() / counts) ** 0.75
     expected = {
@@ -45,11 +45,11 @@ def test_each_equals_its_reference_which_weighs_unequal_counts(name, unequal):
         "ridge fixed": lambda: weights * reference.ridge_scores(*known, 0.5),
         "ranpac fixed": lambda: weights * reference.ridge_scores(*known, 20.0, lift=lift),
     }[name]()
-    found = in_tasks(name, images, labels, digits.texts, increment=2)(digits.tests).double()
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-4)
+    actual = in_tasks(name, images, labels, digits.texts, increment=2)(digits.tests).double()
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-4)
 
 
-def test_gda_weighs_lda_by_images_that_are_really_left_out(unequal):
+def test_gda_chooses_alpha_by_leave_one_out_log_loss(unequal):
     images, labels, counts = unequal
     classifier = make_classifier("gda:shrinkage=0.2", DIM, SCALE)
     classifier.add_classes([str(c) for c in range(CLASSES)], images, labels, digits.texts)
@@ -73,7 +73,7 @@ def test_gda_weighs_lda_by_images_that_are_really_left_out(unequal):
 
 
 @pytest.mark.parametrize(("name", "unit"), [("ridge", 1.0), ("ranpac", 200.0)])
-def test_the_ridge_is_the_best_on_all_tasks_held_back_images(name, unit):
+def test_lambda_is_the_best_on_the_held_out_images_of_all_tasks(name, unit):
     lifted = lift if name == "ranpac" else lambda images: images
     total = torch.zeros(len(RIDGES), dtype=torch.float64)
     seen_images, seen_labels = torch.zeros(0, DIM), []
@@ -92,7 +92,7 @@ def test_the_ridge_is_the_best_on_all_tasks_held_back_images(name, unit):
     assert 0 < int(total.argmin()) < len(RIDGES) - 1
 
 
-def test_a_gram_matrix_that_rounding_left_indefinite_is_solved():
+def test_indefinite_gram_matrix_is_solved_with_a_larger_lambda():
     classifier = make_classifier("ranpac:features=200,ridge=1e-9", DIM)
     images, labels = task([0, 1], per_class=5)
     classifier.add_classes(["a", "b"], images, labels)
@@ -102,16 +102,16 @@ def test_a_gram_matrix_that_rounding_left_indefinite_is_solved():
 
 @pytest.mark.parametrize("name", JOINT)
 @pytest.mark.parametrize(("increment", "shuffle"), [(10, 0), (1, 4)])
-def test_classes_tasks_and_images_in_any_order_give_one_solution(name, increment, shuffle):
+def test_order_of_classes_tasks_and_images_does_not_change_the_solution(name, increment, shuffle):
     expected = learned(name)(digits.tests)
     order = [3, 9, 0, 4, 7, 1, 8, 6, 2, 5]
-    found = learned(name, order, increment, shuffle=shuffle)
+    actual = learned(name, order, increment, shuffle=shuffle)
     back = [order.index(c) for c in range(CLASSES)]
-    torch.testing.assert_close(found(digits.tests)[:, back], expected, rtol=1e-4, atol=2e-3)
+    torch.testing.assert_close(actual(digits.tests)[:, back], expected, rtol=1e-4, atol=2e-3)
 
 
 @pytest.mark.parametrize("name", UPDATING)
-def test_further_images_of_known_classes_are_as_if_they_had_been_there(name):
+def test_update_classes_equals_learning_all_images_at_once(name):
     images, labels = task(range(CLASSES))
     early = torch.arange(len(labels)) % 60 < 20
     late, together = (in_tasks(name, images[rows], labels[rows], digits.texts) for rows in (early, early >= 0))
@@ -122,20 +122,20 @@ def test_further_images_of_known_classes_are_as_if_they_had_been_there(name):
     assert_equal_states(snapshot(before), state)
     if hasattr(late, "errors"):
         late.ridge = together.ridge = together.strength()
-    if name == "bofa":  # the first images have chosen it
+    if name == "bofa":  # its weight was chosen on the first images
         late.install({"image_weight": together.image_weight})
     torch.testing.assert_close(late(digits.tests), together(digits.tests), rtol=1e-4, atol=2e-3)
     assert late.counts.tolist() == [60] * CLASSES
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_forgotten_class_is_gone_the_others_keep_their_scores_and_without_its_last_one_it_is_new(name):
+def test_forgetting_a_class_keeps_other_scores_and_forgetting_all_resets_the_classifier(name):
     classifier = learned(name)
     expected, count = classifier(digits.tests), classifier.temperature
     classifier.forget_class("class 4")
     kept = [0, 1, 2, 3, 5, 6, 7, 8, 9]
     assert classifier.class_names == [f"class {c}" for c in kept]
-    # Scores of these depend on the classes that there are: relative to them, after they saw them, or by their mean.
+    # The scores of these classifiers depend on which other classes there are.
     if name not in ("visual_agent", "engine", "proof", "clap4clip", "clg_cbm", "bayes", "pooled_bridge"):
         torch.testing.assert_close(classifier(digits.tests), expected[:, kept], rtol=1e-5, atol=1e-4)
     assert classifier.temperature == pytest.approx(count, rel=0.2)
@@ -152,7 +152,7 @@ def test_a_forgotten_class_is_gone_the_others_keep_their_scores_and_without_its_
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_one_image_a_class(name):
+def test_one_image_per_class_is_enough(name):
     classifier = learned(name, per_class=1)
     assert classifier.temperature == 1.0 or name == "bayes"
     assert classifier.nbytes == learned(name, range(2), per_class=1).nbytes_with(CLASSES)
@@ -167,35 +167,35 @@ def test_probabilities_of_digits_are_calibrated(name):
     raw = reference.calibration_error(classifier(digits.tests).softmax(dim=1), digits.truth)
     calibrated = reference.calibration_error(classifier.probabilities(digits.tests), digits.truth)
     assert calibrated < (raw if name in ("lda", "ridge") else raw + 0.01)
-    # No temperature makes much of a mix with a distribution that is nearly flat.
+    # Mixtures with a nearly flat distribution cannot be calibrated well by a temperature.
     assert calibrated < {"visual_agent": 0.12, "gda": 0.07}.get(name, 0.06)
     assert torch.equal(classifier.probabilities(digits.tests).argmax(dim=1), classifier(digits.tests).argmax(dim=1))
 
 
 def test_linear_map_solves_its_normal_equations():
     before, after = torch.randn(50, 8), torch.randn(50, 8)
-    found = linear_map(before, after, ridge=0.5)
+    actual = linear_map(before, after, ridge=0.5)
     weight = 0.5 * before.double().square().sum() / 8
-    slope = before.double().T @ (before.double() @ found - after.double()) + weight * (found - torch.eye(8))
+    slope = before.double().T @ (before.double() @ actual - after.double()) + weight * (actual - torch.eye(8))
     torch.testing.assert_close(slope, torch.zeros(8, 8, dtype=torch.float64), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(
     "name", ["bridge", "pooled_bridge", "prototype", "lda fixed", "gda fixed", "ridge fixed", "bayes fixed"]
 )
-def test_a_turn_of_all_features_is_followed_exactly(name):
+def test_move_follows_a_rotation_of_all_features_exactly(name):
     turn = torch.linalg.qr(torch.randn(DIM, DIM, dtype=torch.float64))[0]
     classifier = learned(name)
     expected = classifier(digits.tests)
     classifier.move(turn)
     if classifier.reads_text:
         classifier.set_text_embeds((F.normalize(digits.texts, dim=1).double() @ turn).float())
-    found = classifier((digits.tests.double() @ turn).float())
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-3)
+    actual = classifier((digits.tests.double() @ turn).float())
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-3)
 
 
 @pytest.mark.parametrize("name", ["visual_agent", "rapf", "slca", "engine", "proof", "clap4clip", "clg_cbm"])
-def test_where_rules_are_trained_what_they_keep_of_images_moves_and_the_rest_stays(name):
+def test_move_of_trained_classifiers_changes_only_their_image_statistics(name):
     classifier, matrix = learned(name), torch.eye(DIM).double() + 0.01 * torch.randn(DIM, DIM, dtype=torch.float64)
     expected, before = {key: value.double() for key, value in snapshot(classifier).items()}, classifier(digits.tests)
     for key in ("means", "agents", "scatter"):
@@ -205,15 +205,15 @@ def test_where_rules_are_trained_what_they_keep_of_images_moves_and_the_rest_sta
         if key in expected:
             expected[key] = matrix.T @ expected[key]
     classifier.move(matrix)
-    found = {key: value.double() for key, value in snapshot(classifier).items()}
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    actual = {key: value.double() for key, value in snapshot(classifier).items()}
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(classifier(digits.tests), before) == (name in ("rapf", "slca", "clg_cbm"))
 
 
 FEW = (7, 3, 5, 2)  # images of each class
 
 
-# What a refit changes beside the image: the mean of the counts of `ridge`, shrinkage and degrees of freedom of `lda`.
+# Tolerances. A refit also changes the mean of the counts of `ridge`, and shrinkage and degrees of freedom of `lda`.
 LEFT_OUT = {
     "text": 1e-6,
     "prototype": 1e-5,
@@ -227,29 +227,29 @@ LEFT_OUT = {
 
 
 @pytest.mark.parametrize(("spec", "near"), LEFT_OUT.items())
-def test_scores_are_those_of_a_classifier_that_has_not_learned_the_image(spec, near):
+def test_left_out_scores_equal_those_of_a_classifier_without_the_image(spec, near):
     rows, labels, texts = clusters(FEW, 6, seed=3)
     whole = in_tasks(spec, rows, labels, texts)
-    found = whole.left_out(rows, labels)
-    assert found.shape == (len(rows), len(FEW))
+    actual = whole.left_out(rows, labels)
+    assert actual.shape == (len(rows), len(FEW))
     for i in range(len(rows)):
         kept = torch.arange(len(rows)) != i
         other = in_tasks(spec, rows[kept], labels[kept], texts)
-        if spec == "bofa":  # all images have chosen it
+        if spec == "bofa":  # its weight was chosen on all images
             assert 0 < whole.image_weight < 1
             other.install({"image_weight": whole.image_weight})
         expected = other(rows[[i]])[0].double()
-        assert float((found[i] - expected).abs().max()) <= near * float(expected.abs().max()), (spec, i)
+        assert float((actual[i] - expected).abs().max()) <= near * float(expected.abs().max()), (spec, i)
 
 
-def test_a_share_weighs_classes_alike_and_has_wilson_s_interval():
+def test_left_out_accuracy_weights_classes_equally_and_has_the_wilson_interval():
     rows, labels, texts = clusters(FEW, 6, seed=3)
     classifier = in_tasks("text", rows, labels, texts)
-    right = classifier(rows).argmax(dim=1) == labels
-    p = sum(float(right[labels == c].double().mean()) for c in range(4)) / 4
-    n = 4**2 / sum(1 / count for count in FEW)  # as many images as the unequal classes are worth
-    share, low, high = left_out_share(classifier, rows, labels)
-    assert share == pytest.approx(p) and 0 < p < 1
-    for end in (low, high):  # the ends are where p is 1.96 standard errors away
+    correct = classifier(rows).argmax(dim=1) == labels
+    p = sum(float(correct[labels == c].double().mean()) for c in range(4)) / 4
+    n = 4**2 / sum(1 / count for count in FEW)  # effective number of images of unequal classes
+    accuracy, low, high = left_out_share(classifier, rows, labels)
+    assert accuracy == pytest.approx(p) and 0 < p < 1
+    for end in (low, high):  # p is 1.96 standard errors away from each end
         assert (p - end) ** 2 == pytest.approx(1.959964**2 * end * (1 - end) / n)
     assert low < p < high

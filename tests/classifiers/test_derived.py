@@ -1,4 +1,4 @@
-"""What a classifier computes from its buffers follows every change of them."""
+"""Values that a classifier derives from its buffers follow every change of the buffers."""
 
 import copy
 
@@ -20,11 +20,11 @@ def learned(name):
 
 
 def fresh(classifier):
-    """What a copy answers, which takes along nothing that was computed."""
+    """Return the scores of a copy, which has no cached values."""
     return copy.deepcopy(classifier)(FEATURES)
 
 
-def test_texts_of_a_head_that_are_replaced_or_written_to_count():
+def test_replaced_or_overwritten_texts_of_a_head_take_effect():
     head = learned("bridge")
     before = head(FEATURES)
     head.text_embeds = TEXTS.clone()
@@ -37,7 +37,7 @@ def test_texts_of_a_head_that_are_replaced_or_written_to_count():
 
 
 @pytest.mark.parametrize("name", ["text", "bridge", "prototype", "lda", "gda", "ridge", "ranpac", "bayes"])
-def test_every_buffer_that_is_replaced_counts(name):
+def test_every_replaced_buffer_takes_effect(name):
     classifier = learned(name)
     classifier(FEATURES)
     for buffer, value in classifier.tensors().items():
@@ -47,7 +47,7 @@ def test_every_buffer_that_is_replaced_counts(name):
             setattr(classifier, buffer, value)
 
 
-def test_nothing_is_computed_twice_while_nothing_changes(monkeypatch):
+def test_derived_values_are_computed_once_until_a_buffer_changes(monkeypatch):
     head = learned("bridge")
     head(FEATURES)
     monkeypatch.setattr("dulbe_peft.classifiers.bridge.bridge_prototypes", None)

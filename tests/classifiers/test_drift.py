@@ -1,4 +1,4 @@
-"""What classifiers keep of old classes follows features that training has moved."""
+"""Statistics of old classes follow the drift of features that training causes."""
 
 import pytest
 import torch
@@ -11,19 +11,19 @@ DIM, CLASSES = 12, 6
 
 
 def images(count=8, classes=range(CLASSES), seed=0, dim=DIM):
-    """Unit features around one centre a class, and their labels from 0."""
+    """Return unit features around one centre per class, and their labels from 0."""
     centres, labels = 3 * randn(99, dim, seed=seed), torch.arange(len(classes)).repeat_interleave(count)
     rows = centres[torch.tensor(list(classes))[labels]] + randn(len(labels), dim, seed=seed + 1)
     return torch.nn.functional.normalize(rows, dim=1), labels
 
 
 def turned(rows, amount=0.3, dim=DIM):
-    """The same features after a smooth change of the model."""
+    """Return the features after a smooth change of the model."""
     return torch.nn.functional.normalize(rows + amount * rows @ randn(dim, dim, seed=7) / dim**0.5, dim=1)
 
 
 @pytest.mark.parametrize("count", [1, 8])  # fewer images than dimensions, and more
-def test_the_map_and_its_errors_are_those_of_the_literal_solution(count):
+def test_drift_map_and_its_errors_equal_the_reference(count):
     before, labels = images(count)
     after = turned(before)
     for ridge in (0.03, 1.0):
@@ -34,24 +34,26 @@ def test_the_map_and_its_errors_are_those_of_the_literal_solution(count):
     assert torch.allclose(errors, expected, rtol=1e-7)
 
 
-def test_a_map_that_foretells_left_out_classes_is_taken_and_no_other():
+def test_drift_map_is_chosen_only_if_it_predicts_held_out_classes():
     before, labels = images(8)
-    found = drift.chosen_map(before, turned(before), labels)
+    actual = drift.chosen_map(before, turned(before), labels)
     errors = drift.left_out_errors(before.double(), turned(before).double(), labels)
-    assert torch.equal(found, drift.linear_map(before, turned(before), drift.STRENGTHS[int(errors.argmin())]))
+    assert torch.equal(actual, drift.linear_map(before, turned(before), drift.STRENGTHS[int(errors.argmin())]))
     noise = torch.nn.functional.normalize(before + 0.3 * randn(*before.shape, seed=9), dim=1)
-    assert drift.chosen_map(before, before, labels) is None, "nothing moved"
+    assert drift.chosen_map(before, before, labels) is None, "nothing drifted"
     shuffled = before + (noise - before)[torch.randperm(len(before), generator=torch.Generator().manual_seed(0))]
     centred = shuffled - (shuffled - before).mean(dim=0)
     unrelated = drift.chosen_map(before, centred, labels)
-    assert unrelated is None or (unrelated - torch.eye(DIM)).norm() < 0.2 * (found - torch.eye(DIM)).norm()
+    assert unrelated is None or (unrelated - torch.eye(DIM)).norm() < 0.2 * (actual - torch.eye(DIM)).norm()
     alone = drift.chosen_map(before[:8], turned(before[:8]), labels[:8])
-    assert alone is not None and alone.shape == (DIM, DIM), "of one class, images are left out"
-    assert drift.chosen_map(before[:1], turned(before[:1]), labels[:1]) is None, "of one image, nothing can be"
+    assert alone is not None and alone.shape == (DIM, DIM), "with one class, images are held out instead of classes"
+    assert drift.chosen_map(before[:1], turned(before[:1]), labels[:1]) is None, (
+        "with one image, nothing can be held out"
+    )
 
 
 @pytest.mark.parametrize("spec", ["lda", "bayes", "bayes:features=0", "ridge", "ranpac:features=100", "prototype"])
-def test_old_classes_are_known_again_where_features_have_moved(spec):
+def test_following_drift_improves_accuracy_on_old_classes(spec):
     old, labels = images(12)
     new, more = images(12, range(CLASSES, 6 * CLASSES))
     tests, truth = images(30, seed=0)
@@ -66,7 +68,7 @@ def test_old_classes_are_known_again_where_features_have_moved(spec):
 
 
 @pytest.mark.parametrize("spec", ["lda", "bayes:features=64", "ranpac:features=64"])
-def test_sums_are_mapped_where_they_are_taken(spec):
+def test_follow_maps_sums_in_the_space_of_the_lifted_features(spec):
     old, labels = images(12)
     new, more = images(12, range(CLASSES, 2 * CLASSES))
     kept = make_classifier(spec, DIM, 10.0)
@@ -82,7 +84,7 @@ def test_sums_are_mapped_where_they_are_taken(spec):
     assert torch.equal(kept.counts, before["counts"])
 
 
-def test_what_did_not_move_stays_bit_for_bit():
+def test_follow_without_drift_changes_no_bit():
     old, labels = images(12)
     for spec in ("lda", "bayes", "ranpac:features=64"):
         kept = make_classifier(spec, DIM, 10.0)

@@ -1,4 +1,4 @@
-"""The head alone, and a tower with its head, as graphs: exported, as ONNX, compiled in one piece, scripted."""
+"""Graphs of a head, and of a tower with a head: torch.export, ONNX, torch.compile and TorchScript."""
 
 import adapted_clip
 import pytest
@@ -22,7 +22,7 @@ def head():
 
 
 class Whole(nn.Module):
-    """An adapted tower and a head: pixels in, logits out."""
+    """An adapted tower and a head, which map pixels to logits."""
 
     def __init__(self, model, head):
         super().__init__()
@@ -40,16 +40,16 @@ def case(request, head, tiny_clip):
     return Whole(model, head).eval(), PIXELS
 
 
-def close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
-def test_torch_export(case, strict):
+def test_torch_export_equals_the_module(case, strict):
     module, inputs = case
     if strict and isinstance(module, Whole):
-        pytest.skip("torch warns of what transformers' own forward pass does")
+        pytest.skip("torch warns about transformers' forward pass")
     with torch.no_grad():
         expected = module(inputs)
         rows = {0: torch.export.Dim("rows", min=2)} if isinstance(module, BridgeEnsembleHead) else None
@@ -60,20 +60,20 @@ def test_torch_export(case, strict):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # torch's exporter has deprecation warnings of its own
-def test_onnx_by_dynamo(case, tmp_path):
+@pytest.mark.filterwarnings("ignore")  # torch's exporter emits deprecation warnings
+def test_onnx_export_equals_the_module(case, tmp_path):
     pytest.importorskip("onnxscript")
     onnxruntime = pytest.importorskip("onnxruntime")
     module, inputs = case
     torch.onnx.export(module, (inputs,), dynamo=True, verbose=False).save(tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})
+    (actual,) = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})
     with torch.no_grad():
-        close(torch.from_numpy(found), module(inputs))
+        close(torch.from_numpy(actual), module(inputs))
 
 
 @pytest.mark.slow
-def test_compiled_in_one_graph(case):
+def test_compiled_graph_equals_the_module(case):
     module, inputs = case
     torch.compiler.reset()
     with torch.no_grad():
@@ -82,7 +82,7 @@ def test_compiled_in_one_graph(case):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", ["bridge", "prototype"])
-def test_script_gives_the_scores_of_the_classifier(name):
+def test_scripted_classifier_gives_the_same_scores(name):
     classifier = make_classifier(name, 16, 100.0)
     classifier.add_classes(["a", "b"], randn(9, 16, seed=1), torch.arange(9) % 2, randn(2, 16, seed=2))
     scripted = torch.jit.script(classifier)
@@ -90,6 +90,6 @@ def test_script_gives_the_scores_of_the_classifier(name):
         close(scripted(features), classifier(features))
 
 
-def test_values_are_checked_where_no_graph_is_made(head):
-    with pytest.raises(ValueError, match="row 1 holds NaN"):
+def test_values_are_checked_outside_graphs(head):
+    with pytest.raises(ValueError, match="row 1 contains NaN"):
         head(torch.stack([FEATURES[0], FEATURES[0] * float("nan")]))

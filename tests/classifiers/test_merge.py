@@ -1,4 +1,4 @@
-"""Classifiers that learned apart, put together: equal to one that saw all images at once."""
+"""Merged and corrected classifiers equal one that learned the same images at once."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from dulbe_peft.data.known import KnownImages
 
 DIM, CLASSES = 8, 6
 NAMES = [f"class {c}" for c in range(CLASSES)]
-# What is chosen on held-back images is fixed, because it depends on who knew which classes.
+# Settings that would be chosen on held-out images are fixed, because the choice depends on the known classes.
 SPECS = ("text", "prototype", "lda", "gda:alpha=0.5", "ridge:ridge=0.5", "ranpac:features=20,ridge=5")
 CORRECTED = (*SPECS, "bayes:kappa=4,rho=10", "bayes:kappa=4,rho=10,exact_forgetting=false")
 CANNOT = ("bridge", "rapf", "visual_agent", "bofa", "slca", "engine", "proof", "clap4clip", "clg_cbm")
@@ -27,32 +27,31 @@ TESTS = randn(40, DIM, seed=4)
 
 
 def learned(spec, classes, rows=slice(None)):
-    """A classifier of some classes, from some rows of the images; `classes` are in the order in which they come."""
+    """Return a classifier that has learned `classes`, in this order, from some rows of the images."""
     return in_tasks(spec, IMAGES[rows], LABELS[rows], TEXTS, classes)
 
 
-def taught_anew(spec, names, labels, rows=slice(None)):
-    """A classifier of all images under other labels; `names` are those of the classes, and their texts' places."""
+def relearned(spec, names, labels, rows=slice(None)):
+    """Return a classifier that has learned the images with other `labels`, which index the class `names`."""
     classifier = make_classifier(spec, DIM, 20.0)
     texts = TEXTS[[NAMES.index(name) if name in NAMES else -1 for name in names]]
     classifier.add_classes(names, IMAGES[rows], labels[rows], texts)
     return classifier
 
 
-def assert_same(found, expected):
-    assert found.class_names == expected.class_names
+def assert_same(actual, expected):
+    assert actual.class_names == expected.class_names
     for key, value in expected.tensors().items():
-        if key in ("losses", "by_text", "errors", "judged", "factors", "factor_rows"):  # F is known up to a turn
+        if key in ("losses", "by_text", "errors", "judged", "factors", "factor_rows"):  # F is unique up to a rotation
             continue
-        # G of ranpac is rounded to float32 whenever a side has learned.
+        # G of ranpac is rounded to float32 after every task.
         rtol, atol = (1e-9, 1e-9) if value.dtype == torch.float64 else (1e-6, 1e-4)
-        torch.testing.assert_close(found.tensors()[key], value, rtol=rtol, atol=atol)
+        torch.testing.assert_close(actual.tensors()[key], value, rtol=rtol, atol=atol)
     if "factors" in expected.tensors():
-        for mine, own in zip(
-            *(each.factors.split(each.factor_rows.tolist()) for each in (found, expected)), strict=True
-        ):
-            torch.testing.assert_close(mine.T @ mine, own.T @ own, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(found(TESTS), expected(TESTS), rtol=1e-4, atol=1e-4)
+        parts = [each.factors.split(each.factor_rows.tolist()) for each in (actual, expected)]
+        for factor, reference in zip(*parts, strict=True):
+            torch.testing.assert_close(factor.T @ factor, reference.T @ reference, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(actual(TESTS), expected(TESTS), rtol=1e-4, atol=1e-4)
 
 
 ALL, HALF, REST = slice(None), slice(0, 60), slice(60, 90)
@@ -65,7 +64,7 @@ PARTS = {
 
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("spec", CORRECTED)
-def test_parts_equal_all_images_at_once(spec, parts):
+def test_merged_classifiers_equal_one_that_learned_all_images(spec, parts):
     first, *others = [learned(spec, *part) for part in PARTS[parts]]
     states = [snapshot(other) for other in others]
     for other in others:
@@ -76,7 +75,7 @@ def test_parts_equal_all_images_at_once(spec, parts):
         assert_equal_states(snapshot(other), state)
 
 
-def test_tables_of_what_was_left_out_or_held_back_add_up():
+def test_merging_adds_the_losses_and_errors_of_held_out_images():
     for spec, *tables in (("gda", "losses"), ("ridge", "errors"), ("bayes:features=0", "losses", "judged", "by_text")):
         one, two = learned(spec, [0, 1, 2]), learned(spec, [3, 4, 5])
         expected = {table: one.tensors()[table] + two.tensors()[table] for table in tables}
@@ -86,7 +85,7 @@ def test_tables_of_what_was_left_out_or_held_back_add_up():
             assert value.any()
 
 
-def test_what_was_measured_of_the_parts_promises_nothing_of_the_whole():
+def test_merging_discards_measured_scores_until_new_classes_are_learned():
     one, merged = learned("lda", [0, 1]), learned("lda", [0, 1]).merge(learned("lda", [2, 3]))
     assert one.roc_area is not None and one.refused(TESTS, 0.2).any() and merged.roc_area is None
     for ask in (lambda: merged.refused(TESTS, 0.2), lambda: merged.prediction_sets(TESTS, 0.8)):
@@ -106,10 +105,10 @@ def test_what_does_not_fit_is_refused_and_changes_nothing():
     other_texts.set_text_embeds(TEXTS[[2, 1]])
     for mine, theirs, message in (
         ("lda", None, "cannot be merged with itself: its images would count twice"),
-        ("lda", "prototype", "a 'lda' classifier merges with one of its kind, got PrototypeClassifier"),
-        ("lda:shrinkage=0.1", "lda", "merge where shrinkage is equal, got 0.1 and oas"),
+        ("lda", "prototype", "can be merged only with a LdaClassifier, got PrototypeClassifier"),
+        ("lda:shrinkage=0.1", "lda", "to merge need the same shrinkage, got 0.1 and oas"),
         ("text", other_texts, "text embeddings of class 'class 1' differ"),
-        ("bayes", make_classifier("bayes", DIM, 9.0), "merge where logit_scale is equal, got 20.0 and 9.0"),
+        ("bayes", make_classifier("bayes", DIM, 9.0), "to merge need the same logit_scale, got 20.0 and 9.0"),
     ):
         one = learned(mine, [0, 1, 2])
         two = learned(theirs, [2, 3, 4]) if isinstance(theirs, str) else theirs or one
@@ -131,7 +130,7 @@ def learner_that_has(base, *parts, classifiers=("lda", "prototype"), **settings)
     return learner
 
 
-def test_a_class_that_both_know_is_no_new_task(base, images):
+def test_merging_a_known_class_adds_no_task(base, images):
     names = images.class_names
     shared = images.select(names[1:2])
     one = learner_that_has(base, images.select(names[:1]), shared.at(slice(0, 1)))
@@ -139,66 +138,68 @@ def test_a_class_that_both_know_is_no_new_task(base, images):
     assert one.tasks == [names[:1], names[1:2], names[2:]] and one.state.updates[-1].images == {names[1]: 2}
 
 
-def test_others_are_refused_and_change_nothing(base, images):
+def test_unsuitable_learners_are_not_merged_and_nothing_changes(base, images):
     names = list(images.class_names)
     one = learner_that_has(base, images.select(names[:2]))
     for settings, words in (
-        ({"prompt_template": "a drawing of {}."}, "merge where templates is equal"),
-        ({"classifiers": ("lda",)}, "merge where strategy and classifiers are equal"),
-        ({"image_resize": "squash"}, "encode images with other models or in other ways: image_processor differ"),
+        ({"prompt_template": "a drawing of {}."}, "to merge need the same templates"),
+        ({"classifiers": ("lda",)}, "to merge need the same strategy and classifiers"),
+        ({"image_resize": "squash"}, "encode images with different models or settings: image_processor differ"),
     ):
         other, before = learner_that_has(base, images.select(names[2:]), **settings), one.state
         with pytest.raises(ValueError, match=words):
             one.merge(other)
         assert one.state is before
-    for state in (before, replace(before, known=KnownImages(complete=False))):  # also without notes of images
+    for state in (before, replace(before, known=KnownImages(complete=False))):  # also without a record of images
         one.use_state(state)
         with pytest.raises(ValueError, match="cannot be merged with itself"):
             one.merge(one)
         assert one.state is state
 
 
-def test_learners_without_notes_of_their_images_say_so(base, images):
+def test_merging_learners_without_image_records_warns(base, images):
     names = list(images.class_names)
     one, other = (learner_that_has(base, images.select(part)) for part in (names[:2], names[2:]))
     other.use_state(replace(other.state, known=KnownImages(complete=False)))
-    with pytest.warns(UserWarning, match="no notes of its images: those that both have learned count twice"):
+    with pytest.warns(
+        UserWarning, match="no record of its images: images that both learners have learned count twice"
+    ):
         one.merge(other)
     assert not one.state.known.complete and one.state.known.learned.keys() == set(names[:2])
 
 
 @pytest.mark.parametrize("spec", CORRECTED)
-def test_a_renamed_class_is_one_that_was_taught_under_the_new_name(spec):
+def test_renamed_class_equals_one_learned_with_the_new_name(spec):
     classifier = learned(spec, list(range(CLASSES)))
     classifier.rename_class(NAMES[2], "owl", TEXTS[-1])
     names = ["owl" if place == 2 else name for place, name in enumerate(NAMES)]
-    assert_same(classifier, taught_anew(spec, names, LABELS))
+    assert_same(classifier, relearned(spec, names, LABELS))
 
 
 @pytest.mark.parametrize(("old", "new"), [(1, 4), (5, 0)])
 @pytest.mark.parametrize("spec", CORRECTED)
-def test_joined_classes_are_one_that_was_taught_with_the_images_of_both(spec, old, new):
+def test_joined_class_equals_one_learned_with_the_images_of_both(spec, old, new):
     classifier = learned(spec, list(range(CLASSES)))
     classifier.join_classes(NAMES[old], NAMES[new])
     names = [name for name in NAMES if name != NAMES[old]]
     place = [names.index(NAMES[new if c == old else c]) for c in range(CLASSES)]
-    assert_same(classifier, taught_anew(spec, names, torch.tensor(place)[LABELS]))
+    assert_same(classifier, relearned(spec, names, torch.tensor(place)[LABELS]))
 
 
 @pytest.mark.parametrize("spec", CORRECTED)
-def test_an_image_that_is_forgotten_was_never_learned(spec):
-    gone = [7, 80, 13, 1]
-    kept = torch.tensor([row for row in range(len(LABELS)) if row not in gone])
+def test_forgetting_images_equals_never_having_learned_them(spec):
+    forgotten = [7, 80, 13, 1]
+    kept = torch.tensor([row for row in range(len(LABELS)) if row not in forgotten])
     classifier = learned(spec, list(range(CLASSES)))
-    for row in gone:
+    for row in forgotten:
         classifier.forget_image(IMAGES[row], NAMES[int(LABELS[row])])
-    expected = taught_anew(spec, NAMES, LABELS, kept)
+    expected = relearned(spec, NAMES, LABELS, kept)
     assert_same(classifier, expected)
     if "factors" in expected.tensors():
         assert classifier.factor_rows.tolist() == expected.factor_rows.tolist()
 
 
-def test_of_a_class_with_few_images_all_but_one_can_go():
+def test_all_images_of_a_class_except_the_last_can_be_forgotten():
     spec = "bayes:kappa=4,rho=10"
     rows = [*(LABELS == 0).nonzero()[:3, 0].tolist(), *(LABELS == 1).nonzero()[:, 0].tolist()]
     classifier = learned(spec, [0, 1], rows)
@@ -206,7 +207,7 @@ def test_of_a_class_with_few_images_all_but_one_can_go():
         classifier.forget_image(IMAGES[row], NAMES[0])
     assert_same(classifier, learned(spec, [0, 1], rows[2:]))
     before = snapshot(classifier)
-    with pytest.raises(ValueError, match="class 'class 0' has one image alone: forget the class"):
+    with pytest.raises(ValueError, match="class 'class 0' has only one image: forget the class"):
         classifier.forget_image(IMAGES[rows[2]], NAMES[0])
     with pytest.raises(ValueError, match="class 'x' is not known, so it cannot be joined"):
         classifier.join_classes(NAMES[0], "x")
@@ -214,11 +215,11 @@ def test_of_a_class_with_few_images_all_but_one_can_go():
 
 
 @pytest.mark.parametrize("name", CANNOT)
-def test_what_keeps_no_sums_is_not_merged_joins_no_classes_and_forgets_no_image(name):
+def test_classifiers_without_sums_refuse_merging_joining_and_forgetting_images(name):
     classifier = make_classifier(name, DIM)
     for call in (lambda: classifier.merge(make_classifier(name, DIM)), lambda: classifier.join_classes("a", "b")):
-        with pytest.raises(ValueError, match=f"the '{name}' classifier cannot be merged: what it keeps does not add"):
+        with pytest.raises(ValueError, match=f"the '{name}' classifier cannot be merged: it does not keep sums"):
             call()
-    if name != "bofa":  # whose means are sums, and whose weight is chosen once
+    if name != "bofa":  # it can forget images, because its means are sums and its weight is chosen once
         with pytest.raises(ValueError, match=f"the '{name}' classifier cannot forget a single image"):
             classifier.forget_image(TESTS[0], "a")

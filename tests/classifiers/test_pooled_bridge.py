@@ -1,4 +1,4 @@
-"""The bridge ensemble with one set of weights: against literal loops, the paper's head, and a modality gap."""
+"""Compare the bridge ensemble with shared weights to literal loops and to the paper's head, with a modality gap."""
 
 import math
 import warnings
@@ -26,7 +26,7 @@ def photos(classes, each, seed, spread=0.7):
 
 
 def make_head(**settings):
-    """A head that has learned three classes with six images, one with five and one with a single image."""
+    """Return a head that has learned three classes with six images, one with five, and one with a single image."""
     head = PooledBridgeHead(DIM, **{"num_depths": 4, "logit_scale": SCALE, **settings})
     head.add_classes(["ant", "bee", "cat"], *photos([0, 1, 2], 6, 2), TEXTS[:3])
     images, labels = photos([3, 4], 5, 3)
@@ -72,10 +72,10 @@ def test_head_with_few_images_equals_the_reference(each, named):
     assert_same(head, literal)
 
 
-def test_left_out_scores_are_those_of_prototypes_built_without_the_image():
+def test_left_out_scores_use_prototypes_without_the_image():
     head, (images, labels) = make_head(), photos([0, 1, 2], 6, 2)
     images = reference.unit(images)
-    found = head.left_out(images.float(), labels)
+    actual = head.left_out(images.float(), labels)
     for row, (image, own) in enumerate(zip(images, labels.tolist(), strict=True)):
         rest = images[(labels == own) & (torch.arange(18) != row)].mean(dim=0)
         u = rest / images[labels == own].mean(dim=0).norm()
@@ -83,13 +83,13 @@ def test_left_out_scores_are_those_of_prototypes_built_without_the_image():
         theta = math.acos(float(F.normalize(u, dim=0) @ text))
         points = [(math.sin((1 - a) * theta) * u + math.sin(a * theta) * text) / math.sin(theta) for a in DEPTHS]
         expected = SCALE * sum(w * float(p @ image) for w, p in zip(head.depth_weights.tolist(), points, strict=True))
-        assert found[row, own].item() == pytest.approx(expected, abs=1e-3)
+        assert actual[row, own].item() == pytest.approx(expected, abs=1e-3)
         others = torch.arange(5) != own
-        torch.testing.assert_close(found[row, others], head(image[None].float())[0, others], rtol=0, atol=1e-4)
+        torch.testing.assert_close(actual[row, others], head(image[None].float())[0, others], rtol=0, atol=1e-4)
 
 
-def test_two_images_a_class_are_compared_with_rivals_of_the_same_length():
-    """v_c of one image is further from every image than v_c of two; without the length, image ends would look bad."""
+def test_reliability_with_two_images_per_class_is_not_biased_by_prototype_length():
+    """v_c of one image is further from every image than v_c of two. The length of v_c must correct for this."""
     gap = 2 * randn(1, 64, seed=3)
     centres, labels = randn(40, 64, seed=4), torch.arange(40).repeat_interleave(2)
     images = gap + centres[labels] + randn(80, 64, seed=5)
@@ -102,13 +102,13 @@ def test_two_images_a_class_are_compared_with_rivals_of_the_same_length():
         1, labels[:, None], 100 * (units * partners).sum(dim=1, keepdim=True)
     )
     at_length_one = scores.softmax(dim=1).gather(1, labels[:, None]).mean()
-    # What further images of the classes have is what the reliability has to foretell.
+    # The reliability must predict the probabilities of further images of the classes.
     further = F.normalize(gap + centres[labels] + randn(80, 64, seed=8), dim=1)
     expected = head(further).softmax(dim=1).gather(1, labels[:, None]).mean()
     assert abs(told - expected) < 0.1 < expected - at_length_one
 
 
-def test_where_classes_are_alike_and_have_many_images_it_is_the_papers_head():
+def test_pooled_head_approaches_the_papers_head_for_similar_classes_with_many_images():
     classes, width = 5, 10
     first = torch.eye(width)[0]
     texts = torch.stack([torch.roll(first + 0.9 * torch.eye(width)[3], 2 * c) for c in range(classes)])
@@ -128,7 +128,7 @@ def test_where_classes_are_alike_and_have_many_images_it_is_the_papers_head():
 
 
 def apart(each, classes=24, dim=64, own=0.5, seed=0):
-    """Images and texts with a modality gap as CLIP has it; every other name is a weak one."""
+    """Return images and texts with a modality gap, as in CLIP. Every other class has a weak text."""
     shift, text_shift, centres = (
         randn(*shape, seed=seed + n) for n, shape in enumerate([(1, dim), (1, dim), (classes, dim)])
     )
@@ -140,7 +140,7 @@ def apart(each, classes=24, dim=64, own=0.5, seed=0):
     return images, labels, texts, further, torch.arange(classes).repeat_interleave(10)
 
 
-def test_across_a_gap_the_papers_head_warns_once_and_the_pooled_one_works():
+def test_papers_head_warns_across_a_modality_gap_and_the_pooled_head_works():
     images, labels, texts, further, truth = apart(8, own=1.5)
     names = [str(c) for c in range(24)]
     paper, pooled = BridgeEnsembleHead(64), PooledBridgeHead(64)
@@ -160,10 +160,10 @@ def test_across_a_gap_the_papers_head_warns_once_and_the_pooled_one_works():
         other.add_classes(names, images, labels, texts)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        other.fork().update_classes(images[:1], labels[:1])  # it has said so
+        other.fork().update_classes(images[:1], labels[:1])  # warns only once
 
 
-def test_without_a_gap_nobody_warns():
+def test_papers_head_does_not_warn_without_a_modality_gap():
     images, labels, texts, _, _ = apart(8, own=1.5)
     images, texts = images - images.mean(dim=0), texts - texts.mean(dim=0)
     head = BridgeEnsembleHead(64)
@@ -171,7 +171,7 @@ def test_without_a_gap_nobody_warns():
     assert head.outvoted() == 0
 
 
-def test_with_one_image_the_usual_depth_follows_what_the_names_tell():
+def test_depth_with_one_image_follows_the_quality_of_the_texts():
     images, labels, texts, _, _ = apart(1)
     centres = images - images.mean(dim=0)
     depths = {}
@@ -186,37 +186,39 @@ def test_with_one_image_the_usual_depth_follows_what_the_names_tell():
     assert depths["strong"] > 0.85 > depths["weak"] > 0.3 > depths["none"]
 
 
-def test_one_class_alone_and_a_certain_or_hopeless_name_give_finite_weights():
+def test_single_classes_and_extreme_texts_give_finite_weights():
     for text in (CENTRES[:1], -CENTRES[:1]):
         head = PooledBridgeHead(DIM)
         head.add_classes(["a"], CENTRES[:1], [0], text)
         assert head(TESTS).isfinite().all() and head.depth_weights.sum().item() == pytest.approx(1)
     head = PooledBridgeHead(DIM, logit_scale=1e4, reliability_temperature=1e-300)
-    head.add_classes(["a", "b"], CENTRES[[0, 0, 1, 1]], [0, 0, 1, 1], -CENTRES[:2])  # left out, u and e are opposite
+    head.add_classes(
+        ["a", "b"], CENTRES[[0, 0, 1, 1]], [0, 0, 1, 1], -CENTRES[:2]
+    )  # with an image left out, u and e are opposite
     assert head.depth_weights.isfinite().all() and head(TESTS).isfinite().all()
 
 
-def test_merged_heads_have_the_prototypes_of_one_that_saw_all_and_the_sums_of_both():
+def test_merged_heads_equal_one_head_in_prototypes_and_add_their_confidence():
     images, labels = photos(range(CLASSES), 6, 5)
     texts = reference.unit(TEXTS).float()
     one, two = (in_tasks("pooled_bridge", images[rows], labels[rows], texts) for rows in (labels >= 0, labels < 3))
     early, late = torch.arange(30) % 6 < 2, torch.arange(30) % 6 >= 2
     parts = [in_tasks("pooled_bridge", images[rows], labels[rows], texts) for rows in (early, late)]
     sums = parts[0].confidence + parts[1].confidence
-    found = parts[0].merge(parts[1])
-    torch.testing.assert_close(found.visual_prototypes, one.visual_prototypes, rtol=0, atol=1e-6)
-    torch.testing.assert_close(found.lengths, one.lengths, rtol=1e-6, atol=0)
-    assert torch.equal(found.counts, one.counts) and torch.equal(found.confidence, sums)
+    actual = parts[0].merge(parts[1])
+    torch.testing.assert_close(actual.visual_prototypes, one.visual_prototypes, rtol=0, atol=1e-6)
+    torch.testing.assert_close(actual.lengths, one.lengths, rtol=1e-6, atol=0)
+    assert torch.equal(actual.counts, one.counts) and torch.equal(actual.confidence, sums)
     two.join_classes("class 2", "class 1")
     assert two.class_names == ["class 0", "class 1"] and two.counts.tolist() == [6, 12]
     total = reference.unit(images)[(labels == 1) | (labels == 2)].sum(dim=0)
     torch.testing.assert_close(two.visual_prototypes[1].double(), total / total.norm(), rtol=0, atol=1e-6)
     other = PooledBridgeHead(DIM, depths=[0.0, 0.5], logit_scale=20.0)
-    with pytest.raises(ValueError, match="merge where (num_depths|depths) is equal"):
+    with pytest.raises(ValueError, match="to merge need the same (num_depths|depths)"):
         one.merge(other)
 
 
-def test_forgetting_renaming_and_moving_keep_what_the_other_classes_said():
+def test_forgetting_renaming_and_moving_keep_the_confidence_of_other_classes():
     head, turn = make_head(), torch.linalg.qr(randn(DIM, DIM, seed=5)).Q
     sums = head.confidence.clone()
     head.forget_class("bee")
@@ -232,7 +234,7 @@ def test_forgetting_renaming_and_moving_keep_what_the_other_classes_said():
     torch.testing.assert_close(head.visual_prototypes[2].double(), total / total.norm(), rtol=0, atol=1e-6)
 
 
-def test_export_is_a_matrix_without_a_bias_and_a_file_gives_the_same_scores(tmp_path):
+def test_export_has_no_bias_and_a_saved_head_gives_the_same_scores(tmp_path):
     head = make_head()
     function, tensors = head.formula()
     units = F.normalize(TESTS, dim=1)
@@ -244,7 +246,7 @@ def test_export_is_a_matrix_without_a_bias_and_a_file_gives_the_same_scores(tmp_
     assert PooledBridgeHead.file_names() == ("pooled_bridge_config.json", "pooled_bridge.safetensors")
 
 
-def test_views_change_the_prototypes_alone():
+def test_views_change_only_the_prototypes():
     images, labels = photos([0, 1, 2], 6, 2)
     views = F.normalize(images[:, None] + 0.1 * randn(18, 3, DIM, seed=4), dim=2)
     plain, viewed = (make_classifier("pooled_bridge", DIM, SCALE) for _ in range(2))

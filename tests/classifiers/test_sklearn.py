@@ -1,4 +1,4 @@
-"""The estimator: scikit-learn's own checks, and that it learns what a classifier learns."""
+"""The estimator passes scikit-learn's checks, and learns the same as the classifier."""
 
 import numpy as np
 import pytest
@@ -11,14 +11,14 @@ from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.sklearn import FeatureClassifier
 
 FAILING = {
-    "check_estimators_dtypes": "a feature of zeros has no direction, and is refused",
-    "check_methods_subset_invariance": "some processors round an image alone in another order than a batch",
-    "check_methods_sample_order_invariance": "some processors round the last rows of a batch in another order",
+    "check_estimators_dtypes": "a feature of zeros has no direction and is refused",
+    "check_methods_subset_invariance": "some processors round a single image differently from a batch",
+    "check_methods_sample_order_invariance": "some processors round the last rows of a batch differently",
 }
 
 
 @parametrize_with_checks([FeatureClassifier("lda")], expected_failed_checks=lambda made: FAILING)
-def test_scikit_learn_s_own_checks(estimator, check):
+def test_estimator_passes_the_checks_of_scikit_learn(estimator, check):
     check(estimator)
 
 
@@ -34,7 +34,7 @@ def texts(X, y):
 
 
 @pytest.mark.parametrize("spec", ["lda", "bayes:features=0", "gda:alpha=0.5", "text"])
-def test_it_answers_what_the_classifier_answers_with_labels_of_any_kind(digits, spec):
+def test_estimator_equals_the_classifier_for_labels_of_any_type(digits, spec):
     X, numbers, words = digits
     classifier = make_classifier(spec, 64, 50.0)
     text = torch.tensor(np.stack([texts(X, numbers)[c] for c in range(10)])).float()
@@ -48,7 +48,7 @@ def test_it_answers_what_the_classifier_answers_with_labels_of_any_kind(digits, 
         assert made.predict(X).dtype == made.classes_.dtype and made.score(X, y) > (0.5 if spec == "text" else 0.9)
 
 
-def test_classes_may_arrive_later(digits):
+def test_partial_fit_learns_new_classes_later(digits):
     X, y, _ = digits
     made = FeatureClassifier("lda").partial_fit(X[y < 2], y[y < 2], classes=[0, 1, 7])
     assert made.classes_.tolist() == [0, 1, 7] and (made.predict_proba(X)[:, 2] == 0).all()

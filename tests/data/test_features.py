@@ -119,7 +119,7 @@ def test_features_of_another_model_are_refused(root, table, tmp_path, base, caps
             load_data(write_table(tmp_path / "2.parquet", label=LABELS, embedding=UNIT))
         )
     call("run", "--model", "demo", "--strategy", "dulbe", "--data", table, "--output", tmp_path / "run", expected=2)
-    assert "this one has an adapter" in capsys.readouterr().err
+    assert "this model has an adapter" in capsys.readouterr().err
     with pytest.raises(FileNotFoundError, match=r"no split 'val'; its splits are \['train', 'test'\]"):
         load_data(table, "val")
     command = ["features", "--model", "demo", "--device", "cpu", "--data", table, "--engine", "local", "--jobs", 1]
@@ -219,7 +219,7 @@ def test_killed_worker_loses_at_most_its_shard(root, table, tmp_path, monkeypatc
     command = ["features", "--model", "demo", "--device", "cpu", "--data", root, "--output", tmp_path / "f.parquet"]
     killed, arrived = list[int](), list[int]()
     monkeypatch.setattr(encoding, "SHARD", 2)
-    monkeypatch.setattr(encoding, "jobs_at_once", lambda jobs, address: jobs)
+    monkeypatch.setattr(encoding, "number_of_jobs", lambda jobs, address: jobs)
     with two_workers(engine) as (address, workers):
 
         def kill_a_worker(*given):

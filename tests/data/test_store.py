@@ -1,4 +1,4 @@
-"""The feature store: an image is known by its content and encoded once; nothing that goes wrong changes an answer."""
+"""The feature store: each content is encoded once, and no failure of the store changes a prediction."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ from dulbe_peft.data import store as stores
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.images import LabelledImages, labelled_images
 from dulbe_peft.data.store import EncoderKey, FeatureStore, store_path
-from dulbe_peft.encoders.encoder import WHOLE
+from dulbe_peft.encoders.encoder import CPU_BATCH
 from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.photos.commands.main import main
 
@@ -41,24 +41,24 @@ def photos(digit_folders):
 
 @pytest.fixture(scope="module")
 def plain(photos, tmp_path_factory):
-    """A run that was made without a store."""
+    """Return the folder of a run that used no store."""
     folder = tmp_path_factory.mktemp("plain") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(stores.VARIABLE, str(folder.with_name("store")))
         call(*RUN, "--data", photos, "--output", folder, "--no-store")
-        assert not store_path().exists(), "--no-store writes none"
+        assert not store_path().exists(), "--no-store writes no store"
     return folder
 
 
 @pytest.fixture
 def encoded(monkeypatch):
-    """How often each image was encoded, by its content."""
+    """Count by content how often each image is encoded."""
     counts, read = Counter(), PixelDataset.__getitem__
 
     def counted(self, index):
-        found = read(self, index)
-        counts[found[3]] += 1
-        return found
+        actual = read(self, index)
+        counts[actual[3]] += 1
+        return actual
 
     monkeypatch.setattr(PixelDataset, "__getitem__", counted)
     return counts
@@ -69,14 +69,14 @@ def call(*words, expected=0):
 
 
 def content_of(folder):
-    """The files of a run that do not tell when it ran."""
+    """Return the files of a run, except those that depend on when and where it ran."""
     left_out = ("timings.json", "sources.json", ".dulbe_peft.lock")
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in left_out)
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def grey_images(folder):
-    """A class that nobody knows."""
+    """Write four images of a class that no data set has."""
     folder.mkdir(parents=True)
     for number in range(4):
         Image.fromarray(np.full((8, 8), 20 + 60 * number, dtype=np.uint8)).save(folder / f"{number}.png")
@@ -90,7 +90,7 @@ def some_features(count=40, width=16):
 # ---------------------------------------------------------------------- content
 
 
-def test_content_is_what_is_stored_and_no_name_place_or_order(photos, tmp_path):
+def test_content_depends_on_bytes_and_not_on_name_folder_or_order(photos, tmp_path):
     folder = ImageFolder(photos, "train")
     shutil.copytree(photos / "train", tmp_path / "copy")
     first = tmp_path / "copy" / "one"
@@ -107,25 +107,25 @@ def test_content_is_what_is_stored_and_no_name_place_or_order(photos, tmp_path):
     assert sum(a != b for a, b in zip(before, copy.contents())) == 1, "an edited file is read again"
 
 
-def test_images_that_are_no_files_are_known_by_pixels_size_and_type():
+def test_images_in_memory_are_identified_by_pixels_size_and_type():
     values = np.arange(48, dtype=np.uint8)
     grey, tall = Image.fromarray(values.reshape(4, 12)), Image.fromarray(values.reshape(12, 4))
     tensor = torch.arange(48.0).reshape(3, 4, 4)
     images = [grey, tall, grey.copy(), grey.convert("RGB"), grey.rotate(180)]
     images += [tensor, tensor.double(), tensor.reshape(3, 2, 8)]
-    found = labelled_images([(image, 0) for image in images]).contents()
-    assert found[0] == found[2] == found[3], "the model sees the same pixels"
-    assert len(set(found)) == 6 and None not in found
+    actual = labelled_images([(image, 0) for image in images]).contents()
+    assert actual[0] == actual[2] == actual[3], "the model sees the same pixels"
+    assert len(set(actual)) == 6 and None not in actual
     one = torch.ones(3, 2, 2, dtype=torch.float64)
     near, half = one + 1e-12, one.to(torch.bfloat16)
     assert len(set(labelled_images([(image, 0) for image in (one, near, half)]).contents())) == 3
     sideways = grey.copy()
     sideways.getexif()[0x0112] = 3
     turned = labelled_images([(sideways, 0), (grey.rotate(180), 0)]).contents()
-    assert turned[0] == turned[1] != found[0]
+    assert turned[0] == turned[1] != actual[0]
 
 
-def test_a_file_that_changes_while_it_is_read_is_said(photos, tmp_path, base, monkeypatch):
+def test_file_that_changes_while_it_is_read_is_an_error(photos, tmp_path, base, monkeypatch):
     shutil.copytree(photos / "train", tmp_path / "photos")
     images, read = ImageFolder(tmp_path / "photos"), LabelledImages.read
 
@@ -142,8 +142,8 @@ def test_a_file_that_changes_while_it_is_read_is_said(photos, tmp_path, base, mo
         learner.image_embeds(images)
 
 
-def test_an_image_that_is_learned_without_its_content_is_an_error(photos, base, monkeypatch):
-    """As where too many files are open for a moment: later it could count twice."""
+def test_learning_an_image_whose_content_is_unknown_is_an_error(photos, base, monkeypatch):
+    """The content may be unreadable for a moment, as with too many open files. The image could then count twice."""
     learner = learner_of(base, "frozen")
     monkeypatch.setattr("dulbe_peft.data.images._entry_of", lambda _: 1 / 0)
     with pytest.raises(ValueError, match=r"0\.png can no longer be read"):
@@ -156,31 +156,32 @@ def test_an_image_that_is_learned_without_its_content_is_an_error(photos, base, 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_features_do_not_depend_on_what_else_is_in_the_batch(base, photos, threads):
-    """On this processor, whatever its kernels do with the last rows of a product."""
+    """This holds on any CPU, even if its kernels round the last rows of a product differently."""
     learner, images = learner_of(base, "frozen"), ImageFolder(photos, "train")
     torch.set_num_threads(threads)
     whole = learner.image_embeds(images)
-    for size in (1, WHOLE - 1, 13):
-        rows = list(range(40 - size, 40))[::-1]  # none is where it was
+    for size in (1, CPU_BATCH - 1, 13):
+        rows = list(range(40 - size, 40))[::-1]  # every image has another position
         assert torch.equal(learner.image_embeds(images.at(rows)), whole[rows]), rows
 
 
 @pytest.mark.parametrize("alike", [True, False])
-def test_a_processor_encodes_whole_batches_or_image_by_image(base, photos, monkeypatch, alike):
-    """By itself, where the place in a batch changes an image's features; an answer for a few images always."""
+def test_cpu_encodes_full_batches_or_single_images(base, photos, monkeypatch, alike):
+    """Images are encoded singly if their position in a batch changes features, or for a few predictions."""
     learner, sizes = learner_of(base, "frozen"), list[int]()
     encode = learner.encoder.image_embeds
 
-    def noted(pixels):
+    def recorded(pixels):
         sizes.append(len(pixels))
         features = encode(pixels)
         return features if alike else features + torch.arange(len(features))[:, None] * 2.0**-24
 
-    monkeypatch.setattr(learner.encoder, "image_embeds", noted)
-    monkeypatch.setattr(learner.encoder, "_alike", {("torch", torch.get_num_threads()): True} if alike else {})
+    known = {("torch", torch.get_num_threads()): True} if alike else {}
+    monkeypatch.setattr(learner.encoder, "image_embeds", recorded)
+    monkeypatch.setattr(learner.encoder, "_positions_equal", known)
     images = ImageFolder(photos, "train")
     assert len(learner.image_embeds(images.at(range(37)))) == 37
-    assert sizes == ([WHOLE] * 5 if alike else [WHOLE] + [1] * 37)
+    assert sizes == ([CPU_BATCH] * 5 if alike else [CPU_BATCH] + [1] * 37)
     sizes.clear()
     learner.learn_task(images.select(["zero", "one"]))
     sizes.clear()
@@ -191,17 +192,17 @@ def test_a_processor_encodes_whole_batches_or_image_by_image(base, photos, monke
 # ---------------------------------------------------------------------- the file
 
 
-def test_features_come_back_bit_by_bit_by_all_of_their_key(tmp_path, capsys):
+def test_store_returns_equal_bits_for_the_same_key_only(tmp_path, capsys):
     contents, features = some_features()
     store = FeatureStore(tmp_path / "new folder" / "f.sqlite")
     store.put(KEY, contents, features)
     store.put(KEY, [None, contents[0]], features[:2] * 0 + features[0])
-    found = FeatureStore(store.path).get(KEY, [*contents, None, b"unknown"])
-    assert len(found) == 40 and store.facts()[0] == 40
-    assert all(np.array_equal(found[content], row) for content, row in zip(contents, features))
+    actual = FeatureStore(store.path).get(KEY, [*contents, None, b"unknown"])
+    assert len(actual) == 40 and store.facts()[0] == 40
+    assert all(np.array_equal(actual[content], row) for content, row in zip(contents, features))
     others = [KEY._replace(fingerprint="other"), KEY._replace(precision="bfloat16"), KEY._replace(view="view")]
     assert not any(store.get(key, contents) for key in others)
-    with sqlite3.connect(store.path) as database:  # as two machines do that do not see each other's locks
+    with sqlite3.connect(store.path) as database:  # like two machines that do not see each other's locks
         database.execute("UPDATE features SET way = ?", (others[0].way,))
     assert not store.get(others[0], contents) and "40 damaged features" in capsys.readouterr().err
 
@@ -220,7 +221,7 @@ def test_features_come_back_bit_by_bit_by_all_of_their_key(tmp_path, capsys):
         ("checksum", b"\xff"),
     ],
 )
-def test_a_row_with_a_value_of_any_type_is_encoded_again_and_said_once(tmp_path, capsys, column, value):
+def test_damaged_rows_are_ignored_and_reported_once(tmp_path, capsys, column, value):
     contents, features = some_features()
     store = FeatureStore(tmp_path / "f.sqlite")
     store.put(KEY, contents, features)
@@ -229,12 +230,13 @@ def test_a_row_with_a_value_of_any_type_is_encoded_again_and_said_once(tmp_path,
         database.execute(f"UPDATE features SET {column} = CAST(x'ff' AS TEXT) WHERE content = ?", (contents[4],))
     for _ in range(2):
         assert store.get(KEY, contents).keys() == {*contents} - {*contents[3:5]}
-    assert capsys.readouterr().err == f"dulbe-peft: {store.path} holds 2 damaged features, which are encoded again\n"
+    message = f"dulbe-peft: {store.path} contains 2 damaged features; their images are encoded again\n"
+    assert capsys.readouterr().err == message
     store.put(KEY, contents[3:5], features[3:5])
     assert len(store.get(KEY, contents)) == 40 and not store.private
 
 
-def test_a_private_store_goes_with_its_owner():
+def test_private_store_is_deleted_with_its_owner():
     contents, features = some_features()
     store = FeatureStore()
     store.put(KEY, contents, features)
@@ -262,7 +264,7 @@ def spoil(kind, path):
 
 
 @pytest.mark.parametrize("kind", ["text", "foreign", "future", "folder", "cut", "network"])
-def test_a_store_of_no_use_is_one_warning_and_stays_as_it_is(
+def test_unusable_store_gives_one_warning_and_is_left_unchanged(
     kind, photos, plain, tmp_path, monkeypatch, capsys, encoded
 ):
     path = Path(os.environ[stores.VARIABLE])
@@ -296,33 +298,33 @@ for part in np.array_split(order, 25):
 """
 
 
-def test_ten_processes_fill_one_store(tmp_path):
+def test_ten_processes_write_to_one_store(tmp_path):
     path = tmp_path / "f.sqlite"
     done = subprocess.run([sys.executable, "-c", FILL, path], capture_output=True)
     assert (done.returncode, done.stderr) == (0, b"")
     contents, features = some_features(200)
     store = FeatureStore(path)
-    found = store.get(KEY, contents)
-    assert store.facts()[0] == 200 and all(np.array_equal(found[c], row) for c, row in zip(contents, features))
+    actual = store.get(KEY, contents)
+    assert store.facts()[0] == 200 and all(np.array_equal(actual[c], row) for c, row in zip(contents, features))
 
 
 @pytest.mark.slow
-def test_a_killed_run_loses_a_batch_at_most_and_the_next_is_byte_equal(photos, tmp_path):
+def test_killed_run_loses_at_most_one_batch_and_the_next_run_is_byte_equal(photos, tmp_path):
     command = [sys.executable, "-m", "dulbe_peft", *RUN, "--data", str(photos), "--eval-batch-size", "8", "--output"]
     environment = os.environ | {stores.VARIABLE: str(tmp_path / "f.sqlite"), "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([*command, str(tmp_path / "plain"), "--no-store"], env=environment, check=True, stdout=-3)
-    kept = 0
+    stored = 0
     for number in range(3):
         process = subprocess.Popen(
             [*command, str(tmp_path / f"killed-{number}")], env=environment, stderr=-3, stdout=-3
         )
         grown, store = threading.Event(), FeatureStore(tmp_path / "f.sqlite")
         while process.poll() is None and not grown.wait(0.005):
-            if store.facts()[0] > kept:
+            if store.facts()[0] > stored:
                 process.send_signal(signal.SIGKILL)
                 process.wait()
-        assert store.facts()[0] >= kept, "what was written stays"
-        kept = store.facts()[0]
+        assert store.facts()[0] >= stored, "features that were written are still there"
+        stored = store.facts()[0]
     subprocess.run([*command, str(tmp_path / "out")], env=environment, check=True, stdout=-3)
     assert content_of(tmp_path / "out") == content_of(tmp_path / "plain")
 
@@ -330,9 +332,9 @@ def test_a_killed_run_loses_a_batch_at_most_and_the_next_is_byte_equal(photos, t
 # ---------------------------------------------------------------------- commands
 
 
-def test_an_image_is_encoded_once_by_all_commands_together(photos, tmp_path, encoded, capsys):
+def test_all_commands_together_encode_each_image_once(photos, tmp_path, encoded, capsys):
     call(*RUN, "--data", photos, "--increment", 2, "--output", tmp_path / "out")
-    assert set(encoded.values()) == {1} and len(encoded) == 55, "zero-shot, training and tests are one pass"
+    assert set(encoded.values()) == {1} and len(encoded) == 55, "zero-shot, training and tests share one pass"
     july = tmp_path / "july"
     shutil.copytree(photos, july / "photos")
     grey_images(july / "photos" / "train" / "six")
@@ -348,16 +350,14 @@ def test_an_image_is_encoded_once_by_all_commands_together(photos, tmp_path, enc
     assert f"may still be in {store_path()}" in capsys.readouterr().out
 
 
-def test_a_second_run_equals_the_first_whatever_the_order_and_what_is_damaged(
-    photos, plain, tmp_path, encoded, capsys
-):
+def test_second_run_equals_the_first_in_any_order_and_after_damage(photos, plain, tmp_path, encoded, capsys):
     rows = sorted(path for path in (photos / "test").rglob("*.png"))
-    for start in (11, 0):  # in another order, in parts, with remainders
+    for start in (11, 0):  # in another order, in parts, with incomplete batches
         words = [*rows[start:], *rows[:start]][:11]
         call("predict", plain, *words, "--csv", tmp_path / f"{start}.csv", "--num-workers", 0, *MACHINE)
     encoded.clear()
     call(*RUN, "--data", photos, "--output", tmp_path / "two")
-    assert len(encoded) == 40, "the test images were known"
+    assert len(encoded) == 40, "the store has the test images"
     with sqlite3.connect(store_path()) as database:
         (content, embedding) = database.execute("SELECT content, embedding FROM features").fetchone()
         other = bytes([embedding[0] ^ 1]) + embedding[1:]
@@ -369,14 +369,14 @@ def test_a_second_run_equals_the_first_whatever_the_order_and_what_is_damaged(
     assert content_of(plain) == content_of(tmp_path / "two") == content_of(tmp_path / "three")
 
 
-def test_a_few_answers_are_not_stored(photos, plain):
+def test_features_of_a_few_predictions_are_not_stored(photos, plain):
     few = sorted((photos / "test" / "one").iterdir())
     call("predict", plain, *few, "--num-workers", 0, *MACHINE)
     assert FeatureStore(store_path()).facts() == (0, 0)
 
 
-def test_another_model_or_resize_is_another_encoder(photos, tmp_path, base, encoded):
-    """Also the same weights in layers of another kind, or but for one value."""
+def test_other_weights_layers_or_resize_encode_again(photos, tmp_path, base, encoded):
+    """Even one changed weight, or another activation with the same weights, makes another encoder."""
     clip, processor = base
     clip.save_pretrained(tmp_path / "model")
     processor.save_pretrained(tmp_path / "model")
@@ -403,7 +403,7 @@ def test_another_model_or_resize_is_another_encoder(photos, tmp_path, base, enco
     assert set(encoded.values()) == {4}
 
 
-def test_views_are_kept_by_their_own_names(photos, tmp_path, encoded):
+def test_augmented_views_are_stored_under_their_own_keys(photos, tmp_path, encoded):
     words = [*RUN, "--data", photos, "--augment", "crop+flip", "--copies", 2]
     call(*words, "--output", tmp_path / "one")
     assert sum(encoded.values()) == 40 * 3 + 15
@@ -412,10 +412,10 @@ def test_views_are_kept_by_their_own_names(photos, tmp_path, encoded):
     assert content_of(tmp_path / "one") == content_of(tmp_path / "two")
 
 
-# ---------------------------------------------------------------------- what a learner has seen
+# ---------------------------------------------------------------------- images that a learner knows
 
 
-def test_no_photograph_counts_twice_by_any_way(photos, tmp_path, capsys):
+def test_no_photograph_counts_twice(photos, tmp_path, capsys):
     june, july = tmp_path / "june", tmp_path / "july"
     shutil.copytree(photos, june)
     shutil.rmtree(june / "train" / "zero")
@@ -429,14 +429,15 @@ def test_no_photograph_counts_twice_by_any_way(photos, tmp_path, capsys):
     shutil.copy(photos / "train" / "zero" / "0.png", july / "train" / "zero" / "copy.png")
     shutil.copy(photos / "test" / "one" / "8.png", july / "train" / "one" / "tested.png")
     shutil.copy(photos / "train" / "two" / "0.png", july / "train" / "zero" / "two.png")
-    (july / "train" / "renamed").mkdir()  # of which all images are known
+    (july / "train" / "renamed").mkdir()  # a class with known images only
     shutil.copy(photos / "train" / "two" / "1.png", july / "train" / "renamed")
     capsys.readouterr()
     call("learn", tmp_path / "out", "--data", july, "--output", tmp_path / "learned", *MACHINE)
-    said = capsys.readouterr().out
-    assert "11 learned before" in said and "1 in the data twice" in said
-    assert "2 of another class" in said and "learned as 'two' before" in said
-    assert "1 training image, such as " in said and "tested.png, was among the test images of an earlier task" in said
+    printed = capsys.readouterr().out
+    assert "11 learned before" in printed and "1 in the data twice" in printed
+    assert "2 of another class" in printed and "learned as 'two' before" in printed
+    assert "1 training image, such as " in printed
+    assert "tested.png, was among the test images of an earlier task" in printed
     learner = ClassIncrementalLearner.from_pretrained(tmp_path / "learned")
     counts = dict(zip(learner.class_names, learner.classifiers["lda"].counts.tolist(), strict=True))
     assert counts == {"one": 9, "three": 8, "two": 8, "four": 8, "zero": 8}
@@ -447,7 +448,7 @@ def test_no_photograph_counts_twice_by_any_way(photos, tmp_path, capsys):
     assert again.classifiers["lda"].counts.sum() == 41 + 23
 
 
-def test_old_tests_need_no_old_training_images(photos, tmp_path, capsys):
+def test_old_test_images_are_found_without_the_old_training_images(photos, tmp_path, capsys):
     june = tmp_path / "june"
     shutil.copytree(photos, june)
     call(*RUN, "--data", june, "--output", tmp_path / "out")
@@ -457,18 +458,18 @@ def test_old_tests_need_no_old_training_images(photos, tmp_path, capsys):
     capsys.readouterr()
     call("learn", tmp_path / "out", "--data", tmp_path / "july", "--output", tmp_path / "learned", *MACHINE)
     assert "not used again" not in capsys.readouterr().err
-    found = json.loads((tmp_path / "learned" / "results.json").read_text())
-    assert found["classifiers"]["lda"]["matrix"][1][0] is not None
+    actual = json.loads((tmp_path / "learned" / "results.json").read_text())
+    assert actual["classifiers"]["lda"]["matrix"][1][0] is not None
 
 
-def test_held_back_tests_are_found_again_by_content(photos, tmp_path, capsys):
+def test_held_out_test_images_are_found_again_by_content(photos, tmp_path, capsys):
     data = tmp_path / "photos"
     shutil.copytree(photos / "train", data)
     call(*RUN, "--data", data, "--test-fraction", 0.3, "--output", tmp_path / "out")
     learner = ClassIncrementalLearner.from_pretrained(tmp_path / "out")
     learned = set(learner.state.known.class_of())
     assert len(learned) + sum(map(len, learner.state.known.tested.values())) == 40
-    for file in sorted(data.rglob("*.png")):  # a person deletes what is learned
+    for file in sorted(data.rglob("*.png")):  # as if a user deleted the learned images
         if hashlib.sha256(file.read_bytes()).digest() in learned:
             file.unlink()
     grey_images(tmp_path / "july" / "grey")

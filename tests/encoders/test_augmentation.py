@@ -1,4 +1,4 @@
-"""Augmented views: what each kind does, what classifiers and training learn of them, and that a run resumes alike."""
+"""Augmented views: what each kind does, how classifiers and training use them, and that a run resumes with them."""
 
 from dataclasses import replace
 
@@ -16,21 +16,21 @@ from dulbe_peft.data.augmentation import CHANGES, augmented
 
 @pytest.fixture(scope="module")
 def tasks():
-    """Two tasks of two digits each, eight images a digit to learn and two to test."""
+    """Return two tasks of two digits each, with eight training images and two test images per digit."""
     return class_incremental_tasks(write_saved.digits(0, 8), write_saved.digits(8, 10), increment=2)[:2]
 
 
-def made(base, strategy="frozen", classifiers="lda", **fields):
+def make_learner(base, strategy="frozen", classifiers="lda", **fields):
     fields.setdefault("adapter", {"target_modules": ["fc1"]})
     quick = {"epochs": 2, "batch_size": 8, "prompt_template": "the digit {}."}
     return learner_of(base, strategy, classifiers, **quick | fields)
 
 
-def test_a_crop_is_a_part_and_a_mirror_image_is_one():
+def test_crop_is_a_window_of_the_image_and_flip_mirrors_it():
     assert tuple(CHANGES) == AUGMENTATIONS
     pixels = np.arange(40 * 30 * 3, dtype=np.uint32).reshape(30, 40, 3) // 15 % 256
     image = Image.fromarray(pixels.astype(np.uint8))
-    found = set()
+    outcomes = set()
     for seed in range(20):
         part = np.asarray(augmented(image, "crop", [seed]))
         height, width = part.shape[:2]
@@ -39,12 +39,12 @@ def test_a_crop_is_a_part_and_a_mirror_image_is_one():
         assert (windows == part).all(axis=(1, 2, 3)).any()
         mirrored = np.asarray(augmented(image, "flip", [seed]))
         assert any(np.array_equal(mirrored, side) for side in (pixels, pixels[:, ::-1]))
-        found.add(np.array_equal(mirrored, pixels))
-    assert found == {True, False}
+        outcomes.add(np.array_equal(mirrored, pixels))
+    assert outcomes == {True, False}
 
 
-def test_an_affine_view_of_a_ramp_is_a_ramp_on_the_colour_of_the_border():
-    """A literal float64 reference: the value at each place is that of the place it came from."""
+def test_affine_view_equals_the_formula_and_is_filled_with_the_border_colour():
+    """Compare with a literal float64 reference: each pixel has the value of the position that it is mapped from."""
     row, column = np.mgrid[:64, :64].astype(float)
     ramp = np.where((row % 63 == 0) | (column % 63 == 0), 200, 40 + row + 2 * column)
     image = Image.fromarray(ramp.round().astype(np.uint8)).convert("RGB")
@@ -68,10 +68,10 @@ def test_an_affine_view_of_a_ramp_is_a_ramp_on_the_colour_of_the_border():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_classifiers_learn_an_image_and_its_views_as_rows_of_one_weight(base, tasks, workers):
-    """In float64, by hand: view v of an image has the seed (seed, 0, v, content), whatever its place and task."""
+def test_classifiers_weight_the_views_of_an_image_as_one_image(base, tasks, workers):
+    """Compare with float64 by hand. View v of an image has the seed (seed, 0, v, content) at any index in any task."""
     names = ("lda", "bayes:features=0", "ridge", "prototype", "bridge")
-    learner = made(base, classifiers=names, augment="crop+affine", copies=2, num_workers=workers)
+    learner = make_learner(base, classifiers=names, augment="crop+affine", copies=2, num_workers=workers)
 
     def views(data):
         images = [data.image(i) for i in range(len(data))]
@@ -89,11 +89,12 @@ def test_classifiers_learn_an_image_and_its_views_as_rows_of_one_weight(base, ta
     means = torch.stack([rows[labels == c].mean(dim=(0, 1)) for c in range(4)])
     away = rows - means[labels][:, None]
     scatter = sum(torch.outer(row, row) for row in away.flatten(0, 1)) / 3
-    for name, one in learner.classifiers.items():
-        assert torch.equal(one.counts, counts), name
-        found = one.sums / counts[:, None] if hasattr(one, "sums") else getattr(one, "means", None)
-        if found is not None:
-            torch.testing.assert_close(found, means, rtol=1e-4, atol=1e-6, msg=name)
+    for name, classifier in learner.classifiers.items():
+        assert torch.equal(classifier.counts, counts), name
+        has_sums = hasattr(classifier, "sums")
+        actual = classifier.sums / counts[:, None] if has_sums else getattr(classifier, "means", None)
+        if actual is not None:
+            torch.testing.assert_close(actual, means, rtol=1e-4, atol=1e-6, msg=name)
     for name in ("lda", "bayes"):
         torch.testing.assert_close(learner.classifiers[name].scatter, scatter, rtol=1e-4, atol=1e-5, msg=name)
         assert int(learner.classifiers[name].freedom) == len(labels) - 4
@@ -106,18 +107,20 @@ def test_classifiers_learn_an_image_and_its_views_as_rows_of_one_weight(base, ta
     torch.testing.assert_close(visual, means, rtol=1e-4, atol=1e-5)
     assert learner.estimate() == {}, "an image whose views were learned cannot be left out"
     other = replace(learner.args, augment="none")
-    learner.change_settings(other)  # what was learned stays as it was learned
+    learner.change_settings(other)  # does not change how earlier images were learned
     assert learner.estimate() == {}
     with pytest.raises(ValueError, match="learned as 3 views"):
         learner.forget_images(tasks[0].train.at([1]))
 
 
-def test_a_run_that_resumes_equals_one_that_did_not_stop(base, tasks, tmp_path):
+def test_resumed_run_with_views_equals_an_uninterrupted_one(base, tasks, tmp_path):
     options = {"strategy": "dulbe", "classifiers": "bridge", "augment": "crop+flip+affine", "copies": 1}
-    whole, stopped, plain = (made(base, **options | more) for more in ({}, {"num_workers": 1}, {"augment": "none"}))
+    whole, stopped, plain = (
+        make_learner(base, **options | more) for more in ({}, {"num_workers": 1}, {"augment": "none"})
+    )
     whole.run(tasks, tmp_path / "whole")
     stopped.run(tasks[:1], tmp_path / "stopped")
-    made(base, **options).run(tasks, tmp_path / "stopped")
+    make_learner(base, **options).run(tasks, tmp_path / "stopped")
     plain.run(tasks[:1], tmp_path / "plain")
     for name in ("adapter_model.safetensors", "head.safetensors"):
         file = f"task-002/{name}"
@@ -125,4 +128,4 @@ def test_a_run_that_resumes_equals_one_that_did_not_stop(base, tasks, tmp_path):
     augmented_one, other = (tmp_path / run / "task-001" / "adapter_model.safetensors" for run in ("whole", "plain"))
     assert other.read_bytes() != augmented_one.read_bytes()
     with pytest.raises(ValueError, match="augment"):
-        made(base, **options | {"augment": "none"}).run(tasks, tmp_path / "whole")
+        make_learner(base, **options | {"augment": "none"}).run(tasks, tmp_path / "whole")

@@ -1,4 +1,4 @@
-"""Every served encoder with tiny random weights: its features, its adapter, its learner, saved and loaded."""
+"""Every supported encoder with tiny random weights: features, adapter, learner, saving and loading."""
 
 import json
 import shutil
@@ -59,14 +59,14 @@ TEXT = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Model type -> its folder; "gemma" is a SigLIP 2, which is a SigLIP with another tokenizer."""
+    """Return model type -> folder. "gemma" is a SigLIP 2 of fixed resolution: SigLIP with another tokenizer."""
     root = tmp_path_factory.mktemp("encoders")
     saved = {name: tiny.save_encoder(name, root / name) for name in EVERY}
     return {**saved, "gemma": tiny.save_encoder("siglip", root / "gemma", tiny.gemma_tokenizer())}
 
 
 def most_slow(*names, fast):
-    """Whole lives: a plain run takes those of two families, the others change no further line."""
+    """Mark all families except `fast` as slow, because the others cover no further line of code."""
     return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
@@ -89,7 +89,7 @@ def text_layers(model):
 
 
 def features(model, model_type):
-    """Image features and, where there are texts, text features of an adapted model."""
+    """Return the image features of an adapted model and, if it has a text tower, the text features."""
     base, processor = model.get_base_model(), tiny.make_processor(model_type)
     processor = processor if has_text(base) else ImageOnlyProcessor(processor)
     with torch.no_grad():
@@ -106,38 +106,39 @@ def features(model, model_type):
         *((name, {"padding": True}) for name in ("clip", "metaclip_2", "chinese_clip", "altclip")),
     ],
 )
-def test_text_features_equal_the_processors_own_call_whatever_else_is_in_the_batch(folders, name, options):
-    """The call of each family's documentation, without this library; SigLIP 2's says to lower the case before."""
+def test_text_features_equal_transformers_documented_call_in_any_batch(folders, name, options):
+    """Compare with the call in each family's documentation; for SigLIP 2 it lowers the case of texts first."""
     model, processor = load_dual_encoder(folders[name])
     model_type = "siglip" if name == "gemma" else name
-    own = tiny.make_processor(model_type, tiny.gemma_tokenizer() if name == "gemma" else None)
+    documented = tiny.make_processor(model_type, tiny.gemma_tokenizer() if name == "gemma" else None)
     texts = [text.lower() for text in ("A Photo of the Cat.", "Dog", "a digit of zero-one")]
     given = ["A Photo of the Cat.", "Dog", "a digit of zero-one"] if "siglip" in model_type else texts
     with torch.no_grad():
-        output = tiny.make_model(model_type).get_text_features(**own(text=texts, return_tensors="pt", **options))
+        inputs = documented(text=texts, return_tensors="pt", **options)
+        output = tiny.make_model(model_type).get_text_features(**inputs)
         expected = F.normalize(output.pooler_output, dim=-1)
-        found = unit_text_embeds(model, tokenize(processor, given, model))
-        with_its_own = unit_text_embeds(model, tokenize(own, texts, model))
+        actual = unit_text_embeds(model, tokenize(processor, given, model))
+        with_documented = unit_text_embeds(model, tokenize(documented, texts, model))
         alone = torch.cat([unit_text_embeds(model, tokenize(processor, [prompt], model)) for prompt in PROMPTS])
         turned = unit_text_embeds(model, tokenize(processor, ["the longest of all.", *reversed(PROMPTS)], model))
         in_training = unit_text_embeds(model.train(), tokenize(processor, given, model))
-    assert found.shape == (3, embed_dim(model)) and found.dtype == torch.float32
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(with_its_own, expected, atol=1e-6, rtol=1e-5)
-    assert (expected[0] - expected[1]).norm() > 0.05, "these weights do not tell texts apart"
+    assert actual.shape == (3, embed_dim(model)) and actual.dtype == torch.float32
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(with_documented, expected, atol=1e-6, rtol=1e-5)
+    assert (expected[0] - expected[1]).norm() > 0.05, "these weights do not distinguish texts"
     torch.testing.assert_close(turned[1:].flip(0), alone, atol=1e-5, rtol=1e-5)
-    assert torch.equal(in_training, found) and all(module.training for module in model.text_model.modules())
-    with pytest.raises(ValueError, match=f"tokens, the text tower takes {tiny.LONGEST}: shorten it"):
+    assert torch.equal(in_training, actual) and all(module.training for module in model.text_model.modules())
+    with pytest.raises(ValueError, match=f"tokens, but the text tower takes at most {tiny.LONGEST}: shorten it"):
         tokenize(processor, ["0123456789-0123456789-0123456789"], model)
-    with pytest.raises(ValueError, match="the same to the tokenizer: rename a class"):
+    with pytest.raises(ValueError, match="give the same tokens: rename a class"):
         tokenize(processor, ["cat", "cat"], model)
     texts = ["1" * n for n in range(1, 30)]
     longest = [text for text in texts if len(processor.tokenizer(text)["input_ids"]) <= tiny.LONGEST][-1]
     assert unit_text_embeds(model, tokenize(processor, [longest], model)).isfinite().all()
 
 
-def test_a_loaded_siglip_processor_gives_no_mask(tmp_path):
-    """The tower was trained to read its padding; a tokenizer that was saved without this setting gives a mask."""
+def test_loaded_siglip_processor_returns_no_mask(tmp_path):
+    """The tower was trained to read padding, but a tokenizer saved without this setting returns a mask."""
     tokenizer = tiny.siglip_tokenizer()
     tokenizer.model_input_names = ["input_ids", "attention_mask"]
     model, processor = load_dual_encoder(tiny.save_encoder("siglip", tmp_path / "siglip", tokenizer))
@@ -147,26 +148,26 @@ def test_a_loaded_siglip_processor_gives_no_mask(tmp_path):
 
 
 @pytest.mark.parametrize("model_type", EVERY)
-def test_image_features_equal_the_models_own_also_where_a_folder_has_no_image_processor(folders, tmp_path, model_type):
+def test_image_features_equal_transformers_also_without_a_saved_image_processor(folders, tmp_path, model_type):
     model, processor = load_dual_encoder(folders[model_type])
-    own, record = tiny.make_processor(model_type), ENCODERS[model_type]
+    documented, record = tiny.make_processor(model_type), ENCODERS[model_type]
     assert type(model).__name__ == record.model
-    assert not any("pooler" in name for name in model.state_dict()), "it has random weights in many checkpoints"
+    assert not any("pooler" in name for name in model.state_dict()), "many checkpoints have a pooler of random weights"
     with torch.no_grad():
-        inputs = own(images=pictures(), return_tensors="pt", **(NAFLEX if record.patches else {}))
+        inputs = documented(images=pictures(), return_tensors="pt", **(NAFLEX if record.patches else {}))
         reference = tiny.make_model(model_type)
         if record.image_only:
             expected = reference(**inputs).last_hidden_state[:, 0]
         else:
             expected = reference.get_image_features(**inputs).pooler_output
-        found = unit_image_embeds(model, pixels(processor))
-    assert found.shape == (4, embed_dim(model))
+        actual = unit_image_embeds(model, pixels(processor))
+    assert actual.shape == (4, embed_dim(model))
     if has_text(model):
         model.logit_scale.data.fill_(3.0)
     assert logit_scale(model) == pytest.approx(np.exp(3.0) if has_text(model) else 1.0)
     assert pixels(processor).shape[1:] == image_shape(model, processor)
     assert image_shape(model) == ((4, 3 * tiny.PATCH**2 + 2) if record.patches else (3, 16, 16))
-    torch.testing.assert_close(found, F.normalize(expected, dim=-1), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(actual, F.normalize(expected, dim=-1), atol=1e-6, rtol=1e-5)
     if "dino" in model_type:
         with torch.no_grad():
             torch.testing.assert_close(expected, reference(**inputs).pooler_output)
@@ -176,7 +177,7 @@ def test_image_features_equal_the_models_own_also_where_a_folder_has_no_image_pr
     assert pixels(processor).shape == (4, *image_shape(model))
 
 
-def test_the_image_processor_decides_where_a_model_takes_images_of_any_size(tmp_path):
+def test_image_processor_decides_the_size_if_a_model_takes_any(tmp_path):
     tiny.save_encoder("dinov2", tmp_path)
     square = {"height": 24, "width": 24}
     transformers.BitImageProcessorPil(size={"shortest_edge": 24}, crop_size=square).save_pretrained(tmp_path)
@@ -185,39 +186,39 @@ def test_the_image_processor_decides_where_a_model_takes_images_of_any_size(tmp_
     assert unit_image_embeds(model, pixels(processor)).shape == (4, 32)
 
 
-def test_what_is_not_served_is_refused_by_name(folders, tmp_path):
+def test_unsupported_model_types_are_refused_by_name(folders, tmp_path):
     for model_type, why in (
         ("of_nobody", ""),
         ("timm_wrapper", r" \(timm needs torchvision"),
         ("dinov3_convnext", r" \(it has no class token"),
     ):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-        with pytest.raises(ValueError, match=f"of type '{model_type}'{why}") as caught:
+        with pytest.raises(ValueError, match=f"of type '{model_type}', which is not supported{why}") as caught:
             load_dual_encoder(tmp_path)
         assert all(f"'{name}'" in str(caught.value) for name in ENCODERS)
-    with pytest.raises(ValueError, match="holds a SiglipModel, expected a CLIPModel.*load_dual_encoder"):
+    with pytest.raises(ValueError, match="contains a SiglipModel, expected a CLIPModel.*load_dual_encoder"):
         load_clip(folders["siglip"])
     with pytest.raises(FileNotFoundError, match=r"\./nowhere"):
         load_dual_encoder("./nowhere")
 
 
-def test_a_learner_refuses_models_and_processors_that_lack_a_part():
+def test_learner_refuses_incomplete_models_and_processors():
     model, processor = adapted("siglip"), tiny.make_processor("siglip")
     images_alone, config = ImageOnlyProcessor(processor.image_processor), DualModeLoraConfig(**CONFIG)
     classifier = get_peft_model(transformers.Dinov2ForImageClassification(tiny.make_config("dinov2")), config)
-    no_text = "has no text tower, and texts are needed here: take a model of type 'clip', 'siglip'"
+    no_text = "has no text tower, but texts are needed here: use a model of type 'clip', 'siglip'"
     for given, beside, settings, error, words in (
         (adapted("dinov2"), images_alone, {}, ValueError, no_text),
-        (model, images_alone, {}, TypeError, "(?s)must be a SiglipProcessor or like one.*without tokenizer"),
+        (model, images_alone, {}, TypeError, "(?s)must be a SiglipProcessor or similar.*without tokenizer"),
         (model, processor, {"statistics_tokens": "cls"}, ValueError, "'cls', but a SiglipModel has no class token"),
-        (classifier, processor, {}, ValueError, "not the whole DINOv2 encoder: give a Dinov2Model"),
+        (classifier, processor, {}, ValueError, "not the complete DINOv2 encoder: pass a Dinov2Model"),
     ):
         with pytest.raises(error, match=words):
             ClassIncrementalLearner(given, beside, args=LearnerArguments(**QUICK, **settings))
 
 
 @pytest.mark.parametrize("model_type", EVERY)
-def test_targets_are_keys_values_and_mlp_of_the_blocks_or_all_of_their_layers(model_type):
+def test_default_targets_are_keys_values_and_mlp_of_the_blocks(model_type):
     block, names = VISION[model_type]
     attention, output = ("attention", "o_proj") if model_type in tiny.IMAGE_ONLY else ("self_attn", "out_proj")
     expected = paths(block, [*names, f"{attention}.q_proj", f"{attention}.{output}"])
@@ -229,10 +230,10 @@ def test_targets_are_keys_values_and_mlp_of_the_blocks_or_all_of_their_layers(mo
     assert all(p.requires_grad == any(name in key for name in trained) for key, p in model.named_parameters())
     with model.disable_adapter():
         plain = features(model, model_type)
-    assert all(map(torch.equal, features(model, model_type), plain)), "what was not trained changes nothing"
+    assert all(map(torch.equal, features(model, model_type), plain)), "an untrained adapter changes nothing"
 
 
-def test_the_gated_mlp_of_dinov2_giant_is_adapted():
+def test_gated_mlp_of_dinov2_giant_is_adapted():
     config = tiny.make_config("dinov2")
     config.use_swiglu_ffn = True
     model = get_peft_model(transformers.Dinov2Model(config), DualModeLoraConfig(**CONFIG))
@@ -240,10 +241,10 @@ def test_the_gated_mlp_of_dinov2_giant_is_adapted():
     assert set(model.dual_mode_layers()) == paths("encoder.layer", names)
 
 
-def test_lists_stay_inside_the_blocks_of_the_vision_tower_and_expressions_reach_further():
-    one = adapted("clip", target_modules=["k_proj"], layers_to_transform=[1])
-    assert set(one.dual_mode_layers()) == {"vision_model.encoder.layers.1.self_attn.k_proj"}
-    assert text_layers(one) == paths(*TEXT["clip"])
+def test_target_lists_match_vision_blocks_only_and_expressions_match_all_layers():
+    model = adapted("clip", target_modules=["k_proj"], layers_to_transform=[1])
+    assert set(model.dual_mode_layers()) == {"vision_model.encoder.layers.1.self_attn.k_proj"}
+    assert text_layers(model) == paths(*TEXT["clip"])
     listed = adapted("siglip", target_modules=["fc1", "out_proj"])  # the pooling head has layers of these names
     assert set(listed.dual_mode_layers()) == paths("vision_model.encoder.layers", ["mlp.fc1", "self_attn.out_proj"])
     head = "vision_model.head.mlp.fc1"
@@ -251,13 +252,13 @@ def test_lists_stay_inside_the_blocks_of_the_vision_tower_and_expressions_reach_
 
 
 @pytest.mark.parametrize("model_type", EVERY)
-def test_an_adapter_is_saved_loaded_and_exported_as_stock_lora(model_type, tmp_path):
+def test_adapter_is_saved_loaded_and_exported_as_plain_lora(model_type, tmp_path):
     model = adapted(model_type, init_weights=False)
     model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     loaded = PeftModel.from_pretrained(tiny.make_model(model_type), tmp_path / "adapter")
     plain = features(adapted(model_type), model_type)
-    for found, expected, before in zip(features(loaded, model_type), features(model, model_type), plain):
-        assert torch.equal(found, expected) and not torch.allclose(expected, before, atol=1e-3)
+    for actual, expected, before in zip(features(loaded, model_type), features(model, model_type), plain):
+        assert torch.equal(actual, expected) and not torch.allclose(expected, before, atol=1e-3)
     model.fold_task()
     export_lora(model, tmp_path / "lora")
     stock = PeftModel.from_pretrained(tiny.make_model(model_type), tmp_path / "lora")
@@ -266,7 +267,7 @@ def test_an_adapter_is_saved_loaded_and_exported_as_stock_lora(model_type, tmp_p
 
 
 @pytest.mark.parametrize("name", most_slow(*tiny.WITH_TEXT, "gemma", fast=("siglip2", "chinese_clip")))
-def test_a_learner_learns_and_comes_back_with_its_model_and_processor(folders, name, tmp_path):
+def test_saved_learner_loads_its_model_and_processor_and_learns_on(folders, name, tmp_path):
     torch.manual_seed(0)
     model, processor = load_dual_encoder(folders[name])
     model = get_peft_model(model, DualModeLoraConfig(**CONFIG))
@@ -291,8 +292,8 @@ def test_a_learner_learns_and_comes_back_with_its_model_and_processor(folders, n
 
 
 @pytest.mark.parametrize("model_type", most_slow(*tiny.IMAGE_ONLY, fast=("dinov2",)))
-def test_an_image_only_tower_learns_without_text(folders, tmp_path, model_type):
-    """The training-free learner needs no text: it learns, runs, saves and loads on a tower that has none."""
+def test_image_only_encoder_learns_without_text(folders, tmp_path, model_type):
+    """A learner that trains nothing needs no text: it learns, runs, saves and loads without a text tower."""
     model, processor = load_dual_encoder(folders[model_type])
     args = LearnerArguments(device="cpu", progress=False)
     with pytest.raises(ValueError, match="'text' needs text"):
@@ -308,7 +309,7 @@ def test_an_image_only_tower_learns_without_text(folders, tmp_path, model_type):
 
 
 @pytest.mark.parametrize("model_type", tiny.OF_ONE_SIZE)
-def test_pillow_and_numpy_do_what_the_image_processor_does(model_type):
+def test_pixels_in_pillow_and_numpy_equal_the_image_processor(model_type):
     processor = type("Processor", (), {"image_processor": tiny.make_image_processor(model_type)})()
     steps = json.loads(json.dumps(processor_steps(processor)))
     for photo in [*pictures(), *(picture.resize((301, 77)) for picture in pictures())]:
@@ -316,7 +317,7 @@ def test_pillow_and_numpy_do_what_the_image_processor_does(model_type):
         np.testing.assert_allclose(pixel_values_of_lines(photo, steps), values, atol=1e-5)
 
 
-def test_a_processor_that_does_something_else_is_kept():
+def test_unusual_image_processor_is_not_replaced_by_pillow_and_numpy():
     for name, value in (("do_normalize", False), ("do_resize", False), ("size", {"longest_edge": 16})):
         image_processor = tiny.make_image_processor("siglip")
         setattr(image_processor, name, value)

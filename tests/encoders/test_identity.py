@@ -1,4 +1,4 @@
-"""Features of one encoder are told from another's, however its weights were changed."""
+"""The key of an encoder's features changes with its weights, however they were changed."""
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -9,20 +9,20 @@ from dulbe_peft.data.store import FeatureStore
 
 
 def stored_encoder(base, folder_of_digits, folder):
-    """An encoder without an adapter, with a store of its own, and images that it has encoded."""
+    """Return an encoder without an adapter that has its own store, some images, and their features."""
     encoder = learner_of(base, "frozen", ("text",)).encoder
     encoder.store = FeatureStore(folder / "store.sqlite")
     images = encoder.images(load_data(folder_of_digits, "train"))
     return encoder, images, encoder.dataset_embeds(images)
 
 
-def test_weights_written_through_data_are_encoded_anew(base, digit_folders, tmp_path):
+def test_images_are_encoded_again_after_weights_change_through_data(base, digit_folders, tmp_path):
     encoder, images, before = stored_encoder(base, digit_folders(2, 4, 1), tmp_path)
     facts, key = encoder.facts, encoder.key
     weight = encoder.clip.vision_model.encoder.layers[0].mlp.fc1.weight
     version = weight._version
     weight.data.mul_(1.5)
-    assert weight._version == version, "PyTorch counts this write: the test shows nothing"
+    assert weight._version == version, "PyTorch counts this write now, so the test shows nothing"
     assert encoder.facts["weights"] != facts["weights"]
     assert encoder.key != key
     changed = encoder.dataset_embeds(images)

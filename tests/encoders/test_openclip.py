@@ -1,4 +1,4 @@
-"""The converter against open_clip's forward pass, written out here with PyTorch's own layers."""
+"""Compare converted checkpoints with open_clip's forward pass, which is written out here with PyTorch's layers."""
 
 import math
 
@@ -20,7 +20,7 @@ WIDTH, TEXT_WIDTH, FEATURES, PATCH, SIDE, LONGEST = 128, 64, 24, 4, 3, tiny.LONG
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """A tokenizer whose end token is the last one, as CLIP's own."""
+    """Return a tokenizer whose end token is the last one, like CLIP's, and the size of its vocabulary."""
     pieces = [*tiny.LETTERS, *(f"{letter}</w>" for letter in tiny.LETTERS)]
     vocab = {piece: index for index, piece in enumerate([*pieces, "<|startoftext|>", "<|endoftext|>"])}
     folder = tmp_path_factory.mktemp("tokenizer")
@@ -31,22 +31,22 @@ def tokenizer(tmp_path_factory):
 NAMES = {"self_attn": "attn", "linear1": "mlp.c_fc", "linear2": "mlp.c_proj", "norm1": "ln_1", "norm2": "ln_2"}
 
 
-def pytorch_s(width, heads=1, act=F.gelu):
-    """PyTorch's own layer, in float64: open_clip's block under other names."""
+def pytorch_layer(width, heads=1, act=F.gelu):
+    """Return PyTorch's layer in float64, which is open_clip's block under other names."""
     options = {"batch_first": True, "norm_first": True, "dtype": torch.float64}
     return nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, act, **options)
 
 
-def open_clip_s(name):
+def open_clip_name(name):
     part, _, rest = name.partition(".")
     return f"{NAMES[part]}.{rest}"
 
 
 def random_state(vocabulary, layers=2):
-    """A state dict under open_clip's names."""
+    """Return a state dict with open_clip's names."""
     state = {}
     for tower, width in (("visual.transformer", WIDTH), ("transformer", TEXT_WIDTH)):
-        shapes = {open_clip_s(name): tensor.shape for name, tensor in pytorch_s(width).state_dict().items()}
+        shapes = {open_clip_name(name): tensor.shape for name, tensor in pytorch_layer(width).state_dict().items()}
         for layer in range(layers):
             state |= {f"{tower}.resblocks.{layer}.{name}": torch.randn(shapes[name]) / 8 for name in shapes}
     state |= {
@@ -70,15 +70,15 @@ def norm(x, state, name):
 
 def blocks(x, state, prefix, heads, mask, act):
     for index in range(2):
-        layer = pytorch_s(x.shape[-1], heads, act)
-        names = {name: f"{prefix}.resblocks.{index}.{open_clip_s(name)}" for name in layer.state_dict()}
+        layer = pytorch_layer(x.shape[-1], heads, act)
+        names = {name: f"{prefix}.resblocks.{index}.{open_clip_name(name)}" for name in layer.state_dict()}
         layer.load_state_dict({name: state[names[name]] for name in names})
         x = layer(x, mask)
     return x
 
 
 def literal(state, pixels, texts, act=F.gelu, vision_heads=WIDTH // 64, text_heads=1):
-    """open_clip's cosine logits, (images, texts), in float64; texts are padded with 0 behind the end token."""
+    """Return open_clip's cosine logits, (images, texts), in float64; texts are padded with 0 after the end token."""
     state = {name: tensor.double() for name, tensor in state.items()}
     x = F.conv2d(pixels.double(), state["visual.conv1.weight"], stride=PATCH)
     x = x.flatten(2).transpose(1, 2)
@@ -95,7 +95,7 @@ def literal(state, pixels, texts, act=F.gelu, vision_heads=WIDTH // 64, text_hea
 
 
 def example(vocabulary):
-    """Random images, and token ids of three texts of several lengths padded with 0 as open_clip does."""
+    """Return random images, and token ids of three texts of different lengths, padded with 0 as in open_clip."""
     texts = torch.zeros(3, LONGEST, dtype=torch.int64)
     for row, length in zip(texts, (4, 9, LONGEST), strict=True):
         row[:length] = torch.randint(1, vocabulary - 2, (length,))
@@ -112,24 +112,24 @@ def example(vocabulary):
     ],
 )
 @torch.no_grad()
-def test_both_towers_equal_open_clip_s(facts, act):
+def test_both_towers_equal_the_open_clip_reference(facts, act):
     state = random_state(50)
     pixels, texts = example(50)
     model = convert_open_clip(state, **facts)
     heads = {name: count for name, count in facts.items() if name.endswith("heads")}
     expected = literal(state, pixels, texts, act, **heads)
-    found = model(input_ids=texts, pixel_values=pixels).logits_per_image
-    assert (found / 70 - expected / 70).abs().max() < 1e-5
+    actual = model(input_ids=texts, pixel_values=pixels).logits_per_image
+    assert (actual / 70 - expected / 70).abs().max() < 1e-5
     vision, text = model.config.vision_config, model.config.text_config
     assert (vision.image_size, vision.patch_size, vision.num_hidden_layers) == (SIDE * PATCH, PATCH, 2)
     assert (text.vocab_size, text.max_position_embeddings, text.intermediate_size) == (50, LONGEST, 4 * TEXT_WIDTH)
 
 
 @torch.no_grad()
-def test_the_folder_loads_and_texts_are_read_at_their_end_token(tokenizer, tmp_path, capsys):
+def test_converted_folder_loads_and_texts_are_read_at_the_end_token(tokenizer, tmp_path, capsys):
     folder, vocabulary = tokenizer
     state = random_state(vocabulary)
-    # As open_clip's training writes it: half precision, data parallelism's prefix, and the epoch beside the weights.
+    # As open_clip's training saves it: half precision, the prefix of data parallelism, the epoch beside the weights.
     torch.save({"epoch": 32, "state_dict": {f"module.{n}": t.half() for n, t in state.items()}}, tmp_path / "it.pt")
     command = ["convert-openclip", str(tmp_path / "it.pt"), str(tmp_path / "out"), "--tokenizer", str(folder)]
     assert main([*command, "--resize", "squash"]) == 0
@@ -150,11 +150,11 @@ def test_the_folder_loads_and_texts_are_read_at_their_end_token(tokenizer, tmp_p
     assert pixels.shape[2:] == (SIDE * PATCH, SIDE * PATCH) and torch.allclose(pixels, squashed, atol=1e-6)
     half = {name: tensor.half().float() for name, tensor in state.items()}
     expected = literal(half, pixels, padded)
-    found = model(input_ids=tokens, pixel_values=pixels).logits_per_image
-    assert (found / 70 - expected / 70).abs().max() < 1e-5
+    actual = model(input_ids=tokens, pixel_values=pixels).logits_per_image
+    assert (actual / 70 - expected / 70).abs().max() < 1e-5
 
 
-def test_what_does_not_fit_or_could_hold_more_than_tensors_is_named(tokenizer, tmp_path):
+def test_incomplete_or_unsafe_checkpoints_are_refused_by_name(tokenizer, tmp_path):
     state = random_state(50)
     for name, value, message in (
         ("visual.conv1.weight", None, "'visual.conv1.weight' must be a tensor of 4 dimensions"),
@@ -171,9 +171,9 @@ def test_what_does_not_fit_or_could_hold_more_than_tensors_is_named(tokenizer, t
         with pytest.raises(ValueError, match=message):
             convert_open_clip(state, **facts)
     torch.save({"state_dict": {}, "folder": tmp_path}, tmp_path / "it.pt")
-    with pytest.raises(ValueError, match="could not be read as tensors alone"):
+    with pytest.raises(ValueError, match="cannot be read as plain tensors"):
         convert_open_clip(tmp_path / "it.pt")
-    with pytest.raises(FileNotFoundError, match="is no file"):
+    with pytest.raises(FileNotFoundError, match="is not a file"):
         convert_open_clip(tmp_path / "absent.pt")
     with pytest.raises(ValueError, match="it is the tokenizer of another model"):
         save_open_clip(state, tmp_path / "out", tokenizer[0])

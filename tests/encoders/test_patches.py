@@ -1,4 +1,4 @@
-"""SigLIP 2 NaFlex: images of many proportions in one batch, whose padding counts nowhere."""
+"""SigLIP 2 NaFlex: images of different aspect ratios in one batch, whose padding has no effect."""
 
 import pytest
 import reference
@@ -32,13 +32,13 @@ def adapted():
     return get_peft_model(tiny.make_model("siglip2"), DualModeLoraConfig(**CONFIG, init_weights=False)).eval()
 
 
-def test_a_batch_is_what_the_image_processor_makes_of_it(processor, packed):
+def test_unpacked_batch_equals_the_image_processors_output(processor, packed):
     expected = processor.image_processor(images=pictures(), return_tensors="pt")
-    found = unpacked(packed)
+    actual = unpacked(packed)
     assert packed.dtype == torch.float32 and packed.shape[1:] == image_shape(tiny.make_model("siglip2"), processor)
-    assert torch.equal(found["pixel_values"], expected["pixel_values"])
-    assert torch.equal(found["spatial_shapes"], expected["spatial_shapes"])
-    assert torch.equal(found["pixel_attention_mask"], expected["pixel_attention_mask"].bool())
+    assert torch.equal(actual["pixel_values"], expected["pixel_values"])
+    assert torch.equal(actual["spatial_shapes"], expected["spatial_shapes"])
+    assert torch.equal(actual["pixel_attention_mask"], expected["pixel_attention_mask"].bool())
     assert expected["pixel_attention_mask"].sum(dim=1).tolist() == COUNTS
     small = unpacked(packed[1:3])
     assert small["pixel_values"].shape[1] == 5 and small["pixel_attention_mask"].sum(dim=1).tolist() == [4, 5]
@@ -46,8 +46,8 @@ def test_a_batch_is_what_the_image_processor_makes_of_it(processor, packed):
     assert small["pixel_values"].shape[1] == 4 and small["pixel_attention_mask"] is None
 
 
-def test_features_and_gradients_of_a_batch_are_those_of_its_images_alone(packed):
-    """In float64, each image is cut to its own patches and passes without a mask."""
+def test_features_and_gradients_of_a_batch_equal_those_of_single_images(packed):
+    """Compare a masked batch with single images, cut to their patches and without a mask, in float64."""
     model = adapted().double()
     base, trained = model.get_base_model(), [p for p in model.parameters() if p.requires_grad]
     together = unit_image_embeds(base, packed)
@@ -57,12 +57,12 @@ def test_features_and_gradients_of_a_batch_are_those_of_its_images_alone(packed)
     gradients = [torch.autograd.grad((z * directions).sum(), trained, allow_unused=True) for z in (together, alone)]
     pairs = [(a, b) for a, b in zip(*gradients) if b is not None and b.numel()]
     assert len(pairs) >= 16
-    for found, expected in pairs:
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+    for actual, expected in pairs:
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-4)
 
 
 def inputs_of(model, packed):
-    """What each adapted layer reads of each image alone, of which nothing is padding."""
+    """Return the inputs of each adapted layer for images that are encoded one by one, without padding."""
     seen: dict[str, list[torch.Tensor]] = {}
     with torch.no_grad(), observed_inputs(model.dual_mode_layers(), lambda n, x: seen.setdefault(n, []).append(x[0])):
         for image in packed:
@@ -71,7 +71,7 @@ def inputs_of(model, packed):
     return {name: torch.cat(inputs) for name, inputs in seen.items()}
 
 
-def test_a_learner_leaves_the_padding_out_and_what_it_cannot_read_or_use(processor, packed, tmp_path):
+def test_learner_ignores_padding_and_refuses_unreadable_or_unsuitable_input(processor, packed, tmp_path):
     ours = ClassIncrementalLearner(adapted(), tiny.make_processor("siglip2"), args=LearnerArguments(**QUICK))
     learn(ours, 0)
     for name, tokens in inputs_of(ours.model, packed).items():
@@ -84,5 +84,5 @@ def test_a_learner_leaves_the_padding_out_and_what_it_cannot_read_or_use(process
         relevance_maps(ours, pictures(), ours.text_embeds(["a0"]))
     with pytest.raises(ValueError, match="Siglip2ImageProcessorPil cannot crop"):
         with_image_resize(processor, ours.clip, "squash")
-    with pytest.raises(ValueError, match=r"are \(3, 16, 16\), the model takes \(6, 194\)"):
+    with pytest.raises(ValueError, match=r"are \(3, 16, 16\), but the model takes \(6, 194\)"):
         ours.predict([torch.zeros(3, 16, 16)])

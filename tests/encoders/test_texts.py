@@ -1,4 +1,4 @@
-"""Texts of classes: several prompt templates, and several texts of a class."""
+"""Prompts of classes: several prompt templates, and several texts for one class."""
 
 import copy
 
@@ -25,7 +25,7 @@ def trained(**args):
 
 @torch.no_grad()
 def mean_of_texts(learner, *groups):
-    """The mean of each group's unit embeddings, normalised: each text by itself, in float64 once it left the tower."""
+    """Return the normalised mean of each group's unit embeddings: texts encoded one by one, averaged in float64."""
     rows = []
     for group in groups:
         ids = [learner.processor.tokenizer([text], return_tensors="pt")["input_ids"] for text in group]
@@ -39,11 +39,11 @@ def of_all():
     return trained(prompt_template=list(TEMPLATES))
 
 
-def test_classifiers_see_the_mean_of_all_templates_which_are_saved_and_exported(of_all, tmp_path):
-    found = of_all.classifiers["text"].text_embeds
+def test_classifiers_use_the_mean_of_all_templates_also_after_saving_and_export(of_all, tmp_path):
+    actual = of_all.classifiers["text"].text_embeds
     prompts = [[template.replace("{}", name) for template in TEMPLATES] for name in NAMES]
-    assert (found - mean_of_texts(of_all, *prompts)).abs().max() < 1e-6
-    assert (found - mean_of_texts(of_all, *(each[:1] for each in prompts))).abs().max() > 1e-3
+    assert (actual - mean_of_texts(of_all, *prompts)).abs().max() < 1e-6
+    assert (actual - mean_of_texts(of_all, *(each[:1] for each in prompts))).abs().max() > 1e-3
     of_all.save_pretrained(tmp_path / "it")
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "it", copy.deepcopy(tiny_base()[0]))
     assert loaded.args.prompt_template == TEMPLATES and loaded.args.training_template is None
@@ -54,8 +54,8 @@ def adapter(learner):
     return {name: value for name, value in learner.model.state_dict().items() if "dulbe" in name}
 
 
-def test_training_sees_one_template(of_all):
-    """The same adapter comes out as with that template alone; another one gives another adapter."""
+def test_training_uses_one_template(of_all):
+    """Training gives the same adapter as with the first template only; another template gives another adapter."""
     for args, same in (
         ({"prompt_template": TEMPLATES[0]}, True),
         ({"prompt_template": list(TEMPLATES[1:]), "training_template": TEMPLATES[0]}, True),
@@ -67,11 +67,11 @@ def test_training_sees_one_template(of_all):
 
 
 def arguments_of(*flags):
-    found = parse(["run", *flags])
-    return pick(LearnerArguments, given_settings(found.pop("config"), found))
+    actual = parse(["run", *flags])
+    return pick(LearnerArguments, given_settings(actual.pop("config"), actual))
 
 
-def test_templates_from_flags_files_and_yaml(tmp_path):
+def test_templates_are_read_from_flags_files_and_yaml(tmp_path):
     (tmp_path / "three.txt").write_text("\n".join(TEMPLATES) + "\n", encoding="utf-8")
     (tmp_path / "run.yaml").write_text('prompt_template: ["a {}", "an {}"]\n', encoding="utf-8")
     assert arguments_of("--prompt-template", "one, {}").prompt_template == "one, {}"
@@ -89,7 +89,7 @@ def frozen(**fields):
     return tiny_learner("frozen", ("text", "bridge"), prompt_template="the digit {}.", **fields)
 
 
-def test_a_class_is_the_mean_of_its_texts():
+def test_class_embedding_is_the_mean_of_its_texts():
     learner = frozen()
     for task, name in zip(stream(2), TEXTS, strict=True):
         learner.learn_task(task.train, task.class_names, class_texts={name: TEXTS[name]})
@@ -105,7 +105,7 @@ def test_a_class_is_the_mean_of_its_texts():
     assert learner.state.class_texts == {"b1": ("drei",)}
 
 
-def test_a_run_keeps_them_and_goes_on_with_the_same_ones(tmp_path):
+def test_run_saves_class_texts_and_refuses_to_resume_with_others(tmp_path):
     tests = [(randn(3, 16, 16, seed=number), number % 2) for number in range(40)]
     tasks = [Task(task.train, tests, task.class_names) for task in stream(2)]
     learner, whole = frozen(), frozen()
@@ -116,42 +116,42 @@ def test_a_run_keeps_them_and_goes_on_with_the_same_ones(tmp_path):
     with pytest.raises(ValueError, match="texts of the learned class 'a0' were"):
         frozen().run(tasks, tmp_path / "run", class_texts={"b1": ["drei"]})
     frozen().run(tasks, tmp_path / "run", class_texts=TEXTS)
-    found = whole.run(tasks, tmp_path / "whole", class_texts=TEXTS)
+    actual = whole.run(tasks, tmp_path / "whole", class_texts=TEXTS)
     file = "task-002/learner.json"
     assert (tmp_path / "run" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
     truth = torch.arange(80) % 2 + torch.arange(80) // 40 * 2
     images = torch.cat([whole.image_embeds(task.test) for task in tasks])
-    own, names = (images @ mean_of_texts(whole, *texts).T for texts in (ALL, [[f"the digit {n}."] for n in NAMES]))
-    right, others = (float((scores.argmax(dim=1) == truth).double().mean()) for scores in (own, names))
-    assert found["zero_shot"]["last_accuracy"] == pytest.approx(right) and right != others
+    embeds = [mean_of_texts(whole, *texts) for texts in (ALL, [[f"the digit {name}."] for name in NAMES])]
+    accuracy, with_names = (float(((images @ e.T).argmax(dim=1) == truth).double().mean()) for e in embeds)
+    assert actual["zero_shot"]["last_accuracy"] == pytest.approx(accuracy) and accuracy != with_names
 
 
-def test_the_command_reads_them_from_a_file(digit_folders, tmp_path, capsys):
+def test_command_reads_class_texts_from_a_file(digit_folders, tmp_path, capsys):
     file = tmp_path / "texts.yaml"
     file.write_text('zero: [the digit zero., nought, a round digit]\nZero: [nothing]\n"tw\\e[2Jo": [two]\n')
     command = ["run", "--model", "demo", "--data", str(digit_folders(4, 2, 1)), "--strategy", "frozen"]
     command += ["--classifiers", "text", "--increment", "2", "--output", str(tmp_path / "run")]
     command += ["--device", "cpu", "--no-progress"]
     assert main([*command, "--class-texts", str(file)]) == 0
-    said = capsys.readouterr().out
-    assert "1 of 4 classes have their own texts" in said
-    assert "left out: texts of classes that the data does not have (Zero, tw\\x1b[2Jo)" in said
+    printed = capsys.readouterr().out
+    assert "1 of 4 classes have their own texts" in printed
+    assert "left out: texts of classes that the data does not have (Zero, tw\\x1b[2Jo)" in printed
     texts = ClassIncrementalLearner.from_pretrained(tmp_path / "run" / "task-002").state.class_texts
     assert texts == {"zero": ("the digit zero.", "nought", "a round digit")}
 
 
-def test_texts_of_no_use_change_nothing():
+def test_unusable_class_texts_are_refused_and_change_nothing():
     learner, (task,) = frozen(), stream(1)
     for texts, words in (
         (["an owl"], "must map class names to lists of texts, got a list"),
         ({"nine": ["an owl"]}, r"class_texts\['nine'\] belongs to no class here"),
         ({"a0": "an owl"}, r"class_texts\['a0'\] must be a list of one or more texts, got 'an owl'"),
         ({"a0": ["null", " "]}, "not blank"),
-        ({"a0": ["null " * 100]}, "tokens, the text tower takes"),
+        ({"a0": ["null " * 100]}, "tokens, but the text tower takes"),
         ({"a0": ["a", "b"], "b0": ["b", "a"]}, "classes 'a0' and 'b0' give the same prompt"),
-        ({"a0": ["Null"], "b0": ["null"]}, "the same to the tokenizer"),
-        # What stands behind the end sign would not be read, so two classes could have one text.
-        ({"a0": ["null <|endoftext|> one"]}, r"holds '<\|endoftext\|>', a sign of the tokenizer's own"),
+        ({"a0": ["Null"], "b0": ["null"]}, "give the same tokens"),
+        # The model ignores everything after an end token, so two classes could have the same text.
+        ({"a0": ["null <|endoftext|> one"]}, r"contains '<\|endoftext\|>', a special token of the tokenizer"),
     ):
         with pytest.raises((TypeError, ValueError), match=words):
             learner.learn_task(task.train, task.class_names, class_texts=texts)

@@ -69,12 +69,16 @@ def test_what_is_recommended_is_clearly_better_by_the_estimate():
         return estimated(results)
 
     found = rows(bayes=(0.5, 0.4, 0.6), lda=(0.8, 0.7, 0.9))
-    assert found.words.startswith("estimate from 9 training images of 1 of the 2 classes")
-    assert recommended(found, "bayes") == ("lda", "recommended by it: lda, with 30.0 points more than bayes")
-    assert recommended(found, "lda") == ("lda", "recommended by it: lda, which answers")
+    assert found.words.startswith("accuracy estimated from 9 training images of 1 of the 2 classes")
+    assert recommended(found, "bayes") == (
+        "lda",
+        "recommended classifier: lda, whose estimate is 30.0 points higher than that of bayes",
+    )
+    assert recommended(found, "lda") == ("lda", "recommended classifier: lda, which predict uses by default")
     few = rows(2, bayes=(0.0, 0.0, 0.6), lda=(1.0, 0.7, 1.0))
-    assert "estimate from 2 training images of 1 of the 2 classes, too few to tell" in few.words
-    assert recommended(few, "bayes") == ("bayes", "so few images cannot tell which classifier is best: bayes answers")
+    assert "from 2 training images of 1 of the 2 classes (too few for a reliable estimate)" in few.words
+    too_few = "there are too few images to tell which classifier is best, so predict uses"
+    assert recommended(few, "bayes") == ("bayes", f"{too_few} bayes")
     close = rows(bayes=(0.5, 0.4, 0.6), lda=(0.6, 0.5, 0.7))
     assert recommended(close, "bayes")[0] == "bayes" and "may be chance" in recommended(close, "bayes")[1]
     assert recommended(close, "slca") == ("slca", "") and recommended(None, "slca") == ("slca", "")
@@ -94,11 +98,11 @@ def test_run_and_report_show_it_where_there_are_no_test_images(digit_folders, tm
         assert "classifiers" not in json.loads((out / "results.json").read_text())
     assert f"{many} has no test images" in said[0] and "--test-fraction" in said[0]
     assert "increment is 9, but the data has 3 classes: one task learns all" in said[0] and "task 1/1" in said[0]
-    assert "\nestimate from 18 training images, each left out, with its 95 % interval: " in said[0]
-    assert "\nrecommended by it: prototype, which answers" in said[0] and "“prototype” " in pages[0]
-    assert "The stream has no test images. Estimate from 18 training images, each left out" in pages[0]
-    assert "so few images cannot tell which classifier is best: prototype answers" in said[1]
-    assert "nothing says how good it is" in pages[1]
+    assert "\naccuracy estimated from 18 training images, each left out in turn, with 95 % intervals: " in said[0]
+    assert "\nrecommended classifier: prototype, which predict" in said[0] and "“prototype” " in pages[0]
+    assert "The stream has no test images. Accuracy estimated from 18 training images, each left out" in pages[0]
+    assert "so predict uses prototype" in said[1]
+    assert "The learner's accuracy is therefore not known" in pages[1]
 
 
 SPECS = ["lda", "gda:alpha=0.5", "bayes:features=3", "bayes:kappa=4,rho=3,features=0"]

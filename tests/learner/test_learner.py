@@ -343,7 +343,7 @@ def test_invalid_base_model_is_refused(base, finished_run):
         (make_learner(base).model, ValueError),
         (base[0].vision_model, ValueError),
     ):
-        with pytest.raises(error, match="base_model|the served types are"):
+        with pytest.raises(error, match="base_model|the supported types are"):
             ClassIncrementalLearner.from_pretrained(finished_run, wrong)
 
 

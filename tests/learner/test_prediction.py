@@ -233,6 +233,6 @@ def test_trained_model_warns_that_rates_are_not_guaranteed(base, digit_folders, 
             if strategy == "frozen":
                 learner.predict(ImageFolder(root, "test"), **options)
                 continue
-            with pytest.warns(UserWarning, match="it is not promised"):
+            with pytest.warns(UserWarning, match="are not guaranteed"):
                 learner.predict(ImageFolder(root, "test"), **options)
         assert not recwarn.list

@@ -5,6 +5,7 @@ import importlib
 import json
 import math
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,20 @@ import torch
 from reference import randn
 from torch.nn import functional as F
 
-from research.benchmarks import bridges, common, edges, frozen, literal, models, ours, real, rivals, stock, table
+from research.benchmarks import (
+    bridges,
+    common,
+    edges,
+    evidence,
+    frozen,
+    literal,
+    models,
+    ours,
+    real,
+    rivals,
+    stock,
+    table,
+)
 
 ROOT = Path(__file__).parents[2]
 TOOLS = {"__init__", "common", "evidence", "literal", "models", "ours", "real", "rivals", "stock", "table"}
@@ -92,6 +106,41 @@ def test_sides_alternate_and_ratios_are_computed_round_by_round():
 def test_tables_in_the_docs_match_the_result_files(path):
     text = path.read_text(encoding="utf-8")
     assert table.page(text, common.RESULTS) == text, "run python -m research.benchmarks.table"
+
+
+def test_tables_of_training_have_all_columns():
+    """Default classifier, best other one and what is still known, in each; no table of training is made by hand."""
+    found = 0
+    for path in table.PAGES:
+        for marker in re.findall(r"<!-- table: (.+?) -->", path.read_text(encoding="utf-8")):
+            name, *arguments = shlex.split(marker)
+            if evidence.TABLES.get(name) in evidence.COMPARISONS:
+                settings = dict(argument.split("=", 1) for argument in arguments)
+                columns = evidence.TABLES[name](common.RESULTS, **settings)[0][1:]
+                places = [columns.index(column) for column in ("bayes", "the best other", "still known")]
+                assert places == sorted(places) and places[0] == 0, marker
+                found += 1
+    text = table.MARKED.sub("", (ROOT / "docs" / "results.md").read_text(encoding="utf-8"))
+    for heading in ("Does the method pay?", "All methods side by side"):
+        assert "|---" not in text.partition(f"## {heading}")[2].partition("\n## ")[0], heading
+    assert found > 3
+
+
+def test_readme_sentence_on_training_follows_from_the_comparisons(tmp_path):
+    """README says what the least and the largest difference is, over all streams."""
+    (tmp_path / "comparisons").mkdir()
+    head = "stream,method,classifier,drift,gain,retention_before,retention\n"
+    for file, gains in (("a", [("0.051", "-0.012"), ("0.004", "0.001")]), ("b", [("-0.02", "0")])):
+        rows = [
+            f"s{number},DuLBE,{name},auto,{gain},0.7,0.{66 + number}\ns{number},frozen,{name},none,,0.7,0.7\n"
+            for number, pair in enumerate(gains)
+            for name, gain in zip(("text", "bayes"), pair, strict=True)
+        ]
+        (tmp_path / f"comparisons/{file}.csv").write_text(head + "".join(rows))
+    said = evidence.pays(tmp_path, "a;b", "DuLBE", "text")
+    assert "`text` by −2.0 to +5.1 points" in said and "by −1.2 to +0.1, and" in said
+    assert "by −4.0 to −3.0, over 3 streams" in said
+    assert "<!-- table: pays " in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_every_benchmark_is_mentioned_in_the_docs():

@@ -2,12 +2,13 @@
   dulbe-peft check photos --page photos.html --csv photos.csv
   dulbe-peft check photos --check-labels --model openai/clip-vit-base-patch16 --page photos.html
 
-It decodes every image, and compares all of them with each other. The page has a strip of photographs of each
-class, and shows those that are there twice side by side. With --check-labels it names the ten images that look
-most like another class than that of their folder; the table has all. It tries itself on a copy of the labels, some
-of which it swaps, and says how many of these it finds. --move-to sorts the suspects of the table by
-what was found, of two copies the second, so that you look at them elsewhere. The exit status is 2 where images
-cannot be read, else 0.
+The command decodes every image and compares all images with each other. The page shows duplicates
+side by side, and a few photographs of each class. --check-labels lists the ten images whose label is
+most doubtful, because they look like another class; the table lists all of them. To show how
+reliable this is, the command also swaps some labels on purpose and counts how many of these it
+finds. --move-to moves the files of the table into one folder for each finding, so that you can look
+at them there; of two copies, it moves the second. The exit status is 2 if images cannot be read,
+and 0 otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.photos.commands.named import FOLDER, check_given, claim, say_next, words_of
+from dulbe_peft.photos.commands.named import FOLDER, check_given, claim, message_stream, print_next_command
 from dulbe_peft.photos.commands.options import (
     NO_STORE,
     OVERWRITE,
@@ -41,28 +42,28 @@ if TYPE_CHECKING:
     from dulbe_peft.photos.data.inventory import Found, Inventory
     from dulbe_peft.photos.doubtful_labels import Trial
 
-    Doubt = tuple[Found, str]  # an image, and what it looks like
+    Doubt = tuple[Found, str]  # an image, and the class that it looks like
 
-STRIP = 8  # thumbnails of a class
-PAIRS = 100  # duplicates on the page
-DOUBTFUL = 10  # images that look like another class
-DOUBTS = "look like another class; the label may be wrong, or the picture unusual:"
+STRIP = 8  # thumbnails shown for each class
+PAIRS = 100  # duplicates shown on the page
+DOUBTFUL = 10  # doubtful labels shown
+DOUBTS = "images that look like another class (the label may be wrong, or the picture unusual):"
 NO_DOUBTS = "no image looks more like another class than like its own"
 HEADER = ["split", "path", "finding", "detail"]
-TRUSTED = 0.8  # share of swapped labels that are found, below which a label without a doubt says little
+TRUSTED = 0.8  # if a smaller share of the swapped labels is found, other wrong labels are probably missed, too
 LEFT_OUT, MOVED = "left out", "moved.csv"
-SMALL = 64  # pixels; an image with fewer shows a model of 224 pixels little
+SMALL = 64  # pixels; smaller images show little to a model that expects 224 pixels
 
 
 @command(settings=settings_of(StreamArguments, ("train_split", "test_split", "test_data", "leave_out")))
 def check(
     data: str = setting(..., "images, as for run", place=True),
-    page: Page | None = setting(None, "write a page with pictures, too"),
-    csv: File | None = setting(None, "write split, path, finding, detail of all that is found; - is standard output"),
-    move_to: Folder | None = setting(None, "move the files that the table names, but for what is left out anyway"),
-    check_labels: bool = setting(False, "name the images that look like another class; needs --model"),
-    model: str | None = setting(None, "whose eyes --check-labels looks with, as for run"),
-    device: str = setting("auto", "where that model runs"),
+    page: Page | None = setting(None, "write a page with pictures"),
+    csv: File | None = setting(None, "write a table: split, path, finding, detail; - is standard output"),
+    move_to: Folder | None = setting(None, "move the files of the table here, except those that are left out"),
+    check_labels: bool = setting(False, "list images that look like another class; needs --model"),
+    model: str | None = setting(None, "model for --check-labels, as for run"),
+    device: str = setting("auto", "device of that model"),
     no_store: bool = NO_STORE,
     overwrite: bool = OVERWRITE,
     **splits: Any,
@@ -71,7 +72,7 @@ def check(
     claim(("--move-to", move_to, FOLDER), apart=[data])
     claim(("--page", page, ".html"), ("--csv", csv, ".csv"), reads=[data], overwrite=overwrite)
     if check_labels != (model is not None):
-        raise ValueError("--check-labels and --model MODEL, such as openai/clip-vit-base-patch16, go together")
+        raise ValueError("--check-labels and --model MODEL, such as openai/clip-vit-base-patch16, need each other")
     from dulbe_peft.data.folders import ImageFolder
     from dulbe_peft.photos.data.inventory import blank_lines, find_duplicates, thumbnails
     from dulbe_peft.photos.data.roles import UNLABELLED
@@ -79,51 +80,51 @@ def check(
 
     learner = None if model is None else load_learner(None, model, {"device": device}, store=not no_store)
     given = {flag: split for flag, split in splits.items() if split is not None}
-    train, test, found = open_stream_data(data, **given, strict=False)
+    train, test, inventory = open_stream_data(data, **given, strict=False)
     if page is not None and train.features is not None:
         raise ValueError(f"{data!r} is a table of features, which has no pictures for --page")
     if move_to is not None and not isinstance(train, ImageFolder):
-        raise ValueError(f"--move-to moves files of folders, and {data!r} is none")
-    parts = dict(zip(found.counts, [train] if test is None else [train, test], strict=True))
+        raise ValueError(f"--move-to moves the files of a folder, and {data!r} is not a folder")
+    parts = dict(zip(inventory.counts, [train] if test is None else [train, test], strict=True))
     pictures = thumbnails(parts)
-    found = replace(found, duplicates=find_duplicates(parts, pictures), blank=blank_lines(parts, pictures))
-    tiny, words = _tiny(parts), words_of(page, csv)
+    inventory = replace(inventory, duplicates=find_duplicates(parts, pictures), blank=blank_lines(parts, pictures))
+    tiny, words = _tiny(parts), message_stream(page, csv)
     name = data.rpartition("/")[2] if data.startswith("hf:") else Path(data).resolve().name
     small = ["", f"narrower than {SMALL} pixels: {counted(len(tiny), 'image')}"] if tiny else []
-    print("\n".join([found.format(), *small]), file=words)
+    print("\n".join([inventory.format(), *small]), file=words)
     doubtful: list[Doubt] = []
-    trust: list[str] = []
+    reliability: list[str] = []
     if learner is not None:
-        doubtful, trust = _doubtful(parts, learner)
-        doubts = [f"  {printable(one.name)}: looks like {why}" for one, why in doubtful[:DOUBTFUL]]
+        doubtful, reliability = _doubtful(parts, learner)
+        doubts = [f"  {printable(image.name)}: looks like {why}" for image, why in doubtful[:DOUBTFUL]]
         if len(doubtful) > DOUBTFUL:
             doubts.append(f"  ... and {len(doubtful) - DOUBTFUL} more, which --csv FILE lists")
-        print("\n".join(["", DOUBTS if doubtful else NO_DOUBTS, *doubts, *trust]), file=words)
+        print("\n".join(["", DOUBTS if doubtful else NO_DOUBTS, *doubts, *reliability]), file=words)
     if page is not None:
-        content = {"name": name, "found": found, "problems": [*found.problems(), *small]}
-        by_harm = sorted(found.duplicates, key=lambda pair: pair.first.split == pair.second.split)  # leaks first
-        shown = {"pairs": by_harm[:PAIRS], "doubtful": doubtful[:DOUBTFUL], "trust": trust}
+        content = {"name": name, "inventory": inventory, "problems": [*inventory.problems(), *small]}
+        by_harm = sorted(inventory.duplicates, key=lambda pair: pair.first.split == pair.second.split)  # leaks first
+        shown = {"pairs": by_harm[:PAIRS], "doubtful": doubtful[:DOUBTFUL], "reliability": reliability}
         _write_page(Path(page), parts, content | shown)
     blank = [[split, parts[split].item_name(at), "blank", why] for (split, at), (_, why) in pictures.items() if why]
-    rows = [*_findings(found, doubtful), *tiny, *blank]
+    rows = [*_findings(inventory, doubtful), *tiny, *blank]
     if csv is not None:
         write_csv(csv, HEADER, ([*map(printable, row)] for row in rows), errors="surrogateescape")
     if move_to is not None:
         count = _move(rows, Path(move_to), Path(data))
-        print(f"moved to {move_to}: {count}; {MOVED} there says from where", file=words)
+        print(f"moved to {move_to}: {counted(count, 'file')}; {MOVED} there lists where they were", file=words)
     if page or csv:
         print(f"\nwritten: {' and '.join(filter(None, (page, csv)))}", file=words)
     print(file=words)
-    if test is None and any(UNLABELLED in why for _, why in found.left_out):
+    if test is None and any(UNLABELLED in why for _, why in inventory.left_out):
         splits["test_split"] = "none"
     splits["leave_out"] = ",".join(splits["leave_out"] or ()) or None
     more = splits | {"test_fraction": 0.2 if test is None else None, "output": f"out-{name}"}
-    say_next("run", model=model or "openai/clip-vit-base-patch16", data=data, **more, to=words)
-    return 2 if found.unreadable else 0
+    print_next_command("run", model=model or "openai/clip-vit-base-patch16", data=data, **more, to=words)
+    return 2 if inventory.unreadable else 0
 
 
 def _write_page(path: Path, parts: Mapping[str, LabelledImages], content: dict[str, Any]) -> None:
-    """The page, with a strip of pictures of each class to learn from."""
+    """Write the page, with a strip of training images for each class."""
     import numpy as np
 
     from dulbe_peft.photos.report.html import write_page
@@ -134,32 +135,33 @@ def _write_page(path: Path, parts: Mapping[str, LabelledImages], content: dict[s
         places = np.flatnonzero(train.labels == label)
         some = places[np.linspace(0, len(places) - 1, min(STRIP, len(places)), dtype=int)]
         strips.append((name, len(places), [picture(train, int(index)) for index in some]))
-    shown = {"strips": strips, "picture": lambda one: picture(parts[one.split], one.place), "printable": printable}
-    write_page(path, "check.html", content | shown)
+    shown = {"strips": strips, "printable": printable}
+    pictured = {"picture": lambda image: picture(parts[image.split], image.place)}
+    write_page(path, "check.html", content | shown | pictured)
 
 
-def _findings(found: Inventory, doubtful: list[Doubt]) -> Iterator[list[str]]:
-    """The rows of the table: split, path, finding, detail."""
+def _findings(inventory: Inventory, doubtful: list[Doubt]) -> Iterator[list[str]]:
+    """Yield the rows of the table: split, path, finding, detail."""
     from dulbe_peft.photos.data.inventory import ALIKE
 
-    for image, why in found.unreadable:
+    for image, why in inventory.unreadable:
         yield [image.split, image.name, "unreadable", why]
-    for name, why in found.left_out:
+    for name, why in inventory.left_out:
         yield ["", name, LEFT_OUT, why]
     kinds = dict(zip(ALIKE, ("duplicate", "same pixels", "near copy"), strict=True))
-    for first, second, how in found.duplicates:
+    for first, second, how in inventory.duplicates:
         yield [second.split, second.name, kinds[how], f"of {first.split}: {first.name}"]
     for image, why in doubtful:
         yield [image.split, image.name, "looks like another class", why]
 
 
 def _doubtful(parts: Mapping[str, LabelledImages], learner: ClassIncrementalLearner) -> tuple[list[Doubt], list[str]]:
-    """The images that look like another class, the least likely label first, and how far that can be trusted."""
+    """Return the images with doubtful labels, the least probable label first, and lines on how reliable this is."""
     import numpy as np
 
     from dulbe_peft.encoders.loading import has_text
     from dulbe_peft.photos.data.inventory import Found
-    from dulbe_peft.photos.doubtful_labels import doubtful_labels, tried_on_swapped
+    from dulbe_peft.photos.doubtful_labels import doubtful_labels, try_swapped_labels
 
     names = next(iter(parts.values())).class_names
     features = np.concatenate([learner.image_embeds(part).cpu().numpy() for part in parts.values()])
@@ -170,30 +172,30 @@ def _doubtful(parts: Mapping[str, LabelledImages], learner: ClassIncrementalLear
     given = features, labels, texts, learner.logit_scale
     for number, other, share in doubtful_labels(*given):
         split, part, index = places[number]
-        one = Found(split, index, part.item_name(index), names[labels[number]])
-        why = f"{printable(names[other])!r}, not like {printable(one.label)!r} (probability {share:.1%})"
-        rows.append((one, why))
-    return rows, _trust(tried_on_swapped(*given))
+        image = Found(split, index, part.item_name(index), names[labels[number]])
+        why = f"{printable(names[other])!r}, not like {printable(image.label)!r} (probability {share:.1%})"
+        rows.append((image, why))
+    return rows, _reliability(try_swapped_labels(*given))
 
 
-def _trust(trial: Trial | None) -> list[str]:
-    """What a trial on swapped labels says of the doubts, in plain words."""
+def _reliability(trial: Trial | None) -> list[str]:
+    """Describe in plain words what a trial with swapped labels says about the doubtful labels."""
     if trial is None:
-        return ["how far this can be trusted is not known: too few images have a second one of their class"]
-    found, others = trial.found / trial.swapped, trial.others_doubted / max(trial.others, 1)
+        return ["the reliability of these doubts is not known: too few classes have two images or more"]
+    recall, others = trial.found / trial.swapped, trial.others_doubted / max(trial.others, 1)
     line = (
-        f"tried on copies of the labels: of {trial.swapped} that were swapped it finds {trial.found} "
-        f"({100 * found:.0f} %), and it doubts {100 * others:.0f} % of the others"
+        f"trial with {trial.swapped} labels swapped on purpose: {trial.found} of them ({100 * recall:.0f} %) were "
+        f"found, and {100 * others:.0f} % of the other labels were doubted, too"
     )
-    if found < TRUSTED:
-        return [line, "this model misses so many wrong labels that one which is not named may well be wrong"]
-    if others > found / 2:
-        return [line, "this model doubts so many right labels that a doubt says little"]
+    if recall < TRUSTED:
+        return [line, "this model misses many wrong labels, so labels that are not listed may be wrong, too"]
+    if others > recall / 2:
+        return [line, "this model doubts many correct labels, so most of its doubts may be unfounded"]
     return [line]
 
 
 def _tiny(parts: Mapping[str, LabelledImages]) -> list[list[str]]:
-    """The rows of the table about small images; none where most are small, for then small is what they are."""
+    """Return the rows of the table about small images, or none if most images are small and probably meant to be."""
     from dulbe_peft.data.decoding import open_image
 
     rows = []
@@ -207,14 +209,14 @@ def _tiny(parts: Mapping[str, LabelledImages]) -> list[list[str]]:
 
 
 def _move(rows: list[list[str]], folder: Path, data: Path) -> int:
-    """Move the files of the table into a folder for each finding; gives how many. Nothing is replaced."""
+    """Move the files of the table into one folder per finding, without replacing files, and return their number."""
     wanted = {path: finding for _, path, finding, _ in reversed(rows) if finding != LEFT_OUT}
     moves = [(Path(path), folder / finding / Path(path).relative_to(data)) for path, finding in wanted.items()]
     taken = [target for _, target in moves if os.path.lexists(target)] + [folder / MOVED] * (folder / MOVED).exists()
     if taken:
-        raise FileExistsError(f"{taken[0]} is there from an earlier call: name another folder for --move-to")
+        raise FileExistsError(f"{taken[0]} already exists from an earlier call: give --move-to another folder")
     for path in (path for path, _ in moves if path.is_symlink()):
-        raise ValueError(f"{path} is a link, which would lead nowhere from another folder: take it away by hand")
+        raise ValueError(f"{path} is a symbolic link, which would be broken in another folder: remove it by hand")
     folder.mkdir(parents=True, exist_ok=True)
     write_csv(folder / MOVED, ["from", "to"], [[printable(str(path)) for path in move] for move in moves])
     for path, target in moves:

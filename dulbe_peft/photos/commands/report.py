@@ -9,7 +9,7 @@ The page is a single file that any browser opens, even without a network. For a 
 
 from pathlib import Path
 
-from dulbe_peft.photos.commands.named import claim, say_next, words_of
+from dulbe_peft.photos.commands.named import claim, message_stream, print_next_command
 from dulbe_peft.photos.commands.options import OVERWRITE, File, Page, command
 from dulbe_peft.utils.settings import setting
 
@@ -31,25 +31,25 @@ def report(
         return
     for folder in runs:
         if (Path(folder) / "comparison.json").is_file():
-            raise ValueError(f"{folder} is a comparison: `python -m research report`, in a clone, makes its page")
+            raise ValueError(f"{folder} is a comparison: use `python -m research report` in a clone of the project")
         put_back(Path(folder))
         if not Path(folder).is_dir():
-            raise FileNotFoundError(f"{folder} is no folder; a report is made of a folder that run has written")
+            raise FileNotFoundError(f"{folder} is not a folder: give a folder that run has written")
     from dulbe_peft.photos.report import read_run, write_report
     from dulbe_peft.photos.report.verdict import estimated, recommended
 
     folders = list({Path(folder).resolve(): folder for folder in runs}.values())
     files = (output, csv, latex)
     page = write_report(folders, *files)
-    to = words_of(*files)
+    to = message_stream(*files)
     for path in (output or page, csv, latex):
         if path is not None:
             print(f"written: {path}", file=to)
     if len(folders) == 1:
         run = read_run(folders[0])
         best, _ = recommended(estimated(run.results), run.first)
-        how = {"format": "transformers", "classifier": best if best != run.first else None}
-        say_next("export", folders[0], f"{folders[0]}-export", **how, to=to)
+        flags = {"format": "transformers", "classifier": best if best != run.first else None}
+        print_next_command("export", folders[0], f"{folders[0]}-export", **flags, to=to)
 
 
 def _contact_sheet(tables: tuple[str, ...], output: str | None, *others: str | None) -> None:
@@ -60,4 +60,4 @@ def _contact_sheet(tables: tuple[str, ...], output: str | None, *others: str | N
         raise ValueError(f"{tables[0]} is a table of predictions: give it alone, with no flag except --output")
     table = Path(tables[0])
     page = write_contact_sheet(table, Path(output) if output else table.with_name(f"{table.name}.html"))
-    print(f"written: {output or page}", file=words_of(output))
+    print(f"written: {output or page}", file=message_stream(output))

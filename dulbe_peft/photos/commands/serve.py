@@ -3,14 +3,17 @@
   dulbe-peft serve taught --output taught
   dulbe-peft serve taught --output taught --photos heap
 
-Open the address that it prints. Drop photographs, say what is right, add a class from a few
-photographs, take a change back. What is taught is saved in --output, which the second command
-goes on with; without it the page can only be tried. With --photos the page asks what these are, one
-after the other, the most useful first: 1 to 5 for a proposed class, or a name and Enter, Space to
-skip, Backspace to take back. After each five the learner has learned them. Nobody else can reach the
-page unless --host says so, and what is dropped stays on this machine. The page is opened by its
-address, or by a --name. Where there is no learner yet, dulbe-peft suggest --model MODEL heap says
-what to label for the first one.
+Open the address that the command prints. On the page you can classify photographs, correct
+predictions, add a class from a few photographs, and undo changes. The learner is saved in --output
+after each change, and the second command continues with it; without --output, nothing is saved.
+
+With --photos, the page asks for the labels of these photographs, one after the other, the most useful
+first. Press 1 to 5 for a proposed class, or type a name and press Enter. Space skips a photograph,
+and Backspace undoes the last change. Labels are learned five at a time.
+
+Only this machine can reach the page unless --host allows others, and photographs stay on this
+machine. Open the page by its address, or by a name given with --name. If you have no learner yet,
+dulbe-peft suggest --model MODEL heap says which photographs to label first.
 """
 
 import os
@@ -23,7 +26,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from dulbe_peft.photos.commands.named import FOLDER, check_images, claim, say_next
+from dulbe_peft.photos.commands.named import FOLDER, check_images, claim, print_next_command
 from dulbe_peft.photos.commands.options import OVERWRITE, Folder, Load, command, learner_options
 from dulbe_peft.utils.settings import setting
 
@@ -33,58 +36,59 @@ from dulbe_peft.utils.settings import setting
 def serve(
     learner: str,
     load: Load,
-    output: Folder | None = setting(None, "save the learner here after each change; without it, nothing is kept"),
-    photos: Folder | None = setting(None, "photographs to label, the most useful ones first"),
-    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0: the whole network"),
-    names: tuple[str, ...] = setting((), "by which the page is opened, too, as behind a proxy", flag="--name"),
-    port: Annotated[int, Ge(0), Le(65535)] = setting(7860, "0: any free one"),
+    output: Folder | None = setting(None, "save the learner here after each change (default: do not save)"),
+    photos: Folder | None = setting(None, "folder of photographs to label on the page, the most useful first"),
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is the whole network"),
+    names: tuple[str, ...] = setting((), "further name of the page, such as that of a proxy", flag="--name"),
+    port: Annotated[int, Ge(0), Le(65535)] = setting(7860, "port to listen on; 0 chooses a free one"),
     overwrite: bool = OVERWRITE,
 ) -> None:
     name = f"[{host}]" if ":" in host else host
     if photos is not None:
         if not os.path.isdir(photos):
-            raise FileNotFoundError(f"--photos {photos} is no folder")
+            raise FileNotFoundError(f"--photos {photos} is not a folder")
         check_images([photos])
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
         why = str(error.strerror).partition(" (")[0]
-        raise OSError(f"{name}:{port} cannot be listened on: {why}; take another --port or --host") from error
+        raise OSError(f"cannot listen on {name}:{port}: {why}; give another --port or --host") from error
     with ExitStack() as held:
         if output is not None:
-            held.enter_context(_own(output, learner, photos, overwrite))
+            held.enter_context(_reserved(output, learner, photos, overwrite))
         loaded = load()
         from dulbe_peft.photos.serving import make_server
 
         server = held.enter_context(make_server(loaded, host, port, names, output, photos))
         for line in [] if server.app.labelling is None else server.app.labelling.left_out:
             print(line)
-        kept = "nothing that it learns is saved without --output" if output is None else f"saves in {output}"
-        print(f"open http://{name}:{server.server_address[1]} (Ctrl-C ends it; {kept})", flush=True)
+        kept = "changes are not saved without --output" if output is None else f"changes are saved in {output}"
+        print(f"open http://{name}:{server.server_address[1]} (Ctrl-C stops the server; {kept})", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
             pass
         finally:
-            with server.app.turn:  # a change that was begun is finished
+            with server.app.lock:  # wait for a change that is in progress
                 server.app.finish()
                 if server.app.unsaved:
-                    print("what it was taught is not saved, and gone: --output FOLDER keeps it", file=sys.stderr)
+                    print("the changes were not saved: next time, give --output FOLDER", file=sys.stderr)
         if output is not None and Path(output).is_dir():
-            say_next("predict", output, photos or "PHOTOS")
+            print_next_command("predict", output, photos or "PHOTOS")
 
 
 @contextmanager
-def _own(output: str, learner: str, photos: str | None, overwrite: bool) -> Iterator[None]:
-    """Keep a folder for this server alone: it goes on with the learner that lies there, and replaces no other one."""
+def _reserved(output: str, learner: str, photos: str | None, overwrite: bool) -> Iterator[None]:
+    """Lock the output folder for this server. It may continue with the learner there, but not replace another one."""
     from dulbe_peft.utils.folders import LOCK_SUFFIX, CheckpointError, exclusive, parse_manifest
 
     place = Path(output).resolve()
-    with exclusive(place.with_name(f".{place.name}.serving{LOCK_SUFFIX}"), output):  # before anything is put aside
+    # Lock the folder before `claim` may rename it.
+    with exclusive(place.with_name(f".{place.name}.serving{LOCK_SUFFIX}"), output):
         if place != Path(learner).resolve():
             claim(("--output", output, FOLDER), apart=[learner, photos], overwrite=overwrite)
             if place.is_dir() and any(place.iterdir()):
-                go_on = f"serve {output} --output {output} goes on with what is there, --overwrite begins anew"
+                go_on = f"serve {output} --output {output} continues with it, and --overwrite starts again"
                 raise FileExistsError(f"{output} exists: {go_on}")
         else:
             try:
@@ -92,5 +96,5 @@ def _own(output: str, learner: str, photos: str | None, overwrite: bool) -> Iter
             except CheckpointError:
                 kind = "run"
             if kind != "learner":
-                raise FileExistsError(f"{output} is of the kind {kind!r}, which never changes: name another --output")
+                raise FileExistsError(f"{output} is a {kind!r} folder, which serve does not change: give another one")
         yield

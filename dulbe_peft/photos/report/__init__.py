@@ -1,4 +1,4 @@
-"""What a stream came to, for people: plots, tables, and a page about one run or several."""
+"""Show the results of runs: plots, tables, and a page about one run or several."""
 
 from dulbe_peft.photos.report.plots import plot_matrix as plot_matrix
 from dulbe_peft.photos.report.plots import plot_results as plot_results

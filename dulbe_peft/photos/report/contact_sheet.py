@@ -1,4 +1,4 @@
-"""A page of photographs by the class that they were given: what `predict --csv` wrote, to look through."""
+"""Write a page that shows the photographs of a table of `predict --csv`, grouped by their predicted class."""
 
 from itertools import groupby
 from operator import itemgetter
@@ -10,11 +10,11 @@ from dulbe_peft.photos.report.pictures import as_address, thumbnail
 from dulbe_peft.utils.files import read_csv
 
 COLUMNS = ["path", "class", "probability"]
-MOST = 60  # pictures of a class
+MOST = 60  # pictures shown for each class
 
 
 def write_contact_sheet(table: Path, output: Path) -> Path:
-    """Write a page of the photographs in a table of `predict --csv`: each class's least sure ones first."""
+    """Write a page of the photographs in a table of `predict --csv`, the least certain ones of each class first."""
     header, *rows = read_csv(table) or [[]]
     if header[: len(COLUMNS)] != COLUMNS:
         raise ValueError(f"{table} begins with the columns {header[:3]}, expected {COLUMNS}, as predict --csv writes")
@@ -23,17 +23,17 @@ def write_contact_sheet(table: Path, output: Path) -> Path:
         try:
             path, name, probability = row[0], row[1], float(row[2])
         except (IndexError, ValueError) as error:
-            raise ValueError(f"line {line} of {table} is not as predict writes it: {error}") from error
-        best.setdefault(path, (name, probability))  # of several classes of an image, the first is the best
-    found = sorted((name == "", name, probability, path) for path, (name, probability) in best.items())
-    parts = [(name, list(rows)) for name, rows in groupby(found, key=itemgetter(1))]
+            raise ValueError(f"line {line} of {table} is not a row that predict writes: {error}") from error
+        best.setdefault(path, (name, probability))  # an image may have several rows, the most probable class first
+    predictions = sorted((name == "", name, probability, path) for path, (name, probability) in best.items())
+    parts = [(name, list(rows)) for name, rows in groupby(predictions, key=itemgetter(1))]
     content = {"name": table.name, "images": len(best), "parts": parts, "most": MOST, "picture": _picture}
     write_page(output, "contact.html", content)
     return output
 
 
 def _picture(path: str) -> str | None:
-    """A photograph as the page holds it; None of one that is gone or damaged."""
+    """Return a photograph as an address for the page, or None if its file is missing or damaged."""
     try:
         return as_address(thumbnail(decode_image(path)))
     except UnreadableImageError:

@@ -1,4 +1,4 @@
-"""What people look at in a finished run's folder: plots, and small pictures of test images."""
+"""Write plots, and small pictures of test images, into the folder of a finished run."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -13,15 +13,15 @@ from dulbe_peft.data.images import LabelledImages, labelled_images
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
 from dulbe_peft.photos.report.html import jpeg_address
-from dulbe_peft.photos.report.nearest import Neighbours, neighbours
+from dulbe_peft.photos.report.nearest import Neighbours, find_neighbours
 from dulbe_peft.photos.report.plots import plot_matrix, plot_results
 from dulbe_peft.photos.report.run_folder import PICTURES_FOLDER, PICTURES_INDEX
 from dulbe_peft.utils.files import replacing, write_json
 from dulbe_peft.utils.folders import commit_folder
 
-EXAMPLES = 12  # mistakes
-OF_A_CLASS, OF_ALL_CLASSES = 3, 300
-SIDE = 160  # pixels; a page shows them at half the size and enlarges them on a click
+EXAMPLES = 12  # pictures of mistakes
+OF_A_CLASS, OF_ALL_CLASSES = 3, 300  # pictures of test images at most
+SIDE = 160  # pixels; a page shows pictures at half this size and enlarges them on a click
 
 
 def write_pictures(
@@ -33,11 +33,16 @@ def write_pictures(
     trains: Sequence[Any] = (),
     task_names: Sequence[str] = (),
 ) -> None:
-    """Write `accuracy.png`, `tasks.png` and `pictures/` into a run's folder, where its stream had test data.
+    """Write `accuracy.png`, `tasks.png` and `pictures/` into a run's folder, if its stream had test data.
 
-    `tests` are the tasks' test data, `left_out` sentences about files that are no part of the data. With the `learner`
-    the pictures say which test images it has learned, too; with `trains`, also which training image is nearest.
-    `task_names` are what the report calls the tasks in place of their numbers.
+    Args:
+        run: the folder of the run.
+        tests: the test data of each task.
+        results: the results of the run.
+        left_out: sentences about files that are not part of the data.
+        learner: the learner, to mark test images that it has also learned.
+        trains: the training data, to show the training image nearest to each mistake.
+        task_names: names that the report uses for the tasks instead of their numbers.
     """
     output = Path(run)
     for name, plot in (("accuracy.png", plot_results), ("tasks.png", plot_matrix)) if "classifiers" in results else ():
@@ -45,19 +50,19 @@ def write_pictures(
             plot(results, temporary)
     if (output / PREDICTIONS_FILE).is_file():
         examples = choose_examples(read_predictions(output / PREDICTIONS_FILE))
-        found = Neighbours() if learner is None else neighbours(learner, trains, tests)
-        write_examples(output / PICTURES_FOLDER, examples, tests, left_out, found, task_names)
+        nearest = Neighbours() if learner is None else find_neighbours(learner, trains, tests)
+        write_examples(output / PICTURES_FOLDER, examples, tests, left_out, nearest, task_names)
 
 
 def choose_examples(rows: Sequence[ImageResult]) -> dict[str, list[ImageResult]]:
-    """The surest mistakes of the first classifier, in that order, and a few of each class."""
+    """Choose the most confident mistakes of the first classifier, in this order, and a few images of each class."""
     classes: dict[str, list[ImageResult]] = {}
     for row in rows:
         classes.setdefault(row.true, []).append(row)
     few = max(1, min(OF_A_CLASS, OF_ALL_CLASSES // max(len(classes), 1)))
     return {
         "mistakes": sorted((row for row in rows if not row.right), key=lambda row: -row.probability)[:EXAMPLES],
-        "classes": [row for own in classes.values() for row in own[:: -(-len(own) // few)]],
+        "classes": [row for members in classes.values() for row in members[:: -(-len(members) // few)]],
     }
 
 
@@ -66,17 +71,18 @@ def write_examples(
     examples: Mapping[str, list[ImageResult]],
     tests: Sequence[Any],
     left_out: Sequence[str] = (),
-    found: Neighbours | None = None,
+    neighbours: Neighbours | None = None,
     task_names: Sequence[str] = (),
 ) -> None:
-    """Write small JPEG files and an index of what they show, without images that are gone or are no PIL images."""
-    found = found or Neighbours()
-    index: dict[str, Any] = {"left_out": list(left_out), "copies": [copy.model_dump() for copy in found.copies]}
+    """Write small JPEG files and an index that describes them; skip images that are missing or not PIL images."""
+    neighbours = neighbours or Neighbours()
+    index: dict[str, Any] = {"left_out": list(left_out), "copies": [copy.model_dump() for copy in neighbours.copies]}
     index["task_names"] = list(task_names)
     pictures: dict[str, Image.Image] = {}
     opened = [None if test is None else labelled_images(test) for test in tests]
 
-    def kept(images: LabelledImages | None, row: int, file: str) -> bool:
+    def keep(images: LabelledImages | None, row: int, file: str) -> bool:
+        """Keep a small copy of an image as `file`; return whether this was possible."""
         try:
             image = None if images is None else images[row]["image"]
         except (OSError, ValueError):  # deleted or damaged since it was tested
@@ -89,12 +95,12 @@ def write_examples(
         index[kind] = []
         for number, row in enumerate(rows, 1):
             file = f"{kind}-{number:02d}.jpg"
-            if not kept(opened[row.task - 1], row.position, file):
+            if not keep(opened[row.task - 1], row.position, file):
                 continue
-            what = {"image": row.image, "class": row.true, "predicted": row.predicted}
-            index[kind].append({"file": file, "probability": row.probability, **what})
-            near = found.nearest.get((row.task, row.position)) if kind == "mistakes" else None
-            if near is not None and kept(*near, f"nearest-{number:02d}.jpg"):
+            shown = {"image": row.image, "class": row.true, "predicted": row.predicted}
+            index[kind].append({"file": file, "probability": row.probability, **shown})
+            near = neighbours.nearest.get((row.task, row.position)) if kind == "mistakes" else None
+            if near is not None and keep(*near, f"nearest-{number:02d}.jpg"):
                 images, place = near
                 name = {"image": images.item_name(place), "class": images.class_names[images.labels[place]]}
                 index[kind][-1]["nearest"] = {"file": f"nearest-{number:02d}.jpg", **name}
@@ -105,31 +111,31 @@ def write_examples(
         write_json(temporary / PICTURES_INDEX, index)
 
     try:
-        if pictures or left_out or found.copies:
+        if pictures or left_out or neighbours.copies:
             commit_folder(folder, "pictures", write)
-    except FileExistsError as error:  # a folder of somebody's own; the run itself is finished and whole
+    except FileExistsError as error:  # the user's own folder; the run itself is complete
         tqdm.write(f"no pictures of examples: {error}")
 
 
 def as_address(picture: Image.Image) -> str:
-    """A small picture as an address that holds it, for a page of one file."""
+    """Return a data URL with a small picture, for a self-contained page."""
     packed = io.BytesIO()
     picture.save(packed, "JPEG", quality=80)
     return jpeg_address(packed.getvalue())
 
 
 def thumbnail(image: Image.Image) -> Image.Image:
-    """The image in RGB, at most 160 pixels wide and high; a tiny one is enlarged, so that its pixels can be seen."""
+    """Return the image in RGB, at most 160 pixels wide and high. Tiny images are enlarged to show their pixels."""
     picture = to_rgb(image)
     factor = SIDE // max(picture.size)
     if factor > 1:
         width, height = picture.size
         return picture.resize((width * factor, height * factor), Image.Resampling.NEAREST)
-    picture = picture.copy()  # or the user's own image would shrink
+    picture = picture.copy()  # do not shrink the caller's image
     picture.thumbnail((SIDE, SIDE))
     return picture
 
 
 def picture(images: LabelledImages, index: int) -> str:
-    """An image as a small one that a page holds."""
+    """Return a data URL with a small copy of an image."""
     return as_address(thumbnail(images.image(index)))

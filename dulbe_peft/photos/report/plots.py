@@ -1,6 +1,6 @@
-"""The pictures of a stream, and of what training changed in it. Axes of accuracy run from 0 to 100.
+"""Draw charts of the results of a run. Axes of accuracy run from 0 to 100 %.
 
-A page takes them as SVG whose colours are variables of its style sheet, so that they follow its light or dark scheme.
+On a page, a chart is an SVG whose colours are variables of the style sheet, so it follows the light or dark scheme.
 """
 
 import io
@@ -21,40 +21,44 @@ INK, GRID = "#1b1f24", "#d0d7de"
 SERIES = ("#57606a", "#9a6700", "#1a7f4b", "#0b62a8", "#a3378c", "#b3350f", "#0e7490", "#6e40aa")
 STYLES = ("^:", "s--", "v-.", "o-", "d-.", "P-", "X--", "*-")
 _DASHES = ("-", ":", "-.", "--")
-_MOST_NUMBERS = 12  # tasks of which the matrix still shows the numbers
-# Below the axes: over them it would hide a line, for none is known to be free.
+_MOST_NUMBERS = 12  # the matrix shows its values for at most this many tasks
+# The legend stands below the axes, because anywhere inside them it could hide a line.
 LEGEND: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "labelcolor": INK, "fontsize": 8}
 
 
 def plot_results(results: dict[str, Any], path: str | Path) -> None:
-    """Draw accuracy over all seen classes after each task, for every classifier, the text alone and zero-shot.
+    """Plot the accuracy on all seen classes after each task, for every classifier and for zero-shot classification.
 
-    `results` is what `ClassIncrementalLearner.run` returned, of a stream with test data. The ending of `path` says the
-    picture's format.
+    Args:
+        results: the return value of `ClassIncrementalLearner.run`, for a stream with test data.
+        path: the file to write; its suffix selects the format.
+
+    Raises:
+        ValueError: if the stream had no test data.
     """
     accuracy_figure(results).savefig(path, dpi=150)
 
 
 def plot_matrix(results: dict[str, Any], path: str | Path) -> None:
-    """Draw how well each task's classes are known after each later task, by the first classifier (a file)."""
+    """Plot the first classifier's accuracy on each task after every later task; see `plot_results`."""
     matrix_figure(results).savefig(path, dpi=150)
 
 
-# ---------------------------------------------------------------------- what a stream came to
+# ---------------------------------------------------------------------- charts of results
 
 
 def accuracy_figure(results: dict[str, Any]) -> Any:
-    """Accuracy after each task, one line a row of the results."""
+    """Plot the accuracy after each task, with one line for each classifier and baseline."""
     _check_tested(results)
     rows = result_rows(results)
     steps = max(len(block["overall"]) for _, block in rows)
     classes = [sum(len(task) for task in results["class_names"][: t + 1]) for t in range(steps)]
-    words = {"xlabel": "classes seen", "ylabel": "right, of all seen classes (%)"}
+    words = {"xlabel": "classes seen", "ylabel": "accuracy on all seen classes (%)"}
     figure, axes = new_figure(max(3.8, 3.0 + 0.1 * len(rows)), ylim=(0, 100), xticks=_thinned(classes), **words)
-    # What is known by name looks the same in every picture.
+    # Known classifiers have the same style in every chart.
     places = list(dict.fromkeys([*BESIDE_CLASSIFIERS, *CLASSIFIERS, *(name for name, _ in rows)]))
     for name, block in rows:
-        # Wide, hollow marks show zero-shot also where the text classifier is as good.
+        # Wide, hollow marks keep zero-shot visible where the text classifier has the same accuracy.
         marks = {"markersize": 9, "markerfacecolor": "none"} if name == "zero_shot" else {"markersize": 4}
         look = {"linewidth": 1.5, "clip_on": False, **line_style(places.index(name)), **marks}
         overall = 100 * np.array(block["overall"], dtype=np.float64)  # None is NaN
@@ -64,15 +68,15 @@ def accuracy_figure(results: dict[str, Any]) -> Any:
 
 
 def line_style(place: int) -> dict[str, str]:
-    """Colour, mark and dash of a line; no two of the first 32 places have the same colour and the same dash."""
+    """Return a line's colour, marker and dash. Each of the first 32 places has another pair of colour and dash."""
     turn, series = divmod(place, len(SERIES))
-    mark, own = STYLES[(series + turn) % len(STYLES)][0], STYLES[series][1:]
-    dash = _DASHES[(_DASHES.index(own) + turn) % len(_DASHES)]
+    mark, first_dash = STYLES[(series + turn) % len(STYLES)][0], STYLES[series][1:]
+    dash = _DASHES[(_DASHES.index(first_dash) + turn) % len(_DASHES)]
     return {"color": SERIES[series], "marker": mark, "linestyle": dash}
 
 
 def matrix_figure(results: dict[str, Any]) -> Any:
-    """The first classifier's task matrix; what was not tested stays empty."""
+    """Plot the task matrix of the first classifier; tasks that were not tested stay empty."""
     _check_tested(results)
     rows = results["classifiers"][answering(results["classifiers"])]["matrix"]
     size, values = len(rows), 100 * accuracy_matrix(rows)
@@ -86,13 +90,13 @@ def matrix_figure(results: dict[str, Any]) -> Any:
     ticks = _thinned(range(size))
     axes.set_xticks(ticks, [str(tick + 1) for tick in ticks])
     axes.set_yticks(ticks, [str(tick + 1) for tick in ticks])
-    bar = figure.colorbar(image, ax=axes, label="right (%)", shrink=0.8)
+    bar = figure.colorbar(image, ax=axes, label="accuracy (%)", shrink=0.8)
     bar.ax.tick_params(color=INK, labelcolor=INK, labelsize=8)
     return figure
 
 
 def loss_figure(losses: Sequence[Sequence[float]]) -> Any:
-    """The mean loss of every epoch, one line a task, from 0."""
+    """Plot the mean loss of every epoch, with one line for each task and an axis that begins at 0."""
     figure, axes = new_figure(2.6, xlabel="epoch, counted over all tasks", ylabel="mean loss")
     done = 0
     for task in losses:
@@ -104,26 +108,26 @@ def loss_figure(losses: Sequence[Sequence[float]]) -> Any:
 
 
 def reliability_figure(bins: Sequence[tuple[float, Share]]) -> Any:
-    """How many answers are right, by the probability that they were given with."""
-    words = {"xlabel": "probability that the answer was given with (%)", "ylabel": "of these are right (%)"}
+    """Plot the percentage of correct predictions against their probability."""
+    words = {"xlabel": "probability of the prediction (%)", "ylabel": "correct (%)"}
     figure, axes = new_figure(3.6, xlim=(0, 100), ylim=(0, 100), **words)
     axes.plot([0, 100], [0, 100], "--", color=SERIES[0], linewidth=1)
-    sure, right = [100 * mean for mean, _ in bins], [100 * share.value for _, share in bins]
-    ends = abs(100 * np.transpose([share.interval for _, share in bins]) - right)  # how far they are below and above
-    axes.errorbar(sure, right, yerr=ends, fmt="o", color=SERIES[3], capsize=2, clip_on=False)
+    mean_probability, right = [100 * mean for mean, _ in bins], [100 * share.value for _, share in bins]
+    ends = abs(100 * np.transpose([share.interval for _, share in bins]) - right)  # distances of the interval's ends
+    axes.errorbar(mean_probability, right, yerr=ends, fmt="o", color=SERIES[3], capsize=2, clip_on=False)
     return figure
 
 
-# ---------------------------------------------------------------------- figures and pages
+# ---------------------------------------------------------------------- charts for pages
 
 
 def inline_svg(figure: Any, name: str) -> str:
-    """A figure as an `<svg>` element with the page's colours; `name`, one of its own, makes the ids unique."""
+    """Return a figure as an `<svg>` element in the page's colours. Ids begin with `name`, which must be unique."""
     import matplotlib
 
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}), warnings.catch_warnings():
-        # A reader's fonts have more signs than matplotlib's, with which it measures the texts.
+        # The browser draws the texts. matplotlib only measures them, with a font that has fewer characters.
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()
@@ -131,7 +135,7 @@ def inline_svg(figure: Any, name: str) -> str:
     svg = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg xmlns="http://www.w3.org/2000/svg" \1>', svg, count=1)
     svg = svg.replace("xlink:href", "href")
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
-    svg = re.sub(r' id="([^"]+)"', lambda found: f' id="{name}-{found[1]}"' if found[1] in used else "", svg)
+    svg = re.sub(r' id="([^"]+)"', lambda match: f' id="{name}-{match[1]}"' if match[1] in used else "", svg)
     svg = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", svg)
     for number, colour in enumerate(SERIES):
         svg = svg.replace(colour, f"var(--series-{number})")
@@ -139,7 +143,7 @@ def inline_svg(figure: Any, name: str) -> str:
 
 
 def new_figure(height: float, **look: Any) -> tuple[Any, Any]:
-    """A figure of a page and its axes, in the page's colours, `height` inches high; `look` is for `Axes.set`."""
+    """Return a figure, `height` inches high, and its axes, in the page's colours. `look` is passed to `Axes.set`."""
     with installed("a picture"):
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -159,7 +163,7 @@ def new_figure(height: float, **look: Any) -> tuple[Any, Any]:
 
 
 def whole_numbers() -> Any:
-    """matplotlib's places of at most eight marks at whole numbers."""
+    """Return a locator of at most eight tick marks at whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
     return MaxNLocator(nbins=8, integer=True)
@@ -167,11 +171,11 @@ def whole_numbers() -> Any:
 
 def _check_tested(results: dict[str, Any]) -> None:
     if "classifiers" not in results:
-        raise ValueError("the results hold no accuracies: the stream's tasks had no test data")
+        raise ValueError("the results have no accuracies, because the stream had no test data: give it test images")
 
 
 def _thinned(values: Sequence[int]) -> list[int]:
-    """Those of some rising values whose marks do not overlap on an axis."""
+    """Choose from rising values those whose tick labels do not overlap on an axis."""
     kept: list[int] = []
     for value in values:
         if not kept or value - kept[-1] >= (values[-1] - values[0]) / 10:

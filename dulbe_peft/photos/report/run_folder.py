@@ -1,4 +1,4 @@
-"""What a run's folder holds, finished or not, in the form that a report needs."""
+"""Read the folder of a run, finished or not, for a report."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -21,19 +21,20 @@ from dulbe_peft.utils.records import Fraction, Record, read_record
 _OF_TASKS: dict[str, Any] = {TIMINGS_FILE: Timings, SOURCES_FILE: Sources}
 PICTURES_FOLDER = "pictures"
 PICTURES_INDEX = "index.json"
+NO_TESTS = "The stream has no test images."
 
 
 class Photograph(Record):
-    """A small picture in the run's folder, and the image that it shows."""
+    """A small picture in the run's folder, with the name and the class of the image that it shows."""
 
-    # A name without a folder: the index leads to no picture elsewhere.
+    # The name contains no folder, so that the index cannot lead to a file elsewhere.
     file: Annotated[str, Field(pattern=r"^[\w-]+\.jpg$")]
     image: str
     true: str = Field(alias="class")
 
 
 class Example(Photograph):
-    """A test image and its answer; `nearest` is the training image nearest to it, of a mistake."""
+    """A test image and its predicted class; a mistake may also have the `nearest` training image."""
 
     predicted: str
     probability: Fraction
@@ -41,7 +42,7 @@ class Example(Photograph):
 
 
 class Copy(Record):
-    """A test image, the position-th of a task, that was learned, too: as it is or nearly, as the class `of`."""
+    """A test image that was also learned: its task and position, how it matches, and the class that was learned."""
 
     task: int
     position: int
@@ -50,7 +51,7 @@ class Copy(Record):
 
 
 class Pictures(Record):
-    """`pictures/index.json`: the surest mistakes, a few images a class, what is left out, copies, names of tasks."""
+    """The content of `pictures/index.json`: examples, files that were left out, copies, and names of tasks."""
 
     mistakes: list[Example] = []
     classes: list[Example] = []
@@ -61,13 +62,13 @@ class Pictures(Record):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run as its folder tells it: everything is of the finished tasks; what is not known is None or empty."""
+    """The finished tasks of a run, as its folder describes them. Unknown values are None or empty."""
 
     folder: Path
     name: str
     results: dict[str, Any]
     learned: list[list[str]]
-    records: list[dict[str, Any]]  # what learning each task showed
+    records: list[dict[str, Any]]  # one record of `results.json` for each task
     settings: dict[str, Any]
     predictions: list[ImageResult]
     timings: list[dict[str, Any] | None]
@@ -77,8 +78,8 @@ class RunFolder:
     updates: list[Update] = field(default_factory=list)
     first: str = ""  # the classifier that `predict` uses
     learner: Path | None = None  # the folder of the learner after the newest task
-    tested_before: bool = False  # it was tested once, whatever was changed since
-    source: dict[str, Any] | None = None  # where the images of the newest task with a known source came from
+    tested_before: bool = False  # whether it was ever tested, even if it has been changed since
+    source: dict[str, Any] | None = None  # the data of the newest task whose data is known
 
     @property
     def tested(self) -> bool:
@@ -90,7 +91,7 @@ class RunFolder:
 
     @property
     def task_names(self) -> list[str]:
-        """What to call each task, such as the month in which it came; the number where nobody named it."""
+        """Return the name of each task, such as a month, or its number if it has no name."""
         names = self.pictures.task_names
         return [names[n] if n < len(names) else f"Task {n + 1}" for n in range(len(self.learned))]
 
@@ -99,61 +100,67 @@ class RunFolder:
         """Return a sentence that says why a run has no accuracies."""
         last = self.updates[-1] if self.updates else None
         if last is None or not (self.tested_before or self.predictions):
-            return "The stream has no test images." if last is None else "It has not been tested since it was changed."
+            changed = last is not None
+            return "The learner has not been tested since it was changed." if changed else NO_TESTS
         corrected = last.forgotten or last.renamed or min(last.images.values(), default=0) < 0
-        return f"It has not been tested since {'the correction' if corrected else 'it was changed'}."
+        return f"The learner has not been tested since {'the correction' if corrected else 'it was changed'}."
 
     @property
     def trained(self) -> bool:
-        """Whether the model itself was trained in some task."""
+        """Return whether any task trained the model itself."""
         return was_trained(self.records)
 
     @property
     def captured(self) -> bool:
-        """Whether some task was asked which part of its gradient the modes capture."""
+        """Return whether any task measured the share of its gradient that the modes capture."""
         return any(record.get("shared_capture") is not None for record in self.records)
 
 
 def was_trained(records: Sequence[Mapping[str, Any] | None]) -> bool:
-    """Whether the model itself was trained in some task; `records` are the "tasks" of `results.json`."""
+    """Return whether any task trained the model itself; `records` are the "tasks" of `results.json`."""
     return any(record and record.get("loss") for record in records)
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunFolder:
-    """Read what `run` wrote into a folder, finished or not, or the folder of a saved learner."""
+    """Read the folder of a run, finished or not, of one of its tasks, or of a saved learner.
+
+    Raises:
+        FileNotFoundError: if there is no such folder.
+        ValueError: if the folder holds no finished task, or a file of it is damaged.
+    """
     path = Path(folder)
     put_back(path)
     if not path.is_dir():
-        raise FileNotFoundError(f"{path} is no folder; a report is made of a folder that run has written")
+        raise FileNotFoundError(f"{path} is not a folder: give a folder that run has written")
     results = _read(path / RESULTS_FILE, Results)
-    own = (path / LEARNER_FILE).is_file()
-    task = (path, read_manifest(path)) if own else newest_task(path, lambda _: None)
+    is_task = (path / LEARNER_FILE).is_file()
+    task = (path, read_manifest(path)) if is_task else newest_task(path, lambda _: None)
     more: dict[str, Any] = {}
     if task is not None:
         newest, manifest = task
         learner = read_record(newest / LEARNER_FILE, LearnerFile)
-        # A learner that `save_pretrained` wrote is of no run, and says less.
+        # A learner that `save_pretrained` wrote belongs to no run and records fewer settings.
         saved = {"strategy": learner.strategy, "adapter": None, "arguments": learner.arguments, "classifiers": {}}
         identity = manifest.notes.get("identity", saved)
         settings = {name: identity[name] for name in saved}
-        finished = own or (results is not None and results["class_names"] == manifest.notes["tasks"])
+        finished = is_task or (results is not None and results["class_names"] == manifest.notes["tasks"])
         if results is None or not finished:
             try:
                 tasks = read_finished(newest, learner.tasks)
-                found = stream_results(tasks, identity, learner.classifiers, manifest.versions)
-                results = Results.model_validate(found).model_dump(exclude_unset=True)
+                computed = stream_results(tasks, identity, learner.classifiers, manifest.versions)
+                results = Results.model_validate(computed).model_dump(exclude_unset=True)
             except (ValueError, KeyError, CheckpointError) as error:
-                raise ValueError(f"{newest} is not as a run writes it: {error}") from error
+                raise ValueError(f"{newest} is not a folder that a run has written: {error}") from error
         results["estimates"] = learner.estimates.model_dump()
         order = learner.classifiers
         more = {"finished": finished, "base_model": learner.base_model.name, "updates": learner.updates}
         more["learner"] = newest
         names = [name for task in learner.tasks for name in task]
         more["tested_before"] = any(read_known(newest, names, os.listdir(newest)).tested.values())
-    elif results is not None:  # somebody kept the small files alone
+    elif results is not None:  # only the small files were kept
         newest, settings, order = path, {"strategy": results["strategy"], **results["configuration"]}, []
     else:
-        raise ValueError(f"{path} holds neither {RESULTS_FILE} nor a finished task's folder: nothing to report")
+        raise ValueError(f"{path} holds neither {RESULTS_FILE} nor a finished task's folder: give the folder of a run")
     order = order or list(results.get("classifiers", {}))
     learned = results["class_names"]
     timings, sources = ((_read(path / file, kind) or {"tasks": []})["tasks"] for file, kind in _OF_TASKS.items())
@@ -169,27 +176,27 @@ def read_run(folder: str | os.PathLike[str]) -> RunFolder:
         timings=[*timings, *none][: len(learned)],
         pictures=_pictures(path / PICTURES_FOLDER),
         first=next(iter(order), ""),
-        source=next((one for one in reversed(sources[: len(learned)]) if one is not None), None),
+        source=next((source for source in reversed(sources[: len(learned)]) if source is not None), None),
         **more,
     )
 
 
 def _read(path: Path, kind: type[Record]) -> dict[str, Any] | None:
-    """A file's content, checked; None where there is no such file."""
+    """Read and validate a file; return None if it does not exist."""
     return read_record(path, kind).model_dump(exclude_unset=True) if path.is_file() else None
 
 
 def _pictures(folder: Path) -> Pictures:
-    """The pictures of a finished run, but for those whose files are gone or links."""
+    """Read the index of the pictures; leave out pictures whose files are missing or symbolic links."""
     path = folder / PICTURES_INDEX
-    found = read_record(path, Pictures) if path.is_file() else Pictures()
+    pictures = read_record(path, Pictures) if path.is_file() else Pictures()
 
-    def there(shown: Photograph) -> bool:  # a link could lead to any picture of whoever makes the page
+    def exists(shown: Photograph) -> bool:  # a link could put any file of the user into the page
         return (folder / shown.file).is_file() and not (folder / shown.file).is_symlink()
 
-    def whole(example: Example) -> Example:
-        near = example.nearest if example.nearest and there(example.nearest) else None
+    def checked(example: Example) -> Example:
+        near = example.nearest if example.nearest and exists(example.nearest) else None
         return example.model_copy(update={"nearest": near})
 
-    kinds = {kind: filter(there, getattr(found, kind)) for kind in ("mistakes", "classes")}
-    return found.model_copy(update={kind: list(map(whole, examples)) for kind, examples in kinds.items()})
+    kinds = {kind: filter(exists, getattr(pictures, kind)) for kind in ("mistakes", "classes")}
+    return pictures.model_copy(update={kind: list(map(checked, examples)) for kind, examples in kinds.items()})

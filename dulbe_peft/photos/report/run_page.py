@@ -1,4 +1,4 @@
-"""The report: a page about one run or learner, or about several runs side by side."""
+"""Write the report: a page about one run or learner, or about several runs side by side."""
 
 import os
 from collections import Counter, defaultdict
@@ -20,16 +20,16 @@ from dulbe_peft.utils.files import write_csv
 from dulbe_peft.utils.records import read_record
 from dulbe_peft.utils.settings import flat_settings
 
-WANTED = 0.95  # of the answers right, for which the page says a probability
-MOST_NAMES = 12  # classes of a task that a table names
-# What a run calls its phases, and what they do.
+WANTED = 0.95  # share of correct predictions for which the page gives a threshold
+MOST_NAMES = 12  # classes of a task that a table lists
+# The names of a run's phases in `timings.json`, and their descriptions for people.
 PHASES = {
-    "probe": "looking at gradients",
+    "probe": "computing gradients",
     "allocate": "choosing directions",
     "train": "training",
-    "close": "reading the training images",
-    "update": "reading further images",
-    "estimate": "leaving images out",
+    "close": "encoding training images",
+    "update": "encoding more images",
+    "estimate": "estimating accuracy",
     "test": "testing",
     "save": "saving",
 }
@@ -41,11 +41,15 @@ def write_report(
     csv: str | os.PathLike[str] | None = None,
     latex: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Write a page about one run or learner, or about several runs side by side; returns its path.
+    """Write a page about one run or learner, or about several runs side by side, and return its path.
 
-    The page is a single file that asks no server. Without `output` it is `report.html` in the run's folder, or in the
-    current folder for several runs. `csv` and `latex` name files for the table of results, as fractions in full and
-    as LaTeX in percent. A run need not be finished.
+    The page is a single file that needs no network. The runs may be unfinished.
+
+    Args:
+        runs: the folder of a run, of one of its tasks or of a learner, or a sequence of such folders.
+        output: the page; by default `report.html` in the folder, or in the current folder for several runs.
+        csv: a file for the table of results, as fractions with all digits.
+        latex: a file for the table of results in LaTeX, in percent.
     """
     folders = [runs] if isinstance(runs, (str, os.PathLike)) else list(runs)
     if not folders:
@@ -73,7 +77,7 @@ def write_report(
 
 
 def _content(run: RunFolder, key: str) -> dict[str, Any]:
-    """What the template shows of a run; `key` is a word that no other run of the page has."""
+    """Return what the template shows about a run; `key` is unique among the runs of the page."""
     losses = [record.get("loss", []) for record in run.records]
     settings = {"model": run.base_model} if run.base_model else {}
     settings |= dict(sorted(flat_settings(run.settings).items()))
@@ -105,7 +109,7 @@ def _content(run: RunFolder, key: str) -> dict[str, Any]:
 
 
 def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict[str, Any]:
-    """What the template shows of a run with test data."""
+    """Return what the template shows about a run with test data."""
     methods, blocks = verdict.leaderboard(run), run.results["classifiers"]
     tasks = [f"task {number}" for number in range(1, len(run.learned) + 1)]
     unknown = [None] * len(tasks)
@@ -116,7 +120,8 @@ def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict
     pictures = defaultdict[str, list[tuple[str, str]]](list)
     for example in run.pictures.classes:
         pictures[example.true].append((source(example), f"Test image of the class {example.true}"))
-    lost = [percent(row.forgetting, 1) for row in classes]
+    forgotten = [percent(row.forgetting, 1) for row in classes]
+    precisions = [row.precision or "never predicted" for row in classes]
     content: dict[str, Any] = {
         "methods": methods,
         "board": [
@@ -140,19 +145,19 @@ def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict
         "source": source,
         "class_pictures": pictures,
         "class_table": [
-            (row.name, row.share, row.said or "never answered", pictures[row.name], row.taken_for, row.learned, points)
-            for row, points in zip(classes, lost, strict=True)
+            (row.name, row.recall, precision, pictures[row.name], row.mistaken_for, row.learned, points)
+            for row, precision, points in zip(classes, precisions, forgotten, strict=True)
         ],
         "earlier": _earlier(run, blocks[run.first]["matrix"]) if len(tasks) > 1 else [],
         "leak": leak(run),
     }
     if run.predictions:
         figure = plots.reliability_figure(shares.reliability(run.predictions))
-        sure = shares.sure_answers(run.predictions)
+        above = shares.above_thresholds(run.predictions)
         content |= {
             "reliability": plots.inline_svg(figure, f"{key}-reliability"),
-            "sure": [(f"{percent(limit, 0)} %", f"{percent(part, 0)} %", share) for limit, part, share in sure],
-            "surest": shares.surest(run.predictions, WANTED),
+            "thresholds": [(f"{percent(limit, 0)} %", f"{percent(part, 0)} %", share) for limit, part, share in above],
+            "threshold": shares.lowest_threshold(run.predictions, WANTED),
             "wanted": WANTED,
             "more": shares.more_images(classes),
         }
@@ -160,7 +165,7 @@ def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict
 
 
 def _earlier(run: RunFolder, matrix: Sequence[Sequence[float | None]]) -> list[tuple[str, str, str, str]]:
-    """Return, for each task: its name, its classes, and its accuracy in percent when it was learned and at the end."""
+    """Return for each task its name, its classes, and its accuracy in percent after it was learned and at the end."""
     rows = []
     for place, (title, names, row) in enumerate(zip(run.task_names, run.learned, matrix, strict=False)):
         then, now = row[place : place + 1], matrix[-1][place : place + 1]
@@ -170,27 +175,27 @@ def _earlier(run: RunFolder, matrix: Sequence[Sequence[float | None]]) -> list[t
 
 
 def leak(run: RunFolder) -> dict[str, Any] | None:
-    """Return the accuracy on test images that were not learned, that on those that were, and how these were matched.
+    """Return the accuracy on test images that were not learned, the accuracy on those that were, and how these match.
 
-    Where the run says only how many test images were learned, and not which, return that number as "noted".
+    If it is known only how many test images were learned, but not which ones, return this number as "number".
     """
     copies = {(copy.task, copy.position): copy.how for copy in run.pictures.copies}
-    known_ones = [row for row in run.predictions if (row.task, row.position) in copies]
+    learned_rows = [row for row in run.predictions if (row.task, row.position) in copies]
     others = [row for row in run.predictions if (row.task, row.position) not in copies]
-    if not known_ones:
+    if not learned_rows:
         if run.learner is None:
             return None
         names = [name for task in read_record(run.learner / LEARNER_FILE, LearnerFile).tasks for name in task]
-        known = read_known(run.learner, names, os.listdir(run.learner))  # says how many there are, and not which
+        known = read_known(run.learner, names, os.listdir(run.learner))  # tells how many, but not which
         learned = set(known.class_of())
-        noted = sum(content in learned for contents in known.tested.values() for content in contents)
-        return {"noted": noted} if noted else None
-    how = Counter(copies[row.task, row.position] for row in known_ones)
-    return {"without": Share.of(others) if others else None, "of": Share.of(known_ones), "how": how}
+        number = sum(content in learned for contents in known.tested.values() for content in contents)
+        return {"number": number} if number else None
+    how = Counter(copies[row.task, row.position] for row in learned_rows)
+    return {"without": Share.of(others) if others else None, "learned": Share.of(learned_rows), "how": how}
 
 
 def _training(number: int, record: dict[str, Any]) -> tuple[Any, ...]:
-    """What training showed of a task."""
+    """Return a row with the losses, captures and depth that training recorded for a task."""
     loss, depth = record.get("loss"), record.get("expected_depth")
     ends = (f"{loss[0]:.3f}", f"{loss[-1]:.3f}") if loss else (None, None)
     captures = (percent(record.get(name)) for name in ("shared_capture", "residual_capture"))
@@ -198,13 +203,13 @@ def _training(number: int, record: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _times(timings: Sequence[dict[str, Any] | None]) -> list[tuple[Any, ...]]:
-    """Titles, and the seconds of each task by what was done, all of them, and its memory."""
+    """Return the header and one row for each task: the seconds of each phase and in total, and the peak memory."""
     spent = [Counter[str]() for _ in timings]
     for phases, time in zip(spent, timings, strict=True):
-        for name, value in (time or {}).get("phases", {}).items():  # all classifiers that were taught are one row
-            phases["teaching the classifiers" if name.startswith(TEACHING) else PHASES.get(name, name)] += value
+        for name, value in (time or {}).get("phases", {}).items():  # the classifiers share one column
+            phases["fitting the classifiers" if name.startswith(TEACHING) else PHASES.get(name, name)] += value
     names = list(dict.fromkeys(chain(*spent)))
-    rows: list[tuple[Any, ...]] = [("task", *names, "all", "peak memory (MiB)")]
+    rows: list[tuple[Any, ...]] = [("task", *names, "total", "peak memory (MiB)")]
     for number, (phases, time) in enumerate(zip(spent, timings, strict=True), 1):
         whole, memory = (time or {}).get("seconds"), (time or {}).get("peak_memory")
         rows.append((number, *map(seconds, (*map(phases.get, names), whole)), mib(memory)))

@@ -1,5 +1,5 @@
-"""What the predictions for the test images amount to: shares with their intervals, by class and by probability, and
-the confusion matrix.
+"""Summarize predictions for test images: accuracy with intervals, by class and by probability, and the confusion
+matrix.
 """
 
 from collections import Counter
@@ -13,15 +13,15 @@ import numpy as np
 from dulbe_peft.metrics.evaluation import ImageResult
 
 _BINS = 10
-_NAMED = 3  # classes that a class is taken for
+_MOST_CONFUSIONS = 3  # predicted classes that the row of a class lists
 _THRESHOLDS = (0.5, 0.8, 0.9, 0.95)
 _LIMITS = [*(n / 100 for n in range(99)), *(n / 1000 for n in range(990, 1000))]  # 0.00 to 0.98, 0.990 to 0.999
-_LEAST = 20  # answers, below which a share of right ones promises nothing
+_LEAST = 20  # with fewer predictions, their accuracy says too little
 
 
 @dataclass(frozen=True)
 class Share:
-    """How many of some images are named right, shown as 6.7 % (1 of 15; 95 % interval 1.2 to 29.8)."""
+    """A count of images classified correctly, printed as 6.7 % (1 of 15; 95 % interval 1.2 to 29.8)."""
 
     right: int
     images: int
@@ -36,11 +36,11 @@ class Share:
 
     @cached_property
     def interval(self) -> tuple[float, float]:
-        """Wilson's interval at 95 %."""
+        """Return Wilson's 95 % interval."""
         from scipy.stats import binomtest
 
-        found = binomtest(self.right, self.images).proportion_ci(method="wilson")
-        return float(found.low), float(found.high)
+        interval = binomtest(self.right, self.images).proportion_ci(method="wilson")
+        return float(interval.low), float(interval.high)
 
     def __str__(self) -> str:
         low, high = (f"{100 * end:.1f}" for end in self.interval)
@@ -50,62 +50,63 @@ class Share:
 
 @dataclass(frozen=True)
 class ClassRow:
-    """A class: how many of its images are named right, and how many of the answers with its name are; what it has
-    lost since its best, what it is taken for, and how many images taught it.
+    """The row of a class: recall, precision, forgetting, what it is mistaken for, and its number of training images.
+
+    Precision is None if the class was never predicted.
     """
 
     name: str
-    share: Share
-    said: Share | None
+    recall: Share
+    precision: Share | None
     forgetting: float | None
-    taken_for: str
+    mistaken_for: str
     learned: int | None
 
 
 def class_rows(
     predictions: Sequence[ImageResult], forgetting: Mapping[str, float], learned: Mapping[str, int]
 ) -> list[ClassRow]:
-    """A row for each class with test images, the worst known first."""
+    """Return a row for each class with test images, the least accurate first."""
     groups: dict[str, list[ImageResult]] = {}
     for row in predictions:
         groups.setdefault(row.true, []).append(row)
-    table, said = [], Counter(row.predicted for row in predictions)
+    table, predicted = [], Counter(row.predicted for row in predictions)
     for name, rows in groups.items():
-        wrong, share = Counter(row.predicted for row in rows if not row.right).most_common(), Share.of(rows)
-        taken_for = listed([f"{other} ({count})" for other, count in wrong], _NAMED)
-        answers = Share(share.right, said[name]) if said[name] else None
-        table.append(ClassRow(name, share, answers, forgetting.get(name), taken_for, learned.get(name) or None))
-    return sorted(table, key=lambda row: row.share.value)
+        wrong, recall = Counter(row.predicted for row in rows if not row.right).most_common(), Share.of(rows)
+        mistaken_for = listed([f"{other} ({count})" for other, count in wrong], _MOST_CONFUSIONS)
+        precision = Share(recall.right, predicted[name]) if predicted[name] else None
+        table.append(ClassRow(name, recall, precision, forgetting.get(name), mistaken_for, learned.get(name) or None))
+    return sorted(table, key=lambda row: row.recall.value)
 
 
 def listed(words: Sequence[str], most: int) -> str:
-    """The first words of a list, and how many more there are."""
+    """Join the first words of a list, and say how many more there are."""
     return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
 @dataclass(frozen=True)
 class ConfusionMatrix:
-    """All classes in the order of the picture, and counts[i, j] images of class i that are taken for class j."""
+    """All classes in the order of the picture, and counts[i, j], the number of images of class i predicted as j."""
 
     classes: list[str]
     counts: np.ndarray
 
     @property
     def cells(self) -> list[tuple[int, int, int, float]]:
-        """Row, column, images, and their part of the row's images, of every cell that is not empty."""
+        """Return (row, column, count, share of the row's images) for every cell that is not empty."""
         parts = self.counts / np.maximum(self.counts.sum(axis=1, keepdims=True), 1)
         return [(i, j, int(self.counts[i, j]), float(parts[i, j])) for i, j in np.argwhere(self.counts).tolist()]
 
     @property
     def mistakes(self) -> list[tuple[str, str, int, int]]:
-        """Class, what it is taken for, how many of its images, and of how many; the most frequent first."""
+        """Return (class, predicted class, count, images of the class) for every confusion, the most frequent first."""
         totals = self.counts.sum(axis=1).tolist()
         pairs = [(self.classes[i], self.classes[j], n, totals[i]) for i, j, n, _ in self.cells if i != j]
         return sorted(pairs, key=lambda pair: -pair[2])
 
 
 def confusion_matrix(predictions: Sequence[ImageResult]) -> ConfusionMatrix:
-    """The matrix of all classes that are shown or answered, with those side by side that are mixed up."""
+    """Return the matrix of all true and predicted classes. Classes that are often confused stand side by side."""
     pairs = Counter((row.true, row.predicted) for row in predictions)
     names = list(dict.fromkeys(name for pair in pairs for name in pair))
     place = {name: number for number, name in enumerate(names)}
@@ -125,35 +126,39 @@ def confusion_matrix(predictions: Sequence[ImageResult]) -> ConfusionMatrix:
 
 
 def reliability(predictions: Sequence[ImageResult]) -> list[tuple[float, Share]]:
-    """For each tenth of the probabilities that has answers: their mean probability, and how many are right."""
+    """Return the mean probability and the accuracy of the predictions in each tenth of the probabilities."""
     bins: dict[int, list[ImageResult]] = {}
     for row in predictions:
         bins.setdefault(min(int(row.probability * _BINS), _BINS - 1), []).append(row)
     return [(sum(row.probability for row in rows) / len(rows), Share.of(rows)) for _, rows in sorted(bins.items())]
 
 
-def sure_answers(predictions: Sequence[ImageResult]) -> list[tuple[float, float, Share]]:
-    """For some probabilities: the part of the images that are answered with more, and how many of those are right."""
-    found = [(limit, [row for row in predictions if row.probability > limit]) for limit in _THRESHOLDS]
-    return [(limit, len(sure) / len(predictions), Share.of(sure)) for limit, sure in found if sure]
+def above_thresholds(predictions: Sequence[ImageResult]) -> list[tuple[float, float, Share]]:
+    """Return (threshold, share of images above it, their accuracy) for a few thresholds of the probability."""
+    parts = [(limit, [row for row in predictions if row.probability > limit]) for limit in _THRESHOLDS]
+    return [(limit, len(above) / len(predictions), Share.of(above)) for limit, above in parts if above]
 
 
-def surest(predictions: Sequence[ImageResult], wanted: float) -> tuple[float, Share] | None:
-    """Return the lowest of `_LIMITS` above which a share of the answers, `wanted`, is right, and these answers.
+def lowest_threshold(predictions: Sequence[ImageResult], wanted: float) -> tuple[float, Share] | None:
+    """Return the lowest threshold above which the accuracy is at least `wanted`, and the accuracy above it.
 
-    The limits are numbers as people read them, so that whoever answers only above the one that is printed has the
-    share that is printed. None where no limit leaves enough answers.
+    Thresholds have as many digits as the page prints, so that the printed accuracy belongs to the printed threshold.
+    Return None if no threshold leaves enough predictions.
     """
     for limit in _LIMITS:
-        sure = [row for row in predictions if row.probability > limit]
-        if len(sure) >= min(_LEAST, len(predictions)) and sum(row.right for row in sure) >= wanted * len(sure):
-            return limit, Share.of(sure)
+        above = [row for row in predictions if row.probability > limit]
+        if len(above) >= min(_LEAST, len(predictions)) and sum(row.right for row in above) >= wanted * len(above):
+            return limit, Share.of(above)
     return None
 
 
 def more_images(rows: Sequence[ClassRow]) -> tuple[bool | None, Share, Share, int] | None:
-    """Whether classes with more training images are known better: those of at most so many, those of more, and how
-    many that is. None in place of a truth value: it may be chance. None for all: the classes have equally many.
+    """Compare the accuracy of classes with few and with many training images.
+
+    Returns:
+        None if all classes have equally many training images; otherwise, whether classes with many are more accurate
+        (None if the difference may be chance), the accuracy of classes with few, the accuracy of classes with many,
+        and the largest number of images that counts as few.
     """
     from scipy.stats import mannwhitneyu
 
@@ -163,7 +168,7 @@ def more_images(rows: Sequence[ClassRow]) -> tuple[bool | None, Share, Share, in
         return None
     middle = min(float(np.median([row.learned or 0 for row in counted])), sizes[-2])
     groups = [[row for row in counted if ((row.learned or 0) > middle) == more] for more in (False, True)]
-    few, many = (Share(sum(r.share.right for r in group), sum(r.share.images for r in group)) for group in groups)
-    values = [[row.share.value for row in group] for group in groups]
+    few, many = (Share(sum(r.recall.right for r in group), sum(r.recall.images for r in group)) for group in groups)
+    values = [[row.recall.value for row in group] for group in groups]
     clear = mannwhitneyu(*values).pvalue < 0.05
     return (many.value > few.value if clear else None), few, many, int(middle)

@@ -1,4 +1,4 @@
-"""Runs side by side: a classifier of a run is a row; and what differs in the runs' settings."""
+"""Compare runs side by side: a table with one row for each classifier of each run, and the settings that differ."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +9,7 @@ from dulbe_peft.photos.report.run_folder import RunFolder, was_trained
 from dulbe_peft.photos.report.table import Column, format_text, tuple_columns
 from dulbe_peft.utils.settings import flat_settings
 
-# Measure in `results.json` -> its title on a page, with the paper's symbol, and its title in a terminal.
+# Name in `results.json` -> title on a page, with the paper's symbol, and title in a terminal.
 MEASURES = {
     "last_accuracy": ("after the last task (A_last)", "accuracy"),
     "average_accuracy": ("mean over tasks (A_bar)", "mean over tasks"),
@@ -19,14 +19,14 @@ MEASURES = {
 _LAST = "accuracy: percent of the test images classified correctly after the last task."
 _MEAN = f"{_LAST}\nmean over tasks: the mean of the accuracies after each task."
 _TRAINED = (
-    f"{_MEAN}\nforgetting: what old tasks have lost since their best accuracy."
-    "\nbackward transfer: what old tasks have gained since they were learned."
+    f"{_MEAN}\nforgetting: mean drop of old tasks' accuracy from its best value."
+    "\nbackward transfer: mean change of old tasks' accuracy since they were learned."
 )
-_LONGEST = 200  # letters of a setting's value
+_LONGEST = 200  # characters of a setting's value that are shown
 
 
 class RunRow(NamedTuple):
-    """One classifier, or a baseline, of one run; `measures` is its part of `results.json`."""
+    """One classifier or baseline of one run; `measures` are its figures in `results.json`."""
 
     run: str
     strategy: str
@@ -51,9 +51,9 @@ RUN_COLUMNS = [_RUN, _STRATEGY, _TITLE, _LAST_COLUMN, _MEAN_COLUMN, *_CHANGES]
 
 
 def format_summary(results: dict[str, Any]) -> str:
-    """Return a small table of the figures of a stream in percent, with lines below it that explain the columns.
+    """Return a small table of a stream's results in percent, with lines below it that explain the columns.
 
-    The names alone are one row where nothing was trained, which cannot have changed what they answer.
+    If nothing was trained, the text classifier equals the zero-shot one, so the table has only the latter.
     """
     several = len(results["class_names"]) > 1
     trained = several and was_trained(results["tasks"])
@@ -66,7 +66,7 @@ def format_summary(results: dict[str, Any]) -> str:
 
 
 def run_rows(runs: Sequence[RunFolder]) -> list[RunRow]:
-    """The rows of the table of several runs; runs without test data give none."""
+    """Return the rows of the table of several runs. Runs without test data have no rows."""
     return [
         RunRow(run.name, run.strategy, method, block)
         for run in runs
@@ -76,26 +76,29 @@ def run_rows(runs: Sequence[RunFolder]) -> list[RunRow]:
 
 
 def best_rows(rows: Sequence[RunRow]) -> list[RunRow]:
-    """The rows with the highest accuracy after the last task, as people read it; several where they are as good."""
+    """Return the rows with the highest accuracy after the last task, rounded as printed; several if they are equal."""
     lasts = [-1.0 if (last := row.measures.get("last_accuracy")) is None else round(last, 4) for row in rows]
     return [row for row, last in zip(rows, lasts, strict=True) if last == max(lasts) >= 0]
 
 
 def setting_differences(runs: Sequence[RunFolder]) -> list[tuple[str, ...]]:
-    """Titles, and the settings that differ: dotted name, each run's value; what a run lacks as a whole is one row."""
+    """Return the header and the settings that differ, each with its dotted name and its value in each run.
+
+    If a run lacks a whole group of settings, such as the adapter, the group is one row.
+    """
     settings = [
         flat_settings(run.settings)
         | {"classes": " | ".join(", ".join(task) for task in run.learned), "base_model": run.base_model}
         for run in runs
     ]
-    owners = [{name.rpartition(".")[0] for name in own} for own in settings]
+    groups = [{name.rpartition(".")[0] for name in names} for names in settings]
     rows: dict[str, list[str]] = {}
     for name in sorted(set().union(*settings)):
-        owner = name.rpartition(".")[0]
-        if all(owner in own for own in owners):
-            rows[name] = ["–" if own.get(name) is None else str(own[name]) for own in settings]
-        else:  # such as the adapter, where a run has none
-            rows[owner] = ["yes" if owner in own else "–" for own in owners]
+        group = name.rpartition(".")[0]
+        if all(group in present for present in groups):
+            rows[name] = ["–" if values.get(name) is None else str(values[name]) for values in settings]
+        else:
+            rows[group] = ["yes" if group in present else "–" for present in groups]
     different = {name: row for name, row in rows.items() if len(set(row)) > 1}
     shown = [(n, *(f"{v[:_LONGEST]} …" if len(v) > _LONGEST else v for v in row)) for n, row in different.items()]
     return [("setting", *(run.name for run in runs)), *shown]

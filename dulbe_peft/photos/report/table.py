@@ -1,6 +1,6 @@
-"""One table in every form: aligned text, Markdown, LaTeX, and HTML through `assets/report/parts.html`.
+"""Format one table as aligned text, Markdown, LaTeX, or, through `assets/report/parts.html`, HTML.
 
-A table is a list of columns and a list of rows of any kind. A column says how it shows a row to people.
+A table is a list of columns and a list of rows of any type. Each column has a function that formats its cell of a row.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -22,7 +22,7 @@ _LATEX_NUMBER = str.maketrans({"±": r"$\pm$", "→": r"$\to$", "-": "$-$"})
 
 @dataclass(frozen=True)
 class Column(Generic[Row]):
-    """A column of a table; what it shows is a text, but on a page, which has cells of further kinds."""
+    """A column of a table. `show` returns text; for a page, it may also return a `Share`, a float or pictures."""
 
     title: str
     show: Callable[[Row], Any]
@@ -45,17 +45,17 @@ def tuple_columns(
 
 
 def filled(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> list[Column[Row]]:
-    """The columns that show something in some row."""
+    """Return the columns that are not empty in every row."""
     return [column for column in columns if any(column.show(row) not in ("", None, []) for row in rows)]
 
 
 def cells(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> list[list[tuple[Column[Row], Any, bool]]]:
-    """Row by row what people read: the column, what it shows, and whether that is bold."""
+    """Return (column, value, whether it is bold) for every cell, row by row."""
     return [[(col, col.show(row), col.bold is not None and col.bold(row)) for col in columns] for row in rows]
 
 
 def format_text(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
-    """The table with spaces between aligned columns, for a terminal."""
+    """Return the table as text with aligned columns, for a terminal."""
     aligned = []
     for column in columns:
         texts = [column.short or column.title, *map(column.show, rows)]
@@ -65,7 +65,7 @@ def format_text(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
 
 
 def format_markdown(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
-    """The table in Markdown."""
+    """Return the table in Markdown."""
     titles = [column.title for column in columns]
     marks = ["---:" if column.number else "---" for column in columns]
     lines = [[f"**{text}**" if bold else text for _, text, bold in row] for row in cells(columns, rows)]

@@ -1,4 +1,4 @@
-"""The first lines of a report: what is best, and what to do next."""
+"""Write the first lines of a report: which classifier is best, and what to do next."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -12,20 +12,20 @@ from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, TITLES, result_rows
 from dulbe_peft.photos.report.run_folder import RunFolder
 from dulbe_peft.photos.report.shares import ClassRow, ConfusionMatrix, Share, listed
 from dulbe_peft.photos.runs.sources import tests_of
-from dulbe_peft.streams.falls import ADVICE, MUCH, Cost, fallen
+from dulbe_peft.streams.falls import ADVICE, MUCH, Cost, significant_costs
 from dulbe_peft.training.state import Estimate
 from dulbe_peft.utils.terminal import counted
 
-_LEVEL = 0.05
-_NAMED = 5  # classes that a sentence names
-_WIDE = 0.1  # an interval that leaves much open
-_FEW = 8  # images, by which no classifier is recommended
-_OFTEN = 3  # images of one class that are taken for one other
+_LEVEL = 0.05  # significance level of the sign test
+_MOST_NAMES = 5  # names that a sentence lists
+_WIDE = 0.1  # an interval wider than this calls for more test images
+_FEW = 8  # with fewer images, no other classifier is recommended
+_OFTEN = 3  # a confusion with at least this many images is reported
 
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the leaderboard; several names, with what they mean, where their figures are the same throughout."""
+    """A row of the leaderboard. Classifiers with the same accuracy after every task share a row."""
 
     names: list[str]
     overall: tuple[float | None, ...]
@@ -40,17 +40,17 @@ class Method:
 
     @property
     def title(self) -> str:
-        """What people call it."""
+        """Return the titles, separated by commas."""
         return ", ".join(self.titles)
 
     @property
     def titles(self) -> list[str]:
-        """What people call each of its names."""
+        """Return the title of each name. "text" has none beside "zero_shot", which has the same results."""
         return [TITLES.get(n, n) for n in self.names if n != "text" or "zero_shot" not in self.names]
 
 
 def leaderboard(run: RunFolder) -> list[Method]:
-    """The classifiers and the baselines, the best after the last task first."""
+    """Return the classifiers and the baselines, sorted by their accuracy after the last task."""
     groups: dict[tuple[float | None, ...], list[str]] = {}
     for name, block in result_rows(run.results):
         groups.setdefault(tuple(block["overall"]), []).append(name)
@@ -59,9 +59,9 @@ def leaderboard(run: RunFolder) -> list[Method]:
     for overall, names in groups.items():
         right = overall[-1]
         share = Share(round(right * number), number) if number and right is not None else None
-        seconds = [found[TEACHING + name] for found in taught for name in names if TEACHING + name in found]
-        own = [CLASSIFIERS[name] for name in names if name in CLASSIFIERS]
-        files = [run.learner / classifier.file_names()[1] for classifier in own] if run.learner else []
+        seconds = [phases[TEACHING + name] for phases in taught for name in names if TEACHING + name in phases]
+        known = [CLASSIFIERS[name] for name in names if name in CLASSIFIERS]
+        files = [run.learner / classifier.file_names()[1] for classifier in known] if run.learner else []
         size = min((file.stat().st_size for file in files if file.is_file()), default=None)
         meaning = "; ".join(dict.fromkeys(filter(None, map(summary, names))))
         rows.append(Method(names, overall, share, sum(seconds) if seconds else None, size, meaning))
@@ -69,67 +69,70 @@ def leaderboard(run: RunFolder) -> list[Method]:
 
 
 def summary(name: str) -> str:
-    """What a row of the results is; "" for a classifier from elsewhere that does not say it."""
+    """Describe a classifier or baseline in one line, or return "" for a third-party classifier without a summary."""
     return BESIDE_CLASSIFIERS.get(name) or (CLASSIFIERS[name].summary if name in CLASSIFIERS else "")
 
 
 def clearly_better(run: RunFolder) -> str:
-    """The classifier that a sign test at 5 % finds better than the first, or ""."""
+    """Return the classifier that is better than the first one by a sign test at 5 %, or ""."""
     from scipy.stats import binomtest
 
     others = [name for name in run.results["classifiers"] if name != run.first]
-    found = []
+    counts = []
     for name in others:
         answers = [(row.others[name] == row.true, row.right) for row in run.predictions if name in row.others]
-        found.append((name, answers.count((True, False)), answers.count((False, True))))
-    best, gained, lost = max(found, key=lambda row: row[1] - row[2], default=("", 0, 0))
+        counts.append((name, answers.count((True, False)), answers.count((False, True))))
+    best, gained, lost = max(counts, key=lambda row: row[1] - row[2], default=("", 0, 0))
     clear = gained > lost and binomtest(gained, gained + lost).pvalue < _LEVEL / len(others)
     return best if clear else ""
 
 
 @dataclass(frozen=True)
 class Estimated:
-    """What `words` say before it: each classifier with its estimate, the best first."""
+    """The estimated accuracy of each classifier, the best first, with `words` that introduce the list."""
 
     words: str
     rows: list[tuple[str, Estimate]]
-    few: bool = False  # images, so that no classifier can be recommended by them
+    few: bool = False  # whether there are too few images to recommend a classifier
 
 
 def estimated(results: Mapping[str, Any]) -> Estimated | None:
-    """What a run estimates without test images; None where it cannot."""
-    found = results.get("estimates", {})
-    rows = [(name, Estimate(*share)) for name, share in found.get("shares", {}).items()]
+    """Return the accuracies that a run estimated without test images, or None if it has no estimate."""
+    estimates = results.get("estimates", {})
+    rows = [(name, Estimate(*share)) for name, share in estimates.get("shares", {}).items()]
     if not rows:
         return None
     classes = sum(len(task) for task in results["class_names"])
-    some = f" of {len(found['classes'])} of the {classes} classes" if len(found["classes"]) < classes else ""
-    few = found["images"] < _FEW
-    some += ", too few to tell" * few
-    images = f"{found['images']:,} training image{'s' * (found['images'] != 1)}"
-    words = f"estimate from {images}{some}, each left out, with its 95 % interval:"
+    some = f" of {len(estimates['classes'])} of the {classes} classes" if len(estimates["classes"]) < classes else ""
+    few = estimates["images"] < _FEW
+    some += " (too few for a reliable estimate)" * few
+    images = f"{estimates['images']:,} training image{'s' * (estimates['images'] != 1)}"
+    words = f"accuracy estimated from {images}{some}, each left out in turn, with 95 % intervals:"
     return Estimated(words, sorted(rows, key=lambda row: -row[1].share), few)
 
 
-def recommended(found: Estimated | None, first: str) -> tuple[str, str]:
-    """The classifier that should answer, and why; it is the first one where none is clearly better, or none known."""
-    shares = dict(found.rows) if found else {}
+def recommended(estimate: Estimated | None, first: str) -> tuple[str, str]:
+    """Return the classifier to use, and why: `first`, unless the estimate of another one is clearly better."""
+    shares = dict(estimate.rows) if estimate else {}
     best = next(iter(shares), first)
-    if found and found.few:
-        return first, f"so few images cannot tell which classifier is best: {first} answers"
+    if estimate and estimate.few:
+        return first, f"there are too few images to tell which classifier is best, so predict uses {first}"
     if best == first or first not in shares:
-        return first, f"recommended by it: {first}, which answers" if first in shares else ""
-    ahead = f"{100 * (shares[best].share - shares[first].share):.1f} points more"
+        return first, f"recommended classifier: {first}, which predict uses by default" if first in shares else ""
+    points = f"{100 * (shares[best].share - shares[first].share):.1f} points"
     if shares[best].low > shares[first].high:
-        return best, f"recommended by it: {best}, with {ahead} than {first}"
-    return first, f"recommended by it: {first}, which answers; {best} has {ahead}, which may be chance"
+        return best, f"recommended classifier: {best}, whose estimate is {points} higher than that of {first}"
+    return first, (
+        f"recommended classifier: {first}, which predict uses by default; the estimate of {best} is {points} higher, "
+        "which may be chance"
+    )
 
 
 def trained_away(results: Mapping[str, Any]) -> str:
-    """What training cost old classes, in a sentence with what to do, or ""."""
+    """Return a sentence on what training cost old classes and how to avoid it, or ""."""
     points, places = dict[str, float](), dict[str, list[str]]()
     for number, saved in enumerate(results.get("costs", []), 1):
-        for name, cost in fallen({name: Cost(**own) for name, own in saved.items()}).items():
+        for name, cost in significant_costs({name: Cost(**counts) for name, counts in saved.items()}).items():
             points[name] = points.get(name, 0.0) + cost.points
             places.setdefault(name, []).append(str(number))
     if points:
@@ -137,48 +140,49 @@ def trained_away(results: Mapping[str, Any]) -> str:
         each = (
             f"“{n}” {points[n]:.1f} points (task{'s' * (len(places[n]) > 1)} {', '.join(places[n])})" for n in worst
         )
-        said = listed(list(each), _NAMED)
-        return f"Training cost old classes more than chance explains: {said}. To keep them, {ADVICE}."
+        losses = listed(list(each), _MOST_NAMES)
+        lowered = "Training lowered the accuracy on old classes by more than chance explains"
+        return f"{lowered}: {losses}. Next time, {ADVICE}."
     share = max((each for each in results.get("changed", []) if each is not None), default=0.0)
     if share < MUCH:
         return ""
     return (
-        f"After a task's training, {100 * share:.0f} % of its images look like another old class than before. Old "
-        f"classes without test images may have suffered: test them, {ADVICE}."
+        f"Training on a task changed the most likely old class of {100 * share:.0f} % of its images. The accuracy on "
+        f"old classes without test images may have dropped: test them, {ADVICE}."
     )
 
 
 def next_steps(run: RunFolder, rows: Sequence[ClassRow], matrix: ConfusionMatrix | None) -> list[tuple[str, str]]:
-    """What to do, each with its command or "", the most useful first."""
+    """Return what to do next, each step with its command or "", the most useful step first."""
     folder, steps = shlex.quote(str(run.folder)), []
     if not run.predictions:
         where = tests_of(run.source) if run.tested_before else ["--data", "PHOTOS"]
-        words = "Test it on images that it did not learn from."
+        words = "Test the learner on images that it has not learned."
         steps.append((words, shlex.join(["dulbe-peft", "evaluate", str(run.folder), *where])))
-    found = estimated(run.results)
-    name, _ = recommended(found, run.first)
-    if found and name != run.first:
-        shares = dict(found.rows)
+    estimate = estimated(run.results)
+    name, _ = recommended(estimate, run.first)
+    if estimate and name != run.first:
+        shares = dict(estimate.rows)
         words = (
-            f"Use “{name}”, which is clearly better than “{run.first}” on training images that were left out: "
-            f"{shares[name]} against {shares[run.first]}."
+            f"Use “{name}”. Its accuracy on training images that were left out is clearly higher than that of "
+            f"“{run.first}”: {shares[name]} compared with {shares[run.first]}."
         )
         steps.append((words, f"dulbe-peft predict {folder} PHOTOS --classifier {name}"))
     whole = Share.of(run.predictions) if run.predictions else None
-    weak = [row for row in rows if whole and row.share.interval[1] < whole.value]
-    weak.sort(key=lambda row: (row.learned or 0, row.share.value))  # those with the fewest training images first
+    weak = [row for row in rows if whole and row.recall.interval[1] < whole.value]
+    weak.sort(key=lambda row: (row.learned or 0, row.recall.value))  # classes with the fewest training images first
     if weak:
-        counts = (f"{row.name} ({row.share.right} of {row.share.images} right" for row in weak)
-        taught = ("" if row.learned is None else f", learned from {row.learned}" for row in weak)
-        words = listed([f"{count}{more})" for count, more in zip(counts, taught, strict=True)], _NAMED)
-        steps.append((f"Photograph more of the classes that are clearly below the others: {words}.", ""))
+        counts = (f"{row.name} ({row.recall.right} of {row.recall.images} correct" for row in weak)
+        taught = ("" if not row.learned else f", {counted(row.learned, 'training image')}" for row in weak)
+        words = listed([f"{count}{more})" for count, more in zip(counts, taught, strict=True)], _MOST_NAMES)
+        steps.append((f"Add photographs of the classes whose accuracy is clearly below average: {words}.", ""))
     often = [pair for pair in (matrix.mistakes if matrix else []) if pair[2] >= _OFTEN][:1]
-    for true, taken, count, number in often:
-        words = f"Look at {true} and {taken}: {count} of {number} test images of the first are taken for the second."
-        steps.append((f"{words} Are the labels right, and are these two classes?", ""))
+    for true, predicted, count, number in often:
+        words = f"Look at {true} and {predicted}: {count} of {number} test images of {true} are mistaken."
+        steps.append((f"{words} Check the labels, and whether these should be two classes.", ""))
     if whole and whole.interval[1] - whole.interval[0] > _WIDE:
         tested = counted(whole.images, "image")
         steps.append((f"Test on more than {tested}: four times as many images halve the interval.", ""))
-    if run.base_model == str(demo_model_folder()) and run.source is None:  # it knows digits, and no photographs
-        return [*steps, ("Look through photographs of your own.", "dulbe-peft check YOUR-FOLDER")]
-    return [*steps, ("Let it name new photographs.", f"dulbe-peft predict {folder} PHOTOS")]
+    if run.base_model == str(demo_model_folder()) and run.source is None:  # the demo's learner knows only digits
+        return [*steps, ("Check photographs of your own.", "dulbe-peft check YOUR-FOLDER")]
+    return [*steps, ("Classify new photographs.", f"dulbe-peft predict {folder} PHOTOS")]

@@ -1,4 +1,4 @@
-"""What the page can ask for: answers, and changes that are saved or taken back."""
+"""Answer the requests of the page: predictions, and changes that are saved and can be undone."""
 
 import base64
 import io
@@ -20,60 +20,59 @@ from dulbe_peft.photos.serving.labelling import FEW, Labelling, jpeg
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.terminal import counted
 
-MOST_BYTES = 64 * 2**20  # of one upload
-MOST_IMAGES = 200  # of one upload
-SHOWN = 5  # classes of an answer
-REJECT = 0.05  # false alarms accepted for "none of these"
-MOST_UNDOS = 20  # states that an undo can lead back to; each keeps what the classifiers were
+MOST_BYTES = 64 * 2**20  # size of an upload
+MOST_IMAGES = 200  # images in an upload
+SHOWN = 5  # classes in a prediction
+REJECT = 0.05  # accepted share of false alarms for "none of these"
+MOST_UNDOS = 20  # states that undo can return to; each of them keeps the classifiers in memory
 BROWSERS_SHOW = {"JPEG", "PNG", "WEBP", "GIF", "BMP"}
 
 
 @dataclass
 class Change:
-    """What was done, the state before it, and the photograph of the folder that was labelled, if that was it.
+    """A change that can be undone.
 
-    A label `waits` until it is learned with others, from the state that is then `state`. A photograph of no class
-    (`none`) changes no state.
+    A label `waits` until it is learned together with others; then `state` becomes the state before they were learned.
     """
 
     words: str
-    state: LearnerState
-    photo: int | None = None
-    waits: bool = False
-    none: bool = False
+    state: LearnerState  # before the change
+    photo: int | None = None  # the photograph of the folder that was labelled, if the change is a label
+    waits: bool = False  # whether a label has not been learned yet
+    none: bool = False  # whether the label is "none of these", which is not learned
 
 
 class App:
-    """What the page can ask for, one request at a time; a change is saved in `output`, if any, before an answer."""
+    """Answers the requests of the page. Each change is saved in the folder `output`, if given, before the answer."""
 
     def __init__(
         self, learner: ClassIncrementalLearner, output: str | Path | None = None, photographs: str | Path | None = None
     ) -> None:
         self.learner, self.output = learner, output
         self.labelling = None if photographs is None else Labelling(learner, photographs)
-        self.kept = learner.state  # what is on a disk
-        self.before: list[Change] = []
-        self.turn = threading.Lock()
+        self.saved_state = learner.state
+        self.changes: list[Change] = []
+        self.lock = threading.Lock()
 
     @property
     def waiting(self) -> list[int]:
-        """Photographs whose labels are not learned yet."""
-        return [one.photo for one in self.before if one.photo is not None and one.waits]
+        """Return the photographs whose labels have not been learned yet."""
+        return [change.photo for change in self.changes if change.photo is not None and change.waits]
 
     @property
     def unsaved(self) -> bool:
-        """Whether the learner is another one than any folder or download holds."""
-        return self.learner.state is not self.kept or bool(self.waiting)
+        """Return whether there are changes that have not been saved."""
+        return self.learner.state is not self.saved_state or bool(self.waiting)
 
     def facts(self) -> dict[str, Any]:
-        """The classes, their images, whether new classes can be added, what an undo takes back, and what is saved."""
+        """Return what the page shows: the classes and their image counts, the last change, and what is saved."""
         state = self.learner.state
         return {
             "classes": list(state.class_names),
             "counts": state.image_counts(),
             "classifier": state.classifier.name,
             "teachable": not state.strategy.adapts,
-            "undo": self.before[-1].words if self.before else None,
+            "undo": self.changes[-1].words if self.changes else None,
             "output": None if self.output is None else str(self.output),
             "unsaved": self.unsaved,
             "most_bytes": MOST_BYTES,
@@ -81,34 +80,39 @@ class App:
         }
 
     def predict(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The best classes of an image, whether it is one at all, as which it was learned, and a JPEG for browsers."""
-        (image,) = pictures(request, 1)
+        """Classify an image.
+
+        Return its most probable classes, whether it belongs to a known class at all, the class that it was learned
+        as, if any, and a JPEG of it if browsers cannot show its format.
+        """
+        (image,) = uploaded_images(request, 1)
         images, area = unlabelled_images(image), self.learner.classifier.roc_area
         try:
             reject = None if area is not None and area < HARDLY else REJECT
-            (found,) = self.learner.predictions(images, SHOWN, reject=reject)
-        except ValueError:  # too few images were held back to say what is none of the classes
-            (found,) = self.learner.predictions(images, SHOWN)
-        best = [{"class": name, "probability": p} for name, p in zip(found.classes, found.probabilities, strict=True)]
+            (prediction,) = self.learner.predictions(images, SHOWN, reject=reject)
+        except ValueError:  # too few images were held out to detect images of unknown classes
+            (prediction,) = self.learner.predictions(images, SHOWN)
+        pairs = zip(prediction.classes, prediction.probabilities, strict=True)
+        best = [{"class": name, "probability": p} for name, p in pairs]
         (content,) = images.contents()
         shown = open_image(image).format in BROWSERS_SHOW
         return {
             "best": best,
-            "known": bool(found.known),
+            "known": bool(prediction.known),
             "learned": self.learner.state.known.class_of().get(content or b""),
             "picture": None if shown else f"data:image/jpeg;base64,{base64.b64encode(jpeg(image)).decode()}",
         }
 
     def teach(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Give images to a class, a known or a new one; one that was learned as another class is taken out of that."""
-        name, files = self.named(request), pictures(request, MOST_IMAGES)
+        """Teach images of a known or new class. Images that were learned as another class are moved to this one."""
+        name, files = self.class_of(request), uploaded_images(request, MOST_IMAGES)
         self.finish()
         known, state = name in self.learner.class_names, self.learner.state
         given = named_images([{"image": file, "label": 0} for file in files], [name])
-        rows, twice = state.known.new_rows(given)
+        rows, skipped = state.known.new_rows(given)
         contents = given.contents()
-        moved = {contents[row]: row for row in twice.pop("of another class", [])}
-        why = "; ".join(f"{counted(len(which), 'photograph')} {reason}" for reason, which in twice.items())
+        moved = {contents[row]: row for row in skipped.pop("of another class", [])}
+        why = "; ".join(f"{counted(len(which), 'photograph')} {reason}" for reason, which in skipped.items())
         if not rows and not moved:
             raise ValueError(f"nothing was learned: {why}")
 
@@ -118,118 +122,120 @@ class App:
             (self.learner.update_classes if known else self.learner.learn_task)(given.at([*rows, *moved.values()]))
 
         self.change(learn)
-        self.before.append(Change(f"{counted(len(rows) + len(moved), 'image')} of {name}", state))
+        self.changes.append(Change(f"{counted(len(rows) + len(moved), 'image')} of {name}", state))
         self.trim()
-        were = {state.known.class_of()[content or b""] for content in moved}
-        parts = [f"learned: {name}"] + [f"no longer: {', '.join(sorted(were))}"] * bool(were)
+        previous = {state.known.class_of()[content or b""] for content in moved}
+        parts = [f"learned: {name}"] + [f"no longer: {', '.join(sorted(previous))}"] * bool(previous)
         return self.facts() | {"said": "; ".join(parts + [f"left out: {why}"] * bool(why))}
 
-    def named(self, request: dict[str, Any]) -> str:
-        """The class of a request, a known one or one that can be learned."""
+    def class_of(self, request: dict[str, Any]) -> str:
+        """Return the class name of a request. Raise a ValueError if it is invalid or cannot be learned."""
         name = request.get("class")
         if not isinstance(name, str) or not name.strip():
             raise ValueError("the class needs a name")
         (name,) = check_class_names([name.strip()])
-        waits = self.labelling.labels.values() if self.labelling else ()
-        check_class_names([name], {*self.learner.class_names, *waits} - {name})  # another spelling
+        waiting = self.labelling.labels.values() if self.labelling else ()
+        check_class_names([name], {*self.learner.class_names, *waiting} - {name})  # refuse another spelling
         if name not in self.learner.class_names and self.learner.strategy.adapts:
-            raise ValueError(f"{name!r} is a new class, for which this learner trains: use dulbe-peft learn")
+            raise ValueError(
+                f"{name!r} is a new class, and this learner must be trained for new classes: use dulbe-peft learn"
+            )
         return name
 
     def label(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Say of which class a photograph of the folder is; after each few, the learner has learned them."""
-        work, name, photo = self.photographs(), self.named(request), request.get("photo")
-        work.say(photo, name)
-        self.before.append(Change(f"the label {name}", self.learner.state, photo, waits=True))
+        """Label a photograph of the folder. After every few labels, the learner learns them."""
+        labelling, name, photo = self.photographs(), self.class_of(request), request.get("photo")
+        labelling.add_label(photo, name)
+        self.changes.append(Change(f"the label {name}", self.learner.state, photo, waits=True))
         try:
             if len(self.waiting) >= FEW:
                 self.finish()
         except BaseException:
-            self.before.pop()
-            work.unsay(photo)
+            self.changes.pop()
+            labelling.undo_label(photo)
             raise
         self.trim()
-        return self.facts() | {"said": f"{name}, {len(work.labels)} labelled"}
+        return self.facts() | {"said": f"{name}, {len(labelling.labels)} labelled"}
 
     def skip(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Leave a photograph for the end."""
+        """Move a photograph to the end."""
         self.photographs().skip(request.get("photo"))
         return self.facts() | {"said": "skipped"}
 
     def none(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Note that a photograph is of no class, so that it is not asked about again."""
+        """Record that a photograph belongs to no class, so that it is not shown again."""
         photo = request.get("photo")
         self.photographs().dismiss(photo)
-        self.before.append(Change("none of these", self.learner.state, photo, none=True))
+        self.changes.append(Change("none of these", self.learner.state, photo, none=True))
         self.trim()
         return self.facts() | {"said": "none of these"}
 
     def photographs(self) -> Labelling:
-        """The photographs to label."""
+        """Return the photographs to label. Raise a ValueError if there are none."""
         if self.labelling is None:
-            raise ValueError("there are no photographs to label: start with --photos FOLDER")
+            raise ValueError("there are no photographs to label: start the server with --photos FOLDER")
         return self.labelling
 
     def finish(self) -> None:
-        """Learn the labels that wait for others."""
+        """Learn the labels that have not been learned yet."""
         if places := self.waiting:
-            work, state = self.photographs(), self.learner.state
-            self.change(lambda: work.learn(places))
-            for one in self.before:
-                if one.waits:
-                    one.state, one.waits = state, False
-            work.sort()
+            labelling, state = self.photographs(), self.learner.state
+            self.change(lambda: labelling.learn(places))
+            for change in self.changes:
+                if change.waits:
+                    change.state, change.waits = state, False
+            labelling.sort()
 
     def undo(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Take the last label or other change back; labels that were learned with this one wait again."""
-        if not self.before:
+        """Undo the last change. After a label, the labels that were learned together with it wait again."""
+        if not self.changes:
             raise ValueError("there is nothing to undo")
-        last = self.before[-1]
+        last = self.changes[-1]
         if not last.waits and not last.none:
             self.change(lambda: self.learner.use_state(last.state))
-        self.before.pop()
+        self.changes.pop()
         if last.photo is not None:
-            self.photographs().unsay(last.photo)
+            self.photographs().undo_label(last.photo)
             if not last.waits and not last.none:
-                for one in self.before:
-                    one.waits = one.photo is not None and not one.none and one.state is last.state
-        return self.facts() | {"said": f"taken back: {last.words}"}
+                for change in self.changes:
+                    change.waits = change.photo is not None and not change.none and change.state is last.state
+        return self.facts() | {"said": f"undone: {last.words}"}
 
     def change(self, make: Callable[[], Any]) -> None:
-        """Make a change and save it, or leave the learner as it was."""
+        """Make a change and save it. After an error, the learner is as before."""
         before = self.learner.state
         try:
             make()
             if self.output is not None:
                 self.learner.save_pretrained(self.output)
-                self.kept = self.learner.state
+                self.saved_state = self.learner.state
         except BaseException:
             self.learner.use_state(before)
             raise
 
     def trim(self) -> None:
-        """Forget the oldest of too many changes."""
-        while len({id(one.state) for one in self.before}) > MOST_UNDOS:
-            del self.before[0]
+        """Drop the oldest changes if there are more than undo keeps."""
+        while len({id(change.state) for change in self.changes}) > MOST_UNDOS:
+            del self.changes[0]
 
     def download(self) -> bytes:
-        """The learner as it is, as `save_pretrained` writes it, in a zip archive."""
+        """Return the folder that `save_pretrained` writes, as a zip archive."""
         with tempfile.TemporaryDirectory() as root:
             folder = Path(root, "learner")
             self.learner.save_pretrained(folder)
             return Path(shutil.make_archive(str(folder), "zip", root, folder.name)).read_bytes()
 
 
-def pictures(request: dict[str, Any], most: int) -> list[io.BytesIO]:
-    """The files of the images of a request, which come as base64; a ValueError says which cannot be read, and why."""
+def uploaded_images(request: dict[str, Any], most: int) -> list[io.BytesIO]:
+    """Decode the base64 images of a request. Raise a ValueError that says which image cannot be read, and why."""
     given = request.get("images")
     if not isinstance(given, list) or not 1 <= len(given) <= most:
-        raise ValueError(f"from 1 to {most} images can be sent at once")
-    found = []
+        raise ValueError(f"a request contains from 1 to {most} images")
+    files = []
     for number, text in enumerate(given, start=1):
         try:
-            found.append(io.BytesIO(base64.b64decode(text, validate=True)))
-            decode_image(found[-1])
+            files.append(io.BytesIO(base64.b64decode(text, validate=True)))
+            decode_image(files[-1])
         except (TypeError, ValueError) as error:
             raise ValueError(f"image {number} cannot be read: {error}") from error
-    return found
+    return files

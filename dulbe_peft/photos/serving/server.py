@@ -1,4 +1,4 @@
-"""The server of the page, with a thread for each connection: what one is slow to send or read, no other waits for."""
+"""Serve the page. Each connection has its own thread, so that a slow client does not delay the others."""
 
 import io
 import json
@@ -21,9 +21,9 @@ from dulbe_peft.photos.serving.labelling import jpeg
 from dulbe_peft.utils.folders import CheckpointError
 
 PAGE = Path(__file__).parents[1] / "assets" / "serve" / "page.html"
-ASKED = {"/predict", "/teach", "/undo", "/label", "/skip", "/none"}  # methods of the app
+REQUESTS = {"/predict", "/teach", "/undo", "/label", "/skip", "/none"}  # methods of `App`
 LOCAL = {"127.0.0.1", "localhost", "::1"}
-# The page runs its own script and shows pictures that it was given; no other page may frame it.
+# The page may run its own script and show pictures from the server and from files. No other page may frame it.
 POLICY = (
     "default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src 'self' blob: data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -31,12 +31,12 @@ POLICY = (
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves the page for one learner, to those who open it by a name or an address of its own."""
+    """An HTTP server for the page of one learner. It refuses requests that do not use one of its own names."""
 
     request_queue_size = 128
 
     def __init__(self, app: App, host: str, port: int, names: Iterable[str]) -> None:
-        if not host:  # which would be the whole network
+        if not host:  # would listen on the whole network
             raise ValueError("the host is '', expected the address to listen on, such as 127.0.0.1")
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), PageHandler)
@@ -49,7 +49,7 @@ class PageServer(ThreadingHTTPServer):
             self.names |= {machine, f"{machine}.local"}
 
     def is_own(self, address: str) -> bool:
-        """Whether a request's `Host` is ours. Else another website may have made its own name lead here."""
+        """Return whether a request's `Host` is one of our names. Another website could let its own name point here."""
         with suppress(ValueError):
             parts = urlsplit(f"//{address}")
             name = parts.hostname or ""
@@ -58,19 +58,19 @@ class PageServer(ThreadingHTTPServer):
         return False
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a client that has gone."""
+        """Print nothing if the client has closed the connection."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
 class PageHandler(BaseHTTPRequestHandler):
-    """Answers one connection."""
+    """Answer the requests of one connection."""
 
-    timeout = 60  # seconds that a silent client may hold a connection
+    timeout = 60  # seconds after which a silent connection is closed
     server: PageServer
 
     def do_GET(self) -> None:
-        """The page, the facts, the learner in a zip archive, what was labelled, or a photograph of the folder."""
+        """Send the page, the facts, the learner as a zip archive, the labels, or a photograph of the folder."""
         app = self.server.app
         if self.path == "/":
             self._answer(HTTPStatus.OK, PAGE.read_bytes(), "text/html; charset=utf-8")
@@ -80,19 +80,21 @@ class PageHandler(BaseHTTPRequestHandler):
             self._file(app.download, "application/zip")
         elif self.path == "/labels.csv" and app.labelling:
             self._file(app.labelling.table, "text/csv; charset=utf-8")
-        elif (found := re.fullmatch(r"/photo/(\d{1,9})", self.path)) and app.labelling:
+        elif (match := re.fullmatch(r"/photo/(\d{1,9})", self.path)) and app.labelling:
             try:
-                self._answer(HTTPStatus.OK, jpeg(app.labelling.images.given(int(found[1]))), "image/jpeg")
+                self._answer(HTTPStatus.OK, jpeg(app.labelling.images.given(int(match[1]))), "image/jpeg")
             except (ValueError, IndexError) as error:
-                self._json(HTTPStatus.NOT_FOUND, {"error": f"photograph {found[1]} cannot be shown: {error}"})
+                self._json(HTTPStatus.NOT_FOUND, {"error": f"photograph {match[1]} cannot be shown: {error}"})
         else:
             self._json(HTTPStatus.NOT_FOUND, {"error": "there is no such page"})
 
     def do_POST(self) -> None:
-        """What the page asks for, as JSON."""
+        """Answer a request of the page, which is JSON."""
         length = self.headers.get("Content-Length", "")
-        if self.path not in ASKED or self.headers.get_content_type() != "application/json":
-            self._json(HTTPStatus.BAD_REQUEST, {"error": "ask as the page does"})
+        if self.path not in REQUESTS or self.headers.get_content_type() != "application/json":
+            self._json(
+                HTTPStatus.BAD_REQUEST, {"error": f"expected JSON, sent to one of {', '.join(sorted(REQUESTS))}"}
+            )
         elif not length.isascii() or not length.isdigit() or int(length) > MOST_BYTES:
             self.close_connection = True
             self._json(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"error": f"send at most {MOST_BYTES >> 20} MiB"})
@@ -100,9 +102,9 @@ class PageHandler(BaseHTTPRequestHandler):
             self._work(getattr(self.server.app, self.path[1:]), self.rfile.read(int(length)))
 
     def _file(self, make: Callable[[], bytes], kind: str) -> None:
-        """Answer with a file that is made while nothing changes the learner or the labels."""
+        """Send a file that is made while no other request changes the learner or the labels."""
         try:
-            with self.server.app.turn:
+            with self.server.app.lock:
                 made = make()
         except (ValueError, OSError, CheckpointError) as error:
             return self._json(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"{self.path} cannot be made: {error}"})
@@ -112,28 +114,28 @@ class PageHandler(BaseHTTPRequestHandler):
         try:
             request = json.loads(body)
             if not isinstance(request, dict):
-                raise ValueError("ask as the page does")
-            with self.server.app.turn:
-                status, found = HTTPStatus.OK, ask(request)
+                raise ValueError("the request must be a JSON object")
+            with self.server.app.lock:
+                status, answer = HTTPStatus.OK, ask(request)
         except (ValueError, RecursionError) as error:
-            status, found = HTTPStatus.BAD_REQUEST, {"error": str(error)}
+            status, answer = HTTPStatus.BAD_REQUEST, {"error": str(error)}
         except (OSError, CheckpointError) as error:
-            status, found = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"nothing was changed: {error}"}
-        self._json(status, found)
+            status, answer = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"nothing was changed: {error}"}
+        self._json(status, answer)
 
     def parse_request(self) -> bool:
-        """Another website that is open in the same browser may not ask: its address is not the page's.
+        """Refuse requests of other websites that are open in the same browser, except for links to the page.
 
-        It may link to the page. A browser names no origin where a picture or a file is loaded, and says where the
-        request comes from in `Sec-Fetch-Site`: "none" is an address that somebody typed, "same-site" another port.
+        A browser sends no `Origin` when it loads a picture or a file, but tells in `Sec-Fetch-Site` where the request
+        comes from: "none" is an address that was typed, "same-site" another port of this machine.
         """
         if not super().parse_request():
             return False
-        own, origin = self.headers.get("Host", ""), self.headers.get("Origin")
+        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
         inside = self.path == "/" or self.headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin")
-        if inside and self.server.is_own(own) and origin in (None, f"http://{own}", f"https://{own}"):
+        if inside and self.server.is_own(host) and origin in (None, f"http://{host}", f"https://{host}"):
             return True
-        words = "open the page by its own address; dulbe-peft serve --name NAME gives it a further name"
+        words = "open the page by its own address, or give it another name with dulbe-peft serve --name NAME"
         self._json(HTTPStatus.FORBIDDEN, {"error": words})
         return False
 
@@ -146,13 +148,13 @@ class PageHandler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Content-Security-Policy", POLICY)
-        self.send_header("Cross-Origin-Resource-Policy", "same-origin")  # for browsers that do not say where from
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")  # for browsers without Sec-Fetch-Site
         self.send_header("Cache-Control", "no-store")
         self.end_headers()
-        shutil.copyfileobj(io.BytesIO(body), self.wfile)  # in parts, each of which has the whole timeout
+        shutil.copyfileobj(io.BytesIO(body), self.wfile)  # in parts, because the timeout applies to each part
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing of each request."""
+        """Print nothing for a request."""
 
 
 def make_server(
@@ -163,10 +165,19 @@ def make_server(
     output: str | Path | None = None,
     photographs: str | Path | None = None,
 ) -> PageServer:
-    """A server of the page; `serve_forever()` starts it, and port 0 takes a free one.
+    """Return a server of the page, which `serve_forever()` starts.
 
-    It answers who opens the page by `host`, and by the `names` that others give it, such as a proxy. For 0.0.0.0 that
-    is any IP address, or the machine's name. After each change the learner is saved in the folder `output`, if any.
-    With a folder of `photographs` the page asks what they are, the most useful ones first.
+    Args:
+        learner: the learner to try and to teach.
+        host: the address to listen on; "0.0.0.0" is the whole network.
+        port: the port; 0 chooses a free one.
+        names: further names under which the page is opened, such as that of a proxy. Requests under other names than
+            these and `host` are refused; with "0.0.0.0", any IP address and the machine's name are accepted.
+        output: a folder in which the learner is saved after each change, or None.
+        photographs: a folder of photographs for the page to ask about, the most useful first, or None.
+
+    Raises:
+        ValueError: if `host` is empty, or no photograph is left to label.
+        OSError: if the address cannot be used.
     """
     return PageServer(App(learner, output, photographs), host, port, names)

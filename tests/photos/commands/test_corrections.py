@@ -70,7 +70,7 @@ def test_renamed_class_equals_one_learned_under_the_new_name(photos, june, run, 
     assert_alike(loaded(tmp_path / "out"), loaded(expected), photos)
     page = write_report(tmp_path / "out").read_text(encoding="utf-8")
     assert "no test images" not in page and command in page, "the folder of the month"
-    assert "two became swan" in page and "It has not been tested since the correction" in page
+    assert "two was renamed to swan" in page and "has not been tested since the correction" in page
     # June's test images are still in a folder with the old name, and are found by their content.
     july = some(photos, tmp_path / "july", ["four", "two"], 0, 3)
     shutil.rmtree(july / "test" / "two")
@@ -96,7 +96,7 @@ def test_joined_classes_equal_one_class_learned_from_both(photos, june, run, tmp
     joined = loaded(tmp_path / "out")
     assert_alike(joined, loaded(run(anew, tmp_path / "run")), photos)
     assert list(joined.classifiers) == ["bayes", "lda", "prototype"]
-    assert "two became three, which has the photographs of both" in write_report(tmp_path / "out").read_text()
+    assert "two was merged into three" in write_report(tmp_path / "out").read_text()
 
 
 def test_photographs_are_forgotten_by_their_content(photos, june, run, tmp_path, capsys):
@@ -109,7 +109,7 @@ def test_photographs_are_forgotten_by_their_content(photos, june, run, tmp_path,
     (anew / "train" / "one" / "3.png").unlink()
     (anew / "train" / "two" / "0.png").unlink()
     assert_alike(loaded(tmp_path / "out"), loaded(run(anew, tmp_path / "run")), photos)
-    assert "2 images forgotten" in write_report(tmp_path / "out").read_text(encoding="utf-8")
+    assert "2 images were forgotten" in write_report(tmp_path / "out").read_text(encoding="utf-8")
     capsys.readouterr()
     # The forgotten images can be learned again, and the others are not counted twice.
     assert call("learn", tmp_path / "out", "--data", june.parent / "photos", "--output", tmp_path / "back") == 0
@@ -152,7 +152,7 @@ def test_merge_equals_learning_the_images_of_both(photos, june, run, tmp_path, c
         only.state.classifiers.pop(name)
     only.save_pretrained(tmp_path / "only")
     capsys.readouterr()
-    for other, why in (("both", "of the same images, which would count twice"), ("only", f"only {berlin} has it")):
+    for other, why in (("both", "have learned the same "), ("only", f"only {berlin} has it")):
         assert call("merge", berlin, tmp_path / other, "--output", tmp_path / "no") == 2
         captured = capsys.readouterr()
         assert why in captured.err and not captured.out, "a refused merge drops no classifier"
@@ -166,7 +166,7 @@ def test_images_learned_in_another_precision_are_not_forgotten(photos, june, tmp
     learner.state.classifiers.pop("bridge")
     learner.use_state(replace(learner.state, known=replace(learner.state.known, ways=frozenset({(how, 1)}))))
     learner.save_pretrained(tmp_path / "saved")
-    with pytest.raises(ValueError, match=f"learned in {how}, and float32 would take out other numbers"):
+    with pytest.raises(ValueError, match=f"learned in {how}, and float32 would remove different features"):
         loaded(tmp_path / "saved").forget_images(file)
 
 

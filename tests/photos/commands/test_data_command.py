@@ -1,4 +1,4 @@
-"""What `check` and `run` say of the data, and what a file that cannot be read does to a stream."""
+"""Test what `check` and `run` report about the data, and what unreadable files do to a stream."""
 
 import json
 import re
@@ -15,10 +15,10 @@ from dulbe_peft.data import decoding
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.encoders.registry import demo_model_folder
-from dulbe_peft.photos.commands.check import _trust
+from dulbe_peft.photos.commands.check import _reliability
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.data.inventory import NEAR, SIDE, Inventory, find_duplicates, thumbnails
-from dulbe_peft.photos.doubtful_labels import ENOUGH, TRIALS, Trial, _swapped, doubtful_labels, tried_on_swapped
+from dulbe_peft.photos.doubtful_labels import ENOUGH, TRIALS, Trial, _swapped, doubtful_labels, try_swapped_labels
 from dulbe_peft.photos.report.html import write_page
 from dulbe_peft.sklearn import FeatureClassifier
 from dulbe_peft.utils.files import read_csv
@@ -29,7 +29,7 @@ FROZEN = ["--strategy", "frozen", "--classifiers", "prototype"]
 
 @pytest.fixture
 def photos(digit_folders, tmp_path):
-    """Four digits, one, three, two and zero, with five images each to learn and three to test, to be damaged."""
+    """Copy a folder of four digits with five training and three test images each, which tests may damage."""
     return shutil.copytree(digit_folders(4, 5, 3), tmp_path / "photos")
 
 
@@ -37,7 +37,7 @@ def run(photos, *more: str) -> int:
     return main(["run", "--model", str(demo_model_folder()), "--data", str(photos), *QUICK, *more])
 
 
-def test_unreadable_images_are_left_out_and_said_or_stop_a_run_before_the_model_is_loaded(photos, tmp_path, capsys):
+def test_unreadable_images_are_left_out_or_with_strict_stop_a_run(photos, tmp_path, capsys):
     bad, out = photos / "train" / "two" / "1.png", str(tmp_path / "out")
     bad.write_bytes(bad.read_bytes()[:60])
     (photos / "test" / "two" / "notes.txt").write_text("x")
@@ -73,7 +73,7 @@ def test_unreadable_images_are_left_out_and_said_or_stop_a_run_before_the_model_
         ("bofa", ["visual_projection  96 -> 64  1 layer "]),
     ],
 )
-def test_a_dry_run_opens_the_data(photos, capsys, strategy, words, tmp_path, monkeypatch):
+def test_dry_run_opens_the_data_and_writes_nothing(photos, capsys, strategy, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     assert run(photos, "--dry-run", "--increment", "2", "--strategy", strategy) == 0
@@ -82,7 +82,7 @@ def test_a_dry_run_opens_the_data(photos, capsys, strategy, words, tmp_path, mon
     assert all(word in said for word in words) and sorted(tmp_path.rglob("*")) == before
 
 
-def test_names_of_no_visual_layer_stop_a_run_before_it_trains(photos, tmp_path, capsys):
+def test_unknown_target_modules_stop_a_run_before_training(photos, tmp_path, capsys):
     for names in ("text_projection", "k_porj"):
         flags = ["--output", str(tmp_path / "out"), "--target-modules", names]
         assert run(photos, *flags, "--strategy", "dulbe") == 2
@@ -93,8 +93,8 @@ def test_names_of_no_visual_layer_stop_a_run_before_it_trains(photos, tmp_path, 
     assert "--target-modules has no effect" in capsys.readouterr().err
 
 
-def test_check_finds_what_is_there_twice(photos, tmp_path, capsys):
-    """The same file across splits and in two classes, and a picture that was saved again, smaller and brighter."""
+def test_check_finds_duplicates(photos, tmp_path, capsys):
+    """There is one file in both splits, one in two classes, and a picture saved again, smaller and brighter."""
     shutil.copy(photos / "train" / "one" / "1.png", photos / "test" / "one" / "copy.png")
     shutil.copy(photos / "train" / "two" / "2.png", photos / "train" / "zero" / "copy\x1b[2J.png")
     noise = np.random.default_rng(0).integers(0, 256, (12, 12), dtype=np.uint8)
@@ -128,17 +128,17 @@ def test_check_finds_what_is_there_twice(photos, tmp_path, capsys):
     ):
         pair = f"  {first}  =  {second}".replace("?", str(photos))
         assert re.search(rf"{words}.*: 1 pair\n{re.escape(pair)}\n", said)
-    assert "\x1b" not in said and "narrower" not in said, "digits are small, all of them"
+    assert "\x1b" not in said and "narrower" not in said, "all digits are small"
     assert said.endswith(f" run --model openai/clip-vit-base-patch16 --data {photos} --output out-photos\n")
     pictures = re.findall(r'<img[^>]* src="([^"]+)"', (tmp_path / "page.html").read_text(encoding="utf-8"))
     assert len(pictures) == 23 + 6 and all(source.startswith("data:image/jpeg;base64,") for source in pictures)
     assert run(photos, "--dry-run", *FROZEN) == 0
     said = capsys.readouterr().out
-    assert "so the accuracy is too optimistic: 1 pair" in said and "nearly" not in said  # a run compares files alone
+    assert "so the accuracy is too optimistic: 1 pair" in said and "nearly" not in said  # a run compares only files
 
 
-def test_duplicates_are_those_of_a_literal_comparison(tmp_path):
-    """Every pair's correlation of grey thumbnails in float64; of pairs with one image, that with its first one."""
+def test_duplicates_equal_a_literal_comparison_of_all_pairs(tmp_path):
+    """The reference correlates grey thumbnails in float64; the command lists only the first pair of each image."""
     generator = np.random.default_rng(0)
     pictures = [generator.integers(0, 256, (16, 16)).astype(float) for _ in range(4)]
     pictures += [pictures[0] * 0.9 + 9, pictures[0] + generator.normal(0, 5, (16, 16)), *np.full((2, 16, 16), 40.0)]
@@ -158,7 +158,7 @@ def test_duplicates_are_those_of_a_literal_comparison(tmp_path):
     assert find_duplicates({"train": images}) == []
 
 
-def test_what_cannot_be_read_is_said_with_what_would_help(photos, tmp_path, capsys, monkeypatch):
+def test_unreadable_files_are_reported_with_a_remedy(photos, tmp_path, capsys, monkeypatch):
     (photos / "train" / "one" / "phone.heic").write_bytes(b"x")
     monkeypatch.setattr("dulbe_peft.data.folders.image_suffixes", lambda: (".png",))
     assert main(["check", str(photos)]) == 0
@@ -171,16 +171,13 @@ def test_what_cannot_be_read_is_said_with_what_would_help(photos, tmp_path, caps
         assert main(command) == 2 and "it is an archive: unpack it" in capsys.readouterr().err
 
 
-TRIED, NONE_ELSE = "tried on copies of the labels: ", "and it doubts 0 % of the others"
-
-
 def clouds(counts):
     generator = np.random.default_rng(0)
     centres, labels = generator.normal(size=(len(counts), 16)), np.repeat(np.arange(len(counts)), counts)
     return (centres[labels] + 0.3 * generator.normal(size=(len(labels), 16))).astype(np.float32), labels
 
 
-def test_the_order_is_that_of_cleanlab_and_clear_classes_and_lone_images_have_no_doubts():
+def test_doubtful_labels_are_ranked_as_by_cleanlab():
     for counts in ([5, 1, 1], [30, 30]):
         assert doubtful_labels(*clouds(counts), None, 10.0) == []
     features, labels = clouds([20] * 4)
@@ -194,19 +191,21 @@ def test_the_order_is_that_of_cleanlab_and_clear_classes_and_lone_images_have_no
     assert [number for number, _, _ in found] == wrong and len(wrong) >= 9
 
 
-def test_the_doubts_are_tried_on_labels_that_are_swapped_on_a_copy():
+def test_swapped_labels_are_found_except_by_a_blind_model():
     features, labels = clouds([20] * 4)
     given = labels.copy()
-    sure = tried_on_swapped(features, labels, None, 10.0)
+    sure = try_swapped_labels(features, labels, None, 10.0)
     assert np.array_equal(labels, given) and sure.swapped >= ENOUGH // 4 and sure.found == sure.swapped
     assert sure.others_doubted == 0 and sure.others == TRIALS * 80 - sure.swapped
-    assert _trust(sure) == [f"{TRIED}of {sure.swapped} that were swapped it finds {sure.swapped} (100 %), {NONE_ELSE}"]
+    (line,) = _reliability(sure)
+    assert line.startswith(f"trial with {sure.swapped} labels swapped on purpose: {sure.swapped} of them (100 %)")
+    assert line.endswith("were found, and 0 % of the other labels were doubted, too")
     noise = np.random.default_rng(1).normal(size=features.shape).astype(np.float32)  # of a blind model
-    blind = tried_on_swapped(noise, labels, None, 10.0)
+    blind = try_swapped_labels(noise, labels, None, 10.0)
     assert blind.others_doubted / blind.others > 0.5
-    line, advice = _trust(blind)
-    assert "this model" in advice and f"it finds {blind.found} (" in line
-    assert tried_on_swapped(*clouds([5, 1, 1]), None, 10.0) is None and "is not known" in _trust(None)[0]
+    line, advice = _reliability(blind)
+    assert "this model" in advice and f": {blind.found} of them (" in line
+    assert try_swapped_labels(*clouds([5, 1, 1]), None, 10.0) is None and "is not known" in _reliability(None)[0]
 
 
 @pytest.mark.parametrize("pairs", [1, 3, 100])
@@ -214,25 +213,25 @@ def test_swapping_keeps_the_sizes_of_classes(pairs):
     labels = np.repeat([0, 1, 2], [10, 4, 1])
     changed = _swapped(labels, np.random.default_rng(0).permutation(15), pairs)
     assert np.array_equal(np.bincount(changed), np.bincount(labels))
-    assert (changed != labels).sum() == min(2 * pairs, 10), "only five images are of no zero"
+    assert (changed != labels).sum() == min(2 * pairs, 10), "only five images are not of class 0"
 
 
 @pytest.mark.parametrize(
     ("trial", "advice"),
     [
-        (Trial(0, 2, 3, 20), "this model misses so many wrong labels that one which is not named may well be wrong"),
-        (Trial(9, 10, 12, 20), "this model doubts so many right labels that a doubt says little"),
+        (Trial(0, 2, 3, 20), "this model misses many wrong labels, so labels that are not listed may be wrong, too"),
+        (Trial(9, 10, 12, 20), "this model doubts many correct labels, so most of its doubts may be unfounded"),
     ],
 )
-def test_a_weak_model_says_how_little_its_doubts_say(trial, advice):
-    assert _trust(trial)[1:] == [advice]
+def test_unreliable_doubts_come_with_a_warning(trial, advice):
+    assert _reliability(trial)[1:] == [advice]
 
 
-def test_the_command_names_them_and_shows_them(digit_folders, tmp_path, capsys):
+def test_check_lists_and_shows_doubtful_labels(digit_folders, tmp_path, capsys):
     doubted = shutil.copytree(digit_folders(4, 12, 4), tmp_path / "photos")
     for words in (["--check-labels"], ["--model", "demo"]):
         assert main(["check", str(doubted), *words]) == 2
-        assert "go together" in capsys.readouterr().err
+        assert "need each other" in capsys.readouterr().err
     for source, target in (("train/two/1.png", "train/one/x.png"), ("test/three/14.png", "test/zero/y\x1b.png")):
         (doubted / source).rename(doubted / target)
     page, table = tmp_path / "page.html", tmp_path / "t.csv"
@@ -243,25 +242,25 @@ def test_the_command_names_them_and_shows_them(digit_folders, tmp_path, capsys):
         ("test", rf"{doubted}/test/zero/y\x1b.png", "looks like another class"),
     }
     said = capsys.readouterr().out
-    lines = said[said.index("look like another class") :].split("tried on")[0].splitlines()[1:]
+    lines = said[said.index("look like another class") :].split("trial with")[0].splitlines()[1:]
     assert 2 <= len(lines) <= 10
     first = lines[0] + lines[1]
     assert re.search(r"train/one/x\.png: looks like 'two', not like 'one' \(probability [0-9.]+%\)", first)
     assert r"test/zero/y\x1b.png: looks like 'three', not like 'zero'" in first
     text = page.read_text(encoding="utf-8")
-    part = text[text.index("Labels to look at") : text.index("The classes")]
+    part = text[text.index("Labels to check") : text.index("The classes")]
     assert part.count("data:image/jpeg") == len(lines) and "one/x.png" in part
-    tried = re.search(r"tried on copies of the labels: of (\d+) that were swapped it finds (\d+) \(", said)
-    assert 0 < int(tried[2]) <= int(tried[1]) and tried[0].capitalize() in part
+    trial = re.search(r"trial with (\d+) labels swapped on purpose: (\d+) of them \(", said)
+    assert 0 < int(trial[2]) <= int(trial[1]) and trial[0].capitalize() in part
 
 
-def test_a_page_shows_names_that_are_not_utf8(tmp_path):
-    empty = dict.fromkeys(("problems", "strips", "pairs", "doubtful", "trust"), ())
-    write_page(tmp_path / "page.html", "check.html", {"name": "\udcff.png", "found": Inventory({}), **empty})
+def test_page_shows_file_names_that_are_not_utf8(tmp_path):
+    empty = dict.fromkeys(("problems", "strips", "pairs", "doubtful", "reliability"), ())
+    write_page(tmp_path / "page.html", "check.html", {"name": "\udcff.png", "inventory": Inventory({}), **empty})
     assert "\\udcff.png" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
-def test_suspects_are_moved_and_nothing_else(photos, tmp_path, capsys):
+def test_move_to_moves_only_files_with_findings(photos, tmp_path, capsys):
     shutil.copy(photos / "train" / "one" / "0.png", photos / "test" / "one" / "copy.png")
     for path in photos.rglob("*.png"):
         with Image.open(path) as image:
@@ -279,21 +278,25 @@ def test_suspects_are_moved_and_nothing_else(photos, tmp_path, capsys):
     assert moved.keys() == {row[1] for row in rows}
     assert {str(photos / p): str(odd / f / p) for f, p in suspects.items()}.items() <= moved.items()
     said = capsys.readouterr().out
-    assert f"moved to {odd}: {len(moved)}; moved.csv there" in said and "narrower than 64 pixels: 1 image" in said
+    assert f"moved to {odd}: {len(moved)} files; moved.csv" in said and "narrower than 64 pixels: 1 image" in said
     for name, file in before.items():
         place = str(photos / name)
         assert Path(moved.get(place, place)).read_bytes() == file and Path(place).exists() == (place not in moved)
     bad.write_bytes(b"no image")
     (photos / "test" / "one" / "link.png").symlink_to("../../train/one/0.png")
     again = tmp_path / "again"
-    for place, words in ((odd, "from an earlier call"), (photos / "odd", "never changed"), (again, "is a link")):
+    for place, words in (
+        (odd, "from an earlier call"),
+        (photos / "odd", "never changed"),
+        (again, "a symbolic link"),
+    ):
         assert main(["check", str(photos), "--move-to", str(place)]) == 2
         assert words in capsys.readouterr().err and bad.exists()
     assert not again.exists()
 
 
-def test_a_run_decodes_every_image_once(photos, tmp_path, monkeypatch):
-    """What cannot be read is found while images are encoded, and the features stand in the store then."""
+def test_run_decodes_every_image_once(photos, tmp_path, monkeypatch):
+    """Unreadable files are found while the images are encoded, and the features are kept in the store."""
     (photos / "train" / "two" / "bad.png").write_bytes(b"x")
     decoded = []
     read = decoding.to_rgb

@@ -1,4 +1,4 @@
-"""The page to try a learner: what it can ask for, what is refused, and the command."""
+"""Test the page of `serve`: its requests, which requests are refused, and the command."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from served import photo, running, served, two_colours
 
 from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.photos.commands.main import main
-from dulbe_peft.photos.commands.serve import _own
+from dulbe_peft.photos.commands.serve import _reserved
 from dulbe_peft.photos.serving import App, server
 from dulbe_peft.photos.serving.app import MOST_UNDOS
 from dulbe_peft.photos.serving.labelling import NEXT
@@ -56,7 +56,7 @@ def app(learner):
 
 
 def ask(url, content=None, **headers):
-    """Status and answer."""
+    """Send a request, and return the status and the answer."""
     data = None if content is None else content if isinstance(content, bytes) else json.dumps(content).encode()
     headers = {"Content-Type": "application/json"} | {name.replace("_", "-"): text for name, text in headers.items()}
     try:
@@ -73,7 +73,7 @@ def best(url, image):
     return found["best"][0]["class"]
 
 
-def test_a_visit(folder, learner, tmp_path):
+def test_learner_is_taught_undone_and_downloaded(folder, learner, tmp_path):
     with served(folder) as url:
         assert b"<title>Try the learner</title>" in ask(url + "/")[1]
         assert ask(f"{url}/facts")[1]["classes"] == ["red", "green"]
@@ -82,11 +82,11 @@ def test_a_visit(folder, learner, tmp_path):
         status, facts = ask(f"{url}/teach", {"class": " blue ", "images": sent(photo(2), photo(2, 1))})
         assert status == 200 and facts["classes"][-1] == "blue" and facts["undo"] == "2 images of blue"
         assert best(url, photo(2)) == "blue"
-        ask(f"{url}/teach", {"class": "red", "images": sent(photo(0))})  # corrects an answer
+        ask(f"{url}/teach", {"class": "red", "images": sent(photo(0))})  # corrects a prediction
         (tmp_path / "learner.zip").write_bytes(ask(f"{url}/learner.zip")[1])
         assert ask(f"{url}/undo", {})[1]["undo"] == "2 images of blue"
-        taken_back = ask(f"{url}/undo", {})[1]
-        assert taken_back.pop("said") == "taken back: 2 images of blue" and taken_back == ask(f"{url}/facts")[1]
+        undone = ask(f"{url}/undo", {})[1]
+        assert undone.pop("said") == "undone: 2 images of blue" and undone == ask(f"{url}/facts")[1]
         assert ask(f"{url}/predict", {"images": sent(photo(2))})[1] == before
         assert ask(f"{url}/undo", {}) == (400, {"error": "there is nothing to undo"})
     with zipfile.ZipFile(tmp_path / "learner.zip") as archive:
@@ -99,7 +99,7 @@ def test_a_visit(folder, learner, tmp_path):
     [
         ("/predict", {"images": ["!"]}, {}, 400, "image 1 cannot be read"),
         ("/predict", b"[" * 10**5, {}, 400, ""),
-        ("/predict", {"images": []}, {"Content_Type": "text/plain"}, 400, "as the page does"),
+        ("/predict", {"images": []}, {"Content_Type": "text/plain"}, 400, "expected JSON"),
         ("/teach", {"class": " ", "images": sent(photo(0))}, {}, 400, "needs a name"),
         ("/teach", {"class": "red", "images": sent(photo(0)) * 201}, {}, 400, "from 1 to 200 images"),
         ("/../serving.py", None, {}, 404, "no such page"),
@@ -112,7 +112,7 @@ def test_a_visit(folder, learner, tmp_path):
         ("/teach", {"class": "\ud800", "images": sent(photo(2))}, {}, 400, "cannot be written as UTF-8"),
     ],
 )
-def test_what_is_refused(folder, path, content, headers, status, words):
+def test_invalid_request_is_refused_and_changes_nothing(folder, path, content, headers, status, words):
     with served(folder) as url:
         found, answer = ask(url + path, content, **headers)
         assert found == status and words in answer["error"]
@@ -121,7 +121,7 @@ def test_what_is_refused(folder, path, content, headers, status, words):
 
 FULL = Mock(side_effect=OSError("no space left"))
 MACHINE = "studio"
-HOSTS = {  # the address to listen on -> what a browser may call it, and what it may not
+HOSTS = {  # the address to listen on -> names that are accepted, and names that are refused
     "127.0.0.1": (
         ["localhost", "127.0.0.1", "LOCALHOST:7860", "[::1]:7860"],
         ["192.168.1.5", MACHINE, "localhost@evil", "127.0.0.1.evil.example", "evil.example/localhost"],
@@ -134,27 +134,27 @@ HOSTS = {  # the address to listen on -> what a browser may call it, and what it
 
 
 @pytest.mark.parametrize("listened", HOSTS)
-def test_the_page_is_opened_by_its_own_address_alone(folder, listened, monkeypatch):
-    """The name of another website may lead here: what its script asks for has that name."""
+def test_page_is_opened_only_by_its_own_address(folder, listened, monkeypatch):
+    """Another website could let its name point here; the requests of its scripts would have this name."""
     monkeypatch.setattr(socket, "gethostname", lambda: MACHINE)
     with running(folder, host=listened, names=["Photos.example.org"]) as server:
         url = f"http://127.0.0.1:{server.server_address[1]}"
-        own, others = HOSTS[listened]
-        for host in (*own, "photos.example.org:443"):
+        accepted, refused = HOSTS[listened]
+        for host in (*accepted, "photos.example.org:443"):
             with urllib.request.urlopen(urllib.request.Request(url, headers={"Host": host}), timeout=30) as answer:
                 assert "frame-ancestors 'none'" in answer.headers["Content-Security-Policy"]
             assert ask(f"{url}/facts", Host=host, Origin=f"http://{host}")[0] == 200
-        for host in (*others, "1e100.net", "127.0.0.1.nip.io"):
+        for host in (*refused, "1e100.net", "127.0.0.1.nip.io"):
             for path, content in (("/", None), ("/facts", None), ("/learner.zip", None), ("/undo", {})):
                 status, answer = ask(url + path, content, Host=host)
                 assert status == 403 and "own address" in answer["error"]
 
 
-LARGE = {"classes": ["x" * 2**20] * 16}  # more than the buffers of a connection take
+LARGE = {"classes": ["x" * 2**20] * 16}  # more than the buffers of a connection hold
 
 
 @pytest.mark.parametrize("path", ["/facts", "/learner.zip", "/teach"])
-def test_a_client_that_is_slow_to_read_holds_up_nobody(folder, monkeypatch, path):
+def test_client_that_reads_slowly_does_not_delay_others(folder, monkeypatch, path):
     name = "download" if path == "/learner.zip" else path[1:]
     asked = threading.Event()
 
@@ -174,10 +174,12 @@ def test_a_client_that_is_slow_to_read_holds_up_nobody(folder, monkeypatch, path
             assert best("http://{}:{}".format(*address), photo(1)) == "green"
             slow.settimeout(30)
             parts = iter(lambda: slow.recv(2**20), b"")
-            assert b"".join(parts).partition(b"\r\n\r\n")[2] == json.dumps(LARGE).encode(), "it has all of it at last"
+            assert b"".join(parts).partition(b"\r\n\r\n")[2] == json.dumps(LARGE).encode(), (
+                "the slow client gets the whole answer"
+            )
 
 
-def test_clients_that_are_slow_to_send_hold_up_nobody(folder):
+def test_clients_that_send_slowly_do_not_delay_others(folder):
     head = b"POST /teach HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
     with running(folder) as server, ExitStack() as opened:
         address = server.server_address[:2]
@@ -188,8 +190,8 @@ def test_clients_that_are_slow_to_send_hold_up_nobody(folder):
         assert ask("http://{}:{}/facts".format(*address))[1]["undo"] is None
 
 
-def test_many_ask_at_once_and_some_go_away(folder, capfd):
-    """Thirty images and ten corrections at once, after uploads that end in the middle: none is lost."""
+def test_simultaneous_requests_are_all_answered(folder, capfd):
+    """Thirty predictions and ten corrections arrive at once, after two uploads that break off."""
     with served(folder) as url:
         address = ("127.0.0.1", int(url.rpartition(":")[2]))
         for reset in (True, False):
@@ -206,7 +208,7 @@ def test_many_ask_at_once_and_some_go_away(folder, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_learner_that_trains_takes_corrections_and_no_new_class(app, monkeypatch):
+def test_learner_that_trains_accepts_corrections_but_no_new_class(app, monkeypatch):
     monkeypatch.setattr(type(app.learner.strategy), "adapts", True)
     assert not app.facts()["teachable"]
     assert app.teach({"class": "red", "images": sent(photo(0))})["undo"] == "1 image of red"
@@ -214,7 +216,7 @@ def test_a_learner_that_trains_takes_corrections_and_no_new_class(app, monkeypat
         app.teach({"class": "blue", "images": sent(photo(2))})
 
 
-def test_what_is_taught_is_saved_after_each_change(folder, tmp_path):
+def test_learner_is_saved_after_each_change(folder, tmp_path):
     output = tmp_path / "taught"
     with served(folder, output=output) as url:
         facts = ask(f"{url}/facts")[1]
@@ -231,7 +233,7 @@ def test_what_is_taught_is_saved_after_each_change(folder, tmp_path):
         assert again == (400, {"error": "nothing was learned: 1 photograph learned before"})
 
 
-def test_a_change_that_cannot_be_saved_is_none(learner, tmp_path, monkeypatch):
+def test_change_that_cannot_be_saved_is_reverted(learner, tmp_path, monkeypatch):
     app = App(learner, tmp_path / "taught")
     app.teach({"class": "blue", "images": sent(photo(2))})
     monkeypatch.setattr(app.learner, "save_pretrained", FULL)
@@ -242,7 +244,7 @@ def test_a_change_that_cannot_be_saved_is_none(learner, tmp_path, monkeypatch):
         assert app.facts() == before and before["undo"] == "1 image of blue"
 
 
-def test_a_photograph_is_learned_once_and_that_is_said(app):
+def test_photograph_is_learned_only_once_and_the_answer_says_so(app):
     found = app.teach({"class": "blue", "images": sent(photo(2), photo(2), photo(2, 1))})
     assert found["said"] == "learned: blue; left out: 1 photograph in the data twice" and found["unsaved"]
     assert found["counts"]["blue"] == 2 and app.predict({"images": sent(photo(2))})["learned"] == "blue"
@@ -251,13 +253,13 @@ def test_a_photograph_is_learned_once_and_that_is_said(app):
     found = app.teach({"class": "red", "images": sent(photo(2), photo(2))})
     assert found["said"] == "learned: red; no longer: blue" and found["counts"] == {"red": 5, "green": 4, "blue": 1}
     assert app.predict({"images": sent(photo(2))})["learned"] == "red"
-    with pytest.raises(ValueError, match="'blue' has one image alone"):
+    with pytest.raises(ValueError, match="'blue' has only one image"):
         app.teach({"class": "red", "images": sent(photo(2, 1))})
     app.undo({})
     assert app.learner.state is before and not app.undo({})["unsaved"]
 
 
-def test_a_picture_that_no_browser_shows_comes_as_jpeg(app):
+def test_image_that_browsers_cannot_show_is_sent_as_jpeg(app):
     found = app.predict({"images": sent(photo(0).resize((2000, 1000)), kind="TIFF")})["picture"]
     shown = Image.open(io.BytesIO(base64.b64decode(found.removeprefix("data:image/jpeg;base64,"))))
     assert (shown.format, shown.size) == ("JPEG", (1024, 512))
@@ -266,7 +268,7 @@ def test_a_picture_that_no_browser_shows_comes_as_jpeg(app):
 
 @pytest.fixture(scope="module")
 def heap(tmp_path_factory):
-    """Twelve photographs of three colours that nobody has labelled, a copy of one, and a file that is none."""
+    """Write twelve photographs of three colours without labels, a copy of one of them, and a damaged file."""
     root = tmp_path_factory.mktemp("heap")
     for number in range(12):
         photo(number % 3, 100 + number).save(root / f"{('red', 'green', 'blue')[number % 3]}-{number}.png")
@@ -279,7 +281,7 @@ def colour(work):
     return Path(work["name"]).name.partition("-")[0]
 
 
-def test_photographs_are_labelled_a_few_at_a_time(folder, heap, tmp_path):
+def test_labels_are_learned_five_at_a_time(folder, heap, tmp_path):
     output = tmp_path / "taught"
     with served(folder, output=output, photographs=heap) as url:
         work = ask(f"{url}/facts")[1]["labelling"]
@@ -299,8 +301,10 @@ def test_photographs_are_labelled_a_few_at_a_time(folder, heap, tmp_path):
             assert (work["labelled"], work["waiting"], work["left"]) == (count, count % 5, 12 - count)
             assert sum(facts["counts"].values()) == 8 + count - count % 5
         assert ClassIncrementalLearner.from_pretrained(output).class_names[:2] == ("red", "green")
-        assert facts["undo"] == f"the label {list(names.values())[-1]}" and facts["unsaved"], "it waits for others"
-        for count in (10, 9):  # the second of them was learned with four others
+        assert facts["undo"] == f"the label {list(names.values())[-1]}" and facts["unsaved"], (
+            "the last label is not learned yet"
+        )
+        for count in (10, 9):  # the second one was learned with four others
             work = ask(f"{url}/undo", {})[1]["labelling"]
             name = names.popitem()[0]
             assert (work["labelled"], work["name"], work["waiting"]) == (count, name, count % 5)
@@ -308,16 +312,16 @@ def test_photographs_are_labelled_a_few_at_a_time(folder, heap, tmp_path):
         rows = ask(f"{url}/labels.csv")[1].decode().splitlines()
         assert rows == ["path,label", *(f"{name},{said}" for name, said in names.items())]
         again = ask(f"{url}/label", {"photo": -5, "class": "red"})
-        assert again[0] == 400 and "is not to be labelled any more" in again[1]["error"]
+        assert again[0] == 400 and "is no longer to be labelled" in again[1]["error"]
         assert ask(f"{url}/photo/999")[0] == 404
-    with served(output, output=output, photographs=heap) as url:  # what was learned is not asked again
+    with served(output, output=output, photographs=heap) as url:  # learned photographs are not shown again
         assert ask(f"{url}/facts")[1]["labelling"]["left"] == 7
 
 
-def test_what_a_browser_loads_for_the_page_itself_is_for_no_other_site(folder, heap):
+def test_files_of_the_page_are_refused_to_other_websites(folder, heap):
     with served(folder, photographs=heap) as url:
         for path in ("/", "/photo/0", "/learner.zip", "/labels.csv", "/facts"):
-            for where in ("same-origin", "none"):  # the page's own, and an address that somebody typed
+            for where in ("same-origin", "none"):  # a request of the page itself, and an address that was typed
                 headers = {"Sec-Fetch-Site": where}
                 with urllib.request.urlopen(urllib.request.Request(url + path, headers=headers)) as answer:
                     assert answer.headers["Cross-Origin-Resource-Policy"] == "same-origin"
@@ -326,38 +330,38 @@ def test_what_a_browser_loads_for_the_page_itself_is_for_no_other_site(folder, h
 
 
 @pytest.mark.parametrize("photo", [True, 1.0, "0", [0], None])
-def test_a_photograph_is_named_by_a_whole_number(learner, heap, photo):
+def test_photograph_number_of_another_type_is_refused(learner, heap, photo):
     app = App(learner, photographs=heap)
     before = app.facts()
     for request in (app.label, app.skip):
-        with pytest.raises(ValueError, match="is not to be labelled any more"):
+        with pytest.raises(ValueError, match="is no longer to be labelled"):
             request({"photo": photo, "class": "red"})
     assert app.facts() == before
 
 
-def test_a_refused_label_leaves_the_photograph_where_it_is(learner, heap):
+def test_photograph_with_a_refused_label_stays_current(learner, heap):
     app = App(learner, photographs=heap)
     work = app.facts()["labelling"]
     app.teach({"class": "red", "images": [base64.b64encode(Path(work["name"]).read_bytes()).decode()]})
-    with pytest.raises(ValueError, match="was learned as 'red' meanwhile"):
+    with pytest.raises(ValueError, match="was learned as 'red' in the meantime"):
         app.label({"photo": work["photo"], "class": "green"})
     now = app.facts()["labelling"]
     assert (now["photo"], now["left"], now["labelled"]) == (work["photo"], 12, 0)
-    assert app.skip({"photo": work["photo"]})["labelling"]["left"] == 12, "and can be passed over"
+    assert app.skip({"photo": work["photo"]})["labelling"]["left"] == 12, "it can be skipped"
 
 
-def test_files_are_made_while_nothing_changes_the_labels(folder, heap, monkeypatch):
-    with running(folder, photographs=heap) as served_one:
-        app, url = served_one.app, f"http://127.0.0.1:{served_one.server_address[1]}"
+def test_downloads_are_made_under_the_lock(folder, heap, monkeypatch):
+    with running(folder, photographs=heap) as server:
+        app, url = server.app, f"http://127.0.0.1:{server.server_address[1]}"
         held = []
-        monkeypatch.setattr(app.labelling, "table", lambda: held.append(app.turn.locked()) or b"")
-        monkeypatch.setattr(app, "download", lambda: held.append(app.turn.locked()) or b"")
+        monkeypatch.setattr(app.labelling, "table", lambda: held.append(app.lock.locked()) or b"")
+        monkeypatch.setattr(app, "download", lambda: held.append(app.lock.locked()) or b"")
         assert [ask(url + path)[0] for path in ("/labels.csv", "/learner.zip")] == [200, 200] and held == [True, True]
         monkeypatch.setattr(app, "download", FULL)
         assert ask(f"{url}/learner.zip") == (500, {"error": "/learner.zip cannot be made: no space left"})
 
 
-def test_labels_csv_has_corrections_and_paths_that_lead_there(learner, heap, monkeypatch):
+def test_labels_csv_has_corrected_labels_and_absolute_paths(learner, heap, monkeypatch):
     monkeypatch.chdir(heap.parent)
     app = App(learner, photographs=heap.name)
     work = app.facts()["labelling"]
@@ -371,7 +375,7 @@ def test_labels_csv_has_corrections_and_paths_that_lead_there(learner, heap, mon
     assert app.labelling.table().decode().splitlines()[1:] == [f"{path},green"]
 
 
-def test_labels_wait_and_are_taken_back_whatever_else_changes_the_learner(learner, heap):
+def test_labels_wait_and_are_undone_among_other_changes(learner, heap):
     app = App(learner, photographs=heap)
 
     def label(name):
@@ -384,21 +388,21 @@ def test_labels_wait_and_are_taken_back_whatever_else_changes_the_learner(learne
     label("lime")
     app.finish()
     assert app.facts()["counts"] == {"red": 5, "lime": 5} and not app.facts()["labelling"]["waiting"]
-    found = app.undo({})  # the other one, which was learned with it, waits again
-    assert found["counts"] == {"red": 4, "lime": 4} and found["labelling"]["waiting"] == 1
-    assert found["undo"] == "the label red"
+    facts = app.undo({})  # the other label, which was learned with it, waits again
+    assert facts["counts"] == {"red": 4, "lime": 4} and facts["labelling"]["waiting"] == 1
+    assert facts["undo"] == "the label red"
     place, file = app.labelling.left[0], Path(app.labelling.facts()["name"]).read_bytes()
     app.teach({"class": "red", "images": [base64.b64encode(file).decode()]})
-    with pytest.raises(ValueError, match="was learned as 'red' meanwhile"):
+    with pytest.raises(ValueError, match="was learned as 'red' in the meantime"):
         app.label({"photo": place, "class": "lime"})
     assert place in app.labelling.left and not app.waiting
     for number in range(30):
         app.teach({"class": "red", "images": sent(photo(0, 300 + number))})
-    assert len(app.before) == MOST_UNDOS
+    assert len(app.changes) == MOST_UNDOS
     assert [app.undo({})["counts"]["red"] for _ in range(MOST_UNDOS)] == list(range(35, 35 - MOST_UNDOS, -1))
 
 
-def test_the_order_is_that_of_suggest_and_new_after_each_few(learner, heap):
+def test_photographs_are_ranked_as_by_suggest_after_every_five_labels(learner, heap):
     app = App(learner, photographs=heap)
     work = app.labelling
     app.skip({"photo": work.left[0]})
@@ -410,11 +414,11 @@ def test_the_order_is_that_of_suggest_and_new_after_each_few(learner, heap):
             work.left = places + work.skipped
             work.sort()
             found = suggestions(work.features[places], NEXT, app.learner.classifier)
-            assert work.left == [places[one.row] for one in found] + work.skipped
+            assert work.left == [places[suggestion.row] for suggestion in found] + work.skipped
             assert work.facts()["reason"] == found[0].reason
         now = work.facts()
         app.label({"photo": now["photo"], "class": colour(now)})
-    assert work.left[-1:] == work.skipped, "what was skipped stays last"
+    assert work.left[-1:] == work.skipped, "skipped photographs stay last"
 
 
 def test_photograph_of_no_class_is_not_shown_again(learner, heap):
@@ -430,7 +434,7 @@ def test_photograph_of_no_class_is_not_shown_again(learner, heap):
     assert (facts["none"], facts["labelled"], facts["waiting"], facts["left"]) == (1, 3, 3, 8)
     rows = app.labelling.table().decode().splitlines()
     assert rows[-1] == f"{app.labelling.images.item_name(gone)}," and len(rows) == 5
-    for name in ("lime", "red"):  # the fifth label is learned with the others, and without the photograph of no class
+    for name in ("lime", "red"):  # the fifth label is learned with the others, but not the photograph of no class
         say(name)
     assert sum(app.facts()["counts"].values()) == 8 + 5 and not app.waiting
     assert gone not in app.labelling.left and gone not in app.labelling.labels
@@ -440,11 +444,11 @@ def test_photograph_of_no_class_is_not_shown_again(learner, heap):
         app.undo({})
     app.undo({})
     assert app.labelling.left[0] == gone and app.waiting == [first] and app.facts()["undo"] == "the label red"
-    with pytest.raises(ValueError, match="is not to be labelled any more"):
+    with pytest.raises(ValueError, match="is no longer to be labelled"):
         app.none({"photo": first})
 
 
-def test_labels_that_wait_are_learned_before_the_end_and_one_that_fails_is_none(learner, heap, tmp_path, monkeypatch):
+def test_waiting_labels_are_learned_at_the_end_and_a_failed_label_is_reverted(learner, heap, tmp_path, monkeypatch):
     app = App(learner, tmp_path / "taught", heap)
     for _ in range(4):
         work = app.labelling.facts()
@@ -458,12 +462,12 @@ def test_labels_that_wait_are_learned_before_the_end_and_one_that_fails_is_none(
     app.finish()
     known = ClassIncrementalLearner.from_pretrained(tmp_path / "taught").state.known
     assert sum(map(len, known.learned.values())) == 12 and not app.waiting
-    with pytest.raises(ValueError, match="start with --photos FOLDER"):
+    with pytest.raises(ValueError, match="start the server with --photos FOLDER"):
         App(app.learner).label({"photo": 0, "class": "red"})
 
 
-def test_the_commands_of_the_page_are_an_api(folder, tmp_path):
-    """Each `curl` of the docs, as it stands there."""
+def test_curl_commands_of_the_docs_work(folder, tmp_path):
+    """Each `curl` command of the docs is run unchanged."""
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
     lines = text_of("docs/predicting.md").splitlines()
@@ -479,7 +483,7 @@ def test_the_commands_of_the_page_are_an_api(folder, tmp_path):
     assert (tmp_path / "learner.zip").read_bytes()[:2] == b"PK" and len(found) == 5
 
 
-def test_the_command_prints_the_address_and_what_is_lost(folder, heap, monkeypatch, capsys, tmp_path):
+def test_command_prints_its_address_and_warns_of_unsaved_changes(folder, heap, monkeypatch, capsys, tmp_path):
     def stopped(self):
         self.app.teach({"class": "red", "images": sent(photo(0))})
         raise KeyboardInterrupt
@@ -487,8 +491,8 @@ def test_the_command_prints_the_address_and_what_is_lost(folder, heap, monkeypat
     monkeypatch.setattr(server.PageServer, "serve_forever", stopped)
     assert main(["serve", str(folder), "--port", "0"]) == 0
     said = capsys.readouterr()
-    assert "open http://127.0.0.1:" in said.out and "nothing that it learns is saved without --output" in said.out
-    assert "what it was taught is not saved, and gone: --output FOLDER keeps it" in said.err
+    assert "open http://127.0.0.1:" in said.out and "changes are not saved without --output" in said.out
+    assert "the changes were not saved: next time, give --output FOLDER" in said.err
     assert "next:" not in said.out
     assert main(["serve", str(folder), "--port", "0", "--photos", str(heap)]) == 0
     said = capsys.readouterr().out
@@ -498,8 +502,8 @@ def test_the_command_prints_the_address_and_what_is_lost(folder, heap, monkeypat
     said = capsys.readouterr()
     assert "not saved" not in said.err and said.out.endswith(f"next: dulbe-peft predict {taught} PHOTOS\n")
     assert main(["serve", str(folder), "--port", "0", "--output", taught]) == 2
-    assert f"serve {taught} --output {taught} goes on with what is there" in capsys.readouterr().err
-    with _own(taught, taught, None, False):  # as a server that runs holds it
+    assert f"serve {taught} --output {taught} continues with it" in capsys.readouterr().err
+    with _reserved(taught, taught, None, False):  # as a running server holds it
         assert main(["serve", str(folder), "--output", taught, "--overwrite", "--port", "0"]) == 2
     assert "in use by another process" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"taught"}
@@ -507,7 +511,7 @@ def test_the_command_prints_the_address_and_what_is_lost(folder, heap, monkeypat
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for flags, words in (
-            (["--port", port], f"127.0.0.1:{port} cannot be listened on: Address already in use; take another --port"),
+            (["--port", port], f"cannot listen on 127.0.0.1:{port}: Address already in use; give another --port"),
             (["--port", "0", "--host", ""], "the host is '', expected the address to listen on"),
             (["--port", "0", "--photos", str(tmp_path)], "no readable photograph is left that was not learned"),
         ):

@@ -1,4 +1,4 @@
-"""The report, the page to try a learner and the docs in headless Chromium, where it and Playwright are installed."""
+"""Test the report, the page of `serve` and the docs in headless Chromium, if it and Playwright are installed."""
 
 import base64
 import os
@@ -23,7 +23,7 @@ from research.comparison.comparison_page import write_comparison_page
 pytestmark = pytest.mark.slow
 CHROMIUM = os.environ.get("DULBE_PEFT_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 ROOT = Path(__file__).parents[3]
-# The contrast of every text with what lies behind it, by WCAG 2: relative luminance, colours with alpha blended.
+# The contrast of every text with its background by WCAG 2: relative luminance, with transparent colours blended.
 CONTRASTS = """() => {
   const numbers = colour => (colour.match(/[\\d.]+/g) || []).map(Number);
   const behind = element => {
@@ -48,7 +48,7 @@ CONTRASTS = """() => {
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """The report of a run, that of two runs, and that of a comparison."""
+    """Write the report of a run, the report of two runs, and the page of a comparison; return their paths."""
     root = tmp_path_factory.mktemp("reports")
     runs = [learn(root / f"seed-{seed}", strategy="frozen", seed=seed) for seed in (0, 1)]
     write_into(made_comparison(), root)
@@ -71,18 +71,18 @@ def browser():
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["one run", "two runs", "comparison"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1300])
-def test_the_report_in_a_browser(pages, browser, which, scheme, width):
+def test_report_has_contrast_sorts_tables_and_does_not_scroll_sideways(pages, browser, which, scheme, width):
     context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
     page, address = context.new_page(), pages[which].as_uri()
-    asked, said = [], []
-    page.on("request", lambda request: asked.append(request.url))
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
+    requests, messages = [], []
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("console", lambda message: messages.append(message.text))
+    page.on("pageerror", lambda error: messages.append(str(error)))
     page.goto(address)
     page.evaluate("document.querySelectorAll('details').forEach(part => part.open = true)")
     assert page.evaluate("document.documentElement.scrollWidth") <= width, "the page scrolls sideways"
     wide = "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).length"
-    assert which != 2 or width < 1300 or page.evaluate(wide) == 0, "no column lies off the page"
+    assert which != 2 or width < 1300 or page.evaluate(wide) == 0, "a column lies off the page"
     pictures = page.evaluate("[...document.images].map(i => [i.complete && i.naturalWidth > 0, i.alt])")
     assert bool(pictures) == (which != 2) and all(loaded and alt for loaded, alt in pictures)
     charts = page.evaluate("[...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect().height)")
@@ -91,17 +91,18 @@ def test_the_report_in_a_browser(pages, browser, which, scheme, width):
     assert dark == (scheme == "dark")
     faint = [(round(ratio, 2), text) for ratio, text in page.evaluate(CONTRASTS) if ratio < 4.5]
     assert not faint, "texts with too little contrast"
-    # A class is called 50% of something, which a column takes for a number.
+    # One class is named "50% of ...", which would be sorted as a number.
     body = "[...document.querySelectorAll('table.sort')].find(table => !table.tBodies[0].innerText.includes('50%'))"
     order = f"[...{body}.tBodies[0].rows].map(row => row.cells[0].textContent)"
     before = page.evaluate(order)
     page.evaluate(f"{body}.tHead.querySelector('button').click()")
-    assert page.evaluate(order) == sorted(before, key=str.casefold), "a click on a column's head sorts by it"
+    assert page.evaluate(order) == sorted(before, key=str.casefold), "a click on a header sorts by its column"
     if pictures:
-        side = "document.images[0].getBoundingClientRect().width"
-        small, _, large = (page.evaluate(what) for what in (side, "document.images[0].focus()", side))
+        picture = "[...document.images].find(image => image.offsetWidth)"  # a phone hides some columns
+        side = f"{picture}.getBoundingClientRect().width"
+        small, _, large = (page.evaluate(what) for what in (side, f"{picture}.focus()", side))
         assert large > 3 * small, "a click enlarges a picture"
-    assert [url for url in asked if not url.startswith("data:")] == [address] and not said
+    assert [url for url in requests if not url.startswith("data:")] == [address] and not messages
     context.close()
 
 
@@ -110,7 +111,7 @@ def folder(tmp_path_factory):
     return served.two_colours(tmp_path_factory.mktemp("served"))
 
 
-SCRIPT = "<img src=x>"  # a page that took it for HTML would ask for the picture
+SCRIPT = "<img src=x>"  # if the page interpreted it as HTML, it would request the picture
 DROP = """([files, where]) => {
   const data = new DataTransfer();
   for (const [name, text] of files)
@@ -122,7 +123,7 @@ DROP = """([files, where]) => {
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Photographs of three colours, one that is none, and a large one."""
+    """Write photographs of three colours, a damaged one and a large one."""
     root = tmp_path_factory.mktemp("photos")
     for colour, name in enumerate(("red.jpg", "green.png", "blue.png", "blue 2.webp")):
         served.photo(min(colour, 2)).save(root / name)
@@ -133,20 +134,20 @@ def files(tmp_path_factory):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1300])
-def test_a_visit_with_a_browser(folder, files, browser, tmp_path, monkeypatch, width, scheme):
+def test_learner_is_taught_and_downloaded_in_a_browser(folder, files, browser, tmp_path, monkeypatch, width, scheme):
     monkeypatch.setattr(app, "MOST_BYTES", 2**18)
     context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
-    page, said, asked = context.new_page(), [], []
+    page, messages, requests = context.new_page(), [], []
     for event in ("console", "pageerror", "dialog"):
-        page.on(event, lambda what: said.append(str(what)))
-    page.on("request", lambda request: asked.append(request.url))
+        page.on(event, lambda what: messages.append(str(what)))
+    page.on("request", lambda request: requests.append(request.url))
 
     def drop(*names, where):
         read = [(name, base64.b64encode((files / name).read_bytes()).decode()) for name in names]
         page.evaluate(DROP, [read, where])
 
     def read(place):
-        """The classes and shares of a card."""
+        """Return the classes and the probabilities of a card."""
         card = page.locator("article").nth(place)
         card.locator("form, .warn, .done").first.wait_for()
         return card.locator(".bar span").all_inner_texts(), [
@@ -169,24 +170,24 @@ def test_a_visit_with_a_browser(folder, files, browser, tmp_path, monkeypatch, w
         page.get_by_text("broken.jpg: image 1 cannot be read").wait_for()
 
         card = page.locator("article").nth(2)
-        card.get_by_role("button", name="✓ red is right").click()
-        card.get_by_text("✓ It has learned this photograph as red").wait_for()
+        card.get_by_role("button", name="✓ red is correct").click()
+        card.get_by_text("✓ Learned as red").wait_for()
         page.locator("#undo").click()
-        wait("taken back: 1 image of red")
-        card.get_by_role("button", name="✓ red is right").wait_for()
+        wait("undone: 1 image of red")
+        card.get_by_role("button", name="✓ red is correct").wait_for()
         assert card.locator("figcaption").inner_text() == "red.jpg"
         card = page.locator("article").nth(1)
-        card.get_by_label("the right class").fill("red")
-        card.get_by_role("button", name="Teach this").click()
+        card.get_by_label("the correct class").fill("red")
+        card.get_by_role("button", name="Teach this class").click()
         wait("learned: red")
         wait("Undo: 1 image of red")
-        card.get_by_text("✓ It has learned this photograph as red").wait_for()
+        card.get_by_text("✓ Learned as red").wait_for()
         assert page.locator("#counts li").all_inner_texts() == ["red\n5", "green\n4"]
-        assert page.get_by_text("Not saved: what it was taught is gone when the server stops.").is_visible()
+        assert page.get_by_text("The changes are not saved and will be lost when the server stops.").is_visible()
         page.fill("#name", SCRIPT)
         page.set_input_files("#examples", [files / "large.png"])
         page.get_by_role("button", name="Learn").click()
-        page.get_by_text("MiB as they are sent; send at most 0.25 MiB at once").wait_for()
+        page.get_by_text("MiB to send. Send at most 0.25 MiB at once.").wait_for()
         page.set_input_files("#examples", [files / "blue.png", files / "blue 2.webp"])
         page.get_by_role("button", name="Learn").click()
         wait("3 classes, classifier prototype")
@@ -205,8 +206,8 @@ def test_a_visit_with_a_browser(folder, files, browser, tmp_path, monkeypatch, w
             wait(left)
         wait("2 classes, classifier prototype")
         assert page.locator("#undo").is_disabled()
-        assert len(said) == 1 and "400 (Bad Request)" in said[0], "the broken file's answer, and nothing else"
-        assert {address.startswith((url, "blob:", "data:")) for address in asked} == {True}
+        assert len(messages) == 1 and "400 (Bad Request)" in messages[0], "only the broken file causes an error"
+        assert {address.startswith((url, "blob:", "data:")) for address in requests} == {True}
     context.close()
     with zipfile.ZipFile(tmp_path / "learner.zip") as archive:
         archive.extractall(tmp_path)
@@ -214,14 +215,14 @@ def test_a_visit_with_a_browser(folder, files, browser, tmp_path, monkeypatch, w
     assert learner.predict(Image.open(files / "blue.png")) == [SCRIPT]
 
 
-def test_a_hundred_photographs_are_labelled_with_the_keyboard_alone(folder, browser, tmp_path):
+def test_hundred_photographs_are_labelled_with_the_keyboard_only(folder, browser, tmp_path):
     heap, output = tmp_path / "heap", tmp_path / "taught"
     heap.mkdir()
     for number in range(100):
         served.photo(number % 3, 100 + number).save(heap / f"{('red', 'green', SCRIPT)[number % 3]}-{number}.png")
-    page, said = browser.new_page(viewport={"width": 1300, "height": 900}), []
+    page, messages = browser.new_page(viewport={"width": 1300, "height": 900}), []
     for event in ("console", "pageerror", "dialog"):
-        page.on(event, lambda what: said.append(str(what)))
+        page.on(event, lambda what: messages.append(str(what)))
     with served.served(folder, output=output, photographs=heap) as url:
         page.goto(url)
         left, taken_back = 100, False
@@ -241,19 +242,21 @@ def test_a_hundred_photographs_are_labelled_with_the_keyboard_alone(folder, brow
                 page.get_by_text("50 labelled, 50 left").wait_for()
                 page.keyboard.press("Backspace")
                 page.get_by_text("49 labelled, 51 left").wait_for()
-                page.get_by_text("Not all is in").wait_for()
+                page.get_by_text("Some labels are not saved in").wait_for()
                 page.keyboard.press("Space")
                 page.get_by_text("skipped").wait_for()
                 left, taken_back = 51, True
                 width = page.viewport_size
                 page.set_viewport_size({"width": 390, "height": 844})
                 box = page.locator("#undo").bounding_box()
-                assert page.evaluate("scrollY") == 0 and 500 < box["y"] <= 844 - box["height"], "a thumb finds it"
+                assert page.evaluate("scrollY") == 0 and 500 < box["y"] <= 844 - box["height"], (
+                    "the button is within reach of a thumb"
+                )
                 page.set_viewport_size(width)
-        page.get_by_text("All are labelled.").wait_for()
+        page.get_by_text("All photographs are labelled.").wait_for()
         assert page.locator("#undo").is_visible() and not page.locator("#named").is_visible()
         page.get_by_text("after each change").wait_for()
-        assert page.evaluate("document.documentElement.scrollWidth") <= 1300 and not said
+        assert page.evaluate("document.documentElement.scrollWidth") <= 1300 and not messages
     page.locator("#undo").click()
     page.get_by_text("The server does not answer.").wait_for()
     page.close()
@@ -262,20 +265,20 @@ def test_a_hundred_photographs_are_labelled_with_the_keyboard_alone(folder, brow
     assert sum(map(len, learned.state.known.learned.values())) == 108
 
 
-# What is wider than its place, by its text, and the width of the page.
+# The texts of elements that are wider than their container, and the width of the page.
 TOO_WIDE = """() => [
   [...document.querySelectorAll("pre, pre code, table, .md-typeset__scrollwrap")]
     .filter(box => box.clientWidth && box.scrollWidth > box.clientWidth + 1).map(box => box.innerText.slice(0, 80)),
   document.documentElement.scrollWidth]"""
 
 
-def needs_the_pages_packages(*more):
+def skip_without_docs_packages(*more):
     for name in ("mkdocs", "mkdocstrings", "latex2mathml", *more):
         pytest.importorskip(name)
 
 
 def build(site, theme=None):
-    """Build the pages in strict mode, where a warning is an error. With -q there would be no warnings to count."""
+    """Build the pages in strict mode, in which warnings are errors. With -q, mkdocs would count no warnings."""
     config = ROOT / "mkdocs.yml"
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config), "-d", str(site)]
     command += ["--theme", theme] if theme else []
@@ -286,8 +289,8 @@ def build(site, theme=None):
     return site
 
 
-def test_pages_build_with_a_theme_that_comes_with_mkdocs(tmp_path):
-    needs_the_pages_packages()
+def test_docs_build_with_a_theme_of_mkdocs(tmp_path):
+    skip_without_docs_packages()
     site = build(tmp_path / "site", theme="readthedocs")
     pages = sorted(ROOT.glob("docs/*.md"))
     assert len(pages) > 15
@@ -297,8 +300,8 @@ def test_pages_build_with_a_theme_that_comes_with_mkdocs(tmp_path):
     assert "<math" in (site / "method" / "index.html").read_text(encoding="utf-8")
 
 
-def test_nothing_scrolls_sideways_at_1280_pixels(tmp_path, browser):
-    needs_the_pages_packages("material")
+def test_docs_do_not_scroll_sideways_at_1280_pixels(tmp_path, browser):
+    skip_without_docs_packages("material")
     site = build(tmp_path / "site")
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     for path in sorted(site.rglob("index.html")):

@@ -1,7 +1,7 @@
-"""The page of photographs that nobody has labelled, by the class that they were given."""
+"""Test the page that shows photographs grouped by their predicted class."""
 
 import pytest
-from pages import Page, self_contained
+from pages import Page, check_self_contained
 from PIL import Image
 
 from dulbe_peft.photos.commands.main import main
@@ -9,7 +9,7 @@ from dulbe_peft.photos.commands.main import main
 SCRIPT = "<script>alert(1)</script>"
 
 
-def test_photographs_stand_under_their_class_the_least_sure_first(tmp_path, capsys):
+def test_photographs_are_grouped_by_class_least_certain_first(tmp_path, capsys):
     for number, grey in enumerate((10, 120, 240)):
         Image.new("RGB", (40, 30), (grey,) * 3).save(tmp_path / f"{number}.png")
     lines = ["path,class,probability", f"{tmp_path}/0.png,cat,0.9", f"{tmp_path}/0.png,{SCRIPT},0.1"]
@@ -19,13 +19,11 @@ def test_photographs_stand_under_their_class_the_least_sure_first(tmp_path, caps
     assert main(["report", str(table)]) == 0
     assert f"written: {table}.html" in capsys.readouterr().out
     page = Page(f"{table}.html")
-    self_contained(page)
+    check_self_contained(page)
     assert [title for level, title in page.headings if level == 2] == [f"{SCRIPT} (1)", "cat (2)", "none of these (1)"]
     assert [attributes["alt"] for tag, attributes in page.tags if tag == "img"] == ["1.png", "0.png", "2.png"]
     assert (
-        "4 photographs" in page.words
-        and "cannot be read any more" in page.words
-        and "<script>alert" not in page.source
+        "4 photographs" in page.words and "can no longer be read" in page.words and "<script>alert" not in page.source
     )
 
 
@@ -37,7 +35,7 @@ def test_photographs_stand_under_their_class_the_least_sure_first(tmp_path, caps
         ("path,class,probability\n", ["--latex", "t.tex"], "give it alone"),
     ],
 )
-def test_what_is_no_table_of_predictions_is_refused(tmp_path, monkeypatch, capsys, text, flags, words):
+def test_invalid_table_of_predictions_is_refused(tmp_path, monkeypatch, capsys, text, flags, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.csv").write_text(text)
     assert main(["report", "t.csv", *flags]) == 2

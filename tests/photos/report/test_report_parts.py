@@ -1,4 +1,4 @@
-"""Parts of a report: tables, shares, the next step, the confusion matrix, the map, and the pictures of examples."""
+"""Test the parts of a report: tables, accuracies with intervals, the next step, charts, and pictures of examples."""
 
 import dataclasses
 import json
@@ -19,12 +19,12 @@ from dulbe_peft.photos.report.plots import SERIES, accuracy_figure, inline_svg, 
 from dulbe_peft.photos.report.shares import (
     ClassRow,
     Share,
+    above_thresholds,
     class_rows,
     confusion_matrix,
+    lowest_threshold,
     more_images,
     reliability,
-    sure_answers,
-    surest,
 )
 from dulbe_peft.photos.report.side_by_side import RunRow, best_rows
 from dulbe_peft.photos.report.table import Column, format_markdown, format_text, write_table_latex
@@ -34,23 +34,23 @@ from research.diagnostics.training_effects import write_figures
 
 
 def answers(*rows, task=1):
-    """(class, answer, probability) as results of one task."""
+    """Make the results of one task from rows (class, predicted class, probability)."""
     return [ImageResult(f"{i}.png", *row, task, i, {}) for i, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "L", "I;16"])
 @pytest.mark.parametrize("size", [(8, 8), (640, 100), (3, 96), (97, 97)])
-def test_thumbnails_are_small_and_keep_their_shape(mode, size):
+def test_thumbnails_are_small_and_keep_their_proportions(mode, size):
     image = Image.fromarray(np.full(size[::-1], 9, np.uint8)).convert("L")
     image = Image.new("I;16", size) if mode == "I;16" else image.convert(mode)
     small = thumbnail(image)
     assert small.mode == "RGB" and max(small.size) <= SIDE and max(small.size) > SIDE / 2
     assert small.size[0] / small.size[1] == pytest.approx(size[0] / size[1], rel=0.1)
-    assert image.size == size  # it may be the user's own
+    assert image.size == size  # the caller's image is unchanged
 
 
-def test_pictures_show_the_surest_mistakes_and_some_of_each_class(tmp_path):
-    """Image i is all of one grey, so a picture tells which image it shows; one of them is deleted after the test."""
+def test_pictures_show_the_most_confident_mistakes_and_some_of_each_class(tmp_path):
+    """Each image has its own grey, so that its picture can be recognised; one image is deleted after the test."""
     for i in range(60):
         Image.new("L", (96, 96), 4 * i).save(tmp_path / f"{i}.png")
 
@@ -74,7 +74,7 @@ def test_pictures_show_the_surest_mistakes_and_some_of_each_class(tmp_path):
     assert read_manifest(tmp_path / "pictures")
 
 
-def test_there_are_no_pictures_of_what_is_no_image_and_somebody_s_own_stay(tmp_path, capsys):
+def test_data_without_images_has_no_pictures_and_files_of_the_user_stay(tmp_path, capsys):
     chosen, mine = choose_examples(answers(("cat", "dog", 0.5))), tmp_path / "pictures" / "mine.jpg"
     for tests in ([None], [[{"image": np.zeros(3), "label": 0}]]):
         write_examples(mine.parent, chosen, tests)
@@ -86,12 +86,12 @@ def test_there_are_no_pictures_of_what_is_no_image_and_somebody_s_own_stay(tmp_p
     assert "no pictures of examples" in capsys.readouterr().out
 
 
-def test_rows_that_are_equally_good_as_people_read_it_are_all_the_best():
+def test_rows_with_equal_rounded_accuracy_are_all_the_best():
     rows = [RunRow(f"{n}", "", "", {"last_accuracy": n}) for n in (0.91234, 0.91231, 0.9)]
     assert best_rows(rows) == rows[:2] and best_rows(rows[1:]) == rows[1:2]
 
 
-def test_one_list_of_columns_makes_every_table(tmp_path):
+def test_same_columns_make_text_markdown_and_latex_tables(tmp_path):
     columns = [
         Column("name", lambda row: row[0], number=False),
         Column("share (%)", lambda row: "" if row[1] is None else f"{row[1]:.1f} ± 2 → -1", short="share"),
@@ -107,14 +107,14 @@ def test_one_list_of_columns_makes_every_table(tmp_path):
     assert (tmp_path / "t.tex").read_text().splitlines()[4:6] == [r"a\_b & 0.1 $\pm$ 2 $\to$ $-$1 \\", hard]
 
 
-def test_probabilities_against_what_is_right():
+def test_reliability_and_accuracy_above_thresholds():
     rows = answers(("a", "a", 0.85), ("a", "b", 0.83), ("b", "b", 0.97), ("b", "a", 0.41), ("b", "b", 1.0))
     assert [(round(mean, 3), share) for mean, share in reliability(rows)] == [
         (0.41, Share(0, 1)),
         (0.84, Share(1, 2)),
         (0.985, Share(2, 2)),
     ]
-    assert [(t, part, share) for t, part, share in sure_answers(rows) if t in (0.8, 0.9)] == [
+    assert [(t, part, share) for t, part, share in above_thresholds(rows) if t in (0.8, 0.9)] == [
         (0.8, 0.8, Share(3, 4)),
         (0.9, 0.4, Share(2, 2)),
     ]
@@ -122,32 +122,33 @@ def test_probabilities_against_what_is_right():
     assert list(line.get_xdata()) == list(line.get_ydata()) and marks.get_ydata() == pytest.approx([0, 50, 100])
 
 
-def test_above_which_probability_the_answers_are_right_often_enough():
+def test_lowest_threshold_equals_a_search_over_printed_numbers():
     rows = [ImageResult("", "a", "a" if i != 35 else "b", 1 - i / 100, 1, i, {}) for i in range(60)]
     rows += [ImageResult("", "a", "b", 0.2, 1, 60, {})] * 20
     for wanted in (0.9, 0.97, 1.0):
-        found = None
-        for limit in (float(f"{n / 1000:.2f}") for n in range(0, 990, 10)):  # as people read it
-            own = [row for row in rows if row.probability > limit]
-            if len(own) >= 20 and sum(row.right for row in own) >= wanted * len(own) and found is None:
-                found = (limit, Share.of(own))
-        assert surest(rows, wanted) == found and found is not None
+        expected = None
+        for limit in (float(f"{n / 1000:.2f}") for n in range(0, 990, 10)):  # with the printed digits
+            above = [row for row in rows if row.probability > limit]
+            if len(above) >= 20 and sum(row.right for row in above) >= wanted * len(above) and expected is None:
+                expected = (limit, Share.of(above))
+        assert lowest_threshold(rows, wanted) == expected and expected is not None
     sure = [ImageResult("", "a", "a" if i < 60 else "b", p, 1, i, {}) for i, p in enumerate([0.9] * 60 + [0.784] * 5)]
-    assert surest(sure, 0.95) == (0.79, Share(60, 60)), "0.784 would be printed as 0.78, above which five more lie"
+    assert lowest_threshold(sure, 0.95) == (0.79, Share(60, 60)), "0.784 would be printed as 0.78"
     high = [replace(row, probability=0.9996 if row.right else 0.9985) for row in sure]
-    assert surest(high, 0.95) == (0.999, Share(60, 60))
-    assert surest(rows[60:], 0.5) is None and surest(rows[:60], 0.95) == (0.0, Share(59, 60))
+    assert lowest_threshold(high, 0.95) == (0.999, Share(60, 60))
+    assert lowest_threshold(rows[60:], 0.5) is None
+    assert lowest_threshold(rows[:60], 0.95) == (0.0, Share(59, 60))
 
 
-def test_whether_more_photographs_would_help():
+def test_more_images_compares_classes_with_few_and_many():
     def table(*shares):
         return [ClassRow(str(i), Share(*share), None, None, [], count) for i, (share, count) in enumerate(shares)]
 
     few, many = [((i % 3, 10), 5) for i in range(8)], [((7 + i % 3, 10), 50) for i in range(8)]
     assert more_images(table(*few, *many)) == (True, Share(7, 80), Share(63, 80), 5)
-    turned = [(share, 55 - count) for share, count in few + many]
-    assert more_images(table(*turned))[0] is False
-    assert more_images(table(((5, 10), 3), ((6, 10), 9)))[0] is None, "two classes say nothing"
+    reversed_counts = [(share, 55 - count) for share, count in few + many]
+    assert more_images(table(*reversed_counts))[0] is False
+    assert more_images(table(((5, 10), 3), ((6, 10), 9)))[0] is None, "two classes are too few"
     assert more_images(table(*few)) is None, "equally many"
     assert more_images(table(((5, 10), 3), ((6, 10), 9), ((6, 10), 9)))[1:] == (Share(5, 10), Share(12, 20), 3)
 
@@ -162,49 +163,49 @@ def test_terminal_table_explains_its_columns(finished_run):
     assert max(map(len, [head, *rows])) <= 80
     for title in ("accuracy", "mean over tasks", "forgetting", "backward transfer"):
         assert title in head and any(row.startswith(f"{title}: ") for row in rows[5:])
-    still = results | {"tasks": [record | {"loss": []} for record in results["tasks"]]}
-    assert "forgetting" not in format_summary(still) and "mean over tasks" in format_summary(still)
-    assert "mean over tasks" not in format_summary(still | {"class_names": [["all"]]})
+    untrained = results | {"tasks": [record | {"loss": []} for record in results["tasks"]]}
+    assert "forgetting" not in format_summary(untrained) and "mean over tasks" in format_summary(untrained)
+    assert "mean over tasks" not in format_summary(untrained | {"class_names": [["all"]]})
 
 
-def test_names_alone_are_one_row_where_nothing_was_trained(finished_run):
+def test_summary_without_training_has_one_row_for_the_names(finished_run):
     results = json.loads((finished_run / "results.json").read_text())
     frozen = format_summary(results | {"tasks": [record | {"loss": []} for record in results["tasks"]]})
     assert "names alone" in frozen and "names after learning" not in frozen
 
 
-def test_the_next_step_is_the_most_useful_one(finished_run):
+def test_next_steps_are_sorted_by_usefulness(finished_run):
     run = dataclasses.replace(read_run(finished_run), folder=Path("my run"))
 
     def steps(rows, learned=None):
-        own = dataclasses.replace(run, predictions=rows)
-        return next_steps(own, class_rows(rows, {}, learned or {}), confusion_matrix(rows) if rows else None)
+        changed = dataclasses.replace(run, predictions=rows)
+        return next_steps(changed, class_rows(rows, {}, learned or {}), confusion_matrix(rows) if rows else None)
 
     assert steps([])[0][1] == "dulbe-peft evaluate 'my run' --data PHOTOS"
-    own = dataclasses.replace(run, predictions=[], base_model=str(demo_model_folder()), source=None)
-    assert next_steps(own, [], None)[-1][1] == "dulbe-peft check YOUR-FOLDER", "the demo's learner knows digits alone"
-    learned = dataclasses.replace(own, source={"data": "photos", "test_split": "test"})
+    demo = dataclasses.replace(run, predictions=[], base_model=str(demo_model_folder()), source=None)
+    assert next_steps(demo, [], None)[-1][1] == "dulbe-peft check YOUR-FOLDER", "the demo's learner knows only digits"
+    learned = dataclasses.replace(demo, source={"data": "photos", "test_split": "test"})
     assert next_steps(learned, [], None)[-1][1] == "dulbe-peft predict 'my run' PHOTOS"
     good = [ImageResult(f"{i}", "a", "a", 0.9, 1, i, {"lda": "a"}) for i in range(400)]
-    assert steps(good) == [("Let it name new photographs.", "dulbe-peft predict 'my run' PHOTOS")]
+    assert steps(good) == [("Classify new photographs.", "dulbe-peft predict 'my run' PHOTOS")]
     assert "more than 20 images" in steps(good[:19] + answers(("b", "a", 0.5)))[-2][0]
     crabs = good + answers(*[("crab", "lobster", 0.5)] * 8)
-    found = steps(crabs, {"crab": 3, "a": 50})
-    assert "clearly below the others: crab (0 of 8 right, learned from 3)." in found[0][0]
-    assert "Look at crab and lobster: 8 of 8" in found[1][0]
+    add, look, *_ = steps(crabs, {"crab": 3, "a": 50})
+    assert "accuracy is clearly below average: crab (0 of 8 correct, 3 training images)." in add[0]
+    assert "Look at crab and lobster: 8 of 8" in look[0]
 
 
-def test_pictures_of_a_page_take_its_colours(finished_run):
+def test_charts_on_a_page_use_its_colours(finished_run):
     results = json.loads((finished_run / "results.json").read_text())
     with drawn():
         svg, again = (inline_svg(accuracy_figure(results), "x") for _ in range(2))
     assert svg.startswith("<svg") and "var(--series-3)" in svg and "currentColor" in svg
     assert not [colour for colour in SERIES if colour in svg] and "<script" not in svg
     assert svg == again, "the same results give the same picture"
-    assert accuracy_figure(results).axes[0].get_ylim() == (0, 100), "no axis is cut"
+    assert accuracy_figure(results).axes[0].get_ylim() == (0, 100), "the axis is not cut off"
 
 
-def test_pictures_in_files_are_drawn(finished_run, tmp_path):
+def test_charts_in_files_are_not_empty(finished_run, tmp_path):
     results = json.loads((finished_run / "results.json").read_text())
     with drawn():
         for number, plot in enumerate((plot_results, plot_matrix)):
@@ -214,7 +215,7 @@ def test_pictures_in_files_are_drawn(finished_run, tmp_path):
             with pytest.raises(ValueError, match="no test data"):
                 plot({"class_names": [["a"]]}, tmp_path / "x.png")
         files = write_figures(finished_run, tmp_path)
-        assert write_figures(finished_run, tmp_path) == files, "its own are replaced"
+        assert write_figures(finished_run, tmp_path) == files, "existing charts are replaced"
     drawings = [Image.open(path) for path in files if path.suffix == ".png"]
     assert drawings and all(len(drawing.getcolors(10**6)) > 20 for drawing in drawings)
     (tmp_path / "others").mkdir()

@@ -5,7 +5,7 @@ import re
 import pytest
 from compared import CLEAR, REFERENCE, UNCLEAR, WORSE, entry, made_comparison, write_into
 from failing_files import edited
-from pages import Page, drawn, self_contained
+from pages import Page, check_self_contained, drawn
 
 from dulbe_peft.photos.commands.main import main as dulbe_peft_main
 from dulbe_peft.utils.files import read_csv
@@ -86,7 +86,7 @@ def test_first_sentence_says_whether_to_train():
 def test_page_contains_all_figures(folder):
     assert read_comparison(folder) == made_comparison()
     page = Page(write_comparison_page(folder))
-    self_contained(page)
+    check_self_contained(page)
     text = page.words
     assert re.search("4 images: (Train|Do not|Whether)[^:]*: .* DuLBE with lda has the highest accuracy", text)
     assert "frozen with ranpac:features=9 has the highest accuracy" in text
@@ -127,13 +127,13 @@ def test_page_of_one_seed_and_page_of_an_unfinished_comparison(tmp_path):
     entries = [changed(item, seeds=(0,)) for item in table.entries[:4]]
     write_into(Comparison(entries=entries, scope=scope), tmp_path)
     page = Page(write_comparison_page(tmp_path, tmp_path / "page.html"))
-    self_contained(page)
+    check_self_contained(page)
     assert "With one seed, the intervals cover only the variation between test images." in page.words
     assert "not finished" not in page.words and "Settings to choose from" in page.words
     assert page.source.count("<svg") == 3 and "4 images: DuLBE" not in page.words
     write_into(changed(table, entries=[]), tmp_path)
     page = Page(write_comparison_page(tmp_path))
-    self_contained(page)
+    check_self_contained(page)
     assert page.table("stream", "classifiers")[0] == ["4 images", "frozen", "all", "0, 1, 2"]
     assert "Nothing is finished yet." in page.text and "<svg" not in page.source
 
@@ -143,7 +143,7 @@ def test_names_are_escaped(tmp_path):
     write_into(made_comparison(names, method="_<b>$\\frac$", classifier="<i>&amp;"), tmp_path)
     with drawn():
         page = Page(write_comparison_page(tmp_path, latex=tmp_path / "t.tex"))
-    self_contained(page)
+    check_self_contained(page)
     assert not {"b", "i"} & {tag for tag, _ in page.tags}
     for name in names:
         assert [1 for level, text in page.headings if (level, text) == (2, name)], name

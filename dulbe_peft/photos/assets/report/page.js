@@ -1,4 +1,4 @@
-// Tables are sorted by a click on a column's head. The page can be read without.
+// A click on the header of a column sorts the table. Without JavaScript, the page can still be read.
 for (const head of document.querySelectorAll("table.sort thead th")) {
   const button = document.createElement("button");
   button.append(...head.childNodes);
