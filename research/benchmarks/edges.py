@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def streams(values: Any) -> Iterator[tuple[str, Callable[[int], dict[str, Any]]]]:
-    """Yield the name of each stream and a function of a seed that returns its features. Missing files are skipped."""
+    """Yield the name of each stream and a function that returns its features for a seed. Skip missing files."""
     if values.real is None:
         features = encoded(values)
         yield values.stream or common.model_name(values.data), lambda seed: features

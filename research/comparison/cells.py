@@ -81,7 +81,7 @@ class AnswersFacts(Record):
 
 
 def finish_cell(cell: Cell, output: Path, rows: Sequence[Row], threads: int | None = None) -> tuple[str, str | None]:
-    """Run the missing parts of a cell in a separate process. Return its folder, and an error message or None."""
+    """Run the missing parts of a cell, in a worker process. Return its folder, and an error message or None."""
     if threads is not None:
         torch.set_num_threads(threads)
     folder, problems = output / cell.folder, []
@@ -229,7 +229,7 @@ def ask(folder: Path, row: Row, cell: CellRecord) -> None:
     path = answers_path(folder, row)
     features, started, cpu = read_features(folder), time.perf_counter(), time.process_time()
     if [list(task.closing.class_names) for task in features] != cell.class_names:
-        raise ValueError(f"{folder / 'features'} does not hold the tasks of this run: remove {folder}")
+        raise ValueError(f"{folder / 'features'} does not contain the tasks of this run; remove {folder}")
     settings = (cell.logit_scale, row.drift, cell.text_embeds, cell.settings["seed"])
     answers, classifier = learn_from_features(features, row.classifier, *settings)
     facts = AnswersFacts(
