@@ -175,7 +175,8 @@ def _dominant_directions(matrix: torch.Tensor, avoid: torch.Tensor, count: int, 
     """
     projected = matrix - (matrix @ avoid) @ avoid.T
     wide = matrix.shape[0] < matrix.shape[1]
-    # The smaller Gram matrix is enough. Squaring loses half of the digits, but float64 has twice as many as the float32 G.
+    # The smaller Gram matrix is enough. Squaring loses half of the digits, but float64 has twice as many as the
+    # float32 G.
     gram = projected @ projected.T if wide else projected.T @ projected
     # Relative to |G|, not to |G(I - UU')|: if G lies inside U, only rounding errors are left outside, and their
     # directions would fall back into U.

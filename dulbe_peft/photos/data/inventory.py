@@ -53,7 +53,7 @@ class Thumbnail(NamedTuple):
 
 Thumbnails = dict[tuple[str, int], Thumbnail]  # (name of the split, index in the split) -> thumbnail
 DARK = "nearly black, as 12-bit pixels stored in 16 bits look: scale them"
-FLAT = "of one flat colour"
+FLAT = "of one flat colour (transparent pixels are read as white)"
 SAME = "the same picture as another image, in a different file"
 
 # How two images are alike. Two files have the same pixels if, for example, a program wrote a tag into one of them.

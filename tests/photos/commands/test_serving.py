@@ -101,7 +101,7 @@ def test_learner_is_taught_undone_and_downloaded(folder, learner, tmp_path):
         ("/predict", b"[" * 10**5, {}, 400, ""),
         ("/predict", {"images": []}, {"Content_Type": "text/plain"}, 400, "expected JSON"),
         ("/teach", {"class": " ", "images": sent(photo(0))}, {}, 400, "needs a name"),
-        ("/teach", {"class": "red", "images": sent(photo(0)) * 201}, {}, 400, "from 1 to 200 images"),
+        ("/teach", {"class": "red", "images": sent(photo(0)) * 201}, {}, 400, "a list of 1 to 200 images"),
         ("/../serving.py", None, {}, 404, "no such page"),
         ("/predict", {}, {"Content_Length": "99999999999"}, 413, "at most 64 MiB"),
         ("/facts", None, {"Origin": "http://evil.example"}, 403, "own address"),
