@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def ways(
     clip: Any, processor: Any, training: LabelledImages, device: str = "cpu"
 ) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """Return backend and precision -> function from pixel values to unit features, for all that this machine has."""
+    """Return, for each backend and precision on this machine, a function from pixel values to unit features."""
 
     def cast(pixels: torch.Tensor) -> torch.Tensor:
         with torch.autocast(device, dtype=torch.bfloat16):

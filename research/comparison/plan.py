@@ -22,7 +22,7 @@ from dulbe_peft.strategies.registry import make_strategy
 from dulbe_peft.utils.records import Fraction, Record, first_problem
 from dulbe_peft.utils.specs import closest
 
-CHOICE_FRACTION = 0.2  # of the training images is held out to choose settings
+CHOICE_FRACTION = 0.2  # fraction of the training images that is held out to choose settings
 # Settings that neither a stream nor a method may have, with the reason.
 _FIXED = {
     "output": "the command line sets one folder for all runs",
@@ -77,7 +77,8 @@ class Cell:
     seed: int
     settings: dict[str, Any]
     folder: str
-    retention: tuple[Any, ...] = (None,)  # a data set of classes of no stream, or None; then scales of the update
+    # A data set with classes that are never learned, or None; then scales of the update.
+    retention: tuple[Any, ...] = (None,)
 
 
 class Plan(Record):
@@ -228,10 +229,10 @@ def _strategy(method: Mapping[str, Any]) -> Strategy:
 
 
 def _settings(owner: str, given: dict[str, Any] | None, fixed: Mapping[str, str]) -> dict[str, Any]:
-    """Convert the settings of a run; raise a ValueError if a stream or a method sets one that it cannot."""
+    """Convert the settings of a run; raise a ValueError for a setting that `owner` may not have."""
     for name in given or {}:
         if name in fixed:
-            raise ValueError(f"{owner} sets {name!r}, which it cannot: {fixed[name]}")
+            raise ValueError(f"{owner} must not set {name!r}: {fixed[name]}")
     values = setting_values(given or {}, owner)
     return {name: _path(value) if name in ("data", "model") else value for name, value in values.items()}
 

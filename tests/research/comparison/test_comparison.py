@@ -302,7 +302,7 @@ def test_two_processes_give_the_results_of_one(finished, content, tmp_path, caps
         ({"streams": {"a": {"model": "demo"}}}, "stream 'a' has no setting 'data'"),
         ({"streams": {"a": {"model": "demo", "data": "$NOWHERE/x"}}}, "environment variable that is not set"),
         ({"streams": {"a": {"model": "m", "data": "x", "retention_scales": [0.5]}}}, "no effect without retention"),
-        ({"methods": {"a": {"seed": 1}}}, "method 'a' sets 'seed', which it cannot: `seeds` lists the seeds"),
+        ({"methods": {"a": {"seed": 1}}}, "method 'a' must not set 'seed': `seeds` lists the seeds"),
         ({"methods": {"a": {"label_column": "kind"}}}, "it belongs to the stream and is the same for all methods"),
         ({"methods": {"a": {"choose": {"learning_rate": ["1e-4", 0.0001]}}}}, "the entries must be different"),
         ({"classifiers": ["lda", "lda"]}, "classifiers: Value error, the entries must be different"),
