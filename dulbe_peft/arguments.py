@@ -112,7 +112,7 @@ class LearnerArguments:
     learning_rate: Annotated[float, Ge(LEAST), Le(1e4)] | Literal["auto"] = setting(
         "auto",
         "Adam's learning rate as a task begins. auto: the paper's 1e-3 for a model of ViT-B's width or more; for a "
-        "smaller one what a trial on the first task shows to move its features little.",
+        "smaller one 1e-4, or less where a trial on the first task moves its features much.",
     )
     lr_schedule: Literal["step", "epoch"] = setting(
         "step", "Cosine to 0 at every step, or at every epoch to a floor of 0.01 of the rate."

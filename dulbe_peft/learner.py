@@ -35,11 +35,11 @@ from dulbe_peft.training.estimating import estimates_of
 from dulbe_peft.training.rates import MakeTrainer, with_rate
 from dulbe_peft.training.state import Estimate, LearnerState
 from dulbe_peft.training.trainer import Log, TaskRecord, TaskTrainer, train_task
-from dulbe_peft.training.turns import Turns, in_turn
+from dulbe_peft.training.turns import Turns, takes_turn
 from dulbe_peft.utils.devices import choose_device
 from dulbe_peft.utils.processes import on_main_process
 from dulbe_peft.utils.profiling import Profile
-from dulbe_peft.utils.torch_settings import own_randomness, usual_torch
+from dulbe_peft.utils.torch_settings import default_torch_settings, seeded_randomness
 
 
 class ClassIncrementalLearner:
@@ -125,7 +125,7 @@ class ClassIncrementalLearner:
 
     # ------------------------------------------------------------------ learning
 
-    @in_turn
+    @takes_turn
     def learn_task(
         self,
         dataset: Any,
@@ -149,13 +149,13 @@ class ClassIncrementalLearner:
         """
         state, images = preparing.checked_task(self.state, self.encoder, dataset, class_names, class_texts or {})
         self.profile.clear()
-        with self.transaction(), own_randomness(self.args.seed, len(state.tasks)):
+        with self.transaction(), seeded_randomness(self.args.seed, len(state.tasks)):
             state = with_rate(trainer, state, self.encoder, images)
             self.state, self.record, self.closing = train_task(trainer(state, self.encoder, images, self.log))
 
     # ------------------------------------------------------------------ changing without training
 
-    @in_turn
+    @takes_turn
     def update_classes(self, dataset: Any, class_names: Sequence[str] | None = None) -> None:
         """Learn further images of known classes, without training. After any error, the learner is as it was before.
 
@@ -168,7 +168,7 @@ class ClassIncrementalLearner:
         """
         self.state = updating.update_classes(self.state, self.encoder, dataset, class_names)
 
-    @in_turn
+    @takes_turn
     def forget_class(self, name: str) -> None:
         """Remove a class from every classifier, so that it is never predicted again.
 
@@ -177,7 +177,7 @@ class ClassIncrementalLearner:
         """
         self.state = updating.forget_class(self.state, name)
 
-    @in_turn
+    @takes_turn
     def forget_images(self, images: Any) -> None:
         """Remove single learned images from every classifier, as if they had never been learned, up to rounding.
 
@@ -193,7 +193,7 @@ class ClassIncrementalLearner:
         """
         self.state = updating.forget_images(self.state, self.encoder, images)
 
-    @in_turn
+    @takes_turn
     def rename_class(self, old: str, new: str) -> None:
         """Rename a class; if `new` is already a class, the two are merged.
 
@@ -206,7 +206,7 @@ class ClassIncrementalLearner:
         """
         self.state = updating.rename_class(self.state, self.encoder, old, new)
 
-    @in_turn
+    @takes_turn
     def merge(self, other: Self) -> Self:
         """Add what another learner of the same model has learned, if no model is trained; returns this learner.
 
@@ -223,7 +223,7 @@ class ClassIncrementalLearner:
         self.state = updating.merge(self.state, self.encoder, other.state, other.encoder)
         return self
 
-    @in_turn
+    @takes_turn
     def use_state(self, state: LearnerState) -> None:
         """Replace the state by another one of the same model.
 
@@ -248,19 +248,19 @@ class ClassIncrementalLearner:
 
     # ------------------------------------------------------------------ using
 
-    @in_turn
+    @takes_turn
     def image_embeds(self, images: Any) -> torch.Tensor:
         """Return the unit features, (n, d) float32, of images as for `predict`."""
         with self.state.resting():
             return self.encoder.dataset_embeds(self.encoder.images(unlabelled_images(images)))
 
-    @in_turn
+    @takes_turn
     def readable_embeds(self, images: Any) -> tuple[torch.Tensor, dict[int, str]]:
         """Return unit features, with zeros for images that cannot be read, and the reasons by image number."""
         with self.state.resting():
             return self.encoder.readable_embeds(self.encoder.images(unlabelled_images(images)), "encode")
 
-    @in_turn
+    @takes_turn
     def text_embeds(self, class_names: Sequence[str]) -> torch.Tensor:
         """Return the present model's unit text embeddings, (classes, d) float32, of class names, learned or not."""
         if not has_text(self.clip):
@@ -306,7 +306,7 @@ class ClassIncrementalLearner:
         answers = [row.answer(number, return_scores, top_k or coverage) for number, row in enumerate(rows)]
         return (answers, [row.novelty for row in rows]) if return_novelty else answers
 
-    @in_turn
+    @takes_turn
     def predictions(
         self,
         images: Any,
@@ -338,7 +338,7 @@ class ClassIncrementalLearner:
         """Return every classifier's prediction for each image of a data set. Arguments are those of `evaluate`."""
         return self.evaluations([(dataset, class_names)])[0]
 
-    @in_turn
+    @takes_turn
     def evaluations(self, tests: Sequence[tuple[Any, Sequence[str] | None]]) -> list[Evaluation]:
         """Return the results of `evaluate_images` for several pairs of a data set and class names, in one pass."""
         preparing.check_learned(self.state)
@@ -351,7 +351,7 @@ class ClassIncrementalLearner:
         ]
         return evaluate_features(self.classifiers, encoded, self.class_names)
 
-    @in_turn
+    @takes_turn
     def estimate(self) -> dict[str, Estimate]:
         """Estimate the accuracy of each classifier without test images, by leave-one-out on training images.
 
@@ -393,7 +393,7 @@ class ClassIncrementalLearner:
         """
         return self._turns.scaled(scale, self.state)
 
-    @in_turn
+    @takes_turn
     def zero_shot(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float | None]:
         """Return A_t, t = 1, 2, ..., of the pristine model with its text embeddings of the classes seen up to task t.
 
@@ -428,13 +428,13 @@ class ClassIncrementalLearner:
 
     # ------------------------------------------------------------------ saving
 
-    @in_turn
+    @takes_turn
     def save_pretrained(self, folder: str | Path) -> None:
         """Write everything that is needed to predict and to continue learning to one folder, atomically."""
         preparing.check_adapter_name(self.model)
         saving.save(self.state, Path(folder))
 
-    @in_turn
+    @takes_turn
     def push_to_hub(
         self,
         repo_id: str,
@@ -492,7 +492,7 @@ class ClassIncrementalLearner:
             CheckpointError: If a file is damaged, has another format or kind, or does not fit the base model.
         """
         folder, manifest, origin = locating.locate(source, revision, token, cache_dir)
-        with usual_torch(), loading.loaded_state(folder, manifest, base_model, args, machine) as state:
+        with default_torch_settings(), loading.loaded_state(folder, manifest, base_model, args, machine) as state:
             preparing.check_model(state)
             learner = object.__new__(cls)
             learner._adopt(replace(state, source=origin or state.source))

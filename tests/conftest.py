@@ -110,8 +110,8 @@ def finished_run(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def own_run(finished_run, tmp_path) -> Path:
-    """A copy of `finished_run` that a test may change. `tiny_learner().run(stream(3), own_run)` continues the run."""
+def run_copy(finished_run, tmp_path) -> Path:
+    """A copy of `finished_run` that a test may change. `tiny_learner().run(stream(3), run_copy)` continues the run."""
     return shutil.copytree(finished_run, tmp_path / "run")
 
 

@@ -94,7 +94,7 @@ class Page(HTMLParser):
         return [[" ".join(cell.split()) for cell in row] for row in matching[0][1:]]
 
 
-def self_contained(page):
+def check_self_contained(page):
     """Check that a page loads nothing, runs only one inline script, describes its images and has no empty columns."""
     assert not {"iframe", "object", "embed"} & {tag for tag, _ in page.tags}
     assert [attributes for tag, attributes in page.tags if tag == "script"] == [{}]

@@ -232,7 +232,7 @@ class DualModeLoraModel(BaseTuner):
         for name, layer in layers.items():
             layer.install_bases(adapter, modes[name].shared, modes[name].residual)
         copy_from_main(layer.dulbe_P[adapter] for layer in layers.values())
-        self.note_beginning()
+        self.save_beginning()
 
     def fold_task(self, keep_factors: bool = False) -> None:
         """Add the current modes to the history, dW = B_S P_S' + B_R P_R', and set B = 0.
@@ -266,11 +266,11 @@ class DualModeLoraModel(BaseTuner):
         for layer in layers.values():
             layer.fold(adapter, keep_factors)
             layer.forget_weight()
-        self.note_history()
-        self.note_beginning()
+        self.record_history_ranks()
+        self.save_beginning()
         return True
 
-    def note_history(self) -> None:
+    def record_history_ranks(self) -> None:
         """Record the ranks of the layers' histories in the configuration."""
         self.active_config.set_history(_history_ranks(self.model, self.adapter_name))
 
@@ -293,7 +293,7 @@ class DualModeLoraModel(BaseTuner):
         swapped = [_swapped(m.modules_to_save, self.adapter_name, beginning[name]) for name, m in wrappers.items()]
         return _all_of([*(layer.resting() for layer in self.dual_mode_layers().values()), *swapped])
 
-    def note_beginning(self) -> None:
+    def save_beginning(self) -> None:
         """Copy the `modules_to_save` of the vision tower, for `previous_task` to use later."""
         adapter, wrappers = self.adapter_name, self._trained_modules()
         self._beginnings[adapter] = {n: copy.deepcopy(m.modules_to_save[adapter]) for n, m in wrappers.items()}
@@ -310,7 +310,7 @@ class DualModeLoraModel(BaseTuner):
             if isinstance(layer, DualModeLinear):
                 layer.forget_weight()
 
-    def without_idle_modes(self) -> AbstractContextManager[None]:
+    def skip_zero_modes(self) -> AbstractContextManager[None]:
         """Leave out the modes if every B is zero, as between tasks: the outputs are the same and cost less."""
         adapter, layers = self.adapter_name, self.dual_mode_layers().values()
         if any(layer.merged or layer.is_trained(adapter) for layer in layers):

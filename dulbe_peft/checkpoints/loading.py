@@ -28,7 +28,7 @@ from dulbe_peft.strategies.registry import make_strategy
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.state import LearnerState, set_adapter_state
 from dulbe_peft.utils import folders
-from dulbe_peft.utils.devices import choose_device, has_bfloat16, settled_precision
+from dulbe_peft.utils.devices import choose_device, choose_precision, has_bfloat16
 from dulbe_peft.utils.folders import CheckpointError, load_errors
 from dulbe_peft.utils.tensors import read_tensors
 
@@ -103,7 +103,7 @@ def _machine_settings(
     able = settings.backend != "onnx" and has_bfloat16(choose_device(settings.device))
     if learned == "int8":
         able = has_graph(saved.graph)
-    precision = settled_precision(settings.precision, learned, adapts, able)
+    precision = choose_precision(settings.precision, learned, adapts, able)
     backend: Any = "openvino" if precision == learned == "int8" else settings.backend
     return replace(settings, precision=precision, backend=backend)
 

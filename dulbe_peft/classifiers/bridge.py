@@ -160,7 +160,7 @@ class BridgeEnsembleHead(Classifier, kw_only=False):
 
     @torch.no_grad()
     def outvoted(self) -> int:
-        """Count the classes whose typical image is misclassified, but would not be with the same weights for all.
+        """Count the classes whose typical image is misclassified now, but classified correctly with the mean weights.
 
         The typical image of a class is half-way between its v_c and the mean of all v_c. The count is 0 if images are
         not closer to images of other classes than to the texts of their own, because scores of different depths are

@@ -13,7 +13,8 @@ from dulbe_peft.classifiers.state import GrowingState
 from dulbe_peft.utils.tensors import has_values
 
 SAME_TEXT = 1e-3  # features of the same text on two devices differ by less
-TOLERANCE, ROWS = 1e-5, 256  # rounding of scores, relative to the largest one, and features to compare scores with
+TOLERANCE = 1e-5  # difference that counts as rounding, relative to the largest score
+ROWS = 256  # number of random features on which scores are compared
 
 
 def unit_features(features: Any, name: str, width: int, rows: int | None, device: torch.device | str) -> Tensor:

@@ -102,15 +102,15 @@ def reliability(
     rows = max(1, chunk_elements // classes)
     chunks = []
     with without_autocast(image_embeds):
-        for features, own in zip(image_embeds.float().split(rows), labels.split(rows), strict=True):
+        for features, targets in zip(image_embeds.float().split(rows), labels.split(rows), strict=True):
             probabilities = []
             for depth in range(num_depths):
                 logits = logit_scale * features @ bridges[:, depth].float().T
-                probabilities.append(logits.softmax(dim=1).gather(1, own[:, None]))
+                probabilities.append(logits.softmax(dim=1).gather(1, targets[:, None]))
             chunks.append(torch.cat(probabilities, dim=1))
-    confidence, own = torch.cat(chunks), labels - first_class
-    sums = confidence.new_zeros(classes - first_class, num_depths).index_add(0, own, confidence)
-    return sums / own.bincount(minlength=len(sums))[:, None]
+    confidence, targets = torch.cat(chunks), labels - first_class
+    sums = confidence.new_zeros(classes - first_class, num_depths).index_add(0, targets, confidence)
+    return sums / targets.bincount(minlength=len(sums))[:, None]
 
 
 def own_probabilities(
@@ -135,13 +135,13 @@ def own_probabilities(
     rows = max(1, chunk_elements // classes)
     chunks = [own_scores[:0]]
     with without_autocast(image_embeds):
-        for features, own, scores in zip(
+        for features, targets, scores in zip(
             image_embeds.float().split(rows), labels.split(rows), own_scores.split(rows), strict=True
         ):
             probabilities = []
             for depth in range(num_depths):
                 logits = features @ bridges[:, depth].float().T
-                logits = logit_scale * logits.scatter(1, own[:, None], scores[:, [depth]])
-                probabilities.append(logits.softmax(dim=1).gather(1, own[:, None]))
+                logits = logit_scale * logits.scatter(1, targets[:, None], scores[:, [depth]])
+                probabilities.append(logits.softmax(dim=1).gather(1, targets[:, None]))
             chunks.append(torch.cat(probabilities, dim=1))
     return torch.cat(chunks)

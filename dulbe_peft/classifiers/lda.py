@@ -45,8 +45,8 @@ class LdaClassifier(ClassSums):
 
     name = "lda"
     summary = (
-        "linear discriminant analysis: class means, measured by how much the images of one class differ "
-        "among each other"
+        "linear discriminant analysis: an image goes to the nearest class mean, with distances scaled by "
+        "the spread within classes"
     )
 
     def register(self) -> None:
@@ -85,9 +85,9 @@ class LdaClassifier(ClassSums):
         by_image, by_away = images @ inverse, away @ inverse
         across, turned, squares = by_image @ means.T, by_away @ means.T, (means @ inverse * means).sum(dim=1)
         squares = squares.expand_as(across).clone()
-        own = torch.arange(len(labels)), labels
-        across[own], turned[own] = (by_image * left).sum(dim=1), (by_away * left).sum(dim=1)
-        squares[own] = (left @ inverse * left).sum(dim=1)
+        targets = torch.arange(len(labels)), labels
+        across[targets], turned[targets] = (by_image * left).sum(dim=1), (by_away * left).sum(dim=1)
+        squares[targets] = (left @ inverse * left).sum(dim=1)
         length, along = (by_away * away).sum(dim=1), (by_away * images).sum(dim=1)
         shift = (1 - share) / freedom * n / (n - 1)
         gain = (shift / (1 - shift * length))[:, None]

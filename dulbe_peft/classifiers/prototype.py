@@ -53,8 +53,8 @@ class PrototypeClassifier(Classifier):
     def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
         scores = self.logits(images)
         rest = self.sums[labels.to(self.sums.device)] - images.to(self.sums)
-        own = self.logit_scale * (images * F.normalize(rest, dim=1).to(images)).sum(dim=1, keepdim=True)
-        return scores.scatter(1, labels[:, None], own)
+        target_scores = self.logit_scale * (images * F.normalize(rest, dim=1).to(images)).sum(dim=1, keepdim=True)
+        return scores.scatter(1, labels[:, None], target_scores)
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """Replace v_c by the direction of v_c M. The length of the sum, and so the weight of new images, is kept."""

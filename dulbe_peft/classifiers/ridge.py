@@ -44,10 +44,10 @@ class RidgeRegression(Classifier):
 
     def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         rows, gram = self.with_new_rows(len(new)), self._gram()
-        for part, own in zip(images.split(CHUNK), labels.split(CHUNK), strict=True):
+        for part, classes in zip(images.split(CHUNK), labels.split(CHUNK), strict=True):
             lifted = self.lifted(part.to(gram))
             gram = gram + lifted.T @ lifted
-            rows["sums"].index_add_(0, own.to(gram.device), lifted)
+            rows["sums"].index_add_(0, classes.to(gram.device), lifted)
         counts = torch.bincount(labels, minlength=len(rows["counts"])).to(rows["counts"])
         return {"gram": gram, "sums": rows["sums"], "counts": rows["counts"] + counts}
 
@@ -61,15 +61,17 @@ class RidgeRegression(Classifier):
         if self.ridge != "auto":
             return {}
         values, vectors = torch.linalg.eigh(self._gram())
-        sums, squares, own = self.sums @ vectors, torch.zeros_like(vectors), torch.zeros_like(values)
+        sums, squares, products = self.sums @ vectors, torch.zeros_like(vectors), torch.zeros_like(values)
         for part, classes in zip(images.split(CHUNK), labels.to(sums.device).split(CHUNK), strict=True):
             lifted = self.lifted(part.to(vectors)) @ vectors
             squares += lifted.T @ lifted
-            own += (lifted * sums[classes]).sum(dim=0)
+            products += (lifted * sums[classes]).sum(dim=0)
         # With L lifted, S sums, T one-hot and D = diag(d): |L D S' - T|^2 = d'(L'L * S'S) d - 2 tr(T'L D S') + n.
         squares *= sums.T @ sums
         scales = (1 / (values.clamp_min(0) + ridge * self.unit) for ridge in RIDGES)
-        return {"errors": self.errors + torch.stack([d @ squares @ d - 2 * own @ d + len(images) for d in scales])}
+        return {
+            "errors": self.errors + torch.stack([d @ squares @ d - 2 * products @ d + len(images) for d in scales])
+        }
 
     def strength(self) -> float:
         """Return lambda; with "auto", `unit` as long as no image was held out."""

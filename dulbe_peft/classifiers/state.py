@@ -1,4 +1,4 @@
-"""Buffers that grow with the number of classes, and resize when a state dict is loaded."""
+"""Buffers that grow with the number of classes, and are resized when a state dict is loaded."""
 
 import copy
 import math
@@ -80,7 +80,7 @@ class GrowingState(nn.Module):
         self.calibration: tuple[TaskTemperature, ...] = ()
         self.novelty_tasks: tuple[TaskNovelty, ...] = ()
         self._class_names: list[str] = []
-        self._axes: dict[str, tuple[int | str, ...]] = {}  # of buffers that grow, see `register_rows`
+        self._axes: dict[str, tuple[int | str, ...]] = {}  # axes of each growing buffer, see `register_rows`
         self._derived: dict[str, _Derived] = {}
 
     @classmethod

@@ -15,7 +15,7 @@ class TextClassifier(Classifier):
     """
 
     name = "text"
-    summary = "text classifier: the model after learning, which chooses by the names of the classes alone"
+    summary = "text classifier: the model after training, which compares images only with the names of the classes"
     needs_text = True
     updates = True
     adds_up = ()

@@ -90,7 +90,7 @@ def image_suffixes() -> tuple[str, ...]:
 
 
 @cache
-def one_at_a_time() -> Any:
+def decoding_lock() -> Any:
     """Return the lock for decoding large images. Processes forked after the first call share it."""
     return multiprocessing.Lock()
 
@@ -111,7 +111,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
         shape = f"{image.width} x {image.height}"
         raise ValueError(f"its size is {shape} pixels: no side may be more than {MOST_OBLONG} times the other")
     large = image.width * image.height > _LARGE
-    with one_at_a_time() if large else nullcontext():
+    with decoding_lock() if large else nullcontext():
         image.load()  # for a TIFF, Pillow applies the orientation here and then drops the tag
         try:
             turn = _UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))

@@ -128,7 +128,7 @@ def _load(path: Path, schemas: Schemas, filters: Any = None) -> LabelledImages:
     images = LabelledImages(source, labels, names)
     images.features = source
     for index, (value, row) in enumerate(zip(column("content"), rows, strict=True)):
-        images.note_content(index, _content(path, value, row))
+        images.record_content(index, _content(path, value, row))
     return images
 
 

@@ -99,7 +99,7 @@ class LabelledImages:
         """
         return [self._content(index) for index in range(len(self))]
 
-    def note_content(self, index: int, content: bytes | None) -> None:
+    def record_content(self, index: int, content: bytes | None) -> None:
         """Store a content that `read` has returned, perhaps in another process.
 
         None is ignored: it comes from cached pixel values or from an image that cannot be read. Raises a `ValueError`

@@ -29,11 +29,11 @@ class KnownImages:
     complete: bool = True
     ways: frozenset[tuple[str, int]] = frozenset()
 
-    def with_learned(self, images: LabelledImages, way: tuple[str, int]) -> Self:
+    def add_learned(self, images: LabelledImages, way: tuple[str, int]) -> Self:
         """Return a copy that also records learned images, which were encoded in the given way."""
         return self.merged(KnownImages(learned=_by_class(images), ways=frozenset([way])))
 
-    def with_tested(self, images: LabelledImages) -> Self:
+    def add_tested(self, images: LabelledImages) -> Self:
         """Return a copy that also records tested images."""
         return self.merged(KnownImages(tested=_by_class(images)))
 

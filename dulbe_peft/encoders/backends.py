@@ -76,7 +76,7 @@ class Tower:
     def is_checked(self, images: int) -> bool:
         """Return whether no further comparison with torch is needed for a batch of this many images.
 
-        The tower was compared on this machine with at least that many images, or with `ENOUGH`, or its use is forced.
+        That is so after a comparison on this machine with at least that many images or `ENOUGH`, or if use is forced.
         """
         comparison = _records(self.file).get(self._place, {"images": 0})
         return self._forced or comparison["images"] >= min(images, ENOUGH)

@@ -24,7 +24,7 @@ from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.encoders.reading import read_batches
 from dulbe_peft.encoders.text_encoder import TextEncoder
 from dulbe_peft.utils import processes
-from dulbe_peft.utils.devices import choose_device, has_bfloat16, settled_precision
+from dulbe_peft.utils.devices import choose_device, choose_precision, has_bfloat16
 from dulbe_peft.utils.profiling import Profile
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -63,13 +63,13 @@ class Encoder(TextEncoder):
     def at_rest(cls, clip: Any, processor: Any, args: LearnerArguments) -> Self:
         """Return an encoder for a model that will not be trained, with the device of `args` and the user's store."""
         device = choose_device(args.device)
-        precision = settled_precision(args.precision, None, False, has_bfloat16(device))
+        precision = choose_precision(args.precision, None, False, has_bfloat16(device))
         made = cls(clip.to(device).eval(), processor, replace(args, precision=precision), device)
         made.store = open_store(True)
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what holds for this process or CPU only, and `scores`, which the learner sets again."""
+        """Leave out the exported tower, measurements of this CPU, and `scores`, which the learner sets again."""
         return vars(self) | {"_tower": ("", None), "scores": None, "_positions_equal": {}}
 
     def retain_graphs(self) -> AbstractContextManager[None]:
@@ -78,7 +78,10 @@ class Encoder(TextEncoder):
         return torch._functorch.config.patch(donated_buffer=False) if self.args.torch_compile else nullcontext()
 
     def images(self, images: LabelledImages, keep: bool = False) -> PixelDataset:
-        """Return the preprocessed images. `keep` caches them in memory if they fit and no setting reads them anew."""
+        """Return the preprocessed images.
+
+        `keep` caches them in memory if they fit, this process reads them, and they are the same in every pass.
+        """
         if images.features is not None:
             self._check_features(images.features)
         cached = keep and self.args.num_workers == 0 and self.args.teacher == "cached"
@@ -133,7 +136,7 @@ class Encoder(TextEncoder):
     def stored(self, contents: Sequence[bytes]) -> dict[bytes, np.ndarray]:
         """Return the features that the user's store has for images without augmentation, by content.
 
-        Returns none if the model has an adapter.
+        The dict is empty if the model has an adapter.
         """
         if self.store is None or self.store.private or not contents:
             return {}
@@ -220,7 +223,7 @@ class Encoder(TextEncoder):
                 pixels, *_ = next(loaded)
             rows = slice(start, start + size)
             yield pixels.to(self.device, non_blocking=True), labels[rows], indices[rows]
-        # The workers that read images end here, because Python would swallow a Ctrl-C while a finalizer ends them.
+        # End the worker processes here. If a finalizer ended them, Python would swallow a Ctrl-C in the meantime.
         next(loaded, None)
 
     def batches(self, images: PixelDataset, title: str, rows: Sequence[int] | None = None) -> Iterator[Any]:
@@ -236,7 +239,7 @@ class Encoder(TextEncoder):
 
     def image_embeds(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return the unit features of pixel values, (rows, d) in float32."""
-        training = self.clip.training and torch.is_grad_enabled()  # only this kind of pass is worth compiling
+        training = self.clip.training and torch.is_grad_enabled()  # other passes would be compiled separately
         tower = self._trained_tower if training else loading.unit_image_embeds
         with self.autocast():
             return tower(self.clip, pixels)
@@ -325,7 +328,7 @@ class Encoder(TextEncoder):
     def readable_embeds(
         self, images: PixelDataset, title: str, passing: bool = False
     ) -> tuple[torch.Tensor, dict[int, str]]:
-        """Return the unit features, (n, d), and for each unreadable image, whose row is zero, the reason by index.
+        """Return the unit features, (n, d), with zeros for unreadable images, and a dict from their index to a reason.
 
         `passing` says that only predictions are wanted. Fewer images than a batch are then neither padded nor stored.
         """
@@ -357,7 +360,7 @@ class Encoder(TextEncoder):
                 features[index] = self._encoded(pixels, images, tower, few)
                 contents = [content or None for content in contents]
                 for row, content in zip(index.tolist(), contents, strict=True):
-                    images.images.note_content(row, content)
+                    images.images.record_content(row, content)
                 unreadable |= {i: error for i, error in zip(index.tolist(), errors, strict=True) if error}
                 if store is not None:
                     store.put(key, contents, features[index].cpu().numpy())
@@ -372,7 +375,7 @@ class Encoder(TextEncoder):
     ) -> tuple[list[int], dict[int, int]]:
         """Write the features that the store has into `features`, (n, d).
 
-        Returns the rows that must be encoded, and for each row with the same content as one of them, that other row.
+        Returns the rows that must be encoded, and a dict from each duplicate of such a row to this row.
         """
 
         def ask() -> tuple[list[bytes | None], dict[bytes, Any]]:

@@ -107,7 +107,7 @@ def load_processor(name: str, model: Any, revision: str | None = None) -> Any:
 
 
 def _check_kind(name: str, settings: dict[str, Any], record: DualEncoder) -> None:
-    """Raise a `ValueError` if the image processor named in a folder gives other pixels than the family's does."""
+    """Raise a `ValueError` if a folder names an image processor that gives different pixels from the family's."""
     named = str(settings.get("image_processor_type") or settings.get("feature_extractor_type") or "")
     family = {_family_name(kind) for kind in (record.image_processor, *record.image_processor_names)}
     if named and _family_name(named) not in family:
@@ -167,7 +167,7 @@ def check_processor(processor: Any, model: Any) -> None:
 
 
 def unsaved_part(processor: Any, model: Any) -> str:
-    """Say in a message which part of the processor saving a learner would lose; return "" if it loses nothing."""
+    """Return a message about the part of the processor that a saved learner would lose, or "" if it loses nothing."""
     expected, given = encoder_of(model).image_processor, type(processor.image_processor)
     if given is not getattr(transformers, expected):
         return f"the image processor is a {given.__name__}, but a saved learner is loaded with a {expected}"
@@ -184,7 +184,7 @@ def check_saved(processor: Any, model: Any) -> None:
 
 
 def check_statistics_tokens(model: Any, tokens: str) -> None:
-    """Raise a `ValueError` if `tokens` tells a class token from patches, and the model has no class token."""
+    """Raise a `ValueError` if `tokens` selects or excludes the class token of a model that has none."""
     if tokens != "all" and not encoder_of(model).cls_token:
         kind = type(model).__name__
         raise ValueError(f"statistics_tokens is {tokens!r}, but a {kind} has no class token: choose 'all'")
@@ -204,7 +204,7 @@ def logit_scale(model: Any) -> float:
 def image_shape(model: Any, processor: Any = None) -> tuple[int, ...]:
     """Return the shape of an image: (3, height, width), or that of `packed`.
 
-    If the model accepts any size, `processor` decides it.
+    If the model accepts images of any size, `processor` determines the size.
     """
     record = encoder_of(model)
     if record.any_image_size and processor is not None:

@@ -40,7 +40,7 @@ def loader_settings(args: LearnerArguments, device: torch.device, batches: int) 
     """Return the arguments of a `DataLoader` that reads this many batches."""
     workers = min(args.num_workers, batches)  # more workers would have nothing to read
     processes.check_open_files(workers)
-    decoding.one_at_a_time()  # must be set here: the workers inherit it
+    decoding.decoding_lock()  # must be set here: the workers inherit it
     return {
         "num_workers": workers,
         "pin_memory": device.type == "cuda",

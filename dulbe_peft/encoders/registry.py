@@ -121,7 +121,7 @@ _UNSUPPORTED = {
 
 
 def unsupported(model_type: object) -> str:
-    """Say in a message why a type is not supported, and which types are."""
+    """Return the part of a message that says why a type is not supported, and which types are."""
     why = f" ({_UNSUPPORTED[str(model_type)]})" if model_type in _UNSUPPORTED else ""
     types = ", ".join(f"{name!r} ({record.title})" for name, record in ENCODERS.items())
     return f"of type {model_type!r}, which is not supported{why}; the supported types are {types}"

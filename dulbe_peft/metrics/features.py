@@ -16,7 +16,7 @@ from dulbe_peft.classifiers.closing import ClosingPass, learn_task
 from dulbe_peft.classifiers.registry import make_classifier
 from dulbe_peft.metrics.evaluation import answers
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
-from dulbe_peft.utils.torch_settings import own_randomness
+from dulbe_peft.utils.torch_settings import seeded_randomness
 
 FEATURES_FOLDER = "features"
 SUFFIX = ".safetensors"
@@ -108,7 +108,7 @@ def learn_from_features(
         raise ValueError(f"the classifier {name!r} needs text, and the model of this stream has no text tower")
     after_each_task = []
     for index, task in enumerate(tasks):
-        with own_randomness(seed, index):
+        with seeded_randomness(seed, index):
             classifiers = learn_task(classifiers, task.closing, drift, text_embeds)
         after_each_task.append(_answers(classifiers[name], task))
     return after_each_task, classifiers[name]

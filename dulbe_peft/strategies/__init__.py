@@ -1,4 +1,4 @@
-"""Training strategies. Each one is imported on first use; docs/strategies.md says where it differs from its paper."""
+"""Training strategies. Each is imported on first use; docs/strategies.md says how each differs from its paper."""
 
 import lazy_loader
 

@@ -69,7 +69,7 @@ def bidirectional_kl(
         shapes = f"{tuple(student_logits.shape)} and {tuple(teacher_logits.shape)}"
         raise ValueError(f"student_logits and teacher_logits must both be (n, old classes), not empty, got {shapes}")
     for name, value in (("class_temperature", class_temperature), ("instance_temperature", instance_temperature)):
-        if not 1e-6 <= value <= 1e6:  # outside, the squared temperature or the divided logits leave the range of float32
+        if not 1e-6 <= value <= 1e6:  # otherwise its square or the divided logits can leave float32's range
             raise ValueError(f"{name} must be positive, from 1e-6 to 1e6, got {value}")
     if reduction not in ("mean", "batchmean"):
         raise ValueError(f"reduction must be 'mean' or 'batchmean', got {reduction!r}")

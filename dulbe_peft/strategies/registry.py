@@ -44,7 +44,7 @@ STRATEGIES: Registry[Strategy] = Registry(
 
 
 def register_strategy(kind: S) -> S:
-    """Register a strategy, a frozen dataclass, under its attribute `name`. Can be used as a decorator."""
+    """Register a strategy class under its `name`. The class must be a frozen dataclass. Works as a decorator."""
     if not (isinstance(kind, type) and issubclass(kind, Strategy)) or "__dataclass_fields__" not in vars(kind):
         raise TypeError(f"a strategy must be a class derived from Strategy with @dataclass(frozen=True), got {kind!r}")
     name = getattr(kind, "name", None)

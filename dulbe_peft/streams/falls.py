@@ -18,7 +18,7 @@ from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import Evaluation, answers
 from dulbe_peft.streams.learning import StreamLearner
 from dulbe_peft.utils.records import Count, Record
-from dulbe_peft.utils.torch_settings import own_randomness
+from dulbe_peft.utils.torch_settings import seeded_randomness
 
 LEVEL = 0.05  # significance level of the sign test, for all classifiers together
 MUCH = 0.1  # share of images whose prediction changed, from which a warning is printed
@@ -60,7 +60,7 @@ class Before:
         """Return classifiers that learn the task from the features that its images had before the training."""
         untrained = replace(closing, features=cast(Tensor, closing.before), before=None, views=None)
         untrained = replace(untrained, texts=self.texts, each_text=self.each_text)
-        with own_randomness(seed, len(self.tests)):
+        with seeded_randomness(seed, len(self.tests)):
             return learn_task({name: self.classifiers[name] for name in names}, untrained, drift="none")
 
     def costs(self, closing: ClosingPass, now: Mapping[int, Evaluation], seed: int) -> dict[str, Cost]:
@@ -90,7 +90,7 @@ class Before:
         return float((before.argmax(dim=1) != now.argmax(dim=1)).double().mean())
 
 
-def fallen(costs: Mapping[str, Cost]) -> dict[str, Cost]:
+def significant_costs(costs: Mapping[str, Cost]) -> dict[str, Cost]:
     """Return the costs of the classifiers whose loss on old classes is significant by a sign test."""
     from scipy.stats import binomtest
 
@@ -108,7 +108,7 @@ def fall_line(costs: Mapping[str, Cost], changed: float | None) -> str:
     parts = [
         f"{name} {percent((cost.right + cost.lost - cost.gained) / cost.images, 1)} to "
         f"{percent(cost.right / cost.images, 1)} %"
-        for name, cost in fallen(costs).items()
+        for name, cost in significant_costs(costs).items()
     ]
     if parts:
         images = next(iter(costs.values())).images

@@ -188,7 +188,7 @@ class Run:
             print_once(f"learning rate {rate:g}, chosen for the model and this task; --learning-rate sets another one")
         names, profile = list(task.class_names), learner.encoder.profile
         if task.test is not None:
-            learner.use_state(replace(learner.state, known=learner.state.known.with_tested(task.test)))
+            learner.use_state(replace(learner.state, known=learner.state.known.add_tested(task.test)))
         with profile.phase("test"):
             row = self.measure(index + 1)
             row = row if before is None else self.with_costs(row, before)

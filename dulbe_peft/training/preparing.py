@@ -24,7 +24,7 @@ from dulbe_peft.encoders.pixels import PixelDataset, with_image_resize
 from dulbe_peft.strategies.base import Strategy
 from dulbe_peft.strategies.registry import make_strategy
 from dulbe_peft.training.state import LearnerState
-from dulbe_peft.utils.devices import has_bfloat16, settled_precision
+from dulbe_peft.utils.devices import choose_precision, has_bfloat16
 from dulbe_peft.utils.processes import check_same_in_all, copy_from_main, raise_in_all, refuse_sharded
 
 
@@ -89,7 +89,7 @@ def checked_task(
 
 
 def _check_trainable(state: LearnerState) -> None:
-    """Raise a `ValueError` if the strategy's memory is missing, or if not exactly the adapter would be trained.
+    """Raise a `ValueError` if the strategy's memory is missing, or other parameters than the adapter's are trainable.
 
     Only the adapter may be trained, because only the adapter is restored if learning a task fails.
     """
@@ -176,7 +176,7 @@ def on_device(state: LearnerState, device: torch.device) -> LearnerState:
     """Move model and classifiers to a device; return the state with a concrete precision and the final processor."""
     args, processor = state.args, state.processor
     bfloat16 = args.backend != "onnx" and has_bfloat16(device)
-    args = replace(args, precision=settled_precision(args.precision, None, state.strategy.adapts, bfloat16))
+    args = replace(args, precision=choose_precision(args.precision, None, state.strategy.adapts, bfloat16))
     model = state.model.to(device).eval()
     copy_from_main(state.adapter_tensors().values())
     if args.image_resize != "processor":

@@ -1,12 +1,13 @@
-"""The learning rate of "auto": the paper's for a model of the paper's size, for a smaller one by a trial.
+"""The learning rate of "auto": the paper's for a model of the paper's size; for a smaller one a tenth of it, or less.
 
-A trial trains the first task at a tenth of the paper's rate. X, (n, d), are the features of the task's images before
-it, with mean m, and Y those after it. The square of a movement grows with that of the rate, so the trial tells at
-which rate features move by the share `MOST_MOVED` of their spread:
+How much less, a trial tells: it trains the first task at a tenth of the paper's rate. X, (n, d), are the features of
+the task's images before it, with mean m, and Y those after it. The square of a movement grows with that of the rate,
+so this is the rate at which features move by the share `MOST_MOVED` of their spread:
 
-    moved = |Y - X|^2 / |X - m|^2,    rate = TRIAL sqrt(MOST_MOVED / moved), at most the paper's
+    moved = |Y - X|^2 / |X - m|^2,    rate = TRIAL min(1, sqrt(MOST_MOVED / moved))
 
-Old classes suffer from what features move, and gain nothing by it. `docs/results.md` has what the rule was chosen by.
+Old classes suffer from what features move, and gain nothing by it. A task that moves them less than this says little
+of those that follow, so the rate is never raised. `docs/results.md` has what the rule was chosen by.
 """
 
 import math
@@ -20,7 +21,7 @@ from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.training.trainer import Log, TaskTrainer
 from dulbe_peft.utils.processes import on_main_process
-from dulbe_peft.utils.torch_settings import own_randomness
+from dulbe_peft.utils.torch_settings import seeded_randomness
 
 PAPER_WIDTH = 768  # of ViT-B
 TRIAL = PAPER_RATE / 10
@@ -55,19 +56,17 @@ def rate_of(moved: float) -> float:
     """The rate, in two digits, that a trial's movement allows.
 
     >>> rate_of(0.1), rate_of(0.0)
-    (5e-05, 0.001)
+    (5e-05, 0.0001)
     """
-    fits = moved <= MOST_MOVED * (TRIAL / PAPER_RATE) ** 2
-    return PAPER_RATE if fits else float(f"{TRIAL * math.sqrt(MOST_MOVED / moved):.1e}")
+    return TRIAL if moved <= MOST_MOVED else float(f"{TRIAL * math.sqrt(MOST_MOVED / moved):.1e}")
 
 
 def movement(make: MakeTrainer, state: LearnerState, encoder: Encoder, images: PixelDataset) -> float:
     """The share of their spread by which a task's training moves the features of its images; the model stays."""
     with state.resting():
         before = encoder.dataset_embeds(images, "trial")
-    with state.adapter_restored(), own_randomness(state.args.seed, len(state.tasks)):
+    with state.adapter_restored(), seeded_randomness(state.args.seed, len(state.tasks)):
         make(state, encoder, images, None).take_steps()
         after = encoder.dataset_embeds(images, "trial")
     spread = (before - before.mean(dim=0)).double().square().sum()
-    # Of one image nothing is known: it leaves the rate where the trial was.
-    return float((after - before).double().square().sum() / spread) if spread else MOST_MOVED
+    return float((after - before).double().square().sum() / spread) if spread else 0.0

@@ -142,7 +142,7 @@ class LearnerState:
 
     def resting(self) -> AbstractContextManager[None]:
         """Return a context that skips adapter modes that are zero: the same outputs at a lower cost."""
-        return nullcontext() if self.adapter is None else self.adapter.without_idle_modes()
+        return nullcontext() if self.adapter is None else self.adapter.skip_zero_modes()
 
     @property
     def config(self) -> DualModeLoraConfig | None:
@@ -206,4 +206,4 @@ class LearnerState:
 def set_adapter_state(model: Any, state: dict[str, torch.Tensor]) -> None:
     """Load saved tensors into the active adapter, and update the recorded length of its history."""
     set_peft_model_state_dict(model, state)
-    model.note_history()
+    model.record_history_ranks()

@@ -77,7 +77,7 @@ def train_task(trainer: TaskTrainer) -> tuple[LearnerState, TaskRecord, ClosingP
         memory=memory,
         tasks=[*state.tasks, names],
         step=trainer.step,
-        known=state.known.with_learned(images.images, encoder.way),
+        known=state.known.add_learned(images.images, encoder.way),
         graph=encoder.graph,
     )
     with encoder.profile.phase("estimate"):
@@ -86,9 +86,9 @@ def train_task(trainer: TaskTrainer) -> tuple[LearnerState, TaskRecord, ClosingP
 
 
 def _old_texts(state: LearnerState, encoder: Encoder) -> list[torch.Tensor]:
-    """Return the text embeddings of the seen classes, if there are any, in a list.
+    """Return a list with the text embeddings of the seen classes, (C, d), which is empty before the first task.
 
-    If the text tower is frozen, those of a classifier are reused.
+    With a frozen text tower, the embeddings that a classifier stores are reused.
     """
     config = state.config
     changes = config and (config.text_rank or config.modules_to_save or isinstance(config.target_modules, str))
@@ -141,7 +141,7 @@ class TaskTrainer:
         self.begin()
         with self.encoder.profile.phase("train"), self.encoder.retain_graphs():
             self.train()
-        # The losses do not show this: the last one is computed before the last step.
+        # A NaN from the last step is in no loss, because each loss is computed before its step.
         if not all(p.isfinite().all() for p in self.model.parameters() if p.requires_grad):
             raise ValueError("a weight is NaN or infinite after training: lower the learning_rate")
 
@@ -176,7 +176,7 @@ class TaskTrainer:
                     self.record.shared_capture = sum(m.shared_capture for m in modes.values()) / len(modes)
                     self.record.residual_capture = sum(m.residual_capture for m in modes.values()) / len(modes)
             else:
-                self.adapter.note_beginning()
+                self.adapter.save_beginning()
 
     def title(self, phase: str) -> str:
         """Return the title of a progress bar."""
@@ -196,7 +196,7 @@ class TaskTrainer:
             return cross_modal_loss(embeds, text, labels, self.logit_scale), len(index)
 
         batches = self.encoder.training_batches(self.images, self.title("probe"), range(len(self.images)))
-        with self.adapter.without_idle_modes(), raise_in_all():
+        with self.adapter.skip_zero_modes(), raise_in_all():
             sums, size = summed_gradients(self.adapter, batches, loss_fn)
         # Each process has the loss of all rows, but the gradient of its own rows only.
         sum_over_processes(sums.values())
@@ -259,7 +259,7 @@ class TaskTrainer:
     def step_of(self, batch: Batch) -> Step:
         """Compute the task loss of a batch: the pixels of this process's rows, labels and indices of all rows."""
         pixels, labels, index = batch
-        if self._trained_text is None or self._trained_text.requires_grad:  # a frozen text tower is used once
+        if self._trained_text is None or self._trained_text.requires_grad:  # a frozen text tower runs only once
             self._trained_text = self.encoder.token_embeds(self._tokens)
         text = self._trained_text
 

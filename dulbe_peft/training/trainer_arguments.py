@@ -20,7 +20,7 @@ _NAMES = {
     "log_with": "report_to",
     "progress": "disable_tqdm",
 }
-# Options of TrainingArguments that this loop does not support. They are errors, because ignoring them would be silent.
+# Options of TrainingArguments that this loop does not support. They raise an error instead of being silently ignored.
 _REFUSED = (
     "auto_find_batch_size",
     "bf16_full_eval",

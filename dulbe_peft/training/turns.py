@@ -10,7 +10,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.settings import check_number
-from dulbe_peft.utils.torch_settings import evaluating, usual_torch
+from dulbe_peft.utils.torch_settings import default_torch_settings, evaluating
 
 _CHANGING = ("learn_task", "update_classes", "forget_class", "forget_images", "rename_class", "merge", "use_state")
 
@@ -33,7 +33,7 @@ class Turns:
             RuntimeError: The call is inside another one, for example made by its data set, and one of the two changes
                 the learner.
         """
-        with self.lock, usual_torch(), evaluating(state.model), ExitStack() as scaled:
+        with self.lock, default_torch_settings(), evaluating(state.model), ExitStack() as scaled:
             outer = self.call
             if outer and (name in _CHANGING or outer in _CHANGING):
                 raise RuntimeError(
@@ -66,7 +66,7 @@ _SCALES: ContextVar[Mapping[Turns, float]] = ContextVar("scales", default=Mappin
 
 
 class TakesTurns(Protocol):
-    """What `in_turn` needs of a learner."""
+    """What `takes_turn` needs of a learner."""
 
     def turn(self, name: str) -> AbstractContextManager[None]: ...
 
@@ -76,7 +76,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def in_turn(method: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T]:
+def takes_turn(method: Callable[Concatenate[L, P], T]) -> Callable[Concatenate[L, P], T]:
     """Decorate a method, or a function whose first argument is a learner, to run it in the learner's turn."""
 
     @wraps(method)

@@ -50,7 +50,7 @@ def update_classes(
             lambda classifier: classifier.update_classes(features, labels, views),
             Update(after=len(state.tasks), images=Counter(given.class_names[label] for label in given.labels)),
             memory=memory,
-            known=state.known.with_learned(given, encoder.way),
+            known=state.known.add_learned(given, encoder.way),
         )
 
 

@@ -37,7 +37,7 @@ def has_bfloat16(device: torch.device) -> bool:
     return allowed and bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
-def settled_precision(requested: str, learned: str | None, trains: bool, able: bool) -> Any:
+def choose_precision(requested: str, learned: str | None, trains: bool, able: bool) -> Any:
     """Choose the precision: the requested one, or the one that a learner `learned` in, or bfloat16 if that is fast.
 
     `able` says whether the hardware has bfloat16, and `trains` whether the model is trained. If the precision of a

@@ -14,7 +14,7 @@ TESTED = {"peft": "peft>=0.21,<0.22", "transformers": "transformers>=5.18,!=5.24
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def garbage_collection_off() -> Iterator[None]:
     """Turn the garbage collector off while the block imports modules or loads a model.
 
     Their objects stay in memory, and searching them for garbage would take a fifth of the time. After the first block

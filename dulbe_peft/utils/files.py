@@ -141,7 +141,7 @@ def output_file(path: str | Path, errors: str = "surrogateescape") -> Iterator[I
         yield file
 
 
-def step_aside(path: Path) -> None:
+def rename_to_old(path: Path) -> None:
     """Rename an existing file or folder to NAME.old, or NAME.old1 and so on, and print a message about it."""
     names = (path.with_name(f"{path.name}.old{number or ''}") for number in count())
     aside = path.rename(next(name for name in names if not os.path.lexists(name)))

@@ -48,7 +48,7 @@ _dtype: list[Any] = [0, torch.float32]  # how many threads need float32 as the d
 
 
 @contextmanager
-def usual_torch() -> Iterator[None]:
+def default_torch_settings() -> Iterator[None]:
     """Use torch's default settings while the block runs: gradients on, float32, tensors on the CPU, no autocast."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -80,7 +80,7 @@ def _float32_by_default() -> Iterator[None]:
 
 
 @contextmanager
-def own_randomness(*entropy: int) -> Iterator[None]:
+def seeded_randomness(*entropy: int) -> Iterator[None]:
     """Seed Python, NumPy and torch while the block runs, so that a resumed task draws the same augmentations."""
     python, array = random.getstate(), np.random.get_state()
     seeds = [int(seed) for seed in np.random.SeedSequence(entropy).generate_state(3)]

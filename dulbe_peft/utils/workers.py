@@ -105,7 +105,7 @@ def _start(stack: ExitStack, jobs: int, engine: str, address: str | None) -> Non
     stack.enter_context(parallel_config(engine, n_jobs=jobs))
 
 
-def jobs_at_once(requested: int | None, address: str | None) -> int:
+def number_of_jobs(requested: int | None, address: str | None) -> int:
     """Return the number of parallel jobs: as many as requested, but on this machine at most one per core."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not requested:

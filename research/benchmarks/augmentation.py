@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 @torch.no_grad()
 def accuracy(spec: str, features: dict[str, Any], task: Task) -> float:
-    """Return the accuracy on held-out images. Only their first feature, of the image without changes, is used."""
+    """Return the accuracy on held-out images, which are tested without augmentation."""
     _, views, width = task.train.shape
     classifier = make_classifier(spec, width, features["scale"])
     names = [features["names"][label] for label in task.classes]

@@ -102,8 +102,8 @@ def parser(description: str | None, repeats: int, model: str | None = "vit-b-16"
 def stream_parser(description: str | None, repeats: int) -> argparse.ArgumentParser:
     """Return a parser with the options of a benchmark that learns a stream."""
     options = parser(description, repeats, model=None)
-    options.add_argument("--clip", default="demo", help="as --model of `dulbe-peft run`")
-    options.add_argument("--data", default="demo-digits", help="as for `dulbe-peft run`")
+    options.add_argument("--clip", default="demo", help="a model, as for `dulbe-peft run --model`")
+    options.add_argument("--data", default="demo-digits", help="a data set, as for `dulbe-peft run --data`")
     options.add_argument("--stream", help="the stream's name in the tables; default: the name of the data")
     return options
 

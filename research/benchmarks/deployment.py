@@ -1,4 +1,4 @@
-"""Compare an exported learner with the learner: the answers of the code in its model card, and the graph's speed."""
+"""Compare exports of a learner with the learner: the answers of the code in their model cards, and the speed."""
 
 from __future__ import annotations
 

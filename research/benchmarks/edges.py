@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def streams(values: Any) -> Iterator[tuple[str, Callable[[int], dict[str, Any]]]]:
-    """Yield the name of each stream and a function of a seed that returns its features. Missing files are skipped."""
+    """Yield the name of each stream and a function that returns its features for a seed. Skip missing files."""
     if values.real is None:
         features = encoded(values)
         yield values.stream or common.model_name(values.data), lambda seed: features
@@ -114,12 +114,14 @@ def can_have(features: dict[str, Any], edge: str, count: str) -> bool:
 def measured(features: dict[str, Any], edge: str, counts: str, values: Any, seed: int) -> dict[str, float]:
     """Return A_last of each classifier in one draw, as a fraction."""
     settings = {key: value for key, value in EDGES[edge].items() if key != "counts"}
-    made = changed(features, seed, **settings)
-    tasks = draw(made, counts, step(made, values), seed, values.held_back)
+    features_of_case = changed(features, seed, **settings)
+    tasks = draw(features_of_case, counts, step(features_of_case, values), seed, values.held_back)
     specs = (
-        SPECS if made["text"] is not None else [spec for spec in SPECS if spec.startswith(("lda", "ranpac", "bayes"))]
+        SPECS
+        if features_of_case["text"] is not None
+        else [spec for spec in SPECS if spec.startswith(("lda", "ranpac", "bayes"))]
     )
-    return {spec: figures(spec, made, tasks)["A_last"] for spec in specs}
+    return {spec: figures(spec, features_of_case, tasks)["A_last"] for spec in specs}
 
 
 def changed(
@@ -139,43 +141,43 @@ def changed(
     def direction() -> Tensor:
         return normalize(torch.randn(width, generator=generator), dim=0)
 
-    found = dict(features)
+    result = dict(features)
     if classes:
-        kept = torch.randperm(len(found["names"]), generator=generator)[:classes]
-        found["names"] = [found["names"][label] for label in kept.tolist()]
-        found["text"] = found["text"][kept]
+        chosen = torch.randperm(len(result["names"]), generator=generator)[:classes]
+        result["names"] = [result["names"][label] for label in chosen.tolist()]
+        result["text"] = result["text"][chosen]
         for images, labels in (("train", "y"), ("test", "truth")):
-            rows = torch.isin(found[labels], kept)
-            found[images], own = found[images][rows], found[labels][rows]
-            found[labels] = (own[:, None] == kept).int().argmax(dim=1)
+            rows = torch.isin(result[labels], chosen)
+            result[images], old_labels = result[images][rows], result[labels][rows]
+            result[labels] = (old_labels[:, None] == chosen).int().argmax(dim=1)
     if power != 1:
-        middle = found["train"].mean(dim=0)
-        turn = torch.linalg.svd(found["train"] - middle, full_matrices=False).Vh.T
+        middle = result["train"].mean(dim=0)
+        rotation = torch.linalg.svd(result["train"] - middle, full_matrices=False).Vh.T
         for key in ("train", "test"):
-            turned = (found[key] - middle) @ turn
-            found[key] = normalize(turned.sign() * turned.abs() ** power, dim=1)
+            rotated = (result[key] - middle) @ rotation
+            result[key] = normalize(rotated.sign() * rotated.abs() ** power, dim=1)
     if common:
         shift = common * direction()
         for key in ("train", "test"):
-            found[key] = normalize(found[key] + shift, dim=1)
+            result[key] = normalize(result[key] + shift, dim=1)
     if names == "none":
-        found["text"] = None
+        result["text"] = None
     elif names == "shuffled":
-        found["text"] = found["text"][torch.randperm(len(found["text"]), generator=generator)]
+        result["text"] = result["text"][torch.randperm(len(result["text"]), generator=generator)]
     elif names != "own":
-        found |= renamed(found, names, noise, gap * direction(), generator)
-    return found
+        result |= renamed(result, names, noise, gap * direction(), generator)
+    return result
 
 
 def renamed(
-    found: dict[str, Any], names: str, noise: float, gap: Tensor, generator: torch.Generator
+    features: dict[str, Any], names: str, noise: float, gap: Tensor, generator: torch.Generator
 ) -> dict[str, Any]:
     """Return texts near the means of spare images, or near S^-1 of these means, and the remaining images."""
-    order = torch.randperm(len(found["y"]), generator=generator)
-    spare = torch.cat([order[found["y"][order] == label][:SPARE] for label in range(len(found["names"]))])
-    left = torch.ones(len(found["y"]), dtype=torch.bool)
-    left[spare] = False
-    images = found["train"][spare].view(len(found["names"]), -1, found["train"].shape[1])
+    order = torch.randperm(len(features["y"]), generator=generator)
+    spare = torch.cat([order[features["y"][order] == label][:SPARE] for label in range(len(features["names"]))])
+    remaining = torch.ones(len(features["y"]), dtype=torch.bool)
+    remaining[spare] = False
+    images = features["train"][spare].view(len(features["names"]), -1, features["train"].shape[1])
     means = images.mean(dim=1)
     middle, near = means.mean(dim=0), means - means.mean(dim=0)
     if names == "inverse":
@@ -185,10 +187,14 @@ def renamed(
     size = near.norm(dim=1).mean()
     near = near / size + noise * torch.randn(near.shape, generator=generator) / math.sqrt(near.shape[1])
     if names == "mixed":
-        own = found["text"] - found["text"].mean(dim=0)
-        near = near / near.norm(dim=1).mean() + own / own.norm(dim=1).mean()
+        own_names = features["text"] - features["text"].mean(dim=0)
+        near = near / near.norm(dim=1).mean() + own_names / own_names.norm(dim=1).mean()
     common = gap if gap.any() else middle / size if names != "inverse" else 0 * middle
-    return {"text": normalize(near + common, dim=1), "train": found["train"][left], "y": found["y"][left]}
+    return {
+        "text": normalize(near + common, dim=1),
+        "train": features["train"][remaining],
+        "y": features["y"][remaining],
+    }
 
 
 if __name__ == "__main__":

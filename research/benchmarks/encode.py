@@ -221,7 +221,8 @@ def whole(values: argparse.Namespace) -> list[dict[str, Any]]:
     drawn = "matplotlib.figure, matplotlib.backends.backend_agg"
     named = f"dulbe_peft.photos.commands.run, dulbe_peft.learner, {drawn}, transformers"
     imports = (
-        f"from dulbe_peft.utils.extras import uncollected\nwith uncollected(): import {named}; transformers.CLIPModel"
+        "from dulbe_peft.utils.extras import garbage_collection_off\n"
+        f"with garbage_collection_off(): import {named}; transformers.CLIPModel"
     )
     with tempfile.TemporaryDirectory() as root:
         clip, _ = saved_model(values.model, Path(root, "model"))

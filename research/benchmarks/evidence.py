@@ -30,43 +30,43 @@ def frozen(
     The best figure of a line is bold. `classifiers` and `counts` are separated by commas, `streams` by semicolons.
     Without `counts` or `streams`, all of them are shown.
     """
-    found: dict[tuple[str, str], dict[str, float]] = {}
+    accuracies: dict[tuple[str, str], dict[str, float]] = {}
     for path in sorted(results.glob(f"{folder}/*.json")):
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
             wanted = not counts or row["counts"] in counts.split(",")
             if row["figure"] == figure and wanted and (not streams or row["stream"] in streams.split(";")):
-                found.setdefault((row["stream"], row["counts"]), {})[row["classifier"]] = row["value"]
+                accuracies.setdefault((row["stream"], row["counts"]), {})[row["classifier"]] = row["value"]
     columns = classifiers.split(",")
-    found = {key: row for key, row in found.items() if set(columns) <= set(row)}
+    accuracies = {key: row for key, row in accuracies.items() if set(columns) <= set(row)}
 
     def means(rows: Collection[dict[str, float]]) -> list[str]:
         best = {"ECE": min, "covered": None}.get(figure, max)
         return best_bold([sum(row[name] for row in rows) / len(rows) for name in columns], best)
 
     groups: dict[str, list[dict[str, float]]] = {}
-    for (stream, count), row in found.items():
+    for (stream, count), row in accuracies.items():
         groups.setdefault(f"{stream}, {count}" if by == "counts" else stream, []).append(row)
     lines = [[name, *means(rows)] for name, rows in groups.items()]
     head = "images a class" if by == "counts" else "mean of the stream's lines"
-    return [[head, *map(short, columns)], *lines, ["mean of the lines", *means(found.values())]]
+    return [[head, *map(short, columns)], *lines, ["mean of the lines", *means(accuracies.values())]]
 
 
 def edges(results: Path, counts: str, classifiers: str, behind: str, folder: str = "edges") -> list[list[str]]:
     """Return mean accuracies for each edge case in which `bayes` trails the best classifier by more than `behind`."""
-    found: dict[tuple[str, str], dict[str, float]] = {}
+    accuracies: dict[tuple[str, str], dict[str, float]] = {}
     columns = classifiers.split(",")
     for path in sorted(results.glob(f"{folder}/*.json")):
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
             if row["counts"] in counts.split(","):
                 key = (f"{row['edge']}, {row['counts']}", row["stream"])
-                found.setdefault(key, {})[row["classifier"]] = row["value"]
+                accuracies.setdefault(key, {})[row["classifier"]] = row["value"]
     lines = []
-    for name in dict.fromkeys(key[0] for key in found):
-        rows = [row for key, row in found.items() if key[0] == name]
+    for name in dict.fromkeys(key[0] for key in accuracies):
+        rows = [row for key, row in accuracies.items() if key[0] == name]
         cells = [f"{sum(row[each] for row in rows) / len(rows):.1f}" if each in rows[0] else "" for each in columns]
-        far = max(max(value for each, value in row.items() if each != "bayes") - row["bayes"] for row in rows)
-        if far > float(behind):
-            lines.append([name, *cells, f"{far:+.1f}".replace("-", "−")])
+        gap = max(max(value for each, value in row.items() if each != "bayes") - row["bayes"] for row in rows)
+        if gap > float(behind):
+            lines.append([name, *cells, f"{gap:+.1f}".replace("-", "−")])
     return [["names, images a class", *map(short, columns), "furthest behind the best of a stream"], *lines]
 
 
@@ -86,8 +86,8 @@ def family(results: Path, file: str, stream: str, classifiers: str) -> list[list
     rows, columns = compared(results, file), classifiers.split(",")
     lines = []
     for method in methods_of(rows, stream):
-        own = [row for key, row in rows.items() if key[:2] == (stream, method)]
-        if method != "frozen" and own[0]["trainable_parameters"] == "0":  # it differs only in its classifier
+        method_rows = [row for key, row in rows.items() if key[:2] == (stream, method)]
+        if method != "frozen" and method_rows[0]["trainable_parameters"] == "0":  # it differs only in its classifier
             continue
         lines.append([named(method), *whole_line(rows, stream, method, columns, interval=False)])
     return [["method", *whole_head(columns)], *lines]
@@ -110,18 +110,18 @@ def drifts(results: Path, files: str, method: str, classifiers: str) -> list[lis
 
 def gaps(results: Path, classifiers: str) -> list[list[str]]:
     """Return a line for each gap and method: mean A_last, zero-shot accuracy on other classes, and mean cosines."""
-    found: dict[str, dict[str, dict[str, list[float]]]] = {}
+    by_gap: dict[str, dict[str, dict[str, list[float]]]] = {}
     for path in sorted(results.glob("gap/*.json")):
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
             where, _, what = row["what"].partition(": ")
             gap, _, how = where.partition(", ")
-            found.setdefault(gap, {}).setdefault(how.rpartition(",")[0], {}).setdefault(what, []).append(row["value"])
+            by_gap.setdefault(gap, {}).setdefault(how.rpartition(",")[0], {}).setdefault(what, []).append(row["value"])
     lines, columns = [], classifiers.split(",")
-    for gap, ways in sorted(found.items()):
+    for gap, ways in sorted(by_gap.items()):
         cosines = {name: values[0] for name, values in ways.pop("").items()}
         pairs = (("own mean", "other means"), ("own name", "other names"))
         angles = [f"{cosines[own]:.2f}, {cosines[other]:.2f}".replace("-", "−") for own, other in pairs]
-        for how, figures in ways.items():
+        for how, figures in sorted(ways.items(), key=lambda way: way[0] != "frozen"):
             means = {name: sum(values) / len(values) for name, values in figures.items()}
             best = max((name for name in means if name not in (DEFAULT, KNOWN)), key=lambda name: means[name])
             cells = [f"{means[name]:.1f}" for name in (DEFAULT, *columns)]
@@ -134,14 +134,17 @@ def gaps(results: Path, classifiers: str) -> list[list[str]]:
 def pays(results: Path, files: str, method: str, classifier: str) -> str:
     """Return the sentence on how training a method with its defaults changes accuracy, over all streams of `files`."""
     found = [compared(results, file) for file in files.split(";")]
-    rows, ends = [row for one in found for row in one.values() if row["method"] == method], []
+    rows = [row for one in found for row in one.values() if row["method"] == method]
     streams = sum(len({stream for stream, *_ in one}) for one in found)
-    for name in (classifier, DEFAULT):
-        gains = [float(row["gain"]) for row in rows if row["classifier"] == name]
-        ends.append(f"{signed(str(min(gains)))} to {signed(str(max(gains)))}")
+    gains = [[row["gain"] for row in rows if row["classifier"] == name] for name in (classifier, DEFAULT)]
+    kept = [str(float(row["retention"]) - float(row["retention_before"])) for row in rows if row["retention"]]
+    text, default, known = (
+        f"{signed(min(each, key=float))} to {signed(max(each, key=float))}" for each in [*gains, kept]
+    )
     return (
         f"With its defaults, on our small models, {method} changes the accuracy of the classifier `{classifier}` by "
-        f"{ends[0]} points\nand that of `{DEFAULT}`, the default, by {ends[1]}, over {streams} streams."
+        f"{text} points,\nthat of `{DEFAULT}`, the default, by {default}, and that of naming classes that are never "
+        f"learned by {known}, over {streams} streams."
     )
 
 
@@ -154,72 +157,74 @@ def whole_line(
     rows: dict[tuple[str, str, str], Row], stream: str, method: str, columns: list[str], interval: bool = True
 ) -> list[str]:
     """Return the cells of `whole_head` for a stream and method. Variants of the default do not count as other ones."""
-    own = {name: row for (where, by, name), row in rows.items() if (where, by) == (stream, method)}
-    cells = [gained(own.get(name), interval) for name in (DEFAULT, *columns)]
-    others = [name for name in own if name.partition(":")[0] != DEFAULT]
-    best = max(others, key=lambda name: float(own[name]["last"]), default=None)
-    known = next((percent(row["retention"]) for row in own.values() if row["retention"]), UNKNOWN)
-    return [*cells, f"{best}: {gained(own[best], interval)}" if best else UNKNOWN, known]
+    by_classifier = {name: row for (where, by, name), row in rows.items() if (where, by) == (stream, method)}
+    cells = [gained(by_classifier.get(name), interval) for name in (DEFAULT, *columns)]
+    others = [name for name in by_classifier if name.partition(":")[0] != DEFAULT]
+    best = max(others, key=lambda name: float(by_classifier[name]["last"]), default=None)
+    known = next((percent(row["retention"]) for row in by_classifier.values() if row["retention"]), UNKNOWN)
+    return [*cells, f"{best}: {gained(by_classifier[best], interval)}" if best else UNKNOWN, known]
 
 
 def costs(results: Path, kinds: str) -> list[list[str]]:
     """Return a line for each strategy or classifier of `family`; `kinds` are prefixes of the figures to show."""
-    columns, found = kinds.split(","), dict[str, dict[str, str]]()
+    columns, by_name = kinds.split(","), dict[str, dict[str, str]]()
     for row in json.loads((results / "family.json").read_text(encoding="utf-8"))["rows"]:
         name, _, what = row["what"].partition(": ")
         for kind in columns:
             if what.startswith(kind):
                 figure = row["value"] if "value" in row else row["ratio"]["wall"]["median"]
-                found.setdefault(name, {})[kind] = f"{figure:.2f}"
-    return [["", *columns], *([name, *(row.get(kind, "") for kind in columns)] for name, row in found.items())]
+                by_name.setdefault(name, {})[kind] = f"{figure:.2f}"
+    return [["", *columns], *([name, *(row.get(kind, "") for kind in columns)] for name, row in by_name.items())]
 
 
 def beside(results: Path, folder: str, figures: str, counts: str = "") -> list[list[str]]:
     """Return a line for each stream and number of images, with a column for each figure: means over the draws."""
-    found: dict[tuple[str, ...], dict[str, float]] = {}
+    by_line: dict[tuple[str, ...], dict[str, float]] = {}
     for parts, values in figures_of(results, folder, r"(.+), (\S+) images a class, (.+): (.+)"):
         if not counts or parts[1] in counts.split(","):
-            found.setdefault((parts[2], parts[1]), {})[parts[3]] = values[0]
+            by_line.setdefault((parts[2], parts[1]), {})[parts[3]] = values[0]
     columns = figures.split(";")
-    cells = [[f"{row[name]:.1f}" if name in row else "" for name in columns] for row in found.values()]
-    return [["data", "images a class", *columns], *([*key, *row] for key, row in zip(found, cells, strict=True))]
+    cells = [[f"{row[name]:.1f}" if name in row else "" for name in columns] for row in by_line.values()]
+    return [["data", "images a class", *columns], *([*key, *row] for key, row in zip(by_line, cells, strict=True))]
 
 
 def estimates(results: Path, classifiers: str, counts: str) -> list[list[str]]:
     """Return a line for each stream and number of images, with "test accuracy / estimate" for each classifier."""
-    found: dict[tuple[str, ...], dict[str, dict[str, float]]] = {}
+    by_line: dict[tuple[str, ...], dict[str, dict[str, float]]] = {}
     for parts, values in figures_of(results, "estimates", r"(.+), (\S+) images a class, (.+): (.+)"):
         if parts[1] in counts.split(","):
-            found.setdefault((parts[2], parts[1]), {}).setdefault(short(parts[0]), {})[parts[3]] = values[0]
+            by_line.setdefault((parts[2], parts[1]), {}).setdefault(short(parts[0]), {})[parts[3]] = values[0]
     columns = classifiers.split(",")
-    cells = [[f"{row[name]['test']:.1f} / {row[name]['estimate']:.1f}" for name in columns] for row in found.values()]
+    cells = [
+        [f"{row[name]['test']:.1f} / {row[name]['estimate']:.1f}" for name in columns] for row in by_line.values()
+    ]
     head = ["data", "images a class", *(f"`{name}`" for name in columns)]
-    return [head, *([*key, *row] for key, row in zip(found, cells, strict=True))]
+    return [head, *([*key, *row] for key, row in zip(by_line, cells, strict=True))]
 
 
 def order(results: Path, classifier: str) -> list[list[str]]:
     """Return a line for each stream: the range of the percentage of answers that change, over draws and counts."""
-    found: dict[str, dict[str, list[float]]] = {}
+    by_stream: dict[str, dict[str, list[float]]] = {}
     for path in sorted(results.glob("order/*.json")):
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
             if row["classifier"] == classifier:
-                found.setdefault(row["stream"], {}).setdefault(row["figure"], []).extend(row["each"])
+                by_stream.setdefault(row["stream"], {}).setdefault(row["figure"], []).extend(row["each"])
     lines = [
         [stream, *(f"{min(each):.0f} to {max(each):.0f} %" for each in figures.values())]
-        for stream, figures in sorted(found.items())
+        for stream, figures in sorted(by_stream.items())
     ]
-    return [["stream", *next(iter(found.values()))], *lines]
+    return [["stream", *next(iter(by_stream.values()))], *lines]
 
 
 def suggest(results: Path, labels: str, ways: str) -> list[list[str]]:
     """Return a line for each stream and number of labels per class: accuracy by selection method, the best in bold."""
-    found: dict[tuple[str, str], dict[str, float]] = {}
+    by_line: dict[tuple[str, str], dict[str, float]] = {}
     for path in sorted(results.glob("suggest/*.json")):
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
             if str(row["labels"]) in labels.split(",") and row["way"] in ways.split(","):
-                found.setdefault((row["stream"], str(row["labels"])), {})[row["way"]] = row["value"]
-    lines = [[*key, *best_bold(list(row.values()), max)] for key, row in found.items()]
-    return [["stream", "labels a class", *next(iter(found.values()))], *lines]
+                by_line.setdefault((row["stream"], str(row["labels"])), {})[row["way"]] = row["value"]
+    lines = [[*key, *best_bold(list(row.values()), max)] for key, row in by_line.items()]
+    return [["stream", "labels a class", *next(iter(by_line.values()))], *lines]
 
 
 def figures_of(results: Path, folder: str, pattern: str) -> Iterator[tuple[tuple[str, ...], list[float]]]:

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def strategy_rows(values: Any) -> list[dict[str, Any]]:
-    """Compare the time of a task and of its steps with stock LoRA for every strategy; measure the memory it keeps."""
+    """Measure the memory of every strategy, and the time of a task and of its steps relative to stock LoRA."""
     learners = {name: Learner(name, values) for name in values.strategies}
     sides = {name: learner.task for name, learner in learners.items()}
     times = common.compare(sides | {"stock": Stock(values).task}, values.repeats)
@@ -139,7 +139,7 @@ class Stock:
 
 
 def classifier_rows(values: Any) -> list[dict[str, Any]]:
-    """Compare the cost of closing the tenth task with the bridge ensemble's; measure the memory of each classifier."""
+    """Measure the memory of every classifier, and the time to close the tenth task relative to the bridge ensemble."""
     tasks, classes, each, dim = (2, 2, 4, 16) if values.quick else (10, 10, 50, 512)
     features = [models.unit(classes * each, dim, seed=task) for task in range(tasks)]
     text = models.unit(tasks * classes, dim, seed=100)

@@ -125,7 +125,7 @@ def measured(
 
 
 def lines(values: Any) -> Iterator[tuple[str, str, Callable[[int], dict[str, Any]]]]:
-    """Yield stream, number of images, and a function of a seed that returns features, for all that can be measured."""
+    """Yield each stream and number of images to measure, and a function that returns the features for a seed."""
     if values.real is None:
         features, stream = encoded(values), values.stream or common.model_name(values.data)
         for counts in values.counts[:1] if values.quick else values.counts:

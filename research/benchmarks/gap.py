@@ -90,7 +90,7 @@ def add_gap(learner: ClassIncrementalLearner, images: LabelledImages, gap: float
     )
     for kind, projection, _, _ in towers:
         hook = projection.register_forward_hook(
-            lambda _, __, found, kind=kind: lengths.setdefault(kind, []).append(found.norm(dim=-1).flatten())
+            lambda _, __, output, kind=kind: lengths.setdefault(kind, []).append(output.norm(dim=-1).flatten())
         )
         learner.image_embeds(images) if kind == "image" else learner.text_embeds(images.class_names)
         hook.remove()

@@ -78,18 +78,18 @@ def steps(
     text, old_text = (models.unit(10, dim, seed=seed).to(device) for seed in (2, 3))
     for side in ("DualModeLora", "LoRA"):
         if side == "LoRA":
-            made = stock.lora(copy.deepcopy(tower)).to(device)
-            step = partial(stock.step, made, stock.adam(made), batch, text)
+            model_of_side = stock.lora(copy.deepcopy(tower)).to(device)
+            step = partial(stock.step, model_of_side, stock.adam(model_of_side), batch, text)
         else:
-            made = ours.adapted(copy.deepcopy(tower), tasks=1).to(device)
-            teacher = ours.teacher_embeds(made, batch[0])
-            step = partial(ours.step, made, stock.adam(made), batch, text, old_text, teacher)
+            model_of_side = ours.adapted(copy.deepcopy(tower), tasks=1).to(device)
+            teacher = ours.teacher_embeds(model_of_side, batch[0])
+            step = partial(ours.step, model_of_side, stock.adam(model_of_side), batch, text, old_text, teacher)
         if compiled:
-            made.forward = torch.compile(made.forward)
+            model_of_side.forward = torch.compile(model_of_side.forward)
         results[f"{side}, time"], memory = timed(step, values.repeats, device, precision)
         if device.type == "cuda":
             results[f"{side}, memory"] = memory
-        del made, step
+        del model_of_side, step
     return results | {"ratio": results["DualModeLora, time"] / results["LoRA, time"]}
 
 

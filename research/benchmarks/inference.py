@@ -1,4 +1,4 @@
-"""Compare the time to encode images with a merged model, and with an unmerged adapter, with that of the base model."""
+"""Measure the time to encode images with a merged and with an unmerged adapter, relative to the base model."""
 
 from __future__ import annotations
 

@@ -140,8 +140,8 @@ def right(head: BridgeEnsembleHead, features: torch.Tensor, truth: torch.Tensor)
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = common.parser(__doc__, repeats=3, model=None)
-    options.add_argument("--clip", default="demo", help="as --model of `dulbe-peft run`")
-    options.add_argument("--data", default="demo-digits", help="as for `dulbe-peft run`")
+    options.add_argument("--clip", default="demo", help="a model, as for `dulbe-peft run --model`")
+    options.add_argument("--data", default="demo-digits", help="a data set, as for `dulbe-peft run --data`")
     options.add_argument("--increment", type=int, default=2, help="classes per task")
     options.add_argument("--images", type=int, default=40, help="training images per class")
     options.add_argument("--held-back", type=int, default=10, help="held-out training images per class")

@@ -91,17 +91,17 @@ def measured(features: dict[str, Any], counts: str, increment: int, values: Any,
     places = torch.full((len(order),), -1)
     places[seen] = torch.arange(len(seen))
     truth = places[features["truth"]]
-    own, near = features["test"][truth >= 0], features["test"][truth < 0]
+    of_known, near = features["test"][truth >= 0], features["test"][truth < 0]
     texts = None if features["text"] is None else features["text"][seen]
-    found = promised(classifier, own, truth[truth >= 0])
-    scores = scored(classifier, torch.cat(learned), texts, own)
+    figures = promised(classifier, of_known, truth[truth >= 0])
+    scores = scored(classifier, torch.cat(learned), texts, of_known)
     for name, unknown in {"near": near, "far": features.get("far")}.items():
         if unknown is not None:
-            if "known refused" in found:
-                found[f"{name} found"] = share_refused(classifier, unknown)
+            if "known refused" in figures:
+                figures[f"{name} found"] = share_refused(classifier, unknown)
             theirs = scored(classifier, torch.cat(learned), texts, unknown)
-            found |= {f"{name}, {kind}": area(scores[kind], theirs[kind]) for kind in theirs}
-    return found
+            figures |= {f"{name}, {kind}": area(scores[kind], theirs[kind]) for kind in theirs}
+    return figures
 
 
 def promised(classifier: Classifier, images: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Measure accuracy by the number of labels, if images are selected by `suggest`, at random, or by simpler rules.
+"""Measure accuracy by the number of labels, for images selected by `suggest`, at random, or by simpler rules.
 
 Each selection method starts without labels. In each round it selects as many images as there are classes, and they are
 labelled. A class is known after one of its images was labelled, but the test images of all classes count. After each

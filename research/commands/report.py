@@ -7,7 +7,7 @@ The page is a single file that any browser opens, even without a network.
 
 from pathlib import Path
 
-from dulbe_peft.photos.commands.named import claim, words_of
+from dulbe_peft.photos.commands.named import claim, message_stream
 from dulbe_peft.photos.commands.options import OVERWRITE, File, Page, command
 from dulbe_peft.utils.settings import setting
 
@@ -30,4 +30,4 @@ def report(
     page = write_comparison_page(comparison, output, csv, latex)
     for path in (output or page, csv, latex):
         if path is not None:
-            print(f"written: {path}", file=words_of(output, csv, latex))
+            print(f"written: {path}", file=message_stream(output, csv, latex))

@@ -48,13 +48,13 @@ def verify(
             print(f"{check.level}  {check.name}  {check.model}  {check.data}: {numbers} +- {check.tolerance:g}{about}")
             print(f"     {check.source}")
         return 0
-    from dulbe_peft.utils.files import step_aside
+    from dulbe_peft.utils.files import rename_to_old
     from research.verification.images import Places
     from research.verification.kit import NOT_RUN, OUTSIDE, Kit, table
 
     claim(("--output", output, ".json"), reads=[checks, splits], overwrite=overwrite)
     if overwrite and Path(output).is_file():
-        step_aside(Path(output))
+        rename_to_old(Path(output))
     places = Places(file.parent, Path(images) if images else None, Path(splits) if splits else None)
     outcomes = Kit(all_checks, places, Path(output), device).run(wanted)
     print("\n" + "\n".join(table(outcomes)))

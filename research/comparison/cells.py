@@ -81,7 +81,7 @@ class AnswersFacts(Record):
 
 
 def finish_cell(cell: Cell, output: Path, rows: Sequence[Row], threads: int | None = None) -> tuple[str, str | None]:
-    """Run the missing parts of a cell in a separate process. Return its folder, and an error message or None."""
+    """Run the missing parts of a cell, in a worker process. Return its folder, and an error message or None."""
     if threads is not None:
         torch.set_num_threads(threads)
     folder, problems = output / cell.folder, []
@@ -89,7 +89,7 @@ def finish_cell(cell: Cell, output: Path, rows: Sequence[Row], threads: int | No
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "log.txt").open("a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
             done = train(cell, folder)
-            for row in _unasked(folder, done, rows):
+            for row in _unanswered(folder, done, rows):
                 try:
                     ask(folder, row, done)
                 except Exception as error:  # for example, from a user's classifier; the other rows are still evaluated
@@ -103,13 +103,13 @@ def is_done(cell: Cell, output: Path, rows: Sequence[Row]) -> bool:
     """Return whether a cell is complete: it is trained, and all rows have answers."""
     folder = output / cell.folder
     done = _finished(cell, folder)
-    return done is not None and not _unasked(folder, done, rows)
+    return done is not None and not _unanswered(folder, done, rows)
 
 
-def _unasked(folder: Path, done: CellRecord, rows: Sequence[Row]) -> list[Row]:
+def _unanswered(folder: Path, done: CellRecord, rows: Sequence[Row]) -> list[Row]:
     """Return the rows without answers, except those that need text embeddings if the model has no text tower."""
-    able = [row for row in rows if done.text or not CLASSIFIERS[parse_spec(row.classifier)[0]].needs_text]
-    return [row for row in able if not answers_path(folder, row).is_file()]
+    evaluable = [row for row in rows if done.text or not CLASSIFIERS[parse_spec(row.classifier)[0]].needs_text]
+    return [row for row in evaluable if not answers_path(folder, row).is_file()]
 
 
 def read_cell(folder: Path) -> CellRecord | None:
@@ -229,7 +229,7 @@ def ask(folder: Path, row: Row, cell: CellRecord) -> None:
     path = answers_path(folder, row)
     features, started, cpu = read_features(folder), time.perf_counter(), time.process_time()
     if [list(task.closing.class_names) for task in features] != cell.class_names:
-        raise ValueError(f"{folder / 'features'} does not hold the tasks of this run: remove {folder}")
+        raise ValueError(f"{folder / 'features'} does not contain the tasks of this run; remove {folder}")
     settings = (cell.logit_scale, row.drift, cell.text_embeds, cell.settings["seed"])
     answers, classifier = learn_from_features(features, row.classifier, *settings)
     facts = AnswersFacts(

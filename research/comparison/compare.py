@@ -8,7 +8,7 @@ from pathlib import Path
 from dulbe_peft.utils.folders import check_outside_saved, check_replaceable
 from dulbe_peft.utils.records import write_record
 from dulbe_peft.utils.settings import check_int
-from dulbe_peft.utils.workers import ENGINES, jobs_at_once, side_by_side
+from dulbe_peft.utils.workers import ENGINES, number_of_jobs, side_by_side
 from research.comparison.cells import finish_cell, is_done
 from research.comparison.comparison_file import COMPARISON_FILE, CSV_FILE, Comparison, Entry
 from research.comparison.intervals import mean_share
@@ -41,7 +41,7 @@ def compare(
     output = Path(output).absolute()
     check_outside_saved(output, "write a comparison")
     check_replaceable([output / COMPARISON_FILE, output / CSV_FILE], Comparison)
-    finish = partial(_finish, output, jobs_at_once(jobs, address), backend, address, log)
+    finish = partial(_finish, output, number_of_jobs(jobs, address), backend, address, log)
     tried = plan.trials()
     failed = finish(tried)
     chosen = _choose(plan, tried, output, log)

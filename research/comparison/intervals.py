@@ -18,11 +18,11 @@ def image_shares(answers: Sequence[Answers], class_names: Sequence[str]) -> dict
     Each measure is the mean of its contributions, so that rows can be compared image by image. For A_last, an image
     contributes right_T: 1 if it is classified correctly after the last task T, else 0. For A_bar, it contributes
 
-        n / T * sum over the tasks t that have seen the image's class of right_t / n_t
+        n / T * sum_t right_t / n_t        over the tasks t from the first one that knows the image's class
 
-    where n_t is the number of test images after task t. For forgetting, an image of a task i before the last one
-    contributes n / (n_i (T - 1)) * (right_b - right_T), where n_i is the number of test images of task i, and b is the
-    task after which the accuracy on task i was highest.
+    where n is the number of test images after task T, and n_t after task t. For forgetting, an image of a task i before
+    the last one contributes n / (n_i (T - 1)) * (right_b - right_T), where n_i is the number of test images of task i,
+    and b is the task after which the accuracy on task i was highest.
     """
     last = answers[-1]
     total = len(last.truth)
@@ -42,7 +42,7 @@ def image_shares(answers: Sequence[Answers], class_names: Sequence[str]) -> dict
 
 
 def mean_share(shares: np.ndarray) -> float:
-    """Return the mean of `shares`, (n,), at most 1: the mean of an accuracy of 1 can be larger after rounding."""
+    """Return the mean of `shares`, (n,), limited to 1, because rounding errors can make it slightly larger."""
     return min(1.0, float(shares.mean()))
 
 
@@ -64,9 +64,9 @@ def mean_interval(values: np.ndarray) -> Difference:
     """Return the mean of `values`, (seeds, images), and its 95 % interval by Student's t, over both seeds and images.
 
     The variance of the mean is the variance of the seeds' means divided by the number of seeds, plus the variance of
-    the images' means divided by the number of images. The degrees of freedom follow Satterthwaite, "An Approximate
-    Distribution of Estimates of Variance Components", 1946, equation 17. With one seed, the interval covers only the
-    variation between test images.
+    the images' means divided by the number of images. The degrees of freedom are those of Welch and Satterthwaite, see
+    "An Approximate Distribution of Estimates of Variance Components", 1946, equation 17. With one seed, the interval
+    covers only the variation between test images.
     """
     sides = (values.mean(axis=1), values.mean(axis=0))
     parts = [(means.var(ddof=1) / len(means), len(means) - 1) for means in sides if len(means) > 1]

@@ -78,7 +78,7 @@ def read_row(folder: Path, row: Row, cell: Cell) -> CellRow | None:
 
 
 def _difference(row: dict[int, CellRow], other: dict[int, CellRow], measure: Measure) -> Difference | None:
-    """Return the difference of two rows over their common seeds; None without one, or if the test images differ."""
+    """Return the difference of two rows over their common seeds; None if there are none or the test images differ."""
     pairs = [(row[seed].shares[measure], other[seed].shares[measure]) for seed in row if seed in other]
     if len({len(side) for pair in pairs for side in pair}) != 1:  # only equal sets of images can be paired
         return None

@@ -12,11 +12,11 @@ from dulbe_peft.encoders.loading import encoder_of, unit_image_embeds
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.trainer import TaskTrainer
-from dulbe_peft.training.turns import in_turn
+from dulbe_peft.training.turns import takes_turn
 from research.diagnostics.measures import LayerDemand, layer_demands
 
 
-@in_turn
+@takes_turn
 def inspect_task(
     learner: ClassIncrementalLearner, dataset: Any, class_names: Sequence[str] | None = None
 ) -> dict[str, LayerDemand]:
@@ -42,7 +42,7 @@ def inspect_task(
     return layer_demands(gradients, stats, config.shared_rank, residual_ranks, config.support_rank)
 
 
-@in_turn
+@takes_turn
 def relevance_maps(learner: ClassIncrementalLearner, images: Any, prototypes: torch.Tensor) -> torch.Tensor:
     """Return maps of which patches make an image similar to a prototype: gradient times activation at each patch.
 

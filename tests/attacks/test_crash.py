@@ -168,14 +168,14 @@ def test_commit_killed_at_any_step_leaves_the_old_or_the_new_folder(processes, t
     assert ended(child) == 0
     *dead, alive = sorted((int(path.name), path / "saved") for path in tmp_path.iterdir())
     assert len(dead) > 10 and (alive[1] / "a").read_text() == "new"
-    found = []
+    contents = []
     for _, folder in dead:
         clear_leftovers(folder.parent, "saved")
         folder.with_name(f".saved{LOCK_SUFFIX}").unlink(missing_ok=True)
         assert [path.name for path in folder.parent.iterdir()] == ["saved"]
         assert read_manifest(folder)
-        found.append((folder / "a").read_text())
-    assert found == sorted(found, reverse=True) and {"old", "new"} == set(found)
+        contents.append((folder / "a").read_text())
+    assert contents == sorted(contents, reverse=True) and {"old", "new"} == set(contents)
 
 
 def test_sigterm_stops_a_run_and_prints_the_command_that_resumes_it(arguments, reference, tmp_path):

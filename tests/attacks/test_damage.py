@@ -55,10 +55,10 @@ OTHER_KINDS = [
 
 def damaged(content: bytes, chance: random.Random) -> bytes:
     """Return `content` with one to three kinds of damage."""
-    found = content
+    result = content
     for _ in range(chance.choice([1, 1, 2, 3])):
-        found = chance.choice([spoiled, spoiled, other_kind, other_value])(found, chance)
-    return found
+        result = chance.choice([spoiled, spoiled, other_kind, other_value])(result, chance)
+    return result
 
 
 def spoiled(content: bytes, chance: random.Random) -> bytes:
@@ -66,9 +66,9 @@ def spoiled(content: bytes, chance: random.Random) -> bytes:
     # Headers are at the beginning, and the directories of archives at the end.
     first, last = chance.choice([(0.0, 1.0), (0.0, 0.05), (0.9, 1.0)])
     start, source = (int(chance.uniform(first, last) * len(content)) for _ in range(2))
-    gone, count = chance.choice([0, 1, 1, 4, 100, len(content)]), chance.choice([1, 1, 4, 100])
+    removed, count = chance.choice([0, 1, 1, 4, 100, len(content)]), chance.choice([1, 1, 4, 100])
     pieces = [b"", chance.randbytes(count), b"\0" * count, b"9" * count, b"[" * 100_000, content[source:][:count]]
-    return content[:start] + chance.choice(pieces) + content[start + gone :]
+    return content[:start] + chance.choice(pieces) + content[start + removed :]
 
 
 def other_kind(content: bytes, chance: random.Random) -> bytes:
@@ -237,11 +237,11 @@ def tensors(part: str, change: Callable[[torch.Tensor], torch.Tensor | None]) ->
     """Change the first tensor with `part` in its name, or remove it if `change` returns None."""
 
     def forge(content: bytes) -> bytes:
-        found, length = safetensors.load(content), int.from_bytes(content[:8], "little")
-        name = next(name for name in found if part in name)
-        found[name] = change(found[name])
+        state, length = safetensors.load(content), int.from_bytes(content[:8], "little")
+        name = next(name for name in state if part in name)
+        state[name] = change(state[name])
         metadata = json.loads(content[8 : 8 + length]).get("__metadata__")
-        return safetensors.save({n: value for n, value in found.items() if value is not None}, metadata)
+        return safetensors.save({n: value for n, value in state.items() if value is not None}, metadata)
 
     return forge
 
@@ -304,14 +304,14 @@ def test_forged_file_is_refused_with_its_fault_and_the_base_model_is_unchanged(s
     assert all(parameter.requires_grad for parameter in base.parameters())
 
 
-def test_results_of_other_classes_are_refused(own_run):
-    file = own_run / "task-002" / "progress.json"
+def test_results_of_other_classes_are_refused(run_copy):
+    file = run_copy / "task-002" / "progress.json"
     file.write_text(file.read_text().replace('"a0":', '"a9":', 1))
     seal(file.parent, file.name)
     with pytest.raises(
-        (ValueError, CheckpointError), match=r"progress\.json is damaged.*right_by_class must be of the"
+        (ValueError, CheckpointError), match=r"progress\.json is damaged.*right_by_class must have only classes"
     ):
-        tiny_learner().run(stream(2), own_run)
+        tiny_learner().run(stream(2), run_copy)
 
 
 def test_tokenizer_that_cannot_read_a_text_names_the_text(saved, tmp_path):

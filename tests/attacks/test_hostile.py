@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
         ("data.csv/x.csv", "the folder .*data.csv does not exist"),
     ],
 )
-def test_output_that_would_overwrite_an_input_or_kept_file_is_refused(own_run, tmp_path, name, message):
+def test_output_that_would_overwrite_an_input_or_kept_file_is_refused(run_copy, tmp_path, name, message):
     (tmp_path / "data.csv").write_bytes(b"images")
     (tmp_path / "link.csv").symlink_to("data.csv")
     (tmp_path / "config.json").write_text("{}")
@@ -145,8 +145,8 @@ def test_folder_names_in_another_unicode_form_are_the_same_classes(tmp_path):
             for number in range(2):
                 picture = Image.new("RGB", (16, 16), (90 * number, 200 * (folder == "tea"), 40))
                 picture.save(tmp_path / split / folder / f"{number}.png")
-    train, test, found = open_stream_data(tmp_path)
-    assert found.class_names == test.class_names == (one, "tea")
+    train, test, data = open_stream_data(tmp_path)
+    assert data.class_names == test.class_names == (one, "tea")
     orders = {"class_order": ["tea", other], "first_tasks": [[other, "tea"]]}
     (task,) = class_incremental_tasks(train, test, increment=2, **orders)
     learner = tiny_learner()

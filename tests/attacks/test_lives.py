@@ -125,9 +125,9 @@ class Life(RuleBasedStateMachine):
         assert learner.head.counts.tolist() == [self.images[name] for name in self.names]
         for layer, matrix in self.sums.items():
             torch.testing.assert_close(learner.memory[layer].double(), matrix, rtol=1e-4, atol=1e-3)
-        found = scores(learner)
-        assert self.answers is None or found == self.answers
-        self.answers = found
+        actual = scores(learner)
+        assert self.answers is None or actual == self.answers
+        self.answers = actual
 
     # ------------------------------------------------------------------ rules
 
@@ -194,8 +194,8 @@ class Life(RuleBasedStateMachine):
         machine = {"device": "cpu", "progress": False}
         base = copy.deepcopy(tiny_base()[0])
         self.learner = ClassIncrementalLearner.from_pretrained(self.root / folder, base, machine=machine)
-        found = everything(self.learner)
-        assert [name for name in differences(found, before) if name != "learner"] == []
+        actual = everything(self.learner)
+        assert [name for name in differences(actual, before) if name != "learner"] == []
         assert scores(self.learner) == answers
         self.tasks, self.images, self.sums, self.born = copy.deepcopy(kept)
         self.answers = answers

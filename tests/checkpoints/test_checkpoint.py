@@ -210,19 +210,19 @@ def find_model_or_refuse(folder):
     ],
     ids=["from_pretrained", "report", "commands", "outputs", "models"],
 )
-def test_opening_restores_the_folder_that_a_killed_writer_moved(own_run, capsys, opened):
-    folder = own_run / "task-002"
+def test_opening_restores_the_folder_that_a_killed_writer_moved(run_copy, capsys, opened):
+    folder = run_copy / "task-002"
     before = content(folder)
     killed_between_the_renames(folder)
     opened(folder)
     assert content(folder) == before and f"restored {folder}, which a killed program" in capsys.readouterr().err
-    assert not [name for name in names(own_run) if "dulbe-tmp" in name or name.endswith(".lock")]
+    assert not [name for name in names(run_copy) if "dulbe-tmp" in name or name.endswith(".lock")]
 
 
-def test_server_does_not_overwrite_what_a_killed_server_left(own_run, tmp_path):
-    saved = shutil.copytree(own_run / "task-002", tmp_path / "taught")
+def test_server_does_not_overwrite_what_a_killed_server_left(run_copy, tmp_path):
+    saved = shutil.copytree(run_copy / "task-002", tmp_path / "taught")
     killed_between_the_renames(saved)
-    assert main(["serve", str(own_run), "--output", str(saved), "--port", "0"]) == 2
+    assert main(["serve", str(run_copy), "--output", str(saved), "--port", "0"]) == 2
     assert read_manifest(saved) and names(tmp_path) == ["run", "taught"]
 
 

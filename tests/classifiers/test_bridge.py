@@ -122,10 +122,10 @@ def unit(*shape, seed=0):
 @given(seed=seeds, fraction=st.floats(0, 1))
 def test_slerp_equals_the_textbook_formula_at_constant_speed(seed, fraction):
     start, end = unit(8, seed=seed), unit(8, seed=seed + 1)
-    found = slerp(start, end, fraction)
-    torch.testing.assert_close(found.double(), reference.slerp(start, end, fraction), rtol=0, atol=2e-6)
+    actual = slerp(start, end, fraction)
+    torch.testing.assert_close(actual.double(), reference.slerp(start, end, fraction), rtol=0, atol=2e-6)
     theta = math.acos(float(start.double() @ end.double()))
-    half = ((start.double() - found.double()).norm() / 2).item()
+    half = ((start.double() - actual.double()).norm() / 2).item()
     assert 2 * math.asin(min(1.0, half)) == pytest.approx(fraction * theta, abs=2e-6)
 
 
@@ -134,12 +134,12 @@ def test_slerp_equals_the_textbook_formula_at_constant_speed(seed, fraction):
 def test_slerp_has_unit_norm_for_nearly_parallel_and_nearly_opposite_vectors(seed, exponent, opposite, fraction):
     start = unit(8, seed=seed)
     end = F.normalize((-start if opposite else start) + 10**exponent * randn(8, seed=seed + 1), dim=0)
-    found = slerp(start, end, fraction)
-    assert found.norm().item() == pytest.approx(1, abs=1e-6)
+    actual = slerp(start, end, fraction)
+    assert actual.norm().item() == pytest.approx(1, abs=1e-6)
     torch.testing.assert_close(slerp(start, end, 0.0), start, rtol=0, atol=2e-6)
     torch.testing.assert_close(slerp(start, end, 1.0), end, rtol=0, atol=2e-6)
     theta = math.pi if opposite else 0.0
-    half = min(1.0, ((start.double() - found.double()).norm() / 2).item())
+    half = min(1.0, ((start.double() - actual.double()).norm() / 2).item())
     assert 2 * math.asin(half) == pytest.approx(fraction * theta, abs=20 * 10**exponent + 1e-3)
 
 
@@ -155,9 +155,9 @@ def test_slerp_between_exactly_opposite_vectors_follows_one_great_circle(index):
 
 def test_slerp_accepts_half_precision(dtype=torch.bfloat16):
     start, end = unit(5, 64).to(dtype), unit(5, 64, seed=1).to(dtype)
-    found = slerp(start, end, 0.5)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.float().norm(dim=1), torch.ones(5), rtol=0, atol=5e-3)
+    actual = slerp(start, end, 0.5)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.float().norm(dim=1), torch.ones(5), rtol=0, atol=5e-3)
     assert slerp(start, start, 0.5).isfinite().all() and slerp(start, -start, 0.5).isfinite().all()
     assert slerp(start.double(), end.double(), 0.5).dtype == torch.float64
 
@@ -181,5 +181,5 @@ def test_reliability_does_not_depend_on_the_chunk_size():
     bridges = bridge_prototypes(unit(5, 8), unit(5, 8, seed=1), torch.linspace(0, 1, 3))
     images, labels = unit(17, 8, seed=2), 2 + torch.arange(17) % 3
     whole, *parts = (reliability(images, labels, bridges, 20.0, 2, chunk_elements=most) for most in (2**24, 1, 16))
-    for found in parts:
-        torch.testing.assert_close(found, whole, rtol=1e-5, atol=0)
+    for actual in parts:
+        torch.testing.assert_close(actual, whole, rtol=1e-5, atol=0)

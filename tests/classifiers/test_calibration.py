@@ -26,10 +26,10 @@ def test_a_fifth_of_each_class_is_held_out_in_any_order():
 def test_temperature_minimises_the_log_loss():
     logits = 8 * torch.randn(300, 6)
     labels = (logits / 3 + torch.distributions.Gumbel(0.0, 1.0).sample((300, 6))).argmax(dim=1)
-    found = fit_temperature(logits, labels)
+    actual = fit_temperature(logits, labels)
     grid = torch.linspace(-2, 4, 601).tolist()
     losses = {t: F.cross_entropy(logits.double() / math.exp(t), labels).item() for t in grid}
-    assert found == pytest.approx(min(losses, key=losses.get), abs=0.03)
+    assert actual == pytest.approx(min(losses, key=losses.get), abs=0.03)
     sure = 5 * torch.eye(4)
     assert -LIMIT < fit_temperature(sure, torch.arange(4)) < 1
     assert fit_temperature(sure, (torch.arange(4) + 1) % 4) == pytest.approx(LIMIT)
@@ -59,9 +59,9 @@ def test_calibration_stores_probabilities_of_held_out_images():
     classifier, twin = (in_tasks("prototype", images[rows], labels[rows]) for rows in (labels >= 0, ~held))
     (task,) = classifier.calibration
     assert task.log_temperature == pytest.approx(fit_temperature(twin(images[held]), labels[held]), abs=1e-4)
-    found = (twin(images[held]).double() / classifier.temperature).softmax(dim=1)
-    own = found.gather(1, labels[held][:, None])[:, 0]
-    for kept, each in ((task.own, own), (task.largest, found.amax(dim=1))):
+    actual = (twin(images[held]).double() / classifier.temperature).softmax(dim=1)
+    own = actual.gather(1, labels[held][:, None])[:, 0]
+    for kept, each in ((task.own, own), (task.largest, actual.amax(dim=1))):
         torch.testing.assert_close(torch.tensor(kept).double(), each.sort().values, rtol=0, atol=1e-4)
     labels = torch.arange(3).repeat_interleave(torch.tensor([333, 333, 334]))
     many = calibration.calibrated((), torch.randn(1000, 3), labels, labels)[0]
@@ -77,8 +77,8 @@ def test_calibration_weights_all_classes_equally():
     logits = 4 * torch.randn(11, 4, dtype=torch.float64)
     (task,) = calibration.calibrated((), logits, labels, learned)
     assert task.images == 11 and task.worth == int(16 / (7 / 49 + 4 * 0.75**2)) == 6
-    found = (logits / temperature([task], 4)).softmax(dim=1)
-    for kept, values in ((task.own, found.gather(1, labels[:, None])[:, 0]), (task.largest, found.amax(dim=1))):
+    actual = (logits / temperature([task], 4)).softmax(dim=1)
+    for kept, values in ((task.own, actual.gather(1, labels[:, None])[:, 0]), (task.largest, actual.amax(dim=1))):
         order, expected = values.argsort().tolist(), []
         for place in range(6):  # the first value up to which the weights are (place + 1/2) / 6 of all
             reached = np.cumsum([float(weights[row]) for row in order]) / 4

@@ -126,11 +126,11 @@ def test_state_dicts_and_files_restore_classifiers_bit_for_bit(name, tmp_path):
     other.load_state_dict(classifier.state_dict())
     classifier.save_pretrained(tmp_path / "a")
     loaded = type(classifier).from_pretrained(tmp_path / "a")
-    for found in (other, loaded):
-        assert_equal_states(snapshot(found), snapshot(classifier))
-        assert torch.equal(found(digits.tests), classifier(digits.tests))
-        assert torch.equal(found.probabilities(digits.tests), classifier.probabilities(digits.tests))
-        assert spec(found) == spec(classifier) and found.temperature != 1
+    for actual in (other, loaded):
+        assert_equal_states(snapshot(actual), snapshot(classifier))
+        assert torch.equal(actual(digits.tests), classifier(digits.tests))
+        assert torch.equal(actual.probabilities(digits.tests), classifier.probabilities(digits.tests))
+        assert spec(actual) == spec(classifier) and actual.temperature != 1
     loaded.save_pretrained(tmp_path / "b")
     stem = type(classifier).file_stem
     assert {path.name for path in (tmp_path / "a").iterdir()} == {f"{stem}_config.json", f"{stem}.safetensors"}

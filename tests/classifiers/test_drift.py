@@ -36,15 +36,15 @@ def test_drift_map_and_its_errors_equal_the_reference(count):
 
 def test_drift_map_is_chosen_only_if_it_predicts_held_out_classes():
     before, labels = images(8)
-    found = drift.chosen_map(before, turned(before), labels)
+    actual = drift.chosen_map(before, turned(before), labels)
     errors = drift.left_out_errors(before.double(), turned(before).double(), labels)
-    assert torch.equal(found, drift.linear_map(before, turned(before), drift.STRENGTHS[int(errors.argmin())]))
+    assert torch.equal(actual, drift.linear_map(before, turned(before), drift.STRENGTHS[int(errors.argmin())]))
     noise = torch.nn.functional.normalize(before + 0.3 * randn(*before.shape, seed=9), dim=1)
     assert drift.chosen_map(before, before, labels) is None, "nothing drifted"
     shuffled = before + (noise - before)[torch.randperm(len(before), generator=torch.Generator().manual_seed(0))]
     centred = shuffled - (shuffled - before).mean(dim=0)
     unrelated = drift.chosen_map(before, centred, labels)
-    assert unrelated is None or (unrelated - torch.eye(DIM)).norm() < 0.2 * (found - torch.eye(DIM)).norm()
+    assert unrelated is None or (unrelated - torch.eye(DIM)).norm() < 0.2 * (actual - torch.eye(DIM)).norm()
     alone = drift.chosen_map(before[:8], turned(before[:8]), labels[:8])
     assert alone is not None and alone.shape == (DIM, DIM), "with one class, images are held out instead of classes"
     assert drift.chosen_map(before[:1], turned(before[:1]), labels[:1]) is None, (

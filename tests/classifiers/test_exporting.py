@@ -40,8 +40,8 @@ def case(request, head, tiny_clip):
     return Whole(model, head).eval(), PIXELS
 
 
-def close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -67,9 +67,9 @@ def test_onnx_export_equals_the_module(case, tmp_path):
     module, inputs = case
     torch.onnx.export(module, (inputs,), dynamo=True, verbose=False).save(tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})
+    (actual,) = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})
     with torch.no_grad():
-        close(torch.from_numpy(found), module(inputs))
+        close(torch.from_numpy(actual), module(inputs))
 
 
 @pytest.mark.slow

@@ -39,19 +39,19 @@ def relearned(spec, names, labels, rows=slice(None)):
     return classifier
 
 
-def assert_same(found, expected):
-    assert found.class_names == expected.class_names
+def assert_same(actual, expected):
+    assert actual.class_names == expected.class_names
     for key, value in expected.tensors().items():
         if key in ("losses", "by_text", "errors", "judged", "factors", "factor_rows"):  # F is unique up to a rotation
             continue
         # G of ranpac is rounded to float32 after every task.
         rtol, atol = (1e-9, 1e-9) if value.dtype == torch.float64 else (1e-6, 1e-4)
-        torch.testing.assert_close(found.tensors()[key], value, rtol=rtol, atol=atol)
+        torch.testing.assert_close(actual.tensors()[key], value, rtol=rtol, atol=atol)
     if "factors" in expected.tensors():
-        parts = [each.factors.split(each.factor_rows.tolist()) for each in (found, expected)]
+        parts = [each.factors.split(each.factor_rows.tolist()) for each in (actual, expected)]
         for factor, reference in zip(*parts, strict=True):
             torch.testing.assert_close(factor.T @ factor, reference.T @ reference, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(found(TESTS), expected(TESTS), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual(TESTS), expected(TESTS), rtol=1e-4, atol=1e-4)
 
 
 ALL, HALF, REST = slice(None), slice(0, 60), slice(60, 90)

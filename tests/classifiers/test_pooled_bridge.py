@@ -75,7 +75,7 @@ def test_head_with_few_images_equals_the_reference(each, named):
 def test_left_out_scores_use_prototypes_without_the_image():
     head, (images, labels) = make_head(), photos([0, 1, 2], 6, 2)
     images = reference.unit(images)
-    found = head.left_out(images.float(), labels)
+    actual = head.left_out(images.float(), labels)
     for row, (image, own) in enumerate(zip(images, labels.tolist(), strict=True)):
         rest = images[(labels == own) & (torch.arange(18) != row)].mean(dim=0)
         u = rest / images[labels == own].mean(dim=0).norm()
@@ -83,9 +83,9 @@ def test_left_out_scores_use_prototypes_without_the_image():
         theta = math.acos(float(F.normalize(u, dim=0) @ text))
         points = [(math.sin((1 - a) * theta) * u + math.sin(a * theta) * text) / math.sin(theta) for a in DEPTHS]
         expected = SCALE * sum(w * float(p @ image) for w, p in zip(head.depth_weights.tolist(), points, strict=True))
-        assert found[row, own].item() == pytest.approx(expected, abs=1e-3)
+        assert actual[row, own].item() == pytest.approx(expected, abs=1e-3)
         others = torch.arange(5) != own
-        torch.testing.assert_close(found[row, others], head(image[None].float())[0, others], rtol=0, atol=1e-4)
+        torch.testing.assert_close(actual[row, others], head(image[None].float())[0, others], rtol=0, atol=1e-4)
 
 
 def test_reliability_with_two_images_per_class_is_not_biased_by_prototype_length():
@@ -205,10 +205,10 @@ def test_merged_heads_equal_one_head_in_prototypes_and_add_their_confidence():
     early, late = torch.arange(30) % 6 < 2, torch.arange(30) % 6 >= 2
     parts = [in_tasks("pooled_bridge", images[rows], labels[rows], texts) for rows in (early, late)]
     sums = parts[0].confidence + parts[1].confidence
-    found = parts[0].merge(parts[1])
-    torch.testing.assert_close(found.visual_prototypes, one.visual_prototypes, rtol=0, atol=1e-6)
-    torch.testing.assert_close(found.lengths, one.lengths, rtol=1e-6, atol=0)
-    assert torch.equal(found.counts, one.counts) and torch.equal(found.confidence, sums)
+    actual = parts[0].merge(parts[1])
+    torch.testing.assert_close(actual.visual_prototypes, one.visual_prototypes, rtol=0, atol=1e-6)
+    torch.testing.assert_close(actual.lengths, one.lengths, rtol=1e-6, atol=0)
+    assert torch.equal(actual.counts, one.counts) and torch.equal(actual.confidence, sums)
     two.join_classes("class 2", "class 1")
     assert two.class_names == ["class 0", "class 1"] and two.counts.tolist() == [6, 12]
     total = reference.unit(images)[(labels == 1) | (labels == 2)].sum(dim=0)

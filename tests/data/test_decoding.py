@@ -115,8 +115,8 @@ def test_large_images_are_reduced_by_one_process_at_a_time(monkeypatch):
     """All processes share one lock, so that eight readers do not need 500 MB each."""
     pixels = np.random.default_rng(0).integers(0, 256, (8, 12, 3), dtype=np.uint8).repeat(2, axis=0).repeat(2, axis=1)
     lock = MagicMock()
-    assert type(decoding.one_at_a_time()) is type(multiprocessing.Lock())
-    monkeypatch.setattr(decoding, "one_at_a_time", lambda: lock)
+    assert type(decoding.decoding_lock()) is type(multiprocessing.Lock())
+    monkeypatch.setattr(decoding, "decoding_lock", lambda: lock)
     monkeypatch.setattr(decoding, "_LARGE", 24 * 16 // 4)
     for mode, turned in (("RGB", 1), ("RGB", 6), ("L", 1)):
         image = Image.fromarray(pixels).convert(mode)

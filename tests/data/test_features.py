@@ -219,7 +219,7 @@ def test_killed_worker_loses_at_most_its_shard(root, table, tmp_path, monkeypatc
     command = ["features", "--model", "demo", "--device", "cpu", "--data", root, "--output", tmp_path / "f.parquet"]
     killed, arrived = list[int](), list[int]()
     monkeypatch.setattr(encoding, "SHARD", 2)
-    monkeypatch.setattr(encoding, "jobs_at_once", lambda jobs, address: jobs)
+    monkeypatch.setattr(encoding, "number_of_jobs", lambda jobs, address: jobs)
     with two_workers(engine) as (address, workers):
 
         def kill_a_worker(*given):

@@ -56,9 +56,9 @@ def encoded(monkeypatch):
     counts, read = Counter(), PixelDataset.__getitem__
 
     def counted(self, index):
-        found = read(self, index)
-        counts[found[3]] += 1
-        return found
+        actual = read(self, index)
+        counts[actual[3]] += 1
+        return actual
 
     monkeypatch.setattr(PixelDataset, "__getitem__", counted)
     return counts
@@ -113,16 +113,16 @@ def test_images_in_memory_are_identified_by_pixels_size_and_type():
     tensor = torch.arange(48.0).reshape(3, 4, 4)
     images = [grey, tall, grey.copy(), grey.convert("RGB"), grey.rotate(180)]
     images += [tensor, tensor.double(), tensor.reshape(3, 2, 8)]
-    found = labelled_images([(image, 0) for image in images]).contents()
-    assert found[0] == found[2] == found[3], "the model sees the same pixels"
-    assert len(set(found)) == 6 and None not in found
+    actual = labelled_images([(image, 0) for image in images]).contents()
+    assert actual[0] == actual[2] == actual[3], "the model sees the same pixels"
+    assert len(set(actual)) == 6 and None not in actual
     one = torch.ones(3, 2, 2, dtype=torch.float64)
     near, half = one + 1e-12, one.to(torch.bfloat16)
     assert len(set(labelled_images([(image, 0) for image in (one, near, half)]).contents())) == 3
     sideways = grey.copy()
     sideways.getexif()[0x0112] = 3
     turned = labelled_images([(sideways, 0), (grey.rotate(180), 0)]).contents()
-    assert turned[0] == turned[1] != found[0]
+    assert turned[0] == turned[1] != actual[0]
 
 
 def test_file_that_changes_while_it_is_read_is_an_error(photos, tmp_path, base, monkeypatch):
@@ -197,9 +197,9 @@ def test_store_returns_equal_bits_for_the_same_key_only(tmp_path, capsys):
     store = FeatureStore(tmp_path / "new folder" / "f.sqlite")
     store.put(KEY, contents, features)
     store.put(KEY, [None, contents[0]], features[:2] * 0 + features[0])
-    found = FeatureStore(store.path).get(KEY, [*contents, None, b"unknown"])
-    assert len(found) == 40 and store.facts()[0] == 40
-    assert all(np.array_equal(found[content], row) for content, row in zip(contents, features))
+    actual = FeatureStore(store.path).get(KEY, [*contents, None, b"unknown"])
+    assert len(actual) == 40 and store.facts()[0] == 40
+    assert all(np.array_equal(actual[content], row) for content, row in zip(contents, features))
     others = [KEY._replace(fingerprint="other"), KEY._replace(precision="bfloat16"), KEY._replace(view="view")]
     assert not any(store.get(key, contents) for key in others)
     with sqlite3.connect(store.path) as database:  # like two machines that do not see each other's locks
@@ -304,8 +304,8 @@ def test_ten_processes_write_to_one_store(tmp_path):
     assert (done.returncode, done.stderr) == (0, b"")
     contents, features = some_features(200)
     store = FeatureStore(path)
-    found = store.get(KEY, contents)
-    assert store.facts()[0] == 200 and all(np.array_equal(found[c], row) for c, row in zip(contents, features))
+    actual = store.get(KEY, contents)
+    assert store.facts()[0] == 200 and all(np.array_equal(actual[c], row) for c, row in zip(contents, features))
 
 
 @pytest.mark.slow
@@ -458,8 +458,8 @@ def test_old_test_images_are_found_without_the_old_training_images(photos, tmp_p
     capsys.readouterr()
     call("learn", tmp_path / "out", "--data", tmp_path / "july", "--output", tmp_path / "learned", *MACHINE)
     assert "not used again" not in capsys.readouterr().err
-    found = json.loads((tmp_path / "learned" / "results.json").read_text())
-    assert found["classifiers"]["lda"]["matrix"][1][0] is not None
+    actual = json.loads((tmp_path / "learned" / "results.json").read_text())
+    assert actual["classifiers"]["lda"]["matrix"][1][0] is not None
 
 
 def test_held_out_test_images_are_found_again_by_content(photos, tmp_path, capsys):

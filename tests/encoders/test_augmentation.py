@@ -30,7 +30,7 @@ def test_crop_is_a_window_of_the_image_and_flip_mirrors_it():
     assert tuple(CHANGES) == AUGMENTATIONS
     pixels = np.arange(40 * 30 * 3, dtype=np.uint32).reshape(30, 40, 3) // 15 % 256
     image = Image.fromarray(pixels.astype(np.uint8))
-    found = set()
+    outcomes = set()
     for seed in range(20):
         part = np.asarray(augmented(image, "crop", [seed]))
         height, width = part.shape[:2]
@@ -39,8 +39,8 @@ def test_crop_is_a_window_of_the_image_and_flip_mirrors_it():
         assert (windows == part).all(axis=(1, 2, 3)).any()
         mirrored = np.asarray(augmented(image, "flip", [seed]))
         assert any(np.array_equal(mirrored, side) for side in (pixels, pixels[:, ::-1]))
-        found.add(np.array_equal(mirrored, pixels))
-    assert found == {True, False}
+        outcomes.add(np.array_equal(mirrored, pixels))
+    assert outcomes == {True, False}
 
 
 def test_affine_view_equals_the_formula_and_is_filled_with_the_border_colour():
@@ -92,9 +92,9 @@ def test_classifiers_weight_the_views_of_an_image_as_one_image(base, tasks, work
     for name, classifier in learner.classifiers.items():
         assert torch.equal(classifier.counts, counts), name
         has_sums = hasattr(classifier, "sums")
-        found = classifier.sums / counts[:, None] if has_sums else getattr(classifier, "means", None)
-        if found is not None:
-            torch.testing.assert_close(found, means, rtol=1e-4, atol=1e-6, msg=name)
+        actual = classifier.sums / counts[:, None] if has_sums else getattr(classifier, "means", None)
+        if actual is not None:
+            torch.testing.assert_close(actual, means, rtol=1e-4, atol=1e-6, msg=name)
     for name in ("lda", "bayes"):
         torch.testing.assert_close(learner.classifiers[name].scatter, scatter, rtol=1e-4, atol=1e-5, msg=name)
         assert int(learner.classifiers[name].freedom) == len(labels) - 4

@@ -117,17 +117,17 @@ def test_text_features_equal_transformers_documented_call_in_any_batch(folders, 
         inputs = documented(text=texts, return_tensors="pt", **options)
         output = tiny.make_model(model_type).get_text_features(**inputs)
         expected = F.normalize(output.pooler_output, dim=-1)
-        found = unit_text_embeds(model, tokenize(processor, given, model))
+        actual = unit_text_embeds(model, tokenize(processor, given, model))
         with_documented = unit_text_embeds(model, tokenize(documented, texts, model))
         alone = torch.cat([unit_text_embeds(model, tokenize(processor, [prompt], model)) for prompt in PROMPTS])
         turned = unit_text_embeds(model, tokenize(processor, ["the longest of all.", *reversed(PROMPTS)], model))
         in_training = unit_text_embeds(model.train(), tokenize(processor, given, model))
-    assert found.shape == (3, embed_dim(model)) and found.dtype == torch.float32
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    assert actual.shape == (3, embed_dim(model)) and actual.dtype == torch.float32
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(with_documented, expected, atol=1e-6, rtol=1e-5)
     assert (expected[0] - expected[1]).norm() > 0.05, "these weights do not distinguish texts"
     torch.testing.assert_close(turned[1:].flip(0), alone, atol=1e-5, rtol=1e-5)
-    assert torch.equal(in_training, found) and all(module.training for module in model.text_model.modules())
+    assert torch.equal(in_training, actual) and all(module.training for module in model.text_model.modules())
     with pytest.raises(ValueError, match=f"tokens, but the text tower takes at most {tiny.LONGEST}: shorten it"):
         tokenize(processor, ["0123456789-0123456789-0123456789"], model)
     with pytest.raises(ValueError, match="give the same tokens: rename a class"):
@@ -160,14 +160,14 @@ def test_image_features_equal_transformers_also_without_a_saved_image_processor(
             expected = reference(**inputs).last_hidden_state[:, 0]
         else:
             expected = reference.get_image_features(**inputs).pooler_output
-        found = unit_image_embeds(model, pixels(processor))
-    assert found.shape == (4, embed_dim(model))
+        actual = unit_image_embeds(model, pixels(processor))
+    assert actual.shape == (4, embed_dim(model))
     if has_text(model):
         model.logit_scale.data.fill_(3.0)
     assert logit_scale(model) == pytest.approx(np.exp(3.0) if has_text(model) else 1.0)
     assert pixels(processor).shape[1:] == image_shape(model, processor)
     assert image_shape(model) == ((4, 3 * tiny.PATCH**2 + 2) if record.patches else (3, 16, 16))
-    torch.testing.assert_close(found, F.normalize(expected, dim=-1), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(actual, F.normalize(expected, dim=-1), atol=1e-6, rtol=1e-5)
     if "dino" in model_type:
         with torch.no_grad():
             torch.testing.assert_close(expected, reference(**inputs).pooler_output)
@@ -257,8 +257,8 @@ def test_adapter_is_saved_loaded_and_exported_as_plain_lora(model_type, tmp_path
     model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     loaded = PeftModel.from_pretrained(tiny.make_model(model_type), tmp_path / "adapter")
     plain = features(adapted(model_type), model_type)
-    for found, expected, before in zip(features(loaded, model_type), features(model, model_type), plain):
-        assert torch.equal(found, expected) and not torch.allclose(expected, before, atol=1e-3)
+    for actual, expected, before in zip(features(loaded, model_type), features(model, model_type), plain):
+        assert torch.equal(actual, expected) and not torch.allclose(expected, before, atol=1e-3)
     model.fold_task()
     export_lora(model, tmp_path / "lora")
     stock = PeftModel.from_pretrained(tiny.make_model(model_type), tmp_path / "lora")

@@ -118,8 +118,8 @@ def test_both_towers_equal_the_open_clip_reference(facts, act):
     model = convert_open_clip(state, **facts)
     heads = {name: count for name, count in facts.items() if name.endswith("heads")}
     expected = literal(state, pixels, texts, act, **heads)
-    found = model(input_ids=texts, pixel_values=pixels).logits_per_image
-    assert (found / 70 - expected / 70).abs().max() < 1e-5
+    actual = model(input_ids=texts, pixel_values=pixels).logits_per_image
+    assert (actual / 70 - expected / 70).abs().max() < 1e-5
     vision, text = model.config.vision_config, model.config.text_config
     assert (vision.image_size, vision.patch_size, vision.num_hidden_layers) == (SIDE * PATCH, PATCH, 2)
     assert (text.vocab_size, text.max_position_embeddings, text.intermediate_size) == (50, LONGEST, 4 * TEXT_WIDTH)
@@ -150,8 +150,8 @@ def test_converted_folder_loads_and_texts_are_read_at_the_end_token(tokenizer, t
     assert pixels.shape[2:] == (SIDE * PATCH, SIDE * PATCH) and torch.allclose(pixels, squashed, atol=1e-6)
     half = {name: tensor.half().float() for name, tensor in state.items()}
     expected = literal(half, pixels, padded)
-    found = model(input_ids=tokens, pixel_values=pixels).logits_per_image
-    assert (found / 70 - expected / 70).abs().max() < 1e-5
+    actual = model(input_ids=tokens, pixel_values=pixels).logits_per_image
+    assert (actual / 70 - expected / 70).abs().max() < 1e-5
 
 
 def test_incomplete_or_unsafe_checkpoints_are_refused_by_name(tokenizer, tmp_path):

@@ -34,11 +34,11 @@ def adapted():
 
 def test_unpacked_batch_equals_the_image_processors_output(processor, packed):
     expected = processor.image_processor(images=pictures(), return_tensors="pt")
-    found = unpacked(packed)
+    actual = unpacked(packed)
     assert packed.dtype == torch.float32 and packed.shape[1:] == image_shape(tiny.make_model("siglip2"), processor)
-    assert torch.equal(found["pixel_values"], expected["pixel_values"])
-    assert torch.equal(found["spatial_shapes"], expected["spatial_shapes"])
-    assert torch.equal(found["pixel_attention_mask"], expected["pixel_attention_mask"].bool())
+    assert torch.equal(actual["pixel_values"], expected["pixel_values"])
+    assert torch.equal(actual["spatial_shapes"], expected["spatial_shapes"])
+    assert torch.equal(actual["pixel_attention_mask"], expected["pixel_attention_mask"].bool())
     assert expected["pixel_attention_mask"].sum(dim=1).tolist() == COUNTS
     small = unpacked(packed[1:3])
     assert small["pixel_values"].shape[1] == 5 and small["pixel_attention_mask"].sum(dim=1).tolist() == [4, 5]
@@ -57,8 +57,8 @@ def test_features_and_gradients_of_a_batch_equal_those_of_single_images(packed):
     gradients = [torch.autograd.grad((z * directions).sum(), trained, allow_unused=True) for z in (together, alone)]
     pairs = [(a, b) for a, b in zip(*gradients) if b is not None and b.numel()]
     assert len(pairs) >= 16
-    for found, expected in pairs:
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+    for actual, expected in pairs:
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-4)
 
 
 def inputs_of(model, packed):

@@ -40,10 +40,10 @@ def of_all():
 
 
 def test_classifiers_use_the_mean_of_all_templates_also_after_saving_and_export(of_all, tmp_path):
-    found = of_all.classifiers["text"].text_embeds
+    actual = of_all.classifiers["text"].text_embeds
     prompts = [[template.replace("{}", name) for template in TEMPLATES] for name in NAMES]
-    assert (found - mean_of_texts(of_all, *prompts)).abs().max() < 1e-6
-    assert (found - mean_of_texts(of_all, *(each[:1] for each in prompts))).abs().max() > 1e-3
+    assert (actual - mean_of_texts(of_all, *prompts)).abs().max() < 1e-6
+    assert (actual - mean_of_texts(of_all, *(each[:1] for each in prompts))).abs().max() > 1e-3
     of_all.save_pretrained(tmp_path / "it")
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "it", copy.deepcopy(tiny_base()[0]))
     assert loaded.args.prompt_template == TEMPLATES and loaded.args.training_template is None
@@ -67,8 +67,8 @@ def test_training_uses_one_template(of_all):
 
 
 def arguments_of(*flags):
-    found = parse(["run", *flags])
-    return pick(LearnerArguments, given_settings(found.pop("config"), found))
+    actual = parse(["run", *flags])
+    return pick(LearnerArguments, given_settings(actual.pop("config"), actual))
 
 
 def test_templates_are_read_from_flags_files_and_yaml(tmp_path):
@@ -116,14 +116,14 @@ def test_run_saves_class_texts_and_refuses_to_resume_with_others(tmp_path):
     with pytest.raises(ValueError, match="texts of the learned class 'a0' were"):
         frozen().run(tasks, tmp_path / "run", class_texts={"b1": ["drei"]})
     frozen().run(tasks, tmp_path / "run", class_texts=TEXTS)
-    found = whole.run(tasks, tmp_path / "whole", class_texts=TEXTS)
+    actual = whole.run(tasks, tmp_path / "whole", class_texts=TEXTS)
     file = "task-002/learner.json"
     assert (tmp_path / "run" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
     truth = torch.arange(80) % 2 + torch.arange(80) // 40 * 2
     images = torch.cat([whole.image_embeds(task.test) for task in tasks])
     embeds = [mean_of_texts(whole, *texts) for texts in (ALL, [[f"the digit {name}."] for name in NAMES])]
     accuracy, with_names = (float(((images @ e.T).argmax(dim=1) == truth).double().mean()) for e in embeds)
-    assert found["zero_shot"]["last_accuracy"] == pytest.approx(accuracy) and accuracy != with_names
+    assert actual["zero_shot"]["last_accuracy"] == pytest.approx(accuracy) and accuracy != with_names
 
 
 def test_command_reads_class_texts_from_a_file(digit_folders, tmp_path, capsys):

@@ -102,7 +102,7 @@ def test_run_and_report_show_it_where_there_are_no_test_images(digit_folders, tm
     assert "\nrecommended classifier: prototype, which predict" in said[0] and "“prototype” " in pages[0]
     assert "The stream has no test images. Accuracy estimated from 18 training images, each left out" in pages[0]
     assert "so predict uses prototype" in said[1]
-    assert "Its accuracy is therefore not known" in pages[1]
+    assert "The learner's accuracy is therefore not known" in pages[1]
 
 
 SPECS = ["lda", "gda:alpha=0.5", "bayes:features=3", "bayes:kappa=4,rho=3,features=0"]

@@ -14,7 +14,7 @@ import torch
 from lives import content, differences, everything, images_of, learned, tiny_learner
 
 from dulbe_peft.photos.deployment.export import export_learner
-from dulbe_peft.utils.torch_settings import usual_torch
+from dulbe_peft.utils.torch_settings import default_torch_settings
 
 
 class Calling(list):
@@ -93,7 +93,7 @@ def test_default_dtype_is_restored_after_overlapping_contexts():
     torch.set_default_dtype(torch.float64)
     try:
         for stack in (first, second):
-            stack.enter_context(usual_torch())
+            stack.enter_context(default_torch_settings())
         first.close()
         assert torch.get_default_dtype() == torch.float32
         second.close()

@@ -1,10 +1,11 @@
-"""The benchmarks measure equals against equals, and every one of them runs."""
+"""Test that every benchmark runs, and that the sides that it compares give equal results."""
 
 import copy
 import importlib
 import json
 import math
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -14,22 +15,35 @@ import torch
 from reference import randn
 from torch.nn import functional as F
 
-from research.benchmarks import bridges, common, edges, frozen, literal, models, ours, real, rivals, stock, table
+from research.benchmarks import (
+    bridges,
+    common,
+    edges,
+    evidence,
+    frozen,
+    literal,
+    models,
+    ours,
+    real,
+    rivals,
+    stock,
+    table,
+)
 
 ROOT = Path(__file__).parents[2]
 TOOLS = {"__init__", "common", "evidence", "literal", "models", "ours", "real", "rivals", "stock", "table"}
 BENCHMARKS = sorted({path.stem for path in (ROOT / "research" / "benchmarks").glob("*.py")} - TOOLS)
-MODULES = {name: importlib.import_module(f"research.benchmarks.{name}") for name in BENCHMARKS}  # the slow ones, too
+MODULES = {name: importlib.import_module(f"research.benchmarks.{name}") for name in BENCHMARKS}  # slow ones, too
 SLOW = {"accuracy", "augmentation", "deployment", "edges", "encode", "family", "frozen", "loop", "memory", "rejection"}
 SLOW |= {"store", "stream", "tasks"}
-# The figures of "memory" are those that Linux has.
+# "memory" reads figures that only Linux provides.
 LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 MARKS = {name: [pytest.mark.slow] * (name in SLOW) + [LINUX] * (name == "memory") for name in BENCHMARKS}
 DEPRECATED = "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 
 
 def up_projections(routed, twin):
-    """Pairs of the same parameter in both models, with a name."""
+    """Yield a name and the same parameter of both models."""
     simple = literal.layers(twin)
     for name, layer in routed.dual_mode_layers().items():
         yield f"{name} shared", layer.dulbe_shared_B["default"], simple[name].shared_up.weight
@@ -37,7 +51,7 @@ def up_projections(routed, twin):
 
 
 def test_parameters_after_ten_steps_of_adam_equal_the_literal_ones():
-    """From the same small B in both, so that every gradient is one of a model in the middle of its training."""
+    """Both models start from the same small B, so that the gradients are those of a partly trained model."""
     tower = models.vision_tower("tiny", "eager")
     routed = ours.adapted(copy.deepcopy(tower), tasks=1)
     twin = ours.literal_twin(routed, tower)
@@ -53,7 +67,7 @@ def test_parameters_after_ten_steps_of_adam_equal_the_literal_ones():
         literal.step(twin, teacher, optimizers[1], models.encode, batch, text, old_text, 100.0)
     for (name, fast, slow), start in zip(up_projections(routed, twin), before, strict=True):
         assert (fast - start).abs().max() > 5e-3, name
-        # Ten steps of 1e-3: a hundredth of one step.
+        # The tolerance is a hundredth of one step of 1e-3.
         torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-5, msg=name)
 
 
@@ -70,45 +84,87 @@ def test_every_benchmark_runs_and_writes_its_figures(name, tmp_path, monkeypatch
     assert str(tmp_path) not in out.read_text(encoding="utf-8")
 
 
-def test_sides_take_turns_and_ratios_are_taken_pair_by_pair():
+def test_sides_alternate_and_ratios_are_computed_round_by_round():
     calls = []
     times = common.compare({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repeats=2)
     assert "".join(calls) in ("abbaab", "baabba")
     assert all(len(seconds) == 2 for side in times.values() for seconds in side.values())
     known = {"a": {"wall": [1.0, 6.0, 3.0], "cpu": [1.0] * 3}, "b": {"wall": [2.0, 3.0, 3.0], "cpu": [2.0] * 3}}
-    found = common.ratio(known, "a", "b")
-    assert found["wall"] | {"q1": 0, "q3": 0} == {"median": 1.0, "min": 0.5, "max": 2.0, "q1": 0, "q3": 0, "rounds": 3}
-    assert found["cpu"]["median"] == 0.5 and found["seconds"] == {"a": 3.0, "b": 3.0}
+    ratios = common.ratio(known, "a", "b")
+    assert ratios["wall"] | {"q1": 0, "q3": 0} == {
+        "median": 1.0,
+        "min": 0.5,
+        "max": 2.0,
+        "q1": 0,
+        "q3": 0,
+        "rounds": 3,
+    }
+    assert ratios["cpu"]["median"] == 0.5 and ratios["seconds"] == {"a": 3.0, "b": 3.0}
 
 
 @pytest.mark.parametrize("path", table.PAGES, ids=lambda path: path.name)
-def test_tables_of_pages_are_those_of_the_files(path):
+def test_tables_in_the_docs_match_the_result_files(path):
     text = path.read_text(encoding="utf-8")
     assert table.page(text, common.RESULTS) == text, "run python -m research.benchmarks.table"
 
 
-def test_every_benchmark_has_its_command_on_some_page():
+def test_tables_of_training_have_all_columns():
+    """Default classifier, best other one and what is still known, in each; no table of training is made by hand."""
+    found = 0
+    for path in table.PAGES:
+        for marker in re.findall(r"<!-- table: (.+?) -->", path.read_text(encoding="utf-8")):
+            name, *arguments = shlex.split(marker)
+            if evidence.TABLES.get(name) in evidence.COMPARISONS:
+                settings = dict(argument.split("=", 1) for argument in arguments)
+                columns = evidence.TABLES[name](common.RESULTS, **settings)[0][1:]
+                places = [columns.index(column) for column in ("bayes", "the best other", "still known")]
+                assert places == sorted(places) and places[0] == 0, marker
+                found += 1
+    text = table.MARKED.sub("", (ROOT / "docs" / "results.md").read_text(encoding="utf-8"))
+    for heading in ("Does the method pay?", "All methods side by side"):
+        assert "|---" not in text.partition(f"## {heading}")[2].partition("\n## ")[0], heading
+    assert found > 3
+
+
+def test_readme_sentence_on_training_follows_from_the_comparisons(tmp_path):
+    """README says what the least and the largest difference is, over all streams."""
+    (tmp_path / "comparisons").mkdir()
+    head = "stream,method,classifier,drift,gain,retention_before,retention\n"
+    for file, gains in (("a", [("0.051", "-0.012"), ("0.004", "0.001")]), ("b", [("-0.02", "0")])):
+        rows = [
+            f"s{number},DuLBE,{name},auto,{gain},0.7,0.{66 + number}\ns{number},frozen,{name},none,,0.7,0.7\n"
+            for number, pair in enumerate(gains)
+            for name, gain in zip(("text", "bayes"), pair, strict=True)
+        ]
+        (tmp_path / f"comparisons/{file}.csv").write_text(head + "".join(rows))
+    said = evidence.pays(tmp_path, "a;b", "DuLBE", "text")
+    assert "`text` by −2.0 to +5.1 points" in said and "by −1.2 to +0.1, and" in said
+    assert "by −4.0 to −3.0, over 3 streams" in said
+    assert "<!-- table: pays " in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_every_benchmark_is_mentioned_in_the_docs():
     text = "".join(path.read_text(encoding="utf-8") for path in table.PAGES)
     assert not [name for name in BENCHMARKS if f"research.benchmarks.{name}" not in text]
 
 
-def test_names_near_the_means_are_made_of_images_that_nobody_learns():
+def test_names_near_the_means_use_images_that_are_not_learned():
     rows, labels = F.normalize(randn(60, 8, seed=0), dim=1), torch.arange(60) % 3
-    found = {"train": rows, "y": labels, "test": rows, "truth": labels, "names": ["a", "b", "c"]}
-    found["text"] = F.normalize(randn(3, 8, seed=1), dim=1)
-    made = edges.changed(found, seed=0, names="means")
+    stream = {"train": rows, "y": labels, "test": rows, "truth": labels, "names": ["a", "b", "c"]}
+    stream["text"] = F.normalize(randn(3, 8, seed=1), dim=1)
+    made = edges.changed(stream, seed=0, names="means")
     spare = torch.cdist(rows, made["train"]).amin(dim=1) > 1e-3
     assert spare.sum() == 3 * edges.SPARE and len(made["train"]) == 30
     means = torch.stack([rows[spare & (labels == label)].mean(dim=0) for label in range(3)])
     torch.testing.assert_close(made["text"], F.normalize(means, dim=1))
-    assert edges.changed(found, seed=0, names="none")["text"] is None
-    few = edges.changed(found, seed=0, classes=2)
+    assert edges.changed(stream, seed=0, names="none")["text"] is None
+    few = edges.changed(stream, seed=0, classes=2)
     places = [["a", "b", "c"].index(name) for name in few["names"]]
     for place, label in enumerate(places):
         torch.testing.assert_close(few["train"][few["y"] == place], rows[labels == label])
 
 
-def test_forms_of_the_bridge_are_measured_on_a_folder_of_features(tmp_path):
+def test_bridge_variants_are_measured_on_a_folder_of_features(tmp_path):
     labels = torch.arange(80) % 4
     centres = randn(4, 16, seed=1)
     rows = F.normalize(2 * randn(1, 16, seed=2) + centres[labels] + randn(80, 16, seed=3), dim=1)
@@ -117,12 +173,12 @@ def test_forms_of_the_bridge_are_measured_on_a_folder_of_features(tmp_path):
     argv = ["--quick", "--features", str(tmp_path), "--counts", "4", "--out", str(tmp_path / "found.json")]
     bridges.main(argv)
     rows = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["rows"]
-    found = {row["form"]: row["value"] for row in rows if row["figure"] == "A_last"}
-    assert list(found)[:4] == list(bridges.SPECS) and {"best depth", "even", "by class 1"} < set(found)
-    assert found["best depth"] >= max(found["text"], found["prototype"]) > 25
+    accuracies = {row["form"]: row["value"] for row in rows if row["figure"] == "A_last"}
+    assert list(accuracies)[:4] == list(bridges.SPECS) and {"best depth", "even", "by class 1"} < set(accuracies)
+    assert accuracies["best depth"] >= max(accuracies["text"], accuracies["prototype"]) > 25
 
 
-def test_a_real_stream_is_read_from_its_file(tmp_path):
+def test_real_stream_is_read_from_its_file(tmp_path):
     images, labels, texts = randn(40, 6, seed=0), torch.arange(40) % 4, F.normalize(randn(4, 6, seed=1), dim=1)
     split = torch.arange(40) >= 20
     kept = {"x": images.half().numpy(), "y": labels.short().numpy(), "t": texts.numpy()}
@@ -140,10 +196,11 @@ def test_a_real_stream_is_read_from_its_file(tmp_path):
     shuffled = real.stream(tmp_path, "a", "shuffled")["text"]
     assert (shuffled @ texts.T).argmax(dim=1).sort().values.tolist() == [0, 1, 2, 3]
     assert real.stream(tmp_path, "a", "none")["text"] is None and real.stream(tmp_path, "c") is None
-    # Without a split, of each class 4 of 10 are test images, the same with every seed.
-    alone, again = real.stream(tmp_path, "b"), real.stream(tmp_path, "b", seed=1)
-    assert torch.equal(alone["test"], again["test"]) and alone["truth"].bincount().tolist() == [4] * 4
-    assert real.kinds(alone) == ("none",) and real.kinds(whole) == real.NAMES and real.increment(whole) == 2
+    # Without a split, 4 of 10 images per class are test images, the same for every seed.
+    without_split, other_seed = real.stream(tmp_path, "b"), real.stream(tmp_path, "b", seed=1)
+    assert torch.equal(without_split["test"], other_seed["test"])
+    assert without_split["truth"].bincount().tolist() == [4] * 4
+    assert real.kinds(without_split) == ("none",) and real.kinds(whole) == real.NAMES and real.increment(whole) == 2
 
 
 def test_streams_of_a_folder_are_measured_with_and_without_names(tmp_path):
@@ -153,9 +210,9 @@ def test_streams_of_a_folder_are_measured_with_and_without_names(tmp_path):
     options = ["--real", str(tmp_path), "--streams", "a", "missing", "--names", "own", "none", "--repeats", "1"]
     options += ["--counts", "2", "2/16", "500", "--classifiers", "text", "bayes:features=0", "linear_probe"]
     frozen.main([*options, "--out", str(tmp_path / "out.json")])
-    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["rows"]
+    results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["rows"]
     lines = {
-        (row["stream"], row["counts"], row["classifier"]): row["value"] for row in found if row["figure"] == "A_last"
+        (row["stream"], row["counts"], row["classifier"]): row["value"] for row in results if row["figure"] == "A_last"
     }
     named = {
         ("a, own names", count, name)
@@ -166,7 +223,7 @@ def test_streams_of_a_folder_are_measured_with_and_without_names(tmp_path):
     assert min(lines.values()) > 90
 
 
-def test_edges_of_a_folder_leave_out_what_a_stream_has_no_names_classes_or_images_for(tmp_path):
+def test_edge_cases_are_skipped_if_a_stream_lacks_names_classes_or_images(tmp_path):
     labels, texts = torch.arange(120) % 4, F.normalize(randn(4, 6, seed=1), dim=1)
     rows = {"x": (texts[labels] + 0.1 * randn(120, 6, seed=0)).half().numpy(), "y": labels.short().numpy()}
     np.savez(tmp_path / "a.npz", **rows, t=texts.numpy())
@@ -174,18 +231,25 @@ def test_edges_of_a_folder_leave_out_what_a_stream_has_no_names_classes_or_image
     wanted = ("no names", "3 classes", "12 classes", "mixed with own names", "near the means, noise 1")
     options = ["--real", str(tmp_path), "--streams", "a", "b", "missing", "--repeats", "1", "--edges", *wanted]
     edges.main([*options, "--out", str(tmp_path / "out.json")])
-    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["rows"]
-    lines = {stream: {row["edge"] for row in found if row["stream"] == stream} for stream in ("a", "b")}
+    results = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["rows"]
+    lines = {stream: {row["edge"] for row in results if row["stream"] == stream} for stream in ("a", "b")}
     assert lines == {"a": set(wanted) - {"12 classes"}, "b": {"no names", "near the means, noise 1"}}
-    # 18 of 30 images of a class are learned from: 16 are enough, 32 are not.
-    assert {row["counts"] for row in found if row["edge"] == "no names"} == {"1", "2", "4", "16", "lone4", "30/rank"}
-    assert {row["classifier"] for row in found if row["edge"] == "near the means, noise 1"} == set(edges.SPECS)
+    # 18 of 30 images per class are for training, so 16 can be learned, but not 32.
+    assert {row["counts"] for row in results if row["edge"] == "no names"} == {
+        "1",
+        "2",
+        "4",
+        "16",
+        "lone4",
+        "30/rank",
+    }
+    assert {row["classifier"] for row in results if row["edge"] == "near the means, noise 1"} == set(edges.SPECS)
 
 
-def test_no_result_names_a_path_of_the_machine_that_measured_it():
+def test_no_result_contains_a_path_of_the_machine():
     files = [path for path in common.RESULTS.rglob("*") if path.suffix in (".json", ".csv", ".txt")]
     assert len(files) > 30
-    named = {path.name: found for path in files if (found := re.findall(r'["\s,](/\w+/\S+)', path.read_text()))}
+    named = {path.name: paths for path in files if (paths := re.findall(r'["\s,](/\w+/\S+)', path.read_text()))}
     assert not named
 
 
@@ -194,9 +258,9 @@ Z = F.normalize(randn(3, 8, seed=1)[LABELS] + randn(30, 8, seed=2), dim=1)
 TEXTS, QUERIES = F.normalize(randn(3, 8, seed=3), dim=1), F.normalize(randn(5, 8, seed=4), dim=1)
 
 
-def test_tip_adapter_and_proker_are_the_literal_ones():
+def test_tip_adapter_and_proker_equal_literal_formulas():
     tip = rivals.tip_adapter(Z, LABELS, TEXTS, 20.0, QUERIES, 2.0, 5.0)
-    found = rivals.proker(Z, LABELS, TEXTS, 20.0, QUERIES, 3.0, 0.5)
+    proker = rivals.proker(Z, LABELS, TEXTS, 20.0, QUERIES, 3.0, 0.5)
     z, e, tests = Z.double(), TEXTS.double(), QUERIES.double()
     kernel = torch.tensor([[math.exp(-3 * float((a - b).square().sum()) / 2) for b in z] for a in z]).double()
     weights = torch.linalg.inv(kernel + 0.5 * torch.eye(30).double()) @ (F.one_hot(LABELS, 3).double() - z @ e.T)
@@ -205,11 +269,11 @@ def test_tip_adapter_and_proker_are_the_literal_ones():
             cache = sum(math.exp(-5 * (1 - float(test @ s))) for s, label in zip(z, LABELS, strict=True) if label == c)
             assert float(tip[row, c]) == pytest.approx(20 * float(test @ e[c]) + 2 * cache, abs=1e-3)
             near = sum(math.exp(-3 * float((test - z[i]).square().sum()) / 2) * weights[i, c] for i in range(30))
-            assert float(found[row, c]) == pytest.approx(float(test @ e[c] + near), abs=1e-5)
+            assert float(proker[row, c]) == pytest.approx(float(test @ e[c] + near), abs=1e-5)
 
 
-def test_mixed_prototypes_are_the_literal_ones():
-    found = rivals.mixed_prototypes(Z, LABELS, TEXTS, 20.0, QUERIES, kept=0.5, share=0.3, alpha=0.1)
+def test_mixed_prototypes_equal_a_literal_formula():
+    scores = rivals.mixed_prototypes(Z, LABELS, TEXTS, 20.0, QUERIES, kept=0.5, share=0.3, alpha=0.1)
     values, vectors = torch.linalg.eigh(TEXTS.double().T @ TEXTS.double())
     shares = values.flip(0).cumsum(0) / values.sum()
     basis = vectors.flip(1)[:, : next(place for place, share in enumerate(shares.tolist(), 1) if share >= 0.5)]
@@ -218,10 +282,10 @@ def test_mixed_prototypes_are_the_literal_ones():
         mean = basis @ basis.T @ Z[c == LABELS].double().mean(dim=0)
         prototype = F.normalize(0.7 * TEXTS[c].double() + 0.3 * mean / mean.norm(), dim=0)
         expected = 20 * QUERIES.double() @ prototype + 0.1 * lda[:, c]
-        torch.testing.assert_close(found[:, c].double(), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(scores[:, c].double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_whitened_bridge_is_the_literal_one():
+def test_whitened_bridge_equals_a_literal_formula():
     z, e, tests, tau = Z.double(), TEXTS.double(), QUERIES.double(), 20.0
     means = torch.stack([z[c == LABELS].mean(dim=0) for c in range(3)])
     pooled = sum(torch.outer(x - means[c], x - means[c]) for x, c in zip(z, LABELS.tolist(), strict=True)) / 27
@@ -233,9 +297,9 @@ def test_the_whitened_bridge_is_the_literal_one():
     depths = [k / 9 for k in range(10)]
     head = reference.Head(depths, logit_scale=tau)
     head.visual, head.text = visual, reference.unit((e - e.mean(dim=0)) @ matrix)
-    found = rivals.whitened_bridge(Z, LABELS, TEXTS, tau, QUERIES, beta=0.05)
+    scores = rivals.whitened_bridge(Z, LABELS, TEXTS, tau, QUERIES, beta=0.05)
     for c in range(3):
         weights = reference.softmax([rho / 0.05 for rho in head.rho(z[c == LABELS], c)])
         bridge = [reference.slerp(head.visual[c], head.text[c], depth) for depth in depths]
         expected = tau * tests @ sum(w * b for w, b in zip(weights, bridge, strict=True))
-        torch.testing.assert_close(found[:, c].double(), expected, rtol=0, atol=2e-3)
+        torch.testing.assert_close(scores[:, c].double(), expected, rtol=0, atol=2e-3)

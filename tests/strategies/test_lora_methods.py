@@ -1,4 +1,4 @@
-"""O-LoRA, SD-LoRA, LoRA-Sub, CL-LoRA and SPU against their formulas in float64."""
+"""Test O-LoRA, SD-LoRA, LoRA-Sub, CL-LoRA and SPU against their formulas in float64."""
 
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ from dulbe_peft.photos.cost import trainable_parameters
 from dulbe_peft.strategies import Step, make_strategy
 
 
-def test_the_penalty_is_the_formula_s_and_joins_the_loss(tiny_clip):
+def test_o_lora_penalty_equals_the_formula_and_is_added_to_the_loss(tiny_clip):
     strategy, adapter, earlier = make_strategy("o_lora:lambda_1=0.25"), adapted(tiny_clip()), {}
     layers = adapter.dual_mode_layers()
     for index in range(3):
@@ -47,24 +47,24 @@ LOWER, UPPER = (f"vision_model.encoder.layers.{block}.mlp.fc1" for block in (0, 
 
 
 def pairs_of(layer):
-    """(A', B) of every pair in the history, float64."""
+    """Return (A', B) of every pair in the history, in float64."""
     down, up = (getattr(layer, f"dulbe_history_{kind}")["default"].double() for kind in "PB")
     return list(zip(down.split(RANK, dim=1), up.split(RANK, dim=1), strict=True))
 
 
-def test_the_forward_pass_is_the_papers_and_magnitudes_are_trained_on_but_no_direction(tiny_clip):
+def test_sd_lora_equals_the_formula_and_trains_old_magnitudes_but_not_directions(tiny_clip):
     strategy, adapter = make_strategy("sd_lora"), adapted(tiny_clip())
     for index in range(2):
         learn(strategy, adapter, index)
     layer, task, x = adapter.dual_mode_layers()[UPPER], new_task(adapter, 2), torch.randn(5, 32)
     begin(strategy, task)
     before, seen = pairs_of(layer), []
-    started = [float(down.norm() * up.norm()) for down, up in before] + [0.8]
+    initial = [float(down.norm() * up.norm()) for down, up in before] + [0.8]
     with strategy.training(task), torch.no_grad():
         up = layer.current_up("default").clone()
         layer.set_up_projections("default", torch.randn(64, RANK))
         magnitudes = task.notes[UPPER]
-        torch.testing.assert_close(magnitudes.tolist(), started, rtol=1e-5, atol=0)
+        torch.testing.assert_close(magnitudes.tolist(), initial, rtol=1e-5, atol=0)
         magnitudes.copy_(torch.tensor([0.3, -2.0, 1.7]))
         linear = layer.base_layer
         literal = x.double() @ linear.weight.double().T + linear.bias.double()
@@ -78,17 +78,17 @@ def test_the_forward_pass_is_the_papers_and_magnitudes_are_trained_on_but_no_dir
     magnitudes = task.notes[UPPER].tolist()
     up = layer.current_up("default").double()
     end(strategy, task)
-    torch.testing.assert_close(features(adapter), seen[-1], rtol=1e-4, atol=1e-5)  # the border changes no output
+    torch.testing.assert_close(features(adapter), seen[-1], rtol=1e-4, atol=1e-5)  # ending the task changes no output
     assert (seen[-1] - seen[0]).norm() > 0.01
     after = pairs_of(layer)
-    assert all(abs(m - start) > 1e-3 for m, start in zip(magnitudes, started, strict=True))
-    for m, start, (old_down, old_up), (down, up_now) in zip(magnitudes, started, before, after):
+    assert all(abs(m - start) > 1e-3 for m, start in zip(magnitudes, initial, strict=True))
+    for m, start, (old_down, old_up), (down, up_now) in zip(magnitudes, initial, before, after):
         assert torch.equal(down, old_down)
         torch.testing.assert_close(up_now, m / start * old_up, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(after[2][1], magnitudes[2] * up, rtol=1e-5, atol=1e-7)
 
 
-def test_a_pair_that_was_never_trained_stays_without_effect():
+def test_untrained_sd_lora_pair_has_no_effect():
     down, up = torch.randn(6, 2 * RANK), torch.randn(4, 2 * RANK)
     up[:, :RANK] = 0
     units, magnitudes = directions(down, up, RANK)
@@ -96,7 +96,7 @@ def test_a_pair_that_was_never_trained_stays_without_effect():
     torch.testing.assert_close(scaled(units, magnitudes), up)
 
 
-def test_the_inputs_are_those_of_a_model_that_unlearned_the_old_tasks(tiny_clip):
+def test_lora_sub_measures_inputs_of_the_model_minus_the_old_updates(tiny_clip):
     strategy, adapter = make_strategy("lora_sub"), adapted(tiny_clip())
     assert strategy.measuring(new_task(adapter)) is None
     learn(strategy, adapter, 0, lr=0.05)
@@ -106,7 +106,10 @@ def test_the_inputs_are_those_of_a_model_that_unlearned_the_old_tasks(tiny_clip)
     assert 1 < space.shape[1] < 32
     for sign in (-1, 1):
         model, seen = tiny_clip(), []
-        for key, layer in adapter.dual_mode_layers().items():  # in all layers, or the last one's inputs would differ
+        for (
+            key,
+            layer,
+        ) in adapter.dual_mode_layers().items():  # in all layers, because each changes the inputs of the next
             model.get_submodule(key).weight.data += sign * update(layer).float()
         model.get_submodule(UPPER).register_forward_pre_hook(lambda _, args, to=seen: to.append(args[0].detach()))
         with torch.no_grad():
@@ -115,16 +118,16 @@ def test_the_inputs_are_those_of_a_model_that_unlearned_the_old_tasks(tiny_clip)
         values, vectors = torch.linalg.eigh(sum(torch.outer(x, x) for x in tokens))
         count = next(k for k in range(1, 33) if values[-k:].sum() >= 0.99 * values.sum())
         expected = vectors[:, -count:]
-        apart = (space @ space.T - expected @ expected.T).norm()
-        assert apart < 1e-4 if sign < 0 else apart > 0.1
+        distance = (space @ space.T - expected @ expected.T).norm()
+        assert distance < 1e-4 if sign < 0 else distance > 0.1
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-def test_after_a_task_of_plain_lora_every_step_of_a_goes_into_the_space_and_b_is_free(tiny_clip, normalize):
+def test_lora_sub_projects_the_steps_of_a_but_not_of_b_after_the_first_task(tiny_clip, normalize):
     strategy, adapter = make_strategy(f"lora_sub:energy=0.8,normalize={normalize}"), adapted(tiny_clip())
     plain = adapted(tiny_clip())
-    for kind, one in ((strategy, adapter), (make_strategy("merged_lora"), plain)):
-        learn(kind, one, 0, lr=0.2)
+    for kind, model in ((strategy, adapter), (make_strategy("merged_lora"), plain)):
+        learn(kind, model, 0, lr=0.2)
     assert torch.equal(features(adapter), features(plain))
     task = new_task(adapter, 1)
     begin(strategy, task)
@@ -142,7 +145,7 @@ def test_after_a_task_of_plain_lora_every_step_of_a_goes_into_the_space_and_b_is
     for before, after in pairwise(rows):
         for name in layers:
             space = task.notes[name].double()
-            step = -5.0 * before[f"A {name}"][1]  # what plain gradient descent adds
+            step = -5.0 * before[f"A {name}"][1]  # the step of plain gradient descent
             inside = space @ space.T @ step / (space.shape[1] ** 0.5 if normalize else 1.0)
             moved, left_out = moved + inside.norm(), left_out + (step - space @ space.T @ step).norm()
             torch.testing.assert_close(after[f"A {name}"][0] - before[f"A {name}"][0], inside, rtol=1e-3, atol=1e-6)
@@ -151,7 +154,7 @@ def test_after_a_task_of_plain_lora_every_step_of_a_goes_into_the_space_and_b_is
     assert moved > 1e-2 and left_out > 1e-2
 
 
-def test_a_projected_start_confines_the_whole_update(tiny_clip):
+def test_lora_sub_with_projected_start_confines_the_whole_update(tiny_clip):
     strategy, adapter = make_strategy("lora_sub:energy=0.8,project_start=true"), adapted(tiny_clip())
     learn(strategy, adapter, 0)
     old = {name: update(layer) for name, layer in adapter.dual_mode_layers().items()}
@@ -166,7 +169,7 @@ def test_a_projected_start_confines_the_whole_update(tiny_clip):
         assert (new - new @ spaces[name] @ spaces[name].T).norm() < 1e-5 * new.norm()
 
 
-def test_lower_layers_keep_their_a_and_block_weights_scale_the_upper_update_and_are_merged_with_it(tiny_clip):
+def test_cl_lora_keeps_a_of_lower_layers_and_merges_block_weights_of_upper_ones(tiny_clip):
     strategy, adapter = make_strategy("cl_lora"), adapted(tiny_clip())
     memory = learn(strategy, adapter, 0)
     task, x = new_task(adapter, 1, memory), torch.randn(5, 32)
@@ -196,10 +199,10 @@ def test_lower_layers_keep_their_a_and_block_weights_scale_the_upper_update_and_
     assert all(up.norm() > 1e-3 for up in lower.dulbe_history_B["default"].split(3, dim=1))
     first, second = layer.dulbe_history_P["default"].split(3, dim=1)
     assert (first - second).norm() > 0.1
-    assert (first.T @ first - torch.eye(3)).norm() > 1e-3  # it was orthonormal before it was trained
+    assert (first.T @ first - torch.eye(3)).norm() > 1e-3  # it was orthonormal before training
 
 
-def test_the_penalty_on_similar_weights_and_its_gradient(tiny_clip):
+def test_cl_lora_penalty_on_similar_weights_equals_the_formula(tiny_clip):
     strategy, adapter = make_strategy("cl_lora:similarity=0.3"), adapted(tiny_clip())
     old = torch.tensor([[1.0, -2.0, 0.5, 3.0], [-1.0, -1.0, 2.0, -1.0]])
     task = new_task(adapter, 2, {"block_weights": old})
@@ -216,7 +219,7 @@ def test_the_penalty_on_similar_weights_and_its_gradient(tiny_clip):
 
 
 def exit_features(clip, weights, pixels):
-    """The first block of a plain tower with the given weights, then its last norm and projection, by hand."""
+    """Compute the features of a plain tower with the given weights that ends after its first block."""
     vision = clip.vision_model
     hidden = vision.pre_layrnorm(vision.embeddings(pixels))
     for name, weight in weights.items():
@@ -228,7 +231,7 @@ def exit_features(clip, weights, pixels):
 
 
 def gradients(strategy, task):
-    """Gradients of B by layer, and those of the block weights, after one step that is not made."""
+    """Return the gradients of B by layer, and of the block weights, without making the step."""
     layers = task.adapter.dual_mode_layers()
     with strategy.training(task):
         torch.manual_seed(1)
@@ -243,7 +246,7 @@ def gradients(strategy, task):
         return found, task.notes["block_weights"].grad
 
 
-def test_the_distillation_reaches_the_lower_up_projections_alone_scaled_by_row(tiny_clip):
+def test_cl_lora_distillation_trains_only_lower_up_projections_scaled_by_row(tiny_clip):
     on, off = make_strategy("cl_lora"), make_strategy("cl_lora:distillation=0")
     adapter = adapted(tiny_clip())
     memory = learn(on, adapter, 0, lr=0.1)
@@ -259,7 +262,7 @@ def test_the_distillation_reaches_the_lower_up_projections_alone_scaled_by_row(t
         for name, layer in lower.items()
     }
     pixels, text = images(1)[0].double(), texts(1).double()
-    assert len(adapter.model.vision_model.encoder.layers) == 2  # the tower is whole again
+    assert len(adapter.model.vision_model.encoder.layers) == 2  # the tower has all its blocks again
     teacher = exit_features(tiny_clip().double(), old, pixels).detach()
     clip = tiny_clip().double()
     student = exit_features(clip, now, pixels)
@@ -278,14 +281,14 @@ def test_the_distillation_reaches_the_lower_up_projections_alone_scaled_by_row(t
         torch.testing.assert_close(added, literal, rtol=1e-3, atol=1e-4 * float(literal.norm()))
 
 
-def test_row_scales_have_mean_one_and_are_one_where_nothing_was_learned():
+def test_cl_lora_row_scales_have_mean_one_and_are_one_for_an_untrained_layer():
     up = torch.tensor([[3.0, 4.0], [0.0, 1.0], [0.0, 0.0]])
     torch.testing.assert_close(row_scales(up), torch.tensor([[2.5], [0.5], [0.0]]))
     assert torch.equal(row_scales(torch.zeros(3, 2)), torch.ones(3, 1))
 
 
-def test_spu_trains_the_weights_of_the_largest_gradients_alone(tiny_clip):
-    """Two tasks, beside a model in float64 that has no gradient at the weights that are not chosen."""
+def test_spu_trains_only_the_weights_with_the_largest_gradients(tiny_clip):
+    """Compare two tasks with a model in float64 in which all other gradients are set to zero."""
     strategy, adapter = make_strategy("spu:share=0.07"), adapted(tiny_clip(), target_modules=["fc1"])
     clip, layers = tiny_clip().double(), adapter.dual_mode_layers()
     weights = [clip.get_submodule(name).weight for name in layers]
@@ -303,19 +306,19 @@ def test_spu_trains_the_weights_of_the_largest_gradients_alone(tiny_clip):
         chosen = [g.abs() >= g.abs().flatten().sort().values[-int(0.07 * g.numel())] for g in gradients]
         optimizer = torch.optim.Adam(weights, lr=0.02)
         for _ in range(3):
-            for weight, gradient, own in zip(weights, gradients_of(index), chosen, strict=True):
-                weight.grad = torch.where(own, gradient, 0)
+            for weight, gradient, mask in zip(weights, gradients_of(index), chosen, strict=True):
+                weight.grad = torch.where(mask, gradient, 0)
             optimizer.step()
         task = new_task(adapter, index)
         task.gradients = {name: gradient.float() for name, gradient in zip(layers, gradients, strict=True)}
         begin(strategy, task)
         train(strategy, task)
         end(strategy, task)
-        for layer, weight, before, own in zip(layers.values(), weights, start, chosen, strict=True):
+        for layer, weight, before, mask in zip(layers.values(), weights, start, chosen, strict=True):
             torch.testing.assert_close(layer.folded_weight("default").double(), weight, rtol=1e-4, atol=2e-5)
             changed = weight.detach() != before
-            assert torch.equal(changed, own) and 0 < changed.sum() == int(0.07 * changed.numel())
+            assert torch.equal(changed, mask) and 0 < changed.sum() == int(0.07 * changed.numel())
             assert not layer.is_trained("default") and layer.history_rank("default") == DENSE
     fresh = adapted(tiny_clip(), target_modules=["fc1"])
     counts = trainable_parameters(fresh, strategy)
-    assert counts["total"] == counts["other"] == sum(int(own.sum()) for own in chosen)
+    assert counts["total"] == counts["other"] == sum(int(mask.sum()) for mask in chosen)

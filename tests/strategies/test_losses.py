@@ -1,4 +1,4 @@
-"""The losses, and those of SGCL and ZSCL, against explicit sums in float64."""
+"""Test the losses of DuLBE, SGCL and ZSCL against explicit sums in float64."""
 
 import copy
 
@@ -30,7 +30,7 @@ def test_bidirectional_kl_equals_explicit_sums(temperatures):
     assert batchmean == pytest.approx((by_class + by_instance) / 6, rel=1e-4)
 
 
-def test_kl_is_finite_for_sharp_logits_and_reaches_the_student_alone():
+def test_kl_is_finite_for_sharp_logits_and_has_gradients_only_for_the_student():
     teacher = (100 * unit(32, 16) @ unit(8, 16, seed=1).T).requires_grad_()
     student = (100 * unit(32, 16, seed=2) @ unit(8, 16, seed=1).T).requires_grad_()
     loss = bidirectional_kl(student, teacher)
@@ -42,7 +42,7 @@ def test_kl_is_finite_for_sharp_logits_and_reaches_the_student_alone():
     assert half.dtype == torch.float32 and half.isfinite()
 
 
-def test_cross_modal_loss_takes_tau_itself():
+def test_cross_modal_loss_takes_tau_not_its_logarithm():
     images, texts, labels = unit(5, 8), unit(3, 8, seed=1), torch.tensor([0, 1, 2, 1, 0])
     expected = F.cross_entropy(100.0 * images.double() @ texts.double().T, labels).item()
     assert cross_modal_loss(images, texts, labels, 100.0).item() == pytest.approx(expected, rel=1e-4)
@@ -52,7 +52,7 @@ def test_cross_modal_loss_takes_tau_itself():
     assert cross_modal_loss(images.half(), texts.half(), labels, 100.0).dtype == torch.float32
 
 
-def test_what_does_not_fit_is_refused():
+def test_invalid_arguments_of_losses_are_refused():
     images, texts, labels, ones = unit(5, 8), unit(3, 8, seed=1), torch.tensor([0, 1, 2, 1, 0]), torch.ones(3, 4)
     for call, message in (
         (lambda: cross_modal_loss(images, texts[:, :4], labels, 100.0), "image_embeds and text_embeds"),
@@ -71,39 +71,39 @@ LABELS = torch.tensor([0, 2, 1, 2, 0])
 
 
 def literal_loss(z, text, start, old, before, soft_weight, softness, distillation, temperature):
-    """The mean over images of both divergences, as sums over classes; `start` is the text when the task began."""
+    """Compute both divergences of SGCL, averaged over images; `start` are the texts at the start of the task."""
 
     def divergence(p, q):
         return (p * (p.log() - q.log())).sum() / len(LABELS)
 
-    own = start[LABELS]
-    target = (softness * own @ torch.cat([old, start]).T).softmax(dim=1)
+    true_text = start[LABELS]
+    target = (softness * true_text @ torch.cat([old, start]).T).softmax(dim=1)
     total = soft_weight * divergence(target, (TAU * z @ torch.cat([old, text]).T).softmax(dim=1))
     if len(old):
-        near = own @ old.T
-        most = near.max(dim=1, keepdim=True).values
-        teacher = TAU * before @ old.T + torch.where(near == most, most, -most)
+        similarity = true_text @ old.T
+        largest = similarity.max(dim=1, keepdim=True).values
+        teacher = TAU * before @ old.T + torch.where(similarity == largest, largest, -largest)
         p, q = ((logits / temperature).softmax(dim=1) for logits in (teacher, TAU * z @ old.T))
         total = total + distillation * temperature**2 * divergence(p, q)
     return total
 
 
 @pytest.mark.parametrize("known", [0, 4])
-def test_the_gradients_are_those_of_the_formula(known):
+def test_sgcl_gradients_equal_the_formula(known):
     strategy = make_strategy("sgcl:soft_weight=0.7,softness=5,distillation=0.3,temperature=2")
     task, start, before = NewTask(int(known > 0), None, LearnerArguments()), unit(3, 8, seed=1), unit(5, 8, seed=2)
     old = unit(known, 8, seed=3)
-    for seed in (10, 20):  # the second step's texts have moved, the targets stay those of the first
+    for seed in (10, 20):  # in the second step the texts have changed, but the targets must not
         z = unit(5, 8, seed=seed).requires_grad_()
         text = (start if seed == 10 else unit(3, 8, seed=seed + 1)).clone().requires_grad_()
-        own_loss = (z.square() * 0.5).sum()
-        step = Step(own_loss, z, LABELS, text, old if known else None, z.detach, lambda: before, TAU)
+        task_loss = (z.square() * 0.5).sum()
+        step = Step(task_loss, z, LABELS, text, old if known else None, z.detach, lambda: before, TAU)
         strategy.backward(task, step)
         twins = [tensor.detach().double().requires_grad_() for tensor in (z, text)]
-        more = literal_loss(*twins, start.double(), old.double(), before.double(), 0.7, 5.0, 0.3, 2.0)
-        (more + (twins[0].square() * 0.5).sum()).backward()
-        found = [tensor.grad.double() for tensor in (z, text)]
-        torch.testing.assert_close(found, [twin.grad for twin in twins], rtol=1e-4, atol=1e-5)
+        extra_loss = literal_loss(*twins, start.double(), old.double(), before.double(), 0.7, 5.0, 0.3, 2.0)
+        (extra_loss + (twins[0].square() * 0.5).sum()).backward()
+        gradients = [tensor.grad.double() for tensor in (z, text)]
+        torch.testing.assert_close(gradients, [twin.grad for twin in twins], rtol=1e-4, atol=1e-5)
         assert all(twin.grad.norm() > 1e-3 for twin in twins)
 
 
@@ -117,31 +117,31 @@ def task_of(learner):
     return NewTask(index, state.adapter, learner.args, state.memory, encoder=learner.encoder)
 
 
-def test_the_distillation_is_the_formula_s_with_the_pristine_model_as_its_teacher(references, tmp_path):
+def test_zscl_distillation_equals_the_formula_with_the_original_model_as_teacher(references, tmp_path):
     texts = tmp_path / "texts.txt"
     texts.write_text("a cab\n\nfade\nabc\nbead\n")
     spec = f"zscl:reference_images={references},reference_texts={texts},temperature=3"
     learner = learned(tiny_learner(spec, batch_size=16, learning_rate=0.1), 1)
-    found = learner.strategy.references(task_of(learner))
-    assert len(found.images) == 6 and len(found.text) == 4  # the training images alone
+    reference_data = learner.strategy.references(task_of(learner))
+    assert len(reference_data.images) == 6 and len(reference_data.text) == 4  # only the training images
 
     base, processor = copy.deepcopy(tiny_base()[0]), tiny_base()[1]
-    pixels = torch.stack([found.images[i][0] for i in range(6)])
+    pixels = torch.stack([reference_data.images[i][0] for i in range(6)])
     tokens = processor.tokenizer(["a cab", "fade", "abc", "bead"], padding=True, return_tensors="pt")
     with torch.no_grad():
         before = unit_image_embeds(base, pixels)
         text = base.get_text_features(**tokens).pooler_output
         now = learner.encoder.image_embeds(pixels)
-        loss = float(found.loss(3.0))
-    torch.testing.assert_close(found.features, before, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found.text, text / text.norm(dim=1, keepdim=True), rtol=1e-4, atol=1e-5)
+        loss = float(reference_data.loss(3.0))
+    torch.testing.assert_close(reference_data.features, before, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(reference_data.text, text / text.norm(dim=1, keepdim=True), rtol=1e-4, atol=1e-5)
     assert (now - before).abs().max() > 1e-3
-    student, teacher = (logit_scale(base) * z.double() @ found.text.double().T for z in (now, before))
+    student, teacher = (logit_scale(base) * z.double() @ reference_data.text.double().T for z in (now, before))
     by_image, by_text = reference.bidirectional_kl(student, teacher, 3.0, 3.0)
     assert loss == pytest.approx(by_image / 6 + by_text / 4, rel=5e-3)
 
 
-def test_a_heavy_distillation_keeps_the_similarities(references):
+def test_strong_zscl_distillation_preserves_similarities(references):
     moved = {}
     for weight in (0, 300):
         spec = f"zscl:reference_images={references},distillation={weight},average=false"
@@ -150,7 +150,7 @@ def test_a_heavy_distillation_keeps_the_similarities(references):
     assert 0 < moved[300] < 0.2 * moved[0]
 
 
-def test_the_adapter_becomes_the_mean_over_its_steps(references, monkeypatch):
+def test_zscl_averages_the_adapter_over_its_steps(references, monkeypatch):
     steps, notes, after_step = [], {}, Zscl.after_step
 
     def watched(self, task):
@@ -164,10 +164,10 @@ def test_the_adapter_becomes_the_mean_over_its_steps(references, monkeypatch):
     assert len(steps) == 3
     ups = [parameter for name, parameter in learner.model.named_parameters() if parameter.requires_grad]
     places = {tensor.data_ptr(): place for place, tensor in enumerate(ended)}
-    assert {parameter.data_ptr() for parameter in ups} <= set(places)  # both towers' own, and the bases beside them
+    assert {parameter.data_ptr() for parameter in ups} <= set(places)  # those of both towers; the bases are there, too
     for layer in learner.model.dual_mode_layers().values():
         place = places[layer.dulbe_shared_B["default"].data_ptr()]
-        mean = sum(step[place].double() for step in steps) / 4  # it starts at 0
+        mean = sum(step[place].double() for step in steps) / 4  # the initial value, 0, also counts
         assert mean.norm() > 1e-4
         torch.testing.assert_close(layer.dulbe_shared_B["default"].detach().double(), mean, rtol=1e-4, atol=1e-8)
         assert layer.dulbe_P["default"].data_ptr() in places

@@ -1,4 +1,4 @@
-"""Every strategy through a learner's whole life: learn, save, load, go on, export."""
+"""Test that a learner with each strategy learns, saves, loads, continues and exports."""
 
 import copy
 import os
@@ -38,7 +38,7 @@ FACTORS = ("o_lora", "sd_lora")
 
 @pytest.fixture(scope="module", autouse=True)
 def _named_base(tmp_path_factory, digit_folders):
-    """The base model lies in a folder, so that saved learners find it, and so do images that a strategy refers to."""
+    """Save the base model, so that saved learners find it, and the images that a strategy refers to."""
     os.environ["REFERENCES"] = str(digit_folders(2, 2, 0))
     model, folder = tiny_base()[0], str(save_encoder("clip", tmp_path_factory.mktemp("base")))
     model.name_or_path = model.config.name_or_path = folder
@@ -54,23 +54,23 @@ def make_learner(name, **adapter):
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
-def test_a_life(name, tmp_path):
-    """With ranks by layer, and histories that become one matrix in two tasks where no strategy reads their factors."""
+def test_loaded_learner_continues_and_exports_like_the_original(name, tmp_path):
+    """Layers have different ranks, and histories become dense after two tasks unless a strategy reads the factors."""
     learner = learned(make_learner(name, residual_rank=9, rank_pattern={"layers.1.mlp.fc1": 12}), 2)
     learner.save_pretrained(tmp_path / "saved")
     assert set(learner.evaluate(stream(1)[0].test)["classifiers"]) == set(learner.classifiers)
-    again = ClassIncrementalLearner.from_pretrained(tmp_path / "saved")
-    assert again.strategy == learner.strategy and list(again.classifiers) == list(learner.classifiers)
-    z, features = (one.image_embeds(IMAGES) for one in (again, learner))
+    loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "saved")
+    assert loaded.strategy == learner.strategy and list(loaded.classifiers) == list(learner.classifiers)
+    z, features = loaded.image_embeds(IMAGES), learner.image_embeds(IMAGES)
     assert torch.equal(z, features)
-    for key, classifier in again.classifiers.items():
+    for key, classifier in loaded.classifiers.items():
         torch.testing.assert_close(classifier(z), learner.classifiers[key](features), rtol=1e-4, atol=1e-4)
-    for one in (learner, again):
-        learned(one, 1, 2)
-    assert torch.equal(again.image_embeds(IMAGES), learner.image_embeds(IMAGES))
+    for each in (learner, loaded):
+        learned(each, 1, 2)
+    assert torch.equal(loaded.image_embeds(IMAGES), learner.image_embeds(IMAGES))
 
     if learner.strategy.adapts:
-        ranks = [layer.history_rank("default") for layer in again.model.dual_mode_layers().values()]
+        ranks = [layer.history_rank("default") for layer in loaded.model.dual_mode_layers().values()]
         assert ranks == ([30, 39] if name in FACTORS else [-1 if name in MATRICES else 0] * len(ranks))
         export_lora(learner.model, tmp_path / "lora")
         stock = PeftModel.from_pretrained(copy.deepcopy(tiny_base()[0]), tmp_path / "lora").eval()
@@ -91,16 +91,16 @@ def test_frozen_trains_nothing(monkeypatch, tmp_path):
     learner.run(stream(2), tmp_path / "run")
     assert not (tmp_path / "run" / "task-002" / "adapter_model.safetensors").exists()
     assert learner.memory is None
-    assert any(p.requires_grad for p in learner.model.parameters()), "nobody has frozen them"
+    assert any(p.requires_grad for p in learner.model.parameters()), "the parameters were not frozen"
     assert not learner.encoder.text_embeds(["a"]).requires_grad
 
 
-def test_merged_lora_merges_what_it_trained_lora_goes_on_with_one_pair_and_first_session_trains_no_more():
+def test_merged_lora_merges_lora_keeps_one_pair_and_first_session_trains_once():
     merged, lora, learner = (learned(make_learner(name), 1) for name in ("merged_lora", "lora", "first_session"))
     layer = next(iter(merged.model.dual_mode_layers().values()))
-    started = next(iter(kaiming_bases(NewTask(0, merged.state.adapter, merged.args)).values()))
+    initial = next(iter(kaiming_bases(NewTask(0, merged.state.adapter, merged.args)).values()))
     assert layer.history_rank("default") == 3 and not layer.is_trained("default")
-    assert not torch.equal(layer.dulbe_history_P["default"][:, :3], started)  # A is trained, too
+    assert not torch.equal(layer.dulbe_history_P["default"][:, :3], initial)  # A is trained, too
     layers = lora.model.dual_mode_layers().values()
     assert all(layer.history_rank("default") == 0 and layer.is_trained("default") for layer in layers)
     first = {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}
@@ -115,9 +115,9 @@ def test_merged_lora_merges_what_it_trained_lora_goes_on_with_one_pair_and_first
 
 
 @pytest.mark.parametrize(
-    "name", ["slca", "zscl", *(pytest.param(one, marks=pytest.mark.slow) for one in ("first_session", "sgcl"))]
+    "name", ["slca", "zscl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("first_session", "sgcl"))]
 )
-def test_a_run_that_goes_on_ends_as_one_that_nothing_stopped(name, tmp_path):
+def test_resumed_run_equals_an_uninterrupted_one(name, tmp_path):
     make_learner(name).run(stream(2), tmp_path / "whole")
     make_learner(name).run(stream(1), tmp_path / "stopped")
     make_learner(name).run(stream(2), tmp_path / "stopped")
@@ -125,16 +125,15 @@ def test_a_run_that_goes_on_ends_as_one_that_nothing_stopped(name, tmp_path):
     assert [name for name in whole if whole[name] != stopped.get(name)] == [] and "adapter_model.safetensors" in whole
 
 
-def test_a_strategy_from_outside_the_package(tmp_path, monkeypatch):
-    """The one of the page."""
+def test_strategy_of_the_documentation_can_be_registered_and_saved(tmp_path, monkeypatch):
     monkeypatch.setattr(STRATEGIES, "_classes", dict(STRATEGIES._classes))
     (code,) = (code for *_, code in blocks("docs/strategies.md", "python") if "@register_strategy" in code)
     exec(code, {"__name__": "page"})
     learner = make_learner("random_bases:salt=2")
     results = learner.run(stream(2), tmp_path / "run")
     assert results["strategy"] == {"name": "random_bases", "salt": 2}
-    again = ClassIncrementalLearner.from_pretrained(tmp_path / "run" / "task-002")
-    assert again.strategy == learner.strategy and again.strategy.salt == 2
+    loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "run" / "task-002")
+    assert loaded.strategy == learner.strategy and loaded.strategy.salt == 2
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="there is no strategy 'random_bases'"):
         ClassIncrementalLearner.from_pretrained(tmp_path / "run" / "task-002")
@@ -155,7 +154,7 @@ NAMESAKE = dataclass(frozen=True)(type("Other", (Strategy,), {"name": "dulbe"}))
         (register_strategy, NAMESAKE, ValueError, "is already dulbe_peft.strategies.dulbe:Dulbe"),
     ],
 )
-def test_what_is_no_strategy_is_refused(call, given, error, message):
+def test_invalid_strategy_is_refused(call, given, error, message):
     with pytest.raises(error, match=message):
         call(given)
 
@@ -163,15 +162,15 @@ def test_what_is_no_strategy_is_refused(call, given, error, message):
 ABLATIONS = Path(__file__).parents[2] / "examples" / "ablations"
 
 
-def test_every_ablation_is_read():
-    for path in ABLATIONS.glob("*.yaml"):  # which checks every name, setting, classifier and the reference
+def test_every_ablation_file_is_valid():
+    for path in ABLATIONS.glob("*.yaml"):  # reading checks every name, setting and classifier, and the reference
         plan = read_plan(path)
         assert plan.streams["digits"]["model"] == "demo" and plan.reference is not None
         assert len(plan.rows) > 1
 
 
-def test_routing_both_gives_the_structure_loss_to_both_modes(tiny_clip):
-    """Each part of the gradient by itself, against one backward pass of the strategy."""
+def test_routing_both_trains_both_modes_with_the_structure_loss(tiny_clip):
+    """Compare the two parts of the gradient, computed separately, with one backward pass of the strategy."""
     torch.manual_seed(0)
     adapter, kinds = adapted(tiny_clip(), init_weights=False), ("shared_parameters", "residual_parameters")
     adapter.active_config.structure_weight = 0.7
@@ -191,16 +190,15 @@ def test_routing_both_gives_the_structure_loss_to_both_modes(tiny_clip):
     second = torch.autograd.grad(make_strategy("dulbe").structure_loss(task, step()), parameters)
     both, shared, half = routed("dulbe:routing=both"), routed("dulbe"), len(parameters) // 2
     assert all(gradient.norm() > 1e-6 for gradient in second)
-    for index, (one, other) in enumerate(zip(first, second, strict=True)):
-        torch.testing.assert_close(both[index], one + 0.7 * other, rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(shared[index], one + 0.7 * other * (index < half), rtol=1e-4, atol=1e-6)
+    for index, (task_part, structure) in enumerate(zip(first, second, strict=True)):
+        torch.testing.assert_close(both[index], task_part + 0.7 * structure, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(shared[index], task_part + 0.7 * structure * (index < half), rtol=1e-4, atol=1e-6)
 
 
-# The rows of the other files differ in a number alone.
+# The rows of the other files differ only in a number.
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["modes", "bridge", "places", "statistics"])
-def test_rows_of_ablations_learn(file, base):
-    """Two tasks of one epoch: not a result, rows that run."""
+def test_all_rows_of_an_ablation_learn_two_tasks(file, base):
     plan = read_plan(ABLATIONS / f"{file}.yaml")
     for row in plan.methods:
         settings = next(cell.settings for cell, _ in plan.cells() if cell.method == row)

@@ -10,7 +10,7 @@ from dulbe_peft.classifiers.closing import ClosingPass
 from dulbe_peft.classifiers.registry import make_classifiers
 from dulbe_peft.metrics.evaluation import EncodedTest, evaluate_features
 from dulbe_peft.photos.report.verdict import trained_away
-from dulbe_peft.streams.falls import Before, Cost, fall_line, fallen
+from dulbe_peft.streams.falls import Before, Cost, fall_line, significant_costs
 from dulbe_peft.streams.tasks import Task
 
 DIM = 8
@@ -44,19 +44,19 @@ def measure(turn):
 def test_harmful_training_is_reported_and_harmless_training_is_not():
     shift = torch.eye(DIM).roll(1, dims=1)  # images of class a now look like class b
     costs, changed = measure(shift)
-    assert set(fallen(costs)) == {"lda", "prototype"} and changed > 0.5
+    assert set(significant_costs(costs)) == {"lda", "prototype"} and changed > 0.5
     assert all(cost.images == 60 and cost.right + cost.lost - cost.gained > 50 for cost in costs.values())
     line = fall_line(costs, None)
     assert "the accuracy on 60 test images of old classes: lda" in line and "lower --learning-rate" in line
     harmless, unchanged = measure(torch.eye(DIM))
-    assert fallen(harmless) == {} and unchanged == 0 and fall_line(harmless, unchanged) == ""
+    assert significant_costs(harmless) == {} and unchanged == 0 and fall_line(harmless, unchanged) == ""
     assert all(cost.lost == cost.gained == 0 for cost in harmless.values())
 
 
 @pytest.mark.parametrize(("lost", "gained", "clear"), [(10, 0, True), (10, 8, False), (0, 10, False), (3, 0, False)])
 def test_only_significant_losses_are_reported(lost, gained, clear):
     costs = {"lda": Cost(images=50, right=40, lost=lost, gained=gained)}
-    assert bool(fallen(costs)) == clear
+    assert bool(significant_costs(costs)) == clear
     words = trained_away({"costs": [{}, {"lda": costs["lda"].model_dump()}]})
     assert (f"“lda” {2 * (lost - gained):.1f} points (task 2)" in words) == clear and bool(words) == clear
 

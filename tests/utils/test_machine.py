@@ -10,9 +10,9 @@ from lives import images_of, tiny_learner
 
 from dulbe_peft.classifiers import make_classifier
 from dulbe_peft.encoders import reading
-from dulbe_peft.utils.extras import uncollected
+from dulbe_peft.utils.extras import garbage_collection_off
 from dulbe_peft.utils.torch_settings import one_thread
-from dulbe_peft.utils.workers import jobs_at_once
+from dulbe_peft.utils.workers import number_of_jobs
 
 
 def test_classifiers_use_one_thread_and_restore_the_thread_count(monkeypatch):
@@ -33,10 +33,10 @@ def test_classifiers_use_one_thread_and_restore_the_thread_count(monkeypatch):
 
 def test_jobs_are_limited_to_the_number_of_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
-    assert [jobs_at_once(asked, None) for asked in (None, 1, 3, 64)] == [3, 1, 3, 3]
-    assert jobs_at_once(64, "tcp://cluster:8786") == 64
+    assert [number_of_jobs(asked, None) for asked in (None, 1, 3, 64)] == [3, 1, 3, 3]
+    assert number_of_jobs(64, "tcp://cluster:8786") == 64
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert jobs_at_once(None, None) == 1
+    assert number_of_jobs(None, None) == 1
 
 
 @pytest.mark.parametrize("delay", [0.0, 5.0])
@@ -61,18 +61,18 @@ def thawed():
 
 
 def test_garbage_collector_is_frozen_once_and_then_restored(thawed):
-    with pytest.raises(OSError, match="no model"), uncollected():
+    with pytest.raises(OSError, match="no model"), garbage_collection_off():
         raise OSError("no model")  # nothing is frozen, so that the partly loaded model can be collected
     assert gc.isenabled() and not gc.get_freeze_count()
-    with uncollected():
+    with garbage_collection_off():
         assert not gc.isenabled() and not gc.get_freeze_count()
     frozen = gc.get_freeze_count()
     assert gc.isenabled() and frozen > 1000
     later = [[] for _ in range(100)]
-    with uncollected():
+    with garbage_collection_off():
         pass
     assert gc.get_freeze_count() <= frozen and len(later) == 100  # objects of a second model are not frozen
     gc.disable()
-    with uncollected():
+    with garbage_collection_off():
         pass
     assert not gc.isenabled()

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.photos.commands.named import FOLDER, check_given, claim, say_next, words_of
+from dulbe_peft.photos.commands.named import FOLDER, check_given, claim, message_stream, print_next_command
 from dulbe_peft.photos.commands.options import (
     NO_STORE,
     OVERWRITE,
@@ -80,33 +80,33 @@ def check(
 
     learner = None if model is None else load_learner(None, model, {"device": device}, store=not no_store)
     given = {flag: split for flag, split in splits.items() if split is not None}
-    train, test, found = open_stream_data(data, **given, strict=False)
+    train, test, inventory = open_stream_data(data, **given, strict=False)
     if page is not None and train.features is not None:
         raise ValueError(f"{data!r} is a table of features, which has no pictures for --page")
     if move_to is not None and not isinstance(train, ImageFolder):
         raise ValueError(f"--move-to moves the files of a folder, and {data!r} is not a folder")
-    parts = dict(zip(found.counts, [train] if test is None else [train, test], strict=True))
+    parts = dict(zip(inventory.counts, [train] if test is None else [train, test], strict=True))
     pictures = thumbnails(parts)
-    found = replace(found, duplicates=find_duplicates(parts, pictures), blank=blank_lines(parts, pictures))
-    tiny, words = _tiny(parts), words_of(page, csv)
+    inventory = replace(inventory, duplicates=find_duplicates(parts, pictures), blank=blank_lines(parts, pictures))
+    tiny, words = _tiny(parts), message_stream(page, csv)
     name = data.rpartition("/")[2] if data.startswith("hf:") else Path(data).resolve().name
     small = ["", f"narrower than {SMALL} pixels: {counted(len(tiny), 'image')}"] if tiny else []
-    print("\n".join([found.format(), *small]), file=words)
+    print("\n".join([inventory.format(), *small]), file=words)
     doubtful: list[Doubt] = []
-    trust: list[str] = []
+    reliability: list[str] = []
     if learner is not None:
-        doubtful, trust = _doubtful(parts, learner)
+        doubtful, reliability = _doubtful(parts, learner)
         doubts = [f"  {printable(image.name)}: looks like {why}" for image, why in doubtful[:DOUBTFUL]]
         if len(doubtful) > DOUBTFUL:
             doubts.append(f"  ... and {len(doubtful) - DOUBTFUL} more, which --csv FILE lists")
-        print("\n".join(["", DOUBTS if doubtful else NO_DOUBTS, *doubts, *trust]), file=words)
+        print("\n".join(["", DOUBTS if doubtful else NO_DOUBTS, *doubts, *reliability]), file=words)
     if page is not None:
-        content = {"name": name, "found": found, "problems": [*found.problems(), *small]}
-        by_harm = sorted(found.duplicates, key=lambda pair: pair.first.split == pair.second.split)  # leaks first
-        shown = {"pairs": by_harm[:PAIRS], "doubtful": doubtful[:DOUBTFUL], "trust": trust}
+        content = {"name": name, "inventory": inventory, "problems": [*inventory.problems(), *small]}
+        by_harm = sorted(inventory.duplicates, key=lambda pair: pair.first.split == pair.second.split)  # leaks first
+        shown = {"pairs": by_harm[:PAIRS], "doubtful": doubtful[:DOUBTFUL], "reliability": reliability}
         _write_page(Path(page), parts, content | shown)
     blank = [[split, parts[split].item_name(at), "blank", why] for (split, at), (_, why) in pictures.items() if why]
-    rows = [*_findings(found, doubtful), *tiny, *blank]
+    rows = [*_findings(inventory, doubtful), *tiny, *blank]
     if csv is not None:
         write_csv(csv, HEADER, ([*map(printable, row)] for row in rows), errors="surrogateescape")
     if move_to is not None:
@@ -115,12 +115,12 @@ def check(
     if page or csv:
         print(f"\nwritten: {' and '.join(filter(None, (page, csv)))}", file=words)
     print(file=words)
-    if test is None and any(UNLABELLED in why for _, why in found.left_out):
+    if test is None and any(UNLABELLED in why for _, why in inventory.left_out):
         splits["test_split"] = "none"
     splits["leave_out"] = ",".join(splits["leave_out"] or ()) or None
     more = splits | {"test_fraction": 0.2 if test is None else None, "output": f"out-{name}"}
-    say_next("run", model=model or "openai/clip-vit-base-patch16", data=data, **more, to=words)
-    return 2 if found.unreadable else 0
+    print_next_command("run", model=model or "openai/clip-vit-base-patch16", data=data, **more, to=words)
+    return 2 if inventory.unreadable else 0
 
 
 def _write_page(path: Path, parts: Mapping[str, LabelledImages], content: dict[str, Any]) -> None:
@@ -140,16 +140,16 @@ def _write_page(path: Path, parts: Mapping[str, LabelledImages], content: dict[s
     write_page(path, "check.html", content | shown | pictured)
 
 
-def _findings(found: Inventory, doubtful: list[Doubt]) -> Iterator[list[str]]:
+def _findings(inventory: Inventory, doubtful: list[Doubt]) -> Iterator[list[str]]:
     """Yield the rows of the table: split, path, finding, detail."""
     from dulbe_peft.photos.data.inventory import ALIKE
 
-    for image, why in found.unreadable:
+    for image, why in inventory.unreadable:
         yield [image.split, image.name, "unreadable", why]
-    for name, why in found.left_out:
+    for name, why in inventory.left_out:
         yield ["", name, LEFT_OUT, why]
     kinds = dict(zip(ALIKE, ("duplicate", "same pixels", "near copy"), strict=True))
-    for first, second, how in found.duplicates:
+    for first, second, how in inventory.duplicates:
         yield [second.split, second.name, kinds[how], f"of {first.split}: {first.name}"]
     for image, why in doubtful:
         yield [image.split, image.name, "looks like another class", why]

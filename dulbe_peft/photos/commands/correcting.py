@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from dulbe_peft.photos.commands.named import say_next
+from dulbe_peft.photos.commands.named import print_next_command
 
 if TYPE_CHECKING:
     from dulbe_peft.classifiers.base import Classifier
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dulbe_peft.streams.progress import FinishedTask
 
 
-def drop_classifiers(learner: ClassIncrementalLearner, check: Callable[[Classifier], None]) -> list[str]:
+def drop_unsupported_classifiers(learner: ClassIncrementalLearner, check: Callable[[Classifier], None]) -> list[str]:
     """Remove the classifiers for which `check` raises an error from a learner; return lines with the reasons."""
     kept: list[str] = []
     lines = []
@@ -52,4 +52,4 @@ def write_corrected(
         source = next((task.source for task in reversed(past) if task.source), None)
         command = shlex.join(["dulbe-peft", "evaluate", output, *tests_of(source)])
         print(f"earlier results no longer hold; test the corrected learner: {command}")
-    say_next("predict", output, "PHOTOS")
+    print_next_command("predict", output, "PHOTOS")

@@ -5,7 +5,7 @@ Each month brings new digits, and no month is revisited. The demo writes a repor
 you get for your own photographs.
 """
 
-from dulbe_peft.photos.commands.named import FOLDER, claim, say_next
+from dulbe_peft.photos.commands.named import FOLDER, claim, print_next_command
 from dulbe_peft.photos.commands.options import OVERWRITE, command
 from dulbe_peft.utils.settings import setting
 
@@ -21,4 +21,4 @@ def demo(
 
     (compare_demo if compare else run_demo)(output)
     print(f"next: open {output}/report.html in a browser, then")
-    say_next("check", "YOUR-FOLDER")
+    print_next_command("check", "YOUR-FOLDER")

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.photos.commands.named import say_next
+from dulbe_peft.photos.commands.named import print_next_command
 from dulbe_peft.photos.commands.options import CLASS_NAMES, DATA, STRICT, Load, Share, command, learner_options
 from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import counted, printable
@@ -45,11 +45,11 @@ def evaluate(
         raise ValueError("--scale needs --zero-shot: give both")
     if zero_shot and reject is not None:
         raise ValueError("--reject tests the learner's classifier, and --zero-shot the text classifier: give only one")
-    from dulbe_peft.photos.runs.setup import look_by
+    from dulbe_peft.photos.runs.setup import unreadable_finder
     from dulbe_peft.photos.runs.sources import open_images
 
     loaded = load()
-    images = open_images(data, split, class_names, strict, look_by(loaded))
+    images = open_images(data, split, class_names, strict, unreadable_finder(loaded))
     names = [name for name in images.class_names if name in set(loaded.class_names)]
     others = [name for name in images.class_names if name not in set(names)]
     known, unknown = images.select(names) if names else None, images.select(others) if others else None
@@ -68,7 +68,7 @@ def evaluate(
         print(json.dumps(figures, indent=2, ensure_ascii=False))
     if evaluation is not None:
         flags = {"format": "transformers", "classifier": loaded.classifier.name}
-        say_next("export", learner, f"{Path(learner).name}-export", **flags, to=sys.stderr)
+        print_next_command("export", learner, f"{Path(learner).name}-export", **flags, to=sys.stderr)
 
 
 def _accuracy(evaluation: Evaluation, classes: int, unknown: LabelledImages | None) -> dict[str, Any]:

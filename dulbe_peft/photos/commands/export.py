@@ -9,7 +9,7 @@ transformers.js:  one graph for JavaScript; needs pip install 'dulbe_peft[onnx]'
 Each format contains the learner's classifier, and a README.md with the code to use it.
 """
 
-from dulbe_peft.photos.commands.named import FOLDER, claim, say_next
+from dulbe_peft.photos.commands.named import FOLDER, claim, print_next_command
 from dulbe_peft.photos.commands.options import OVERWRITE, Load, command, learner_options
 from dulbe_peft.photos.deployment import FORMATS, PRECISIONS
 from dulbe_peft.utils.settings import setting
@@ -44,4 +44,4 @@ def export(
         print(f"largest difference from PyTorch's probabilities, on random pixels: {difference:.1e}")
     print(f"written: {folder}")
     print(f"how to use it: {folder / 'README.md'}")
-    say_next("serve", learner)
+    print_next_command("serve", learner)

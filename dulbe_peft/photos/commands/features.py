@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from dulbe_peft.photos.commands.named import claim, say_next
+from dulbe_peft.photos.commands.named import claim, print_next_command
 from dulbe_peft.photos.commands.options import (
     CLASS_NAMES,
     DATA,
@@ -53,7 +53,7 @@ def features(
     from dulbe_peft.data.features import EncoderNote, write_features
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.photos.runs.encoding import fill_store
-    from dulbe_peft.photos.runs.setup import look_by
+    from dulbe_peft.photos.runs.setup import unreadable_finder
     from dulbe_peft.photos.runs.sources import open_images, open_source
 
     loaded = load()
@@ -66,7 +66,7 @@ def features(
             # Workers use the precision that was chosen here, whatever their hardware would choose.
             load_in_worker = partial(load, num_workers=0, progress=False, precision=loaded.encoder.args.precision)
             fill_store(store, images, loaded, load_in_worker, engine, jobs, address)
-        return look_by(loaded)(images)
+        return unreadable_finder(loaded)(images)
 
     if split is None:
         splits = {"train_split": "train", "test_split": "test"}
@@ -84,7 +84,7 @@ def features(
     where = "" if store is None or loaded.encoder.adapted else f"; the store is {store.path}"
     print(f"{counted(count, 'image')} with {loaded.encoder.embed_dim} features each{where}", file=sys.stderr)
     if loaded.encoder.adapted:
-        say_next("evaluate", learner, data=data, to=sys.stderr)
+        print_next_command("evaluate", learner, data=data, to=sys.stderr)
     else:
         table, name = output or data, f"{Path(output or data).stem}-run"
-        say_next("run", model=loaded.state.base_name[0], data=table, output=name, to=sys.stderr)
+        print_next_command("run", model=loaded.state.base_name[0], data=table, output=name, to=sys.stderr)

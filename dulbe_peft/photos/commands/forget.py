@@ -8,8 +8,8 @@ model is not changed, and neither is june.
 """
 
 from dulbe_peft.data.names import learned_name
-from dulbe_peft.photos.commands.correcting import drop_classifiers, write_corrected
-from dulbe_peft.photos.commands.named import FOLDER, check_images, claim, noted_classes
+from dulbe_peft.photos.commands.correcting import drop_unsupported_classifiers, write_corrected
+from dulbe_peft.photos.commands.named import FOLDER, check_images, claim, saved_classes
 from dulbe_peft.photos.commands.options import OVERWRITE, File, Folder, Load, command, learner_options
 from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import counted
@@ -27,7 +27,7 @@ def forget(
 ) -> None:
     if not classes and not image:
         raise ValueError("nothing to forget: name classes, or photographs with --image FILE")
-    known = noted_classes(learner)
+    known = saved_classes(learner)
     for name in classes if known else ():
         learned_name(name, known, "forgotten")
     for path in image:
@@ -38,7 +38,7 @@ def forget(
 
     lines = []
     if image:
-        lines = drop_classifiers(loaded, lambda classifier: classifier.check_forgets_images())
+        lines = drop_unsupported_classifiers(loaded, lambda classifier: classifier.check_forgets_images())
         loaded.forget_images(list(image))
     for name in dict.fromkeys(classes):
         loaded.forget_class(name)

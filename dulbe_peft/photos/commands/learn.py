@@ -18,7 +18,7 @@ from dulbe_peft.photos.commands.options import LABELS, OVERWRITE, Folder, Load, 
 from dulbe_peft.photos.commands.run import close_run
 from dulbe_peft.photos.runs import sources
 from dulbe_peft.photos.runs.settings import StreamArguments
-from dulbe_peft.photos.runs.setup import look_by
+from dulbe_peft.photos.runs.setup import unreadable_finder
 from dulbe_peft.utils.settings import AtLeastOne, setting
 from dulbe_peft.utils.terminal import counted, print_once
 
@@ -58,7 +58,7 @@ def learn(
     from dulbe_peft.streams.progress import known_tasks, renamed_classes
 
     notes: list[str] = []
-    train, test = sources.open_source(source, notes=notes, look=look_by(loaded), known=loaded.class_names)
+    train, test = sources.open_source(source, notes=notes, look=unreadable_finder(loaded), known=loaded.class_names)
     sources.report_leaks(train, test, loaded.state.known)
     fresh = train
     if not again:

@@ -9,7 +9,7 @@ photograph cannot be merged.
 from itertools import chain
 from typing import Any
 
-from dulbe_peft.photos.commands.correcting import drop_classifiers, write_corrected
+from dulbe_peft.photos.commands.correcting import drop_unsupported_classifiers, write_corrected
 from dulbe_peft.photos.commands.named import FOLDER, check_given, claim
 from dulbe_peft.photos.commands.options import OVERWRITE, Folder, Load, command, learner_options
 from dulbe_peft.utils.settings import setting
@@ -38,7 +38,8 @@ def merge(
         check_alike(classifier, second.classifiers[classifier.name])
 
     only_second, before = second.classifiers.keys() - first.classifiers.keys(), set(first.class_names)
-    lines = drop_classifiers(first, check) + [f"dropped: {name}: only {other} has it" for name in sorted(only_second)]
+    lines = drop_unsupported_classifiers(first, check)
+    lines += [f"dropped: {name}: only {other} has it" for name in sorted(only_second)]
     second.keep_classifiers(first.classifiers)
     past = known_tasks(first) + [task for task in known_tasks(second) if set(task.class_names) - before]
     leaks = 0  # images that one learner was tested on and the other has learned

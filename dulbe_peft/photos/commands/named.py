@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
-from dulbe_peft.utils.files import is_standard_output, is_stream, read_json, step_aside
+from dulbe_peft.utils.files import is_standard_output, is_stream, read_json, rename_to_old
 from dulbe_peft.utils.terminal import printable
 
 FOLDER = "folder"  # the kind of an output that is not a file
@@ -60,7 +60,7 @@ def noted(learner: str) -> dict[str, Any]:
     return {}
 
 
-def noted_classes(learner: str) -> list[str]:
+def saved_classes(learner: str) -> list[str]:
     """Return the classes that a local learner's folder lists."""
     return [name for task in noted(learner).get("tasks", []) for name in task]
 
@@ -147,15 +147,15 @@ def _step_aside(path: str, read: set[Path]) -> None:
     for other in (Path.cwd(), *read):
         if target.resolve() in (other, *other.parents):
             raise ValueError(f"--overwrite would move {path}, which the command uses: choose another name")
-    step_aside(target)
+    rename_to_old(target)
 
 
-def words_of(*outputs: str | None) -> IO[str]:
+def message_stream(*outputs: str | None) -> IO[str]:
     """Return the stream for messages: standard error if standard output is one of the command's outputs."""
     return sys.stderr if any(path and is_standard_output(path) for path in outputs) else sys.stdout
 
 
-def say_next(*words: Any, to: IO[str] | None = None, **flags: Any) -> None:
+def print_next_command(*words: Any, to: IO[str] | None = None, **flags: Any) -> None:
     """Print the command that the user will probably want to run next, with the flags that are not None."""
     given = [(f"--{name.replace('_', '-')}", value) for name, value in flags.items() if value is not None]
     print(f"next: dulbe-peft {shlex.join(map(str, chain(words, *given)))}", file=to or sys.stdout)

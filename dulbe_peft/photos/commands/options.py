@@ -14,7 +14,7 @@ import click
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.photos.commands.named import check_given, noted
 from dulbe_peft.photos.runs.settings import GROUPS, from_text
-from dulbe_peft.utils.extras import uncollected
+from dulbe_peft.utils.extras import garbage_collection_off
 from dulbe_peft.utils.settings import field_types, setting
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it
@@ -215,7 +215,7 @@ def learner_options(optional: bool = False, choose: bool = False, encodes: bool 
     return add
 
 
-@uncollected()
+@garbage_collection_off()
 def load_learner(
     learner: str | None,
     model: str | None,

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.data.names import NONE
-from dulbe_peft.photos.commands.named import FOLDER, check_images, claim, say_next
+from dulbe_peft.photos.commands.named import FOLDER, check_images, claim, print_next_command
 from dulbe_peft.photos.commands.options import OVERWRITE, File, Folder, Load, Share, command, learner_options
 from dulbe_peft.utils.files import is_stream, output_file, write_csv
 from dulbe_peft.utils.settings import setting
@@ -100,10 +100,10 @@ def predict(
     if csv or json_file or exiftool or sort_into or reject is not None or any(row.error is not None for row in rows):
         _print_summary(rows, reject is not None, written)
     if csv and not is_stream(csv):
-        say_next("report", csv, to=sys.stderr)
+        print_next_command("report", csv, to=sys.stderr)
     elif written and sort_into is None and "-" not in paths:
         which = {"classifier": loaded.classifier.name, "reject": reject, "sort_into": "sorted"}
-        say_next("predict", learner, *paths, **which, to=sys.stderr)
+        print_next_command("predict", learner, *paths, **which, to=sys.stderr)
     return 0 if any(row.error is None for row in rows) else 2
 
 

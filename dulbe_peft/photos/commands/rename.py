@@ -8,8 +8,8 @@ is not changed.
 """
 
 from dulbe_peft.data.names import check_rename, normalized
-from dulbe_peft.photos.commands.correcting import drop_classifiers, write_corrected
-from dulbe_peft.photos.commands.named import FOLDER, claim, noted_classes
+from dulbe_peft.photos.commands.correcting import drop_unsupported_classifiers, write_corrected
+from dulbe_peft.photos.commands.named import FOLDER, claim, saved_classes
 from dulbe_peft.photos.commands.options import OVERWRITE, Folder, Load, command, learner_options
 from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import counted
@@ -26,12 +26,12 @@ def rename(
     overwrite: bool = OVERWRITE,
 ) -> None:
     new = new.strip()  # labels in a table are stripped as well
-    if known := noted_classes(learner):
+    if known := saved_classes(learner):
         check_rename(old, new, known)
     claim(("--output", output, FOLDER), apart=[learner], overwrite=overwrite)
     loaded = load()
     joins = normalized(new) in {*loaded.class_names} - {normalized(old)}
-    lines = drop_classifiers(loaded, lambda classifier: classifier.check_merges()) if joins else []
+    lines = drop_unsupported_classifiers(loaded, lambda classifier: classifier.check_merges()) if joins else []
     loaded.rename_class(old, new)
     both = f", which has the photographs of both classes; {counted(len(loaded.class_names), 'class')}" * joins
     write_corrected(loaded, output, [*lines, f"{old} is now {new}{both}"])

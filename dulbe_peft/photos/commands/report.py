@@ -9,7 +9,7 @@ The page is a single file that any browser opens, even without a network. For a 
 
 from pathlib import Path
 
-from dulbe_peft.photos.commands.named import claim, say_next, words_of
+from dulbe_peft.photos.commands.named import claim, message_stream, print_next_command
 from dulbe_peft.photos.commands.options import OVERWRITE, File, Page, command
 from dulbe_peft.utils.settings import setting
 
@@ -41,7 +41,7 @@ def report(
     folders = list({Path(folder).resolve(): folder for folder in runs}.values())
     files = (output, csv, latex)
     page = write_report(folders, *files)
-    to = words_of(*files)
+    to = message_stream(*files)
     for path in (output or page, csv, latex):
         if path is not None:
             print(f"written: {path}", file=to)
@@ -49,7 +49,7 @@ def report(
         run = read_run(folders[0])
         best, _ = recommended(estimated(run.results), run.first)
         flags = {"format": "transformers", "classifier": best if best != run.first else None}
-        say_next("export", folders[0], f"{folders[0]}-export", **flags, to=to)
+        print_next_command("export", folders[0], f"{folders[0]}-export", **flags, to=to)
 
 
 def _contact_sheet(tables: tuple[str, ...], output: str | None, *others: str | None) -> None:
@@ -60,4 +60,4 @@ def _contact_sheet(tables: tuple[str, ...], output: str | None, *others: str | N
         raise ValueError(f"{tables[0]} is a table of predictions: give it alone, with no flag except --output")
     table = Path(tables[0])
     page = write_contact_sheet(table, Path(output) if output else table.with_name(f"{table.name}.html"))
-    print(f"written: {output or page}", file=words_of(output))
+    print(f"written: {output or page}", file=message_stream(output))

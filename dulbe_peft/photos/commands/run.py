@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dulbe_peft.arguments import AdapterSettings
-from dulbe_peft.photos.commands.named import FOLDER, check_given, claim, say_next
+from dulbe_peft.photos.commands.named import FOLDER, check_given, claim, print_next_command
 from dulbe_peft.photos.commands.options import LABELS, OVERWRITE, File, command, run_settings
 from dulbe_peft.photos.runs.settings import GROUPS, given_settings, pick
 from dulbe_peft.photos.runs.sources import check_source, data_or_labels, source_of
@@ -110,4 +110,4 @@ def print_results(results: dict[str, Any], output: str, first: str) -> None:
             print(words)
         if best != first:
             print(f"to predict with it: dulbe-peft predict {shlex.quote(output)} PHOTOS --classifier {best}")
-    say_next("report", output)
+    print_next_command("report", output)

@@ -26,7 +26,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from dulbe_peft.photos.commands.named import FOLDER, check_images, claim, say_next
+from dulbe_peft.photos.commands.named import FOLDER, check_images, claim, print_next_command
 from dulbe_peft.photos.commands.options import OVERWRITE, Folder, Load, command, learner_options
 from dulbe_peft.utils.settings import setting
 
@@ -74,7 +74,7 @@ def serve(
                 if server.app.unsaved:
                     print("the changes were not saved: next time, give --output FOLDER", file=sys.stderr)
         if output is not None and Path(output).is_dir():
-            say_next("predict", output, photos or "PHOTOS")
+            print_next_command("predict", output, photos or "PHOTOS")
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.photos.commands.named import check_images, claim, say_next, words_of
+from dulbe_peft.photos.commands.named import check_images, claim, message_stream, print_next_command
 from dulbe_peft.photos.commands.options import OVERWRITE, File, Load, Page, command, learner_options
 from dulbe_peft.utils.settings import AtLeastOne, setting
 from dulbe_peft.utils.terminal import counted, printable
@@ -47,7 +47,7 @@ def suggest(
         raise ValueError("name the photographs: dulbe-peft suggest [LEARNER] [--model M] PHOTOS...")
     check_images(photos)
     claim(("--csv", csv, ".csv"), ("--page", page, ".html"), reads=photos, overwrite=overwrite)
-    from dulbe_peft.utils.files import is_stream, step_aside, write_csv
+    from dulbe_peft.utils.files import is_stream, rename_to_old, write_csv
 
     table = None if csv is None or is_stream(csv) else csv
     existing = table if table and os.path.isfile(table) and os.path.getsize(table) else None
@@ -56,7 +56,7 @@ def suggest(
     loaded = load(learner=learner)
     from dulbe_peft.photos.suggesting import new_photographs, suggestions
 
-    (images, features, notes), stream = new_photographs(loaded, list(photos)), words_of(csv, page)
+    (images, features, notes), stream = new_photographs(loaded, list(photos)), message_stream(csv, page)
     suggested = suggestions(features, count, loaded.classifier if loaded.tasks else None)
     names = [images.item_name(suggestion.row) for suggestion in suggested]
     if table is not None and Path(table).resolve().parent != Path.cwd():  # its paths are relative to its own folder
@@ -67,7 +67,7 @@ def suggest(
         for name, s in zip(names, suggested, strict=True)
     ]
     if existing:
-        step_aside(Path(existing))
+        rename_to_old(Path(existing))
     new = f"{Path(learner).name}-labelled" if learner else "labelled"
     if csv is not None:
         write_csv(csv, HEADER, lines, errors="surrogateescape")
@@ -83,7 +83,7 @@ def suggest(
         advice = f"correct the column class of {table}, and rename it to label; then"
     print(advice, file=stream)
     first = ("learn", learner) if learner else ("run", "--model", loaded.state.base_name[0])
-    say_next(*first, labels=table or "LABELS.csv", output=new, to=stream)
+    print_next_command(*first, labels=table or "LABELS.csv", output=new, to=stream)
 
 
 def _is_learner(path: str) -> bool:

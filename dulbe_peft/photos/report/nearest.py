@@ -19,7 +19,7 @@ Place = tuple[int, int]  # the number of a task, from 1, and the position of a t
 
 @dataclass
 class Neighbours:
-    """The test images that were also learned, and the nearest training images, as a part of the data and an index."""
+    """Test images that were also learned, and for each test image the nearest training image, as data and index."""
 
     copies: list[Copy] = field(default_factory=list)
     nearest: dict[Place, tuple[LabelledImages, int]] = field(default_factory=dict)
@@ -39,7 +39,7 @@ def find_neighbours(learner: ClassIncrementalLearner, trains: Sequence[Any], tes
         return encoder.dataset_embeds(encoder.images(images))
 
     features = None
-    # Only one process writes pictures, and with several processes it could not encode images by itself.
+    # With several processes, only one of them writes pictures, and it cannot encode images without the others.
     if not encoder.adapted and encoder.store is not None and 0 < len(train) <= _MOST and world()[1] == 1:
         features = torch.cat([embeds(part) for part in parts])
     for number, test in enumerate(tests, 1):

@@ -40,7 +40,7 @@ def plot_results(results: dict[str, Any], path: str | Path) -> None:
 
 
 def plot_matrix(results: dict[str, Any], path: str | Path) -> None:
-    """Plot the first classifier's accuracy on each task after every later task; the arguments are as above."""
+    """Plot the first classifier's accuracy on each task after every later task; see `plot_results`."""
     matrix_figure(results).savefig(path, dpi=150)
 
 

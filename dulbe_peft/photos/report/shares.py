@@ -155,9 +155,10 @@ def lowest_threshold(predictions: Sequence[ImageResult], wanted: float) -> tuple
 def more_images(rows: Sequence[ClassRow]) -> tuple[bool | None, Share, Share, int] | None:
     """Compare the accuracy of classes with few and with many training images.
 
-    Return (whether classes with many are more accurate, or None if the difference may be chance; the accuracy of
-    classes with few; that of classes with many; the largest number that counts as few). Return None if all classes
-    have equally many training images.
+    Returns:
+        None if all classes have equally many training images; otherwise, whether classes with many are more accurate
+        (None if the difference may be chance), the accuracy of classes with few, the accuracy of classes with many,
+        and the largest number of images that counts as few.
     """
     from scipy.stats import mannwhitneyu
 

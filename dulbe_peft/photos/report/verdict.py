@@ -12,7 +12,7 @@ from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, TITLES, result_rows
 from dulbe_peft.photos.report.run_folder import RunFolder
 from dulbe_peft.photos.report.shares import ClassRow, ConfusionMatrix, Share, listed
 from dulbe_peft.photos.runs.sources import tests_of
-from dulbe_peft.streams.falls import ADVICE, MUCH, Cost, fallen
+from dulbe_peft.streams.falls import ADVICE, MUCH, Cost, significant_costs
 from dulbe_peft.training.state import Estimate
 from dulbe_peft.utils.terminal import counted
 
@@ -132,7 +132,7 @@ def trained_away(results: Mapping[str, Any]) -> str:
     """Return a sentence on what training cost old classes and how to avoid it, or ""."""
     points, places = dict[str, float](), dict[str, list[str]]()
     for number, saved in enumerate(results.get("costs", []), 1):
-        for name, cost in fallen({name: Cost(**counts) for name, counts in saved.items()}).items():
+        for name, cost in significant_costs({name: Cost(**counts) for name, counts in saved.items()}).items():
             points[name] = points.get(name, 0.0) + cost.points
             places.setdefault(name, []).append(str(number))
     if points:

@@ -12,7 +12,7 @@ from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.store import EncoderKey, FeatureStore
 from dulbe_peft.encoders.reading import UNSHOWN
 from dulbe_peft.learner import ClassIncrementalLearner
-from dulbe_peft.utils.workers import OncePerProcess, jobs_at_once, side_by_side
+from dulbe_peft.utils.workers import OncePerProcess, number_of_jobs, side_by_side
 
 SHARD = 2048  # largest number of images that a worker encodes in one call
 Encoded = tuple[EncoderKey, list[bytes | None], np.ndarray]  # the encoder, the images' contents, their features
@@ -32,7 +32,7 @@ def fill_store(
     Images and model must have the same paths on the workers. Finished shards are stored, so that calling this function
     again continues after an interruption. Unreadable images are left out.
     """
-    key, workers, contents = learner.encoder.key, jobs_at_once(jobs, address), images.contents()
+    key, workers, contents = learner.encoder.key, number_of_jobs(jobs, address), images.contents()
     stored = store.get(key, contents)
     missing = {content: row for row, content in enumerate(contents) if content is not None and content not in stored}
     rows = sorted(missing.values())

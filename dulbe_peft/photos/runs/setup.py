@@ -12,7 +12,7 @@ from dulbe_peft.arguments import AdapterSettings, LearnerArguments
 from dulbe_peft.data.names import normalized
 from dulbe_peft.photos.runs.settings import StreamArguments, read_yaml
 from dulbe_peft.photos.runs.sources import new_images, open_source, source_of
-from dulbe_peft.utils.extras import uncollected
+from dulbe_peft.utils.extras import garbage_collection_off
 from dulbe_peft.utils.terminal import counted, print_once, printable
 
 if TYPE_CHECKING:  # torch is only imported when a run is set up
@@ -50,7 +50,7 @@ class Setup:
         return self.learner.run(self.tasks, self.stream.output, **options)
 
 
-def look_by(learner: ClassIncrementalLearner) -> Look:
+def unreadable_finder(learner: ClassIncrementalLearner) -> Look:
     """Return a function that finds unreadable images, for `open_source`.
 
     It encodes the images if the store keeps the features, so that no image is decoded a second time later.
@@ -67,7 +67,7 @@ def look_by(learner: ClassIncrementalLearner) -> Look:
 def set_up(stream: StreamArguments, adapter: AdapterSettings, args: LearnerArguments) -> Setup:
     """Open the data and load the model; add an adapter if the strategy trains one."""
     strategy, classifiers = stream.methods
-    with uncollected():
+    with garbage_collection_off():
         import torch
         from peft import get_peft_model
 
@@ -78,7 +78,7 @@ def set_up(stream: StreamArguments, adapter: AdapterSettings, args: LearnerArgum
 
     @cache
     def make_learner() -> ClassIncrementalLearner:
-        with uncollected():
+        with garbage_collection_off():
             model, processor = load_dual_encoder(stream.model, stream.revision, stream.attn_implementation)
         torch.manual_seed(args.seed)
         if strategy.adapts:
@@ -91,7 +91,7 @@ def set_up(stream: StreamArguments, adapter: AdapterSettings, args: LearnerArgum
         return learner
 
     def look(images: LabelledImages) -> Mapping[int, str]:
-        return look_by(make_learner())(images)
+        return unreadable_finder(make_learner())(images)
 
     left_out: list[str] = []
     uses_few = stream.dry_run or stream.images_per_class is not None  # encoding all images would be wasted

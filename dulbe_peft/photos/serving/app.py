@@ -43,14 +43,14 @@ class Change:
 
 
 class App:
-    """The requests of the page, one at a time. Each change is saved in `output`, if given, before it is answered."""
+    """Answers the requests of the page. Each change is saved in the folder `output`, if given, before the answer."""
 
     def __init__(
         self, learner: ClassIncrementalLearner, output: str | Path | None = None, photographs: str | Path | None = None
     ) -> None:
         self.learner, self.output = learner, output
         self.labelling = None if photographs is None else Labelling(learner, photographs)
-        self.saved_state = learner.state  # the state that is saved
+        self.saved_state = learner.state
         self.changes: list[Change] = []
         self.lock = threading.Lock()
 
@@ -82,8 +82,8 @@ class App:
     def predict(self, request: dict[str, Any]) -> dict[str, Any]:
         """Classify an image.
 
-        Return the most probable classes, whether it belongs to a known class, the class as which it was learned, if
-        any, and a JPEG if browsers cannot show its format.
+        Return its most probable classes, whether it belongs to a known class at all, the class that it was learned
+        as, if any, and a JPEG of it if browsers cannot show its format.
         """
         (image,) = uploaded_images(request, 1)
         images, area = unlabelled_images(image), self.learner.classifier.roc_area

@@ -78,7 +78,7 @@ class Labelling:
         self.none.append(place)
 
     def undo_label(self, place: Any) -> None:
-        """Remove the label of a photograph, and show it next."""
+        """Remove the label, or "none of these", of a photograph, and show the photograph next."""
         if place in self.none:
             self.none.remove(place)
         else:

@@ -297,10 +297,10 @@ def test_help_fits_a_screen_and_help_all_shows_all_settings(capsys):
         assert "--" + name.replace("_", "-") in texts[1]
 
 
-def test_run_and_report_recommend_by_the_estimate_not_the_tests(own_run, capsys):
-    for task in own_run.glob("task-*"):  # a task's files would not match the changed results
+def test_run_and_report_recommend_by_the_estimate_not_the_tests(run_copy, capsys):
+    for task in run_copy.glob("task-*"):  # a task's files would not match the changed results
         shutil.rmtree(task)
-    file, printed = own_run / "results.json", []
+    file, printed = run_copy / "results.json", []
     results = json.loads(file.read_text())
     for share in (0.8, 0.55):
         shares = {"bridge": [0.5, 0.4, 0.6], "lda": [share, share - 0.1, share + 0.1]}
@@ -308,15 +308,15 @@ def test_run_and_report_recommend_by_the_estimate_not_the_tests(own_run, capsys)
         for name, accuracy in (("bridge", 1.0), ("lda", 0.0)):
             results["classifiers"][name]["last_accuracy"] = accuracy
         file.write_text(json.dumps(results))
-        print_results(results, str(own_run), "bridge")
-        assert main(["report", str(own_run)]) == 0
+        print_results(results, str(run_copy), "bridge")
+        assert main(["report", str(run_copy)]) == 0
         printed.append(capsys.readouterr().out)
     clear, chance = printed
     assert (
         "accuracy estimated from 40 training images, each left out in turn, with 95 % intervals: lda 80.0 % (70.0 to"
         in clear
     )
-    assert f"predict {own_run} PHOTOS --classifier lda" in clear and clear.endswith("transformers --classifier lda\n")
+    assert f"predict {run_copy} PHOTOS --classifier lda" in clear and clear.endswith("transformers --classifier lda\n")
     assert "estimate of lda is 5.0 points higher, which may be chance" in chance and chance.endswith("transformers\n")
 
 

@@ -255,8 +255,8 @@ def test_check_lists_and_shows_doubtful_labels(digit_folders, tmp_path, capsys):
 
 
 def test_page_shows_file_names_that_are_not_utf8(tmp_path):
-    empty = dict.fromkeys(("problems", "strips", "pairs", "doubtful", "trust"), ())
-    write_page(tmp_path / "page.html", "check.html", {"name": "\udcff.png", "found": Inventory({}), **empty})
+    empty = dict.fromkeys(("problems", "strips", "pairs", "doubtful", "reliability"), ())
+    write_page(tmp_path / "page.html", "check.html", {"name": "\udcff.png", "inventory": Inventory({}), **empty})
     assert "\\udcff.png" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 

@@ -1,7 +1,7 @@
 """Test the page that shows photographs grouped by their predicted class."""
 
 import pytest
-from pages import Page, self_contained
+from pages import Page, check_self_contained
 from PIL import Image
 
 from dulbe_peft.photos.commands.main import main
@@ -19,7 +19,7 @@ def test_photographs_are_grouped_by_class_least_certain_first(tmp_path, capsys):
     assert main(["report", str(table)]) == 0
     assert f"written: {table}.html" in capsys.readouterr().out
     page = Page(f"{table}.html")
-    self_contained(page)
+    check_self_contained(page)
     assert [title for level, title in page.headings if level == 2] == [f"{SCRIPT} (1)", "cat (2)", "none of these (1)"]
     assert [attributes["alt"] for tag, attributes in page.tags if tag == "img"] == ["1.png", "0.png", "2.png"]
     assert (

@@ -10,7 +10,7 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-from pages import NAMES, Page, drawn, learn, self_contained
+from pages import NAMES, Page, check_self_contained, drawn, learn
 from PIL import Image
 from tiny_encoders import save_encoder
 
@@ -157,7 +157,7 @@ def test_pictures_are_described_contents_are_complete_and_no_code_names_are_show
 def page_of(*given):
     """Write a report, check that it is self-contained, and return the page."""
     page = Page(write_report(*given))
-    self_contained(page)
+    check_self_contained(page)
     return page
 
 
@@ -196,7 +196,7 @@ def test_headline_excludes_test_images_that_were_also_learned(digit_folders, tmp
     verb = "is" if learned == 1 else "are"
     expected = f"of which {learned} {verb} classified correctly. With them, the accuracy is {100 * every / 75:.1f} %"
     assert f"This accuracy does not count 3 test images that were also learned, {expected}" in page.words
-    assert "training images: the same file (2), nearly the same picture (1). Remove them" in page.words
+    assert "Matches with training images: the same file (2), nearly the same picture (1). Remove them" in page.words
     shutil.copytree(tmp_path / "out" / "task-001", tmp_path / "alone" / "task-001")
     shutil.copy(tmp_path / "out" / "results.json", tmp_path / "alone")
     alone = Page(write_report(tmp_path / "alone", tmp_path / "alone.html"))  # pictures/ lists the copies
@@ -216,7 +216,7 @@ def test_run_that_learned_all_of_its_test_images_has_no_headline(digit_folders, 
     flags = ["--data", str(photos), "--output", str(tmp_path / "out"), "--device", "cpu"]
     assert main(["run", "--model", "demo", "--classifiers", "lda", *flags]) == 0
     page = page_of(tmp_path / "out", tmp_path / "page.html")
-    assert "has learned all of its test images, so its accuracy on other images is not known" in page.words
+    assert "All test images were also learned, so the learner's accuracy on other images is not known" in page.words
     assert 'class="headline"' not in page.source
 
 
@@ -261,7 +261,7 @@ def test_report_on_one_task_and_on_a_saved_learner(runs, tmp_path):
     learner.forget_class("four" if "four" in learner.class_names else learner.class_names[0])
     learner.save_pretrained(tmp_path / "saved")
     saved = page_of(tmp_path / "saved", tmp_path / "saved.html")
-    assert "Its accuracy is therefore not known" in saved.words and "not finished" not in saved.words
+    assert "The learner's accuracy is therefore not known" in saved.words and "not finished" not in saved.words
     assert f"evaluate {tmp_path / 'saved'} --data" in saved.words and "learned 3 classes in 2 tasks" in saved.words
     assert "a class of task 1 was forgotten" in saved.words
 

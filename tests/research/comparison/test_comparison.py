@@ -1,4 +1,4 @@
-"""Methods and classifiers side by side: what is run, what is never run twice, and what the table says."""
+"""Test comparisons: which runs are made, which are not repeated, and the table of results."""
 
 import csv
 import json
@@ -34,7 +34,7 @@ FROZEN = {"methods": {"frozen": {"strategy": "frozen"}}}
 
 
 def quiet(_):
-    """Nobody is told anything."""
+    """Discard a message."""
 
 
 def write(path, content):
@@ -44,7 +44,7 @@ def write(path, content):
 
 @pytest.fixture(scope="module")
 def content(digit_folders, tiny_model):
-    """Four digits in two tasks, with and without training, two seeds, on a tiny model."""
+    """Return a plan of four digits in two tasks, with and without training, with two seeds and a tiny model."""
     quick = {"increment": 2, "epochs": 1, "batch_size": 4, "support_rank": 8, "residual_rank": 2, "device": "cpu"}
     root = str(digit_folders(4, 6, 3))
     data = {"data": root, "retention": root, "retention_scales": [0.5]}
@@ -64,14 +64,14 @@ def content(digit_folders, tiny_model):
 @pytest.fixture(scope="module")
 def finished(content, tmp_path_factory):
     folder = tmp_path_factory.mktemp("comparison")
-    said: list[str] = []
-    entries = compare(read_plan(write(folder / "plan.yaml", content)), folder / "out", jobs=1, log=said.append)
-    return folder, entries, said
+    messages: list[str] = []
+    entries = compare(read_plan(write(folder / "plan.yaml", content)), folder / "out", jobs=1, log=messages.append)
+    return folder, entries, messages
 
 
 @pytest.fixture
 def copied(finished, tmp_path):
-    """The same in a folder of its own, for tests that write there."""
+    """Return a copy of the finished comparison, for tests that change it."""
     shutil.copytree(finished[0], tmp_path / "copied")
     return tmp_path / "copied", *finished[1:]
 
@@ -84,8 +84,8 @@ def times(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name in ("cell.json", "learner.json")}
 
 
-def test_every_row_of_every_stream_is_there(finished):
-    folder, entries, said = finished
+def test_comparison_has_every_row_of_every_stream(finished):
+    folder, entries, messages = finished
     assert [entry.row for entry in entries] == [
         Row("frozen", "bridge"),
         Row("frozen", "lda"),
@@ -99,18 +99,18 @@ def test_every_row_of_every_stream_is_there(finished):
     assert "| frozen | lda |" in format_summary(entries) and "digits, 2 seeds" in format_summary(entries)
     last = {(entry.row.method, entry.row.classifier): entry.means["last"] for entry in entries}
     assert [entry.gain for entry in entries[:2]] == [None, None] and entries[1].differences["last"] is None
-    for entry in entries[2:]:  # what training adds is the difference to the same classifier
+    for entry in entries[2:]:  # the gain from training is the difference to the same classifier
         assert entry.gain.mean == pytest.approx(entry.means["last"] - last["frozen", entry.row.classifier])
-    assert entries[-1].gain == entries[-1].differences["last"]  # to the reference, which is the same row here
+    assert entries[-1].gain == entries[-1].differences["last"]  # here, the reference is that row
     # The learning rate with the better held-out accuracy is chosen.
     tried, ran = (sorted((folder / "out" / where).rglob("cell.json")) for where in ("choices", "runs/digits/LoRA"))
     assert [json.loads(path.read_text())["settings"]["validation_fraction"] for path in tried] == [0.2, 0.2]
     rates = {entry.chosen["learning_rate"] for entry in entries[2:]}
-    assert sum("scored best on held-out training images" in line for line in said) == len(rates)
+    assert sum("scored best on held-out training images" in line for line in messages) == len(rates)
     assert {json.loads(path.read_text())["settings"]["learning_rate"] for path in ran} == rates
 
 
-def test_each_row_is_of_the_runs_with_the_rate_that_its_own_classifier_chose(copied, content, monkeypatch):
+def test_each_row_uses_the_learning_rate_chosen_for_its_classifier(copied, content, monkeypatch):
     folder, _, _ = copied
     content = content | {"seeds": [0], "drift": ["none"]}
     shutil.rmtree(folder / "out" / "runs" / "digits" / "LoRA")
@@ -130,19 +130,19 @@ def test_each_row_is_of_the_runs_with_the_rate_that_its_own_classifier_chose(cop
         assert [path.stem for path in (run / "answers").iterdir()] == [entry.row.classifier]
 
 
-def test_what_a_scale_gives_and_costs_is_kept(finished):
+def test_retention_is_recorded_for_each_scale(finished):
     folder, entries, _ = finished
     for entry in (entries[0], entries[-1]):
-        found = [json.loads((run_of(folder, entry, seed) / "cell.json").read_text())["retention"] for seed in (0, 1)]
-        assert all([point["scale"] for point in one["scales"]] == [0, 0.5, 1] for one in found)
-        for one in found:  # here the classes of `retention` are those of the stream
-            assert all(point["learned"] == pytest.approx(point["unlearned"]) for point in one["scales"])
-            assert (one["before"], one["after"]) == tuple(one["scales"][end]["unlearned"] for end in (0, -1))
-        assert entry.retention.scales[1].learned == pytest.approx(np.mean([o["scales"][1]["learned"] for o in found]))
+        runs = [json.loads((run_of(folder, entry, seed) / "cell.json").read_text())["retention"] for seed in (0, 1)]
+        assert all([point["scale"] for point in run["scales"]] == [0, 0.5, 1] for run in runs)
+        for run in runs:  # here, the classes of `retention` are those of the stream
+            assert all(point["learned"] == pytest.approx(point["unlearned"]) for point in run["scales"])
+            assert (run["before"], run["after"]) == tuple(run["scales"][end]["unlearned"] for end in (0, -1))
+        assert entry.retention.scales[1].learned == pytest.approx(np.mean([r["scales"][1]["learned"] for r in runs]))
 
 
-def test_the_table_s_accuracies_are_those_of_the_answers(copied):
-    """The digits are easy: some answers are made wrong, so that the two measures differ."""
+def test_accuracies_in_the_table_equal_those_of_the_answers(copied):
+    """Some answers are changed to wrong ones, because the digits are easy and the two measures must differ."""
     folder, plan = copied[0] / "out", read_plan(copied[0] / "plan.yaml")
     row, accuracies = Row("frozen", "lda"), []
     for seed in (0, 1):
@@ -159,19 +159,19 @@ def test_the_table_s_accuracies_are_those_of_the_answers(copied):
     assert entry.means["last"] > entry.means["average"] + 0.1
 
 
-def test_what_is_finished_is_not_run_again(copied, content, monkeypatch):
+def test_finished_runs_are_not_repeated(copied, content, monkeypatch):
     folder, entries, _ = copied
     before = times(folder)
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "ray", None)  # no engine starts where nothing is left to do
+        patch.setitem(sys.modules, "ray", None)  # no engine starts if nothing is missing
         assert compare(read_plan(folder / "plan.yaml"), folder / "out", backend="ray", log=quiet) == entries
     more = write(folder / "more.yaml", content | {"classifiers": ["bridge", "lda", "ranpac:features=20"]})
     added = compare(read_plan(more), folder / "out", jobs=1, log=quiet)
     assert [entry.row.classifier for entry in added][-1] == "ranpac:features=20"
-    assert times(folder) == before  # a classifier that is added later trains nothing
+    assert times(folder) == before  # adding a classifier does not repeat any training
 
 
-def test_damaged_answers_are_named_and_made_again_once_removed(copied):
+def test_damaged_answers_are_an_error_and_are_computed_again_after_removal(copied):
     folder, entries, _ = copied
     path = folder / "out" / "runs" / "digits" / "frozen" / "seed-0" / "answers" / "bridge.safetensors"
     path.write_bytes(path.read_bytes()[:500])
@@ -186,7 +186,7 @@ def test_damaged_answers_are_named_and_made_again_once_removed(copied):
         read_cell(path.parents[1])
 
 
-def test_answers_of_another_run_classifier_or_default_are_not_taken(copied, monkeypatch):
+def test_answers_of_another_run_classifier_or_default_are_refused(copied, monkeypatch):
     folder, entries, _ = copied
     run, lda = run_of(folder, entries[-2]), Row("LoRA", "lda")
     cell = read_cell(run)
@@ -203,24 +203,24 @@ def test_answers_of_another_run_classifier_or_default_are_not_taken(copied, monk
 
 
 @pytest.mark.parametrize("name, text", [("comparison.json", '{"mine": 1}'), ("comparison.csv", "")])
-def test_a_file_of_somebody_s_own_is_not_replaced(content, tmp_path, capsys, name, text):
+def test_file_of_the_user_is_not_replaced(content, tmp_path, capsys, name, text):
     (tmp_path / name).write_text(text)
     assert main(["compare", str(write(tmp_path / "c.yaml", content)), "--output", str(tmp_path)]) == 2
     assert str(tmp_path / name) in capsys.readouterr().err
     assert (tmp_path / name).read_text() == text and not (tmp_path / "runs").exists()
 
 
-def test_another_setting_in_the_place_of_a_finished_run_is_refused(finished, content):
+def test_changed_setting_of_a_finished_run_is_refused(finished, content):
     folder, _, _ = finished
     streams = {"digits": content["streams"]["digits"] | {"epochs": 2}}
     other = read_plan(write(folder / "changed.yaml", content | {"streams": streams}))
-    assert not make_entries(other, folder / "out", other.cells()), "figures of other settings are not in the table"
+    assert not make_entries(other, folder / "out", other.cells()), "the table must not have results of other settings"
     with pytest.raises(ValueError, match="epochs = 1, now it is 2"):
         compare(other, folder / "out", jobs=1, log=quiet)
 
 
-def test_a_run_of_another_default_is_refused(copied):
-    """The file of the comparison is the same, and does not name the setting."""
+def test_changed_default_of_a_finished_run_is_refused(copied):
+    """The YAML file does not contain the setting and has not changed."""
     folder, _, _ = copied
     plan, path = (
         read_plan(folder / "plan.yaml"),
@@ -230,11 +230,11 @@ def test_a_run_of_another_default_is_refused(copied):
     edited(path, "arguments", "learning_rate", 0.5)
     with pytest.raises(ValueError, match="learning_rate = 0.5, now it is 'auto'"):
         compare(plan, folder / "out", jobs=1, log=quiet)
-    left = make_entries(plan, folder / "out", plan.cells({}))
-    assert sum(len(entry.seeds) for entry in left) < sum(len(entry.seeds) for entry in entries)
+    remaining = make_entries(plan, folder / "out", plan.cells({}))
+    assert sum(len(entry.seeds) for entry in remaining) < sum(len(entry.seeds) for entry in entries)
 
 
-def test_other_images_under_a_finished_run_are_refused(copied, content, tmp_path):
+def test_changed_images_of_a_finished_run_are_refused(copied, content, tmp_path):
     out, photos = copied[0] / "out", tmp_path / "photos"
     shutil.copytree(content["streams"]["digits"]["data"], photos)
     for path in out.rglob("cell.json"):
@@ -247,7 +247,7 @@ def test_other_images_under_a_finished_run_are_refused(copied, content, tmp_path
         compare(plan, out, jobs=1, log=quiet)
 
 
-def test_a_classifier_that_fails_costs_no_other(copied, content, monkeypatch):
+def test_failing_classifier_does_not_stop_the_others(copied, content, monkeypatch):
     folder, _, _ = copied
     changes = FROZEN | {"classifiers": ["ridge", "prototype"], "reference": None}
     plan = read_plan(write(folder / "failing.yaml", content | changes))
@@ -257,15 +257,17 @@ def test_a_classifier_that_fails_costs_no_other(copied, content, monkeypatch):
     assert "prototype" in {entry.row.classifier for entry in read_comparison(folder / "out").entries}
 
 
-def test_a_run_that_fails_costs_no_other(content, tmp_path):
+def test_failing_run_does_not_stop_the_others(content, tmp_path):
     broken = {"broken": {**content["streams"]["digits"], "data": str(tmp_path / "nowhere")}}
     plan = content | FROZEN | {"streams": content["streams"] | broken, "seeds": [0]}
-    with pytest.raises(ComparisonError, match=r"1 of 2 runs failed; the first one: runs/broken/frozen/seed-0: .*nowhere"):
+    with pytest.raises(
+        ComparisonError, match=r"1 of 2 runs failed; the first one: runs/broken/frozen/seed-0: .*nowhere"
+    ):
         compare(read_plan(write(tmp_path / "plan.yaml", plan)), tmp_path / "out", jobs=1, log=quiet)
     assert {entry.stream for entry in read_comparison(tmp_path / "out").entries} == {"digits"}
 
 
-def test_an_interrupted_comparison_leaves_a_table(content, tmp_path, monkeypatch):
+def test_interrupted_comparison_writes_its_table(content, tmp_path, monkeypatch):
     interrupted = Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr("research.comparison.compare.finish_cell", interrupted)
     plan = read_plan(write(tmp_path / "plan.yaml", content | FROZEN))
@@ -277,16 +279,16 @@ def test_an_interrupted_comparison_leaves_a_table(content, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
-    """By the command, with a run that was cut short: its last task is gone, and nothing says that it is finished."""
+def test_two_processes_give_the_results_of_one(finished, content, tmp_path, capsys):
+    """Use the command on a comparison whose training runs are missing."""
     folder, entries, _ = finished
     shutil.copytree(folder / "out", tmp_path / "out")
     for run in (tmp_path / "out" / "runs" / "digits" / "LoRA").iterdir():
         shutil.rmtree(run)
     path = str(folder / "plan.yaml")
     assert main(["compare", path, "--output", str(tmp_path / "out"), "--jobs", "2"]) == 0
-    said = capsys.readouterr().out
-    assert "2 of 4 runs are not finished" in said and "| LoRA | lda | linear |" in said
+    printed = capsys.readouterr().out
+    assert "2 of 4 runs are not finished" in printed and "| LoRA | lda | linear |" in printed
     assert without_times(read_comparison(tmp_path / "out").entries) == without_times(entries)
 
 
@@ -307,29 +309,29 @@ def test_two_processes_find_what_one_finds(finished, content, tmp_path, capsys):
         ({"reference": {"method": "LoRA", "classifier": "text"}}, "'LoRA with text', which is not a row"),
     ],
 )
-def test_a_wrong_file_is_refused_by_name(content, tmp_path, change, words):
+def test_error_in_the_plan_names_the_wrong_entry(content, tmp_path, change, words):
     path = write(tmp_path / "plan.yaml", {key: v for key, v in content.items() if key != "reference"} | change)
     with pytest.raises(ValueError, match=f"plan.yaml.*{re.escape(words)}"):
         read_plan(path)
 
 
-def test_a_method_brings_its_own_classifier(content, tmp_path):
+def test_method_adds_rows_for_its_classifier(content, tmp_path):
     methods = {"RAPF": {"strategy": "rapf"}, "DuLBE": {"strategy": "dulbe"}, "bare": {}}
     content = content | {"methods": methods, "classifiers": ["text"], "reference": None}
     plan = read_plan(write(tmp_path / "plan.yaml", content))
-    assert [row.classifier for row in plan.rows_of("DuLBE")] == ["text"]  # text alone: nothing in it can drift
+    assert [row.classifier for row in plan.rows_of("DuLBE")] == ["text"]  # it uses only texts, so that it has no drift
     assert [row.classifier for row in plan.rows_of("RAPF")] == ["text", "rapf"]
     bare = next(cell for cell, _ in plan.cells() if cell.method == "bare")
-    assert "drift" not in bare.settings, "a method that names no strategy trains nothing, as `run` does"
+    assert "drift" not in bare.settings, "a method without a strategy uses the default of `run`, which trains nothing"
     asked = {"classifiers": ["ranpac:features=9", "lda"], "drift": ["none", "linear", "auto"]}
     plan = read_plan(write(tmp_path / "plan.yaml", content | asked))
-    # No map of the features is one of what stands behind a ReLU.
+    # A linear map of features does not apply to the outputs of a ReLU, so ranpac has no "linear" row.
     assert [row.drift for row in plan.rows_of("DuLBE")] == ["none", "auto", "none", "linear", "auto"]
     plan = read_plan(write(tmp_path / "plan.yaml", content | asked | {"drift": ["linear"]}))
     assert [row.drift for row in plan.rows_of("DuLBE")] == ["none", "linear"]
 
 
-def test_a_method_that_trains_on_augmented_views_is_compared(content, tmp_path):
+def test_method_with_augmented_views_learns_other_features(content, tmp_path):
     methods = {"plain": {"strategy": "lora"}, "views": {"strategy": "lora", "augment": "affine", "copies": 1}}
     mine = content | {"methods": methods, "classifiers": ["lda"], "drift": ["none"], "seeds": [0], "reference": None}
     plan = read_plan(write(tmp_path / "plan.yaml", mine))
@@ -341,8 +343,8 @@ def test_a_method_that_trains_on_augmented_views_is_compared(content, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_file_for_my_photographs_runs(digit_folders, tmp_path, monkeypatch, capsys):
-    """As a person runs it, on the folder that it names; the model is the demo's, and everything is small."""
+def test_example_file_for_photographs_runs(digit_folders, tmp_path, monkeypatch, capsys):
+    """Run the example as a user does, on the folder that it names, but with the demo model and small settings."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(digit_folders(4, 8, 3), "photos")
     content = yaml.safe_load((ROOT / "examples" / "comparisons" / "my_photographs.yaml").read_text(encoding="utf-8"))
@@ -360,8 +362,8 @@ def test_the_file_for_my_photographs_runs(digit_folders, tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "examples" / "comparisons").glob("*.yaml")), ids=lambda path: path.stem
 )
-def test_the_files_of_comparisons_name_what_there_is(path, monkeypatch):
-    """What it names is what was measured by it, where figures of it lie with the others."""
+def test_example_files_are_valid_and_match_their_results(path, monkeypatch):
+    """If results of a file are stored, they have the seeds and streams that the file lists."""
     for name in ("MODEL", "OTHER_MODEL", "DATA", "MODELS", "TWIN"):
         monkeypatch.setenv(name, "demo")
     plan, measured = read_plan(path), RESULTS / "comparisons" / f"{path.stem}.csv"
@@ -373,5 +375,5 @@ def test_the_files_of_comparisons_name_what_there_is(path, monkeypatch):
         assert {row["stream"] for row in rows} == set(plan.streams)
     assert f"compare examples/comparisons/{path.name} --output" in path.read_text(encoding="utf-8")
     if path.stem == "family":
-        own = {name for name, cls in STRATEGIES.items() if cls.__module__.startswith("dulbe_peft.")}
-        assert {method["strategy"].partition(":")[0] for method in plan.methods.values()} == own
+        included = {name for name, cls in STRATEGIES.items() if cls.__module__.startswith("dulbe_peft.")}
+        assert {method["strategy"].partition(":")[0] for method in plan.methods.values()} == included

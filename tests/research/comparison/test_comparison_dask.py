@@ -1,4 +1,4 @@
-"""A comparison over several machines: local clusters of two worker processes and a folder that both see."""
+"""Test a comparison on several machines, with local clusters of two workers that share a folder."""
 
 import os
 import signal
@@ -27,31 +27,31 @@ def plan(digit_folders):
     return make_plan(content)
 
 
-def test_a_worker_that_is_killed_costs_nothing(plan, tmp_path):
+def test_killed_worker_does_not_change_the_results(plan, tmp_path):
     distributed = pytest.importorskip("distributed")
     killed = threading.Event()
 
-    def kill_the_first_that_works(processes):
-        """Kill a worker as soon as a task of some run is committed."""
+    def kill_first_worker(processes):
+        """Kill a worker as soon as any run has committed a task."""
         committed = False
         while not committed:
             time.sleep(0.02)
-            with suppress(OSError):  # a temporary folder that is gone before it is looked into
+            with suppress(OSError):  # a temporary folder can disappear before it is read
                 committed = any((tmp_path / "dask").rglob("task-001/manifest.json"))
         os.kill(processes[0], signal.SIGKILL)
         killed.set()
 
     with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
         processes = [nanny.pid for nanny in cluster.workers.values()]
-        threading.Thread(target=kill_the_first_that_works, args=[processes], daemon=True).start()
-        found = compare(plan, tmp_path / "dask", 2, "dask", cluster.scheduler_address, log=lambda _: None)
+        threading.Thread(target=kill_first_worker, args=[processes], daemon=True).start()
+        entries = compare(plan, tmp_path / "dask", 2, "dask", cluster.scheduler_address, log=lambda _: None)
     assert killed.is_set()
-    assert without_times(found) == without_times(compare(plan, tmp_path / "local", 1, log=lambda _: None))
+    assert without_times(entries) == without_times(compare(plan, tmp_path / "local", 1, log=lambda _: None))
 
 
-def test_ray_finds_the_same(plan, tmp_path):
+def test_ray_gives_the_same_results(plan, tmp_path):
     ray = pytest.importorskip("ray")
-    said = []
-    found = compare(plan, tmp_path / "ray", 2, "ray", log=said.append)
-    assert without_times(found) == without_times(compare(plan, tmp_path / "local", 1, log=lambda _: None))
-    assert said and not ray.is_initialized()
+    messages = []
+    entries = compare(plan, tmp_path / "ray", 2, "ray", log=messages.append)
+    assert without_times(entries) == without_times(compare(plan, tmp_path / "local", 1, log=lambda _: None))
+    assert messages and not ray.is_initialized()

@@ -1,11 +1,11 @@
-"""The page about a comparison: what it says of clear and unclear differences, its figures, and any name."""
+"""Test the page of a comparison: its statements about differences, its figures, and names with special characters."""
 
 import re
 
 import pytest
 from compared import CLEAR, REFERENCE, UNCLEAR, WORSE, entry, made_comparison, write_into
 from failing_files import edited
-from pages import Page, drawn, self_contained
+from pages import Page, check_self_contained, drawn
 
 from dulbe_peft.photos.commands.main import main as dulbe_peft_main
 from dulbe_peft.utils.files import read_csv
@@ -25,7 +25,7 @@ from research.comparison.comparison_plots import (
 from research.comparison.plan import Row
 from research.comparison.summary import COLUMNS, write_summary_csv
 
-TITLES = [column.title for column in COLUMNS if column.show and column.title != "seeds"][1:]  # of three seeds
+TITLES = [column.title for column in COLUMNS if column.show and column.title != "seeds"][1:]  # with three seeds
 
 
 @pytest.fixture
@@ -42,12 +42,12 @@ def changed(record, **fields):
 
 
 def beside(*others, seeds=(0, 1, 2)):
-    """What is said of the reference, which has 80 %, and of rows with these accuracies and differences."""
+    """Return the lead for the reference, which has 80 %, and rows with these accuracies and differences."""
     rows = [entry(Row("DuLBE", str(n)), *other) for n, other in enumerate(others)]
     return lead([entry(REFERENCE, 0.8, seeds=seeds), *rows], REFERENCE)
 
 
-def test_the_first_sentence_says_what_the_differences_say():
+def test_lead_states_the_best_row_and_whether_the_difference_is_clear():
     clear = beside((0.85, CLEAR), (0.7, WORSE))
     assert clear.startswith("DuLBE with 0 has the highest accuracy after the last task: 85.0 %. It is clearly")
     assert "frozen with bridge, which has 80.0 %" in clear and "+2.0 to +8.0, excludes zero." in clear
@@ -83,10 +83,10 @@ def test_first_sentence_says_whether_to_train():
     assert advice(others, ["DuLBE"], REFERENCE).endswith("and the two were not compared directly.")
 
 
-def test_the_page_has_all_figures(folder):
+def test_page_contains_all_figures(folder):
     assert read_comparison(folder) == made_comparison()
     page = Page(write_comparison_page(folder))
-    self_contained(page)
+    check_self_contained(page)
     text = page.words
     assert re.search("4 images: (Train|Do not|Whether)[^:]*: .* DuLBE with lda has the highest accuracy", text)
     assert "frozen with ranpac:features=9 has the highest accuracy" in text
@@ -108,42 +108,42 @@ def test_the_page_has_all_figures(folder):
         row("DuLBE", "lda", "linear", 70, *2 * ["-10.0 (-15.0 to -5.0)"], "90.0 → 85.0"),
     ]
     assert page.source.count("<strong>85.0</strong><br><small>(84.0 to 86.0)</small>") == 1
-    assert page.source.count("<strong>") == 6, "of the lead, four: names and advice"
+    assert page.source.count("<strong>") == 6, "four of them are in the lead: names and advice"
     assert second[0] == ["method", "classifier", "seeds", *TITLES[4:-1]] and "2 to 3 seeds" in text
     assert [line[2] for line in second[1:]] == ["", "", "2, few"]
     meant = re.findall("<dt>(.+)</dt><dd>.+</dd>", page.source)
-    assert meant == [column.title for column in COLUMNS][1:], "the page says what each column means"
+    assert meant == [column.title for column in COLUMNS][1:], "the page explains each column"
     assert page.table("method", "tried") == [["DuLBE", "learning_rate = 0.0001, 0.001"]]
     missing = [["16 images", "DuLBE", "lda", "2"], ["16 images", "DuLBE", "lda (drift linear)", "0, 1, 2"]]
     assert page.table("stream", "classifiers", "seeds") == missing
     settings = dict(page.table("stream or method"))
     assert settings["16 images"] == "data = demo-digits; images_per_class = 16; model = demo"
-    assert page.source.count("<svg") == 7, "one of the streams; of each one differences, curves and costs"
+    assert page.source.count("<svg") == 7, "one chart of the streams, and differences, curves and costs of each"
 
 
-def test_a_page_of_one_seed_and_one_of_nothing_finished(tmp_path):
+def test_page_of_one_seed_and_page_of_an_unfinished_comparison(tmp_path):
     table = made_comparison()
     scope = changed(table.scope, streams={"4 images": table.scope.streams["4 images"]}, seeds=(0,))
-    entries = [changed(one, seeds=(0,)) for one in table.entries[:4]]
+    entries = [changed(item, seeds=(0,)) for item in table.entries[:4]]
     write_into(Comparison(entries=entries, scope=scope), tmp_path)
     page = Page(write_comparison_page(tmp_path, tmp_path / "page.html"))
-    self_contained(page)
+    check_self_contained(page)
     assert "With one seed, the intervals cover only the variation between test images." in page.words
     assert "not finished" not in page.words and "Settings to choose from" in page.words
     assert page.source.count("<svg") == 3 and "4 images: DuLBE" not in page.words
     write_into(changed(table, entries=[]), tmp_path)
     page = Page(write_comparison_page(tmp_path))
-    self_contained(page)
+    check_self_contained(page)
     assert page.table("stream", "classifiers")[0] == ["4 images", "frozen", "all", "0, 1, 2"]
     assert "Nothing is finished yet." in page.text and "<svg" not in page.source
 
 
-def test_a_name_is_only_a_text(tmp_path):
+def test_names_are_escaped(tmp_path):
     names = ("<script>alert(1)</script>", '50% $x_{1}$ & "c" 数')
     write_into(made_comparison(names, method="_<b>$\\frac$", classifier="<i>&amp;"), tmp_path)
     with drawn():
         page = Page(write_comparison_page(tmp_path, latex=tmp_path / "t.tex"))
-    self_contained(page)
+    check_self_contained(page)
     assert not {"b", "i"} & {tag for tag, _ in page.tags}
     for name in names:
         assert [1 for level, text in page.headings if (level, text) == (2, name)], name
@@ -151,7 +151,7 @@ def test_a_name_is_only_a_text(tmp_path):
     assert r"\_{<}b{>}\$\textbackslash{}frac\$" in (tmp_path / "t.tex").read_text(encoding="utf-8")
 
 
-def test_the_map_from_images_to_accuracy():
+def test_streams_chart_shows_accuracy_by_number_of_images():
     table = made_comparison()
     assert image_counts(table.scope.streams) == {"4 images": 4, "16 images": 16}
     for change in ({"epochs": 2}, {"images_per_class": None}, {"images_per_class": 16}):
@@ -168,13 +168,13 @@ def test_the_map_from_images_to_accuracy():
     assert [list(line.get_ydata()) for line in lines] == [pytest.approx(y) for y in ([80, 90], [85, 90], [81, 91])]
 
 
-def test_curves_costs_and_differences_are_drawn_with_their_intervals():
+def test_charts_of_curves_costs_and_differences_have_the_right_values():
     entries = made_comparison().entries[:4]
     lines = curves_figure(entries, [REFERENCE, Row("DuLBE", "lda")]).axes[0].lines
     assert [list(line.get_ydata()) for line in lines] == [pytest.approx([86, 80]), pytest.approx([91, 85])]
     frozen, dulbe = cost_figure(entries).axes[0].lines
     assert list(frozen.get_ydata()) == [80, 81] and list(dulbe.get_ydata()) == [85, 70]
-    assert set(dulbe.get_xdata()) == {9.6}, "the CPU's seconds where they are known"
+    assert set(dulbe.get_xdata()) == {9.6}, "CPU seconds"
     rows = with_difference(entries)
     assert [row.differences["last"] for row in rows] == [CLEAR, UNCLEAR, WORSE]
     axes = forest_figure(rows).axes[0]
@@ -187,7 +187,7 @@ def test_curves_costs_and_differences_are_drawn_with_their_intervals():
     assert len(forest_figure(many).axes[0].texts) == MOST
 
 
-def test_the_command(folder, tmp_path, capsys, monkeypatch):
+def test_report_command_writes_page_csv_and_latex(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["report", str(folder), "--csv", "a.csv", "--latex", "a.tex"]) == 0
     assert capsys.readouterr().out.split()[1:6:2] == [str(folder / "report.html"), "a.csv", "a.tex"]
