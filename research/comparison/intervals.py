@@ -21,8 +21,8 @@ def image_shares(answers: Sequence[Answers], class_names: Sequence[str]) -> dict
         n / T * sum_t right_t / n_t        over the tasks t from the first one that knows the image's class
 
     where n is the number of test images after task T, and n_t after task t. For forgetting, an image of a task i
-    before the last one contributes n / (n_i (T - 1)) * (right_b - right_T), where n_i is the number of test images of task i,
-    and b is the task after which the accuracy on task i was highest.
+    before the last one contributes n / (n_i (T - 1)) * (right_b - right_T), where n_i is the number of test
+    images of task i, and b is the task after which the accuracy on task i was highest.
     """
     last = answers[-1]
     total = len(last.truth)
