@@ -265,7 +265,11 @@ def blank_lines(parts: Mapping[str, LabelledImages], pictures: Thumbnails, least
         kinds.setdefault(blank, []).append(part.item_name(index))
     kinds.pop("", None)
     sample = f"{len(pictures)} of the images were examined; " if least > 1 else ""
-    return [f"{sample}{len(n)} are {why}, such as {printable(n[0])}" for why, n in kinds.items() if len(n) >= least]
+    return [
+        f"{sample}{counted(len(names), 'image')} {'is' if len(names) == 1 else 'are'} {why}, such as {printable(names[0])}"
+        for why, names in kinds.items()
+        if len(names) >= least
+    ]
 
 
 def _alike(numbers: Sequence[int], thumbnails: np.ndarray) -> Iterator[tuple[int, int]]:
