@@ -66,7 +66,9 @@ def check_tower(config: Any, model: Any, tower: str | None) -> None:
 
 
 def base_digests(model: nn.Module) -> dict[str, str]:
-    """Return digests of 256 pristine values of every weight in each tower's blocks, as bfloat16 and as float16.
+    """Return digests of 256 pristine values of the weights of each tower, as bfloat16 and as float16.
+
+    These are the weights of the blocks and of the patch embedding; position embeddings depend on the resolution.
 
     Keys look like "vision bfloat16"; "vision shapes" is a digest of names and shapes. A dtype is left out if the
     weights were already rounded to a different half-precision type. If any weight is quantised or offloaded, the
@@ -75,7 +77,8 @@ def base_digests(model: nn.Module) -> dict[str, str]:
     towers: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in model.state_dict().items():
         name = key.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
-        if PREFIX in name or ".modules_to_save." in name or not any(part.isdigit() for part in name.split(".")):
+        in_block = any(part.isdigit() for part in name.split("."))
+        if PREFIX in name or ".modules_to_save." in name or not (in_block or "patch_embed" in name):
             continue
         if type(tensor) is not torch.Tensor or tensor.is_meta or tensor.dtype not in _FLOATS:
             return {}

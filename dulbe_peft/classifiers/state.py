@@ -143,6 +143,10 @@ class GrowingState(nn.Module):
             return value
         return cached.value
 
+    def forget_derived(self) -> None:
+        """Compute what follows from the buffers again when it is next used."""
+        self._derived = {}
+
     def keep_derived(self, name: str, value: Any) -> None:
         """Let `derived` return this value until a buffer changes."""
         self._derived[name] = _Derived(self._key(), tuple(self.tensors().values()), value)

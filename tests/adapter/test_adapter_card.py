@@ -207,6 +207,10 @@ def test_base_model_with_other_weights_of_same_shapes_warns(tiny_clip, tmp_path)
     other.text_model.encoder.layers[0].mlp.fc1.weight.data.mul_(2)
     with pytest.warns(UserWarning, match="other weights in the text tower"):
         PeftModel.from_pretrained(other, tmp_path)
+    other = tiny_clip()
+    other.vision_model.embeddings.patch_embedding.weight.data.mul_(2)
+    with pytest.warns(UserWarning, match="other weights in the vision tower"):
+        PeftModel.from_pretrained(other, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["r", "lora_alpha", "lora_dropout", "bias"])

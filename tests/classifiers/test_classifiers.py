@@ -17,7 +17,8 @@ from dulbe_peft.classifiers.ridge import RIDGES
 from dulbe_peft.training.estimating import left_out_share
 
 JOINT = ["prototype", "lda", "lda fixed", "gda fixed", "ridge fixed", "ranpac fixed", "bayes fixed"]
-# gda and bayes are missing: their leave-one-out losses depend on the classes that were known at that time.
+# gda and bayes with automatic settings are missing, because their leave-one-out losses depend on the classes that were
+# known at that time.
 UPDATING = [*JOINT, "ridge", "ranpac", "bofa"]
 
 

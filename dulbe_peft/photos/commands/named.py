@@ -111,11 +111,11 @@ def claim(
 
 
 def _lies_in(target: Path, folder: Path) -> bool:
-    """Return whether a path is `folder` or inside it; if `folder` belongs to a task, the run's folder is meant."""
+    """Return whether a path is `folder` or inside it. If `folder` is a task's, the folder of the whole run counts."""
     from dulbe_peft.checkpoints.layout import TASK_FOLDER
 
     folder = folder.resolve()
-    if re.fullmatch(TASK_FOLDER, folder.name):  # a task's folder that was copied and renamed stands for itself
+    if re.fullmatch(TASK_FOLDER, folder.name):  # a copy of a task's folder with another name belongs to no run
         folder = folder.parent
     return folder.is_dir() and folder in (target, *target.parents)
 

@@ -53,7 +53,7 @@ class Thumbnail(NamedTuple):
 
 Thumbnails = dict[tuple[str, int], Thumbnail]  # (name of the split, index in the split) -> thumbnail
 DARK = "nearly black, as 12-bit pixels stored in 16 bits look: scale them"
-FLAT = "of one flat colour"
+FLAT = "of one flat colour (transparent pixels are read as white)"
 SAME = "the same picture as another image, in a different file"
 
 # How two images are alike. Two files have the same pixels if, for example, a program wrote a tag into one of them.
@@ -265,7 +265,12 @@ def blank_lines(parts: Mapping[str, LabelledImages], pictures: Thumbnails, least
         kinds.setdefault(blank, []).append(part.item_name(index))
     kinds.pop("", None)
     sample = f"{len(pictures)} of the images were examined; " if least > 1 else ""
-    return [f"{sample}{len(n)} are {why}, such as {printable(n[0])}" for why, n in kinds.items() if len(n) >= least]
+    return [
+        f"{sample}{counted(len(names), 'image')} {'is' if len(names) == 1 else 'are'} {why}, "
+        f"such as {printable(names[0])}"
+        for why, names in kinds.items()
+        if len(names) >= least
+    ]
 
 
 def _alike(numbers: Sequence[int], thumbnails: np.ndarray) -> Iterator[tuple[int, int]]:

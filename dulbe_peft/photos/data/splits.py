@@ -12,6 +12,7 @@ import numpy as np
 
 from dulbe_peft.data.folders import (
     OF_A_SYSTEM,
+    SPLIT_NAMES,
     ImageFolder,
     folder_content,
     holds_only_folders,
@@ -194,7 +195,7 @@ def _opened(
         parts[split] = _match_classes(parts[split], train.class_names)
     if train.split is not None and Path(path).is_dir():
         left_out += [(str(Path(path, name)), OF_A_SYSTEM) for name in system_folders(Path(path))]
-    return parts, left_out, notes + _nested_note(train)
+    return parts, left_out, notes + _nested_notes(train)
 
 
 def _present(images: LabelledImages) -> tuple[str, ...]:
@@ -232,14 +233,32 @@ def _match_classes(test: LabelledImages, names: Sequence[str]) -> LabelledImages
     return test.select(names, others=True)
 
 
-def _nested_note(images: LabelledImages) -> list[str]:
-    """Return a note if every class folder holds only folders, because those may be the intended classes."""
+def _nested_notes(images: LabelledImages) -> list[str]:
+    """Return a note on classes that consist of several folders, and on classes that are called like a split."""
     files: list[str] = images.source if type(images) is ImageFolder else []
-    inner = [name.split("/")[1] for name in files if name.count("/") > 1]
-    if not inner or len(inner) < len(files):
-        return []
-    listed = ", ".join(map(repr, dict.fromkeys(inner[:3])))
-    return [f"the classes are the outer folders; the names of the folders in them, such as {listed}, are ignored"]
+    folders: dict[str, dict[str, None]] = {}
+    direct = set()
+    for name in files:
+        parts = name.split("/")
+        if len(parts) > 2:
+            folders.setdefault(parts[0], {})[parts[1]] = None
+        else:
+            direct.add(parts[0])
+    every = bool(folders) and not direct
+    mixed = {name: inner for name, inner in folders.items() if name not in direct and (every or len(inner) > 1)}
+    notes = []
+    if mixed:
+        first, inner = next(iter(mixed.items()))
+        listed = ", ".join(map(repr, list(inner)[:3]))
+        notes.append(
+            f"{'the classes are' if every else f'the class {first!r} is'} the outer folder{'s' * every}; the names of "
+            f"the folders in {'them' if every else 'it'}, such as {listed}, are ignored: if these are classes, move "
+            "them up"
+        )
+    split_like = [name for name in images.class_names if name.lower() in SPLIT_NAMES] if files else []
+    if images.split is None and split_like:
+        notes.append(f"{split_like[0]!r} is read as a class; if it is a split, give it a folder for each class")
+    return notes
 
 
 def readable(

@@ -5,6 +5,7 @@ import io
 import shutil
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,15 +117,24 @@ class App:
         if not rows and not moved:
             raise ValueError(f"nothing was learned: {why}")
 
+        class_of = state.known.class_of()
+        previous = Counter(class_of[content or b""] for content in moved)
+        counts = state.image_counts()
+        emptied = [other for other, number in previous.items() if counts[other] == number]
+        if len(emptied) == len(self.learner.class_names):
+            raise ValueError(f"{emptied[0]!r} is the only class and would have no image left: rename it instead")
+
         def learn() -> None:
-            if moved:
-                self.learner.forget_images([files[row] for row in moved.values()])
+            stays = [files[row] for content, row in moved.items() if class_of[content or b""] not in emptied]
+            if stays:
+                self.learner.forget_images(stays)
+            for other in emptied:
+                self.learner.forget_class(other)
             (self.learner.update_classes if known else self.learner.learn_task)(given.at([*rows, *moved.values()]))
 
         self.change(learn)
         self.changes.append(Change(f"{counted(len(rows) + len(moved), 'image')} of {name}", state))
         self.trim()
-        previous = {state.known.class_of()[content or b""] for content in moved}
         parts = [f"learned: {name}"] + [f"no longer: {', '.join(sorted(previous))}"] * bool(previous)
         return self.facts() | {"said": "; ".join(parts + [f"left out: {why}"] * bool(why))}
 
@@ -230,7 +240,7 @@ def uploaded_images(request: dict[str, Any], most: int) -> list[io.BytesIO]:
     """Decode the base64 images of a request. Raise a ValueError that says which image cannot be read, and why."""
     given = request.get("images")
     if not isinstance(given, list) or not 1 <= len(given) <= most:
-        raise ValueError(f"a request contains from 1 to {most} images")
+        raise ValueError(f"`images` must be a list of {'one image' if most == 1 else f'1 to {most} images'} in base64")
     files = []
     for number, text in enumerate(given, start=1):
         try:

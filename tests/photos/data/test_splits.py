@@ -222,10 +222,13 @@ def test_many_blank_or_repeated_images_are_reported(tmp_path, capsys):
                 file.write(b"x" * number)  # a different file with the same pixels
     printed = "\n".join(open_stream_data(tmp_path)[2].problems())
     # One of the six flat images is black, and counts as dark.
-    assert "24 of the images were examined; 5 are of one flat colour, such as" in printed
-    assert "7 are nearly black, as 12-bit pixels" in printed and "5 are the same picture as another" in printed
+    assert "24 of the images were examined; 5 images are of one flat colour (transparent" in printed
+    assert (
+        "7 images are nearly black, as 12-bit pixels" in printed
+        and "5 images are the same picture as another" in printed
+    )
     assert main(["check", str(tmp_path), "--csv", str(tmp_path.parent / "inventory.csv")]) == 0
-    assert "5 are of one flat colour, such as" in capsys.readouterr().out
+    assert "5 images are of one flat colour (transparent pixels are read as white), such as" in capsys.readouterr().out
     rows = (tmp_path.parent / "inventory.csv").read_text().splitlines()
     assert sum(',blank,"nearly black' in row for row in rows) == 7
     shutil.rmtree(tmp_path / "flat"), shutil.rmtree(tmp_path / "dark"), shutil.rmtree(tmp_path / "same")
@@ -262,6 +265,11 @@ LAYOUTS = {
     ),
     "beside the splits": (["train/cat", "test/cat", "@eaDir"], ("train: cat", "test: cat", "of the operating system")),
     "the outer folders": (["old/cat", "old/dog", "new/cat"], ("train: new old", "the classes are the outer folders")),
+    "one outer folder": (
+        ["cat", "dog/old", "dog/new"],
+        ("train: cat dog", "the class 'dog' is the outer folder; the"),
+    ),
+    "a class called test": (["cat", "test"], ("train: cat test", "'test' is read as a class; if it is a split")),
     "a class of steam trains": (["steam train", "bus"], ("train: bus steam train",)),
     "months in a class": (["cat/june", "cat/july", "dog"], ("train: cat dog",)),
 }
