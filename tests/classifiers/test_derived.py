@@ -52,3 +52,18 @@ def test_derived_values_are_computed_once_until_a_buffer_changes(monkeypatch):
     head(FEATURES)
     monkeypatch.setattr("dulbe_peft.classifiers.bridge.bridge_prototypes", None)
     head(FEATURES)
+
+
+@pytest.mark.parametrize("name", ["bayes", "bridge", "lda"])
+def test_saved_classifier_has_what_was_written_through_data(name, tmp_path):
+    classifier = learned(name)
+    before = classifier(FEATURES)
+    buffer = "visual_prototypes" if name == "bridge" else "sums"
+    tensor = classifier.tensors()[buffer]
+    tensor.data.copy_(tensor.roll(1, dims=0))  # torch does not count this write
+    classifier.save_pretrained(tmp_path)
+    saved, state = type(classifier).from_pretrained(tmp_path), type(classifier)(classifier.embed_dim)
+    state.load_state_dict(classifier.state_dict())
+    assert not torch.allclose(saved(FEATURES), before)
+    assert torch.allclose(saved(FEATURES), state(FEATURES), atol=1e-3)
+    assert torch.equal(classifier(FEATURES), saved(FEATURES))

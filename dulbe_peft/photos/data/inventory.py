@@ -266,7 +266,8 @@ def blank_lines(parts: Mapping[str, LabelledImages], pictures: Thumbnails, least
     kinds.pop("", None)
     sample = f"{len(pictures)} of the images were examined; " if least > 1 else ""
     return [
-        f"{sample}{counted(len(names), 'image')} {'is' if len(names) == 1 else 'are'} {why}, such as {printable(names[0])}"
+        f"{sample}{counted(len(names), 'image')} {'is' if len(names) == 1 else 'are'} {why}, "
+        f"such as {printable(names[0])}"
         for why, names in kinds.items()
         if len(names) >= least
     ]
