@@ -44,8 +44,8 @@ TEXT_WEIGHT = 2.5
 class BayesClassifier(ClassSums):
     """Add the scores of linear discriminant analysis and of the text classifier, with weights chosen from the images.
 
-    The sums are exact and in float64. For a fixed kappa and rho, the solution is therefore the same as with all data at
-    once, in any order of images, classes, tasks and merged parts. Some or all classes may have no text.
+    The sums are exact and in float64. For a fixed kappa and rho, the solution is therefore the same as with all data
+    at once, in any order of images, classes, tasks and merged parts. Some or all classes may have no text.
 
     Args:
         kappa: number of images that a text counts as, positive. "auto": see `choice`.
@@ -98,7 +98,7 @@ class BayesClassifier(ClassSums):
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
         """Return the sums after a linear map of z; the text embeddings stay.
 
-        Random features do not follow a map of z. Their sums become 0, and their loss so large that they are not chosen.
+        Random features do not follow a map of z. Their sums become 0, and their loss so large that it is not chosen.
         """
         losses = self.losses.clone()
         losses[1:] = NEVER
@@ -194,9 +194,9 @@ class BayesClassifier(ClassSums):
             n L(kappa, rho) + log(kappa / usual)^2 / 2 + log(rho / 0.3)^2 / 2
 
         where L is the mean log-loss of left-out images at the best of `TEMPERATURES`, and n is their effective number:
-        a pseudo-likelihood with log-normal priors. Up to 256 images of each task or update are scored against all classes
-        seen so far. A loss has the weight C / n_c, so all classes have the same weight, and later tasks weigh more
-        than earlier ones. The usual kappa follows from how well the texts alone predict the labels.
+        a pseudo-likelihood with log-normal priors. Up to 256 images of each task or update are scored against all
+        classes seen so far. A loss has the weight C / n_c, so all classes have the same weight, and later tasks weigh
+        more than earlier ones. The usual kappa follows from how well the texts alone predict the labels.
 
         With few images, the choice stays near the usual kappa and rho. If no image can be left out, no random features
         are used, and the covariance is a multiple of the identity for every rho. The result of "auto" depends on the
@@ -273,7 +273,7 @@ class BayesClassifier(ClassSums):
     def unit_score(self) -> float:
         """Return the divisor of the scores, which brings the temperature near 1 whatever kappa and rho are chosen.
 
-        It is the best of `TEMPERATURES`. It is 1 for fixed settings, so the scores do not depend on the order of tasks.
+        It is the best of `TEMPERATURES`, or 1 for fixed settings, whose scores do not depend on the order of tasks.
         """
         return float(self.derived("unit", self._measure)) if "auto" in (self.kappa, self.rho) else 1.0
 

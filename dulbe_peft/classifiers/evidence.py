@@ -33,8 +33,8 @@ from torch import Tensor
 
 from dulbe_peft.classifiers.covariance import oas_shrinkage
 
-# Chosen on streams of both halves of `research.benchmarks.real`, so no held-out set confirms these values yet. Doubling
-# or halving each of them changed the mean area under the ROC curve little.
+# Chosen on streams of both halves of `research.benchmarks.real`, so no held-out set confirms these values yet.
+# Doubling or halving each of them changed the mean area under the ROC curve little.
 USUAL_IMAGES, RIDGE, LEAST = 10, 5.0, 0.1
 AT_ONCE = 2**24  # numbers held in memory at once
 

@@ -42,8 +42,8 @@ NEEDED = {"sums", "counts", "scatter", "freedom"}  # buffers, as in `ClassSums`
 MOST_JUDGED = 1000  # left-out images per task
 PARTS = 10  # parts into which images, or classes, are divided to be left out
 SURE = 6.0  # limit of the log-odds, either way; few tasks have enough images to support larger ones
-# The prior weight, which belongs to a sign that separates known from unknown by half a standard deviation. This much is
-# also assumed of the evidence if no class has two images.
+# The prior weight, which belongs to a sign that separates known from unknown by half a standard deviation. This
+# much is also assumed of the evidence if no class has two images.
 USUAL = 0.25
 SIGNS = ("known", "unknown", "products")
 
@@ -121,7 +121,7 @@ def judged(
     left_out: Callable[[Tensor, Tensor], Tensor | None],
     temperature: float,
 ) -> tuple[TaskNovelty, ...]:
-    """Return the tasks' records and one more, from a task's learned images, (n, d), or as before if that is impossible.
+    """Return the tasks' records with one more, from learned images, (n, d), or as before if that is impossible.
 
     `labels` index all classes; `left_out` and `temperature` are the classifier's. If no class has two images, only
     classes can be left out. Evidence and nearest text then get weights, and the novelties of known images stay empty.
@@ -143,8 +143,8 @@ def judged(
     texts, shares = by_text(chosen, sums), class_shares(own, labels)
     scores = None if known is None else left_out(chosen, own)
     scores = torch.zeros(len(own), len(sums.counts)).to(unknown) if scores is None else scores.to(unknown)
-    # An image whose class is left out has fewer classes to be near to. For a fair comparison, as many other classes are
-    # left out when its class stays.
+    # An image whose class is left out has fewer classes to be near to. For a fair comparison, as many other classes
+    # are left out when its class stays.
     place = parts[own][:, None]
     here, number = parts == place, int(parts.max()) + 1
     other = parts == (place + 1) % number if number > 1 else here.roll(1, dims=1)

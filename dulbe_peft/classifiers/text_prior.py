@@ -13,7 +13,7 @@ pool, which is right if the two experts make independent errors. The weight allo
 (Genest and Zidek, 1986).
 
 **Why T_c is in the units of L_c.** LDA's score is x'P mu_c - mu_c'P mu_c / 2, and CLIP's is tau x'e_c. They agree if
-mu_c = b + a S t_c. This is the mean that the texts predict, and a is fitted to the differences m_c - b by least squares:
+mu_c = b + a S t_c. This is the mean that the texts predict, and a is fitted to m_c - b by least squares:
 
     a = sum w_c t_c'(m_c - b) / sum w_c t_c'S t_c, or 0
 
