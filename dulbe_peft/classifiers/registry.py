@@ -65,7 +65,7 @@ def register_classifier(cls: Kind) -> Kind:
     if not isinstance(cls, type) or not issubclass(cls, Classifier):
         raise TypeError(f"a classifier must be a class derived from Classifier, got {cls!r:.100}")
     if not cls.name.isidentifier() or cls.name != cls.name.lower() or not cls.name.isascii():
-        raise ValueError(f"{cls.__name__}.name is {cls.name!r}; it must be of the characters a-z, 0-9 and _")
+        raise ValueError(f"{cls.__name__}.name is {cls.name!r}; it must contain only a-z, 0-9 and _")
     if (cls.file_stem == "head") != (cls.name == "bridge") or cls.file_stem in set(CLASSIFIERS) - {cls.name}:
         raise ValueError(f"{cls.__name__}.file_stem is {cls.file_stem!r}, which another classifier has for its files")
     CLASSIFIERS.register(cls)
@@ -89,7 +89,7 @@ def parse_classifiers(specs: str | Classifier | Iterable[str | Recipe | Classifi
         one = row if isinstance(row, (Recipe, Classifier)) else parse_classifier(row)
         name = (one.kind if isinstance(one, Recipe) else one).name
         if name in found:
-            raise ValueError(f"the classifier {name!r} is asked for twice: a learner has one of each name")
+            raise ValueError(f"the classifier {name!r} is given twice: a learner can have only one of each name")
         found[name] = one
     if not found:
         raise ValueError("classifiers is empty: name at least one, such as 'bridge'")
@@ -105,9 +105,9 @@ def make_classifier(spec: str | Recipe | Classifier, embed_dim: int, logit_scale
     if isinstance(spec, Classifier):
         who = f"the {spec.name!r} classifier"
         if spec.class_names:
-            raise ValueError(f"{who} already has {len(spec.class_names)} classes: give an empty one")
+            raise ValueError(f"{who} already has {len(spec.class_names)} classes: pass an empty one")
         if spec.embed_dim != embed_dim:
-            raise ValueError(f"{who} takes {spec.embed_dim} dimensions, the model gives {embed_dim}")
+            raise ValueError(f"{who} takes {spec.embed_dim} dimensions, but the model has {embed_dim}")
         return spec
     recipe = parse_classifier(spec) if isinstance(spec, str) else spec
     return recipe.kind(embed_dim=embed_dim, logit_scale=logit_scale, **recipe.chosen)
