@@ -1,6 +1,6 @@
-"""The settings of an adapter and of a learner. The help text of each stands once, here.
+"""Define the settings of the adapter and of the learner, each with its help text.
 
-The command line reads the flags from these classes, so this file imports nothing that takes time.
+The command line reads its flags from these classes, so this module imports nothing that is slow to import.
 """
 
 import re
@@ -12,7 +12,7 @@ from annotated_types import Ge, Le
 from dulbe_peft.utils.settings import LEAST, MOST, check_settings, setting
 
 PAPER_RATE = 1e-3  # the paper's learning rate, for ViT-B/16 and ViT-L/14
-# Settings of the machine: they do not travel with a saved learner, and a run may be resumed with others.
+# Settings of the machine. They are not saved with a learner, and a run can be resumed with different ones.
 MACHINE_SETTINGS = (
     "backend",
     "device",
@@ -31,42 +31,54 @@ _LISTS_OF_NAMES = ("target_modules", "exclude_modules", "text_target_modules", "
 
 @dataclass
 class AdapterSettings:
-    """The settings of the adapter, which [`DualModeLoraConfig`] checks and hands to PEFT."""
+    """The settings of the adapter. [`DualModeLoraConfig`] checks them and passes them to PEFT."""
 
-    shared_rank: Annotated[int, Ge(0)] = setting(1, "Rank r_S of the shared mode, inside directions used before.")
-    residual_rank: Annotated[int, Ge(0)] = setting(8, "Rank r_R of the residual modes, outside those directions.")
+    shared_rank: Annotated[int, Ge(0)] = setting(
+        1, "Rank r_S of the shared mode, inside the directions that earlier tasks used."
+    )
+    residual_rank: Annotated[int, Ge(0)] = setting(
+        8, "Rank r_R of the residual modes, outside the directions that earlier tasks used."
+    )
     support_rank: Annotated[int, Ge(1)] = setting(
         128,
-        "K_h, how many top eigenvectors of the input statistics count as historically used; clamped to what a layer "
-        "and its data allow.",
+        "K_h, the number of top eigenvectors of the input statistics that count as used by earlier tasks; reduced "
+        "if a layer and its data have fewer.",
     )
-    structure_weight: Annotated[float, Ge(0), Le(1e6)] = setting(0.5, "lambda, the weight of the structure loss.")
-    class_temperature: Annotated[float, Ge(LEAST), Le(1e6)] = setting(5.0, "tau_C, softmax over the old classes.")
-    instance_temperature: Annotated[float, Ge(LEAST), Le(1e6)] = setting(0.1, "tau_I, softmax over a batch's images.")
+    structure_weight: Annotated[float, Ge(0), Le(1e6)] = setting(0.5, "Weight lambda of the structure loss.")
+    class_temperature: Annotated[float, Ge(LEAST), Le(1e6)] = setting(
+        5.0, "Temperature tau_C of the softmax over old classes."
+    )
+    instance_temperature: Annotated[float, Ge(LEAST), Le(1e6)] = setting(
+        0.1, "Temperature tau_I of the softmax over a batch."
+    )
     target_modules: list[str] | str | None = setting(
         None,
         "Linear layers to adapt: a list of name endings, a regular expression, or 'all-linear'. None: keys, values "
-        "and MLP, which are k_proj, v_proj, fc1 and fc2 in CLIP. Inside a dual encoder only the vision tower is "
-        "adapted; a list and 'all-linear' leave its pooling head alone, 'all-linear' also the projections.",
+        "and MLP, which are k_proj, v_proj, fc1 and fc2 in CLIP. In a dual encoder only the vision tower is adapted. "
+        "A list and 'all-linear' do not adapt its pooling head; 'all-linear' does not adapt the projections either.",
     )
-    exclude_modules: list[str] | str | None = setting(None, "Layers to leave alone, named as target_modules are.")
+    exclude_modules: list[str] | str | None = setting(None, "Layers not to adapt, named as in target_modules.")
     text_rank: Annotated[int, Ge(0)] = setting(8, "Rank of the plain LoRA in the text tower; 0 turns it off.")
     text_alpha: Annotated[float, Ge(-MOST), Le(MOST)] = setting(
         1.0, "The text LoRA's scale is text_alpha / text_rank."
     )
     text_target_modules: list[str] | None = setting(
         None,
-        "Name endings of the text tower's layers with LoRA. None: keys, values and MLP.",
+        "Text tower layers with LoRA, by name ending. None: keys, values and MLP.",
     )
-    init_weights: bool = setting(True, "True: B starts at zero, the output is the base model's. False: random B.")
+    init_weights: bool = setting(
+        True, "True: B starts at zero, so the output starts as that of the base model. False: B is random."
+    )
     layers_to_transform: list[int] | int | None = setting(None, "Indices of the vision blocks to adapt; None: all.")
-    layers_pattern: list[str] | str | None = setting(None, "Name of the nn.ModuleList that layers_to_transform means.")
+    layers_pattern: list[str] | str | None = setting(
+        None, "Name of the nn.ModuleList that layers_to_transform refers to."
+    )
     fold: Literal["weight", "factors"] = setting(
         "weight",
-        "How the vision tower has its finished tasks: as one folded weight a layer, kept beside the base model's, or "
-        "as factors, which take less memory, and more time with every task.",
+        "How the vision tower stores finished tasks: weight: as one folded weight per layer, in addition to the base "
+        "model's; factors: as low-rank factors, which take less memory, but more time with every task.",
     )
-    modules_to_save: list[str] | None = setting(None, "Further modules to train in full and to save with the adapter.")
+    modules_to_save: list[str] | None = setting(None, "Other modules to train fully and to save with the adapter.")
 
     def __post_init__(self) -> None:
         for name in (*_LISTS_OF_NAMES, "layers_to_transform"):
@@ -74,7 +86,7 @@ class AdapterSettings:
                 setattr(self, name, list(getattr(self, name)))
         check_settings(self, AdapterSettings)
         for name in _LISTS_OF_NAMES:
-            if isinstance(getattr(self, name), list):  # the same layers give the same file
+            if isinstance(getattr(self, name), list):  # so that the same layers give the same file
                 setattr(self, name, sorted(getattr(self, name)))
         if self.shared_rank + self.residual_rank == 0:
             raise ValueError("shared_rank and residual_rank are both 0: at least one must be positive")
@@ -82,9 +94,9 @@ class AdapterSettings:
             raise ValueError("target_modules is an empty list: name at least one layer, or pass None for the default")
         patterns = [self.layers_pattern] if isinstance(self.layers_pattern, str) else self.layers_pattern or []
         for field, names in (("layers_pattern", patterns), ("modules_to_save", self.modules_to_save or [])):
-            for name in names:  # PEFT puts each into an expression of its own
+            for name in names:  # PEFT puts each name into a regular expression
                 if not re.fullmatch(r"[\w.]+", name):
-                    raise ValueError(f"{field} has {name!r}: a name has letters, digits, _ and dots")
+                    raise ValueError(f"{field} has {name!r}: a name can contain letters, digits, _ and dots")
         expression = isinstance(self.target_modules, str) and self.target_modules != "all-linear"
         if expression and self.layers_to_transform is not None:
             raise ValueError(
@@ -97,88 +109,93 @@ class AdapterSettings:
 
 @dataclass(frozen=True)
 class LearnerArguments:
-    """Settings of [`ClassIncrementalLearner`]; the defaults are the paper's, for a model of the paper's size.
+    """Settings of [`ClassIncrementalLearner`]. The defaults are the paper's, for a model of the paper's size.
 
     Raises:
-        ValueError, TypeError: a value is out of its limits, or has another type; the message names the field.
+        ValueError, TypeError: a value is outside its limits, or has the wrong type; the message names the field.
 
     Reference:
-        "Implementation Details"; where the paper is silent, `docs/decisions.md`.
+        Section "Implementation Details". `docs/decisions.md` explains the values that the paper does not give.
     """
 
-    epochs: Annotated[int, Ge(1)] = setting(2, "Passes over a task's images.")
+    epochs: Annotated[int, Ge(1)] = setting(2, "Number of passes over a task's images.")
     batch_size: Annotated[int, Ge(1)] = setting(32, "Images per training step.")
-    eval_batch_size: Annotated[int, Ge(1)] = setting(64, "Images per batch where nothing is trained.")
+    eval_batch_size: Annotated[int, Ge(1)] = setting(64, "Images per batch when nothing is trained.")
     learning_rate: Annotated[float, Ge(LEAST), Le(1e4)] | Literal["auto"] = setting(
         "auto",
-        "Adam's learning rate as a task begins. auto: the paper's 1e-3 for a model of ViT-B's width or more; for a "
-        "smaller one 1e-4, or less where a trial on the first task moves its features much.",
+        "Adam's learning rate at the start of a task. auto: the paper's 1e-3 for a model at least as wide as ViT-B; "
+        "for a smaller model 1e-4, or less if a trial on the first task changes the features much.",
     )
     lr_schedule: Literal["step", "epoch"] = setting(
-        "step", "Cosine to 0 at every step, or at every epoch to a floor of 0.01 of the rate."
+        "step", "Cosine schedule. step: to 0, updated at every step; epoch: to 0.01 of the rate, updated every epoch."
     )
     kl_reduction: Literal["mean", "batchmean"] = setting(
-        "mean", "Mean over images and over old classes, or both sums divided by the batch size."
+        "mean", "mean: average over images and old classes; batchmean: sum over both, divided by the batch size."
     )
     teacher: Literal["cached", "online"] = setting(
-        "cached", "Teacher features from the probe pass, or computed at every step (for augmented data)."
+        "cached", "cached: teacher features from the probe pass; online: computed at every step, for augmented data."
     )
-    statistics_tokens: Literal["all", "cls", "patch"] = setting("all", "Which tokens enter the input statistics.")
+    statistics_tokens: Literal["all", "cls", "patch"] = setting("all", "Tokens that the input statistics include.")
     prompt_template: str | tuple[str, ...] = setting(
         "a photo of a {}.",
-        "Prompt; {} takes the class name. Of several (a list, a text file with one a line, or one flag each), "
-        "classifiers take the mean of the unit text embeddings.",
+        "Prompt, in which {} stands for the class name. With several prompts (a list, a text file with one per line, "
+        "or one flag each), classifiers use the mean of the unit text embeddings.",
         repeated=True,
     )
-    training_template: str | None = setting(None, "Prompt that training uses. None: the first prompt_template.")
+    training_template: str | None = setting(None, "Prompt for training. None: the first prompt_template.")
     class_name_style: Literal["verbatim", "spaces"] = setting(
-        "verbatim", "Names as they are, or underscores as spaces."
+        "verbatim", "verbatim: class names are used unchanged; spaces: underscores are replaced by spaces."
     )
     image_resize: Literal["processor", "crop", "squash"] = setting(
         "processor",
-        "How an image gets the model's size: as the model's processor does it, by the short side and a centre crop, "
-        "or the whole image as a square.",
+        "How images are resized to the model's size. processor: as the model's processor does; crop: scale the short "
+        "side and crop the centre; squash: scale the whole image to a square.",
     )
     augment: str = setting(
         "none",
-        "Change images at random: crop, flip, affine, or several with + between them. Training sees another view of "
-        "each image in every epoch. Classifiers that keep sums learn further views of each image.",
+        "Random changes of images: crop, flip, affine, or several joined by +. Training uses a new view of each image "
+        "in every epoch. Classifiers that keep sums also learn views of each image.",
     )
     copies: Annotated[int, Ge(0), Le(1000)] = setting(
-        3, "How many views they learn beside the image, where augment is set; each counts 1 / (1 + copies)."
+        3, "Views that classifiers learn in addition to each image with augment; each counts 1 / (1 + copies)."
     )
     text_embeds: Literal["current", "at_introduction"] = setting(
-        "current", "Encode all seen classes anew after each task, or keep each as it was when its class arrived."
+        "current",
+        "current: encode all seen classes again after each task; at_introduction: keep the first embeddings.",
     )
     drift: Literal["auto", "none", "linear"] = setting(
         "auto",
-        "When a trained task closes: move what classifiers store along, as far as left-out classes say that it helps; "
-        "leave it as it is; or move it by one map of the features, with a fixed ridge.",
+        "How the statistics of old classes follow the features after training. auto: by a linear map whose ridge is "
+        "chosen on left-out classes, or not at all if no map helps; none: not at all; linear: by a linear map with a "
+        "fixed ridge.",
     )
-    seed: Annotated[int, Ge(0), Le(2**63 - 1)] = setting(0, "Seed of the initial weights and of the order of images.")
-    num_workers: Annotated[int, Ge(0), Le(1000)] = setting(0, "Processes that read images; 0: the main process does.")
-    pixel_cache_mb: Annotated[int, Ge(0)] = setting(1024, "Keep a task's preprocessed images up to so many MiB.")
-    device: str = setting("auto", "auto, cpu, or an accelerator's type such as cuda.")
+    seed: Annotated[int, Ge(0), Le(2**63 - 1)] = setting(0, "Seed for the initial weights and the order of images.")
+    num_workers: Annotated[int, Ge(0), Le(1000)] = setting(0, "Processes that read images; 0: the main process.")
+    pixel_cache_mb: Annotated[int, Ge(0)] = setting(1024, "Keep at most this many MiB of preprocessed images.")
+    device: str = setting("auto", "auto, cpu, or the type of an accelerator, such as cuda.")
     precision: Literal["auto", "float32", "bfloat16", "int8"] = setting(
         "auto",
-        "auto: what a learner learned in; a new one bfloat16 where the hardware has it and nothing is trained.",
+        "Numeric type of the model. auto: the one in which a saved learner has learned; for a new learner bfloat16 if "
+        "the hardware supports it and nothing is trained, and float32 otherwise.",
     )
     backend: Literal["torch", "onnx", "openvino"] = setting(
-        "torch", "What encodes images on a processor while nothing is trained."
+        "torch", "Library that encodes images on a CPU when nothing is trained."
     )
-    force: bool = setting(False, "Use a backend that answers otherwise, too.")
+    force: bool = setting(False, "Use a backend even if its results differ from those of torch.")
     torch_compile: bool = setting(False, "Compile the image tower with torch.compile; needs a C++ compiler.")
-    profile: bool = setting(False, "Print where the time of each task went.")
-    log_with: str | None = setting(None, "Tracker of accelerate: tensorboard, wandb, trackio, ...; needs its package.")
+    profile: bool = setting(False, "Print how long each part of a task took.")
+    log_with: str | None = setting(
+        None, "Tracker of accelerate, such as tensorboard, wandb or trackio; needs its package."
+    )
     progress: bool = setting(True, "Show progress bars.")
 
     def portable(self) -> dict[str, Any]:
-        """The settings without the machine's: what a saved learner, its model card and a run's identity hold."""
+        """Return the settings that are saved with a learner, its model card and a run: all except the machine's."""
         return {name: value for name, value in asdict(self).items() if name not in MACHINE_SETTINGS}
 
     def __post_init__(self) -> None:
         given: Any = self.prompt_template
-        if isinstance(given, (list, tuple)):  # one in a list is the same setting as the text alone
+        if isinstance(given, (list, tuple)):  # a list with one prompt is the same setting as the prompt alone
             object.__setattr__(self, "prompt_template", given[0] if len(given) == 1 else tuple(given))
         check_settings(self)
         for template in self.templates or ("",):
@@ -190,20 +207,20 @@ class LearnerArguments:
             names = ", ".join(AUGMENTATIONS)
             raise ValueError(f"augment must be none, or some of {names} with + between, got {self.augment!r:.100}")
         if self.backend == "onnx" and self.precision == "bfloat16":
-            raise ValueError("precision is 'bfloat16', and onnxruntime has none on a processor: take another backend")
+            raise ValueError("precision 'bfloat16' is not supported by onnxruntime on a CPU: choose another backend")
         if self.precision == "int8" and self.backend != "openvino":
-            raise ValueError(f"precision 'int8' is of the backend 'openvino', got the backend {self.backend!r}")
+            raise ValueError(f"precision 'int8' needs the backend 'openvino', got the backend {self.backend!r}")
         if self.training_template is not None:
             _check_template("training_template", self.training_template)
 
     @property
     def templates(self) -> tuple[str, ...]:
-        """The prompts that classifiers see, one or several."""
+        """Return the prompts that classifiers use, one or several."""
         return self.prompt_template if isinstance(self.prompt_template, tuple) else (self.prompt_template,)
 
 
 def _check_template(name: str, template: str) -> None:
     if template.count("{}") != 1:
         raise ValueError(f"{name} must be a text with exactly one {{}}, got {template!r:.200}")
-    if len(template) > 1000:  # far more than any text tower takes, and a tokenizer would need seconds to say so
+    if len(template) > 1000:  # far more than a text tower reads; a tokenizer would take seconds
         raise ValueError(f"{name} has {len(template)} characters, at most 1000 are allowed: {template!r:.60}...")

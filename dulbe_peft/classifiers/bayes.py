@@ -1,6 +1,9 @@
-"""`bayes`: discriminant analysis beside the texts. `text_prior` has the model; this is what it keeps and chooses.
+"""`bayes`: discriminant analysis combined with the text classifier, with weights chosen from left-out images.
 
-x is z, or with M random features [z, relu(z R) / sqrt(M)] with the layer R of `ranpac`; texts have zeros there.
+`text_prior` derives the model. This module keeps the sums and chooses kappa, rho, omega and the features.
+
+x is z alone, or [z, relu(z R) / sqrt(M)] with M random features, where R is the layer of `ranpac`. The text embeddings
+are zero in the random features.
 """
 
 from __future__ import annotations
@@ -21,50 +24,52 @@ from dulbe_peft.classifiers.ranpac import MOST_FEATURES, random_layer
 from dulbe_peft.classifiers.text_prior import OMEGAS, SCALES, Fit
 from dulbe_peft.utils.settings import Positive
 
-# Among these, left-out images choose: with one kappa and one rho, few images and many could not both be right.
+# Left-out images choose among these values. No single kappa and rho suits both few and many images.
 KAPPAS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 RHOS = (0.01, 0.03, 0.1, 0.3, 1.0)
-TEMPERATURES = (32.0, 16.0, 8.0, 4.0, 2.0, 1.0)  # of left-out images
-MOST_JUDGED = 256  # images of a task that are judged, of each class as many; all of them would take much longer
-NEVER = 1e300  # a loss that no number of images makes the least
+TEMPERATURES = (32.0, 16.0, 8.0, 4.0, 2.0, 1.0)  # of the scores of left-out images
+MOST_JUDGED = 256  # left-out images per task, spread evenly over its classes; all images would take much longer
+NEVER = 1e300  # a loss so large that its row of the table is never chosen
 
 # Chosen on held-back training images of published features; docs/results.md has the streams.
 USUAL_RHO = 0.3
-# T of the images' scores where none can be left out: on nine streams, 32 to 90 was best. S is a multiple of the
-# identity there, so that the scores take for independent what images say in each direction.
+# T of the images' scores if no image can be left out: on nine streams, 32 to 90 was best. S is then a multiple of the
+# identity, so the scores treat all directions as independent, which makes them too confident.
 IMAGE_TEMPERATURE = 40.0
-# How much more than images texts weigh that tell all of the labels, each at its own temperature, with one image a
-# class: the images' scores err together on classes that look alike.
+# The weight of texts that determine all labels, relative to that of one image per class, each at its own temperature.
+# It is larger than 1 because the images' scores make correlated errors on classes that look alike.
 TEXT_WEIGHT = 2.5
 
 
 class BayesClassifier(ClassSums):
-    """Gaussians of the classes' images and the text classifier side by side, with weights that follow from the images.
+    """Add the scores of linear discriminant analysis and of the text classifier, with weights chosen from the images.
 
-    The sums are exact and in float64, so for a fixed kappa and rho the solution is the one on all data at once,
-    whatever the order of images, classes, tasks and merged parts. Texts may be absent, of all classes or of some.
+    The sums are exact and in float64. For a fixed kappa and rho, the solution is therefore the same as with all data
+    at once, in any order of images, classes, tasks and merged parts. Some or all classes may have no text.
 
     Args:
-        kappa: how many images a text counts for, positive. "auto": see `choice`.
-        rho: how far the covariance goes to a multiple of the identity, positive: so many images for each dimension.
-            "auto": likewise.
-        omega: how far the offset of a text is CLIP's own, 0 to 1. "auto": see `choice`; 0 with a fixed kappa and rho.
-        features: M random features beside z, which help where classes have many images and no planes between them;
-            left-out images say whether. 0, a fixed kappa and rho, and after `move`: none, and scores are affine.
-        exact_forgetting: keep each class's share of W, so that `forget_class` leaves nothing of it but in the tables.
-            It takes 8 min(n_c, d) d bytes a class: 2 MiB with d = 512 from 512 images on.
+        kappa: number of images that a text counts as, positive. "auto": see `choice`.
+        rho: shrinkage of the covariance towards a multiple of the identity, positive, in images per dimension. "auto":
+            see `choice`.
+        omega: weight of CLIP's own offset in the offset of a text, 0 to 1. "auto": see `choice`; 0 if kappa and rho
+            are both fixed.
+        features: number M of random features in addition to z. They help if classes have many images and cannot be
+            separated by planes; left-out images decide whether they are used. They are not used if M is 0, if kappa
+            and rho are both fixed, or after `move`; the scores are then affine in z.
+        exact_forgetting: keep each class's part of W, so that `forget_class` removes all of the class except what it
+            added to the tables. This takes 8 min(n_c, d) d bytes per class: 2 MiB for d = 512 and 512 images or more.
 
     Attributes:
         text_embeds: e_c, (C, embed_dim), unit vectors, or zeros without a text.
         sums, counts, scatter, freedom, factors, factor_rows: of x, see `ClassSums`; d is `embed_dim` + M.
-        losses: (1 or 2, kappas, rhos, temperatures), float64: log-losses of images that were left out; the second
-            table is with the random features.
-        judged: sum of the weights of these images and of the weights' squares, (2,), float64.
-        by_text: (omegas, scales), float64: log-losses of the texts alone.
+        losses: (1 or 2, kappas, rhos, temperatures), float64: summed log-losses of left-out images. The second table
+            is computed with the random features.
+        judged: (2,), float64: the sum of the weights of the left-out images, and the sum of their squares.
+        by_text: (omegas, scales), float64: summed log-losses of the text classifier alone.
 
     Reference:
         Wang et al., "A Hard-to-Beat Baseline for Training-free CLIP-based Adaptation", 2024, adds the two scores with
-        a weight that validation images choose; arXiv 2404.00312 has a text classifier as the prior mean of a Gaussian
+        a weight chosen on validation images. arXiv 2404.00312 uses a text classifier as the prior mean of a Gaussian
         process.
     """
 
@@ -75,7 +80,7 @@ class BayesClassifier(ClassSums):
     omega: Annotated[float, Ge(0), Le(1)] | Literal["auto"] = "auto"
 
     name = "bayes"
-    summary = "discriminant analysis with the text as its prior: a class is its name until its images say otherwise"
+    summary = "discriminant analysis and the text classifier, added up; names count less the more images there are"
     may_be_absent = ("text_embeds",)
     adds_up = ("losses", "judged", "by_text")
 
@@ -91,16 +96,19 @@ class BayesClassifier(ClassSums):
             self.register_buffer(name, torch.zeros(sizes, dtype=torch.float64))
 
     def moved(self, matrix: Tensor) -> dict[str, Tensor]:
-        """Texts stay. No map of z is one of random features: sums become 0, with an error that no choice takes."""
+        """Return the sums after a linear map of z; the text embeddings stay.
+
+        Random features do not follow a map of z. Their sums become 0, and their loss so large that it is not chosen.
+        """
         losses = self.losses.clone()
         losses[1:] = NEVER
         return super().moved(F.pad(matrix, (0, self._random, 0, self._random))) | {"losses": losses}
 
     def judge(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Add to the tables what the images say, see `choice`; scores as if each had not been learned.
+        """Add the losses of a task's images to the tables of `choice`; return scores as if each were not learned.
 
-        Of a class with one image none can be left out. So that such classes have a say, as large a share of the task's
-        other classes is reduced to one image, and their further images are scored so.
+        The image of a class with a single image cannot be left out. Other classes stand for such classes: the same
+        share of the task's other classes is reduced to one image each, and their remaining images are scored.
         """
         if (classes := len(self._class_names)) < 2:
             return None
@@ -138,7 +146,7 @@ class BayesClassifier(ClassSums):
                     right = (scores / temperature).log_softmax(dim=2)[:, each, truth]
                     table[number, :, place, column] -= right @ own.float()
         self._buffers |= {"losses": table, "judged": self.judged + torch.stack([own.sum(), own @ own])}
-        # The fits do not depend on what has been judged.
+        # The fits do not depend on the tables.
         kept = {name: made.value for name, made in self._derived.items() if name.startswith(("fit ", "layer "))}
         for name, value in kept.items():
             self.keep_derived(name, value)
@@ -146,9 +154,10 @@ class BayesClassifier(ClassSums):
         return scored(features, torch.tensor([kappa]), rho, omega)[0] / self.unit_score, truth
 
     def _lone(self, inside: Tensor) -> Tensor:
-        """Which of the classes that have all their images in a task, of which there are `inside`, stand for lone ones.
+        """Choose the classes that stand for classes with a single image; return their numbers.
 
-        As large a share of them as lone classes are of all, spread evenly.
+        `inside`, (C,), counts each class's images in the task. Only classes with all their images in the task are
+        chosen. They are spread evenly, and their share equals the share of single-image classes among all classes.
         """
         counts = self.counts.to(inside.device)
         whole = ((inside == counts) & (counts > 1)).nonzero()[:, 0]
@@ -156,7 +165,10 @@ class BayesClassifier(ClassSums):
         return whole[torch.arange(number).to(whole) * len(whole) // max(1, number)]
 
     def _reduced(self, features: int, images: Tensor, labels: Tensor, kept: Tensor) -> Fit:
-        """The fit where of classes, all of whose x (n, d) are given, only one image each is known."""
+        """Return the fit with some classes reduced to one image each.
+
+        `images` are all x, (n, d), of these classes, and `kept`, (n,), selects the one image of each that remains.
+        """
         width, chosen = self.embed_dim + features, labels.unique()
         images, counts = images[:, :width], self.counts.to(labels.device).clone()
         means = self.sums[:, :width] / counts.to(images)[:, None]
@@ -167,27 +179,28 @@ class BayesClassifier(ClassSums):
         return Fit.of(means, counts, self.scatter[:width, :width] - away.T @ away, freedom, texts)
 
     def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
-        """See `Fit.left_out`; in float32."""
+        """Return the scores of `Fit.left_out`, in float32."""
         kappa, rho, features, omega = self.choice
         rows, labels = self.lifted(images.to(self.sums)), labels.to(self.sums.device)
         return self._fit(features).left_out(rows, labels, torch.tensor([kappa]), rho, omega)[0] / self.unit_score
 
     @property
     def choice(self) -> tuple[float, float, int, float]:
-        """kappa, rho, 0 or M, and omega: those that make the labels of the seen classes' images likeliest.
+        """Choose kappa, rho, the number of random features (0 or M) and omega that make the labels most likely.
 
-        omega is the one with which texts alone do so, at the best of `SCALES`. Texts have not seen the images, so that
-        none has to be left out. The others have the least of
+        omega minimises the log-loss of the text classifier alone, at the best of `SCALES`. The texts do not depend on
+        the images, so no image has to be left out. The others minimise
 
             n L(kappa, rho) + log(kappa / usual)^2 / 2 + log(rho / 0.3)^2 / 2
 
-        with the mean log-loss L of images that are left out, at the best of `TEMPERATURES`, and their effective number
-        n: a pseudo-likelihood and log-normal priors. A task's images, or 256 of them, and further ones are scored
-        against all classes of then. A loss weighs C / n_c, so that classes weigh alike, and late tasks more than early
-        ones. The usual kappa follows from how much the texts alone tell of the labels. Few images leave the choice to
-        the usual pair; where none can be left out there are no random features, and the covariance is a multiple of
-        the identity whatever rho is. `auto` thus depends on how the images came, by the classes that they were scored
-        against.
+        where L is the mean log-loss of left-out images at the best of `TEMPERATURES`, and n is their effective number:
+        a pseudo-likelihood with log-normal priors. Up to 256 images of each task or update are scored against all
+        classes seen so far. A loss has the weight C / n_c, so all classes have the same weight, and later tasks weigh
+        more than earlier ones. The usual kappa follows from how well the texts alone predict the labels.
+
+        With few images, the choice stays near the usual kappa and rho. If no image can be left out, no random features
+        are used, and the covariance is a multiple of the identity for every rho. The result of "auto" depends on the
+        order of the classes, because each image is scored against the classes that were seen by then.
 
         Reference:
             Besag, "Statistical Analysis of Non-Lattice Data", 1975: the pseudo-likelihood; Geisser and Eddy, 1979.
@@ -214,43 +227,43 @@ class BayesClassifier(ClassSums):
         return OMEGAS[int(self.by_text.amin(dim=1).argmin())] if "auto" in (self.kappa, self.rho) else 0.0
 
     def _usual_kappa(self) -> float:
-        """How many images a text counts for, before any image is left out; 1 at least.
+        """Return the number of images, at least 1, that a text counts as before any image is left out.
 
-        It is that with which texts weigh `TEXT_WEIGHT` times what they tell, where the scores of one image a class
-        and those of texts are divided by their temperatures.
+        With it, the texts have `TEXT_WEIGHT` times the explained share of the log-loss, `_told`, as their weight
+        relative to one image per class, if the scores of images and of texts are divided by their temperatures.
         """
         slope = self._fit(0).slope(USUAL_RHO)
         weight = TEXT_WEIGHT * self._told() * IMAGE_TEMPERATURE
         return max(1.0, weight * self._text_scale() / slope) if slope and weight else 1.0
 
     def _text_scale(self) -> float:
-        """That of `SCALES` at which texts make the labels likeliest, with a log-normal prior about CLIP's own."""
+        """Return the scale of `SCALES` that makes the labels most likely by text, with a log-normal prior around 1."""
         scales = torch.tensor(SCALES[1:]).to(self.by_text)
         losses = self.by_text.amin(dim=0)[1:] / float(self.by_text[0, 0]) * self._nats() + scales.log() ** 2 / 2
         return SCALES[1 + int(losses.argmin())]
 
     def _told(self) -> float:
-        """The share of the labels' log-loss that texts alone take away, less what two fitted numbers do by chance.
+        """Return the share of the labels' log-loss that texts alone explain, corrected for two fitted numbers.
 
-        The scale and omega are fitted to them, and add two nats by Akaike's criterion.
+        The scale and omega are fitted to the same labels, so two nats are subtracted, by Akaike's criterion.
         """
         worst = float(self.by_text[0, 0])
         return max(0.0, 1 - float(self.by_text.min()) / worst - 2 / self._nats()) if worst else 0.0
 
     def _nats(self) -> float:
-        """The log-loss of the labels where nothing is known, of as many images as unequal classes are worth."""
+        """Return the log-loss of the labels under a uniform prediction, for the effective number of images."""
         classes = len(self._class_names)
         return classes**2 / float((1 / self.counts).sum()) * math.log(max(2, classes))
 
     @property
     def temperature(self) -> float:
-        """T of `probabilities`; where no image can be left out, see `_usual_temperature`."""
+        """Return T of `probabilities`. If no image could be left out, it is that of `_usual_temperature`."""
         if self.calibration or not self._class_names:
             return super().temperature
         return float(self.solved()["temperature"])
 
     def _usual_temperature(self) -> float:
-        """T where no image can be left out: that of either part alone, as independent errors of the score add up."""
+        """Return T if no image can be left out: the errors of images and of texts add up as independent errors."""
         kappa, rho, features, _ = self.choice
         fit, share = self._fit(features), self._fit(features).share(kappa)
         by_texts = fit.slope(rho) / self._text_scale() if float(self.by_text[0, 0]) else 0.0
@@ -258,9 +271,9 @@ class BayesClassifier(ClassSums):
 
     @property
     def unit_score(self) -> float:
-        """What scores are divided by, so that tasks with different choices can have the same temperature of about 1.
+        """Return the divisor of the scores, which brings the temperature near 1 whatever kappa and rho are chosen.
 
-        It is the best of `TEMPERATURES`. With fixed settings scores stay as they are, whatever the order of tasks.
+        It is the best of `TEMPERATURES`, or 1 for fixed settings, whose scores do not depend on the order of tasks.
         """
         return float(self.derived("unit", self._measure)) if "auto" in (self.kappa, self.rho) else 1.0
 
@@ -272,7 +285,7 @@ class BayesClassifier(ClassSums):
         return TEMPERATURES[int(self.losses[place].argmin())]
 
     def _fit(self, features: int) -> Fit:
-        """The fit of the unit features and of so many random ones."""
+        """Return the fit to the unit features and the first `features` random features."""
         width = self.embed_dim + features
 
         def make() -> Fit:
@@ -283,7 +296,7 @@ class BayesClassifier(ClassSums):
         return self.derived(f"fit {features}", make)
 
     def solution(self) -> tuple[Tensor, Tensor]:
-        """The scores of x are x times the first, (C, d), and the second, (C,); float64."""
+        """Return the weights, (C, d), and the offsets, (C,), of the scores of x; float64."""
         kappa, rho, features, omega = self.choice
 
         def solve() -> tuple[Tensor, Tensor]:
@@ -293,7 +306,7 @@ class BayesClassifier(ClassSums):
         return self.derived("solution", solve)
 
     def solved(self) -> dict[str, Tensor]:
-        """The solution in float32, and the temperature that needs no image to be left out."""
+        """Return the solution in float32, and the temperature for the case that no image can be left out."""
         return self.derived("solved", self._solved) if self._class_names else {}
 
     def _solved(self) -> dict[str, Tensor]:
@@ -311,14 +324,14 @@ class BayesClassifier(ClassSums):
         return (self.lifted(images) if random else images) @ solved["weight"].T + solved["bias"]
 
     def lifted(self, images: Tensor) -> Tensor:
-        """x of z, (n, d), with the random features."""
+        """Return x, (n, d), for z: the unit features followed by the random features."""
         if not self._random:
             return images
         layer = self.derived(f"layer {images.dtype} {images.device}", lambda: self._layer().to(images))
         return torch.cat([images, (images @ layer).relu()], dim=1)
 
     def _layer(self) -> Tensor:
-        """R / sqrt(M)."""
+        """Return R / sqrt(M)."""
         return random_layer(0, self.embed_dim, self._random) / math.sqrt(self._random)
 
     def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
@@ -331,5 +344,5 @@ class BayesClassifier(ClassSums):
 def random_and_linear(
     z: torch.Tensor, projection: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 ) -> torch.Tensor:
-    """Scores, (n, C), of unit features z, (n, d): a random layer beside them, a matrix and a bias."""
+    """Return scores, (n, C), of unit features z, (n, d), from z and its random features by a matrix and a bias."""
     return torch.cat([z, (z @ projection).relu()], dim=1) @ weight.T + bias

@@ -1,11 +1,11 @@
-"""Probabilities that mean what they say, and what may be promised by them: a temperature, fitted on every new task.
+"""Calibrated probabilities and the thresholds that follow from them: a temperature T, fitted on every new task.
 
     probabilities = softmax(logits / T)
 
-It is fitted on scores of the task's images by a classifier that has not learned them, over all seen classes. Where
-there is no closed form of such scores, a copy of the classifier learns without a fifth of each class's images. The
-logarithm of T is taken to be a line over that of the number of classes, because ridge regression and LDA need another
-T for 10 classes than for 100. The newest tasks weigh most, because their images have met most classes.
+T is fitted to scores over all seen classes, of the task's images by a classifier that has not learned them. If there
+is no closed form for such scores, a copy of the classifier is trained without a fifth of each class's images. log T is
+modelled as a linear function of the logarithm of the number of classes, because ridge regression and LDA need another
+T for 10 classes than for 100. Newer tasks have larger weights, because their images were scored against more classes.
 """
 
 import math
@@ -20,19 +20,20 @@ from torch import Tensor
 from dulbe_peft.utils.records import Fraction, Record
 
 FOLDS = 5
-# Images that count as wrong: fewer made the probabilities of ten or fewer images too sure, more too unsure.
+# Number of images that count as wrong. For ten or fewer images, a smaller number made the probabilities overconfident,
+# and a larger number underconfident.
 DOUBT = 1 / 3
-FADING = 0.85  # the weight of a task beside the next one's; chosen on held-back training images
-KEPT = 32  # tasks; those before weigh less than a hundredth
-MOST = 200  # numbers kept of a task; of more images, these are spread evenly over their ranks
-LIMIT = math.log(1000.0)  # of the logarithm of a temperature, either way
+FADING = 0.85  # weight of a task relative to the next one; chosen on held-out training images
+KEPT = 32  # newest tasks that are kept; earlier ones would have a weight of less than 0.01
+MOST = 200  # numbers kept per task; if there are more images, evenly spaced quantiles are kept
+LIMIT = math.log(1000.0)  # limit of the logarithm of a temperature, either way
 
 
 class TaskTemperature(Record):
-    """log T of one task's images, and their probabilities of that time, the least first and rounded down.
+    """log T of one task's images, and their probabilities at that time, in ascending order and rounded down.
 
-    `own` are of their own classes, `largest` of the classes that they were taken for; each class weighs alike, so that
-    they are `worth` fewer images than there are.
+    `own` are the probabilities of the correct classes, and `largest` those of the predicted classes. Every class has
+    the same weight, so the effective number of images, `worth`, is at most the number of images.
     """
 
     log_temperature: float = Field(ge=-LIMIT, le=LIMIT)
@@ -44,11 +45,12 @@ class TaskTemperature(Record):
 
 
 class TaskNovelty(Record):
-    """What the images of a task say of the three signs, and how novel they are.
+    """Statistics of the three signs of novelty over a task's images, and the novelties of these images.
 
-    `known` and `unknown` are the signs' means, and `products`, 9 numbers, their mean products about the middle of
-    these, each class alike. `novelties` are of the images as if they had not been learned, the least first; `area` is
-    the chance that an image whose class was left out is more novel. Without classes of several images there are none.
+    `known` and `unknown` are the means of the signs. `products`, 9 numbers, are the means of their products, after the
+    midpoint of the two means is subtracted. Every class has the same weight. `novelties` are those of images as if
+    they had not been learned, in ascending order. `area` is the probability that an image whose class was left out is
+    more novel. If no class has several images, `novelties` is empty and `area` is None.
     """
 
     images: int = Field(ge=1)
@@ -61,7 +63,7 @@ class TaskNovelty(Record):
 
 
 def temperature(tasks: Sequence[TaskTemperature], classes: int) -> float:
-    """T for a number of classes, by the weighted least-squares line; 1 where no task was fitted."""
+    """Return T for a number of classes, by the weighted least-squares line, or 1 if no task was fitted."""
     if not tasks or not classes:
         return 1.0
     fades = FADING ** np.arange(len(tasks))[::-1]
@@ -80,7 +82,10 @@ def calibrated(
     labels: Tensor,
     learned: Tensor,
 ) -> tuple[TaskTemperature, ...]:
-    """With one more task, from (n, C) scores of its left-out images; `learned` are the labels of all its images."""
+    """Return the records with one more task, from the scores, (n, C), of its left-out images.
+
+    `learned` are the labels of all of the task's images.
+    """
     images, classes = logits.shape
     logits, labels = logits.double().cpu(), labels.cpu()
     weights = class_shares(labels, learned.cpu())
@@ -94,7 +99,10 @@ def calibrated(
 
 
 def class_shares(labels: Tensor, learned: Tensor) -> Tensor:
-    """Weights, (n,), float64, with which classes weigh alike; the smallest stand for those with no left-out image."""
+    """Return weights, (n,), float64, that give every class the same total weight.
+
+    The smallest classes also get the weight of the classes without a left-out image.
+    """
     counts = learned.bincount()
     own = labels.bincount(minlength=len(counts))
     there = own > 0
@@ -104,12 +112,12 @@ def class_shares(labels: Tensor, learned: Tensor) -> Tensor:
 
 
 def worth(weights: Tensor) -> int:
-    """How many values of equal weight weighted ones are worth."""
+    """Return the effective number of weighted values: how many values of equal weight are as informative."""
     return int(weights.sum() ** 2 / weights.square().sum() + 1e-9)
 
 
 def evenly(values: Tensor, weights: Tensor) -> Tensor:
-    """Quantiles of weighted values, the least first: as many as they are worth, at most `MOST`."""
+    """Return quantiles of weighted values, in ascending order: `worth(weights)` of them, at most `MOST`."""
     order, number = values.argsort(), min(MOST, worth(weights))
     ends = weights[order].cumsum(dim=0) / weights.sum()
     at = (torch.arange(number).to(ends) + 0.5) / number
@@ -117,47 +125,48 @@ def evenly(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def threshold(tasks: Sequence[TaskTemperature], kind: Literal["own", "largest"], share: float) -> float:
-    """The probability below which a further image is with at most this chance, if it is of the newest tasks' kind.
+    """Return the threshold below which the probability of a further image falls with at most the probability `share`.
 
-    Of n images, the floor((n + 1) share)-th smallest has this property, whatever the probabilities are. No more tasks
-    are taken than the share needs, because images of older ones have met fewer classes.
+    This holds for images from the distribution of the newest tasks. The floor((n + 1) share)-th smallest of n
+    probabilities has this property, however they are distributed. Only as many tasks are used as the share needs,
+    because images of older tasks were scored against fewer classes.
 
     Reference:
         Vovk et al., "Algorithmic Learning in a Random World", 2005; Sadinle et al., "Least Ambiguous Set-Valued
-        Classifiers with Bounded Error Levels", 2019: 1 less the probability of the own class as the score.
+        Classifiers with Bounded Error Levels", 2019: 1 minus the probability of the correct class as the score.
     """
     parts = ((np.asarray(getattr(task, kind)), task.worth) for task in tasks[::-1])
-    # None are left after a merge.
+    # After a merge a task has no probabilities.
     spread = [kept[np.linspace(0, len(kept) - 1, images).astype(int)] for kept, images in parts if len(kept)]
     return order_statistic(spread, share)
 
 
-HARDLY = 0.6  # an area under the ROC curve below which unknown classes cannot be told
+HARDLY = 0.6  # area under the ROC curve below which unknown classes can hardly be recognised
 
 
 def order_statistic(parts: Sequence[np.ndarray], share: float) -> float:
-    """The floor((n + 1) share)-th smallest of the first parts that suffice."""
+    """Return the floor((n + 1) share)-th smallest value of the first parts that have enough values."""
     needed, values = math.ceil(round(1 / share, 6)) - 1, np.zeros(0)
     for part in parts:
         if len(values) < needed:
             values = np.append(values, part)
     if len(values) < needed:
         raise ValueError(
-            f"a share of {share:g} takes {needed} images that the scores did not learn, and there are {len(values)}: "
-            "ask for a larger share of errors, or teach more images, of each class two at least; merging begins anew"
+            f"a share of {share:g} takes {needed} images that were left out of learning, and there are {len(values)}: "
+            "ask for a larger share of errors, or learn more images, at least two per class; merging discards scores"
         )
     return float(np.sort(values)[math.floor(round((len(values) + 1) * share, 6)) - 1])
 
 
 def ranking(images: Tensor) -> Tensor:
-    """The dot product of each image's feature with a fixed vector, (n,): a ranking in whatever order they come."""
+    """Return the dot product of each feature with a fixed vector, (n,): a ranking that no order of images changes."""
     fixed = torch.arange(1, images.shape[1] + 1, dtype=torch.float64).sin().to(images)
-    # A product with a matrix may round a row differently at another place in it; a sum over the row does not.
+    # A matrix product may round a row differently at another position; a sum over the row does not.
     return (images * fixed).sum(dim=1)
 
 
 def hold_back(images: Tensor, labels: Tensor) -> Tensor:
-    """Which of the (n, d) images to keep out of learning, (n,) booleans: of each class, one of every five by rank."""
+    """Return a mask, (n,), of the images, (n, d), to hold out: one of every five of each class, by rank."""
     order = ranking(images).argsort(stable=True)
     places = torch.empty_like(labels)
     places[order] = places_among(labels[order])
@@ -165,17 +174,18 @@ def hold_back(images: Tensor, labels: Tensor) -> Tensor:
 
 
 def places_among(labels: Tensor) -> Tensor:
-    """How many of the labels before each one are equal to it, (n,)."""
+    """Count, for each label, the earlier labels that are equal to it, (n,)."""
     ordered, order = labels.sort(stable=True)
     places = torch.arange(len(labels)).to(order) - torch.searchsorted(ordered, ordered)
     return torch.empty_like(order).scatter_(0, order, places)
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
-    """log T with the least negative log-likelihood of held-back images, (n, C) logits, between the limits.
+    """Return the log T, within the limits, that minimises the negative log-likelihood of held-out logits, (n, C).
 
-    The loss is convex in 1/T, so its derivative has one root. `DOUBT` of n + 2 images counts as of its strongest rival
-    class, much as in Platt's method; else T would go to 0 wherever every held-back image is right.
+    The loss is convex in 1/T, so its derivative has one root. As in Platt's method, each label is smoothed: `DOUBT` of
+    n + 2 images counts as belonging to the strongest other class. Otherwise T would go to 0 if all held-out images
+    were classified correctly.
 
     Reference:
         Guo et al., "On Calibration of Modern Neural Networks", 2017, section 4.2; Platt, 1999, section 2.2.

@@ -1,4 +1,4 @@
-"""The end of a task: every classifier takes in the task's classes, from the features that the finished model gives."""
+"""Teach every classifier a task's classes at the end of the task, from the features of the trained model."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -11,17 +11,21 @@ from torch import Tensor
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.drift import linear_map
 
-TEACHING = "teach "  # and a classifier's name: what the phase is called in which it takes in a task
+TEACHING = "teach "  # followed by a classifier's name: the name of the phase in which it learns a task
 
 
 @dataclass(frozen=True)
 class ClosingPass:
-    """A task's classes, its training images' unit features, (n, d), by the finished model, and their labels, (n,).
+    """The classes of a task, the unit features, (n, d), of its images after training, and their labels, (n,).
 
-    `before` are the same images' features by the model before the task; None where nobody needed them.
-    `texts`, (C_seen, d), are the embeddings of all seen classes, where a classifier needs them, and `each_text` those
-    of every text of the task's classes, (T, d), with the class of each, (T,). `views`, (n, V, d), are the features of
-    each image and its augmented views, where there are some.
+    Attributes:
+        class_names: names of the task's classes.
+        features: unit features of the training images, by the trained model.
+        labels: indices into `class_names`.
+        before: features of the same images by the model before the task, or None if no classifier needs them.
+        texts: (C_seen, d), text embeddings of all seen classes, or None if no classifier needs them.
+        each_text: embeddings of every text of the task's classes, (T, d), and the class of each text, (T,).
+        views: (n, V, d), features of each image and its augmented views, or None without augmentation.
     """
 
     class_names: tuple[str, ...]
@@ -41,9 +45,9 @@ def learn_task(
     text_embeds: str = "current",
     phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, Classifier]:
-    """Every classifier with the task's classes; the given ones stay as they are.
+    """Return copies of the classifiers that have also learned the task's classes; the given ones do not change.
 
-    `drift` and `text_embeds` are as in `LearnerArguments`. `phase` times each one.
+    `drift` and `text_embeds` are as in `LearnerArguments`. `phase` measures the time of each classifier.
     """
     made = {name: classifier.fork() for name, classifier in classifiers.items()}
     old, texts = len(next(iter(made.values())).class_names), closing.texts

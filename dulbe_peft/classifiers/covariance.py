@@ -1,4 +1,4 @@
-"""Covariances from few images: shrunk toward a multiple of the identity."""
+"""Estimate covariances from few images, by shrinkage toward a multiple of the identity."""
 
 from typing import Literal
 
@@ -7,13 +7,14 @@ from torch import Tensor
 
 
 def shrunk_covariance(scatter: Tensor, freedom: int, shrinkage: float | Literal["oas"], otherwise: float) -> Tensor:
-    """Sigma = (1 - s) W / f + s (tr W / f d) I, (d, d), float64; `otherwise` I while all images of a class are equal.
+    """Return Sigma = (1 - s) W / f + s (tr W / f d) I, (d, d), float64.
 
-    `scatter` is W, (d, d), float64, with f degrees of `freedom`.
+    `scatter` is W, (d, d), float64, with f degrees of `freedom`. If all images of each class are equal, the result is
+    `otherwise` times I.
     """
     identity = torch.eye(len(scatter), dtype=torch.float64, device=scatter.device)
     variance = float(scatter.trace()) / max(freedom, 1) / len(scatter)
-    # Rounding leaves a trace of about 1e-32 where all images of each class are equal.
+    # If all images of each class are equal, rounding errors leave a trace of about 1e-32.
     if freedom == 0 or variance < 1e-20:
         return identity * otherwise
     sample = scatter / freedom
@@ -22,7 +23,7 @@ def shrunk_covariance(scatter: Tensor, freedom: int, shrinkage: float | Literal[
 
 
 def oas_shrinkage(covariance: Tensor, freedom: int) -> float:
-    """The shrinkage toward the scaled identity of Chen et al., 2010, equation 23."""
+    """Compute the shrinkage toward the scaled identity by equation 23 of Chen et al., 2010."""
     d = len(covariance)
     square, trace = float((covariance * covariance).sum()), float(covariance.trace())
     over = (freedom + 1 - 2 / d) * (square - trace * trace / d)

@@ -1,11 +1,11 @@
-"""How what classifiers keep of old images follows features that training has moved.
+"""The map by which the stored statistics of old classes follow features that training has changed.
 
-X, (n, w), are features of a task's images before it, Y after it, and M is the map that takes one to the other:
+X, (n, w), are the features of a task's images before the task, Y those after it, and M maps the one to the other:
 
     M = argmin |X M - Y|^2 + lambda |M - I|^2 = I + X'(X X' + lambda I)^-1 (Y - X)
 
-The task's images determine M on their span alone. lambda draws it to the identity where they say little, and outside
-their span it is the identity.
+The task's images determine M only on their span; outside it M is the identity. The penalty lambda keeps M near the
+identity in directions in which the images vary little.
 """
 
 from collections.abc import Iterator
@@ -15,17 +15,18 @@ from torch import Tensor
 
 from dulbe_peft.utils.torch_settings import one_thread
 
-LINEAR = 0.03  # lambda of "linear", over the mean eigenvalue of X'X
-# Among these, over the same, left-out classes choose. The last one leaves everything as it was.
+LINEAR = 0.03  # lambda of "linear", divided by the mean eigenvalue of X'X
+# Left-out classes choose lambda, divided by the same, among these values. With the last one nothing changes.
 STRENGTHS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, float("inf"))
 FOLDS = 5
-MOST_COMPARED = 1000  # images by which lambda is chosen
+MOST_COMPARED = 1000  # images for the choice of lambda
 
 
 def linear_map(before: Tensor, after: Tensor, ridge: float = LINEAR) -> Tensor:
-    """The linear map M, (w, w), float64, that takes features, (n, w), before a task to those after it.
+    """Fit the linear map M, (w, w), float64, from features, (n, w), before a task to those after it.
 
-    `ridge` is lambda over the mean eigenvalue of X'X. Directions without images of the task stay as they were.
+    `ridge` is lambda divided by the mean eigenvalue of X'X. M leaves directions outside the span of the images as they
+    are.
 
     >>> linear_map(torch.eye(2), 2 * torch.eye(2), ridge=1e-9).round(decimals=3).tolist()
     [[2.0, 0.0], [0.0, 2.0]]
@@ -41,10 +42,11 @@ def linear_map(before: Tensor, after: Tensor, ridge: float = LINEAR) -> Tensor:
 
 @one_thread()
 def chosen_map(before: Tensor, after: Tensor, labels: Tensor) -> Tensor | None:
-    """`linear_map` with the lambda by which images of left-out classes are foretold best; None where none helps.
+    """Fit `linear_map` with the lambda that best predicts left-out classes; return None if no map helps.
 
-    Old classes have no image here, and so each fifth of the task's classes is foretold by the other four. `labels`,
-    (n,), are the images' classes. A task of one class leaves out images in place of classes.
+    No images of old classes are available. Instead, the features of each fifth of the task's classes are predicted by
+    a map fitted to the other four fifths. `labels`, (n,), are the images' classes. If the task has only one class,
+    images are left out instead of classes.
     """
     old, new = _checked(before, after)
     rows = slice(None, None, (len(old) - 1) // MOST_COMPARED + 1)
@@ -54,7 +56,7 @@ def chosen_map(before: Tensor, after: Tensor, labels: Tensor) -> Tensor | None:
 
 
 def left_out_errors(old: Tensor, new: Tensor, labels: Tensor) -> Tensor:
-    """Sum of |y - x M|^2 over all images for each of `STRENGTHS`, with an M of the other folds' images."""
+    """Return the sum of |y - x M|^2 over all images for each of `STRENGTHS`, with M fitted to the other folds."""
     errors, change = torch.zeros(len(STRENGTHS), dtype=torch.float64), new - old
     for held in _folds(labels):
         known, unit = old[~held], old[~held].square().sum() / old.shape[1]
@@ -69,7 +71,7 @@ def left_out_errors(old: Tensor, new: Tensor, labels: Tensor) -> Tensor:
 
 
 def _folds(labels: Tensor) -> Iterator[Tensor]:
-    """Which images are left out at a time, (n,) booleans; both parts have images."""
+    """Yield, for each fold, a mask, (n,), of the images that are left out; both parts have images."""
     classes, owners = labels.unique(return_inverse=True)
     owners = owners if len(classes) > 1 else torch.arange(len(labels))
     for fold in (owners % FOLDS).unique():
@@ -79,7 +81,7 @@ def _folds(labels: Tensor) -> Iterator[Tensor]:
 
 
 def _checked(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in float64 on the CPU, as some devices have no float64."""
+    """Check the shapes; return both in float64 on the CPU, because some devices have no float64."""
     if before.ndim != 2 or before.shape != after.shape or not len(before):
         raise ValueError(f"before and after must both be (n, d), got {tuple(before.shape)} and {tuple(after.shape)}")
     return before.detach().cpu().double(), after.detach().cpu().double()

@@ -1,20 +1,22 @@
-"""How much likelier an image is of another class than of a known one: a Gaussian model of images and of class means.
+"""The evidence that an image belongs to an unknown class, from a Gaussian model of images and of class means.
 
-    x | c ~ N(mu_c, S)        mu_c ~ N(b, B) of a class that nothing is known of
+    x | c ~ N(mu_c, S)        mu_c ~ N(b, B) for a class about which nothing is known
 
-With n_c images of a known class, their mean m_c and its text, mu_c is Gaussian too, and so is a further image of it.
-Take coordinates in which S is the identity and B is diagonal with entries beta. One coordinate of x - b is then
+For a known class with n_c images, their mean m_c and a text, mu_c is Gaussian too, and so is a further image of the
+class. In coordinates in which S is the identity and B is diagonal with entries beta, one coordinate of x - b is
+distributed as
 
     x | known c ~ N(p_c + w (m_c - b - p_c), 1 + beta_c / (1 + n_c beta_c))        w = n_c beta_c / (1 + n_c beta_c)
     x | other   ~ N(0, 1 + beta)              evidence = log p(x | other) - log mean over c of p(x | known c)
 
-p_c = a S t_c is where the text says that the mean is, with t_c and a as in `text_prior`, and beta_c = q beta, with the
-share q that texts leave of how the means lie. Without texts p_c = 0 and q = 1. A direction in which classes do not
-differ says nothing, a class with few images says less than one with many, and few classes say little of B.
+p_c = a S t_c is the class mean that the text predicts, with t_c and a as in `text_prior`. beta_c = q beta, where q is
+the share of the variance of the class means that the texts do not explain. Without texts, p_c = 0 and q = 1. A
+direction in which classes do not differ adds no evidence, a class with few images adds less than one with many, and
+few classes determine B poorly.
 
-    S = (W + nu R) / (f + nu), with `RIDGE` times the ridge of OAS, at the trace it had
-    R = sum of (m_c - b)(m_c - b)' / (1/4 + 1/n_c) / C: all there is where no class has two images
-    B + mean of 1/n_c = covariance of the m_c with C - 1 degrees of freedom, shrunk by OAS; beta is `LEAST` at least
+    S = (W + nu R) / (f + nu), with `RIDGE` times the ridge of OAS, at an unchanged trace
+    R = sum of (m_c - b)(m_c - b)' / (1/4 + 1/n_c) / C, which alone determines S if no class has two images
+    B + mean of 1/n_c = covariance of the m_c with C - 1 degrees of freedom, shrunk by OAS; beta is at least `LEAST`
 
 Reference:
     Ioffe, "Probabilistic Linear Discriminant Analysis", ECCV 2006; Prince and Elder, "Probabilistic Linear
@@ -31,15 +33,15 @@ from torch import Tensor
 
 from dulbe_peft.classifiers.covariance import oas_shrinkage
 
-# Chosen while looking at streams of both halves of `research.benchmarks.real`, so that no set confirms them yet. Twice
-# or half of each changed the area under the ROC curve little in the mean.
+# Chosen on streams of both halves of `research.benchmarks.real`, so no held-out set confirms these values yet.
+# Doubling or halving each of them changed the mean area under the ROC curve little.
 USUAL_IMAGES, RIDGE, LEAST = 10, 5.0, 0.1
-AT_ONCE = 2**24  # numbers in memory
+AT_ONCE = 2**24  # numbers held in memory at once
 
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """m_c, (C, d), n_c, (C,), W, (d, d), f, and tau e_c, (C, d), or None; float64."""
+    """The sums that evidence needs: m_c, (C, d), n_c, (C,), W, (d, d), f, and tau e_c, (C, d), or None; float64."""
 
     means: Tensor
     counts: Tensor
@@ -48,9 +50,9 @@ class Sums:
     texts: Tensor | None = None
 
     def without(self, images: Tensor, labels: Tensor, classes: Tensor | None = None) -> Sums:
-        """Return the sums without (n, d) learned images, and without some `classes`, by number.
+        """Return the sums without some learned images, (n, d), and without the numbered `classes`.
 
-        What other images of these classes added to W stays there.
+        Other images of these classes keep their contribution to W.
         """
         gone = labels.bincount(minlength=len(self.counts)).to(self.counts)
         left, sums = self.counts - gone, self.means * self.counts[:, None]
@@ -66,7 +68,7 @@ class Sums:
 
 
 class Evidence:
-    """The evidence that images are of another class, from what `Sums` hold."""
+    """Compute the evidence that images belong to an unknown class, from `Sums`."""
 
     def __init__(self, sums: Sums) -> None:
         counts, (classes, width) = sums.counts[:, None], sums.means.shape
@@ -74,7 +76,7 @@ class Evidence:
         self.factor = torch.linalg.cholesky(noise(sums, sums.means - self.middle))
         means = self._whitened(sums.means)
         texts = means[:0] if sums.texts is None else (sums.texts - sums.texts.mean(dim=0)) @ self.factor
-        # All means and texts lie in as many directions as there are of them; all others are alike.
+        # Means and texts span only a subspace. All directions outside it are alike.
         basis = torch.linalg.qr(torch.cat([means, texts]).T).Q
         means, texts = means @ basis, texts @ basis
         covariance = means.T @ means / max(1, classes - 1)
@@ -94,7 +96,7 @@ class Evidence:
         self.rest = width - basis.shape[1]
 
     def __call__(self, images: Tensor) -> Tensor:
-        """The evidence of unit features, (n, d) to (n,), float64."""
+        """Return the evidence, (n,), float64, of unit features, (n, d)."""
         parts = images.to(self.middle).split(max(1, AT_ONCE // max(self.centres.shape)))
         return torch.cat([self._of(part) for part in parts]) if len(images) else self.middle[:0]
 
@@ -114,7 +116,7 @@ class Evidence:
 
 
 def said_by(texts: Tensor, means: Tensor, counts: Tensor) -> tuple[Tensor, float]:
-    """Return p_c of (C, r) texts, by least squares, and the share that they leave of how the means lie, 0 to 1."""
+    """Return p_c, (C, r), fitted to the texts, (C, r), by least squares, and q, the unexplained share, 0 to 1."""
     weights = counts[: len(texts)] / (counts[: len(texts)] + 1) * texts
     over, whole = float((weights * texts).sum()), float(means.square().sum())
     if not len(texts) or over <= 0 or whole <= 0:
@@ -124,7 +126,7 @@ def said_by(texts: Tensor, means: Tensor, counts: Tensor) -> tuple[Tensor, float
 
 
 def noise(sums: Sums, apart: Tensor) -> Tensor:
-    """S, (d, d), from the sums and m_c - b, (C, d)."""
+    """Return S, (d, d), from the sums and m_c - b, (C, d)."""
     classes, width = apart.shape
     weights = 1 / (1 / 4 + 1 / sums.counts[:, None])
     between = apart.T @ (weights * apart) / classes

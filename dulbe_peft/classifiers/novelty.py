@@ -1,15 +1,16 @@
-"""How unlike all that was learned an image is: three signs of it, with weights from images that were left out.
+"""The novelty of an image: how unlike all learned classes it is, from three signs with weights from left-out images.
 
     novelty = w_1 evidence - w_2 log(p / (1 - p)) - w_3 tau max over c of z'e_c
 
-The evidence, `classifiers.evidence`, is what means, counts, scatter and texts say; p is the largest probability; the
-last sign is the image's nearest text, where every class has one. No sign is the best everywhere: texts that name the
-classes well know what is none of them, and where they do not, or classes are few, images know it better.
+The evidence of `classifiers.evidence` comes from means, counts, scatter and texts. p is the largest probability. The
+last sign is the similarity of the image to its nearest text, if every class has a text. No sign is always the best:
+texts that describe the classes well recognise unknown classes best, and otherwise, or with few classes, images do.
 
-The weights are Fisher's: least squares of -1 for images of each task as if they had not been learned, and of 1 for
-the same ones as if their classes had not been, with w >= 0. The sums are exact, so both are learned anew, a tenth of
-the images or of the classes left out at a time. Images of one class are alike, so all of a class count for one. So
-does the prior, by which few classes leave the weights equal in units of a standard deviation.
+The weights are Fisher's, with w >= 0: a least-squares fit of -1 to the images of each task as if they had not been
+learned, and of 1 to the same images as if their classes had not been learned. The sums are exact, so both cases are
+computed from sums without a tenth of the images, or of the classes, at a time. Images of one class are similar, so all
+images of a class count as one observation. A prior counts as another one. With few classes, it keeps the weights equal
+in units of a standard deviation.
 
 Reference:
     Hendrycks and Gimpel, "A Baseline for Detecting Misclassified and Out-of-Distribution Examples in Neural Networks",
@@ -37,18 +38,18 @@ from dulbe_peft.classifiers.calibration import (
 from dulbe_peft.classifiers.evidence import Evidence, Sums
 from dulbe_peft.classifiers.state import GrowingState
 
-NEEDED = {"sums", "counts", "scatter", "freedom"}  # buffers, as of `ClassSums`
-MOST_JUDGED = 1000  # images of a task that are left out
-PARTS = 10  # in so many are images, and classes, left out
-SURE = 6.0  # of a log-odds, either way: hardly any task has images enough to say more
-# Of a sign that tells known from unknown by half a standard deviation; what is assumed of the evidence where no class
-# has two images.
+NEEDED = {"sums", "counts", "scatter", "freedom"}  # buffers, as in `ClassSums`
+MOST_JUDGED = 1000  # left-out images per task
+PARTS = 10  # parts into which images, or classes, are divided to be left out
+SURE = 6.0  # limit of the log-odds, either way; few tasks have enough images to support larger ones
+# The prior weight, which belongs to a sign that separates known from unknown by half a standard deviation. This
+# much is also assumed of the evidence if no class has two images.
 USUAL = 0.25
 SIGNS = ("known", "unknown", "products")
 
 
 def sums_of(classifier: GrowingState) -> Sums | None:
-    """Return what the evidence needs; None: the classifier does not keep it, or has learned nothing."""
+    """Return the sums that evidence needs, or None if the classifier does not keep them or has learned nothing."""
     kept, width = classifier.tensors(), classifier.embed_dim
     if not kept.keys() >= NEEDED or not classifier.class_names:
         return None
@@ -66,7 +67,7 @@ def sums_of(classifier: GrowingState) -> Sums | None:
 
 
 def novelty(classifier: GrowingState, images: Tensor, scores: Tensor) -> Tensor:
-    """The novelty of unit features, (n, d) to (n,), float64, with their calibrated logits, (n, C)."""
+    """Return the novelty, (n,), float64, of unit features, (n, d), with their calibrated logits, (n, C)."""
     sums = sums_of(classifier)
     assert sums is not None
     evidence: Evidence = classifier.derived("evidence", lambda: Evidence(sums))
@@ -75,12 +76,12 @@ def novelty(classifier: GrowingState, images: Tensor, scores: Tensor) -> Tensor:
 
 
 def by_text(images: Tensor, sums: Sums) -> Tensor | None:
-    """tau z'e_c, (n, C)."""
+    """Return tau z'e_c, (n, C), or None if there are no texts."""
     return None if sums.texts is None else images.to(sums.texts) @ sums.texts.T
 
 
 def signs(evidence: Tensor, scores: Tensor, texts: Tensor | None) -> Tensor:
-    """The three signs, (n, 3), from evidence (n,), calibrated logits (n, C) and the classes' texts (n, C)."""
+    """Return the three signs, (n, 3), from evidence (n,), calibrated logits (n, C) and text scores (n, C)."""
     largest = scores.log_softmax(dim=1).amax(dim=1).exp()
     odds = torch.logit(largest, eps=1e-12).clamp(-SURE, SURE)
     nearest = torch.zeros_like(evidence) if texts is None else texts.amax(dim=1)
@@ -88,10 +89,10 @@ def signs(evidence: Tensor, scores: Tensor, texts: Tensor | None) -> Tensor:
 
 
 def weights_of(tasks: Sequence[TaskNovelty]) -> Tensor:
-    """The weights of the signs, (3,), float64, the newest tasks counting most; without any, evidence alone.
+    """Return the weights of the signs, (3,), float64; newer tasks count more, and without tasks only evidence counts.
 
-    With z the signs less their means, in units of their standard deviations, they have the least sum over classes of
-    (t - w'z)^2, t = -1 or 1, plus the squared distance from `USUAL`.
+    Let z be the signs minus their means, in units of their standard deviations. The weights w minimise the sum over
+    classes of (t - w'z)^2, with t = -1 or 1, plus the squared distance of w from `USUAL`.
     """
     if not tasks:
         return torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
@@ -100,7 +101,7 @@ def weights_of(tasks: Sequence[TaskNovelty]) -> Tensor:
     known, unknown, products = (torch.from_numpy(part) for part in each)
     products, number = products.reshape(3, 3), float(fades.sum())
     used, found = products.diagonal() > 1e-18, torch.zeros(3, dtype=torch.float64)
-    spread = products.diagonal().sqrt().clamp_min(1)  # in nats: less than one is no difference
+    spread = products.diagonal().sqrt().clamp_min(1)  # in nats; a difference below one nat means nothing
     while used.any():
         scale = spread[used]
         alike = number * products[used][:, used] / torch.outer(scale, scale)
@@ -120,11 +121,10 @@ def judged(
     left_out: Callable[[Tensor, Tensor], Tensor | None],
     temperature: float,
 ) -> tuple[TaskNovelty, ...]:
-    """Return the tasks' records with one more, from the (n, d) learned images of a task; as before where none can be.
+    """Return the tasks' records with one more, from learned images, (n, d), or as before if that is impossible.
 
-    `labels` index all classes; `left_out` and `temperature` are the classifier's. Where no class has two images, only
-    classes can be left out: then evidence and nearest text have weights, and nothing is said of how novel known images
-    are.
+    `labels` index all classes; `left_out` and `temperature` are the classifier's. If no class has two images, only
+    classes can be left out. Evidence and nearest text then get weights, and the novelties of known images stay empty.
     """
     sums, before = sums_of(classifier), classifier.novelty_tasks
     if sums is None or len(sums.counts) < 2:
@@ -138,12 +138,13 @@ def judged(
     try:
         unknown = classes_out(sums, images, labels, chosen, own, parts)
         known = images_out(sums, chosen, own) if several.any() else None
-    except torch.linalg.LinAlgError:  # views, or a map of old features: the images are not exactly in the sums
+    except torch.linalg.LinAlgError:  # with views or mapped features, the sums do not contain these images exactly
         return before
     texts, shares = by_text(chosen, sums), class_shares(own, labels)
     scores = None if known is None else left_out(chosen, own)
     scores = torch.zeros(len(own), len(sums.counts)).to(unknown) if scores is None else scores.to(unknown)
-    # Without its class an image has fewer classes to be near to: as many others go where its class stays.
+    # An image whose class is left out has fewer classes to be near to. For a fair comparison, as many other classes
+    # are left out when its class stays.
     place = parts[own][:, None]
     here, number = parts == place, int(parts.max()) + 1
     other = parts == (place + 1) % number if number > 1 else here.roll(1, dims=1)
@@ -169,12 +170,12 @@ def judged(
 
 
 def without(scores: Tensor, gone: Tensor) -> Tensor:
-    """Scores, (n, C), without those of some classes, unless all of an image's would go."""
+    """Return scores, (n, C), that are -inf for the `gone` classes, except for images of which all classes are gone."""
     return scores.where(~gone | gone.all(dim=1, keepdim=True), torch.tensor(-torch.inf).to(scores))
 
 
 def parted(labels: Tensor, number: int) -> Tensor:
-    """In which of at most `PARTS` parts each class is left out, (C,); -1: it is not."""
+    """Return the part, of at most `PARTS`, in which each class is left out, (C,); -1 for classes that stay."""
     classes = labels.unique()
     parts = torch.full((number,), -1).to(labels)
     parts[classes] = torch.arange(len(classes)).to(labels) % min(PARTS, len(classes))
@@ -182,7 +183,10 @@ def parted(labels: Tensor, number: int) -> Tensor:
 
 
 def classes_out(sums: Sums, images: Tensor, labels: Tensor, rows: Tensor, own: Tensor, parts: Tensor) -> Tensor:
-    """The evidence of (n, d) `rows` where the classes of their part were not learned, which all `images` are of."""
+    """Return the evidence, (n,), of `rows`, (n, d), as if the classes of each row's part had not been learned.
+
+    `images` and `labels` are all of the task's; `own`, (n,), are the classes of `rows`.
+    """
     found = torch.zeros(len(rows)).to(rows)
     for part in range(int(parts.max()) + 1):
         classes = (parts == part).nonzero()[:, 0]
@@ -192,7 +196,10 @@ def classes_out(sums: Sums, images: Tensor, labels: Tensor, rows: Tensor, own: T
 
 
 def images_out(sums: Sums, rows: Tensor, own: Tensor) -> Tensor:
-    """The evidence of (n, d) learned `rows` where a tenth of them was not learned; of no class all images go."""
+    """Return the evidence, (n,), of learned `rows`, (n, d), as if a tenth of them, with the row, had not been learned.
+
+    Images are left out such that each class keeps at least one.
+    """
     found, order = torch.zeros(len(rows)).to(rows), own.argsort(stable=True)
     for part in range(min(PARTS, len(rows))):
         here = order[part :: min(PARTS, len(rows))]
@@ -201,11 +208,14 @@ def images_out(sums: Sums, rows: Tensor, own: Tensor) -> Tensor:
 
 
 def novelty_threshold(tasks: Sequence[TaskNovelty], share: float) -> float:
-    """The novelty above which a further image is with at most this chance; as `calibration.threshold`."""
+    """Return the novelty that a further image of a known class exceeds with at most the probability `share`.
+
+    It is an order statistic, as in `calibration.threshold`.
+    """
     return -order_statistic([-np.asarray(task.novelties) for task in tasks[::-1]], share)
 
 
 def roc_area(tasks: Sequence[TaskNovelty]) -> float | None:
-    """The mean of what tasks measured, the newest weighing most; None where none did."""
+    """Return the mean of the tasks' ROC areas, with larger weights for newer tasks, or None if there is none."""
     found = [(FADING**age * task.images, task.area) for age, task in enumerate(tasks[::-1]) if task.area is not None]
     return float(np.average([area for _, area in found], weights=[weight for weight, _ in found])) if found else None

@@ -1,4 +1,7 @@
-"""The classifiers by name: what `--classifiers bridge,ranpac:features=4000` chooses from, open to others' classes."""
+"""Register classifiers by name, for texts such as `--classifiers bridge,ranpac:features=4000`.
+
+Other packages can register their own classes with `register_classifier`.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -41,28 +44,28 @@ CLASSIFIERS: Registry[Classifier] = Registry(
 
 @dataclass(frozen=True)
 class Recipe:
-    """A class of classifiers, with the settings that somebody chose."""
+    """A classifier class and the settings chosen by the user."""
 
     kind: type[Classifier]
     chosen: dict[str, Any]
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All settings, the chosen ones and the defaults."""
+        """Return all settings: the defaults, replaced by the chosen ones."""
         return self.kind.setting_defaults() | self.chosen
 
 
 def register_classifier(cls: Kind) -> Kind:
-    """Put a classifier's class into `CLASSIFIERS` under its `name`; returns the class, so it works as a decorator.
+    """Register a classifier class in `CLASSIFIERS` under its `name`; return the class, so it works as a decorator.
 
     Raises:
-        TypeError: `cls` is no class derived from `Classifier`.
-        ValueError: its name is no lower-case identifier, or another class has the name or the file names.
+        TypeError: `cls` is not a class derived from `Classifier`.
+        ValueError: its name is not a lower-case identifier, or another class has the same name or file names.
     """
     if not isinstance(cls, type) or not issubclass(cls, Classifier):
         raise TypeError(f"a classifier must be a class derived from Classifier, got {cls!r:.100}")
     if not cls.name.isidentifier() or cls.name != cls.name.lower() or not cls.name.isascii():
-        raise ValueError(f"{cls.__name__}.name is {cls.name!r}; it must be of the characters a-z, 0-9 and _")
+        raise ValueError(f"{cls.__name__}.name is {cls.name!r}; it must contain only a-z, 0-9 and _")
     if (cls.file_stem == "head") != (cls.name == "bridge") or cls.file_stem in set(CLASSIFIERS) - {cls.name}:
         raise ValueError(f"{cls.__name__}.file_stem is {cls.file_stem!r}, which another classifier has for its files")
     CLASSIFIERS.register(cls)
@@ -70,7 +73,7 @@ def register_classifier(cls: Kind) -> Kind:
 
 
 def parse_classifier(text: str) -> Recipe:
-    """What a text asks for. A name or a setting that there is not, and a value that is not allowed, are refused."""
+    """Parse `name:key=value,key=value`; refuse unknown names, unknown settings and values out of their limits."""
     name, values = parse_spec(text)
     if name not in CLASSIFIERS:
         raise ValueError(f"there is no classifier {name!r}{closest(name, CLASSIFIERS)}")
@@ -79,14 +82,14 @@ def parse_classifier(text: str) -> Recipe:
 
 
 def parse_classifiers(specs: str | Classifier | Iterable[str | Recipe | Classifier]) -> dict[str, Recipe | Classifier]:
-    """What somebody asks for, by name, at least one and no two of one name; a text may ask for several."""
+    """Parse one or more classifiers and return them by name; refuse an empty list and names that occur twice."""
     rows = split_specs(specs) if isinstance(specs, str) else [specs] if isinstance(specs, Classifier) else specs
     found: dict[str, Recipe | Classifier] = {}
     for row in rows:
         one = row if isinstance(row, (Recipe, Classifier)) else parse_classifier(row)
         name = (one.kind if isinstance(one, Recipe) else one).name
         if name in found:
-            raise ValueError(f"the classifier {name!r} is asked for twice: a learner has one of each name")
+            raise ValueError(f"the classifier {name!r} is given twice: a learner can have only one of each name")
         found[name] = one
     if not found:
         raise ValueError("classifiers is empty: name at least one, such as 'bridge'")
@@ -94,7 +97,7 @@ def parse_classifiers(specs: str | Classifier | Iterable[str | Recipe | Classifi
 
 
 def make_classifier(spec: str | Recipe | Classifier, embed_dim: int, logit_scale: float = 100.0) -> Classifier:
-    """An empty classifier from `name:key=value,key=value`; one that is given without classes is returned.
+    """Make an empty classifier from `name:key=value,key=value`; return a `Classifier` without classes as it is.
 
     >>> make_classifier("bridge:num_depths=5", embed_dim=512)
     BridgeEnsembleHead(embed_dim=512, num_depths=5, reliability_temperature=0.05, classes=0)
@@ -102,9 +105,9 @@ def make_classifier(spec: str | Recipe | Classifier, embed_dim: int, logit_scale
     if isinstance(spec, Classifier):
         who = f"the {spec.name!r} classifier"
         if spec.class_names:
-            raise ValueError(f"{who} already has {len(spec.class_names)} classes: give an empty one")
+            raise ValueError(f"{who} already has {len(spec.class_names)} classes: pass an empty one")
         if spec.embed_dim != embed_dim:
-            raise ValueError(f"{who} takes {spec.embed_dim} dimensions, the model gives {embed_dim}")
+            raise ValueError(f"{who} takes {spec.embed_dim} dimensions, but the model has {embed_dim}")
         return spec
     recipe = parse_classifier(spec) if isinstance(spec, str) else spec
     return recipe.kind(embed_dim=embed_dim, logit_scale=logit_scale, **recipe.chosen)
@@ -113,17 +116,17 @@ def make_classifier(spec: str | Recipe | Classifier, embed_dim: int, logit_scale
 def make_classifiers(
     specs: str | Classifier | Iterable[str | Recipe | Classifier], embed_dim: int, logit_scale: float = 100.0
 ) -> dict[str, Classifier]:
-    """Empty classifiers by name; see `parse_classifiers` and `make_classifier`."""
+    """Make empty classifiers by name; see `parse_classifiers` and `make_classifier`."""
     return {name: make_classifier(one, embed_dim, logit_scale) for name, one in parse_classifiers(specs).items()}
 
 
 def answering(by_name: Mapping[str, Any]) -> str:
-    """The name of the classifier that answers, of those of a learner or of results: the first one."""
+    """Return the name of the classifier that `predict` uses, of those of a learner or of results: the first one."""
     return next(iter(by_name))
 
 
 def spec(classifier: Classifier) -> str:
-    """The text that makes a classifier like this one: its name, and the settings that differ from the defaults.
+    """Return the text that makes an equal classifier: its name and the settings that differ from the defaults.
 
     >>> spec(make_classifier("bridge:depths=0/0.5", embed_dim=512))
     'bridge:depths=0/0.5'

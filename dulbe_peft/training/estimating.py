@@ -1,18 +1,18 @@
-"""How many images a learner classifies correctly, without test images: by training images that are left out.
+"""Estimate the accuracy of a learner without test images, from left-out training images.
 
-A classifier that keeps exact sums is fitted anew without a tenth of the images at a time; what was chosen by left-out
-images, as kappa and rho of `bayes`, stays. Others use their closed form, if they have one.
+A classifier that keeps exact sums is fitted again without a tenth of the images, ten times. Settings that were chosen
+on left-out images, such as kappa and rho of `bayes`, stay the same. Other classifiers use their closed form, if any.
 
-An image that is left out leaves its class n - 1 images, so it is classified correctly less often than a test image.
-The mean m' of n - 1 images of a Gaussian class is further away than that of n: x - m' has covariance
-(1 + 1 / (n - 1)) S, and of a test image (1 + 1 / n) S. With
+If an image is left out, its class has only n - 1 images, so the image is classified correctly less often than a test
+image. The mean m' of n - 1 images of a Gaussian class is further from the image x than a mean of n images is from a
+test image: x - m' has the covariance (1 + 1 / (n - 1)) S, instead of (1 + 1 / n) S. With
 
     x - r (x - m') as the mean of n images        r^2 = (1 + 1 / n) / (1 + 1 / (n - 1))
 
-it is as far away as from n images. But then the image has a part in the mean, which helps odd images, and it is
-classified correctly more often. The truth lies between the two, and the estimate is the middle: the interval begins
-where that of the first begins, and ends where that of the second ends. A tenth that holds several images of a class
-leaves it ten or more, where r is 1 for all that matters, and both are the same.
+the distance is that from a mean of n images. But this mean depends on the image itself, which helps outliers, so the
+image is classified correctly more often than a test image. The true accuracy lies between the two, and the estimate is
+their midpoint. The interval reaches from the lower end of the first interval to the upper end of the second. If a part
+contains several images of a class, the class keeps ten or more images. Then r is nearly 1, and no correction is made.
 """
 
 import math
@@ -32,15 +32,16 @@ from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.training.state import Estimates, LearnerState
 
 MOST_LEFT_OUT = 1000  # images
-PARTS = 10  # in so many they are left out
-NORMAL = 1.959964  # of a 95 % interval
+PARTS = 10  # parts into which images are divided to be left out
+NORMAL = 1.959964  # the normal quantile for a 95 % interval
 
 
 def estimates_of(state: LearnerState, encoder: Encoder, fresh: Mapping[bytes, Tensor]) -> Estimates:
-    """What every classifier of a state names right of learned images, each as if it had not been learned.
+    """Estimate the accuracy of every classifier of a state on learned images, as if each had not been learned.
 
-    `fresh` are the features of the newest images by content; the feature store has those of earlier ones, or nothing
-    is said of their classes. Where the model was trained on the images, or saw several views, it would be too much.
+    `fresh` are the features of the newest images by content. Features of earlier images come from the feature store;
+    classes without stored features are not part of the estimate. If the model was trained on the images or learned
+    several views of them, there is no estimate, because it would be too optimistic.
     """
     now = Estimates(tasks=len(state.tasks), updates=len(state.updates))
     if state.trained or any(views > 1 for _, views in state.known.ways):
@@ -66,16 +67,17 @@ def estimates_of(state: LearnerState, encoder: Encoder, fresh: Mapping[bytes, Te
 
 @torch.no_grad()
 def left_out_share(classifier: Classifier, images: Tensor, labels: Tensor) -> tuple[float, float, float] | None:
-    """Return the accuracy on learned images that are left out, each class alike, and its 95 % interval.
+    """Return the accuracy on left-out learned images, with equal weights for all classes, and its 95 % interval.
 
     Args:
-        classifier: what learned the images.
-        images: (n, d), unit features of learned images. Copies of one image are no further images: leave them away.
-        labels: (n,), the place of each image's class in `classifier.class_names`; each class has learned two images.
+        classifier: the classifier that learned the images.
+        images: (n, d), unit features of learned images, without copies of an image.
+        labels: (n,), the index of each image's class in `classifier.class_names`; each class must have learned at
+            least two images.
 
     Returns:
-        The accuracy and an interval, 0 to 1: Wilson's, for as many images as the unequal classes are worth. None: the
-        classifier cannot leave an image out.
+        The accuracy and the ends of Wilson's interval, from 0 to 1, for the effective number of images in classes of
+        unequal size; or None if the classifier cannot leave an image out.
     """
     if isinstance(classifier, ClassSums):
         scores = refitted(classifier, images, labels)
@@ -94,7 +96,7 @@ def left_out_share(classifier: Classifier, images: Tensor, labels: Tensor) -> tu
 
 
 def wilson(share: float, number: float) -> tuple[float, float, float]:
-    """A share of so many images and its 95 % interval."""
+    """Return a share of `number` images and the ends of its 95 % interval."""
     z = NORMAL**2 / number
     middle = (share + z / 2) / (1 + z)
     half = math.sqrt(z * share * (1 - share) + z * z / 4) / (1 + z)
@@ -102,9 +104,10 @@ def wilson(share: float, number: float) -> tuple[float, float, float]:
 
 
 def refitted(classifier: ClassSums, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The scores, (n, C), of learned images, (n, d), by classifiers that have not learned them.
+    """Return two sets of scores, (n, C), of learned images, (n, d), by classifiers that have not learned them.
 
-    The first ones have an image less of its class, the second ones its mean at the distance of n images.
+    For the first scores, the image is missing from its class. For the second, the mean of its class is also moved to
+    the distance of a mean of n images.
     """
     rows, labels = classifier.lifted(images.to(classifier.sums)), labels.to(classifier.sums.device)
     counts = classifier.counts.to(rows)
@@ -127,7 +130,7 @@ def refitted(classifier: ClassSums, images: Tensor, labels: Tensor) -> tuple[Ten
 
 
 def scores_with(classifier: ClassSums, sums: Sums, images: Tensor) -> Tensor:
-    """The scores, (n, C), of unit features by a classifier with other sums of the same classes."""
+    """Return the scores, (n, C), of unit features by a copy of the classifier with other sums of the same classes."""
     fork, freedom = classifier.fork(), torch.full_like(classifier.freedom, sums.freedom)
     changes = {"sums": sums.means * sums.counts[:, None], "counts": sums.counts.to(classifier.counts)}
     fork.install(changes | {"scatter": sums.scatter, "freedom": freedom})

@@ -1,13 +1,13 @@
-"""The learning rate of "auto": the paper's for a model of the paper's size; for a smaller one a tenth of it, or less.
+"""Choose the learning rate of "auto": the paper's rate for a model of the paper's size, and a lower one otherwise.
 
-How much less, a trial tells: it trains the first task at a tenth of the paper's rate. X, (n, d), are the features of
-the task's images before it, with mean m, and Y those after it. The square of a movement grows with that of the rate,
-so this is the rate at which features move by the share `MOST_MOVED` of their spread:
+For a smaller model, the rate is at most a tenth of the paper's. A trial trains the first task at that rate. Let X,
+(n, d), be the features of the task's images before the trial, with mean m, and Y those after it. The squared movement
+of the features grows with the square of the rate, so the features move by the share `MOST_MOVED` of their spread at
 
     moved = |Y - X|^2 / |X - m|^2,    rate = TRIAL min(1, sqrt(MOST_MOVED / moved))
 
-Old classes suffer from what features move, and gain nothing by it. A task that moves them less than this says little
-of those that follow, so the rate is never raised. `docs/results.md` has what the rule was chosen by.
+Movement of the features only harms old classes. A first task that moves the features less does not mean that later
+tasks will too, so the rate is never raised. `docs/results.md` shows the results by which the rule was chosen.
 """
 
 import math
@@ -27,12 +27,12 @@ PAPER_WIDTH = 768  # of ViT-B
 TRIAL = PAPER_RATE / 10
 MOST_MOVED = 0.025
 
-# Makes the training loop of a task.
+# A function that makes the training loop of a task.
 MakeTrainer = Callable[[LearnerState, Encoder, PixelDataset, Log | None], TaskTrainer]
 
 
 def with_rate(make: MakeTrainer, state: LearnerState, encoder: Encoder, images: PixelDataset) -> LearnerState:
-    """The state whose learning rate is a number, which images of a task have settled where it was "auto"."""
+    """Return the state with a number as its learning rate; choose it on the task's images if it is "auto"."""
     if state.args.learning_rate != "auto" or state.adapter is None or not state.strategy.adapts:
         return state
     rate = PAPER_RATE
@@ -48,12 +48,12 @@ def _at(state: LearnerState, rate: float) -> LearnerState:
 
 
 def width_of(adapter: DualModeLoraModel) -> int:
-    """How many features the narrowest adapted layer reads, which is the width of a vision tower."""
+    """Return the input width of the narrowest adapted layer, which is the width of the vision tower."""
     return min(layer.in_features for layer in adapter.dual_mode_layers().values())
 
 
 def rate_of(moved: float) -> float:
-    """The rate, in two digits, that a trial's movement allows.
+    """Return the learning rate, rounded to two digits, for the movement in a trial.
 
     >>> rate_of(0.1), rate_of(0.0)
     (5e-05, 0.0001)
@@ -62,7 +62,10 @@ def rate_of(moved: float) -> float:
 
 
 def movement(make: MakeTrainer, state: LearnerState, encoder: Encoder, images: PixelDataset) -> float:
-    """The share of their spread by which a task's training moves the features of its images; the model stays."""
+    """Return how far training moves the features of a task's images, as a share of their spread.
+
+    The model is the same afterwards.
+    """
     with state.resting():
         before = encoder.dataset_embeds(images, "trial")
     with state.adapter_restored(), seeded_randomness(state.args.seed, len(state.tasks)):

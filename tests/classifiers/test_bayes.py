@@ -1,4 +1,4 @@
-"""`bayes` against a literal float64 reading in NumPy: every formula of its file, image by image."""
+"""Compare `bayes` with a literal float64 version in NumPy, which computes every formula image by image."""
 
 import functools
 
@@ -17,7 +17,7 @@ DIM, CLASSES, SCALE, DOUBLE = 6, 5, 20.0, torch.float64
 NAMES = [f"class {number}" for number in range(CLASSES)]
 KAPPAS, RHOS, TEMPERATURES = [1, 2, 4, 8, 16, 32, 64], [0.01, 0.03, 0.1, 0.3, 1], [32, 16, 8, 4, 2, 1]
 OMEGAS, SCALES = [0, 1 / 4, 1 / 2, 3 / 4, 1], [0, *(2.0 ** (half / 2) for half in range(-8, 8))]
-SINGLE = 1e-4  # tolerance of what is computed in float32
+SINGLE = 1e-4  # tolerance for float32 results
 FIXED = {"kappa": 3.0, "rho": 0.2}
 
 
@@ -30,7 +30,7 @@ TEXTS = F.normalize(CENTRES + draw(1, CLASSES, DIM), dim=1)
 
 
 def photos(each=4, seed=3, noise=0.7):
-    """Unit features and labels; `each` is a number or one a class."""
+    """Return unit features and labels; `each` is the number of images per class, or a list with one for each class."""
     counts = torch.tensor([each] * CLASSES if isinstance(each, int) else each)
     labels = torch.arange(CLASSES).repeat_interleave(counts)
     return F.normalize(CENTRES[labels] + noise * draw(seed, len(labels), DIM), dim=1), labels
@@ -41,15 +41,15 @@ def taught(images, labels, increment=CLASSES, order=None, texts=TEXTS, **setting
 
 
 def lifted(images, layer):
-    """[z, relu(z R) / sqrt(M)]."""
+    """Return [z, relu(z R) / sqrt(M)]."""
     return np.concatenate([images, np.maximum(images @ layer, 0) / np.sqrt(layer.shape[1])], axis=1)
 
 
 class Twin:
-    """All images at once, without care for speed."""
+    """The literal version, which learns all images at once."""
 
     def __init__(self, images, labels, texts=TEXTS, layer=None):
-        # The classifier, too, normalises in float32.
+        # The classifier also normalises in float32.
         images, texts = (unit_features(rows, "", DIM, None, "cpu").double().numpy() for rows in (images, texts))
         if layer is not None:
             images, texts = lifted(images, layer), np.pad(texts, ((0, 0), (0, layer.shape[1])))
@@ -68,7 +68,7 @@ class Twin:
 
     @functools.cache  # noqa: B019
     def without(self, i):
-        """The same that has never seen an image."""
+        """Return a version that has not learned image `i`."""
         twin, rows = object.__new__(Twin), np.arange(len(self.x)) != i
         twin.learn(self.x[rows], self.y[rows], self.texts)
         return twin
@@ -77,7 +77,7 @@ class Twin:
         return (self.scatter + rho * self.v * np.eye(self.dim)) / (self.freedom + rho * self.dim)
 
     def slope(self, rho):
-        """The least-squares a, not below 0."""
+        """Return the least-squares a, or 0 if it is negative."""
         parts = list(zip(self.w, self.t, self.m - self.b, strict=True))
         return max(0.0, sum(w * t @ m for w, t, m in parts) / sum(w * t @ self.noise(rho) @ t for w, t, _ in parts))
 
@@ -97,7 +97,7 @@ class Twin:
         return (usual * images + kappa * texts) / (usual + kappa)
 
     def text_losses(self, rows):
-        """Log-losses by the texts alone, of the images of so many rows, each class alike."""
+        """Return the log-losses of the images in `rows` by the texts alone, with equal weights for all classes."""
         found, a, classes = np.zeros((5, 17)), self.slope(0.3), range(self.classes)
         for i in rows:
             for o, omega in enumerate(OMEGAS):
@@ -125,7 +125,7 @@ class Twin:
         return np.hypot(40 / (1 + kappa), kappa / (1 + kappa) * self.slope(0.3) / self.scale(table))
 
     def losses(self, rows, omega):
-        """-log p(own) of the images, each left out, at every kappa, rho and temperature; and what each weighs."""
+        """Return -log p(own) of each left-out image at every kappa, rho and temperature, and the images' weights."""
         found = np.zeros((len(rows), 7, 5, 6))
         for number, i in enumerate(rows):
             for k, kappa in enumerate(KAPPAS):
@@ -162,7 +162,7 @@ def same_solution(found, expected):
 
 @pytest.mark.parametrize("omega", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("each", [1, 4, [2, 6, 1, 3, 9]])
-def test_scores_are_the_literal_ones(each, omega):
+def test_scores_equal_the_literal_version(each, omega):
     images, labels = photos(each)
     classifier, twin = taught(images, labels, omega=omega, **FIXED), Twin(images, labels)
     tests = F.normalize(draw(2, 9, DIM), dim=1)
@@ -176,7 +176,7 @@ def test_scores_are_the_literal_ones(each, omega):
 
 
 @pytest.mark.parametrize("each, seed, features", [(4, 3, 7), (2, 5, 0), ([2, 6, 1, 3, 9], 3, 7)])
-def test_the_choice_is_that_by_which_left_out_images_are_right(each, seed, features):
+def test_choice_minimises_the_loss_of_left_out_images(each, seed, features):
     images, labels = photos(each, seed, noise=1.2)
     classifier = taught(images, labels, features=features)
     layer = np.random.RandomState(0).standard_normal((DIM, features))
@@ -201,7 +201,7 @@ def test_the_choice_is_that_by_which_left_out_images_are_right(each, seed, featu
     close(function(tests, **tensors), classifier(tests), 1e-6)
 
 
-def test_the_tables_add_up_over_tasks_and_further_images():
+def test_tables_add_up_over_tasks_and_updates():
     images, labels = photos(6)
     first, late = labels < 3, torch.arange(len(labels)) % 6 == 5
     classifier = taught(images[~late], labels[~late], increment=3)
@@ -218,9 +218,9 @@ def test_the_tables_add_up_over_tasks_and_further_images():
     close(classifier.losses[0], total, SINGLE)
 
 
-# The last texts tell a little, by chance.
+# The last texts predict the labels slightly better than chance.
 @pytest.mark.parametrize("texts", [TEXTS, TEXTS.roll(1, dims=0), TEXTS[[0, 1, 3, 4, 2]]])
-def test_one_image_a_class_has_the_usual_kappa(texts):
+def test_one_image_per_class_gives_the_usual_kappa(texts):
     images, labels = photos(1)
     classifier, twin = taught(images, labels, texts=texts), Twin(images, labels, texts)
     by_text = twin.text_losses(range(len(images)))
@@ -232,7 +232,7 @@ def test_one_image_a_class_has_the_usual_kappa(texts):
     close(classifier(tests), twin.scores(tests.double().numpy(), usual, 0.3, omega) / unit, SINGLE)
 
 
-def test_without_texts_it_is_lda_with_a_ridge_and_means_that_are_drawn_to_their_middle(tmp_path):
+def test_without_texts_it_is_lda_with_a_ridge_and_shrunken_means(tmp_path):
     images, labels = photos([1, 3, 8, 20, 5])
     classifier, named = (BayesClassifier(DIM, SCALE, **FIXED) for _ in range(2))
     classifier.add_classes(NAMES, images, labels)
@@ -243,7 +243,7 @@ def test_without_texts_it_is_lda_with_a_ridge_and_means_that_are_drawn_to_their_
     close(tests.double() @ weights.T + offsets, np.array(found) * usual / (usual + 3))
     classifier.save_pretrained(tmp_path)
     assert torch.equal(BayesClassifier.from_pretrained(tmp_path)(tests), classifier(tests))
-    # A text that comes later counts, and a class without one has none.
+    # Texts that are set later have the same effect as texts that are given with the classes.
     named.add_classes(NAMES[:3], images[labels < 3], labels[labels < 3])
     named.add_classes(NAMES[3:], images[labels >= 3], labels[labels >= 3] - 3)
     same_solution(named, classifier)
@@ -252,7 +252,7 @@ def test_without_texts_it_is_lda_with_a_ridge_and_means_that_are_drawn_to_their_
 
 
 @pytest.mark.parametrize("each", [[1, 3, 8, 20, 5], 1])
-def test_a_forgotten_class_leaves_nothing(each):
+def test_forgetting_a_class_removes_all_of_it(each):
     images, labels = photos(each)
     classifier, kept = taught(images, labels, increment=2, **FIXED), [0, 1, 2, 4]
     assert len(classifier.factors) <= sum(classifier.counts.clamp(max=DIM))
@@ -260,7 +260,7 @@ def test_a_forgotten_class_leaves_nothing(each):
     same_solution(classifier, taught(images, labels, order=kept, **FIXED))
 
 
-def test_random_features_end_where_features_move():
+def test_random_features_are_not_used_after_features_move():
     images, labels = photos(6, noise=1.2)
     classifier, plain = taught(images, labels, features=7), taught(images, labels, features=0)
     turn = torch.linalg.qr(draw(5, DIM, DIM).double()).Q
@@ -272,8 +272,8 @@ def test_random_features_end_where_features_move():
     same_solution(classifier, plain)
 
 
-def test_images_that_are_equal_or_nearly_so_have_finite_scores():
-    """S is small and far from full rank: in float32, its eigenvalues are NaN or are not found."""
+def test_equal_and_nearly_equal_images_have_finite_scores():
+    """S is small and far from full rank. In float32, its eigenvalues are NaN or the solver fails."""
     for names in (["a"], ["a", "b"]):
         classifier, labels = BayesClassifier(DIM, SCALE), torch.arange(len(names)).repeat(2)
         classifier.add_classes(names, torch.ones(len(labels), DIM), labels, TEXTS[[0] * len(names)])
@@ -284,10 +284,10 @@ def test_images_that_are_equal_or_nearly_so_have_finite_scores():
     assert (classifier(images).argmax(dim=1) == labels).all()
 
 
-def test_classes_with_one_image_are_judged_by_others_that_are_reduced_to_one():
+def test_other_classes_reduced_to_one_image_stand_for_single_image_classes():
     images, labels = photos([1, 4, 1, 3, 5])
     classifier, twin = taught(images, labels, features=0), Twin(images, labels)
-    # Two of five classes are lone, so that one of the three others stands for them: the first.
+    # Two of five classes have a single image, so one of the three others stands for them: the first.
     order = calibration.ranking(unit_features(images, "", DIM, None, "cpu").double()).argsort()
     first, *further = [i for i in order.tolist() if labels[i] == 1]
     reduced = Twin(
@@ -306,31 +306,31 @@ def test_classes_with_one_image_are_judged_by_others_that_are_reduced_to_one():
     close(classifier.losses[0], total, SINGLE)
 
 
-def test_of_many_images_every_class_leaves_out_as_many(monkeypatch):
+def test_classes_leave_out_equally_many_of_many_images(monkeypatch):
     monkeypatch.setattr(bayes, "MOST_JUDGED", 12)
     images, labels = photos([1, 2, 9, 4, 6])
     mixed = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     classifier, other = taught(images, labels), taught(images[mixed], labels[mixed])
     close(classifier.losses, other.losses, SINGLE)
-    # 1, 2, 3, 3 and 3 images of the classes stand for all of them; of a class with one, none can be left out.
+    # 1, 2, 3, 3 and 3 images of the classes are used. The image of the class with a single image cannot be left out.
     close(classifier.judged, [4 * 5, 25 * (2 / 4 + 3 / 9 + 3 / 9 + 3 / 9)], 1e-9)
 
 
 @pytest.mark.parametrize(("each", "settings"), [(4, {"features": 7}), (4, {"features": 0}), (1, {}), (4, FIXED)])
-def test_a_saved_one_answers_without_solving_anew(each, settings, tmp_path, monkeypatch):
+def test_saved_classifier_predicts_without_solving_again(each, settings, tmp_path, monkeypatch):
     classifier, tests = taught(*photos(each), increment=2, **settings), draw(2, 7, DIM)
     expected = classifier.probabilities(tests)
     classifier.save_pretrained(tmp_path / "new")
     classifier.save_pretrained(tmp_path / "old")
     state = classifier.tensors()
-    write_tensors(tmp_path / "old" / "bayes.safetensors", state, {})  # without what is solved
+    write_tensors(tmp_path / "old" / "bayes.safetensors", state, {})  # without the solution
     assert torch.equal(BayesClassifier.from_pretrained(tmp_path / "old").probabilities(tests), expected)
     monkeypatch.setattr(bayes.Fit, "of", None)
     loaded = BayesClassifier.from_pretrained(tmp_path / "new").to("cpu")
     assert torch.equal(loaded.probabilities(tests), expected)
     function, tensors = loaded.formula()
     close(function(F.normalize(tests, dim=1), **tensors), loaded(tests), 1e-6)
-    with pytest.raises(TypeError, match="not callable"):  # what changes is solved anew
+    with pytest.raises(TypeError, match="not callable"):  # a changed classifier solves again
         loaded.forget_class(NAMES[0])
         loaded(tests)
     write_tensors(tmp_path / "new" / "bayes.safetensors", state | {"solved.weight": torch.zeros(CLASSES, 2)}, {})

@@ -63,7 +63,7 @@ def test_invalid_calls_are_refused_and_change_nothing(tmp_path):
         (lambda: LdaClassifier.from_pretrained(tmp_path), "lda_config.json does not exist"),
         (lambda: linear_map(images, images[:3]), r"\(120, 64\) and \(3, 64\)"),
         (lambda: make_classifier(lda, DIM), "already has 10 classes"),
-        (lambda: make_classifier(make_classifier("lda", 8), 9), "takes 8 dimensions, the model gives 9"),
+        (lambda: make_classifier(make_classifier("lda", 8), 9), "takes 8 dimensions, but the model has 9"),
     ):
         with pytest.raises((ValueError, TypeError, RuntimeError, FileNotFoundError), match=message):
             call()
@@ -218,7 +218,7 @@ def test_specs_make_classifiers_or_are_refused():
         ("ranpack", r"no classifier 'ranpack'; did you mean 'ranpac'\? \(known: .*bridge"),
         ("ranpac:feature=3", r"no setting 'feature'; did you mean 'features'\?"),
         ("text:embed_dim=4", r"no setting 'embed_dim' \(known: none\)"),
-        ("lda,text,lda:shrinkage=0.1", "'lda' is asked for twice"),
+        ("lda,text,lda:shrinkage=0.1", "'lda' is given twice"),
     ):
         with pytest.raises(ValueError, match=message):
             parse_classifiers(text)

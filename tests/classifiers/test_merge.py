@@ -89,7 +89,7 @@ def test_merging_discards_measured_scores_until_new_classes_are_learned():
     one, merged = learned("lda", [0, 1]), learned("lda", [0, 1]).merge(learned("lda", [2, 3]))
     assert one.roc_area is not None and one.refused(TESTS, 0.2).any() and merged.roc_area is None
     for ask in (lambda: merged.refused(TESTS, 0.2), lambda: merged.prediction_sets(TESTS, 0.8)):
-        with pytest.raises(ValueError, match="there are 0.*merging begins anew"):
+        with pytest.raises(ValueError, match="there are 0.*merging discards scores"):
             ask()
     rows = torch.isin(LABELS, torch.tensor([4, 5]))
     merged.add_classes(NAMES[4:], IMAGES[rows], LABELS[rows] - 4)

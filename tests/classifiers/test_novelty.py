@@ -1,4 +1,4 @@
-"""How unlike all that was learned an image is: against literal float64 versions, whatever changed the classifier."""
+"""Compare the novelty of images with literal float64 versions, also after changes of the classifier."""
 
 import math
 
@@ -16,14 +16,14 @@ DIM, CLASSES, EACH = 6, 5, 9
 
 
 def world(each=EACH):
-    """Unit features and labels of some classes, texts of these, and features of as many other classes."""
+    """Return unit features and labels of known classes, their texts, and features of as many unknown classes."""
     rows, labels, texts = clusters(2 * CLASSES * [each], DIM, spread=0.5)
     known = labels < CLASSES
     return rows[known], labels[known], texts[:CLASSES], rows[~known]
 
 
 def symmetric(matrix, function):
-    """A function of a symmetric matrix's eigenvalues."""
+    """Apply a function to the eigenvalues of a symmetric matrix."""
     values, vectors = torch.linalg.eigh(matrix)
     return vectors @ torch.diag(function(values)) @ vectors.T
 
@@ -37,7 +37,7 @@ def scatter_of(rows, labels):
 
 
 def literal(z, means, counts, scatter, freedom, texts=None):
-    """The evidence of one image by the two Gaussians as they stand: full matrices, nothing whitened."""
+    """Return the evidence of one image from the densities of the two Gaussians, with full matrices."""
     z, means, counts, number = z.double(), means.double(), counts.double(), len(means)
     b, eye = means.mean(dim=0), torch.eye(DIM, dtype=torch.float64)
     r = sum(torch.outer(m - b, m - b) / (1 / 4 + 1 / n) for m, n in zip(means, counts, strict=True)) / number
@@ -77,7 +77,7 @@ def sums(rows, labels, texts=None):
 
 
 @pytest.mark.parametrize(("each", "named"), [(EACH, False), (EACH, True), (2, True), (1, True), (1, False)])
-def test_evidence_is_that_of_the_two_gaussians(each, named):
+def test_evidence_equals_that_of_the_two_gaussians(each, named):
     rows, labels, texts, others = world(each)
     found = sums(rows, labels, 3 * texts.double() if named else None)
     expected = [literal(z, found.means, found.counts, found.scatter, found.freedom, found.texts) for z in others]
@@ -85,7 +85,7 @@ def test_evidence_is_that_of_the_two_gaussians(each, named):
 
 
 def test_evidence_in_more_directions_than_classes_and_texts_span():
-    """Directions without means or texts are all alike: one number stands for them."""
+    """All directions outside the span of means and texts are alike, so one number describes them."""
     rows, labels, texts, others = world()
     few = labels < 2
     found = sums(rows[few], labels[few], 3 * texts[:2].double())
@@ -97,11 +97,11 @@ SPECS = ["lda", "gda", "bayes:features=3", "bayes:exact_forgetting=False,feature
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_novelty_is_the_weighted_sum_of_three_signs_also_after_further_images(spec):
+def test_novelty_is_the_weighted_sum_of_three_signs_also_after_an_update(spec):
     rows, labels, texts, others = world()
     first = torch.arange(len(labels)) % EACH < 4
     order = torch.tensor([2, 4, 1, 3, 0])
-    places = order.argsort()  # of the classes
+    places = order.argsort()  # the positions of the classes
     classifier = in_tasks(spec, rows[first], labels[first], texts, order.tolist(), increment=1)
     for known in (first, first | ~first):
         named = None if spec == "lda" else classifier.logit_scale * texts[order].double()
@@ -117,7 +117,7 @@ def test_novelty_is_the_weighted_sum_of_three_signs_also_after_further_images(sp
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_what_is_forgotten_is_more_novel_than_before(spec):
+def test_images_of_a_forgotten_class_are_more_novel_than_before(spec):
     rows, labels, texts, _ = world()
     classifier = in_tasks(spec, rows, labels, texts, increment=1)
     before = classifier.novelty(rows[labels == 2])
@@ -125,7 +125,7 @@ def test_what_is_forgotten_is_more_novel_than_before(spec):
     assert classifier.novelty(rows[labels == 2]).mean() > before.mean()
 
 
-def test_sums_without_images_and_classes_are_those_of_the_rest():
+def test_sums_without_images_and_classes_equal_those_of_the_rest():
     rows, labels, texts, _ = world()
     rows, texts = rows.double(), texts.double()
     whole = sums(rows, labels, texts)
@@ -136,12 +136,12 @@ def test_sums_without_images_and_classes_are_those_of_the_rest():
     expected = sums(rows[kept], places, texts[[0, 2, 4]])
     torch.testing.assert_close(left.means, expected.means)
     assert torch.equal(left.counts, expected.counts) and torch.equal(left.texts, texts[[0, 2, 4]])
-    stays = ~gone & (labels == 3)  # what other images of the class added stays
+    stays = ~gone & (labels == 3)  # other images of the class keep their contribution
     torch.testing.assert_close(left.scatter, expected.scatter + scatter_of(rows[stays], labels[stays]))
     assert left.freedom == expected.freedom + int(stays.sum()) - 1
 
 
-def test_images_and_classes_that_are_left_out_are_as_if_they_had_not_been_learned():
+def test_evidence_without_images_or_classes_equals_that_of_the_remaining_data():
     rows, labels, texts, _ = world()
     rows, texts = rows.double(), texts.double()
     found = images_out(sums(rows, labels, texts), rows, labels)
@@ -160,7 +160,7 @@ def test_images_and_classes_that_are_left_out_are_as_if_they_had_not_been_learne
 
 
 def record(known, unknown, noise, classes=50):
-    """A task whose three signs have such means and independent noise."""
+    """Return the record of a task whose signs have these means and independent noise."""
     half = (np.array(unknown) - np.array(known)) / 2
     products = np.diag(np.square(noise)) + np.outer(half, half)
     return TaskNovelty(
@@ -184,7 +184,7 @@ def test_weights_are_least_squares_and_never_negative():
         products=tuple(products.flatten().tolist()),
     )  # fmt: skip
     scale = products.diagonal().sqrt().clamp_min(1)
-    rows = torch.cat([away / scale, torch.eye(3, dtype=torch.float64)])  # the prior as three further rows
+    rows = torch.cat([away / scale, torch.eye(3, dtype=torch.float64)])  # the prior as three more rows
     target = torch.cat([truth.double(), torch.full((3,), USUAL, dtype=torch.float64)])
     expected = torch.linalg.lstsq(rows, target[:, None]).solution[:, 0] / scale
     assert (expected > 0).all()
@@ -194,13 +194,13 @@ def test_weights_are_least_squares_and_never_negative():
     assert weights_of([]).tolist() == [1, 0, 0]
 
 
-def test_new_tasks_weigh_more_and_signs_without_meaning_nearly_nothing():
+def test_new_tasks_weigh_more_and_uninformative_signs_nearly_nothing():
     old, new = record((0, 0, 0), (3, 0, 0), (1, 1, 1)), record((0, 0, 0), (0, 3, 0), (1, 1, 1))
     weights = weights_of([old, new])
     assert weights[1] > weights[0] > 5 * weights[2] >= 0
 
 
-def test_names_that_tell_unknown_classes_are_used_where_every_class_has_one_image():
+def test_texts_are_used_if_every_class_has_one_image():
     rows, labels, texts, others = world(each=1)
     classifier = in_tasks("bayes", rows, labels, rows + 0.01 * texts, increment=CLASSES)
     assert classifier.roc_area is None and weights_of(classifier.novelty_tasks)[2] > 0
@@ -208,7 +208,7 @@ def test_names_that_tell_unknown_classes_are_used_where_every_class_has_one_imag
         classifier.refused(others, 0.05)
 
 
-def test_what_is_said_of_unknown_classes_is_about_what_comes():
+def test_roc_area_predicts_the_area_on_unknown_classes():
     counts = [12] * 40
     rows, labels, texts = clusters(counts, 16, spread=0.6)
     known, seen = labels < 20, torch.arange(len(labels)) % 12 < 8
@@ -218,10 +218,10 @@ def test_what_is_said_of_unknown_classes_is_about_what_comes():
     assert came > 0.75 and classifier.roc_area == pytest.approx(came, abs=0.07)
 
 
-def test_others_go_by_their_largest_probability():
+def test_other_classifiers_use_the_largest_probability():
     rows, labels, _, others = world()
     classifier = in_tasks("ridge", rows, labels)
     assert sums_of(classifier) is None and classifier.roc_area is None
     sure = classifier.probabilities(others).amax(dim=1)
-    assert torch.equal(classifier.novelty(others), 1 - sure.double())  # the same products, of the same rows
+    assert torch.equal(classifier.novelty(others), 1 - sure.double())  # the same products of the same rows
     assert torch.equal(classifier.refused(others, 0.3), sure < classifier.rejection_threshold(0.3))

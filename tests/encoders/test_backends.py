@@ -149,7 +149,7 @@ def test_torch_encodes_a_model_that_cannot_be_exported_and_a_message_says_so(cap
 
 
 def test_missing_package_and_unsupported_precision_are_named_in_the_error(monkeypatch):
-    with pytest.raises(ValueError, match="precision is 'bfloat16', and onnxruntime has none"):
+    with pytest.raises(ValueError, match="precision 'bfloat16' is not supported by onnxruntime on a CPU"):
         LearnerArguments(precision="bfloat16", backend="onnx")
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
     with pytest.raises(ImportError, match=r"ONNX needs the package onnxruntime: pip install 'dulbe_peft\[onnx\]'"):
@@ -232,7 +232,7 @@ def test_int8_below_99_percent_needs_force(photographs, monkeypatch):
 
 
 def test_int8_refuses_other_backends_few_images_and_training(photographs):
-    with pytest.raises(ValueError, match="precision 'int8' is of the backend 'openvino', got the backend 'torch'"):
+    with pytest.raises(ValueError, match="precision 'int8' needs the backend 'openvino', got the backend 'torch'"):
         LearnerArguments(precision="int8")
     with pytest.raises(ValueError, match="int8 needs at least 16 images for its calibration .* got 10 images"):
         using("openvino", precision="int8").image_embeds(PIXELS)

@@ -1,4 +1,4 @@
-"""How many images a learner names right, without test images: of which images it speaks, what is saved and said."""
+"""Test the accuracy that a learner estimates without test images: which images it uses, saves and reports."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def taught(base, tasks, store=True, classifiers=NAMES, **fields):
     return learner
 
 
-def test_all_learned_images_are_left_out_beside_all_classes(base, tasks, tmp_path):
+def test_estimate_uses_all_learned_images_and_all_classes(base, tasks, tmp_path):
     learner = taught(base, tasks)
     found = learner.estimate()
     assert list(found) == ["lda", "prototype"] and set(found["lda"].classes) == set(learner.class_names)
@@ -45,25 +45,25 @@ def test_all_learned_images_are_left_out_beside_all_classes(base, tasks, tmp_pat
     assert ClassIncrementalLearner.from_pretrained(tmp_path / "saved").estimate() == found
 
 
-def test_without_earlier_features_it_says_of_which_classes_it_speaks(base, tasks):
+def test_estimate_without_earlier_features_names_its_classes(base, tasks):
     learner = taught(base, tasks, store=False)
     assert set(learner.estimate()["lda"].classes) == set(tasks[-1].class_names)
     assert taught(base, tasks[:2], augment="affine", copies=1).estimate() == {}
 
 
-def test_a_learner_that_has_changed_estimates_anew(base, tasks):
+def test_changed_learner_estimates_again(base, tasks):
     learner = taught(base, tasks[:2], classifiers="lda")
     before = learner.state.estimates
     again = tasks[0].train.select(tasks[0].class_names[:1])
     learner.update_classes(again, tasks[0].class_names[:1])
-    # Images that were learned twice would be found in what is left.
+    # An image that was learned twice cannot be left out, because its copy would remain.
     assert set(learner.estimate()["lda"].classes) == {*tasks[0].class_names[1:], *tasks[1].class_names}
     assert learner.state.estimates.images < before.images
     learner.forget_class(tasks[0].class_names[0])
     assert set(learner.estimate()["lda"].classes) == set(learner.class_names)
 
 
-def test_what_is_recommended_is_clearly_better_by_the_estimate():
+def test_recommended_classifier_has_a_clearly_better_estimate():
     def rows(images=9, **shares):
         results = {"class_names": [["a", "b"]], "estimates": {"images": images, "classes": ["a"], "shares": shares}}
         return estimated(results)
@@ -85,7 +85,7 @@ def test_what_is_recommended_is_clearly_better_by_the_estimate():
     assert estimated({"class_names": [["a"]]}) is None
 
 
-def test_run_and_report_show_it_where_there_are_no_test_images(digit_folders, tmp_path, capsys):
+def test_run_and_report_show_the_estimate_if_there_are_no_test_images(digit_folders, tmp_path, capsys):
     many, single = digit_folders(3, 6, 0), digit_folders(3, 1, 0)
     shutil.copy(many / "train" / "two" / "5.png", single / "train" / "two" / "more.png")
     said, pages = [], []
@@ -111,7 +111,7 @@ SPECS = ["lda", "gda:alpha=0.5", "bayes:features=3", "bayes:kappa=4,rho=3,featur
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("counts", [[2, 2, 2], [3, 5, 4], [2, 25, 30]])
 def test_left_out_images_are_scored_by_a_classifier_that_has_not_learned_them(spec, counts):
-    """Literally: sums of the rest, and a class that lacks one image has its mean as far from it as n images would."""
+    """The reference sums the other images, and moves the mean of a class that lacks only one image."""
     images, labels, texts = clusters(counts, 6, spread=0.5)
     classifier = in_tasks(spec, images, labels, texts, order=list(range(len(counts))), increment=len(counts))
     (fewer, as_many), order = refitted(classifier, images, labels), labels.argsort(stable=True)
@@ -136,7 +136,7 @@ def test_left_out_images_are_scored_by_a_classifier_that_has_not_learned_them(sp
 
 
 def test_few_classes_are_estimated_within_five_points_of_the_test():
-    """The closed form that holds what few classes have in common would be 8 points too low."""
+    """The closed form would be 8 points too low, because it keeps statistics that the few classes share."""
     off = []
     for seed in range(12):
         images, labels, texts = clusters([40] * 6, 48, seed=seed, spread=0.25)
