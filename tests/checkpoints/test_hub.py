@@ -186,7 +186,7 @@ def test_learner_without_statistics_predicts_but_cannot_learn_tasks(hub, learned
     expected = learner.evaluate(tasks[1].test, tasks[1].class_names)
     assert loaded.evaluate(tasks[1].test, tasks[1].class_names) == expected
     loaded.update_classes(tasks[1].test)
-    with pytest.raises(ValueError, match="holds no statistics of its finished tasks"):
+    with pytest.raises(ValueError, match="has no statistics of its finished tasks"):
         loaded.learn_task(tasks[2].train, tasks[2].class_names)
     loaded.save_pretrained(tmp_path / "copy")
     assert not load_from(tmp_path / "copy", base).memory

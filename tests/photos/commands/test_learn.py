@@ -81,7 +81,7 @@ def test_learn_adds_new_classes_and_images_of_known_ones(photos, june, tmp_path,
     assert third["class_names"] == new["class_names"]
     page = write_report(tmp_path / "august-run").read_text(encoding="utf-8")
     for task, words in ((2, ""), (3, " of known classes: two (1)")):
-        assert f"after task {task}, 1 further image{words}" in page
+        assert f"after task {task}, 1 more image{words}" in page
     assert call("forget", tmp_path / "august-run", "two", "--output", tmp_path / "less") == 0
     more = some(photos, tmp_path / "more", ["one"], 3)
     assert learn(tmp_path / "less", more, tmp_path / "last", "--again") == 0
