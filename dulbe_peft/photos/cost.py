@@ -25,7 +25,7 @@ def trainable_parameters(model: Any, strategy: Strategy) -> dict[str, int]:
 
 
 def shared_inputs(model: Any) -> dict[tuple[str, ...], int]:
-    """Return names of the adapted layers that share an input -> its width d_in, observed while encoding one image."""
+    """Encode one image, and return which adapted layers share an input: their names -> the input's width d_in."""
     read: dict[str, torch.Tensor] = {}
     base, layers = model.get_base_model(), model.dual_mode_layers()
     blank = torch.zeros(1, *image_shape(base), device=next(base.parameters()).device)

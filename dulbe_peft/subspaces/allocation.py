@@ -142,9 +142,9 @@ def allocate_layer(
 
     Without a support U (in the first task), they are the top right singular vectors of G, (d_out, d_in), of which the
     first r_S are shared. With a support, P_S = U q, where q are the top eigenvectors of U'G'GU, and P_R holds the top
-    right singular vectors of G(I - UU'). Directions that the gradient does not determine are filled up: those of P_R
-    with directions outside U, and those of P_S, if U has fewer than r_S columns, with the singular vectors of
-    G(I - UU') that follow P_R.
+    right singular vectors of G(I - UU'). If the gradient determines too few directions for P_R, other directions
+    outside U fill it up. If U has fewer than r_S columns, the singular vectors of G(I - UU') that follow P_R fill up
+    P_S.
 
     Reference:
         "Rewritable Shared Mode", "Low-Interference Residual Modes", "Subspace-Frozen Parameterization"; for r_S > 1

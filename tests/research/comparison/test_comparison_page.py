@@ -204,7 +204,7 @@ def test_report_command_writes_page_csv_and_latex(folder, tmp_path, capsys, monk
     assert main(["report", "run", "--output", "b.html"]) == 2
     assert "run has no comparison.json, which `python -m research compare` writes" in capsys.readouterr().err
     assert dulbe_peft_main(["report", str(folder)]) == 2
-    assert "is a comparison: `python -m research report`, in a clone, makes its page" in capsys.readouterr().err
+    assert "is a comparison: use `python -m research report` in a clone of the project" in capsys.readouterr().err
     edited(folder / "comparison.json", "entries", 0, "means", "last", 99)
     assert main(["report", str(folder), "--output", "b.html"]) == 2
     assert "comparison.json is damaged or foreign: entries.0.means.last: " in capsys.readouterr().err
