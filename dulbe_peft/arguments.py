@@ -170,13 +170,13 @@ class LearnerArguments:
         "fixed ridge.",
     )
     seed: Annotated[int, Ge(0), Le(2**63 - 1)] = setting(0, "Seed for the initial weights and the order of images.")
-    num_workers: Annotated[int, Ge(0), Le(1000)] = setting(0, "Processes that read images; 0: the main process.")
+    num_workers: Annotated[int, Ge(0), Le(1000)] = setting(0, "Processes that read images; 0: the main one.")
     pixel_cache_mb: Annotated[int, Ge(0)] = setting(1024, "Keep at most this many MiB of preprocessed images.")
     device: str = setting("auto", "auto, cpu, or the type of an accelerator, such as cuda.")
     precision: Literal["auto", "float32", "bfloat16", "int8"] = setting(
         "auto",
-        "Numeric type of the model. auto: the one in which a saved learner has learned; for a new learner bfloat16 if "
-        "the hardware supports it and nothing is trained, and float32 otherwise.",
+        "Numeric type of the model. auto: that of the saved learner; for a new one bfloat16 if the hardware supports "
+        "it and nothing is trained, else float32.",
     )
     backend: Literal["torch", "onnx", "openvino"] = setting(
         "torch", "Library that encodes images on a CPU when nothing is trained."

@@ -31,7 +31,7 @@ TEMPERATURES = (32.0, 16.0, 8.0, 4.0, 2.0, 1.0)  # of the scores of left-out ima
 MOST_JUDGED = 256  # left-out images per task, spread evenly over its classes; all images would take much longer
 NEVER = 1e300  # a loss so large that its row of the table is never chosen
 
-# Chosen on held-back training images of published features; docs/results.md has the streams.
+# Chosen on held-out training images with published features; docs/results.md lists the streams.
 USUAL_RHO = 0.3
 # T of the images' scores if no image can be left out: on nine streams, 32 to 90 was best. S is then a multiple of the
 # identity, so the scores treat all directions as independent, which makes them too confident.

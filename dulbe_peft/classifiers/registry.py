@@ -65,7 +65,7 @@ def register_classifier(cls: Kind) -> Kind:
     if not isinstance(cls, type) or not issubclass(cls, Classifier):
         raise TypeError(f"a classifier must be a class derived from Classifier, got {cls!r:.100}")
     if not cls.name.isidentifier() or cls.name != cls.name.lower() or not cls.name.isascii():
-        raise ValueError(f"{cls.__name__}.name is {cls.name!r}; it must contain only a-z, 0-9 and _")
+        raise ValueError(f"{cls.__name__}.name is {cls.name!r}; it must contain only the characters a-z, 0-9 and _")
     if (cls.file_stem == "head") != (cls.name == "bridge") or cls.file_stem in set(CLASSIFIERS) - {cls.name}:
         raise ValueError(f"{cls.__name__}.file_stem is {cls.file_stem!r}, which another classifier has for its files")
     CLASSIFIERS.register(cls)
@@ -129,7 +129,7 @@ def spec(classifier: Classifier) -> str:
     """Return the text that makes an equal classifier: its name and the settings that differ from the defaults.
 
     >>> spec(make_classifier("bridge:depths=0/0.5", embed_dim=512))
-    'bridge:depths=0/0.5'
+    'bridge:depths=0.0/0.5'
     """
     usual = classifier.setting_defaults()
     changed = {key: value for key, value in classifier.settings().items() if usual[key] != value}
