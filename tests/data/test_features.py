@@ -173,6 +173,7 @@ def test_content_of_a_row_does_not_depend_on_other_rows(tmp_path):
     assert mixed.contents() == [bytes.fromhex(known), *more.contents()[1:]]
 
 
+@pytest.mark.slow
 def test_engine_fills_the_store_only_with_an_untrained_model(root, table, tmp_path, capsys):
     file = tmp_path / "f.parquet"
     command = ["features", "--model", "demo", "--device", "cpu", "--precision", "float32", "--data", root]

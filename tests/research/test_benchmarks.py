@@ -223,6 +223,7 @@ def test_streams_of_a_folder_are_measured_with_and_without_names(tmp_path):
     assert min(lines.values()) > 90
 
 
+@pytest.mark.slow
 def test_edge_cases_are_skipped_if_a_stream_lacks_names_classes_or_images(tmp_path):
     labels, texts = torch.arange(120) % 4, F.normalize(randn(4, 6, seed=1), dim=1)
     rows = {"x": (texts[labels] + 0.1 * randn(120, 6, seed=0)).half().numpy(), "y": labels.short().numpy()}
