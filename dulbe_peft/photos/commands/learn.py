@@ -62,7 +62,7 @@ def learn(
     sources.report_leaks(train, test, loaded.state.known)
     fresh = train
     if not again:
-        fresh = _without_same_pixels(sources.new_images(train, loaded.state.known, " (--again)"), loaded)
+        fresh = _without_equal_features(sources.new_images(train, loaded.state.known, " (--again)"), loaded)
     if not len(fresh):
         raise ValueError(f"{data!r} has nothing to learn: {learner!r} has learned all of its images")
     learned, gone = set(loaded.class_names), set(train.labels.tolist()) - set(fresh.labels.tolist())
@@ -90,11 +90,12 @@ def learn(
     close_run(loaded, output, results, [*tests, *(task.test for task in tasks)], [train], notes)
 
 
-def _without_same_pixels(images: LabelledImages, learner: ClassIncrementalLearner) -> LabelledImages:
-    """Return the images without those that have the same pixels as a learned image of the same class.
+def _without_equal_features(images: LabelledImages, learner: ClassIncrementalLearner) -> LabelledImages:
+    """Return the images without those whose features equal those of a learned image of the same class.
 
-    A program that writes a keyword into a file changes its bytes but not its pixels, so its features equal those in
-    the store. The images left out are printed, and so are images that were learned with another class.
+    A program that writes a keyword into a file changes its bytes but not its pixels, so the features are those in the
+    store. They are equal, too, if two images differ only where the preprocessing crops them. The images left out are
+    printed, and so are images that were learned with another class.
     """
     encoder, store = learner.encoder, learner.encoder.store
     if encoder.adapted or store is None or images.features is not None:
@@ -110,7 +111,7 @@ def _without_same_pixels(images: LabelledImages, learner: ClassIncrementalLearne
                     same.add(row)
                 else:
                     other[row] = class_of[content]
-    what = "with the pixels of a learned image in another file"
+    what = "that the model sees like a learned image in another file"
     if same:
         example = images.item_name(min(same))
         print_once(

@@ -234,26 +234,23 @@ def _match_classes(test: LabelledImages, names: Sequence[str]) -> LabelledImages
 
 
 def _nested_notes(images: LabelledImages) -> list[str]:
-    """Return a note on classes that consist of several folders, and on classes that are called like a split."""
+    """Return notes on classes whose images lie in inner folders, and on a class that is called like a split."""
     files: list[str] = images.source if type(images) is ImageFolder else []
-    folders: dict[str, dict[str, None]] = {}
-    direct = set()
-    for name in files:
-        parts = name.split("/")
-        if len(parts) > 2:
-            folders.setdefault(parts[0], {})[parts[1]] = None
-        else:
-            direct.add(parts[0])
-    every = bool(folders) and not direct
-    mixed = {name: inner for name, inner in folders.items() if name not in direct and (every or len(inner) > 1)}
+    inner: dict[str, dict[str, None]] = {}  # class -> folders in it, in order; "" for images directly in the class
+    for class_name, *folders, _ in (name.split("/") for name in files):
+        inner.setdefault(class_name, {})[folders[0] if folders else ""] = None
     notes = []
-    if mixed:
-        first, inner = next(iter(mixed.items()))
-        listed = ", ".join(map(repr, list(inner)[:3]))
+    nested = {name: [*folders] for name, folders in inner.items() if "" not in folders}
+    several = next((name for name, folders in nested.items() if len(folders) > 1), None)
+    if nested and len(nested) == len(inner):
+        listed = ", ".join(map(repr, [folder for folders in nested.values() for folder in folders][:3]))
         notes.append(
-            f"{'the classes are' if every else f'the class {first!r} is'} the outer folder{'s' * every}; the names of "
-            f"the folders in {'them' if every else 'it'}, such as {listed}, are ignored: if these are classes, move "
-            "them up"
+            f"the classes are the outer folders; the names of the folders in them, such as {listed}, are ignored"
+        )
+    elif several is not None:
+        listed = ", ".join(map(repr, nested[several][:3]))
+        notes.append(
+            f"the class {several!r} is the outer folder; the names of the folders in it, {listed}, are ignored"
         )
     split_like = [name for name in images.class_names if name.lower() in SPLIT_NAMES] if files else []
     if images.split is None and split_like:

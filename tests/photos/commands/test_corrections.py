@@ -187,4 +187,4 @@ def test_keyword_in_a_learned_photograph_does_not_make_it_new(photos, run, tmp_p
     if label == "three":
         assert "and of another class: both count" in said and "tagged.png, learned as 'two' before" in said
     else:
-        assert ("count twice: 1 image with the pixels of a learned image in another file" in said) == (not again)
+        assert ("count twice: 1 image that the model sees like a learned image in another file" in said) == (not again)
