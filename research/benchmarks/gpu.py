@@ -55,16 +55,21 @@ def main(argv: Sequence[str] | None = None) -> None:
 def figures(values: Any, device: torch.device) -> Figures:
     """Yield the name and the function of every measurement, the most important first."""
     shapes = list(product(values.models, values.batch, PRECISIONS))
-    for compiled in (False,) if values.quick else (False, True):
-        for model, batch, precision in shapes:
-            where = f"{common.model_name(model)}, batch {batch}, {precision}{', compiled' * compiled}"
-            yield f"step, {where}", partial(steps, values, device, model, batch, precision, compiled)
-            yield f"encoding, {where}", partial(encoding, values, device, model, batch, precision, compiled)
+    yield from _passes(values, device, shapes, compiled=False)
     for model in values.models:
         yield (
             f"planning a task, {common.model_name(model)}",
             partial(planning, model, device, 8 if values.quick else 128),
         )
+    if not values.quick:
+        yield from _passes(values, device, shapes, compiled=True)
+
+
+def _passes(values: Any, device: torch.device, shapes: Sequence[tuple[str, int, str]], compiled: bool) -> Figures:
+    for model, batch, precision in shapes:
+        where = f"{common.model_name(model)}, batch {batch}, {precision}{', compiled' * compiled}"
+        yield f"step, {where}", partial(steps, values, device, model, batch, precision, compiled)
+        yield f"encoding, {where}", partial(encoding, values, device, model, batch, precision, compiled)
 
 
 def steps(
