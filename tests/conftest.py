@@ -13,6 +13,7 @@ import tempfile
 import uuid
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a second thread that waits leaves its core to another process
 STORES = tempfile.mkdtemp(prefix="dulbe-peft-store-")
 atexit.register(shutil.rmtree, STORES, ignore_errors=True)
 os.environ["DULBE_PEFT_STORE"] = os.path.join(STORES, "features.sqlite")
@@ -44,6 +45,7 @@ def _leave_charts_empty(matplotlib):
     @wraps(draw)
     def savefig(figure, *args, **options):
         figure.clear()
+        figure.set_size_inches(0.1, 0.1)
         draw(figure, *args, **options)
 
     Figure.savefig = savefig
