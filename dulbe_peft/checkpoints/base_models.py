@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from dulbe_peft.adapter.registration import PREFIX
-from dulbe_peft.encoders.loading import load_dual_encoder
+from dulbe_peft.encoders.loading import load_encoder
+from dulbe_peft.encoders.registry import find_model
 from dulbe_peft.utils.folders import CheckpointError
 from dulbe_peft.utils.records import Record
 from dulbe_peft.utils.tensors import weights_digest
@@ -58,7 +59,7 @@ def find(folder: Path, saved: BaseModel, attention: str | None) -> Any:
                 "base_model (--model on the command line)"
             )
         name = str(existing)
-    model = load_dual_encoder(name, saved.revision, attn_implementation=attention)[0]
+    model = load_encoder(*find_model(name, saved.revision), saved.revision, attention)
     return model.to(getattr(torch, saved.dtype))
 
 
