@@ -24,6 +24,7 @@ from dulbe_peft.adapter.saved import (
     KEY_RENAMES,
     MisfitError,
     base_digests,
+    base_settings,
     check_saved,
     check_tower,
     describe_origin,
@@ -378,7 +379,7 @@ class DualModeLoraModel(BaseTuner):
     ) -> Any:
         """Select the adapter's entries, and update the configuration, which PEFT writes next, to match them."""
         config.set_history(_history_ranks(model, adapter_name))
-        config.base_digests = base_digests(model)
+        config.base_digests, config.base_settings = base_digests(model), base_settings(model)
         for layer in layers_of(model, adapter_name, DualModeLinear).values():
             layer.forget_weight()  # values written through .data are saved, so the model must use them too
         return super()._get_adapter_state_dict(model=model, config=config, adapter_name=adapter_name, **kwargs)
