@@ -157,9 +157,11 @@ def test_extremes_and_errors_name_the_worst_lines(tmp_path):
     rows.append(rows[0] | {"stream": "c"})  # without lda, so not a line
     (tmp_path / "frozen/x.json").write_text(json.dumps({"rows": rows}))
     _, *lines = evidence.extremes(tmp_path, "text,lda", "A_last;ECE")
-    assert lines == [["`text`", "65.0", "5.0 (a, 1)", "5.5", "8.0 (b, 2)"]] + [
-        ["`lda`", "47.5", "40.0 (b, 2)", "6.5", "9.0 (a, 1)"]
-    ]
+    text, lda = (
+        ["`text`", "65.0", "5.0 (a, 1)", "5.5", "8.0 (b, 2)"],
+        ["`lda`", "47.5", "40.0 (b, 2)", "6.5", "9.0 (a, 1)"],
+    )
+    assert lines == [text, lda]
     (tmp_path / "estimates").mkdir()
     pairs = {"a": (50, 53), "b": (50, 49)}
     rows = [
