@@ -84,7 +84,7 @@ def test_classifier_of_an_accelerator_equals_that_of_the_cpu(spec, tmp_path):
 
 def test_adapter_by_hand_takes_the_same_steps_as_on_the_cpu():
     """Probe, plan and train a task. Adam turns rounding of tiny gradients into whole steps, so SGD is used."""
-    text = F.normalize(torch.randn(4, 16, generator=torch.Generator().manual_seed(0)), dim=1)
+    names = F.normalize(torch.randn(4, 16, generator=torch.Generator().manual_seed(0)), dim=1)
     weights, plans = {}, {}
     for device in ("cpu", ACCELERATOR):
         torch.manual_seed(0)
@@ -95,8 +95,9 @@ def test_adapter_by_hand_takes_the_same_steps_as_on_the_cpu():
         def encode(pixels, model=model):
             return F.normalize(model.get_image_features(pixel_values=pixels).pooler_output, dim=-1)
 
-        def loss(_, batch, encode=encode, names=text.to(device)):
-            return cross_modal_loss(encode(batch[0]), names, batch[1], 10.0), len(batch[0])
+        def loss(_, batch, encode=encode):
+            features = encode(batch[0])
+            return cross_modal_loss(features, names.to(features.device), batch[1], 10.0), len(features)
 
         stats = OccupationStatistics()
         collect_statistics(model, batches, lambda _, batch, encode=encode: encode(batch[0]), into=stats)
