@@ -213,6 +213,28 @@ def costs(results: Path, kinds: str) -> list[list[str]]:
     return [["", *columns], *([name, *(row.get(kind, "") for kind in columns)] for name, row in by_name.items())]
 
 
+def gpu(results: Path, files: str = "gpu") -> list[list[str]]:
+    """Return a line for each model, batch size and precision: milliseconds, GiB and images a second of both sides."""
+    lines, timm = dict[str, dict[str, float]](), "timm's images"
+    for file in files.split(","):
+        for row in json.loads((results / f"{file}.json").read_text(encoding="utf-8"))["rows"]:
+            where, _, what = row["what"].partition(": ")
+            if not where.startswith("planning"):
+                lines.setdefault(where.partition(", ")[2], {})[what] = row["value"]
+    head = ["", "step, ms (LoRA)", "ratio", "memory of a step, GiB (LoRA)", "encoding, images/s (timm)"]
+    rows = [
+        [
+            where,
+            f"{line['DualModeLora, time']:.0f} ({line['LoRA, time']:.0f})",
+            f"{line['ratio']:.2f}",
+            f"{line['DualModeLora, memory'] / 1024:.1f} ({line['LoRA, memory'] / 1024:.1f})",
+            f"{line['images']:,.0f} ({line[timm]:,.0f})",
+        ]
+        for where, line in lines.items()
+    ]
+    return [head, *rows]
+
+
 def beside(results: Path, folder: str, figures: str, counts: str = "") -> list[list[str]]:
     """Return a line for each stream and number of images, with a column for each figure: means over the draws."""
     by_line: dict[tuple[str, ...], dict[str, float]] = {}
@@ -341,5 +363,5 @@ def best_bold(figures: list[float], best: Callable[..., float] | None) -> list[s
 
 
 COMPARISONS = (trained, family, drifts, gaps)  # the tables with the columns of `whole_head`
-_TABLES = (frozen, extremes, edges, *COMPARISONS, pays, costs, beside, estimates, errors, order, suggest)
+_TABLES = (frozen, extremes, edges, *COMPARISONS, pays, costs, gpu, beside, estimates, errors, order, suggest)
 TABLES: dict[str, Any] = {table.__name__: table for table in _TABLES}
