@@ -228,7 +228,7 @@ def gpu(results: Path, files: str = "gpu") -> list[list[str]]:
             f"{line['DualModeLora, time']:.0f} ({line['LoRA, time']:.0f})",
             f"{line['ratio']:.2f}",
             f"{line['DualModeLora, memory'] / 1024:.1f} ({line['LoRA, memory'] / 1024:.1f})",
-            f"{line['images']:,.0f} ({line[timm]:,.0f})",
+            f"{line['images']:,.0f} ({line[timm]:,.0f})" if timm in line else "",
         ]
         for where, line in lines.items()
     ]

@@ -37,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     values = common.parse(options, argv)
     if values.quick:
         values.models, values.batch = ["tiny"], [4]
+    if values.compile and values.out is None:
+        values.out = common.RESULTS / "gpu-compiled.json"
     end, rows = time.monotonic() + 60 * values.minutes, []
     try:
         for what, measure in figures(values, torch.device("cuda" if torch.cuda.is_available() else "cpu")):
@@ -45,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 continue
             rows += measured(what, measure)
     finally:  # figures measured before an error are kept
-        common.write("gpu-compiled" if values.compile else "gpu", values, argv, rows)
+        common.write("gpu", values, argv, rows)
 
 
 def measured(what: str, measure: Callable[[], dict[str, float]]) -> list[dict[str, Any]]:
