@@ -35,8 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     whole = step.make_sides(values.model, "sdpa", 1, literal_too=False)["ours"]
     seconds = min(common.compare({"step": whole}, min(values.repeats, 10))["step"]["cpu"])
     layers = len(ours.adapted(models.vision_tower(values.model, "sdpa"), tasks=0).dual_mode_layers())
-    # A forward pass decides twice: whether the folded weight is used, and whether the base layer is called.
-    share = 2 * layers * micro["decision"] / (1e6 * seconds)
+    share = layers * micro["decision"] / (1e6 * seconds)
     decisions = f"the decisions of {layers} layers / a step of {common.model_name(values.model)}, one image"
     rows = [
         common.value_row("call of a DualModeLora layer, forward and backward", micro["DualModeLora"], "µs"),
