@@ -25,13 +25,20 @@ from pathlib import Path
 import pytest
 from wrapt import when_imported
 
+ACCELERATOR = None  # the accelerator of this machine, once torch is imported
 THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))  # per test process; a second thread only slows tiny models down
 
 
 @when_imported("torch")
 def _compute_alike_on_every_machine(torch):
-    """Use one thread, and hide bfloat16 hardware, so that precision "auto" is float32."""
+    """Use one thread, and hide hardware: precision "auto" is float32, and device "auto" is the CPU.
+
+    Only learner/test_accelerator.py uses an accelerator.
+    """
+    global ACCELERATOR
     torch.cpu.get_capabilities = dict
+    ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    torch.accelerator.is_available = lambda: False
     torch.set_num_threads(THREADS)
 
 

@@ -44,7 +44,7 @@ from dulbe_peft.adapter.base import DualModeLayer, temporarily
 from dulbe_peft.adapter.config import DENSE, DualModeLoraConfig
 from dulbe_peft.adapter.linear import Update, Updates, add_updates, dense, is_consistent, joined, updated_linear
 from dulbe_peft.utils.tensors import has_values, identity
-from dulbe_peft.utils.torch_settings import without_autocast
+from dulbe_peft.utils.torch_settings import keep_saved_activations, without_autocast
 
 
 class _Held(NamedTuple):
@@ -120,10 +120,10 @@ class DualModeLinear(DualModeLayer):
         `.data` or to inference tensors go unnoticed until the adapter is saved or loaded, a task begins or is folded,
         or a merge is undone: see `forget_weight`.
         """
-        history = self.dulbe_history_B[adapter], self.dulbe_history_P[adapter]
-        if not self.plain:
-            return dense(self.history(adapter))
-        base = self._linear.weight
+        return self._plain_weight(adapter) if self.plain else dense(self.history(adapter))
+
+    def _plain_weight(self, adapter: str) -> torch.Tensor:
+        base, history = self._linear.weight, (self.dulbe_history_B[adapter], self.dulbe_history_P[adapter])
         if history[0].shape[1] == 0:
             return base
         if base.requires_grad or not has_values():
@@ -245,6 +245,8 @@ class DualModeLinear(DualModeLayer):
         self.dulbe_residual_B[adapter].copy_(up[:, shared_rank:])
 
     def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
+            keep_saved_activations()  # for `routed_loss`
         linear, held, names = self._linear, self._held, self.present_adapters(self.active_adapters)
         plain, modes = self.plain, not self._resting and (held is None or held.modes)
         # The history of the first adapter is folded into the weight. The histories of others are added as factors.
@@ -255,7 +257,7 @@ class DualModeLinear(DualModeLayer):
         if not plain:
             return add_updates(self.base_layer(x), x, self._held_beside() + updates)
         if held is None:
-            weight = linear.weight if folded is None else self.folded_weight(folded)
+            weight = linear.weight if folded is None else self._plain_weight(folded)
             updates = updates if folded is not None else joined(updates)
         else:
             weight = linear.weight + held.weight if held.beside else held.weight

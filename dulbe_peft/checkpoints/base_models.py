@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from dulbe_peft.adapter.registration import PREFIX
+from dulbe_peft.adapter.saved import base_settings
 from dulbe_peft.encoders.loading import load_encoder
 from dulbe_peft.encoders.registry import find_model
 from dulbe_peft.utils.folders import CheckpointError
@@ -23,6 +24,7 @@ class BaseModel(Record):
     type: str  # the model type in its configuration
     dtype: Literal["float32", "bfloat16", "float16", "float64"]
     digest: str
+    settings: dict[str, str]  # what outputs depend on besides weights, such as "vision hidden_act"
 
 
 def describe(base: Any, name: str | None, revision: str | None, local: bool) -> BaseModel:
@@ -32,7 +34,15 @@ def describe(base: Any, name: str | None, revision: str | None, local: bool) -> 
         folder = str(Path(name).absolute()) if local else Path(name).absolute().name
     dtype: Any = str(next(base.parameters()).dtype).removeprefix("torch.")
     kind = base.config.model_type
-    return BaseModel(name=name, revision=revision, folder=folder, type=kind, dtype=dtype, digest=digest(base))
+    return BaseModel(
+        name=name,
+        revision=revision,
+        folder=folder,
+        type=kind,
+        dtype=dtype,
+        digest=digest(base),
+        settings=base_settings(base),
+    )
 
 
 def digest(base: nn.Module) -> str:
@@ -65,7 +75,10 @@ def find(folder: Path, saved: BaseModel, attention: str | None) -> Any:
 
 def check(base: Any, saved: BaseModel, folder: Path) -> None:
     """Raise a `CheckpointError` unless the learner in `folder` was trained with this base model."""
-    given = describe(base, None, None, local=False)
+    given, wrong = describe(base, None, None, local=False), f"the base model does not belong to the learner in {folder}"
+    for key, expected in saved.settings.items():
+        if (actual := given.settings.get(key, expected)) != expected:
+            raise CheckpointError(f"{wrong}: its {key} is {actual!r}, but the learner needs {expected!r}")
     for name in ("type", "dtype", "digest"):
         actual, expected = getattr(given, name), getattr(saved, name)
         if actual != expected:
@@ -73,4 +86,4 @@ def check(base: Any, saved: BaseModel, folder: Path) -> None:
             what = (
                 f"its weights are not those of {saved.name!r}, which the learner needs" if name == "digest" else what
             )
-            raise CheckpointError(f"the base model does not belong to the learner in {folder}: {what}")
+            raise CheckpointError(f"{wrong}: {what}")

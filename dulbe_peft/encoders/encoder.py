@@ -2,14 +2,12 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Self, cast
 
 import numpy as np
 import torch
-import torch._functorch.config
 from accelerate.utils import send_to_device
 from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -71,11 +69,6 @@ class Encoder(TextEncoder):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the exported tower, measurements of this CPU, and `scores`, which the learner sets again."""
         return vars(self) | {"_tower": ("", None), "scores": None, "_positions_equal": {}}
-
-    def retain_graphs(self) -> AbstractContextManager[None]:
-        """Return a context in which two backward passes can follow one compiled forward pass."""
-        # Without it, the first backward pass may overwrite saved activations. torch has no public setting for this.
-        return torch._functorch.config.patch(donated_buffer=False) if self.args.torch_compile else nullcontext()
 
     def images(self, images: LabelledImages, keep: bool = False) -> PixelDataset:
         """Return the preprocessed images.
