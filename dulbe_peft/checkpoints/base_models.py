@@ -75,7 +75,8 @@ def find(folder: Path, saved: BaseModel, attention: str | None) -> Any:
 
 def check(base: Any, saved: BaseModel, folder: Path) -> None:
     """Raise a `CheckpointError` unless the learner in `folder` was trained with this base model."""
-    given, wrong = describe(base, None, None, local=False), f"the base model does not belong to the learner in {folder}"
+    given = describe(base, None, None, local=False)
+    wrong = f"the base model does not belong to the learner in {folder}"
     for key, expected in saved.settings.items():
         if (actual := given.settings.get(key, expected)) != expected:
             raise CheckpointError(f"{wrong}: its {key} is {actual!r}, but the learner needs {expected!r}")
