@@ -141,12 +141,11 @@ LOADED = """
 import os
 import sys
 
-import peft
-import torch
+import transformers
 
 for statement in (
     "from dulbe_peft import BridgeEnsembleHead",
-    "from dulbe_peft import DualModeLoraConfig, DualModeLoraModel",
+    "from peft import get_peft_model; from dulbe_peft import DualModeLoraConfig, DualModeLoraModel",
 ):
     if (child := os.fork()) == 0:  # what one statement imports is not there for the next
         exec(statement)
