@@ -177,10 +177,11 @@ def pays(results: Path, files: str, method: str, classifier: str) -> str:
     text, default, known = (
         f"{signed(min(each, key=float))} to {signed(max(each, key=float))}" for each in [*gains, kept]
     )
+    fewer = f"; the last on {len(kept)} of them" if len(kept) < streams else ""
     return (
         f"With its defaults, on our small models, {method} changes the accuracy of the classifier `{classifier}` by "
         f"{text} points,\nthat of `{DEFAULT}`, the default, by {default}, and that of naming classes that are never "
-        f"learned by {known}, over {streams} streams."
+        f"learned by {known} (over {streams} streams{fewer})."
     )
 
 
