@@ -9,12 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from latex2mathml.converter import convert
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
+TABLES = ROOT / "research" / "benchmarks" / "tables.md"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the page of all tables, which stands beside the benchmarks."""
+    files.append(File.generated(config, TABLES.name, abs_src_path=str(TABLES)))
+    return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace `{{ settings module.Class }}` by a table of fields and `{{ readme part }}` by a part of the README."""
+    markdown = markdown.replace("](../research/benchmarks/tables.md", "](tables.md")
     markdown = re.sub(r"^\{\{ readme ([\w-]+) \}\}$", lambda m: _readme(m[1]), markdown, flags=re.MULTILINE)
     return re.sub(r"^\{\{ settings ([\w.]+)\.(\w+) \}\}$", lambda m: _table(m[1], m[2]), markdown, flags=re.MULTILINE)
 

@@ -431,7 +431,7 @@ class ClassIncrementalLearner:
     @takes_turn
     def save_pretrained(self, folder: str | Path) -> None:
         """Write everything that is needed to predict and to continue learning to one folder, atomically."""
-        preparing.check_adapter_name(self.model)
+        preparing.check_active_adapter(self.state)
         saving.save(self.state, Path(folder))
 
     @takes_turn
@@ -460,7 +460,7 @@ class ClassIncrementalLearner:
         Raises:
             ValueError: If the results belong to another learner.
         """
-        preparing.check_adapter_name(self.model)
+        preparing.check_active_adapter(self.state)
         return on_main_process(partial(saving.push, self.state, repo_id, statistics, results, dataset_name, **commit))
 
     @classmethod

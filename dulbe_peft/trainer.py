@@ -24,7 +24,7 @@ from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.strategies.dulbe import Dulbe
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.batches import EpochLoader, Order, WholeBatches, collated
-from dulbe_peft.training.state import LearnerState, set_adapter_state
+from dulbe_peft.training.state import LearnerState
 from dulbe_peft.training.trainer import TaskTrainer
 from dulbe_peft.training.trainer_arguments import check_arguments, learner_settings, paper_arguments
 from dulbe_peft.utils.folders import CheckpointError, fill_folder
@@ -198,7 +198,7 @@ class DualModeTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         tensors, _ = read_tensors(Path(str(self.state.best_model_checkpoint)) / saving.ADAPTER_FILE)
-        set_adapter_state(self.learner.model, tensors)
+        self.learner.state.set_adapter_tensors(tensors)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of the task's batches in a learner's order, with the pixels of this process's rows only."""
@@ -339,8 +339,8 @@ def _learner_of(
     given = learner_settings(args, settings)
     if not isinstance(model, ClassIncrementalLearner):
         learner = ClassIncrementalLearner(model, processor, args=LearnerArguments(**given))
-        adapter = cast(DualModeLoraModel, learner.state.adapter)
-        if adapter.history_rank or any(layer.is_trained("default") for layer in adapter.dual_mode_layers().values()):
+        adapter, name = cast(DualModeLoraModel, learner.state.adapter), learner.state.adapter_name
+        if adapter.history_rank or any(layer.is_trained(name) for layer in adapter.dual_mode_layers().values()):
             raise ValueError(
                 "the adapter has already learned tasks, but a model contains no statistics and no classes: pass "
                 "ClassIncrementalLearner.from_pretrained(folder) instead of the model"

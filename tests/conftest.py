@@ -26,6 +26,8 @@ from transformers import CLIPConfig, CLIPModel
 from wrapt import when_imported
 
 torch.cpu.get_capabilities = dict  # hides bfloat16 hardware, so that precision "auto" is float32 on every machine
+ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+torch.accelerator.is_available = lambda: False  # device "auto" is the CPU, except in learner/test_accelerator.py
 THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))  # per test process; a second thread only slows tiny models down
 torch.set_num_threads(THREADS)
 

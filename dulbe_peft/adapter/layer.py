@@ -44,7 +44,7 @@ from dulbe_peft.adapter.base import DualModeLayer, temporarily
 from dulbe_peft.adapter.config import DENSE, DualModeLoraConfig
 from dulbe_peft.adapter.linear import Update, Updates, add_updates, dense, is_consistent, joined, updated_linear
 from dulbe_peft.utils.tensors import has_values, identity
-from dulbe_peft.utils.torch_settings import without_autocast
+from dulbe_peft.utils.torch_settings import keep_saved_activations, without_autocast
 
 
 class _Held(NamedTuple):
@@ -245,6 +245,8 @@ class DualModeLinear(DualModeLayer):
         self.dulbe_residual_B[adapter].copy_(up[:, shared_rank:])
 
     def _adapted_forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
+            keep_saved_activations()  # for `routed_loss`
         linear, held, names = self._linear, self._held, self.present_adapters(self.active_adapters)
         plain, modes = self.plain, not self._resting and (held is None or held.modes)
         # The history of the first adapter is folded into the weight. The histories of others are added as factors.

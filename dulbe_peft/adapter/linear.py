@@ -60,8 +60,8 @@ def updated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         and (bias is None or not bias.requires_grad)
         and not down.requires_grad
         and x.dtype == weight.dtype == down.dtype == up.dtype
-        and not (torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type))
         and not torch.compiler.is_compiling()
+        and not (torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type))
     ):
         return _UpdatedLinear.apply(x, weight, bias, down, up)
     return add_updates(F.linear(x, weight, bias), x, updates)

@@ -15,6 +15,7 @@ from dulbe_peft.utils.records import Count, Record, read_record
 class LearnerFile(Record):
     """The contents of the file: a learner's state without its tensors."""
 
+    adapter_name: str = "default"
     arguments: dict[str, Any]
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None
     base_model: base_models.BaseModel
@@ -33,6 +34,7 @@ class LearnerFile(Record):
 def describe(state: LearnerState, local: bool) -> LearnerFile:
     """Return the record of a learner; with `local`, it has the full path of the base model on this machine."""
     return LearnerFile(
+        adapter_name=state.adapter_name,
         arguments=state.args.portable(),
         attn_implementation=state.base.config._attn_implementation,
         base_model=base_models.describe(state.base, *state.base_name, local),

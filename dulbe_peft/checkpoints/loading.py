@@ -26,7 +26,7 @@ from dulbe_peft.encoders.loading import IMAGE_PROCESSOR_FILES, check_encoder, em
 from dulbe_peft.strategies.base import Memory
 from dulbe_peft.strategies.registry import make_strategy
 from dulbe_peft.subspaces.occupation import OccupationStatistics
-from dulbe_peft.training.state import LearnerState, set_adapter_state
+from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils import folders
 from dulbe_peft.utils.devices import choose_device, choose_precision, has_bfloat16
 from dulbe_peft.utils.folders import CheckpointError, load_errors
@@ -80,8 +80,10 @@ def loaded_state(
         with load_errors(folder):
             model = base_model
             if config is not None:
-                model = PeftModel.from_pretrained(base_model, str(folder), is_trainable=True, config=config)
-        yield _read_state(LearnerState(model, processor, settings, strategy, {}), folder, saved, files)
+                name = saved.adapter_name
+                model = PeftModel.from_pretrained(base_model, str(folder), name, is_trainable=True, config=config)
+        state = LearnerState(model, processor, settings, strategy, {}, adapter_name=saved.adapter_name)
+        yield _read_state(state, folder, saved, files)
 
 
 def _read_processor(folder: Path, base_model: nn.Module) -> Any:
@@ -116,7 +118,7 @@ def restore(state: LearnerState, folder: Path) -> LearnerState:
     restored = _read_state(state, folder, saved, files)
     if state.adapter is not None:
         with load_errors(folder):
-            set_adapter_state(state.model, read_tensors(folder / saving.ADAPTER_FILE)[0])
+            state.set_adapter_tensors(read_tensors(folder / saving.ADAPTER_FILE)[0])
     return restored
 
 

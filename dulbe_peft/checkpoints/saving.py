@@ -53,7 +53,7 @@ def write(
     """
     check_saved(state.processor, state.base)
     if state.adapter is not None:
-        state.model.save_pretrained(str(folder), save_embedding_layers=False)  # type: ignore[operator]
+        _write_adapter(state.model, folder, state.adapter_name)
     (folder / MODEL_CARD).write_text(card or model_card(state, None), encoding="utf-8")
     for classifier in state.classifiers.values():
         classifier.save_pretrained(folder)
@@ -67,6 +67,15 @@ def write(
     state.processor.save_pretrained(str(folder / PROCESSOR_FOLDER))
     write_record(folder / LEARNER_FILE, learner_file.describe(state, local))
     write_json(folder / TRANSFORMERS_FILE, TRANSFORMERS_CONFIG)
+
+
+def _write_adapter(model: Any, folder: Path, name: str) -> None:
+    """Write one adapter of a model into a folder, where PEFT would write it into a folder of the adapter's name."""
+    model.save_pretrained(str(folder), selected_adapters=[name], save_embedding_layers=False)
+    if name != "default":
+        for path in (folder / name).iterdir():
+            path.replace(folder / path.name)
+        (folder / name).rmdir()
 
 
 def push(

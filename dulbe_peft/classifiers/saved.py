@@ -60,7 +60,12 @@ class SavedClassifier(ExtraState):
 
 
 def save(classifier: GrowingState, folder: str | Path) -> None:
-    """Write the two files of a classifier into a folder, which is created if it does not exist."""
+    """Write the two files of a classifier into a folder, which is created if it does not exist.
+
+    Raises:
+        ValueError: A tensor is not valid, because it was written to in place. Nothing is written.
+    """
+    classifier.check_tensors()
     classifier.forget_derived()  # values written through .data, which torch does not count, are saved, too
     Path(folder).mkdir(parents=True, exist_ok=True)
     facts = {name: getattr(classifier, name) for name in ("name", "embed_dim", "logit_scale", "source")}

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self, da
 import torch
 from annotated_types import Ge, Le
 from torch import Tensor, distributed, nn
+from torch.nn import functional as F
 
 from dulbe_peft import classifiers
 from dulbe_peft.data.names import check_class_names
-from dulbe_peft.utils.settings import LEAST, check_settings
+from dulbe_peft.utils.settings import LEAST, check_settings, check_value, field_types
 from dulbe_peft.utils.tensors import has_values, identity, is_finite
 from dulbe_peft.utils.torch_settings import one_thread
 
@@ -82,6 +83,17 @@ class GrowingState(nn.Module):
         self._class_names: list[str] = []
         self._axes: dict[str, tuple[int | str, ...]] = {}  # axes of each growing buffer, see `register_rows`
         self._derived: dict[str, _Derived] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. Rows of unit vectors are normalised; other values of the state are checked as in files."""
+        if "_derived" in self.__dict__ and has_values():  # not in the constructor, which checks everything itself
+            if name in self._buffers and isinstance(value, Tensor):
+                if name in UNIT_ROWS and value.is_floating_point():
+                    value = F.normalize(value.float(), dim=-1).to(value.dtype)
+                self._check(self.tensors() | {name: value}, self._class_names)
+            elif name in (types := field_types(type(self))):
+                value = check_value(f"the {self.name!r} classifier: {name}", types[name], value)
+        super().__setattr__(name, value)
 
     @classmethod
     def setting_defaults(cls) -> dict[str, Any]:
@@ -275,6 +287,10 @@ class GrowingState(nn.Module):
             self._buffers[key] = buffer.new_empty(state[key].shape, device=device)
         self._derived = {}
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def check_tensors(self) -> None:
+        """Raise a `ValueError` if a tensor was written to in place and is no longer one that could be loaded."""
+        self._check(self.tensors(), self._class_names)
 
     def _check(self, state: Mapping[str, Tensor], class_names: list[str]) -> None:
         if class_names:

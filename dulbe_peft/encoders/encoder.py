@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Self, cast
@@ -71,11 +70,6 @@ class Encoder(TextEncoder):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the exported tower, measurements of this CPU, and `scores`, which the learner sets again."""
         return vars(self) | {"_tower": ("", None), "scores": None, "_positions_equal": {}}
-
-    def retain_graphs(self) -> AbstractContextManager[None]:
-        """Return a context in which two backward passes can follow one compiled forward pass."""
-        # Without it, the first backward pass may overwrite saved activations. torch has no public setting for this.
-        return torch._functorch.config.patch(donated_buffer=False) if self.args.torch_compile else nullcontext()
 
     def images(self, images: LabelledImages, keep: bool = False) -> PixelDataset:
         """Return the preprocessed images.

@@ -17,7 +17,7 @@ def trainable_parameters(model: Any, strategy: Strategy) -> dict[str, int]:
         sum(p.numel() for p in modes()) for modes in (model.shared_parameters, model.residual_parameters)
     )
     other = sum(p.numel() for p in model.parameters() if p.requires_grad) - shared - residual
-    bases = sum(layer.dulbe_P["default"].numel() for layer in layers) * strategy.trains_bases
+    bases = sum(layer.dulbe_P[model.adapter_name].numel() for layer in layers) * strategy.trains_bases
     if weights := sum(map(strategy.trained_weights, layers)):
         shared, residual, other = 0, 0, other + weights
     counts = {"shared": shared, "residual": residual, "bases": bases, "other": other}

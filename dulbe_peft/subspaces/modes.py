@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dulbe_peft.utils.torch_settings import without_autocast
+
 
 @dataclass(frozen=True, eq=False)
 class ModeBases:
@@ -49,6 +51,7 @@ def check_modes(modes: object, shapes: Mapping[str, tuple[tuple[int, ...], ...]]
         bases = torch.cat([modes[name].shared, modes[name].residual], dim=1).detach().float()
         if not torch.isfinite(bases).all():
             raise ValueError(f"bases of layer {name!r} hold NaN or infinity")
-        error = (bases.T @ bases - torch.eye(bases.shape[1], device=bases.device)).abs().max().item()
+        with without_autocast(bases):
+            error = (bases.T @ bases - torch.eye(bases.shape[1], device=bases.device)).abs().max().item()
         if orthonormal and error >= 1e-3:
             raise ValueError(f"bases of layer {name!r} are not orthonormal: |P'P - I| reaches {error}")

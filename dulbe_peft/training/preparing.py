@@ -28,15 +28,15 @@ from dulbe_peft.utils.devices import choose_precision, has_bfloat16
 from dulbe_peft.utils.processes import check_same_in_all, copy_from_main, raise_in_all, refuse_sharded
 
 
-def check_adapter_name(model: Any) -> None:
-    """Raise a `ValueError` unless PEFT's adapter "default" is active: predictions and saved files would be wrong."""
-    if not isinstance(model, PeftModel):
+def check_active_adapter(state: LearnerState) -> None:
+    """Raise a `ValueError` unless the learner's adapter is active: predictions and saved files would be wrong."""
+    tuner, name = state.adapter, state.adapter_name
+    if tuner is None:
         return
-    tuner: Any = model.base_model
-    if tuner.active_adapters != ["default"]:
+    if tuner.active_adapters != [name]:
         raise ValueError(
-            f"the model's active adapters are {tuner.active_adapters}, but a learner uses only the one named "
-            "'default': call set_adapter('default') on the model"
+            f"the model's active adapters are {tuner.active_adapters}, but the learner uses only the one named "
+            f"{name!r}: call set_adapter({name!r}) on the model"
         )
     if not tuner.dual_mode_layers():
         raise ValueError(
@@ -49,7 +49,7 @@ def check_learned(state: LearnerState) -> None:
     """Raise a `ValueError` if no task has been learned, or an adapter other than the learner's is active."""
     if not state.tasks:
         raise ValueError("no task has been learned yet: call learn_task first")
-    check_adapter_name(state.model)
+    check_active_adapter(state)
 
 
 def warn_of_promises(state: LearnerState) -> None:
@@ -74,7 +74,7 @@ def checked_task(
     if state.args.precision == "int8" and state.strategy.adapts:
         raise ValueError("precision is 'int8', in which no model can be trained: choose float32 or bfloat16")
     with raise_in_all():
-        check_adapter_name(state.model)
+        check_active_adapter(state)
         _check_trainable(state)
         images = named_images(dataset, names)
         names = check_class_names(images.class_names, seen=state.class_names)
@@ -108,13 +108,13 @@ def _check_trainable(state: LearnerState) -> None:
         name = wrong[0].removeprefix("base_model.model.")
         raise ValueError(
             f"{name!r} requires a gradient ({len(wrong)} such parameters of the base model), but a learner trains "
-            "only the adapter: call requires_grad_(False) on the base model, then set_adapter('default')"
+            f"only the adapter: call requires_grad_(False) on the base model, then set_adapter({state.adapter_name!r})"
         )
-    frozen = [n for n, p in parameters if not p.requires_grad and PREFIX in n and n.endswith(".default")]
+    frozen = [n for n, p in parameters if not p.requires_grad and PREFIX in n and n.endswith(f".{state.adapter_name}")]
     if frozen:
         raise ValueError(
             f"{frozen[0]!r} requires no gradient ({len(frozen)} such parameters of the adapter), so a task would not "
-            "train it: call set_adapter('default') on the model"
+            f"train it: call set_adapter({state.adapter_name!r}) on the model"
         )
 
 
@@ -122,7 +122,7 @@ def check_model(state: LearnerState) -> None:
     """Raise an error unless the strategy can use the model and the processor."""
     model, strategy = state.model, state.strategy
     if isinstance(model, PeftModel) and isinstance(model.base_model, DualModeLoraModel):
-        check_adapter_name(model)
+        check_active_adapter(state)
         targets = strategy.target_modules
         other = [n for n in model.base_model.dual_mode_layers() if targets and n.rpartition(".")[2] not in targets]
         if other:
@@ -158,6 +158,8 @@ def new_state(
 ) -> LearnerState:
     """Return the state of a new learner after checking its parts. None chooses the strategy's default classifiers."""
     state = LearnerState(model, processor, args, make_strategy(strategy), {})
+    if isinstance(state.adapter, DualModeLoraModel):
+        state = replace(state, adapter_name=state.adapter.adapter_name)
     check_model(state)
     clip = state.base
     if lost := loading.unsaved_part(processor, clip):

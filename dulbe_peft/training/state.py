@@ -66,6 +66,7 @@ class LearnerState:
         args: The learner's settings.
         strategy: The strategy that trains a task.
         classifiers: Name -> classifier. `predict` uses the first one.
+        adapter_name: The name of the adapter that the strategy trains. It must be the active one.
         memory: What the strategy remembers of the finished tasks.
         tasks: The class names of every finished task, in order.
         step: Number of training steps so far.
@@ -84,6 +85,7 @@ class LearnerState:
     args: LearnerArguments
     strategy: Strategy
     classifiers: dict[str, Classifier]
+    adapter_name: str = "default"
     memory: Memory | None = None
     tasks: list[tuple[str, ...]] = field(default_factory=list)
     step: int = 0
@@ -164,7 +166,14 @@ class LearnerState:
 
     def adapter_tensors(self) -> dict[str, torch.Tensor]:
         """Return the adapter tensors that PEFT saves, without copying them; none if the model has no adapter."""
-        return {} if self.adapter is None else get_peft_model_state_dict(self.model, save_embedding_layers=False)
+        if self.adapter is None:
+            return {}
+        return get_peft_model_state_dict(self.model, adapter_name=self.adapter_name, save_embedding_layers=False)
+
+    def set_adapter_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Load what `adapter_tensors` returns into the adapter, and update the recorded length of its history."""
+        set_peft_model_state_dict(self.model, tensors, adapter_name=self.adapter_name)
+        cast(DualModeLoraModel, self.adapter).record_history_ranks()
 
     @contextmanager
     def adapter_kept(self) -> Iterator[None]:
@@ -191,7 +200,7 @@ class LearnerState:
 
         def restore() -> None:
             if before:
-                set_adapter_state(self.model, before)
+                self.set_adapter_tensors(before)
                 self.model.zero_grad(set_to_none=True)
                 self.model.eval()
 
@@ -201,9 +210,3 @@ class LearnerState:
     def device(self) -> torch.device:
         """The device of the model."""
         return next(self.model.parameters()).device
-
-
-def set_adapter_state(model: Any, state: dict[str, torch.Tensor]) -> None:
-    """Load saved tensors into the active adapter, and update the recorded length of its history."""
-    set_peft_model_state_dict(model, state)
-    model.record_history_ranks()

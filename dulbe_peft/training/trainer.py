@@ -139,7 +139,7 @@ class TaskTrainer:
     def take_steps(self) -> None:
         """Measure, plan and train. The trained modes are not folded into the history yet."""
         self.begin()
-        with self.encoder.profile.phase("train"), self.encoder.retain_graphs():
+        with self.encoder.profile.phase("train"):
             self.train()
         # A NaN from the last step is in no loss, because each loss is computed before its step.
         if not all(p.isfinite().all() for p in self.model.parameters() if p.requires_grad):

@@ -28,10 +28,14 @@ def tensor_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors, on the CPU, and the metadata of a safetensors file. NaN or infinity raises a ValueError."""
+    """Return the tensors, on the CPU, and the metadata of a safetensors file. NaN or infinity raises a ValueError.
+
+    The tensors are copies at aligned addresses, because some processors round products differently by the address. So
+    what is loaded computes the same bits as what was saved.
+    """
     with _opened(path) as file:
         metadata = dict(file.metadata() or {})
-        tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+        tensors = {name: file.get_tensor(name).clone() for name in list(file.keys())}
     for name, tensor in tensors.items():
         if not is_finite(tensor):
             raise ValueError(f"{path}: tensor {name!r} holds NaN or infinity")

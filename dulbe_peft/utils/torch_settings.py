@@ -40,7 +40,23 @@ def one_thread() -> Iterator[None]:
 def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     """Return a context that disables autocast on the device of `tensor`, so that products keep their precision."""
     kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+    # torch.compile of torch 2.11 cannot trace this question. All devices that it compiles for have autocast.
+    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
+    return torch.autocast(kind, enabled=False) if available else nullcontext()
+
+
+def keep_saved_activations() -> None:
+    """Let `torch.compile` make graphs, from now on, in which two backward passes can follow one forward pass.
+
+    By default the first backward pass may overwrite saved activations, so torch refuses a second one. There is no
+    public setting for this.
+    """
+    from torch._functorch import config
+
+    config.donated_buffer = False
+
+
+keep_saved_activations._dynamo_marked_constant = True  # type: ignore[attr-defined] # runs when a graph is compiled
 
 
 _dtype_lock = threading.Lock()

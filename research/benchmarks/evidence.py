@@ -13,6 +13,11 @@ from research.comparison.summary import FEW
 
 Row = dict[str, str]
 DEFAULT, KNOWN, UNKNOWN = "bayes", "still known", "not measured"
+WORST = {  # the columns of `extremes` for each figure
+    "A_last": ("accuracy", "furthest behind the best"),
+    "ECE": ("calibration error", "largest"),
+    "covered": ("sets of 90 % that hold the right class", "fewest"),
+}
 DRIFTS = ("none", "linear", "auto")  # the tables show the last of these that was measured
 
 
@@ -30,43 +35,74 @@ def frozen(
     The best figure of a line is bold. `classifiers` and `counts` are separated by commas, `streams` by semicolons.
     Without `counts` or `streams`, all of them are shown.
     """
-    accuracies: dict[tuple[str, str], dict[str, float]] = {}
-    for path in sorted(results.glob(f"{folder}/*.json")):
-        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-            wanted = not counts or row["counts"] in counts.split(",")
-            if row["figure"] == figure and wanted and (not streams or row["stream"] in streams.split(";")):
-                accuracies.setdefault((row["stream"], row["counts"]), {})[row["classifier"]] = row["value"]
-    columns = classifiers.split(",")
-    accuracies = {key: row for key, row in accuracies.items() if set(columns) <= set(row)}
+    columns, measured = classifiers.split(","), measured_lines(results, classifiers, figure, streams, counts, folder)
 
     def means(rows: Collection[dict[str, float]]) -> list[str]:
         best = {"ECE": min, "covered": None}.get(figure, max)
         return best_bold([sum(row[name] for row in rows) / len(rows) for name in columns], best)
 
     groups: dict[str, list[dict[str, float]]] = {}
-    for (stream, count), row in accuracies.items():
+    for (stream, count), row in measured.items():
         groups.setdefault(f"{stream}, {count}" if by == "counts" else stream, []).append(row)
     lines = [[name, *means(rows)] for name, rows in groups.items()]
     head = "images a class" if by == "counts" else "mean of the stream's lines"
-    return [[head, *map(short, columns)], *lines, ["mean of the lines", *means(accuracies.values())]]
+    return [[head, *map(short, columns)], *lines, ["mean of the lines", *means(measured.values())]]
 
 
-def edges(results: Path, counts: str, classifiers: str, behind: str, folder: str = "edges") -> list[list[str]]:
-    """Return mean accuracies for each edge case in which `bayes` trails the best classifier by more than `behind`."""
+def extremes(
+    results: Path, classifiers: str, figures: str, streams: str = "", counts: str = "", folder: str = "frozen"
+) -> list[list[str]]:
+    """Return a line for each classifier: the mean of each of the `figures`, and the line of `frozen` that is worst.
+
+    For `A_last`, the worst line is the one in which the classifier is furthest behind the best of the `classifiers`.
+    """
+    head, lines = [""], [[f"`{short(name)}`"] for name in classifiers.split(",")]
+    for figure in figures.split(";"):
+        measured = measured_lines(results, classifiers, figure, streams, counts, folder)
+        head += WORST[figure]
+        for name, line in zip(classifiers.split(","), lines, strict=True):
+            losses = {key: bad(figure, row, name) for key, row in measured.items()}
+            where = max(losses, key=lambda key: losses[key])
+            worst = losses[where] if figure == "A_last" else measured[where][name]
+            mean = sum(row[name] for row in measured.values()) / len(measured)
+            line += [f"{mean:.1f}", f"{worst:.1f} ({', '.join(where)})"]
+    return [head, *lines]
+
+
+def bad(figure: str, row: dict[str, float], name: str) -> float:
+    """Return how bad a classifier's figure in a line is: an error itself, or what is missing to the best or to 100."""
+    return {"A_last": max(row.values()) - row[name], "ECE": row[name], "covered": 100 - row[name]}[figure]
+
+
+def measured_lines(
+    results: Path, classifiers: str, figure: str, streams: str, counts: str, folder: str
+) -> dict[tuple[str, str], dict[str, float]]:
+    """Return (stream, images per class) -> classifier -> figure, where all the `classifiers` were measured."""
+    lines: dict[tuple[str, str], dict[str, float]] = {}
+    columns = classifiers.split(",")
+    for path in sorted(results.glob(f"{folder}/*.json")):
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            wanted = not counts or row["counts"] in counts.split(",")
+            wanted = wanted and row["figure"] == figure and row["classifier"] in columns
+            if wanted and (not streams or row["stream"] in streams.split(";")):
+                lines.setdefault((row["stream"], row["counts"]), {})[row["classifier"]] = row["value"]
+    return {key: row for key, row in lines.items() if len(row) == len(columns)}
+
+
+def edges(results: Path, classifiers: str, folder: str = "edges") -> list[list[str]]:
+    """Return mean accuracies for each edge case, and how far `bayes` is behind the best classifier of a stream."""
     accuracies: dict[tuple[str, str], dict[str, float]] = {}
     columns = classifiers.split(",")
     for path in sorted(results.glob(f"{folder}/*.json")):
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-            if row["counts"] in counts.split(","):
-                key = (f"{row['edge']}, {row['counts']}", row["stream"])
-                accuracies.setdefault(key, {})[row["classifier"]] = row["value"]
+            key = (f"{row['edge']}, {row['counts']}", row["stream"])
+            accuracies.setdefault(key, {})[row["classifier"]] = row["value"]
     lines = []
     for name in dict.fromkeys(key[0] for key in accuracies):
         rows = [row for key, row in accuracies.items() if key[0] == name]
         cells = [f"{sum(row[each] for row in rows) / len(rows):.1f}" if each in rows[0] else "" for each in columns]
         gap = max(max(value for each, value in row.items() if each != "bayes") - row["bayes"] for row in rows)
-        if gap > float(behind):
-            lines.append([name, *cells, f"{gap:+.1f}".replace("-", "−")])
+        lines.append([name, *cells, signed(str(gap / 100))])
     return [["names, images a class", *map(short, columns), "furthest behind the best of a stream"], *lines]
 
 
@@ -81,11 +117,11 @@ def trained(results: Path, file: str, classifiers: str, streams: str = "", witho
     return [["", *whole_head(classifiers.split(","))], *lines]
 
 
-def family(results: Path, file: str, stream: str, classifiers: str) -> list[list[str]]:
-    """Return a `whole_line` for each method on one stream, with mean gains instead of intervals."""
+def family(results: Path, file: str, stream: str, classifiers: str, methods: str = "") -> list[list[str]]:
+    """Return a `whole_line` for each method on one stream, or for `methods`, with mean gains instead of intervals."""
     rows, columns = compared(results, file), classifiers.split(",")
     lines = []
-    for method in methods_of(rows, stream):
+    for method in methods.split(";") if methods else methods_of(rows, stream):
         method_rows = [row for key, row in rows.items() if key[:2] == (stream, method)]
         if method != "frozen" and method_rows[0]["trainable_parameters"] == "0":  # it differs only in its classifier
             continue
@@ -177,6 +213,28 @@ def costs(results: Path, kinds: str) -> list[list[str]]:
     return [["", *columns], *([name, *(row.get(kind, "") for kind in columns)] for name, row in by_name.items())]
 
 
+def gpu(results: Path, files: str = "gpu") -> list[list[str]]:
+    """Return a line for each model, batch size and precision: milliseconds, GiB and images a second of both sides."""
+    lines, timm = dict[str, dict[str, float]](), "timm's images"
+    for file in files.split(","):
+        for row in json.loads((results / f"{file}.json").read_text(encoding="utf-8"))["rows"]:
+            where, _, what = row["what"].partition(": ")
+            if not where.startswith("planning"):
+                lines.setdefault(where.partition(", ")[2], {})[what] = row["value"]
+    head = ["", "step, ms (LoRA)", "ratio", "memory of a step, GiB (LoRA)", "encoding, images/s (timm)"]
+    rows = [
+        [
+            where,
+            f"{line['DualModeLora, time']:.0f} ({line['LoRA, time']:.0f})",
+            f"{line['ratio']:.2f}",
+            f"{line['DualModeLora, memory'] / 1024:.1f} ({line['LoRA, memory'] / 1024:.1f})",
+            f"{line['images']:,.0f} ({line[timm]:,.0f})" if timm in line else "",
+        ]
+        for where, line in lines.items()
+    ]
+    return [head, *rows]
+
+
 def beside(results: Path, folder: str, figures: str, counts: str = "") -> list[list[str]]:
     """Return a line for each stream and number of images, with a column for each figure: means over the draws."""
     by_line: dict[tuple[str, ...], dict[str, float]] = {}
@@ -200,6 +258,22 @@ def estimates(results: Path, classifiers: str, counts: str) -> list[list[str]]:
     ]
     head = ["data", "images a class", *(f"`{name}`" for name in columns)]
     return [head, *([*key, *row] for key, row in zip(by_line, cells, strict=True))]
+
+
+def errors(results: Path, classifier: str, files: str) -> list[list[str]]:
+    """Return a line for each number of images: how far estimates are from tests, over the data in `files`."""
+    by_line: dict[str, dict[str, dict[str, float]]] = {}
+    for parts, values in figures_of(results, "estimates", r"(.+), (\S+) images a class, (.+): (.+)", files):
+        if parts[0] == classifier:
+            by_line.setdefault(parts[1], {}).setdefault(parts[2], {})[parts[3]] = values[0]
+    lines = []
+    for count, rows in sorted(by_line.items(), key=lambda line: (len(line[0]), line[0])):
+        by_data = {data: row["estimate"] - row["test"] for data, row in rows.items()}
+        mean = sum(map(abs, by_data.values())) / len(by_data)
+        ends = [extreme(by_data, key=lambda data: by_data[data]) for extreme in (min, max)]
+        far = [f"{by_data[data]:+.1f} ({data})".replace("-", "−", 1) for data in ends]
+        lines.append([count, str(len(by_data)), f"{mean:.1f}", *far])
+    return [["images a class", "lines", "mean error", "furthest too low", "furthest too high"], *lines]
 
 
 def order(results: Path, classifier: str) -> list[list[str]]:
@@ -227,9 +301,11 @@ def suggest(results: Path, labels: str, ways: str) -> list[list[str]]:
     return [["stream", "labels a class", *next(iter(by_line.values()))], *lines]
 
 
-def figures_of(results: Path, folder: str, pattern: str) -> Iterator[tuple[tuple[str, ...], list[float]]]:
+def figures_of(
+    results: Path, folder: str, pattern: str, files: str = "*"
+) -> Iterator[tuple[tuple[str, ...], list[float]]]:
     """Yield the parts of the name of each figure in a folder, with its mean and the values of all draws."""
-    for path in sorted((results / folder).glob("*.json")):
+    for path in sorted((results / folder).glob(f"{files}.json")):
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
             match = re.fullmatch(pattern, row["what"])
             if match is None:
@@ -287,5 +363,5 @@ def best_bold(figures: list[float], best: Callable[..., float] | None) -> list[s
 
 
 COMPARISONS = (trained, family, drifts, gaps)  # the tables with the columns of `whole_head`
-_TABLES = (frozen, edges, *COMPARISONS, pays, costs, beside, estimates, order, suggest)
+_TABLES = (frozen, extremes, edges, *COMPARISONS, pays, costs, gpu, beside, estimates, errors, order, suggest)
 TABLES: dict[str, Any] = {table.__name__: table for table in _TABLES}

@@ -1,6 +1,7 @@
 """Measure time and memory on a GPU in ten minutes: training steps relative to stock LoRA, encoding, and planning.
 
 Each figure is printed at once. After `--minutes`, no further measurement starts, and the skipped ones are printed.
+With `--compile`, the models are compiled, which takes several minutes more, and nothing is planned.
 Steps train only the vision tower, in its second task, as in `research.benchmarks.step`. Without a GPU, the benchmark
 runs on the CPU.
 """
@@ -32,44 +33,51 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--models", nargs="+", default=["vit-b-16", "vit-l-14"])
     options.add_argument("--batch", type=int, nargs="+", default=[32, 256])
     options.add_argument("--minutes", type=float, default=9.0)
+    options.add_argument("--compile", action="store_true")
     values = common.parse(options, argv)
     if values.quick:
         values.models, values.batch = ["tiny"], [4]
+    if values.compile and values.out is None:
+        values.out = common.RESULTS / "gpu-compiled.json"
     end, rows = time.monotonic() + 60 * values.minutes, []
-    for what, measure in figures(values, torch.device("cuda" if torch.cuda.is_available() else "cpu")):
-        if time.monotonic() > end:
-            print(f"skipped, because the time is over: {what}", flush=True)
-            continue
-        try:
-            results = measure()
-        except torch.cuda.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            results = {"it does not fit (1 = yes)": 1.0}
-        for name, value in results.items():
-            unit = "MiB" if "memory" in name else "images/s" if "images" in name else "ms" if "time" in name else ""
-            rows.append(common.value_row(f"{what}: {name}", common.rounded(value), unit))
-            print(rows[-1], flush=True)
-    common.write("gpu", values, argv, rows)
+    try:
+        for what, measure in figures(values, torch.device("cuda" if torch.cuda.is_available() else "cpu")):
+            if time.monotonic() > end:
+                print(f"skipped, because the time is over: {what}", flush=True)
+                continue
+            rows += measured(what, measure)
+    finally:  # figures measured before an error are kept
+        common.write("gpu", values, argv, rows)
+
+
+def measured(what: str, measure: Callable[[], dict[str, float]]) -> list[dict[str, Any]]:
+    """Measure something, print its figures, and return their rows."""
+    try:
+        results = measure()
+    except torch.cuda.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        results = {"it does not fit (1 = yes)": 1.0}
+    rows = []
+    for name, value in results.items():
+        unit = "MiB" if "memory" in name else "images/s" if "images" in name else "ms" if "time" in name else ""
+        rows.append(common.value_row(f"{what}: {name}", common.rounded(value), unit))
+        print(rows[-1], flush=True)
+    return rows
 
 
 def figures(values: Any, device: torch.device) -> Figures:
     """Yield the name and the function of every measurement, the most important first."""
     shapes = list(product(values.models, values.batch, PRECISIONS))
-    yield from _passes(values, device, shapes, compiled=False)
-    for model in values.models:
-        yield (
-            f"planning a task, {common.model_name(model)}",
-            partial(planning, model, device, 8 if values.quick else 128),
-        )
-    if not values.quick:
-        yield from _passes(values, device, shapes, compiled=True)
-
-
-def _passes(values: Any, device: torch.device, shapes: Sequence[tuple[str, int, str]], compiled: bool) -> Figures:
+    compiled = values.compile
     for model, batch, precision in shapes:
         where = f"{common.model_name(model)}, batch {batch}, {precision}{', compiled' * compiled}"
         yield f"step, {where}", partial(steps, values, device, model, batch, precision, compiled)
         yield f"encoding, {where}", partial(encoding, values, device, model, batch, precision, compiled)
+    for model in values.models if not compiled else ():
+        yield (
+            f"planning a task, {common.model_name(model)}",
+            partial(planning, model, device, 8 if values.quick else 128),
+        )
 
 
 def steps(

@@ -1,4 +1,4 @@
-"""Write the tables of the docs, between their markers, from the files in `research/benchmarks/results`.
+"""Write the tables of the docs and of `tables.md` from the files in `research/benchmarks/results`, between markers.
 
 <!-- table: NAME key=value ... -->      `figures` or a function of `research.benchmarks.evidence`, with its arguments
 <!-- end of table -->
@@ -16,7 +16,8 @@ from research.benchmarks import evidence
 from research.benchmarks.common import RESULTS
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "research" / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EVERY_LINE = ROOT / "research" / "benchmarks" / "tables.md"  # the tables that are too long for the docs
+PAGES = [ROOT / "README.md", EVERY_LINE.with_name("README.md"), EVERY_LINE, *sorted((ROOT / "docs").glob("*.md"))]
 MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 

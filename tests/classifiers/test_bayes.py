@@ -349,7 +349,7 @@ def test_saved_classifier_predicts_without_solving_again(each, settings, tmp_pat
     loaded = BayesClassifier.from_pretrained(tmp_path / "new").to("cpu")
     assert torch.equal(loaded.probabilities(tests), expected)
     function, tensors = loaded.formula()
-    close(function(F.normalize(tests, dim=1), **tensors), loaded(tests), 1e-6)
+    close(function(F.normalize(tests, dim=1), **tensors), loaded(tests), SINGLE)
     with pytest.raises(TypeError, match="not callable"):  # a changed classifier solves again
         loaded.forget_class(NAMES[0])
         loaded(tests)

@@ -36,6 +36,41 @@ def test_replaced_or_overwritten_texts_of_a_head_take_effect():
     assert torch.equal(head(FEATURES), before)
 
 
+def test_texts_that_are_set_are_normalised_as_those_that_are_learned():
+    head, long = learned("bridge"), learned("bridge")
+    head.text_embeds, long.text_embeds = TEXTS.clone(), 7 * TEXTS
+    assert torch.allclose(long.text_embeds, TEXTS, atol=1e-6)
+    torch.testing.assert_close(long(FEATURES), head(FEATURES))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "words"),
+    [
+        ("text_embeds", torch.full((3, 16), float("nan")), "text_embeds contains NaN"),
+        ("text_embeds", torch.zeros(3, 16), "text_embeds must consist of unit vectors"),
+        ("text_embeds", TEXTS[:2], r"text_embeds must be \(3, 16\) for 3 classes, got \(2, 16\)"),
+        ("counts", torch.tensor([1, 1, -1]), "counts must be numbers of images"),
+        ("logit_scale", -1.0, "the 'bridge' classifier: logit_scale must .* positive"),
+        ("logit_scale", float("nan"), "the 'bridge' classifier: logit_scale must be a finite number"),
+        ("reliability_temperature", 0.0, "reliability_temperature must .*positive|greater than 0"),
+    ],
+)
+def test_invalid_value_that_is_set_is_refused_and_changes_nothing(attribute, value, words):
+    head = learned("bridge")
+    before = head(FEATURES)
+    with pytest.raises(ValueError, match=words):
+        setattr(head, attribute, value)
+    assert torch.equal(fresh(head), before)
+
+
+def test_invalid_tensor_that_is_written_in_place_is_not_saved(tmp_path):
+    head = learned("bridge")
+    head.text_embeds.mul_(2)
+    with pytest.raises(ValueError, match="text_embeds must consist of unit vectors"):
+        head.save_pretrained(tmp_path / "head")
+    assert not (tmp_path / "head").exists()
+
+
 @pytest.mark.parametrize("name", ["text", "bridge", "prototype", "lda", "gda", "ridge", "ranpac", "bayes"])
 def test_every_replaced_buffer_takes_effect(name):
     classifier = learned(name)

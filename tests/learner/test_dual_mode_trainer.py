@@ -13,7 +13,7 @@ import pytest
 import torch
 import write_saved
 from lives import differences, everything, images_of, tiny_base, tiny_learner
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 from small_runs import learner_of
 from transformers import TrainerCallback, TrainingArguments
@@ -46,10 +46,10 @@ def base():
     return tiny_base()
 
 
-def adapted(base):
+def adapted(base, adapter_name="default"):
     clip, processor = copy.deepcopy(base[0]), base[1]
     torch.manual_seed(0)
-    return get_peft_model(clip, DualModeLoraConfig(residual_rank=2, support_rank=8)), processor
+    return get_peft_model(clip, DualModeLoraConfig(residual_rank=2, support_rank=8), adapter_name), processor
 
 
 def arguments(folder, **fields):
@@ -299,6 +299,32 @@ def test_save_model_saves_a_learner_beside_checkpoints(base, tasks, whole, tmp_p
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path, copy.deepcopy(base[0]))
     third = learn(DualModeTrainer(loaded, arguments(tmp_path / "next"), **PROMPT), tasks[2:])
     assert_equal(third.learner, whole[2])
+
+
+def test_adapter_of_any_name_is_trained_saved_resumed_and_loaded(base, tasks, whole, tmp_path):
+    model, processor = adapted(base, "month")
+    model.add_adapter("other", DualModeLoraConfig(residual_rank=1))
+    trainer = DualModeTrainer(model, arguments(tmp_path, save_strategy="epoch"), processing_class=processor, **PROMPT)
+    learn(trainer, tasks[:2])
+    trainer.save_model()
+    assert not (tmp_path / "month").exists() and not (tmp_path / "other").exists()
+    for folder in (tmp_path, tmp_path / "checkpoint-3"):  # the latter has one of the second task's two epochs
+        if folder == tmp_path:
+            loaded = ClassIncrementalLearner.from_pretrained(folder, copy.deepcopy(base[0]))
+            assert list(loaded.model.peft_config) == ["month"]
+            again = DualModeTrainer(loaded, arguments(tmp_path / "next"), **PROMPT)
+        else:
+            new, processor = adapted(base, "month")
+            again = DualModeTrainer(new, arguments(tmp_path / "next"), processing_class=processor, **PROMPT)
+            again.train_dataset = tasks[1].train
+            again.train(resume_from_checkpoint=str(folder))
+        third = tensors(learn(again, tasks[2:]).learner)
+        assert_equal({name.replace(".month", ".default"): value for name, value in third.items()}, whole[2])
+    plain = PeftModel.from_pretrained(copy.deepcopy(base[0]), str(tmp_path))
+    assert list(plain.peft_config) == ["default"], "PEFT gives the name of its own choice"
+    with pytest.raises(ValueError, match=r"active adapters are \['other'\].*named 'month'.*set_adapter\('month'\)"):
+        model.set_adapter("other")
+        trainer.learner.predict(images_of(0)[0][0])
 
 
 def test_gradient_accumulation_equals_larger_batches(base, tasks, tmp_path):

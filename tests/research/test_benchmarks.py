@@ -123,6 +123,7 @@ def test_tables_of_training_have_all_columns():
     text = table.MARKED.sub("", (ROOT / "docs" / "results.md").read_text(encoding="utf-8"))
     for heading in ("Does the method pay?", "All methods side by side"):
         assert "|---" not in text.partition(f"## {heading}")[2].partition("\n## ")[0], heading
+    assert "|---" not in table.MARKED.sub("", table.EVERY_LINE.read_text(encoding="utf-8"))
     assert found > 3
 
 
@@ -141,6 +142,35 @@ def test_readme_sentence_on_training_follows_from_the_comparisons(tmp_path):
     assert "`text` by −2.0 to +5.1 points" in said and "by −1.2 to +0.1, and" in said
     assert "by −4.0 to −3.0, over 3 streams" in said
     assert "<!-- table: pays " in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_extremes_and_errors_name_the_worst_lines(tmp_path):
+    (tmp_path / "frozen").mkdir()
+    figures = {"A_last": (70, 75, 60, 20), "ECE": (3, 9, 8, 4)}
+    rows = [
+        {"stream": stream, "counts": count, "figure": figure, "classifier": name, "value": value}
+        for figure, values in figures.items()
+        for (stream, count, name), value in zip(
+            [("a", "1", "text"), ("a", "1", "lda"), ("b", "2", "text"), ("b", "2", "lda")], values, strict=True
+        )
+    ]
+    rows.append(rows[0] | {"stream": "c"})  # without lda, so not a line
+    (tmp_path / "frozen/x.json").write_text(json.dumps({"rows": rows}))
+    _, *lines = evidence.extremes(tmp_path, "text,lda", "A_last;ECE")
+    text, lda = (
+        ["`text`", "65.0", "5.0 (a, 1)", "5.5", "8.0 (b, 2)"],
+        ["`lda`", "47.5", "40.0 (b, 2)", "6.5", "9.0 (a, 1)"],
+    )
+    assert lines == [text, lda]
+    (tmp_path / "estimates").mkdir()
+    pairs = {"a": (50, 53), "b": (50, 49)}
+    rows = [
+        {"what": f"bayes, 2 images a class, {data}: {figure}", "value": value, "each": []}
+        for data, pair in pairs.items()
+        for figure, value in zip(("test", "estimate"), pair, strict=True)
+    ]
+    (tmp_path / "estimates/real-x.json").write_text(json.dumps({"rows": rows}))
+    assert evidence.errors(tmp_path, "bayes", "real-*")[1:] == [["2", "2", "2.0", "−1.0 (b)", "+3.0 (a)"]]
 
 
 def test_every_benchmark_is_mentioned_in_the_docs():
