@@ -42,7 +42,8 @@ class DualModeTrainer(Trainer):
 
     Args:
         model: `get_peft_model(clip, DualModeLoraConfig(...))`, or a learner that has already learned tasks, such as
-            one from `ClassIncrementalLearner.from_pretrained(folder)`.
+            one from `ClassIncrementalLearner.from_pretrained(folder)`. Its active adapter is trained, and saved under
+            its name.
         args: transformers' training arguments. None uses `paper_arguments`, because transformers' defaults are not the
             paper's settings.
         train_dataset: Images of the new task. Items are {"image", "label"} or (image, label). Set this attribute again

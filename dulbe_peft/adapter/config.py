@@ -90,6 +90,14 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
         },
     )
 
+    base_settings: dict[str, str] = field(
+        default_factory=dict,
+        metadata={
+            "help": "Settings of the base model's towers that change their outputs, such as the activation function. "
+            "The library sets them."
+        },
+    )
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         for name in _LORA_SETTINGS.keys() & kwargs.keys():
             raise TypeError(f"{name}={kwargs[name]!r} is a setting of LoRA: {_LORA_SETTINGS[name]}")

@@ -120,10 +120,10 @@ class DualModeLinear(DualModeLayer):
         `.data` or to inference tensors go unnoticed until the adapter is saved or loaded, a task begins or is folded,
         or a merge is undone: see `forget_weight`.
         """
-        history = self.dulbe_history_B[adapter], self.dulbe_history_P[adapter]
-        if not self.plain:
-            return dense(self.history(adapter))
-        base = self._linear.weight
+        return self._plain_weight(adapter) if self.plain else dense(self.history(adapter))
+
+    def _plain_weight(self, adapter: str) -> torch.Tensor:
+        base, history = self._linear.weight, (self.dulbe_history_B[adapter], self.dulbe_history_P[adapter])
         if history[0].shape[1] == 0:
             return base
         if base.requires_grad or not has_values():
@@ -257,7 +257,7 @@ class DualModeLinear(DualModeLayer):
         if not plain:
             return add_updates(self.base_layer(x), x, self._held_beside() + updates)
         if held is None:
-            weight = linear.weight if folded is None else self.folded_weight(folded)
+            weight = linear.weight if folded is None else self._plain_weight(folded)
             updates = updates if folded is not None else joined(updates)
         else:
             weight = linear.weight + held.weight if held.beside else held.weight

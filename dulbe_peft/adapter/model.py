@@ -24,6 +24,7 @@ from dulbe_peft.adapter.saved import (
     KEY_RENAMES,
     MisfitError,
     base_digests,
+    base_settings,
     check_saved,
     check_tower,
     describe_origin,
@@ -31,7 +32,7 @@ from dulbe_peft.adapter.saved import (
     tower_of,
     warn_of_another_base,
 )
-from dulbe_peft.adapter.targets import check_targets, find_target, in_text_tower
+from dulbe_peft.adapter.targets import LLAVA_TARGETS, LLAVA_TYPES, check_targets, find_target, in_text_tower
 from dulbe_peft.adapter.text import TextLoraLinear
 from dulbe_peft.encoders.registry import CLIP_VISION_TYPES, ENCODERS, type_of
 from dulbe_peft.subspaces.allocation import allocate_modes
@@ -55,6 +56,7 @@ class DualModeLoraModel(BaseTuner):
         TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
         | {model_type: list(record.target_modules) for model_type, record in ENCODERS.items()}
         | {model_type: list(ENCODERS["clip"].target_modules) for model_type in CLIP_VISION_TYPES}
+        | dict.fromkeys(LLAVA_TYPES, LLAVA_TARGETS)
     )
 
     def __init__(self, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
@@ -87,8 +89,8 @@ class DualModeLoraModel(BaseTuner):
         if peft_config.target_modules is None and model_config["model_type"] not in self.target_module_mapping:
             known = ", ".join(record.model for record in ENCODERS.values())
             raise ValueError(
-                f"the target layers of a {type(self.model).__name__} are not known. They are known for {known} and "
-                "CLIP's vision towers. For another model, name its linear layers: "
+                f"the target layers of a {type(self.model).__name__} are not known. They are known for {known}, "
+                "CLIP's vision towers and LLaVA. For another model, name its linear layers: "
                 "DualModeLoraConfig(target_modules=[...])"
             )
         return super()._prepare_adapter_config(peft_config, model_config)
@@ -378,7 +380,7 @@ class DualModeLoraModel(BaseTuner):
     ) -> Any:
         """Select the adapter's entries, and update the configuration, which PEFT writes next, to match them."""
         config.set_history(_history_ranks(model, adapter_name))
-        config.base_digests = base_digests(model)
+        config.base_digests, config.base_settings = base_digests(model), base_settings(model)
         for layer in layers_of(model, adapter_name, DualModeLinear).values():
             layer.forget_weight()  # values written through .data are saved, so the model must use them too
         return super()._get_adapter_state_dict(model=model, config=config, adapter_name=adapter_name, **kwargs)

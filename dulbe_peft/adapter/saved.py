@@ -10,9 +10,12 @@ from torch import nn
 from dulbe_peft.adapter.linear import is_consistent
 from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.adapter.targets import in_text_tower
-from dulbe_peft.encoders.registry import ENCODERS
+from dulbe_peft.encoders.registry import ENCODERS, type_of
 from dulbe_peft.utils.tensors import rounded_digest
 
+# Entries of a tower's configuration that change its outputs but no shape of a weight. The image size is left out,
+# because position embeddings can be interpolated to another one.
+_TOWER_SETTINGS = ("hidden_act", "layer_norm_eps", "num_attention_heads", "rope_theta")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -94,12 +97,40 @@ def base_digests(model: nn.Module) -> dict[str, str]:
     return digests
 
 
+def base_settings(model: nn.Module) -> dict[str, str]:
+    """Return what the outputs of each tower depend on besides weights and resolution, such as its activation function.
+
+    Keys look like "vision hidden_act". If a model has no configuration of transformers, the result is empty.
+    """
+    config = getattr(innermost(model), "config", None)
+    towers = {tower: getattr(config, f"{tower}_config", None) for tower in ("vision", "text")}
+    if not any(towers.values()):
+        towers = {str(tower_of(type_of(innermost(model)))): config}
+    settings = {(tower, name): getattr(part, name, None) for tower, part in towers.items() for name in _TOWER_SETTINGS}
+    return {f"{tower} {name}": str(value) for (tower, name), value in settings.items() if value is not None}
+
+
+def _differing(saved: dict[str, str], present: dict[str, str]) -> dict[str, str]:
+    """Return the saved values of the keys that both have with other values."""
+    return {key: saved[key] for key in present if saved.get(key, present[key]) != present[key]}
+
+
 def warn_of_another_base(config: Any, model: nn.Module) -> None:
-    """Warn if an adapter was trained on a base model whose weights differ from the model's."""
+    """Warn if an adapter was trained on a base model whose weights or settings differ from the model's."""
     digests = base_digests(model) if config.base_digests else {}
-    differing = [key.split() for key in digests if config.base_digests.get(key, digests[key]) != digests[key]]
-    towers = sorted({tower for tower, _ in differing})
-    if towers and "shapes" not in {what for _, what in differing}:  # different shapes raise an error when loaded
+    differing = [key.split() for key in _differing(config.base_digests, digests)]
+    if "shapes" in {what for _, what in differing}:  # different shapes raise an error when loaded
+        return
+    settings = base_settings(model)
+    if others := _differing(config.base_settings, settings):
+        were = ", ".join(f"{key}={value}" for key, value in others.items())
+        now = ", ".join(f"{key}={settings[key]}" for key in others)
+        warnings.warn(
+            f"the adapter was made on a base model with {were}, and this one has {now}: "
+            f"{describe_origin(config, model)}. Predictions will be wrong",
+            stacklevel=4,
+        )
+    if towers := sorted({tower for tower, _ in differing}):
         warnings.warn(
             f"the adapter was made on a base model with other weights in the {' and the '.join(towers)} tower: "
             f"{describe_origin(config, model)}. Its update does not fit other weights, so predictions will be wrong",

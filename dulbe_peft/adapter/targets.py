@@ -16,6 +16,12 @@ from dulbe_peft.encoders.registry import CLIP_TEXT_TARGETS, ENCODERS, find_recor
 _TEXT_PARTS = {record.text_tower for record in ENCODERS.values() if record.text_tower} | {"text_projection"}
 
 
+# The default target of LLaVA, a language model that sees through a CLIP or SigLIP tower: keys, values and MLP of the
+# tower's blocks. Names alone would also match layers of the language model.
+LLAVA_TYPES = ("llava", "llava_next", "llava_onevision")
+LLAVA_TARGETS = r".*vision_tower\..*layers\.\d+\.(self_attn\.(k|v)_proj|mlp\.fc[12])"
+
+
 def in_text_tower(key: str) -> bool:
     """Return whether the module with this dotted name belongs to the text tower or is its projection."""
     return not _TEXT_PARTS.isdisjoint(key.split("."))

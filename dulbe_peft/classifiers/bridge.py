@@ -72,7 +72,7 @@ class BridgeEnsembleHead(Classifier, kw_only=False):
         values, given = torch.linspace(0, 1, self.num_depths), vars(self).pop("depths")
         if given is not None:
             values = torch.tensor(given, dtype=torch.float32)
-        self.num_depths = len(values)
+        vars(self)["num_depths"] = len(values)  # unchecked: a single depth can only be given
         self.register_rows("visual_prototypes", self.embed_dim)
         self.keep_reliability()
         self.register_rows("counts", dtype=torch.int64)

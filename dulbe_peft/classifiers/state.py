@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self, cast, dataclass_transform
 
 import torch
 from annotated_types import Ge, Le
@@ -91,7 +91,7 @@ class GrowingState(nn.Module):
                 if name in UNIT_ROWS and value.is_floating_point():
                     value = F.normalize(value.float(), dim=-1).to(value.dtype)
                 self._check(self.tensors() | {name: value}, self._class_names)
-            elif name in (types := field_types(type(self))):
+            elif name in (types := field_types(cast(Any, type(self)))):
                 value = check_value(f"the {self.name!r} classifier: {name}", types[name], value)
         super().__setattr__(name, value)
 

@@ -8,7 +8,6 @@ from typing import Any, Self, cast
 
 import numpy as np
 import torch
-import torch._functorch.config
 from accelerate.utils import send_to_device
 from peft.tuners.tuners_utils import BaseTunerLayer
 

@@ -1,6 +1,7 @@
 """How an adapter describes itself: its card, its trainable parameters and the base model it belongs to."""
 
 import copy
+import json
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from adapted_clip import CONFIG, learned
 from hub_stub import on_this_process
 from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
-from transformers import ResNetConfig, ResNetModel
+from transformers import CLIPModel, CLIPVisionModelWithProjection, ResNetConfig, ResNetModel
 
 from dulbe_peft import (
     DualModeLoraConfig,
@@ -211,6 +212,34 @@ def test_base_model_with_other_weights_of_same_shapes_warns(tiny_clip, tmp_path)
     other.vision_model.embeddings.patch_embedding.weight.data.mul_(2)
     with pytest.warns(UserWarning, match="other weights in the vision tower"):
         PeftModel.from_pretrained(other, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tower", "setting", "value"),
+    [("vision", "hidden_act", "gelu"), ("vision", "num_attention_heads", 4), ("text", "layer_norm_eps", 1e-3)],
+)
+def test_base_model_with_same_weights_that_computes_otherwise_warns(tiny_clip, tmp_path, tower, setting, value):
+    """No weight tells which activation function a tower has, or how many attention heads share its weights."""
+
+    def other(kind):
+        config = copy.deepcopy(tiny_clip().config)
+        setattr(getattr(config, f"{tower}_config"), setting, value)
+        model = kind(config if kind is CLIPModel else config.vision_config)
+        model.load_state_dict(tiny_clip().state_dict(), strict=kind is CLIPModel)
+        return model.eval()
+
+    learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG))).save_pretrained(tmp_path)
+    before = getattr(getattr(tiny_clip().config, f"{tower}_config"), setting)
+    words = f"made on a base model with {tower} {setting}={before}, and this one has {tower} {setting}={value}: "
+    with pytest.warns(UserWarning, match=words):
+        PeftModel.from_pretrained(other(CLIPModel), tmp_path)
+    PeftModel.from_pretrained(tiny_clip(), tmp_path)
+    if tower == "vision":
+        with pytest.warns(UserWarning, match=words):
+            PeftModel.from_pretrained(other(CLIPVisionModelWithProjection), tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_settings": {}}))
+    PeftModel.from_pretrained(other(CLIPModel), tmp_path)  # a file that does not tell is not compared
 
 
 @pytest.mark.parametrize("name", ["r", "lora_alpha", "lora_dropout", "bias"])

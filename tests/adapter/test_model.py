@@ -9,15 +9,46 @@ from adapted_clip import CONFIG, PIXELS, image_features, outputs, random_modes, 
 from peft import PeftModel, get_peft_model
 from stepping import update
 from torch import nn
-from transformers import CLIPVisionModel, CLIPVisionModelWithProjection
+from transformers import (
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    CLIPVisionModelWithProjection,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 
-from dulbe_peft import DualModeLoraConfig
+from dulbe_peft import DualModeLoraConfig, probe_gradients
 from dulbe_peft.adapter.base import DualModeLayer
 
 
 @pytest.fixture
 def learned(tiny_clip):
     return adapted_clip.learned(get_peft_model(tiny_clip(), DualModeLoraConfig(**CONFIG)))
+
+
+def test_default_target_of_llava_is_its_vision_tower():
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    text = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    llava = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_id=60))
+    names = list(get_peft_model(copy.deepcopy(llava), DualModeLoraConfig(**CONFIG)).dual_mode_layers())
+    kinds = ("self_attn.k_proj", "self_attn.v_proj", "mlp.fc1", "mlp.fc2")
+    assert names == [f"model.vision_tower.encoder.layers.{n}.{kind}" for n in range(2) for kind in kinds]
+    tower = llava.model.vision_tower
+    alone = get_peft_model(copy.deepcopy(tower), DualModeLoraConfig(**CONFIG)).dual_mode_layers()
+    assert [f"model.vision_tower.{name}" for name in alone] == names
+
+    model = get_peft_model(llava, DualModeLoraConfig(**CONFIG))
+    inputs = {"input_ids": torch.tensor([[1, 60, 60, 60, 60, 2]]), "pixel_values": PIXELS[:1]}
+    probe = probe_gradients(model, [inputs], lambda model, batch: (model(**batch).logits.square().mean(), 1))
+    assert [name for name, gradient in probe.items() if gradient.any()] == names[:4], "LLaVA leaves out the last block"
+    model.begin_task(probe)
+    model(**inputs).logits.square().mean().backward()
+    assert [
+        name for name, layer in model.dual_mode_layers().items() if layer.dulbe_shared_B["default"].grad is not None
+    ] == names[:4]
 
 
 def test_previous_task_restores_the_model_from_before_the_task(learned):
