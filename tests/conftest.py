@@ -1,4 +1,7 @@
-"""Fixtures: tiny models built in code. Nothing needs the network or a file outside the repository."""
+"""Fixtures: tiny models built in code. Nothing needs the network or a file outside the repository.
+
+No import at the top loads torch, because the process that only starts the others (pytest-xdist) reads this file, too.
+"""
 # ruff: noqa: E402 - the environment is set before torch is imported
 
 import atexit
@@ -10,6 +13,7 @@ import tempfile
 import uuid
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a second thread that waits leaves its core to another process
 STORES = tempfile.mkdtemp(prefix="dulbe-peft-store-")
 atexit.register(shutil.rmtree, STORES, ignore_errors=True)
 os.environ["DULBE_PEFT_STORE"] = os.path.join(STORES, "features.sqlite")
@@ -18,18 +22,24 @@ from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from PIL import Image
-from transformers import CLIPConfig, CLIPModel
 from wrapt import when_imported
 
-torch.cpu.get_capabilities = dict  # hides bfloat16 hardware, so that precision "auto" is float32 on every machine
-ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-torch.accelerator.is_available = lambda: False  # device "auto" is the CPU, except in learner/test_accelerator.py
+ACCELERATOR = None  # the accelerator of this machine, once torch is imported
 THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))  # per test process; a second thread only slows tiny models down
-torch.set_num_threads(THREADS)
+
+
+@when_imported("torch")
+def _compute_alike_on_every_machine(torch):
+    """Use one thread, and hide hardware: precision "auto" is float32, and device "auto" is the CPU.
+
+    Only learner/test_accelerator.py uses an accelerator.
+    """
+    global ACCELERATOR
+    torch.cpu.get_capabilities = dict
+    ACCELERATOR = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    torch.accelerator.is_available = lambda: False
+    torch.set_num_threads(THREADS)
 
 
 @when_imported("matplotlib")
@@ -42,6 +52,7 @@ def _leave_charts_empty(matplotlib):
     @wraps(draw)
     def savefig(figure, *args, **options):
         figure.clear()
+        figure.set_size_inches(0.1, 0.1)
         draw(figure, *args, **options)
 
     Figure.savefig = savefig
@@ -62,6 +73,8 @@ def _imported_objects_are_not_searched_for_garbage():
 @pytest.fixture(autouse=True)
 def _deterministic(monkeypatch):
     # Each test gets a separate feature store.
+    import torch
+
     monkeypatch.setenv("DULBE_PEFT_STORE", os.path.join(STORES, uuid.uuid4().hex))
     torch.manual_seed(0)
     yield
@@ -71,6 +84,8 @@ def _deterministic(monkeypatch):
 @pytest.fixture
 def tiny_clip():
     """A function that returns the same random CLIPModel every time: 16 x 16 images, 16 dimensions, 99 tokens."""
+    import torch
+    from transformers import CLIPConfig, CLIPModel
 
     def make() -> CLIPModel:
         both = {"num_hidden_layers": 2, "num_attention_heads": 2, "projection_dim": 16}
@@ -123,6 +138,8 @@ def digit_folders(tmp_path_factory) -> Callable[[int, int, int], Path]:
 
     Its arguments are the number of classes, and the numbers of training and test images per class.
     """
+    import numpy as np
+    from PIL import Image
     from sklearn.datasets import load_digits
 
     from dulbe_peft.data.digits import DIGITS

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from dulbe_peft.adapter.registration import PREFIX
-from dulbe_peft.encoders.loading import load_dual_encoder
+from dulbe_peft.adapter.saved import base_settings
+from dulbe_peft.encoders.loading import load_encoder
+from dulbe_peft.encoders.registry import find_model
 from dulbe_peft.utils.folders import CheckpointError
 from dulbe_peft.utils.records import Record
 from dulbe_peft.utils.tensors import weights_digest
@@ -22,6 +24,7 @@ class BaseModel(Record):
     type: str  # the model type in its configuration
     dtype: Literal["float32", "bfloat16", "float16", "float64"]
     digest: str
+    settings: dict[str, str]  # what outputs depend on besides weights, such as "vision hidden_act"
 
 
 def describe(base: Any, name: str | None, revision: str | None, local: bool) -> BaseModel:
@@ -31,7 +34,15 @@ def describe(base: Any, name: str | None, revision: str | None, local: bool) -> 
         folder = str(Path(name).absolute()) if local else Path(name).absolute().name
     dtype: Any = str(next(base.parameters()).dtype).removeprefix("torch.")
     kind = base.config.model_type
-    return BaseModel(name=name, revision=revision, folder=folder, type=kind, dtype=dtype, digest=digest(base))
+    return BaseModel(
+        name=name,
+        revision=revision,
+        folder=folder,
+        type=kind,
+        dtype=dtype,
+        digest=digest(base),
+        settings=base_settings(base),
+    )
 
 
 def digest(base: nn.Module) -> str:
@@ -58,13 +69,17 @@ def find(folder: Path, saved: BaseModel, attention: str | None) -> Any:
                 "base_model (--model on the command line)"
             )
         name = str(existing)
-    model = load_dual_encoder(name, saved.revision, attn_implementation=attention)[0]
+    model = load_encoder(*find_model(name, saved.revision), saved.revision, attention)
     return model.to(getattr(torch, saved.dtype))
 
 
 def check(base: Any, saved: BaseModel, folder: Path) -> None:
     """Raise a `CheckpointError` unless the learner in `folder` was trained with this base model."""
     given = describe(base, None, None, local=False)
+    wrong = f"the base model does not belong to the learner in {folder}"
+    for key, expected in saved.settings.items():
+        if (actual := given.settings.get(key, expected)) != expected:
+            raise CheckpointError(f"{wrong}: its {key} is {actual!r}, but the learner needs {expected!r}")
     for name in ("type", "dtype", "digest"):
         actual, expected = getattr(given, name), getattr(saved, name)
         if actual != expected:
@@ -72,4 +87,4 @@ def check(base: Any, saved: BaseModel, folder: Path) -> None:
             what = (
                 f"its weights are not those of {saved.name!r}, which the learner needs" if name == "digest" else what
             )
-            raise CheckpointError(f"the base model does not belong to the learner in {folder}: {what}")
+            raise CheckpointError(f"{wrong}: {what}")

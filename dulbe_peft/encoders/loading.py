@@ -56,6 +56,12 @@ def load_dual_encoder(
         ValueError: The type of the model is not supported. The message lists the supported types.
     """
     name, record = find_model(name_or_path, revision)
+    model = load_encoder(name, record, revision, attn_implementation)
+    return model, load_processor(name, model, revision)
+
+
+def load_encoder(name: str, record: DualEncoder, revision: str | None, attn_implementation: str | None) -> Any:
+    """Load what `find_model` found as `load_dual_encoder` does, but without a processor."""
     if attn_implementation is None and not torch.accelerator.is_available():
         attn_implementation = "eager"
     model = getattr(transformers, record.model).from_pretrained(
@@ -65,7 +71,7 @@ def load_dual_encoder(
         attn_implementation=attn_implementation,
         **({"add_pooling_layer": False} if record.unused_pooler else {}),
     )
-    return model.eval(), load_processor(name, model, revision)
+    return model.eval()
 
 
 def load_clip(

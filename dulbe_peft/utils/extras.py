@@ -12,6 +12,8 @@ EXTRAS = {"datasets": "datasets", "pyarrow": "datasets", "distributed": "dask", 
 # Packages from which unstable names are used, with versions that are known to have them.
 TESTED = {"peft": "peft>=0.21,<0.22", "transformers": "transformers>=5.18,!=5.24.0,<6"}
 
+_frozen = False  # counting the frozen objects instead would walk over all of them
+
 
 @contextmanager
 def garbage_collection_off() -> Iterator[None]:
@@ -20,12 +22,14 @@ def garbage_collection_off() -> Iterator[None]:
     Their objects stay in memory, and searching them for garbage would take a fifth of the time. After the first block
     in a process they are frozen, so that they are not searched later, either.
     """
+    global _frozen
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
-        if not gc.get_freeze_count():  # freezing again would also keep the garbage of later blocks
+        if not _frozen:  # freezing again would also keep the garbage of later blocks
             gc.freeze()
+            _frozen = True
     finally:
         if enabled:
             gc.enable()

@@ -67,7 +67,7 @@ def stream_rows(
         if draws[0] is None:
             continue
         most = int(draws[0]["y"].bincount().min()) - values.held_back
-        for counts in values.counts[:1] if values.quick else values.counts:
+        for counts in values.counts:
             if counts.isdigit() and int(counts) > most:
                 continue
             percents: dict[tuple[str, str], list[float]] = {}

@@ -94,7 +94,7 @@ def parser(description: str | None, repeats: int, model: str | None = "vit-b-16"
         options.add_argument("--model", default=model, help=f"{names} (random weights), or a folder with a CLIP model")
     options.add_argument("--repeats", type=int, default=repeats, help="rounds to measure")
     options.add_argument("--threads", type=int, default=1)
-    options.add_argument("--quick", action="store_true", help="a test run: one round with the smallest model")
+    options.add_argument("--quick", action="store_true", help="a test run: one round of the smallest case")
     options.add_argument("--out", type=Path, help="JSON file; default: research/benchmarks/results/<benchmark>.json")
     return options
 
@@ -115,6 +115,8 @@ def parse(options: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpa
         values.repeats = 1
         if hasattr(values, "model"):
             values.model = "tiny"
+        if hasattr(values, "counts"):
+            values.counts = values.counts[:1]
     torch.set_num_threads(values.threads)
     threadpool_limits(values.threads)  # SciPy's linear algebra has a separate thread pool
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ from transformers import CLIPVisionModelWithProjection
 from dulbe_peft import DualModeLoraConfig, route_gradients
 
 WEIGHT = 0.25
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is:DeprecationWarning")  # torch 2.11
 
 
 @pytest.fixture

@@ -74,6 +74,18 @@ def test_other_base_model_is_refused_with_the_expected_name(here):
         ClassIncrementalLearner.from_pretrained("out", base_model=load_clip("models/clip")[0].bfloat16())
 
 
+@pytest.mark.parametrize("strategy", ["frozen", "dulbe"])
+def test_base_model_with_another_activation_function_is_refused(here, strategy):
+    save_learner(load_clip("models/clip"), strategy)
+    file = Path("models/clip/config.json")
+    config = json.loads(file.read_text())
+    used = load_clip("models/clip")[0].config.vision_config.hidden_act
+    config["vision_config"]["hidden_act"] = "relu"
+    file.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"its vision hidden_act is 'relu', but the learner needs '{used}'"):
+        ClassIncrementalLearner.from_pretrained("out")
+
+
 def test_bfloat16_base_model_is_loaded_as_bfloat16(here):
     clip, processor = load_clip("models/clip")
     learner = save_learner((clip.bfloat16(), processor))

@@ -11,10 +11,11 @@ from dulbe_peft.classifiers import make_classifier
 
 FEATURES = randn(6, 16, seed=4)
 TEXTS = F.normalize(randn(3, 16, seed=7), dim=1)
+QUICK = {"ranpac": "ranpac:features=50"}
 
 
 def learned(name):
-    classifier = make_classifier(name, 16, 100.0)
+    classifier = make_classifier(QUICK.get(name, name), 16, 100.0)
     classifier.add_classes(["a", "b", "c"], randn(30, 16, seed=1), torch.arange(30) % 3, randn(3, 16, seed=2))
     return classifier
 

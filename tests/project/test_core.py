@@ -101,9 +101,11 @@ def test_core_works_without_extras():
 
 @pytest.mark.slow
 def test_import_beside_peft_loads_only_three_small_packages():
-    def packages(code):
-        code += "\nimport sys\nprint(*{name.partition('.')[0] for name in sys.modules})"
-        return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split())
-
-    more = packages("import peft, dulbe_peft; dulbe_peft.DualModeLoraConfig") - packages("import peft")
-    assert more == {"dulbe_peft", "annotated_types", "lazy_loader", "wrapt"}
+    code = """
+import sys, peft
+beside = {name.partition(".")[0] for name in sys.modules}
+import dulbe_peft; dulbe_peft.DualModeLoraConfig
+print(*{name.partition(".")[0] for name in sys.modules} - beside)
+"""
+    more = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split()
+    assert set(more) == {"dulbe_peft", "annotated_types", "lazy_loader", "wrapt"}

@@ -55,9 +55,9 @@ def commands(page):
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """A working folder with 24 images of each digit. Strategies that a page registers are removed afterwards."""
+    """A working folder with 8 images of each digit. Strategies that a page registers are removed afterwards."""
     monkeypatch.chdir(tmp_path)
-    train, test = write_saved.digits(0, 24), write_saved.digits(24, 34)
+    train, test = write_saved.digits(0, 8), write_saved.digits(24, 30)
     monkeypatch.setattr(
         "dulbe_peft.streams.digits.digit_tasks",
         lambda increment=2: class_incremental_tasks(train, test, increment=increment),

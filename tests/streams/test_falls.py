@@ -70,7 +70,8 @@ def test_without_test_images_changed_predictions_are_reported():
 def test_run_and_resumed_run_report_the_same_costs(base, digit_folders, tmp_path, capsys):
     """The learning rate is so large that old classes lose accuracy with both classifiers."""
     tasks = tasks_of(digit_folders(6, 10, 10))
-    settings = {"classifiers": ("lda", "prototype"), "drift": "none", "learning_rate": 0.1, "epochs": 4}
+    settings = {"classifiers": ("lda", "prototype"), "drift": "none"}
+    settings |= {"learning_rate": 0.1, "epochs": 4, "batch_size": 20}
     results = learner_of(base, **settings).run(tasks, tmp_path / "whole")
     printed = capsys.readouterr().out
     assert "training this task lowered the accuracy on " in printed and trained_away(results)

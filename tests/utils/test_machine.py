@@ -53,7 +53,8 @@ def test_progress_is_shown_only_on_terminals_and_for_long_passes(delay, monkeypa
 
 
 @pytest.fixture
-def thawed():
+def thawed(monkeypatch):
+    monkeypatch.setattr("dulbe_peft.utils.extras._frozen", False)
     gc.unfreeze()
     yield
     gc.enable()
