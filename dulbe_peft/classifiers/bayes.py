@@ -33,7 +33,7 @@ NEVER = 1e300  # a loss so large that its row of the table is never chosen
 
 # Chosen on held-out training images with published features; docs/results.md lists the streams.
 USUAL_RHO = 0.3
-# T of the images' scores if no image can be left out: on nine streams, 32 to 90 was best. S is then a multiple of the
+# T of the images' scores if no image can be left out: on nine sets, 27 to 80 was best. S is then a multiple of the
 # identity, so the scores treat all directions as independent, which makes them too confident.
 IMAGE_TEMPERATURE = 40.0
 # The weight of texts that determine all labels, relative to that of one image per class, each at its own temperature.
@@ -295,9 +295,9 @@ class BayesClassifier(ClassSums):
         return float(TEMPERATURES[best] * (TEMPERATURES[1] / TEMPERATURES[0]) ** steps)
 
     def _usual_temperatures(self, features: int, rho: float, kappas: Sequence[float] = ()) -> list[float]:
-        """Return T for each kappa, by default of the table, if no image can be left out.
+        """Return T for each kappa, by default each of the table, if no image can be left out.
 
-        The errors of the images' and of the texts' scores add up as random errors with the measured correlation.
+        The errors of the images' and of the texts' scores add up like random errors with `Fit.correlation`.
         """
         fit, by_texts, common, found = self._fit(features), 0.0, 0.0, []
         if float(self.by_text[0, 0]):

@@ -6,6 +6,7 @@ T is fitted to scores over all seen classes, of the task's images by a classifie
 is no closed form for such scores, a copy of the classifier is trained without a fifth of each class's images. log T is
 modelled as a linear function of the logarithm of the number of classes, because ridge regression and LDA need another
 T for 10 classes than for 100. Newer tasks have larger weights, because their images were scored against more classes.
+`bayes` chooses T together with its other settings instead, because they change the units of its scores.
 """
 
 import math

@@ -102,8 +102,8 @@ class CorrectedState(GrowingState):
         """Remove a class and its rows of every buffer that has rows for classes.
 
         The contribution of its images to sums over all classes remains, unless the classifier overrides `forgotten`.
-        What was measured on held-out images, such as temperatures, stays. Without its last class, a classifier is like a
-        new one.
+        What was measured on held-out images, such as temperatures, stays. Without its last class, a classifier is
+        like a new one.
         """
         self._place(name, "forgotten")
         self.install(self.forgotten(torch.tensor([known != name for known in self._class_names])))

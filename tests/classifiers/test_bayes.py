@@ -157,13 +157,18 @@ class Twin:
                 away = np.log(np.array(TEMPERATURES) / self.temperature(kappa, rho, table, common))
                 prior = np.log(kappa / usual) ** 2 / 2 + np.log(rho / 0.3) ** 2 / 2
                 each = count * means[k, r] + away**2 / 2
-                place, unit = each.argmin(), TEMPERATURES[each.argmin()]
-                if 0 < place < 12:
-                    near = slice(place - 1, place + 2)
-                    a, b, _ = np.polyfit(np.log(TEMPERATURES[near]), each[near], 2)
-                    unit = np.exp(-b / (2 * a))
-                found.append((each.min() + prior, kappa, rho, unit))
+                found.append((each.min() + prior, kappa, rho, best_temperature(each)))
         return min(found)
+
+
+def best_temperature(losses):
+    """Return T at the vertex of the parabola through the smallest loss at `TEMPERATURES` and its two neighbours."""
+    place = int(losses.argmin())
+    if place in (0, len(losses) - 1):
+        return TEMPERATURES[place]
+    near = slice(place - 1, place + 2)
+    a, b, _ = np.polyfit(np.log(TEMPERATURES[near]), losses[near], 2)
+    return np.exp(-b / (2 * a))
 
 
 def close(found, expected, tolerance=1e-9):
@@ -216,6 +221,17 @@ def test_choice_minimises_the_loss_of_left_out_images(each, seed, features):
     close(classifier(tests), twins[chosen > 0].scores(rows, kappa, rho, omega) / unit, SINGLE)
     function, tensors = classifier.formula()
     close(function(tests, **tensors), classifier(tests), 1e-6)
+
+
+def test_fixed_settings_have_the_temperature_of_left_out_images():
+    images, labels = photos(4, noise=1.2)
+    classifier, twin = taught(images, labels, omega=0.25, **FIXED), Twin(images, labels)
+    left_out = [(twin.without(i).scores(twin.x[[i]], 3, 0.2, 0.25)[0], label) for i, label in enumerate(labels)]
+    losses = np.array([sum(-log_softmax(scores / t)[label] for scores, label in left_out) for t in TEMPERATURES])
+    usual = twin.temperature(3, 0.2, twin.text_losses(range(len(images))), twin.correlation(0.25))
+    close(classifier.temperature, best_temperature(losses + np.log(np.array(TEMPERATURES) / usual) ** 2 / 2), SINGLE)
+    tests = F.normalize(draw(2, 9, DIM), dim=1)
+    close(classifier.probabilities(tests), softmax(classifier(tests).numpy() / classifier.temperature, axis=1), 1e-6)
 
 
 def test_tables_add_up_over_tasks_and_updates():
