@@ -128,7 +128,7 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, subfolder: str | None = None, **kwargs: Any) -> Any:
-        """Load a configuration as PEFT does, and refuse weights that are damaged or a pickle of more than tensors.
+        """Load a configuration as PEFT does, and refuse weights that are damaged or pickled with more than tensors.
 
         PEFT reads an adapter's configuration before its weights, so the pickle is never opened.
         """
@@ -140,7 +140,7 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
             and not _holds_only_tensors(Path(source) / prefix / WEIGHTS_NAME)
         ):
             raise ValueError(
-                f"{source!r} holds {WEIGHTS_NAME}, a pickle of more than tensors, and no {SAFETENSORS_WEIGHTS_NAME}"
+                f"{source!r} holds {WEIGHTS_NAME}, a pickle with more than tensors, and no {SAFETENSORS_WEIGHTS_NAME}"
             )
         config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
         file = Path(source) / prefix / SAFETENSORS_WEIGHTS_NAME

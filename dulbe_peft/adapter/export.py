@@ -25,8 +25,8 @@ COMPRESSION_FILE = "compression.json"
 def export_lora(model: PeftModel, folder: str | Path, compress_to: int | None = None) -> Path:
     """Write the active adapter as a LoRA adapter of PEFT: A = stacked bases, B = stacked up-projections, alpha = rank.
 
-    The export includes history, current modes, text LoRA and `modules_to_save`, even while the adapter is merged or
-    disabled. Without `compress_to`, the factors equal those of this adapter bit for bit.
+    The export includes the history, the current modes, the text LoRA and `modules_to_save`, even while the adapter is
+    merged or disabled. Without `compress_to`, the factors equal those of this adapter bit for bit.
 
     Args:
         model: a model from `get_peft_model` with one active dual-mode adapter.

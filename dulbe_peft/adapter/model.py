@@ -320,7 +320,7 @@ class DualModeLoraModel(BaseTuner):
         return _all_of(layer.resting() for layer in layers)
 
     def held_weights(self) -> AbstractContextManager[None]:
-        """Keep using the present effective weights while one task is trained; later changes of them have no effect."""
+        """Keep the present effective weights while a task is trained; changes of W_0 or the history have no effect."""
         # Without this, torch.compile recompiles for each rank of the history and computes the weights in every pass.
         adapter, layers = self.adapter_name, self.dual_mode_layers().values()
         frozen = (layer for layer in layers if layer.plain and layer.folds[adapter])

@@ -16,7 +16,7 @@ from dulbe_peft.encoders.registry import CLIP_TEXT_TARGETS, ENCODERS, find_recor
 _TEXT_PARTS = {record.text_tower for record in ENCODERS.values() if record.text_tower} | {"text_projection"}
 
 
-# The default target of LLaVA, a language model that sees through a CLIP or SigLIP tower: keys, values and MLP of the
+# The default target of LLaVA, a language model whose vision tower is CLIP's or SigLIP's: keys, values and MLP of the
 # tower's blocks. Names alone would also match layers of the language model.
 LLAVA_TYPES = ("llava", "llava_next", "llava_onevision")
 LLAVA_TARGETS = r".*vision_tower\..*layers\.\d+\.(self_attn\.(k|v)_proj|mlp\.fc[12])"
@@ -55,7 +55,7 @@ def check_targets(config: DualModeLoraConfig, model: nn.Module) -> None:
     if config.target_modules == "all-linear" and find_record(model) is not None:
         linear = [n for n, m in modules.items() if isinstance(m, DualModeLayer) or is_linear(m)]
         linear = [name for name in linear if not in_text_tower(name)]
-        # A number in the name of a layer says that it is inside a block.
+        # A layer with a number in its name is inside a block.
         inside = [name for name in linear if any(part.isdigit() for part in name.split("."))]
         config.target_modules = sorted({name.rpartition(".")[2] for name in inside})
     every = config.target_modules == "all-linear"

@@ -60,7 +60,7 @@ def check_class_names(names: Iterable[str], seen: Collection[str] = ()) -> tuple
 
 
 def learned_name(name: str, known: Sequence[str], what: str) -> str:
-    """Return the normalized name of a learned class; for another name, raise "so it cannot be `what`"."""
+    """Return the normalized name of a learned class; for any other, raise an error: "it cannot be `what`"."""
     name = normalized(name)
     if name not in known:
         from dulbe_peft.utils.specs import closest

@@ -38,7 +38,7 @@ def check_exportable(model: Any) -> None:
         import onnxscript  # noqa: F401
     if encoder_of(model).patches:
         raise ValueError(
-            f"{encoder_of(model).title} computes positions for the size of each image, which a graph cannot"
+            f"{encoder_of(model).title} computes positions for the size of each image, which a graph cannot do"
         )
 
 

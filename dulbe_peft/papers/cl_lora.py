@@ -9,8 +9,8 @@
 Each upper layer has one mu_t; the penalty treats all of them as one vector. Teacher and student are the logits at the
 early exit, as in the published code: the tower is cut after the lower blocks, and its final norm and projection are
 applied. The teacher uses B as the previous task left it. The distillation trains only the lower B, and row i of its
-gradient is scaled by d_out |B_old[i]| / sum over j of |B_old[j]|. After each task the update is merged, which is
-mu_t B_t A_t in upper layers.
+gradient is scaled by d_out |B_old[i]| / sum over j of |B_old[j]|. After each task the update, mu_t B_t A_t in
+upper layers, is merged into the weight.
 
 Reference: He et al., "CL-LoRA: Continual Low-Rank Adaptation for Rehearsal-Free Class-Incremental Learning",
 arXiv 2505.24816; the weights 5 and 1e-4 and the temperature are those of the published code.
@@ -67,7 +67,7 @@ def row_scales(old_up: torch.Tensor) -> torch.Tensor:
 class ClLora(Strategy):
     """CL-LoRA, whose update is merged into the weights after each task."""
 
-    shared_blocks: Annotated[float, Ge(0), Lt(1)] = 0.5  # share of blocks that have the shared pair, from the input on
+    shared_blocks: Annotated[float, Ge(0), Lt(1)] = 0.5  # share of the blocks, from the input, with the shared pair
     distillation: Weight = 5.0
     temperature: Positive = 2.0
     similarity: Weight = 1e-4

@@ -31,7 +31,8 @@ from dulbe_peft.subspaces.decompositions import eigh, fix_signs, to_float64
 
 
 def leading_space(moment: torch.Tensor, energy: float, name: str) -> torch.Tensor:
-    """Return U_k, (d_in, k), float32: the fewest leading eigenvectors of X'X, (d_in, d_in), with a share `energy`."""
+    """Return U_k, (d_in, k), float32: the fewest leading eigenvectors of X'X, (d_in, d_in), whose eigenvalues sum to
+    at least a share `energy` of its trace."""
     values, vectors = eigh(to_float64(moment, name), name)
     held = values.clamp(min=0).cumsum(0)
     count = 1 + int((held < energy * held[-1]).sum())

@@ -42,7 +42,7 @@ def projected_fusion(
     scale: torch.Tensor,
     sums: bool = True,
 ) -> torch.Tensor:
-    """Return the scores, (n, C), of unit features z, (n, d): those of texts, fused means and fused texts in sum.
+    """Return the scores, (n, C), of unit features z, (n, d): the sum of those of texts, fused means and fused texts.
 
     Without `sums`, the three terms are returned separately, (3, n, C).
     """
@@ -101,7 +101,7 @@ class ProofClassifier(ReplayedMeans):
     """PROOF's classifier.
 
     It stores the summed projections, the attention, each class's text and mean feature, and each task's contexts. The
-    projections start at random, so task 1 gives up the zero-shot scores.
+    projections start at random, so task 1 discards the zero-shot scores.
 
     Differences from the paper and the authors' code:
 
@@ -116,7 +116,7 @@ class ProofClassifier(ReplayedMeans):
 
     Args:
         epochs, batch_size: Number of passes over a task's features, and number of features per step.
-        learning_rate: Learning rate of SGD; over a task it decays to 0 on a cosine.
+        learning_rate: Learning rate of SGD; over a task it decays to 0 along a cosine.
         contexts: Number of context vectors that a task adds.
         exemplars: How often the mean of an old class is replayed; at most the number of images that the class had.
         seed: Seed of all random initial values and of the order of the features.

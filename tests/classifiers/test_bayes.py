@@ -139,8 +139,13 @@ class Twin:
         return np.sqrt(images**2 + texts**2 + 2 * common * images * texts)
 
     def losses(self, rows, omega):
+<<<<<<< HEAD
         """Return -log p(own) of each left-out image at every kappa, rho and temperature, and the images' weights."""
         found = np.zeros((len(rows), 7, 5, 13))
+=======
+        """Return -log p(class) of each left-out image at every kappa, rho and temperature, and the images' weights."""
+        found = np.zeros((len(rows), 7, 5, 6))
+>>>>>>> words
         for number, i in enumerate(rows):
             for k, kappa in enumerate(KAPPAS):
                 for r, rho in enumerate(RHOS):
@@ -320,10 +325,10 @@ def test_equal_and_nearly_equal_images_have_finite_scores():
     assert (classifier(images).argmax(dim=1) == labels).all()
 
 
-def test_other_classes_reduced_to_one_image_stand_for_single_image_classes():
+def test_other_classes_cut_to_one_image_stand_in_for_classes_with_one():
     images, labels = photos([1, 4, 1, 3, 5])
     classifier, twin = taught(images, labels, features=0), Twin(images, labels)
-    # Two of five classes have a single image, so one of the three others stands for them: the first.
+    # Two of five classes have a single image, so one of the three others stands in for them: the first.
     order = calibration.ranking(unit_features(images, "", DIM, None, "cpu").double()).argsort()
     first, *further = [i for i in order.tolist() if labels[i] == 1]
     reduced = Twin(
@@ -342,7 +347,7 @@ def test_other_classes_reduced_to_one_image_stand_for_single_image_classes():
     close(classifier.losses[0], total, SINGLE)
 
 
-def test_classes_leave_out_equally_many_of_many_images(monkeypatch):
+def test_each_class_leaves_out_equally_many_of_its_images(monkeypatch):
     monkeypatch.setattr(bayes, "MOST_JUDGED", 12)
     images, labels = photos([1, 2, 9, 4, 6])
     mixed = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))

@@ -84,7 +84,7 @@ def test_evidence_equals_that_of_the_two_gaussians(each, named):
     np.testing.assert_allclose(Evidence(found)(others).numpy(), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_evidence_in_more_directions_than_classes_and_texts_span():
+def test_evidence_is_exact_with_fewer_classes_and_texts_than_directions():
     """All directions outside the span of means and texts are alike, so one number describes them."""
     rows, labels, texts, others = world()
     few = labels < 2

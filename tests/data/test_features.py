@@ -216,7 +216,7 @@ def two_workers(engine):
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("engine", ["local", "dask", "ray"])
 def test_killed_worker_loses_at_most_its_shard(root, table, tmp_path, monkeypatch, capsys, engine):
-    """Dask encodes the shard again. With other engines the command fails, and repeating it does only the rest."""
+    """Dask encodes the shard again. Other engines make the command fail, and repeating it encodes only the rest."""
     command = ["features", "--model", "demo", "--device", "cpu", "--data", root, "--output", tmp_path / "f.parquet"]
     killed, arrived = list[int](), list[int]()
     monkeypatch.setattr(encoding, "SHARD", 2)

@@ -204,7 +204,7 @@ def test_text_and_number_labels_become_class_names(datasets, tmp_path, values, f
     assert [red(sample) for sample in train] == [40, 41]
 
 
-def test_unlabelled_tests_and_classes_without_images_are_left_out(datasets, tmp_path):
+def test_unlabelled_test_images_and_classes_without_images_are_left_out(datasets, tmp_path):
     kind = datasets.ClassLabel(names=["unused", "finch", "robin"])
     for split, labels in (("train", [1, 2]), ("test", [-1, -1])):
         rows = [{"bytes": encoded(40 + place), "path": None} for place in range(2)]

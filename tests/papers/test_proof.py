@@ -232,7 +232,7 @@ MADE = {"clap4clip": partial(Clap4ClipClassifier, DIM, **CLAP), "proof": partial
 
 
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
-def test_order_of_images_does_not_change_a_bit(make):
+def test_order_of_images_changes_no_bit_of_the_tensors(make):
     (x, y), classifier, other = features(3, 13, 0), make(), make()
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
     classifier.add_classes(["a", "b", "c"], x, y, normal(3, DIM))

@@ -63,7 +63,7 @@ def module_of(file: str) -> str:
 
 
 def imported_names(file: str) -> set[str]:
-    """Return the dotted names that a file imports from the project, also inside functions and only for types."""
+    """Return the dotted names that a file imports from the project, also in functions or only for type checking."""
     imported = set()
     for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -38,7 +38,7 @@ FACTORS = ("o_lora", "sd_lora")
 
 @pytest.fixture(scope="module", autouse=True)
 def _named_base(tmp_path_factory, digit_folders):
-    """Save the base model, so that saved learners find it, and the images that a strategy refers to."""
+    """Save the base model, which saved learners load, and the images that a strategy refers to."""
     os.environ["REFERENCES"] = str(digit_folders(2, 2, 0))
     model, folder = tiny_base()[0], str(save_encoder("clip", tmp_path_factory.mktemp("base")))
     model.name_or_path = model.config.name_or_path = folder
@@ -95,7 +95,7 @@ def test_frozen_trains_nothing(monkeypatch, tmp_path):
     assert not learner.encoder.text_embeds(["a"]).requires_grad
 
 
-def test_merged_lora_merges_lora_keeps_one_pair_and_first_session_trains_once():
+def test_merged_lora_merges_but_lora_keeps_one_pair_and_first_session_trains_once():
     merged, lora, learner = (learned(make_learner(name), 1) for name in ("merged_lora", "lora", "first_session"))
     layer = next(iter(merged.model.dual_mode_layers().values()))
     initial = next(iter(kaiming_bases(NewTask(0, merged.state.adapter, merged.args)).values()))

@@ -54,7 +54,7 @@ def results_of(output):
 
 @pytest.fixture(scope="module")
 def finished(base, photos, tmp_path_factory):
-    """Run a stream of two tasks with training; returns the folder."""
+    """Run a stream of two tasks with training, and return the folder."""
     output = tmp_path_factory.mktemp("finished") / "run"
     make_learner(base).run(stream(photos), output)
     return output
@@ -68,7 +68,7 @@ def output(finished, tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(base, photos, tmp_path_factory):
-    """Run a stream of three tasks without training; returns the folder."""
+    """Run a stream of three tasks without training, and return the folder."""
     output = tmp_path_factory.mktemp("whole") / "run"
     frozen(base).run(stream(photos, 3), output)
     return output
@@ -100,7 +100,7 @@ def test_changed_image_of_a_finished_task_is_refused_by_name(base, root, finishe
 
 
 @pytest.mark.parametrize("teacher", ["online", "cached"])
-def test_missing_images_in_memory_are_noticed_by_class(base, photos, tmp_path, teacher):
+def test_missing_image_of_a_task_in_memory_is_refused(base, photos, tmp_path, teacher):
     def run(less, count=2):
         tasks = []
         for task in stream(photos, count):

@@ -1,4 +1,4 @@
-"""The types and limits of settings, and specs, which hold settings in one string."""
+"""Test the types and limits of settings, and specs, which are settings written as one string."""
 
 import math
 from collections.abc import Sequence

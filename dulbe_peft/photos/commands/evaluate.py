@@ -86,7 +86,7 @@ def _accuracy(evaluation: Evaluation, classes: int, unknown: LabelledImages | No
 def _rejection(
     learner: ClassIncrementalLearner, evaluation: Evaluation | None, unknown: LabelledImages | None, reject: float
 ) -> dict[str, Any]:
-    """Print and return which share of the images of known and of other classes is "none of these"."""
+    """Print and return the share of images that is rejected, for known and for other classes."""
     refused = None
     if evaluation is not None:
         refused = learner.classifier.refused(evaluation.features, reject).double().mean().item()

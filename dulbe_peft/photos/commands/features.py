@@ -30,13 +30,13 @@ from dulbe_peft.utils.settings import AtLeastOne, setting
 from dulbe_peft.utils.terminal import counted
 
 
-@command(kept="what is encoded is kept in the feature store")
+@command(kept="encoded features are kept in the feature store")
 @learner_options(optional=True)
 def features(
     learner: str | None,
     load: Load,
     data: str = DATA,
-    split: str | None = setting(None, "a single split; '' for a folder of classes (default: all that run would use)"),
+    split: str | None = setting(None, "one split; '' for a folder without splits (default: all that run would use)"),
     class_names: str | None = CLASS_NAMES,
     strict: bool = STRICT,
     output: File | None = setting(None, "write a table: content, path, split, label, embedding"),
@@ -74,7 +74,7 @@ def features(
         parts = {"train": train} | ({} if test is None else {"test": test})
     else:
         parts = {split or "train": open_images(data, split, class_names, strict, look)}
-    if any(images.features is not None for images in parts.values()):  # maybe of another model
+    if any(images.features is not None for images in parts.values()):  # they may come from another model
         raise ValueError(f"{data!r} is already a table of features: give the images")
     count = sum(map(len, parts.values()))
     if output is not None:

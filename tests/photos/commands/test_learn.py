@@ -35,7 +35,7 @@ def photos(digit_folders):
 
 @pytest.fixture(scope="module")
 def june(photos, tiny_model, tmp_path_factory):
-    """Run zero to three, without the last image of each; return the folder of the run and its data."""
+    """Run the digits zero to three, without the last image of each; return the folder of the run and its data."""
     root = tmp_path_factory.mktemp("june")
     data = some(photos, root / "photos", DIGITS[:4], 0, 3)
     command = ["run", "--model", str(tiny_model), "--data", str(data), "--output", str(root / "run")]
@@ -129,7 +129,7 @@ def test_learn_equals_learning_by_hand(photos, june, tmp_path):
         assert_equal_states(loaded.classifiers[name].state_dict(), classifier.state_dict())
 
 
-def test_missing_test_images_are_reported_and_leave_gaps(photos, june, tmp_path, capsys):
+def test_missing_test_images_are_reported_and_their_tasks_unmeasured(photos, june, tmp_path, capsys):
     root = shutil.copytree(june, tmp_path / "june")
     for task, data in enumerate((tmp_path / "nowhere", root / "photos")):
         edited(root / "run" / "sources.json", "tasks", task, "data", str(data))

@@ -127,7 +127,7 @@ TABLES = {  # the content of the file, and part of the note about it
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_tables_of_other_programs_are_read_and_guesses_reported(tmp_path, name):
+def test_tables_of_other_programs_are_read_with_a_note_about_guesses(tmp_path, name):
     content, note = TABLES[name]
     (tmp_path / "img").mkdir()
     for number, letter in enumerate("abcdef"):
@@ -164,7 +164,7 @@ def test_ambiguous_tables_are_refused(tmp_path, content, words):
         open_stream_data(tmp_path / "labels.csv")
 
 
-def test_label_column_can_be_chosen_and_is_valid_is_a_split(tmp_path):
+def test_label_column_can_be_chosen_and_column_is_valid_gives_the_split(tmp_path):
     (tmp_path / "labels.csv").write_text(
         csv_text(
             ["id", "path", "class", "is_valid", "category"],
