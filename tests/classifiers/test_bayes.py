@@ -139,13 +139,8 @@ class Twin:
         return np.sqrt(images**2 + texts**2 + 2 * common * images * texts)
 
     def losses(self, rows, omega):
-<<<<<<< HEAD
-        """Return -log p(own) of each left-out image at every kappa, rho and temperature, and the images' weights."""
-        found = np.zeros((len(rows), 7, 5, 13))
-=======
         """Return -log p(class) of each left-out image at every kappa, rho and temperature, and the images' weights."""
-        found = np.zeros((len(rows), 7, 5, 6))
->>>>>>> words
+        found = np.zeros((len(rows), 7, 5, 13))
         for number, i in enumerate(rows):
             for k, kappa in enumerate(KAPPAS):
                 for r, rho in enumerate(RHOS):
