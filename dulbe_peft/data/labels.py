@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
+from dulbe_peft.data.columns import FILE, LABEL, Table, open_table
 from dulbe_peft.data.decoding import image_suffixes
 from dulbe_peft.data.folders import SPLIT_NAMES, FileImages, folder_content, like_splits, subfolders
 from dulbe_peft.data.images import Splits
 from dulbe_peft.data.names import normalized
-from dulbe_peft.photos.data.columns import FILE, LABEL, Table, open_table
 from dulbe_peft.utils.files import read_lines
 from dulbe_peft.utils.terminal import counted
 
