@@ -2,6 +2,10 @@
 
 `import dulbe_peft` registers the method with PEFT as soon as both packages are imported, in either order. It imports
 neither PEFT nor torch: each public name, listed in `__init__.pyi`, is imported when it is first used.
+
+The method is in `adapter/gradients.py` (what a new task asks for, and the routing of its gradients),
+`subspaces/allocation.py` (the shared and the residual modes), `adapter/layer.py` (the adapted layer),
+`strategies/dulbe.py` (a task from its first to its last step) and `classifiers/bridge.py` (the head).
 """
 
 from importlib import import_module

@@ -49,14 +49,14 @@ def probe_gradients(
     Reference:
         Section "Gradient-Demand Dual-Mode Subspace Allocation"; appendix "Prospective-gradient estimation".
     """
-    tuner = tuner_of(model)
+    peft_model = peft_model_of(model)
     with raise_in_all():
-        sums, size = summed_gradients(tuner, batches, loss_fn)
+        sums, size = summed_gradients(peft_model, batches, loss_fn)
     sum_over_processes(sums.values())
     total = sum(gather_objects(size))
     if not total:
         raise ValueError("batches is empty: the probe needs at least one batch of the new task's data")
-    return GradientProbe({name: gradient.div_(total) for name, gradient in sums.items()}, tuner.active_config)
+    return GradientProbe({name: gradient.div_(total) for name, gradient in sums.items()}, peft_model.active_config)
 
 
 def summed_gradients(
@@ -92,7 +92,7 @@ def summed_gradients(
     return {n: torch.zeros_like(w) if w.grad is None else w.grad for n, w in weights.items()}, total
 
 
-def tuner_of(model: nn.Module) -> Any:
+def peft_model_of(model: nn.Module) -> Any:
     """Return the `PeftModel` inside the wrappers of DDP or accelerate. For any other model, raise a `TypeError`."""
     inner = unwrapped(model)
     if hasattr(inner, "dual_mode_layers"):
@@ -207,18 +207,18 @@ def routed_loss(
     Reference:
         Section "Routed Cross-Modal Training", "Gradient Routing".
     """
-    tuner = tuner_of(model)
+    peft_model = peft_model_of(model)
     losses = {"task_loss": task_loss} | ({} if structure_loss is None else {"structure_loss": structure_loss})
     for name, loss in losses.items():
         if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
             raise ValueError(f"{name} must be a scalar tensor, got {loss!r}")
         if loss.device.type == "cpu" and not torch.isfinite(loss):
             raise ValueError(f"{name} is {loss.item()}, expected a finite number")
-    weight = tuner.active_config.structure_weight if weight is None else weight
+    weight = peft_model.active_config.structure_weight if weight is None else weight
     check_number("structure_weight", weight, least=0)
     if not task_loss.requires_grad:
         raise ValueError("task_loss does not depend on any trainable parameter")
-    shared = [p for p in tuner.shared_parameters() if p.requires_grad and p.numel()]
+    shared = [p for p in peft_model.shared_parameters() if p.requires_grad and p.numel()]
     if structure_loss is None or weight == 0 or not shared:
         return task_loss
     routed: tuple[torch.Tensor | None, ...] = ()
