@@ -12,7 +12,7 @@ from wrapt import when_imported
 
 from dulbe_peft.utils.extras import installed
 
-__version__ = "0.3.0.dev0"
+__version__ = "0.3.0"
 
 _attribute, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 

@@ -13,7 +13,7 @@ It works on the image and text features of any model, and needs neither peft nor
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from dulbe_peft.classifiers.corrections import CorrectedState
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils.tensors import has_values
 from dulbe_peft.utils.torch_settings import one_thread, without_autocast
+
+if TYPE_CHECKING:
+    from dulbe_peft.classifiers.calibration import TaskTemperature
 
 # Buffers that are sums over images -> the power of an image's weight by which a summand is multiplied. Other buffers
 # are means or choices.
@@ -368,7 +371,9 @@ class Classifier(CorrectedState):
         `scores` are scores and labels of some of the images by a classifier that had not learned them.
         """
         if scores is not None:
-            twin.calibration = classifiers.calibration.calibrated(self.calibration, *scores, labels)
+            twin.calibration = classifiers.calibration.calibrated(
+                self.calibration, *scores, labels, twin.temperature_of
+            )
         twin.novelty_tasks = classifiers.novelty.judged(twin, images, labels, twin.left_out, twin.temperature)
         self.calibration, self.novelty_tasks = twin.calibration, twin.novelty_tasks
         self._buffers, self._class_names, self._derived = twin._buffers, twin._class_names, twin._derived
@@ -398,7 +403,11 @@ class Classifier(CorrectedState):
     @property
     def temperature(self) -> float:
         """T of `probabilities`; 1 if no image could be held out to fit it."""
-        return classifiers.calibration.temperature(self.calibration, len(self._class_names))
+        return self.temperature_of(self.calibration)
+
+    def temperature_of(self, tasks: "Sequence[TaskTemperature]") -> float:
+        """Return T from the records of the tasks."""
+        return classifiers.calibration.temperature(tasks, len(self._class_names))
 
     @torch.no_grad()
     def novelty(self, image_embeds: Tensor | np.ndarray) -> Tensor:

@@ -9,7 +9,7 @@ are zero in the random features.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Literal
 
 import torch
@@ -18,7 +18,7 @@ from annotated_types import Ge, Le
 from torch import Tensor
 
 from dulbe_peft.classifiers.base import linear
-from dulbe_peft.classifiers.calibration import places_among, ranking
+from dulbe_peft.classifiers.calibration import TaskTemperature, places_among, ranking
 from dulbe_peft.classifiers.class_sums import ClassSums
 from dulbe_peft.classifiers.ranpac import MOST_FEATURES, random_layer
 from dulbe_peft.classifiers.text_prior import OMEGAS, SCALES, Fit
@@ -27,13 +27,13 @@ from dulbe_peft.utils.settings import Positive
 # Left-out images choose among these values. No single kappa and rho suits both few and many images.
 KAPPAS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 RHOS = (0.01, 0.03, 0.1, 0.3, 1.0)
-TEMPERATURES = (32.0, 16.0, 8.0, 4.0, 2.0, 1.0)  # of the scores of left-out images
+TEMPERATURES = tuple(2.0 ** (half / 2) for half in range(12, -1, -1))  # of the scores of left-out images
 MOST_JUDGED = 256  # left-out images per task, spread evenly over its classes; all images would take much longer
 NEVER = 1e300  # a loss so large that its row of the table is never chosen
 
 # Chosen on held-out training images with published features; docs/results.md lists the streams.
 USUAL_RHO = 0.3
-# T of the images' scores if no image can be left out: on nine streams, 32 to 90 was best. S is then a multiple of the
+# T of the images' scores if no image can be left out: on nine sets, 27 to 80 was best. S is then a multiple of the
 # identity, so the scores treat all directions as independent, which makes them too confident.
 IMAGE_TEMPERATURE = 40.0
 # The weight of texts that determine all labels, relative to that of one image per class, each at its own temperature.
@@ -142,9 +142,10 @@ class BayesClassifier(ClassSums):
         for number, features in enumerate(self._features):
             for place, rho in enumerate(self._rhos):
                 scores = scored(features, kappas, rho, omega)
+                right = scores[:, each, truth]
                 for column, temperature in enumerate(TEMPERATURES):
-                    right = (scores / temperature).log_softmax(dim=2)[:, each, truth]
-                    table[number, :, place, column] -= right @ own.float()
+                    missed = (scores / temperature).logsumexp(dim=2) - right / temperature
+                    table[number, :, place, column] += missed @ own.float()
         self._buffers |= {"losses": table, "judged": self.judged + torch.stack([own.sum(), own @ own])}
         # The fits do not depend on the tables.
         kept = {name: made.value for name, made in self._derived.items() if name.startswith(("fit ", "layer "))}
@@ -191,12 +192,13 @@ class BayesClassifier(ClassSums):
         omega minimises the log-loss of the text classifier alone, at the best of `SCALES`. The texts do not depend on
         the images, so no image has to be left out. The others minimise
 
-            n L(kappa, rho) + log(kappa / usual)^2 / 2 + log(rho / 0.3)^2 / 2
+            n L(kappa, rho, T) + log(kappa / usual)^2 / 2 + log(rho / 0.3)^2 / 2 + log(T / usual)^2 / 2
 
-        where L is the mean log-loss of left-out images at the best of `TEMPERATURES`, and n is their effective number:
-        a pseudo-likelihood with log-normal priors. Up to 256 images of each task or update are scored against all
-        classes seen so far. A loss has the weight C / n_c, so all classes have the same weight, and later tasks weigh
-        more than earlier ones. The usual kappa follows from how well the texts alone predict the labels.
+        where L is the mean log-loss of left-out images at the temperature T, and n is their effective number: a
+        pseudo-likelihood with log-normal priors. T is also the temperature of `probabilities`. Up to 256 images of
+        each task or update are scored against all classes seen so far. A loss has the weight C / n_c, so all classes
+        have the same weight, and later tasks weigh more than earlier ones. The usual kappa follows from how well the
+        texts alone predict the labels, and the usual T from `IMAGE_TEMPERATURE` and the temperature of the texts.
 
         With few images, the choice stays near the usual kappa and rho. If no image can be left out, no random features
         are used, and the covariance is a multiple of the identity for every rho. The result of "auto" depends on the
@@ -208,18 +210,26 @@ class BayesClassifier(ClassSums):
         return self.derived("choice", self._choose)
 
     def _choose(self) -> tuple[float, float, int, float]:
-        (total, squares), usual, omega = self.judged.tolist(), self._usual_kappa(), self._omega()
-        if not total:
+        usual, omega = self._usual_kappa(), self._omega()
+        if not float(self.judged[0]):
             kappa, rho = (
                 (usual if self.kappa == "auto" else self.kappa),
                 (USUAL_RHO if self.rho == "auto" else self.rho),
             )
             return float(kappa), float(rho), 0, omega
-        losses = total**2 / squares * (self.losses / total).amin(dim=3)
+        losses = self._by_temperature().amin(dim=3)
         kappas, rhos = (torch.tensor(grid).to(losses) for grid in (self._kappas, self._rhos))
         away = (kappas / usual).log()[:, None] ** 2 + (rhos / USUAL_RHO).log() ** 2
         table, number, place = torch.unravel_index((losses + away / 2).argmin(), losses.shape)
         return self._kappas[number], self._rhos[place], self._features[table], omega
+
+    def _by_temperature(self) -> Tensor:
+        """Return n L + log(T / usual)^2 / 2 for each entry of `losses`."""
+        total, squares = self.judged.tolist()
+        each = [[self._usual_temperatures(number, rho) for rho in self._rhos] for number in self._features]
+        usual = torch.tensor(each).to(self.losses).transpose(1, 2)[..., None]
+        away = (torch.tensor(TEMPERATURES).to(usual) / usual).log()
+        return total / squares * self.losses + away**2 / 2
 
     def _omega(self) -> float:
         if self.omega != "auto":
@@ -255,34 +265,48 @@ class BayesClassifier(ClassSums):
         classes = len(self._class_names)
         return classes**2 / float((1 / self.counts).sum()) * math.log(max(2, classes))
 
-    @property
-    def temperature(self) -> float:
-        """Return T of `probabilities`. If no image could be left out, it is that of `_usual_temperature`."""
-        if self.calibration or not self._class_names:
-            return super().temperature
-        return float(self.solved()["temperature"])
-
-    def _usual_temperature(self) -> float:
-        """Return T if no image can be left out: the errors of images and of texts add up as independent errors."""
-        kappa, rho, features, _ = self.choice
-        fit, share = self._fit(features), self._fit(features).share(kappa)
-        by_texts = fit.slope(rho) / self._text_scale() if float(self.by_text[0, 0]) else 0.0
-        return math.hypot(share * IMAGE_TEMPERATURE, (1 - share) * by_texts)
+    def temperature_of(self, tasks: Sequence[TaskTemperature]) -> float:
+        """Return T of `probabilities`, whatever the records say: the tables contain the images of all tasks."""
+        return float(self.solved()["temperature"]) if self._class_names else 1.0
 
     @property
     def unit_score(self) -> float:
-        """Return the divisor of the scores, which brings the temperature near 1 whatever kappa and rho are chosen.
+        """Return the divisor of the scores: their temperature, or 1 for fixed settings.
 
-        It is the best of `TEMPERATURES`, or 1 for fixed settings, whose scores do not depend on the order of tasks.
+        Scores with fixed settings do not depend on the order of tasks, and their temperature does.
         """
-        return float(self.derived("unit", self._measure)) if "auto" in (self.kappa, self.rho) else 1.0
+        return self._temperature if "auto" in (self.kappa, self.rho) else 1.0
+
+    @property
+    def _temperature(self) -> float:
+        return float(self.derived("temperature", self._measure))
 
     def _measure(self) -> float:
-        if not float(self.judged[0]):
-            return self._usual_temperature()
+        """Return the T of `choice`, between the values of `TEMPERATURES` by a parabola through the nearest three."""
         kappa, rho, features, _ = self.choice
+        if not float(self.judged[0]):
+            return self._usual_temperatures(features, rho, [kappa])[0]
         place = self._features.index(features), self._kappas.index(kappa), self._rhos.index(rho)
-        return TEMPERATURES[int(self.losses[place].argmin())]
+        losses = self._by_temperature()[place].tolist()
+        best, steps = min(range(len(losses)), key=losses.__getitem__), 0.0
+        if 0 < best < len(losses) - 1:
+            before, here, after = losses[best - 1 : best + 2]
+            steps = (before - after) / (before - 2 * here + after) / 2
+        return float(TEMPERATURES[best] * (TEMPERATURES[1] / TEMPERATURES[0]) ** steps)
+
+    def _usual_temperatures(self, features: int, rho: float, kappas: Sequence[float] = ()) -> list[float]:
+        """Return T for each kappa, by default each of the table, if no image can be left out.
+
+        The errors of the images' and of the texts' scores add up like random errors with `Fit.correlation`.
+        """
+        fit, by_texts, common, found = self._fit(features), 0.0, 0.0, []
+        if float(self.by_text[0, 0]):
+            by_texts = fit.slope(rho) / self._text_scale()
+            common = self.derived("correlation", lambda: self._fit(0).correlation(USUAL_RHO, self._omega()))
+        for kappa in kappas or self._kappas:
+            images, texts = fit.share(kappa) * IMAGE_TEMPERATURE, (1 - fit.share(kappa)) * by_texts
+            found.append(math.sqrt(images**2 + texts**2 + 2 * common * images * texts))
+        return found
 
     def _fit(self, features: int) -> Fit:
         """Return the fit to the unit features and the first `features` random features."""
@@ -311,7 +335,7 @@ class BayesClassifier(ClassSums):
 
     def _solved(self) -> dict[str, Tensor]:
         weights, offsets = (part.float().to(self.device) for part in self.solution())
-        usual = torch.tensor(self._usual_temperature() / self.unit_score, device=self.device)
+        usual = torch.tensor(self._temperature / self.unit_score, device=self.device)
         return {"weight": weights, "bias": offsets, "temperature": usual}
 
     def solved_shapes(self, classes: int) -> list[dict[str, tuple[int, ...]]]:

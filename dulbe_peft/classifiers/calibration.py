@@ -6,10 +6,11 @@ T is fitted to scores over all seen classes, of the task's images by a classifie
 is no closed form for such scores, a copy of the classifier is trained without a fifth of each class's images. log T is
 modelled as a linear function of the logarithm of the number of classes, because ridge regression and LDA need another
 T for 10 classes than for 100. Newer tasks have larger weights, because their images were scored against more classes.
+`bayes` chooses T together with its other settings instead, because they change the units of its scores.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -81,6 +82,7 @@ def calibrated(
     logits: Tensor,
     labels: Tensor,
     learned: Tensor,
+    temperature_of: Callable[[Sequence[TaskTemperature]], float],
 ) -> tuple[TaskTemperature, ...]:
     """Return the records with one more task, from the scores, (n, C), of its left-out images.
 
@@ -92,7 +94,7 @@ def calibrated(
     facts: dict[str, Any] = {"log_temperature": fit_temperature(logits, labels), "images": images, "classes": classes}
     facts["worth"] = worth(weights)
     tasks = (*tasks, TaskTemperature(**facts, own=(), largest=()))[-KEPT:]
-    found = (logits / temperature(tasks, classes)).softmax(dim=1)
+    found = (logits / temperature_of(tasks)).softmax(dim=1)
     each = {"own": found.gather(1, labels[:, None])[:, 0], "largest": found.amax(dim=1)}
     kept = {name: tuple(evenly(x, weights).mul(1e6).floor().div(1e6).tolist()) for name, x in each.items()}
     return (*tasks[:-1], tasks[-1].model_copy(update=kept))

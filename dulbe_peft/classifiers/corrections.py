@@ -102,7 +102,8 @@ class CorrectedState(GrowingState):
         """Remove a class and its rows of every buffer that has rows for classes.
 
         The contribution of its images to sums over all classes remains, unless the classifier overrides `forgotten`.
-        The temperature does not change. Without its last class, a classifier is like a new one.
+        What was measured on held-out images, such as temperatures, stays. Without its last class, a classifier is
+        like a new one.
         """
         self._place(name, "forgotten")
         self.install(self.forgotten(torch.tensor([known != name for known in self._class_names])))
@@ -116,7 +117,7 @@ class CorrectedState(GrowingState):
     def forget_image(self, image_embed: Tensor, name: str) -> None:
         """Remove one learned image from its class: up to rounding, the result is as if it had not been learned.
 
-        The temperature, and settings that were chosen on held-out images, do not change.
+        What was measured on held-out images, such as temperatures, stays.
 
         Args:
             image_embed: (d,), the unit feature of the image.

@@ -46,6 +46,7 @@ Reference:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -128,6 +129,21 @@ class Fit:
         """Return the scores, (kappas, n, C), of images, (n, d)."""
         solutions = [self.solution(kappa, rho, omega) for kappa in kappas.tolist()]
         return torch.stack([images[:, : len(self.centre)] @ weights.T + offsets for weights, offsets in solutions])
+
+    def correlation(self, rho: float, omega: float) -> float:
+        """Return the correlation of the errors of L_c and T_c, 0 to 1: of their scores of wrong classes.
+
+        The scores of each class mean are compared with their average over the other classes. The own class is left
+        out, because with one image L_c knows the image.
+        """
+        wrong = ~torch.eye(len(self.means), dtype=torch.bool, device=self.means.device)
+        rows, found = self.means @ self.vectors.T, []
+        for weights, offsets in (self.by_images(rho), self.by_texts(rho, omega)):
+            scores = (rows @ weights.T + offsets) * wrong
+            found.append((scores - scores.sum(dim=1, keepdim=True) / max(1, len(rows) - 1)) * wrong)
+        images, texts = found
+        over = math.sqrt(float(images.square().sum()) * float(texts.square().sum()))
+        return max(0.0, float((images * texts).sum()) / over) if over > 0 else 0.0
 
     def share(self, kappa: float) -> float:
         """Return n / (n + kappa), the weight of the images."""

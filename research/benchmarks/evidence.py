@@ -172,15 +172,17 @@ def pays(results: Path, files: str, method: str, classifier: str) -> str:
     found = [compared(results, file) for file in files.split(";")]
     rows = [row for one in found for row in one.values() if row["method"] == method]
     streams = sum(len({stream for stream, *_ in one}) for one in found)
+    measured = sum(len({stream for (stream, *_), row in one.items() if row["retention"]}) for one in found)
     gains = [[row["gain"] for row in rows if row["classifier"] == name] for name in (classifier, DEFAULT)]
     kept = [str(float(row["retention"]) - float(row["retention_before"])) for row in rows if row["retention"]]
     text, default, known = (
         f"{signed(min(each, key=float))} to {signed(max(each, key=float))}" for each in [*gains, kept]
     )
+    fewer = f"; the last figure on {measured} of them" if measured < streams else ""
     return (
         f"With its defaults, on our small models, {method} changes the accuracy of the classifier `{classifier}` by "
         f"{text} points,\nthat of `{DEFAULT}`, the default, by {default}, and that of naming classes that are never "
-        f"learned by {known}, over {streams} streams."
+        f"learned by {known} (over {streams} streams{fewer})."
     )
 
 

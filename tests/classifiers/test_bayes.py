@@ -15,7 +15,8 @@ from dulbe_peft.utils.tensors import write_tensors
 
 DIM, CLASSES, SCALE, DOUBLE = 6, 5, 20.0, torch.float64
 NAMES = [f"class {number}" for number in range(CLASSES)]
-KAPPAS, RHOS, TEMPERATURES = [1, 2, 4, 8, 16, 32, 64], [0.01, 0.03, 0.1, 0.3, 1], [32, 16, 8, 4, 2, 1]
+KAPPAS, RHOS = [1, 2, 4, 8, 16, 32, 64], [0.01, 0.03, 0.1, 0.3, 1]
+TEMPERATURES = [2.0 ** (half / 2) for half in range(12, -1, -1)]
 OMEGAS, SCALES = [0, 1 / 4, 1 / 2, 3 / 4, 1], [0, *(2.0 ** (half / 2) for half in range(-8, 8))]
 SINGLE = 1e-4  # tolerance for float32 results
 FIXED = {"kappa": 3.0, "rho": 0.2}
@@ -121,12 +122,25 @@ class Twin:
     def usual_kappa(self, table):
         return max(1, 2.5 * self.told(table) * 40 * self.scale(table) / self.slope(0.3)) if self.slope(0.3) else 1
 
-    def temperature(self, table, kappa):
-        return np.hypot(40 / (1 + kappa), kappa / (1 + kappa) * self.slope(0.3) / self.scale(table))
+    def correlation(self, omega):
+        """Return the correlation of image and text scores of the wrong classes, at the mean of each class."""
+        pairs = []
+        for k, m in enumerate(self.m):
+            wrong = [c for c in range(self.classes) if c != k]
+            both = np.array([[self.by_image(m, c, 0.3), self.by_text(m, c, 0.3, omega)] for c in wrong])
+            pairs.append(both - both.mean(axis=0))
+        images, texts = np.concatenate(pairs).T
+        return max(0, images @ texts / np.sqrt(images @ images * (texts @ texts)))
+
+    def temperature(self, kappa, rho, table, common):
+        """Return the usual T for the text losses `table` and the correlation `common` of the version without layer."""
+        share = self.classes / sum(1 / self.n) / (self.classes / sum(1 / self.n) + kappa)
+        images, texts = 40 * share, (1 - share) * self.slope(rho) / self.scale(table)
+        return np.sqrt(images**2 + texts**2 + 2 * common * images * texts)
 
     def losses(self, rows, omega):
         """Return -log p(class) of each left-out image at every kappa, rho and temperature, and the images' weights."""
-        found = np.zeros((len(rows), 7, 5, 6))
+        found = np.zeros((len(rows), 7, 5, 13))
         for number, i in enumerate(rows):
             for k, kappa in enumerate(KAPPAS):
                 for r, rho in enumerate(RHOS):
@@ -134,19 +148,27 @@ class Twin:
                     found[number, k, r] = [-log_softmax(scores / t)[self.y[i]] for t in TEMPERATURES]
         return found, self.classes / self.n[self.y[rows]]
 
-    def choice(self, losses, weights, usual):
-        means = np.tensordot(weights, losses, 1) / weights.sum()
+    def choice(self, losses, weights, usual, table, common):
+        """Return the smallest objective, its kappa and rho, and T at the vertex of the parabola around the best T."""
+        means, found = np.tensordot(weights, losses, 1) / weights.sum(), []
         count = weights.sum() ** 2 / (weights**2).sum()
-        return min(
-            (
-                count * means[k, r].min() + np.log(kappa / usual) ** 2 / 2 + np.log(rho / 0.3) ** 2 / 2,
-                kappa,
-                rho,
-                TEMPERATURES[means[k, r].argmin()],
-            )
-            for k, kappa in enumerate(KAPPAS)
-            for r, rho in enumerate(RHOS)
-        )
+        for k, kappa in enumerate(KAPPAS):
+            for r, rho in enumerate(RHOS):
+                away = np.log(np.array(TEMPERATURES) / self.temperature(kappa, rho, table, common))
+                prior = np.log(kappa / usual) ** 2 / 2 + np.log(rho / 0.3) ** 2 / 2
+                each = count * means[k, r] + away**2 / 2
+                found.append((each.min() + prior, kappa, rho, best_temperature(each)))
+        return min(found)
+
+
+def best_temperature(losses):
+    """Return T at the vertex of the parabola through the smallest loss at `TEMPERATURES` and its two neighbours."""
+    place = int(losses.argmin())
+    if place in (0, len(losses) - 1):
+        return TEMPERATURES[place]
+    near = slice(place - 1, place + 2)
+    a, b, _ = np.polyfit(np.log(TEMPERATURES[near]), losses[near], 2)
+    return np.exp(-b / (2 * a))
 
 
 def close(found, expected, tolerance=1e-9):
@@ -185,12 +207,12 @@ def test_choice_minimises_the_loss_of_left_out_images(each, seed, features):
     close(classifier.by_text, by_text)
     omega, usual = OMEGAS[int(by_text.min(axis=1).argmin())], twins[0].usual_kappa(by_text)
     rows = [i for i in range(len(images)) if twins[0].n[labels[i]] > 1]
-    found = []
+    common, found = twins[0].correlation(omega), []
     for number, twin in enumerate(twins):
         losses, weights = twin.losses(rows, omega)
         close(classifier.losses[number], np.tensordot(weights, losses, 1), SINGLE)
         close(classifier.judged, [weights.sum(), (weights**2).sum()])
-        found.append((*twin.choice(losses, weights, usual), number * features))
+        found.append((*twin.choice(losses, weights, usual, by_text, common), number * features))
     *expected, unit, features = min(found)[1:]
     assert classifier.choice == (*expected, features, omega)  # random features in the last case
     kappa, rho, chosen, omega = classifier.choice
@@ -199,6 +221,17 @@ def test_choice_minimises_the_loss_of_left_out_images(each, seed, features):
     close(classifier(tests), twins[chosen > 0].scores(rows, kappa, rho, omega) / unit, SINGLE)
     function, tensors = classifier.formula()
     close(function(tests, **tensors), classifier(tests), 1e-6)
+
+
+def test_fixed_settings_have_the_temperature_of_left_out_images():
+    images, labels = photos(4, noise=1.2)
+    classifier, twin = taught(images, labels, omega=0.25, **FIXED), Twin(images, labels)
+    left_out = [(twin.without(i).scores(twin.x[[i]], 3, 0.2, 0.25)[0], label) for i, label in enumerate(labels)]
+    losses = np.array([sum(-log_softmax(scores / t)[label] for scores, label in left_out) for t in TEMPERATURES])
+    usual = twin.temperature(3, 0.2, twin.text_losses(range(len(images))), twin.correlation(0.25))
+    close(classifier.temperature, best_temperature(losses + np.log(np.array(TEMPERATURES) / usual) ** 2 / 2), SINGLE)
+    tests = F.normalize(draw(2, 9, DIM), dim=1)
+    close(classifier.probabilities(tests), softmax(classifier(tests).numpy() / classifier.temperature, axis=1), 1e-6)
 
 
 def test_tables_add_up_over_tasks_and_updates():
@@ -227,7 +260,10 @@ def test_one_image_per_class_gives_the_usual_kappa(texts):
     usual, omega = twin.usual_kappa(by_text), OMEGAS[int(by_text.min(axis=1).argmin())]
     close(classifier.choice, (usual, 0.3, 0, omega))
     assert not classifier.losses.any()
-    tests, unit = F.normalize(draw(2, 9, DIM), dim=1), twin.temperature(by_text, usual)
+    tests, unit = (
+        F.normalize(draw(2, 9, DIM), dim=1),
+        twin.temperature(usual, 0.3, by_text, twin.correlation(omega)),
+    )
     close(classifier.temperature, 1)
     close(classifier(tests), twin.scores(tests.double().numpy(), usual, 0.3, omega) / unit, SINGLE)
 

@@ -64,7 +64,7 @@ def test_calibration_stores_probabilities_of_held_out_images():
     for kept, each in ((task.own, own), (task.largest, actual.amax(dim=1))):
         torch.testing.assert_close(torch.tensor(kept).double(), each.sort().values, rtol=0, atol=1e-4)
     labels = torch.arange(3).repeat_interleave(torch.tensor([333, 333, 334]))
-    many = calibration.calibrated((), torch.randn(1000, 3), labels, labels)[0]
+    many = calibration.calibrated((), torch.randn(1000, 3), labels, labels, lambda tasks: 1.0)[0]
     assert many.images == 1000 and many.worth == 999 and len(many.own) == len(many.largest) == MOST
 
 
@@ -75,7 +75,7 @@ def test_calibration_weights_all_classes_equally():
     weights = calibration.class_shares(labels, learned)
     torch.testing.assert_close(weights, torch.tensor([1 / 7] * 7 + [1.5 / 2] * 4).double())
     logits = 4 * torch.randn(11, 4, dtype=torch.float64)
-    (task,) = calibration.calibrated((), logits, labels, learned)
+    (task,) = calibration.calibrated((), logits, labels, learned, lambda tasks: temperature(tasks, 4))
     assert task.images == 11 and task.worth == int(16 / (7 / 49 + 4 * 0.75**2)) == 6
     actual = (logits / temperature([task], 4)).softmax(dim=1)
     for kept, values in ((task.own, actual.gather(1, labels[:, None])[:, 0]), (task.largest, actual.amax(dim=1))):

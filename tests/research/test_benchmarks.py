@@ -140,7 +140,10 @@ def test_readme_sentence_on_training_follows_from_the_comparisons(tmp_path):
         (tmp_path / f"comparisons/{file}.csv").write_text(head + "".join(rows))
     said = evidence.pays(tmp_path, "a;b", "DuLBE", "text")
     assert "`text` by −2.0 to +5.1 points" in said and "by −1.2 to +0.1, and" in said
-    assert "by −4.0 to −3.0, over 3 streams" in said
+    assert "by −4.0 to −3.0 (over 3 streams)" in said
+    head_and_row = head + "s,DuLBE,text,auto,0.01,,\ns,DuLBE,bayes,auto,0,,\n"
+    (tmp_path / "comparisons/c.csv").write_text(head_and_row)
+    assert "(over 4 streams; the last figure on 3 of them)" in evidence.pays(tmp_path, "a;b;c", "DuLBE", "text")
     assert "<!-- table: pays " in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
