@@ -303,7 +303,8 @@ class ClassIncrementalLearner:
         if top_k is not None and coverage is not None:
             raise ValueError(f"top_k is {top_k} and coverage is {coverage}: pass only one of them")
         rows = self.predictions(images, 1 if top_k is None else top_k, reject, coverage, return_novelty)
-        answers = [row.answer(number, return_scores, top_k or coverage) for number, row in enumerate(rows)]
+        several = top_k is not None or coverage is not None
+        answers = [row.answer(number, return_scores, several) for number, row in enumerate(rows)]
         return (answers, [row.novelty for row in rows]) if return_novelty else answers
 
     @takes_turn

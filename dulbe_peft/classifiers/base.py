@@ -13,7 +13,7 @@ It works on the image and text features of any model, and needs neither peft nor
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ from dulbe_peft.utils.torch_settings import one_thread, without_autocast
 if TYPE_CHECKING:
     from dulbe_peft.classifiers.calibration import TaskTemperature
 
+# Embeddings of single texts, (T, d), and the class of each, (T,).
+EachText = tuple[Tensor | np.ndarray, Tensor | np.ndarray | Sequence[int]]
 # Buffers that are sums over images -> the power of an image's weight by which a summand is multiplied. Other buffers
 # are means or choices.
 SUMS = {"counts": 1.0, "sums": 1.0, "lengths": 1.0, "scatter": 1.0, "gram": 1.0, "factors": 0.5}
@@ -187,7 +189,7 @@ class Classifier(CorrectedState):
         image_embeds: Tensor | np.ndarray,
         labels: Tensor | np.ndarray | Sequence[int],
         text_embeds: Tensor | np.ndarray | None = None,
-        each_text: tuple[Tensor | np.ndarray, Tensor | np.ndarray | Sequence[int]] | None = None,
+        each_text: EachText | None = None,
         views: Tensor | None = None,
     ) -> None:
         """Learn the classes of one task. After an error, the classifier is as it was before.
@@ -288,7 +290,7 @@ class Classifier(CorrectedState):
             if matrix is not None:
                 self.install(self.followed(matrix))
 
-    def _with_each_text(self, names: list[str], given: Any) -> dict[str, Tensor]:
+    def _with_each_text(self, names: list[str], given: EachText) -> dict[str, Tensor]:
         """Return `each_text` and `num_texts` with the texts of new classes added."""
         if not isinstance(given, tuple) or len(given) != 2:
             raise TypeError(f"each_text must be a tuple of embeddings and their classes, got {given!r:.100}")
@@ -302,7 +304,9 @@ class Classifier(CorrectedState):
                 )
         return self.with_rows(each_text=rows[owners.argsort(stable=True)], num_texts=counts)
 
-    def _texts_of(self, names: list[str], text_embeds: Any, each_text: Any) -> dict[str, Tensor]:
+    def _texts_of(
+        self, names: list[str], text_embeds: Tensor | np.ndarray | None, each_text: EachText | None
+    ) -> dict[str, Tensor]:
         """Check the text embeddings of seen and new classes, and return them; zeros replace missing optional ones."""
         texts: dict[str, Tensor] = {}
         if text_embeds is None and self.needs_text:

@@ -5,7 +5,6 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from pkgutil import resolve_name
 
 from dulbe_peft.data.decoding import ARCHIVES, why_not_read
 from dulbe_peft.data.digits import load_digit_images
@@ -13,10 +12,9 @@ from dulbe_peft.data.features import feature_splits
 from dulbe_peft.data.folders import TABLES, FolderSplit, ImageFolder, subfolders
 from dulbe_peft.data.hub import HUB_PREFIX, hub_images, hub_splits, import_datasets
 from dulbe_peft.data.images import LabelledImages, Splits
+from dulbe_peft.data.labels import label_splits, metadata_splits
 
 DEMO_DIGITS = "demo-digits"  # name of the handwritten digits included in the package
-# Given as strings and imported on use, because the library must not import the application, which reads tables.
-LABEL_TABLES, METADATA = (f"dulbe_peft.photos.data.labels:{name}_splits" for name in ("label", "metadata"))
 _HUB_NAME = re.compile(r"(?!.*\.(?i:csv)$)[\w.-]+(/[\w.-]+)?")  # excludes names of tables, such as labels.csv
 
 
@@ -87,9 +85,9 @@ def splits(
         return available
     tables: Splits = {}
     if path.suffix.lower() in TABLES and path.is_file():
-        tables = resolve_name(LABEL_TABLES)(path, vocabulary, path_column, label_column)
+        tables = label_splits(path, vocabulary, path_column, label_column)
     elif path.is_dir():
-        tables = resolve_name(METADATA)(path, label_column)
+        tables = metadata_splits(path, label_column)
     if tables:
         return tables
     if path.is_dir():

@@ -22,7 +22,7 @@ class Prediction:
     novelty: float | None = None  # how unlike everything that was learned, if this was requested
     error: str | None = None  # why the image cannot be read
 
-    def answer(self, number: int, scores: bool, several: Any) -> Any:
+    def answer(self, number: int, scores: bool, several: bool) -> Any:
         """Return the best class, or a list of all classes if `several`; with `scores`, pairs (name, probability).
 
         If the image is not known, return None or an empty list. `number` is the image's place, for error messages.

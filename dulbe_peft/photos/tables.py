@@ -1,15 +1,17 @@
-"""Lock a table or folder while a command writes to it, and copy files into folders of classes."""
+"""Lock a table or folder while a command writes to it, copy files into folders of classes, and list keywords."""
 
 import filecmp
 import itertools
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from dulbe_peft.data.columns import FILE
+from dulbe_peft.data.labels import BETWEEN
 from dulbe_peft.utils import files
 from dulbe_peft.utils.folders import LOCK_SUFFIX, clear_leftovers, exclusive
 
@@ -49,3 +51,25 @@ def _copy_into(folder: Path, file: Path, class_name: str) -> None:
             return
         if target.is_file() and filecmp.cmp(target, file, shallow=False):
             return
+
+
+def exiftool_rows(answers: Iterable[tuple[str, str]], root: str) -> list[list[str]]:
+    """Return a table for `exiftool -csv+=FILE -sep ', '` with each photograph's class as a keyword below `root`.
+
+    Existing sidecars, IMG.jpg.xmp and IMG.xmp, get a row as well: exiftool ignores rows of files it was not given.
+    """
+    rows, stems = [[FILE, "HierarchicalSubject"]], dict[str, str]()
+    for image, name in answers:
+        if "|" in name or BETWEEN in name:
+            raise ValueError(
+                f"the class {name!r} contains '|' or {BETWEEN!r}, which separate keywords: rename it first"
+            )
+        for file in (image, f"{image}.xmp", f"{os.path.splitext(image)[0]}.xmp"):
+            if file != image and not os.path.isfile(file):
+                continue
+            if stems.setdefault(file, image) != image:
+                raise ValueError(
+                    f"{file} is the sidecar of {stems[file]} and of {image}: rename one of the photographs"
+                )
+            rows.append([file, f"{root}|{name}"])
+    return rows

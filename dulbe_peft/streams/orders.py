@@ -1,7 +1,6 @@
 """The order in which the classes of a stream arrive."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +27,9 @@ def resolve_labels(names: Sequence[str], class_names: tuple[str, ...], setting: 
     return np.array([labels[normalized(name)] for name in names], dtype=np.int64)
 
 
-def resolve_order(class_order: Any, seed: int | None, class_names: tuple[str, ...]) -> np.ndarray:
+def resolve_order(
+    class_order: Sequence[int] | Sequence[str] | str | None, seed: int | None, class_names: tuple[str, ...]
+) -> np.ndarray:
     """Return the order of the classes as a permutation of 0..C-1, int64."""
     num_classes = len(class_names)
     if class_order is not None and seed is not None:
@@ -46,10 +47,11 @@ def resolve_order(class_order: Any, seed: int | None, class_names: tuple[str, ..
         return np.array(ICARL_CIFAR100_ORDER, dtype=np.int64)
     if not isinstance(class_order, Iterable):
         raise TypeError(f"class_order must be a sequence of ints or class names, got {class_order!r}")
-    entries = list(class_order)
-    if entries and all(isinstance(entry, str) for entry in entries):
-        entries = resolve_labels(entries, class_names, "class_order").tolist()
-    entries = [check_int(f"class_order[{position}]", entry, 0) for position, entry in enumerate(entries)]
+    given: Sequence[object] = list(class_order)
+    names = [entry for entry in given if isinstance(entry, str)]
+    if names and len(names) == len(given):
+        given = resolve_labels(names, class_names, "class_order").tolist()
+    entries = [check_int(f"class_order[{position}]", entry, 0) for position, entry in enumerate(given)]
     if sorted(entries) != list(range(num_classes)):
         absent = sorted(set(range(num_classes)) - set(entries))
         detail = f"{absent[0]} is missing" if absent else f"it has {len(entries)} entries"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -10,6 +10,9 @@ from torch.utils.data import DataLoader, Dataset
 from dulbe_peft.encoders.pixels import PixelRow
 from dulbe_peft.training.trainer import TaskTrainer, epoch_order
 from dulbe_peft.utils.processes import padded_shard
+
+# An epoch, the indices of this process's rows of a batch, and those of all its rows.
+Position = tuple[int, list[int], list[int]]
 
 
 class Order:
@@ -24,7 +27,7 @@ class Order:
     def __len__(self) -> int:
         return math.ceil(self.size / self.batch_size)
 
-    def __iter__(self) -> Iterator[list[tuple[int, list[int], list[int]]]]:
+    def __iter__(self) -> Iterator[list[Position]]:
         order = epoch_order(self.size, self.seed, self.task, self.epoch)
         for start in range(0, self.size, self.batch_size):
             batch = order[start : start + self.batch_size]
@@ -38,8 +41,7 @@ class EpochLoader(DataLoader[Any]):
         super().__init__(batches, batch_sampler=order, **settings)
 
     def set_epoch(self, epoch: int) -> None:
-        order: Any = self.batch_sampler
-        order.set_epoch(epoch)
+        cast(Order, self.batch_sampler).set_epoch(epoch)
 
 
 class WholeBatches(Dataset[dict[str, torch.Tensor]]):
@@ -52,7 +54,7 @@ class WholeBatches(Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, key: Any) -> dict[str, torch.Tensor]:
+    def __getitem__(self, key: Position) -> dict[str, torch.Tensor]:
         epoch, rows, batch = key
         images = self.images.view(self.augment, self.seed, self.task, epoch + 1)
         pixels = torch.stack([images[row][0] for row in rows])

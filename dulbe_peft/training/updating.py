@@ -195,7 +195,9 @@ def _check_alike(state: LearnerState, theirs: LearnerState) -> None:
             raise ValueError(f"the texts of class {name!r} differ: {mine} and {others}")
 
 
-def _changed(state: LearnerState, change: Callable[[Classifier], Any], update: Update, **parts: Any) -> LearnerState:
+def _changed(
+    state: LearnerState, change: Callable[[Classifier], object], update: Update, **parts: Any
+) -> LearnerState:
     """Return a copy of the state in which `change` was applied to every classifier and `update` is recorded.
 
     `parts` are further fields to replace. The estimates are dropped, because they no longer hold.

@@ -91,6 +91,24 @@ def test_modules_import_only_from_layers_above_theirs():
     assert wrong == []
 
 
+def test_library_names_the_application_nowhere():
+    """A text that is resolved to a module, and a name in a stub, are imports too."""
+    wrong = []
+    for path in (ROOT / "dulbe_peft").rglob("*.py*"):
+        file = path.relative_to(ROOT).as_posix()
+        if path.suffix not in (".py", ".pyi") or file.startswith("dulbe_peft/photos/"):
+            continue
+        if file == "dulbe_peft/__main__.py":  # starts the command line
+            continue
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        wrong += [f"{file}: {text}" for text in texts if re.match(r"dulbe_peft\.photos\b|research[.:]\w", text)]
+        if path.suffix == ".pyi":
+            homes = [f"{node.module}." for node in nodes if isinstance(node, ast.ImportFrom)]
+            wrong += [f"{file}: {home}" for home in homes if home.startswith(("photos.", "papers."))]
+    assert wrong == []
+
+
 def test_imports_have_no_cycles():
     modules = {module_of(file): file for file in FILES}
 

@@ -172,7 +172,8 @@ def _write(rows: list[Prediction], csv: str | None, json_file: str | None, exift
         with output_file(json_file) as file:
             print(json.dumps([_as_json(row) for row in rows], indent=1, ensure_ascii=False), file=file)
     if exiftool:  # it needs the exact paths, so no apostrophe is added to guard against formulas
-        from dulbe_peft.photos.data.labels import ROOT, exiftool_rows
+        from dulbe_peft.data.labels import ROOT
+        from dulbe_peft.photos.tables import exiftool_rows
 
         keywords = exiftool_rows([(row.image, row.classes[0]) for row in readable if row.known], ROOT)
         with output_file(exiftool) as file:

@@ -3,15 +3,15 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from dulbe_peft.data.columns import FILE, LABEL, Table, open_table
 from dulbe_peft.data.decoding import image_suffixes
 from dulbe_peft.data.folders import SPLIT_NAMES, FileImages, folder_content, like_splits, subfolders
 from dulbe_peft.data.images import Splits
 from dulbe_peft.data.names import normalized
-from dulbe_peft.photos.data.columns import FILE, LABEL, Table, open_table
 from dulbe_peft.utils.files import read_lines
 from dulbe_peft.utils.terminal import counted
 
@@ -200,25 +200,3 @@ def _photograph(folder: Path, name: str) -> str:
     if len(names) != 1:
         raise ValueError(f"{name} must be the sidecar of one photograph, found {sorted(names)}")
     return str(Path(name).with_name(names[0]))
-
-
-def exiftool_rows(answers: Iterable[tuple[str, str]], root: str) -> list[list[str]]:
-    """Return a table for `exiftool -csv+=FILE -sep ', '` with each photograph's class as a keyword below `root`.
-
-    Existing sidecars, IMG.jpg.xmp and IMG.xmp, get a row as well: exiftool ignores rows of files it was not given.
-    """
-    rows, stems = [[FILE, "HierarchicalSubject"]], dict[str, str]()
-    for image, name in answers:
-        if "|" in name or BETWEEN in name:
-            raise ValueError(
-                f"the class {name!r} contains '|' or {BETWEEN!r}, which separate keywords: rename it first"
-            )
-        for file in (image, f"{image}.xmp", f"{os.path.splitext(image)[0]}.xmp"):
-            if file != image and not os.path.isfile(file):
-                continue
-            if stems.setdefault(file, image) != image:
-                raise ValueError(
-                    f"{file} is the sidecar of {stems[file]} and of {image}: rename one of the photographs"
-                )
-            rows.append([file, f"{root}|{name}"])
-    return rows
