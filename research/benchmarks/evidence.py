@@ -181,8 +181,8 @@ def pays(results: Path, files: str, method: str, classifier: str) -> str:
     fewer = f"; the last figure on {measured} of them" if measured < streams else ""
     return (
         f"With its defaults, on our small models, {method} changes the accuracy of the classifier `{classifier}` by "
-        f"{text} points,\nthat of `{DEFAULT}`, the default, by {default}, and the zero-shot accuracy on classes that are "
-        f"never learned by {known} (over {streams} streams{fewer})."
+        f"{text} points,\nthat of `{DEFAULT}`, the default, by {default}, and the zero-shot accuracy on classes "
+        f"that are never learned by {known} (over {streams} streams{fewer})."
     )
 
 

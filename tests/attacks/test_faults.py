@@ -46,10 +46,6 @@ def adapt(model=None, adapter="default", **fields):
     return get_peft_model(model or copy.deepcopy(tiny_base()[0]), config, adapter_name=adapter)
 
 
-def adapted_learner(adapter):
-    return ClassIncrementalLearner(adapt(adapter=adapter), tiny_base()[1])
-
-
 def begin(world, change=lambda modes: modes, **fields):
     """Begin a task with valid bases after `change` has changed all of them and `fields` those of one layer."""
     layers = world.model.dual_mode_layers()
@@ -118,7 +114,6 @@ SETTINGS = [
         "layers_to_transform",
     ),
     ("no adapter", lambda w: ClassIncrementalLearner(*tiny_base()), V, "get_peft_model CLIPModel"),
-    ("adapter of another name", lambda w: adapted_learner("mine"), V, "['mine'] 'default'"),
     ("no processor", lambda w: ClassIncrementalLearner(w.model, None), T, "processor None"),
     ("head in the place of args", lambda w: adopt(w, BridgeEnsembleHead(8)), T, "args"),
 ]

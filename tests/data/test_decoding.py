@@ -180,13 +180,14 @@ def rotated_profile() -> bytes:
 def test_colour_profile_is_converted_to_srgb(tmp_path, suffix):
     """The reference is Pillow's conversion. An sRGB profile and a broken one leave the pixels as they are."""
     pixels, srgb = CORNERS // 2 + 60, ImageCms.createProfile("sRGB")
-    for profile in (rotated_profile(), ImageCms.ImageCmsProfile(srgb).tobytes(), b"no profile at all"):
+    rotated = rotated_profile()  # made once, because a profile contains the time
+    for profile in (rotated, ImageCms.ImageCmsProfile(srgb).tobytes(), b"no profile at all"):
         path = tmp_path / f"photo.{suffix}"
         Image.fromarray(pixels).save(path, icc_profile=profile, **({"lossless": True} if suffix == "webp" else {}))
         with Image.open(path) as opened:
             plain = opened.convert("RGB")
         expected = plain
-        if profile == rotated_profile():
+        if profile == rotated:
             source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
             expected = ImageCms.profileToProfile(plain, source, srgb, outputMode="RGB")
             assert np.abs(np.subtract(expected, plain, dtype=np.int16)).max() > 40

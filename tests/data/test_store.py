@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -202,7 +203,8 @@ def test_store_returns_equal_bits_for_the_same_key_only(tmp_path, capsys):
     assert all(np.array_equal(actual[content], row) for content, row in zip(contents, features))
     others = [KEY._replace(fingerprint="other"), KEY._replace(precision="bfloat16"), KEY._replace(view="view")]
     assert not any(store.get(key, contents) for key in others)
-    with sqlite3.connect(store.path) as database:  # like two machines that do not see each other's locks
+    # like two machines that do not see each other's locks
+    with closing(sqlite3.connect(store.path)) as database, database:
         database.execute("UPDATE features SET way = ?", (others[0].way,))
     assert not store.get(others[0], contents) and "40 damaged features" in capsys.readouterr().err
 
@@ -225,7 +227,7 @@ def test_damaged_rows_are_ignored_and_reported_once(tmp_path, capsys, column, va
     contents, features = some_features()
     store = FeatureStore(tmp_path / "f.sqlite")
     store.put(KEY, contents, features)
-    with sqlite3.connect(store.path) as database:
+    with closing(sqlite3.connect(store.path)) as database, database:
         database.execute(f"UPDATE features SET {column} = ? WHERE content = ?", (value, contents[3]))
         database.execute(f"UPDATE features SET {column} = CAST(x'ff' AS TEXT) WHERE content = ?", (contents[4],))
     for _ in range(2):
@@ -250,11 +252,11 @@ def spoil(kind, path):
     if kind == "text":
         path.write_text("somebody's notes" * 100)
     elif kind == "foreign":
-        with sqlite3.connect(path) as database:
+        with closing(sqlite3.connect(path)) as database, database:
             database.execute("CREATE TABLE features (mine)")
     elif kind == "future":
         FeatureStore(path).put(KEY, *some_features(1))
-        with sqlite3.connect(path) as database:
+        with closing(sqlite3.connect(path)) as database, database:
             database.execute("PRAGMA user_version = 99")
     elif kind == "folder":
         path.mkdir()
@@ -358,7 +360,7 @@ def test_second_run_equals_the_first_in_any_order_and_after_damage(photos, plain
     encoded.clear()
     call(*RUN, "--data", photos, "--output", tmp_path / "two")
     assert len(encoded) == 40, "the store has the test images"
-    with sqlite3.connect(store_path()) as database:
+    with closing(sqlite3.connect(store_path())) as database, database:
         (content, embedding) = database.execute("SELECT content, embedding FROM features").fetchone()
         other = bytes([embedding[0] ^ 1]) + embedding[1:]
         database.execute("UPDATE features SET embedding = ? WHERE content = ?", (other, content))
