@@ -56,6 +56,9 @@ def run(language: str, code: str, namespace: dict, folder: str | Path) -> str:
 
 
 if __name__ == "__main__":
+    import torch
+
+    torch.cpu.get_capabilities = dict  # as in the tests, so that images are encoded in float32 on every processor
     for page in PAGES:
         with tempfile.TemporaryDirectory() as work:
             os.environ["DULBE_PEFT_STORE"] = f"{work}/features.sqlite"
