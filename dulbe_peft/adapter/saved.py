@@ -110,7 +110,7 @@ def base_settings(model: nn.Module) -> dict[str, str]:
     return {f"{tower} {name}": str(value) for (tower, name), value in settings.items() if value is not None}
 
 
-def _differing(saved: dict[str, str], present: dict[str, str]) -> dict[str, str]:
+def differing(saved: dict[str, str], present: dict[str, str]) -> dict[str, str]:
     """Return the saved values of the keys that both have with other values."""
     return {key: saved[key] for key in present if saved.get(key, present[key]) != present[key]}
 
@@ -118,11 +118,11 @@ def _differing(saved: dict[str, str], present: dict[str, str]) -> dict[str, str]
 def warn_of_another_base(config: Any, model: nn.Module) -> None:
     """Warn if an adapter was trained on a base model whose weights or settings differ from the model's."""
     digests = base_digests(model) if config.base_digests else {}
-    differing = [key.split() for key in _differing(config.base_digests, digests)]
-    if "shapes" in {what for _, what in differing}:  # different shapes raise an error when loaded
+    other_weights = [key.split() for key in differing(config.base_digests, digests)]
+    if "shapes" in {what for _, what in other_weights}:  # different shapes raise an error when loaded
         return
     settings = base_settings(model)
-    if others := _differing(config.base_settings, settings):
+    if others := differing(config.base_settings, settings):
         were = ", ".join(f"{key}={value}" for key, value in others.items())
         now = ", ".join(f"{key}={settings[key]}" for key in others)
         warnings.warn(
@@ -130,7 +130,7 @@ def warn_of_another_base(config: Any, model: nn.Module) -> None:
             f"{describe_origin(config, model)}. Predictions will be wrong",
             stacklevel=4,
         )
-    if towers := sorted({tower for tower, _ in differing}):
+    if towers := sorted({tower for tower, _ in other_weights}):
         warnings.warn(
             f"the adapter was made on a base model with other weights in the {' and the '.join(towers)} tower: "
             f"{describe_origin(config, model)}. Its update does not fit other weights, so predictions will be wrong",

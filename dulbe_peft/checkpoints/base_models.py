@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dulbe_peft.adapter.registration import PREFIX
-from dulbe_peft.adapter.saved import base_settings
+from dulbe_peft.adapter.saved import base_settings, differing
 from dulbe_peft.encoders.loading import load_encoder
 from dulbe_peft.encoders.registry import find_model
 from dulbe_peft.utils.folders import CheckpointError
@@ -77,9 +77,8 @@ def check(base: Any, saved: BaseModel, folder: Path) -> None:
     """Raise a `CheckpointError` unless the learner in `folder` was trained with this base model."""
     given = describe(base, None, None, local=False)
     wrong = f"the base model does not belong to the learner in {folder}"
-    for key, expected in saved.settings.items():
-        if (actual := given.settings.get(key, expected)) != expected:
-            raise CheckpointError(f"{wrong}: its {key} is {actual!r}, but the learner needs {expected!r}")
+    for key, expected in differing(saved.settings, given.settings).items():
+        raise CheckpointError(f"{wrong}: its {key} is {given.settings[key]!r}, but the learner needs {expected!r}")
     for name in ("type", "dtype", "digest"):
         actual, expected = getattr(given, name), getattr(saved, name)
         if actual != expected:

@@ -16,7 +16,6 @@ from dulbe_peft import (
     STRATEGIES,
     ClassIncrementalLearner,
     DualModeLoraConfig,
-    LearnerArguments,
     OccupationStatistics,
     allocate_modes,
     collect_statistics,
@@ -143,4 +142,3 @@ def test_bfloat16_is_chosen_and_answers_like_float32():
 def test_unknown_accelerator_is_refused_with_its_name():
     with pytest.raises(ValueError, match=f"only the accelerator '{ACCELERATOR.type}'"):
         tiny_learner("frozen", device="xpu" if ACCELERATOR.type != "xpu" else "cuda")
-    assert LearnerArguments(device="auto").device == "auto"
