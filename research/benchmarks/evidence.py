@@ -168,21 +168,20 @@ def gaps(results: Path, classifiers: str) -> list[list[str]]:
 
 
 def pays(results: Path, files: str, method: str, classifier: str) -> str:
-    """Return the sentence on how training a method with its defaults changes accuracy, over all streams of `files`."""
-    found = [compared(results, file) for file in files.split(";")]
-    rows = [row for one in found for row in one.values() if row["method"] == method]
-    streams = sum(len({stream for stream, *_ in one}) for one in found)
-    measured = sum(len({stream for (stream, *_), row in one.items() if row["retention"]}) for one in found)
+    """Return sentences on how training a method with its defaults changes accuracy, over all streams of `files`."""
+    comparisons = [compared(results, file) for file in files.split(";")]
+    rows = [row for by_row in comparisons for row in by_row.values() if row["method"] == method]
+    streams = sum(len({stream for stream, *_ in by_row}) for by_row in comparisons)
+    measured = sum(len({stream for (stream, *_), row in by_row.items() if row["retention"]}) for by_row in comparisons)
     gains = [[row["gain"] for row in rows if row["classifier"] == name] for name in (classifier, DEFAULT)]
     kept = [str(float(row["retention"]) - float(row["retention_before"])) for row in rows if row["retention"]]
     text, default, known = (
         f"{signed(min(each, key=float))} to {signed(max(each, key=float))}" for each in [*gains, kept]
     )
-    fewer = f"; the last figure on {measured} of them" if measured < streams else ""
     return (
-        f"With its defaults, on our small models, {method} changes the accuracy of the classifier `{classifier}` by "
-        f"{text} points,\nthat of `{DEFAULT}`, the default, by {default}, and the zero-shot accuracy on classes "
-        f"that are never learned by {known} (over {streams} streams{fewer})."
+        f"With its defaults, on our small models ({streams} streams), {method} changes the accuracy of `{classifier}` "
+        f"by {text} points, and\nthat of `{DEFAULT}`, the default classifier, by {default}. The zero-shot accuracy on "
+        f"classes that are never learned changes by {known} ({measured} streams)."
     )
 
 

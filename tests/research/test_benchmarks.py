@@ -138,12 +138,13 @@ def test_readme_sentence_on_training_follows_from_the_comparisons(tmp_path):
             for name, gain in zip(("text", "bayes"), pair, strict=True)
         ]
         (tmp_path / f"comparisons/{file}.csv").write_text(head + "".join(rows))
-    said = evidence.pays(tmp_path, "a;b", "DuLBE", "text")
-    assert "`text` by −2.0 to +5.1 points" in said and "by −1.2 to +0.1, and" in said
-    assert "by −4.0 to −3.0 (over 3 streams)" in said
+    sentences = evidence.pays(tmp_path, "a;b", "DuLBE", "text")
+    assert "(3 streams), DuLBE changes" in sentences and "`text` by −2.0 to +5.1 points" in sentences
+    assert "by −1.2 to +0.1. The" in sentences and "by −4.0 to −3.0 (3 streams)" in sentences
     head_and_row = head + "s,DuLBE,text,auto,0.01,,\ns,DuLBE,bayes,auto,0,,\n"
     (tmp_path / "comparisons/c.csv").write_text(head_and_row)
-    assert "(over 4 streams; the last figure on 3 of them)" in evidence.pays(tmp_path, "a;b;c", "DuLBE", "text")
+    sentences = evidence.pays(tmp_path, "a;b;c", "DuLBE", "text")
+    assert "(4 streams), DuLBE changes" in sentences and "by −4.0 to −3.0 (3 streams)" in sentences
     assert "<!-- table: pays " in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
