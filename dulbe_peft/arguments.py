@@ -157,7 +157,7 @@ class LearnerArguments:
         "in every epoch. Classifiers that keep sums also learn views of each image.",
     )
     copies: Annotated[int, Ge(0), Le(1000)] = setting(
-        3, "Views that classifiers learn in addition to each image with augment; each counts 1 / (1 + copies)."
+        3, "Number of views that classifiers learn besides each image, with augment; all count 1 / (1 + copies)."
     )
     text_embeds: Literal["current", "at_introduction"] = setting(
         "current",
@@ -170,7 +170,9 @@ class LearnerArguments:
         "fixed ridge.",
     )
     seed: Annotated[int, Ge(0), Le(2**63 - 1)] = setting(0, "Seed for the initial weights and the order of images.")
-    num_workers: Annotated[int, Ge(0), Le(1000)] = setting(0, "Processes that read images; 0: the main one.")
+    num_workers: Annotated[int, Ge(0), Le(1000)] = setting(
+        0, "Processes that read images. 0: the main process reads them."
+    )
     pixel_cache_mb: Annotated[int, Ge(0)] = setting(1024, "Keep at most this many MiB of preprocessed images.")
     device: str = setting("auto", "auto, cpu, or the type of an accelerator, such as cuda.")
     precision: Literal["auto", "float32", "bfloat16", "int8"] = setting(

@@ -125,7 +125,7 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
 
     @torch.no_grad()
     def _columns(self, X: Any, answer: str, absent: float) -> np.ndarray:
-        """Call the classifier's method `answer`, and order its columns as `classes_`; other classes are `absent`."""
+        """Call the classifier's method `answer`. Columns follow `classes_`; classes without features get `absent`."""
         check_is_fitted(self)
         X = validate_data(self, X, reset=False, dtype=DTYPES)
         learned = getattr(self.classifier_, answer)(X).double().cpu().numpy()

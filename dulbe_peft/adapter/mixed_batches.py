@@ -21,7 +21,7 @@ Rows = Sequence[str] | Mapping[str, Sequence[str]]
 
 @contextmanager
 def rows_with_adapters(tuner: BaseTuner, names: Rows) -> Iterator[None]:
-    """Apply to each row the adapter that is named for it: one list of names, or one for each of `INPUTS`."""
+    """Apply to each row the adapter that `names` gives it: a list of names, or one list for each of `INPUTS`."""
     rows = names if isinstance(names, Mapping) else dict.fromkeys(INPUTS, names)
     if set(rows) != set(INPUTS):
         raise ValueError(f"adapter_names must be a list, or a mapping with the keys {INPUTS}, got {list(rows)}")

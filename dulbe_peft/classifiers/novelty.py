@@ -9,8 +9,8 @@ texts that describe the classes well recognise unknown classes best, and otherwi
 The weights are Fisher's, with w >= 0: a least-squares fit of -1 to the images of each task as if they had not been
 learned, and of 1 to the same images as if their classes had not been learned. The sums are exact, so both cases are
 computed from sums without a tenth of the images, or of the classes, at a time. Images of one class are similar, so all
-images of a class count as one observation. A prior counts as another one. With few classes, it keeps the weights equal
-in units of a standard deviation.
+images of a class count as one observation. A prior counts as a further observation. With few classes, the prior keeps
+the weights equal in units of a standard deviation.
 
 Reference:
     Hendrycks and Gimpel, "A Baseline for Detecting Misclassified and Out-of-Distribution Examples in Neural Networks",
@@ -42,8 +42,8 @@ NEEDED = {"sums", "counts", "scatter", "freedom"}  # buffers, as in `ClassSums`
 MOST_JUDGED = 1000  # left-out images per task
 PARTS = 10  # parts into which images, or classes, are divided to be left out
 SURE = 6.0  # limit of the log-odds, either way; few tasks have enough images to support larger ones
-# The prior weight, which belongs to a sign that separates known from unknown by half a standard deviation. This
-# much is also assumed of the evidence if no class has two images.
+# The prior weight: that of a sign in which known and unknown images differ by half a standard deviation. If no class
+# has two images, the evidence of known images is assumed to be lower by this much.
 USUAL = 0.25
 SIGNS = ("known", "unknown", "products")
 
@@ -62,8 +62,8 @@ def sums_of(classifier: GrowingState) -> Sums | None:
             texts = classifier.logit_scale * texts.to(means) if bool(texts.any(dim=1).all()) else None
         return Sums(means, counts, scatter, int(kept["freedom"]), texts)
 
-    found: Sums = classifier.derived("sums of novelty", make)
-    return found
+    sums: Sums = classifier.derived("sums of novelty", make)
+    return sums
 
 
 def novelty(classifier: GrowingState, images: Tensor, scores: Tensor) -> Tensor:
@@ -71,8 +71,8 @@ def novelty(classifier: GrowingState, images: Tensor, scores: Tensor) -> Tensor:
     sums = sums_of(classifier)
     assert sums is not None
     evidence: Evidence = classifier.derived("evidence", lambda: Evidence(sums))
-    found = signs(evidence(images), scores.to(sums.means), by_text(images, sums))
-    return found @ weights_of(classifier.novelty_tasks).to(found)
+    values = signs(evidence(images), scores.to(sums.means), by_text(images, sums))
+    return values @ weights_of(classifier.novelty_tasks).to(values)
 
 
 def by_text(images: Tensor, sums: Sums) -> Tensor | None:
@@ -100,7 +100,7 @@ def weights_of(tasks: Sequence[TaskNovelty]) -> Tensor:
     each = [np.average([getattr(task, name) for task in tasks], axis=0, weights=fades) for name in SIGNS]
     known, unknown, products = (torch.from_numpy(part) for part in each)
     products, number = products.reshape(3, 3), float(fades.sum())
-    used, found = products.diagonal() > 1e-18, torch.zeros(3, dtype=torch.float64)
+    used, weights = products.diagonal() > 1e-18, torch.zeros(3, dtype=torch.float64)
     spread = products.diagonal().sqrt().clamp_min(1)  # in nats; a difference below one nat means nothing
     while used.any():
         scale = spread[used]
@@ -108,10 +108,10 @@ def weights_of(tasks: Sequence[TaskNovelty]) -> Tensor:
         target = number * (unknown - known)[used] / 2 / scale + USUAL
         solved = torch.linalg.solve(alike + torch.eye(len(scale)).to(alike), target)
         if (solved >= 0).all():
-            found[used] = solved / scale
+            weights[used] = solved / scale
             break
         used[used.nonzero()[solved < 0, 0]] = False
-    return found
+    return weights
 
 
 def judged(
@@ -121,7 +121,7 @@ def judged(
     left_out: Callable[[Tensor, Tensor], Tensor | None],
     temperature: float,
 ) -> tuple[TaskNovelty, ...]:
-    """Return the tasks' records with one more, from learned images, (n, d), or as before if that is impossible.
+    """Return the records of the tasks, with one added for learned `images`, (n, d), if it can be computed.
 
     `labels` index all classes; `left_out` and `temperature` are the classifier's. If no class has two images, only
     classes can be left out. Evidence and nearest text then get weights, and the novelties of known images stay empty.
@@ -133,19 +133,19 @@ def judged(
     several = sums.counts[labels] > 1
     rows = (several if several.any() else ~several).nonzero()[:, 0]
     rows = rows[ranking(images[rows]).argsort()][:: -(-len(rows) // MOST_JUDGED)]
-    chosen, own = images[rows], labels[rows]
-    parts = parted(own, len(sums.counts))
+    chosen, row_labels = images[rows], labels[rows]
+    parts = parted(row_labels, len(sums.counts))
     try:
-        unknown = classes_out(sums, images, labels, chosen, own, parts)
-        known = images_out(sums, chosen, own) if several.any() else None
+        unknown = classes_out(sums, images, labels, chosen, row_labels, parts)
+        known = images_out(sums, chosen, row_labels) if several.any() else None
     except torch.linalg.LinAlgError:  # with views or mapped features, the sums do not contain these images exactly
         return before
-    texts, shares = by_text(chosen, sums), class_shares(own, labels)
-    scores = None if known is None else left_out(chosen, own)
-    scores = torch.zeros(len(own), len(sums.counts)).to(unknown) if scores is None else scores.to(unknown)
-    # An image whose class is left out has fewer classes to be near to. For a fair comparison, as many other classes
-    # are left out when its class stays.
-    place = parts[own][:, None]
+    texts, shares = by_text(chosen, sums), class_shares(row_labels, labels)
+    scores = None if known is None else left_out(chosen, row_labels)
+    scores = torch.zeros(len(row_labels), len(sums.counts)).to(unknown) if scores is None else scores.to(unknown)
+    # An image whose class is left out can be near to fewer classes. For a fair comparison, the same number of other
+    # classes is left out when the image's own class stays.
+    place = parts[row_labels][:, None]
     here, number = parts == place, int(parts.max()) + 1
     other = parts == (place + 1) % number if number > 1 else here.roll(1, dims=1)
     if known is None:
@@ -156,21 +156,21 @@ def judged(
         )
         for evidence, gone in ((known, other), (unknown, here))
     ]
-    means, weights = [shares @ found / shares.sum() for found in both], torch.cat([shares, shares])[:, None]
+    means, weights = [shares @ values / shares.sum() for values in both], torch.cat([shares, shares])[:, None]
     away = torch.cat(both) - sum(means) / 2
     products = (weights * away).T @ away / weights.sum()
-    said = {name: tuple(part.flatten().tolist()) for name, part in zip(SIGNS, (*means, products), strict=True)}
-    task = TaskNovelty(images=len(rows), classes=len(own.unique()), **said)  # type: ignore[arg-type]
+    fields = {name: tuple(part.flatten().tolist()) for name, part in zip(SIGNS, (*means, products), strict=True)}
+    task = TaskNovelty(images=len(rows), classes=len(row_labels.unique()), **fields)  # type: ignore[arg-type]
     if several.any():
         weights = weights_of((*before, task)).to(unknown)
-        found, others = (evenly(each @ weights, shares) for each in both)
-        area = (others[:, None] > found).double().mean() + (others[:, None] == found).double().mean() / 2
-        task = task.model_copy(update={"novelties": tuple(found.tolist()), "area": float(area)})
+        known, unknown = (evenly(each @ weights, shares) for each in both)
+        area = (unknown[:, None] > known).double().mean() + (unknown[:, None] == known).double().mean() / 2
+        task = task.model_copy(update={"novelties": tuple(known.tolist()), "area": float(area)})
     return (*before, task)[-KEPT:]
 
 
 def without(scores: Tensor, gone: Tensor) -> Tensor:
-    """Return scores, (n, C), that are -inf for the `gone` classes, except for images of which all classes are gone."""
+    """Return scores, (n, C), that are -inf for the `gone` classes, except in rows where all classes are gone."""
     return scores.where(~gone | gone.all(dim=1, keepdim=True), torch.tensor(-torch.inf).to(scores))
 
 
@@ -182,29 +182,29 @@ def parted(labels: Tensor, number: int) -> Tensor:
     return parts
 
 
-def classes_out(sums: Sums, images: Tensor, labels: Tensor, rows: Tensor, own: Tensor, parts: Tensor) -> Tensor:
+def classes_out(sums: Sums, images: Tensor, labels: Tensor, rows: Tensor, row_labels: Tensor, parts: Tensor) -> Tensor:
     """Return the evidence, (n,), of `rows`, (n, d), as if the classes of each row's part had not been learned.
 
-    `images` and `labels` are all of the task's; `own`, (n,), are the classes of `rows`.
+    `images` and `labels` are all of the task's; `row_labels`, (n,), are the classes of `rows`.
     """
-    found = torch.zeros(len(rows)).to(rows)
+    evidence = torch.zeros(len(rows)).to(rows)
     for part in range(int(parts.max()) + 1):
         classes = (parts == part).nonzero()[:, 0]
-        of_part, here = torch.isin(labels, classes), torch.isin(own, classes)
-        found[here] = Evidence(sums.without(images[of_part], labels[of_part], classes))(rows[here])
-    return found
+        of_part, here = torch.isin(labels, classes), torch.isin(row_labels, classes)
+        evidence[here] = Evidence(sums.without(images[of_part], labels[of_part], classes))(rows[here])
+    return evidence
 
 
-def images_out(sums: Sums, rows: Tensor, own: Tensor) -> Tensor:
-    """Return the evidence, (n,), of learned `rows`, (n, d), as if a tenth of them, with the row, had not been learned.
+def images_out(sums: Sums, rows: Tensor, row_labels: Tensor) -> Tensor:
+    """Return the evidence, (n,), of learned `rows`, (n, d), each as if its tenth of the rows had not been learned.
 
     Images are left out such that each class keeps at least one.
     """
-    found, order = torch.zeros(len(rows)).to(rows), own.argsort(stable=True)
+    evidence, order = torch.zeros(len(rows)).to(rows), row_labels.argsort(stable=True)
     for part in range(min(PARTS, len(rows))):
         here = order[part :: min(PARTS, len(rows))]
-        found[here] = Evidence(sums.without(rows[here], own[here]))(rows[here])
-    return found
+        evidence[here] = Evidence(sums.without(rows[here], row_labels[here]))(rows[here])
+    return evidence
 
 
 def novelty_threshold(tasks: Sequence[TaskNovelty], share: float) -> float:
@@ -217,5 +217,5 @@ def novelty_threshold(tasks: Sequence[TaskNovelty], share: float) -> float:
 
 def roc_area(tasks: Sequence[TaskNovelty]) -> float | None:
     """Return the mean of the tasks' ROC areas, with larger weights for newer tasks, or None if there is none."""
-    found = [(FADING**age * task.images, task.area) for age, task in enumerate(tasks[::-1]) if task.area is not None]
-    return float(np.average([area for _, area in found], weights=[weight for weight, _ in found])) if found else None
+    areas = [(FADING**age * task.images, task.area) for age, task in enumerate(tasks[::-1]) if task.area is not None]
+    return float(np.average([area for _, area in areas], weights=[weight for weight, _ in areas])) if areas else None

@@ -15,7 +15,7 @@ from torch import Tensor
 from dulbe_peft.classifiers.ridge import RidgeRegression
 from dulbe_peft.utils.settings import Positive
 
-MOST_FEATURES = 50_000  # for which G takes 9.3 GiB
+MOST_FEATURES = 50_000  # G then takes 9.3 GiB
 
 
 def random_ridge(z: torch.Tensor, projection: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from dulbe_peft.classifiers.calibration import FOLDS
 from dulbe_peft.sklearn import FeatureClassifier
 
 SWAPPED = 0.05  # share of the labels that one trial swaps
-TRIALS, ENOUGH = 5, 60  # trials are repeated at most 5 times, until 60 labels have been swapped
+TRIALS, ENOUGH = 5, 60  # at most 5 trials, fewer if 60 labels have been swapped before
 
 
 class Trial(NamedTuple):

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Score(Record):
-    """The accuracy of a classifier after a task, overall and per task, and its number of right answers per class."""
+    """The accuracy of a classifier after a task, overall and per task, and its correct predictions per class."""
 
     accuracy: Fraction
     by_task: list[Fraction | None]
@@ -90,7 +90,7 @@ Timings, Sources = Entries[Timing], Entries[Details]  # contents of `timings.jso
 
 
 def known_tasks(learner: StreamLearner) -> list[FinishedTask]:
-    """Return a record of each of a learner's tasks, with measurements if it comes from a run.
+    """Return a record of each task of a learner, with measurements if the learner comes from a run.
 
     If classes were merged or forgotten since the run, the old measurements are dropped.
     """
@@ -118,7 +118,7 @@ def renamed_classes(updates: Sequence[Update]) -> dict[str, str]:
 def read_finished(folder: Path, names: Sequence[Sequence[str]]) -> list[FinishedTask]:
     """Read the records of the tasks `names` from a task's folder, the folders before it, and the run's files.
 
-    What a removed folder recorded is unknown.
+    The records of a removed folder are left empty.
     """
     tasks = [FinishedTask(class_names=list(task)) for task in names]
     left, here = len(names), folder

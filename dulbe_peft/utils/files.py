@@ -156,7 +156,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
         if path.exists() and not path.is_file():  # a pipe or a device
             yield path
             return
-        # A name of the greatest length would leave no room for the mark.
+        # A name of the maximum length would leave no room for the mark.
         with temporary_folder(path.with_name(path.name[:50])) as folder:
             temporary = folder / path.name
             temporary.touch()

@@ -146,7 +146,7 @@ def _foreign_files(folder: Path, kind: str) -> list[Path]:
 
 
 def _keep(source: Path, target: Path) -> None:
-    """Put a file that this library did not write into the folder that is about to replace its folder."""
+    """Link or copy a user's file from a folder into the folder that is about to replace it."""
     if target.name == MODEL_CARD:
         target.unlink(missing_ok=True)
     elif target.exists():

@@ -40,7 +40,7 @@ def one_thread() -> Iterator[None]:
 def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[Any]:
     """Return a context that disables autocast on the device of `tensor`, so that products keep their precision."""
     kind = tensor.device.type
-    # torch.compile of torch 2.11 cannot trace this question. All devices that it compiles for have autocast.
+    # torch.compile of torch 2.11 cannot trace this call. All devices that it compiles for have autocast.
     available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
     return torch.autocast(kind, enabled=False) if available else nullcontext()
 

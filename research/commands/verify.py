@@ -20,10 +20,10 @@ def verify(
     level: Literal["0", "1", "2"] | None = setting(
         None, "0: one photograph; 1: zero-shot; 2: classifiers of a frozen model (default: 0)"
     ),
-    data: str | None = setting(None, "run the checks of one data set, of all levels unless --level is given"),
+    data: str | None = setting(None, "run the checks of one data set, at all levels unless --level is given"),
     listed: bool = setting(False, "list the checks, and measure nothing", flag="--list"),
-    checks: File | None = setting(None, "your checks instead of the project's, of all levels"),
-    splits: File | None = setting(None, "the split file of --data, if programs must not download it"),
+    checks: File | None = setting(None, "run your own checks, at all levels, instead of the project's"),
+    splits: File | None = setting(None, "the split file of --data, if you must download it yourself"),
     images: Folder | None = setting(None, "the images of --data, if you have them already"),
     output: File = setting("verify.json", "results, versions and hardware"),
     device: str = setting("auto", "auto, cpu or an accelerator's type"),

@@ -77,7 +77,7 @@ class Cell:
     seed: int
     settings: dict[str, Any]
     folder: str
-    # A data set with classes that are never learned, or None; then scales of the update.
+    # A data set of classes that are never learned, or None, followed by the scales of the update to test it with.
     retention: tuple[Any, ...] = (None,)
 
 

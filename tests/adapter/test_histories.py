@@ -19,7 +19,8 @@ def nbytes(layer):
 def native(clip, folder):
     """Return features after loading with transformers, which reads the ranks from the configuration.
 
-    It keeps tensors where they lie in the file, and some processors round differently by a tensor's address.
+    transformers leaves tensors where they lie in the mapped file, and on some processors rounding depends on a
+    tensor's address.
     """
     clip.load_adapter(str(folder))
     with torch.no_grad():

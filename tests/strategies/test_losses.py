@@ -164,7 +164,7 @@ def test_zscl_averages_the_adapter_over_its_steps(references, monkeypatch):
     assert len(steps) == 3
     ups = [parameter for name, parameter in learner.model.named_parameters() if parameter.requires_grad]
     places = {tensor.data_ptr(): place for place, tensor in enumerate(ended)}
-    assert {parameter.data_ptr() for parameter in ups} <= set(places)  # those of both towers; the bases are there, too
+    assert {parameter.data_ptr() for parameter in ups} <= set(places)  # the means also hold the bases
     for layer in learner.model.dual_mode_layers().values():
         place = places[layer.dulbe_shared_B["default"].data_ptr()]
         mean = sum(step[place].double() for step in steps) / 4  # the initial value, 0, also counts

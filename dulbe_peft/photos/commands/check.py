@@ -60,7 +60,7 @@ def check(
     data: str = setting(..., "images, as for run", place=True),
     page: Page | None = setting(None, "write a page with pictures"),
     csv: File | None = setting(None, "write a table: split, path, finding, detail; - is standard output"),
-    move_to: Folder | None = setting(None, "move the files of the table here, except those that are left out"),
+    move_to: Folder | None = setting(None, "move the files of the table here, except those listed as left out"),
     check_labels: bool = setting(False, "list images that look like another class; needs --model"),
     model: str | None = setting(None, "model for --check-labels, as for run"),
     device: str = setting("auto", "device of that model"),

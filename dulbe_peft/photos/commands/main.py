@@ -73,7 +73,8 @@ class Commands(click.Group):
             return None
         name = cmd_name.replace("-", "_")
         command: click.Command = getattr(import_module(f"{self.package}.{name}"), name)
-        command.name, command.help = cmd_name, self.lines[cmd_name].capitalize() + "."
+        line = self.lines[cmd_name]
+        command.name, command.help = cmd_name, line[0].upper() + line[1:] + "."
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

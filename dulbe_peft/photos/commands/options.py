@@ -182,12 +182,12 @@ def learner_options(optional: bool = False, choose: bool = False, encodes: bool 
     """Give a command the parameters LEARNER, --model and the machine's settings, and `load`, which loads the learner.
 
     Args:
-        optional: whether LEARNER may be omitted, so that --model names an untrained model.
+        optional: whether LEARNER may be omitted, so that --model names a model that has learned no classes.
         choose: whether the command has --classifier.
         encodes: whether the command encodes images, and has settings for that.
     """
     names = (*_MACHINE, *_ENCODING) if encodes else _MACHINE
-    alone = "; without LEARNER, an untrained model" if optional else ""
+    alone = "; without LEARNER, the model to use" if optional else ""
     text = "a saved learner: a run's folder, one of its tasks, or a Hub id"
     given = {"learner": setting(None if optional else ..., text, place=True)}
     given["model"] = setting(None, f"the base model, if it was moved{alone}")

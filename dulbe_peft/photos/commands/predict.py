@@ -6,11 +6,11 @@
 
 Folders are read recursively. An unreadable file is reported on standard error and skipped.
 Predictions are printed as they come; files are written at the end. If the command is stopped, repeat
-it: the feature store has the images encoded so far. Novelty says how unlike all learned images an
-image is. With --reject 0.05, an image is "none of these" if its novelty exceeds that of 95 % of the
-training images, each measured while left out. `dulbe-peft evaluate --reject` measures how many images
-of known classes are rejected. With --coverage 0.95, each image gets a set of classes, which contains
-the correct one for 95 of 100 images of known classes.
+it: the feature store has the images encoded so far. Novelty says how different an image is from all
+learned images. With --reject 0.05, an image is "none of these" if its novelty exceeds that of 95 % of
+the training images, each measured as if it had not been learned. `dulbe-peft evaluate --reject`
+measures how many images of known classes are rejected. With --coverage 0.95, each image gets a set of
+classes, which contains the correct one for 95 of 100 images of known classes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def predict(
     exiftool: File | None = setting(None, "write keywords below `dulbe` for `exiftool -csv+=FILE`"),
     sort_into: Folder | None = setting(None, "copy each image into a folder of its class; replaces no file"),
     reject: Share | None = setting(None, 'allow "none of these", with this share of false alarms'),
-    coverage: Share | None = setting(None, "give sets of classes that contain the correct one this often"),
+    coverage: Share | None = setting(None, "give sets of classes that contain the correct one with this probability"),
     overwrite: bool = OVERWRITE,
 ) -> int:
     if coverage is not None and top_k != 1:

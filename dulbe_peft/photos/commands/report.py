@@ -17,7 +17,7 @@ from dulbe_peft.utils.settings import setting
 @command()
 def report(
     runs: tuple[str, ...] = setting(..., "folders that run wrote, or a table of predict --csv", place=True),
-    output: Page | None = setting(None, "the page (default: report.html in the folder, or here for several)"),
+    output: Page | None = setting(None, "the page (default: report.html in the run's folder; here for several runs)"),
     csv: File | None = setting(None, "also write the table of results with all digits"),
     latex: File | None = setting(None, "also write the table of results for LaTeX"),
     overwrite: bool = OVERWRITE,

@@ -55,7 +55,7 @@ def write_pictures(
 
 
 def choose_examples(rows: Sequence[ImageResult]) -> dict[str, list[ImageResult]]:
-    """Choose the most confident mistakes of the first classifier, in this order, and a few images of each class."""
+    """Choose the mistakes of the first classifier, most confident first, and a few images of each class."""
     classes: dict[str, list[ImageResult]] = {}
     for row in rows:
         classes.setdefault(row.true, []).append(row)

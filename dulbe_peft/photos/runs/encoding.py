@@ -57,7 +57,7 @@ def _encode(load: OncePerProcess[ClassIncrementalLearner], images: LabelledImage
 
 
 def _subset(part: LabelledImages, positions: np.ndarray) -> LabelledImages:
-    """Return the images at `positions` of the source; a list is cut down to them, so that workers are sent little."""
+    """Return the images at `positions` of the source. A list is cut down to them, so that less is sent to workers."""
     images = copy.copy(part)
     images.indices, images.labels, images._contents = positions, part._own_labels[positions], {}
     if isinstance(part.source, list):

@@ -23,7 +23,7 @@ class StreamArguments:
 
     model: str = setting("", "Dual encoder such as CLIP or SigLIP: a folder or a Hub id. Required.")
     data: str = setting(
-        "", "Images: a folder with train/class/*.jpg, class/*.jpg or parquet files, or hf:NAME. This or --labels."
+        "", "Images: a folder with train/class/*.jpg, class/*.jpg or parquet files, or hf:NAME. Or use --labels."
     )
     output: str = setting("", "Folder for checkpoints and results. Required.")
     strategy: str = setting(
@@ -33,10 +33,10 @@ class StreamArguments:
         None, "Classifiers, such as bridge,ranpac:features=4000. By default, the strategy chooses."
     )
     increment: AtLeastOne | None = setting(None, "Classes per task. By default, one task has all new classes.")
-    initial_increment: AtLeastOne | None = setting(None, "Classes of the first task, if it has a different number.")
+    initial_increment: AtLeastOne | None = setting(None, "Number of classes in the first task, if it differs.")
     train_split: str = setting("train", "Name of the training split.")
     test_split: str = setting("test", "Name of the test split, or none.")
-    test_fraction: Part | None = setting(None, "Share of images to hold out without a test split.")
+    test_fraction: Part | None = setting(None, "Share of images to hold out if there is no test split.")
     test_data: str | None = setting(None, "Separate test images, given as for --data.")
     leave_out: list[str] | None = setting(None, "Classes, or folders such as cat/old, to leave out.")
     validation_fraction: Part | None = setting(
@@ -65,9 +65,7 @@ class StreamArguments:
         None, "Seed of a random class order (1993 in the paper). By default, the order is that of the data."
     )
     revision: str | None = setting(None, "Revision of a model on the Hub.")
-    attn_implementation: str | None = setting(
-        None, "eager or sdpa. By default, eager on a CPU, where it is the faster one."
-    )
+    attn_implementation: str | None = setting(None, "eager or sdpa. By default, eager on a CPU, where it is faster.")
     store: bool = setting(True, "Store the features of images and reuse them, if nothing is trained.")
     dry_run: bool = setting(False, "Print the tasks, layers, parameters and memory of the run, and exit.")
 

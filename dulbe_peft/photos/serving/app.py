@@ -197,7 +197,7 @@ class App:
             labelling.sort()
 
     def undo(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Undo the last change. After a label, the labels that were learned together with it wait again."""
+        """Undo the last change. If it was a label, the labels that were learned together with it wait again."""
         if not self.changes:
             raise ValueError("there is nothing to undo")
         last = self.changes[-1]
