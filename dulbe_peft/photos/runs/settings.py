@@ -36,7 +36,7 @@ class StreamArguments:
     initial_increment: AtLeastOne | None = setting(None, "Number of classes in the first task, if it differs.")
     train_split: str = setting("train", "Name of the training split.")
     test_split: str = setting("test", "Name of the test split, or none.")
-    test_fraction: Part | None = setting(None, "Share of images to hold out if there is no test split.")
+    test_fraction: Part | None = setting(None, "Share of images to hold out as the test split.")
     test_data: str | None = setting(None, "Separate test images, given as for --data.")
     leave_out: list[str] | None = setting(None, "Classes, or folders such as cat/old, to leave out.")
     validation_fraction: Part | None = setting(

@@ -287,7 +287,7 @@ def test_help_fits_a_screen_and_help_all_shows_all_settings(capsys):
         assert main([command, "--help"]) == 0
         text = capsys.readouterr().out
         assert len(text.splitlines()) <= 60 and max(map(len, text.splitlines())) <= 120, command
-        assert about.capitalize() in " ".join(text.split())
+        assert about[0].upper() + about[1:] in " ".join(text.split())
     texts = []
     for flag in ("--help", "--help-all", "--help"):
         assert main(["run", flag]) == 0
