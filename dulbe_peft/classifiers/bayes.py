@@ -217,7 +217,7 @@ class BayesClassifier(ClassSums):
                 (USUAL_RHO if self.rho == "auto" else self.rho),
             )
             return float(kappa), float(rho), 0, omega
-        losses = self._by_temperature().amin(dim=3)
+        losses = self.derived("by temperature", self._by_temperature).amin(dim=3)
         kappas, rhos = (torch.tensor(grid).to(losses) for grid in (self._kappas, self._rhos))
         away = (kappas / usual).log()[:, None] ** 2 + (rhos / USUAL_RHO).log() ** 2
         table, number, place = torch.unravel_index((losses + away / 2).argmin(), losses.shape)
@@ -287,7 +287,7 @@ class BayesClassifier(ClassSums):
         if not float(self.judged[0]):
             return self._usual_temperatures(features, rho, [kappa])[0]
         place = self._features.index(features), self._kappas.index(kappa), self._rhos.index(rho)
-        losses = self._by_temperature()[place].tolist()
+        losses = self.derived("by temperature", self._by_temperature)[place].tolist()
         best, steps = min(range(len(losses)), key=losses.__getitem__), 0.0
         if 0 < best < len(losses) - 1:
             before, here, after = losses[best - 1 : best + 2]
@@ -301,10 +301,10 @@ class BayesClassifier(ClassSums):
         """
         fit, by_texts, common, found = self._fit(features), 0.0, 0.0, []
         if float(self.by_text[0, 0]):
-            by_texts = fit.slope(rho) / self._text_scale()
+            by_texts = fit.slope(rho) / self.derived("text scale", self._text_scale)
             common = self.derived("correlation", lambda: self._fit(0).correlation(USUAL_RHO, self._omega()))
-        for kappa in kappas or self._kappas:
-            images, texts = fit.share(kappa) * IMAGE_TEMPERATURE, (1 - fit.share(kappa)) * by_texts
+        for share in map(fit.share, kappas or self._kappas):
+            images, texts = share * IMAGE_TEMPERATURE, (1 - share) * by_texts
             found.append(math.sqrt(images**2 + texts**2 + 2 * common * images * texts))
         return found
 

@@ -112,8 +112,15 @@ def test_too_few_images_raise_an_error_that_says_how_many_are_needed():
             call()
 
 
-@pytest.mark.parametrize("each", [(10,), (3, 30)], ids=["equal", "unequal"])
-@pytest.mark.parametrize("spec", ["bayes:features=0", "lda", "bridge"])
+@pytest.mark.parametrize(
+    ("spec", "each"),
+    [
+        ("bayes:features=0", (3, 30)),
+        ("lda", (10,)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("bayes:features=0", (10,)), ("lda", (3, 30))]),
+        *(pytest.param("bridge", each, marks=pytest.mark.slow) for each in [(10,), (3, 30)]),
+    ],
+)
 def test_coverage_rejection_and_roc_area_hold_over_all_seen_classes(spec, each):
     """Means over eight streams of 20 classes, five per task. Their standard error is about one percentage point."""
     covered, refused, sizes, lost, area, estimated = [], [], [], [], [], []

@@ -173,6 +173,7 @@ for statement in (
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_import_loads_few_of_our_modules():
     done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)
