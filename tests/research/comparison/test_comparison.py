@@ -331,6 +331,7 @@ def test_method_adds_rows_for_its_classifier(content, tmp_path):
     assert [row.drift for row in plan.rows_of("DuLBE")] == ["none", "linear"]
 
 
+@pytest.mark.slow
 def test_method_with_augmented_views_learns_other_features(content, tmp_path):
     methods = {"plain": {"strategy": "lora"}, "views": {"strategy": "lora", "augment": "affine", "copies": 1}}
     mine = content | {"methods": methods, "classifiers": ["lda"], "drift": ["none"], "seeds": [0], "reference": None}
