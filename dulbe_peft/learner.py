@@ -282,7 +282,8 @@ class ClassIncrementalLearner:
             images: Path of a file, or of a folder of any depth; a PIL image; a preprocessed float tensor,
                 (3, height, width), or a batch of them; a data set; or a list of any of these.
             top_k: Number of classes to return for each image, best first, as a list; None returns only the best one.
-            return_scores: Whether to return each class as (name, calibrated probability).
+            return_scores: Whether to return each class as (name, probability). A warning says if the probabilities
+                are not calibrated.
             reject: Accepted rate of false alarms, such as 0.05. An image is predicted to be of no class if its novelty
                 exceeds that of all but this share of held-out training images; the prediction is then None, or an
                 empty list with `top_k`. The rate is not guaranteed if the model itself was trained.
@@ -303,6 +304,8 @@ class ClassIncrementalLearner:
         if top_k is not None and coverage is not None:
             raise ValueError(f"top_k is {top_k} and coverage is {coverage}: pass only one of them")
         rows = self.predictions(images, 1 if top_k is None else top_k, reject, coverage, return_novelty)
+        if return_scores:
+            preparing.warn_of_probabilities(self.classifier)
         several = top_k is not None or coverage is not None
         answers = [row.answer(number, return_scores, several) for number, row in enumerate(rows)]
         return (answers, [row.novelty for row in rows]) if return_novelty else answers
