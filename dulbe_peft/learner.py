@@ -286,9 +286,9 @@ class ClassIncrementalLearner:
                 are not calibrated.
             reject: Accepted rate of false alarms, such as 0.05. An image is predicted to be of no class if its novelty
                 exceeds that of all but this share of held-out training images; the prediction is then None, or an
-                empty list with `top_k`. The rate is not guaranteed if the model itself was trained.
+                empty list with `top_k`. The rate is approximate, and does not hold if the model was trained.
             coverage: Probability, such as 0.95, with which the returned set of classes contains the right one, see
-                `Classifier.prediction_sets`. It is guaranteed under the same condition as `reject`, and cannot be
+                `Classifier.prediction_sets`. It holds under the same conditions as `reject`, and cannot be
                 combined with `top_k`.
             return_novelty: Whether to return a pair: the predictions, and for each image a float that says how unlike
                 all learned images it is, see `Classifier.novelty`.
@@ -361,8 +361,7 @@ class ClassIncrementalLearner:
 
         The estimate is computed and saved at the end of a task, and recomputed if the learner has changed since.
         Images of earlier tasks are included if the user's feature store has their features. `Estimate.classes` lists
-        the classes included; those with a single image are not. The estimate for a class of two images is too low,
-        because each image is judged by the other one alone.
+        the classes included; those with a single image are not. With two images per class, the estimate is less exact.
 
         Returns:
             An `Estimate` by the name of each classifier: `share`, `low` and `high` in [0, 1], where all classes have
