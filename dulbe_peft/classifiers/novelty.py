@@ -143,7 +143,6 @@ def judged(
         return before
     texts, shares = by_text(chosen, sums), class_shares(own, labels)
     scores = None if known is None else left_out(chosen, own)
-    scores = torch.zeros(len(own), len(sums.counts)).to(unknown) if scores is None else scores.to(unknown)
     # An image whose class is left out has fewer classes to be near to. For a fair comparison, as many other classes
     # are left out when its class stays.
     place = parts[own][:, None]
@@ -151,8 +150,13 @@ def judged(
     other = parts == (place + 1) % number if number > 1 else here.roll(1, dims=1)
     if known is None:
         known = unknown - unknown.std(correction=0) / 2
+    nothing = torch.zeros(len(own), 1).to(unknown)  # the same odds for all images, so that they get no weight
     both = [
-        signs(evidence, without(scores / temperature, gone), None if texts is None else without(texts, gone))
+        signs(
+            evidence,
+            nothing if scores is None else without(scores.to(unknown) / temperature, gone),
+            None if texts is None else without(texts, gone),
+        )
         for evidence, gone in ((known, other), (unknown, here))
     ]
     means, weights = [shares @ found / shares.sum() for found in both], torch.cat([shares, shares])[:, None]

@@ -217,6 +217,15 @@ def test_texts_are_used_if_every_class_has_one_image():
         classifier.refused(others, 0.05)
 
 
+@pytest.mark.parametrize("classes", [10, 13])
+def test_probabilities_get_no_weight_if_every_class_has_one_image(classes):
+    """No image can be left out, so they say nothing. 13 classes do not form ten parts of equal size."""
+    rows, labels, texts = clusters(classes * [1], 16)
+    classifier = in_tasks("bayes", rows, labels, texts, increment=classes)
+    evidence, odds, nearest = weights_of(classifier.novelty_tasks).tolist()
+    assert odds == 0 and evidence + nearest > 0
+
+
 def test_roc_area_predicts_the_area_on_unknown_classes():
     counts = [12] * 40
     rows, labels, texts = clusters(counts, 16, spread=0.6)
