@@ -305,7 +305,7 @@ class ClassIncrementalLearner:
             raise ValueError(f"top_k is {top_k} and coverage is {coverage}: pass only one of them")
         rows = self.predictions(images, 1 if top_k is None else top_k, reject, coverage, return_novelty)
         if return_scores:
-            preparing.warn_of_probabilities(self.classifier)
+            self.classifier.warn_if_uncalibrated()
         several = top_k is not None or coverage is not None
         answers = [row.answer(number, return_scores, several) for number, row in enumerate(rows)]
         return (answers, [row.novelty for row in rows]) if return_novelty else answers

@@ -12,6 +12,7 @@ A classifier defines only its rule:
 It works on the image and text features of any model, and needs neither peft nor transformers.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -411,6 +412,15 @@ class Classifier(CorrectedState):
     def calibrated(self) -> bool:
         """Whether images that the scores had not learned determined `temperature`; True for a single class."""
         return bool(self.calibration) or len(self._class_names) < 2
+
+    def warn_if_uncalibrated(self) -> None:
+        """Warn that the probabilities can be far off if `calibrated` is False."""
+        if not self.calibrated:
+            warnings.warn(
+                f"no class had two images when it was learned, so the probabilities of the {self.name!r} classifier "
+                "are not calibrated and can be far off: learn two images of each class",
+                stacklevel=3,
+            )
 
     @property
     def temperature(self) -> float:

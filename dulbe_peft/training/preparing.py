@@ -63,16 +63,6 @@ def warn_of_promises(state: LearnerState) -> None:
         )
 
 
-def warn_of_probabilities(classifier: Classifier) -> None:
-    """Warn that probabilities are not calibrated if no image could be left out."""
-    if not classifier.calibrated:
-        warnings.warn(
-            f"no class had two images when it was learned, so the probabilities of the {classifier.name!r} classifier "
-            "are not calibrated and can be far off: learn two images of each class",
-            stacklevel=3,
-        )
-
-
 def checked_task(
     state: LearnerState,
     encoder: Encoder,
