@@ -282,12 +282,13 @@ class ClassIncrementalLearner:
             images: Path of a file, or of a folder of any depth; a PIL image; a preprocessed float tensor,
                 (3, height, width), or a batch of them; a data set; or a list of any of these.
             top_k: Number of classes to return for each image, best first, as a list; None returns only the best one.
-            return_scores: Whether to return each class as (name, calibrated probability).
+            return_scores: Whether to return each class as (name, probability). A warning says if the probabilities
+                are not calibrated.
             reject: Accepted rate of false alarms, such as 0.05. An image is predicted to be of no class if its novelty
                 exceeds that of all but this share of held-out training images; the prediction is then None, or an
-                empty list with `top_k`. The rate is not guaranteed if the model itself was trained.
+                empty list with `top_k`. The rate is approximate, and does not hold if the model was trained.
             coverage: Probability, such as 0.95, with which the returned set of classes contains the right one, see
-                `Classifier.prediction_sets`. It is guaranteed under the same condition as `reject`, and cannot be
+                `Classifier.prediction_sets`. It holds under the same conditions as `reject`, and cannot be
                 combined with `top_k`.
             return_novelty: Whether to return a pair: the predictions, and for each image a float that says how unlike
                 all learned images it is, see `Classifier.novelty`.
@@ -303,6 +304,8 @@ class ClassIncrementalLearner:
         if top_k is not None and coverage is not None:
             raise ValueError(f"top_k is {top_k} and coverage is {coverage}: pass only one of them")
         rows = self.predictions(images, 1 if top_k is None else top_k, reject, coverage, return_novelty)
+        if return_scores:
+            self.classifier.warn_if_uncalibrated()
         several = top_k is not None or coverage is not None
         answers = [row.answer(number, return_scores, several) for number, row in enumerate(rows)]
         return (answers, [row.novelty for row in rows]) if return_novelty else answers
@@ -358,8 +361,7 @@ class ClassIncrementalLearner:
 
         The estimate is computed and saved at the end of a task, and recomputed if the learner has changed since.
         Images of earlier tasks are included if the user's feature store has their features. `Estimate.classes` lists
-        the classes included; those with a single image are not. The estimate for a class of two images is too low,
-        because each image is judged by the other one alone.
+        the classes included; those with a single image are not. With two images per class, the estimate is less exact.
 
         Returns:
             An `Estimate` by the name of each classifier: `share`, `low` and `high` in [0, 1], where all classes have

@@ -79,8 +79,10 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
         return scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Return calibrated probabilities, (n, classes), in the order of `classes_`."""
-        return self._columns(X, "probabilities", 0.0)
+        """Return the probabilities, (n, classes), in the order of `classes_`; warn if they are not calibrated."""
+        columns = self._columns(X, "probabilities", 0.0)
+        self.classifier_.warn_if_uncalibrated()
+        return columns
 
     def predict(self, X: Any) -> np.ndarray:
         """Return the most likely label of each image, (n,)."""
@@ -192,7 +194,7 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
         return self.features_.predict(self._embeds(images))
 
     def predict_proba(self, images: Any) -> np.ndarray:
-        """Return calibrated probabilities, (n, classes), in the order of `classes_`."""
+        """Return the probabilities, (n, classes), in the order of `classes_`; warn if they are not calibrated."""
         check_is_fitted(self)
         return self.features_.predict_proba(self._embeds(images))
 

@@ -55,7 +55,7 @@ def made_comparison(names=("4 images", "16 images"), method="DuLBE", classifier=
     choices = {method: {"learning_rate": [1e-4, 1e-3]}}
     rows = (REFERENCE, best, other, moved)
     scope = Plan(streams=streams, methods=methods, choices=choices, rows=rows, seeds=(0, 1, 2), reference=REFERENCE)
-    return Comparison(entries=entries, scope=scope)
+    return Comparison(entries=entries, scope=scope, gains={names[0]: CLEAR, names[1]: UNCLEAR})
 
 
 def without_times(entries):

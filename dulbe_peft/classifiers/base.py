@@ -12,6 +12,7 @@ A classifier defines only its rule:
 It works on the image and text features of any model, and needs neither peft nor transformers.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -401,8 +402,25 @@ class Classifier(CorrectedState):
         return logits
 
     def probabilities(self, image_embeds: Tensor | np.ndarray) -> Tensor:
-        """Return calibrated probabilities of all seen classes, softmax(logits / `temperature`), (n, C) in float32."""
+        """Return the probabilities of all seen classes, softmax(logits / `temperature`), (n, C) in float32.
+
+        They can be far off if `calibrated` is False.
+        """
         return (self(image_embeds) / self.temperature).softmax(dim=1)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether images that the scores had not learned determined `temperature`; True for a single class."""
+        return bool(self.calibration) or len(self._class_names) < 2
+
+    def warn_if_uncalibrated(self) -> None:
+        """Warn that the probabilities can be far off if `calibrated` is False."""
+        if not self.calibrated:
+            warnings.warn(
+                f"no class had two images when it was learned, so the probabilities of the {self.name!r} classifier "
+                "are not calibrated and can be far off: learn two images of each class",
+                stacklevel=3,
+            )
 
     @property
     def temperature(self) -> float:
@@ -428,11 +446,11 @@ class Classifier(CorrectedState):
     def refused(self, image_embeds: Tensor | np.ndarray, share: float) -> Tensor:
         """Return which images are rejected because their novelty is too large, (n,) in bool.
 
-        An image of a known class, drawn like those of the newest tasks, is rejected with a probability of at most
-        `share`.
+        An image of a known class, drawn like those of the newest tasks, is rejected with a probability of about
+        `share` or less, see `calibration.threshold`.
 
         Raises:
-            ValueError: The newest tasks have too few images to guarantee it. The message says how many are needed.
+            ValueError: The newest tasks have too few images for this. The message says how many are needed.
         """
         share = check_share("reject", share, 0.05)
         if classifiers.novelty.sums_of(self) is None or not any(task.novelties for task in self.novelty_tasks):
@@ -451,8 +469,8 @@ class Classifier(CorrectedState):
     def rejection_threshold(self, share: float) -> float:
         """Return the threshold of the largest probability for rejecting at most a fraction `share` of known images.
 
-        An image of a known class, drawn like those of the newest tasks, is below it with a probability of at most
-        `share`.
+        An image of a known class, drawn like those of the newest tasks, is below it with a probability of about
+        `share` or less, see `calibration.threshold`.
 
         Reference:
             Hendrycks and Gimpel, "A Baseline for Detecting Misclassified and Out-of-Distribution Examples in Neural
@@ -461,13 +479,13 @@ class Classifier(CorrectedState):
         return classifiers.calibration.threshold(self.calibration, "largest", check_share("reject", share, 0.05))
 
     def prediction_sets(self, image_embeds: Tensor | np.ndarray, coverage: float) -> Tensor:
-        """Return the prediction set of each image, (n, C) in bool, by split-conformal prediction.
+        """Return the prediction set of each image, (n, C) in bool, by conformal prediction.
 
         For images of known classes, drawn like those of the newest tasks, it contains the true class with a
-        probability of at least `coverage`. It always contains the most likely class.
+        probability of about `coverage` or more, see `calibration.threshold`. It always contains the most likely class.
 
         Raises:
-            ValueError: The newest tasks have too few images to guarantee it. The message says how many are needed.
+            ValueError: The newest tasks have too few images for this. The message says how many are needed.
         """
         least = classifiers.calibration.threshold(self.calibration, "own", 1 - check_share("coverage", coverage, 0.95))
         probabilities = self.probabilities(image_embeds)

@@ -189,20 +189,22 @@ class BayesClassifier(ClassSums):
     def choice(self) -> tuple[float, float, int, float]:
         """Choose kappa, rho, the number of random features (0 or M) and omega that make the labels most likely.
 
-        omega minimises the log-loss of the text classifier alone, at the best of `SCALES`. The texts do not depend on
-        the images, so no image has to be left out. The others minimise
+        omega minimises the log-loss of the text classifier alone, at the best of `SCALES`. Only its a, b and S
+        depend on the images, so none is left out. The others minimise
 
             n L(kappa, rho, T) + log(kappa / usual)^2 / 2 + log(rho / 0.3)^2 / 2 + log(T / usual)^2 / 2
 
         where L is the mean log-loss of left-out images at the temperature T, and n is their effective number: a
-        pseudo-likelihood with log-normal priors. T is also the temperature of `probabilities`. Up to 256 images of
-        each task or update are scored against all classes seen so far. A loss has the weight C / n_c, so all classes
-        have the same weight, and later tasks weigh more than earlier ones. The usual kappa follows from how well the
-        texts alone predict the labels, and the usual T from `IMAGE_TEMPERATURE` and the temperature of the texts.
+        pseudo-likelihood with log-normal priors, whose standard deviation is a factor of e. T is also the temperature
+        of `probabilities`. Up to 256 images of each task or update are scored against all classes seen so far. A loss
+        has the weight C / n_c, so all classes have the same weight, and later tasks weigh more than earlier ones. The
+        usual kappa follows from how well the texts alone predict the labels, and the usual T from `IMAGE_TEMPERATURE`
+        and the temperature of the texts.
 
-        With few images, the choice stays near the usual kappa and rho. If no image can be left out, no random features
-        are used, and the covariance is a multiple of the identity for every rho. The result of "auto" depends on the
-        order of the classes, because each image is scored against the classes that were seen by then.
+        With few images, the choice stays near the usual kappa and rho. If no image was left out, no random features
+        are used. If no class has two images, the covariance is a multiple of the identity for every rho. The result of
+        "auto" depends on the order of the classes: each image is scored against the classes that were seen by then,
+        and the order decides which classes stand for those with a single image.
 
         Reference:
             Besag, "Statistical Analysis of Non-Lattice Data", 1975: the pseudo-likelihood; Geisser and Eddy, 1979.
@@ -217,7 +219,7 @@ class BayesClassifier(ClassSums):
                 (USUAL_RHO if self.rho == "auto" else self.rho),
             )
             return float(kappa), float(rho), 0, omega
-        losses = self._by_temperature().amin(dim=3)
+        losses = self.derived("by temperature", self._by_temperature).amin(dim=3)
         kappas, rhos = (torch.tensor(grid).to(losses) for grid in (self._kappas, self._rhos))
         away = (kappas / usual).log()[:, None] ** 2 + (rhos / USUAL_RHO).log() ** 2
         table, number, place = torch.unravel_index((losses + away / 2).argmin(), losses.shape)
@@ -265,6 +267,11 @@ class BayesClassifier(ClassSums):
         classes = len(self._class_names)
         return classes**2 / float((1 / self.counts).sum()) * math.log(max(2, classes))
 
+    @property
+    def calibrated(self) -> bool:
+        """Whether left-out images, or texts that explain some of the labels, determined `temperature`."""
+        return super().calibrated or self._told() > 0
+
     def temperature_of(self, tasks: Sequence[TaskTemperature]) -> float:
         """Return T of `probabilities`, whatever the records say: the tables contain the images of all tasks."""
         return float(self.solved()["temperature"]) if self._class_names else 1.0
@@ -287,7 +294,7 @@ class BayesClassifier(ClassSums):
         if not float(self.judged[0]):
             return self._usual_temperatures(features, rho, [kappa])[0]
         place = self._features.index(features), self._kappas.index(kappa), self._rhos.index(rho)
-        losses = self._by_temperature()[place].tolist()
+        losses = self.derived("by temperature", self._by_temperature)[place].tolist()
         best, steps = min(range(len(losses)), key=losses.__getitem__), 0.0
         if 0 < best < len(losses) - 1:
             before, here, after = losses[best - 1 : best + 2]
@@ -301,10 +308,10 @@ class BayesClassifier(ClassSums):
         """
         fit, by_texts, common, found = self._fit(features), 0.0, 0.0, []
         if float(self.by_text[0, 0]):
-            by_texts = fit.slope(rho) / self._text_scale()
+            by_texts = fit.slope(rho) / self.derived("text scale", self._text_scale)
             common = self.derived("correlation", lambda: self._fit(0).correlation(USUAL_RHO, self._omega()))
-        for kappa in kappas or self._kappas:
-            images, texts = fit.share(kappa) * IMAGE_TEMPERATURE, (1 - fit.share(kappa)) * by_texts
+        for share in map(fit.share, kappas or self._kappas):
+            images, texts = share * IMAGE_TEMPERATURE, (1 - share) * by_texts
             found.append(math.sqrt(images**2 + texts**2 + 2 * common * images * texts))
         return found
 

@@ -129,15 +129,17 @@ def evenly(values: Tensor, weights: Tensor) -> Tensor:
 def threshold(tasks: Sequence[TaskTemperature], kind: Literal["own", "largest"], share: float) -> float:
     """Return the threshold below which the probability of a further image falls with at most the probability `share`.
 
-    This holds for images from the distribution of the newest tasks. The floor((n + 1) share)-th smallest of n
-    probabilities has this property, however they are distributed. Only as many tasks are used as the share needs,
-    because images of older tasks were scored against fewer classes.
+    The floor((n + 1) share)-th smallest of n probabilities has this property, however they are distributed, if the
+    further image and the n are exchangeable. They are nearly so for an image like those of the newest tasks: the
+    classifier has learned the n images since, and T and other settings were chosen on them. Only as many tasks are
+    used as the share needs, because images of older tasks were scored against fewer classes.
 
     Reference:
         Vovk et al., "Algorithmic Learning in a Random World", 2005; Sadinle et al., "Least Ambiguous Set-Valued
         Classifiers with Bounded Error Levels", 2019: 1 minus the probability of the correct class as the score.
     """
-    parts = ((np.asarray(getattr(task, kind)), task.worth) for task in tasks[::-1])
+    # The first of `MOST` quantiles is that of the share 1 / (2 MOST), so it bounds no smaller share.
+    parts = ((np.asarray(getattr(task, kind)), min(task.worth, 2 * MOST - 1)) for task in tasks[::-1])
     # After a merge a task has no probabilities.
     spread = [kept[np.linspace(0, len(kept) - 1, images).astype(int)] for kept, images in parts if len(kept)]
     return order_statistic(spread, share)
@@ -155,7 +157,8 @@ def order_statistic(parts: Sequence[np.ndarray], share: float) -> float:
     if len(values) < needed:
         raise ValueError(
             f"a share of {share:g} takes {needed} images that were left out of learning, and there are {len(values)}: "
-            "ask for a larger share of errors, or learn more images, at least two per class; merging discards scores"
+            "ask for a larger share of errors, or learn more images, at least two per class; merging discards scores, "
+            "and a task counts for a few hundred images at most"
         )
     return float(np.sort(values)[math.floor(round((len(values) + 1) * share, 6)) - 1])
 

@@ -9,14 +9,16 @@ distributed as
     x | known c ~ N(p_c + w (m_c - b - p_c), 1 + beta_c / (1 + n_c beta_c))        w = n_c beta_c / (1 + n_c beta_c)
     x | other   ~ N(0, 1 + beta)              evidence = log p(x | other) - log mean over c of p(x | known c)
 
-p_c = a S t_c is the class mean that the text predicts, with t_c and a as in `text_prior`. beta_c = q beta, where q is
-the share of the variance of the class means that the texts do not explain. Without texts, p_c = 0 and q = 1. A
-direction in which classes do not differ adds no evidence, a class with few images adds less than one with many, and
-few classes determine B poorly.
+p_c = a S t_c is the class mean that the text predicts, with t_c as in `text_prior`, and a fitted to the m_c - b by
+least squares with the weights n_c / (n_c + 1). beta_c = q beta, where q is the share of the variance of the class
+means that the texts do not explain. Without texts, p_c = 0 and q = 1. A direction in which classes do not differ adds
+no evidence, a class with few images adds less than one with many, and few classes determine B poorly.
 
-    S = (W + nu R) / (f + nu), with `RIDGE` times the ridge of OAS, at an unchanged trace
+    S = (W + nu R) / (f + nu), with `RIDGE` times the ridge of OAS, at an unchanged trace; nu is `USUAL_IMAGES`
     R = sum of (m_c - b)(m_c - b)' / (1/4 + 1/n_c) / C, which alone determines S if no class has two images
-    B + mean of 1/n_c = covariance of the m_c with C - 1 degrees of freedom, shrunk by OAS; beta is at least `LEAST`
+    B + mean of 1/n_c = covariance of the m_c with C - 1 degrees of freedom, shrunk by OAS
+
+The expectation of R is about S if B is S / 4, which is a convention. beta and beta_c are at least `LEAST`.
 
 Reference:
     Ioffe, "Probabilistic Linear Discriminant Analysis", ECCV 2006; Prince and Elder, "Probabilistic Linear

@@ -71,7 +71,7 @@ class LdaClassifier(ClassSums):
     def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
         """Return the leave-one-out scores in float64; see `Classifier.left_out`.
 
-        Without an image z of class c, with u = z - mu_c, n = n_c and P = Sigma^-1, and with b and s unchanged,
+        Without an image z of class c, with u = z - mu_c, n = n_c, P = Sigma^-1, and with b, s, f and tr W as before,
 
             mu_c becomes mu_c - u / (n - 1)        Sigma becomes Sigma - h u u',  h = (1 - s) n / ((n - 1) f)
             P becomes P + g P u u' P,  g = h / (1 - h u' P u)                     (Sherman and Morrison)

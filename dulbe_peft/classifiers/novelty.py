@@ -21,6 +21,7 @@ Reference:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import combinations
 
 import numpy as np
 import torch
@@ -100,17 +101,17 @@ def weights_of(tasks: Sequence[TaskNovelty]) -> Tensor:
     each = [np.average([getattr(task, name) for task in tasks], axis=0, weights=fades) for name in SIGNS]
     known, unknown, products = (torch.from_numpy(part) for part in each)
     products, number = products.reshape(3, 3), float(fades.sum())
-    used, weights = products.diagonal() > 1e-18, torch.zeros(3, dtype=torch.float64)
+    usable = (products.diagonal() > 1e-18).nonzero()[:, 0].tolist()
     spread = products.diagonal().sqrt().clamp_min(1)  # in nats; a difference below one nat means nothing
-    while used.any():
+    best, weights = 0.0, torch.zeros(3, dtype=torch.float64)
+    # The minimum with w >= 0 is the unconstrained minimum over one of the seven subsets of the signs.
+    for used in (list(each) for size in (3, 2, 1) for each in combinations(usable, size)):
         scale = spread[used]
         alike = number * products[used][:, used] / torch.outer(scale, scale)
         target = number * (unknown - known)[used] / 2 / scale + USUAL
         solved = torch.linalg.solve(alike + torch.eye(len(scale)).to(alike), target)
-        if (solved >= 0).all():
-            weights[used] = solved / scale
-            break
-        used[used.nonzero()[solved < 0, 0]] = False
+        if (solved >= 0).all() and (lower := float(target @ solved)) > best:
+            best, weights = lower, torch.zeros_like(weights).index_put_((torch.tensor(used),), solved / scale)
     return weights
 
 
@@ -142,7 +143,6 @@ def judged(
         return before
     texts, shares = by_text(chosen, sums), class_shares(row_labels, labels)
     scores = None if known is None else left_out(chosen, row_labels)
-    scores = torch.zeros(len(row_labels), len(sums.counts)).to(unknown) if scores is None else scores.to(unknown)
     # An image whose class is left out can be near to fewer classes. For a fair comparison, the same number of other
     # classes is left out when the image's own class stays.
     place = parts[row_labels][:, None]
@@ -150,9 +150,12 @@ def judged(
     other = parts == (place + 1) % number if number > 1 else here.roll(1, dims=1)
     if known is None:
         known = unknown - unknown.std(correction=0) / 2
+    nothing = torch.zeros(len(row_labels), 1).to(unknown)  # the same odds for all images, so that they get no weight
     both = [
         signs(
-            evidence, without(scores / classifier.temperature, gone), None if texts is None else without(texts, gone)
+            evidence,
+            nothing if scores is None else without(scores.to(unknown) / temperature, gone),
+            None if texts is None else without(texts, gone),
         )
         for evidence, gone in ((known, other), (unknown, here))
     ]

@@ -91,6 +91,8 @@ class Fit:
         centre, counts, given = means.mean(dim=0), counts.to(means), texts.any(dim=1, keepdim=True)
         means, texts = means - centre, (texts - texts.sum(dim=0) / given.sum().clamp_min(1)) * given
         total = float(scatter.trace() + counts @ means.square().sum(dim=1))
+        # The rounding errors of equal images, 1e-33, are too small for the solver.
+        scatter = scatter if float(scatter.trace()) > ROUNDING else torch.zeros_like(scatter)
         values, vectors = torch.linalg.eigh(scatter)
         turned = (means @ vectors, texts @ vectors)
         return cls(values.clamp_min(0), vectors, total, freedom, centre, *turned, counts)

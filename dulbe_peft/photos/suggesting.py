@@ -1,10 +1,10 @@
 """Suggest photographs to label next: half are typical of a group not covered yet, half are the most uncertain.
 
-A classifier that expects to be wrong more often than right seldom has the right class among its two best. Its most
+A classifier that expects to be wrong more often than right often hesitates between two wrong classes. Its most
 uncertain images are odd rather than informative, so the second half is then drawn at random.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from dulbe_peft.utils.terminal import counted
 
 LOST = 0.05  # share of known images that are mistaken for novel ones
 KNOWS = 0.5  # least mean probability of the best class, which estimates the accuracy of a calibrated classifier
-MANY = 2  # this many times `LOST` images called novel cannot all be known ones
+MANY = 2  # this many times `LOST` images called novel are hardly all known ones
 SAME = 1 - 1e-4  # an image with a higher cosine to another one adds nothing
 MOST_CLUSTERED = 20_000  # largest number of images to cluster; of more images, a part is clustered
 
@@ -86,18 +86,19 @@ def suggestions(features: Tensor, count: int, classifier: Classifier | None = No
     means = None if sums is None else F.normalize(sums.means, dim=1)
     kind = "unlike anything learned" if many_novel else "typical"
     typical = _typical(features, every[novel] if many_novel else every, -(-count // 2), means, kind, seed)
-    candidates: list[Suggestion] = []
-    knows = float(values[:, 0].mean()) >= KNOWS if len(values) else True
+    # A single class has the probability 1, whatever the image.
+    knows = len(classifier.class_names) > 1 and len(values) > 0 and float(values[:, 0].mean()) >= KNOWS
     order = margin.argsort(kind="stable") if knows else np.random.default_rng(seed).permutation(every)
-    for number, row in enumerate(order.tolist()):
-        candidates += typical[number : number + 1]
-        shares = [f"{name} {share:.0%}" for name, share in zip(names[row], values[row].tolist(), strict=True)]
-        candidates.append(Suggestion(row, f"{'unsure' if knows else 'at random'}: {' or '.join(shares)}"))
-        if len(candidates) > 4 * count:
-            break
+
+    def candidates() -> Iterator[Suggestion]:
+        for number, row in enumerate(order.tolist()):
+            yield from typical[number : number + 1]
+            shares = [f"{name} {share:.0%}" for name, share in zip(names[row], values[row].tolist(), strict=True)]
+            yield Suggestion(row, f"{'unsure' if knows else 'at random'}: {' or '.join(shares)}")
+
     return [
         replace(s, proposed="" if novel[s.row] else names[s.row][0], novelty=novelty[s.row])
-        for s in _without_copies(features, candidates, count)
+        for s in _without_copies(features, candidates(), count)
     ]
 
 
@@ -140,7 +141,7 @@ def _typical(
     return suggested[:count]
 
 
-def _without_copies(features: Tensor, candidates: list[Suggestion], count: int) -> list[Suggestion]:
+def _without_copies(features: Tensor, candidates: Iterable[Suggestion], count: int) -> list[Suggestion]:
     """Return the first `count` candidates, leaving out copies of earlier ones."""
     kept: list[Suggestion] = []
     for candidate in candidates:

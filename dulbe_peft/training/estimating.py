@@ -10,9 +10,10 @@ test image: x - m' has the covariance (1 + 1 / (n - 1)) S, instead of (1 + 1 / n
     x - r (x - m') as the mean of n images        r^2 = (1 + 1 / n) / (1 + 1 / (n - 1))
 
 the distance is that from a mean of n images. But this mean depends on the image itself, which helps outliers, so the
-image is classified correctly more often than a test image. The true accuracy lies between the two, and the estimate is
-their midpoint. The interval reaches from the lower end of the first interval to the upper end of the second. If a part
-contains several images of a class, the class keeps ten or more images. Then r is nearly 1, and no correction is made.
+image is classified correctly more often than a test image. The true accuracy is expected between the two, and the
+estimate is their midpoint. The interval reaches from the lower end of the first interval to the upper end of the
+second. If a part contains several images of a class, the class keeps nine or more. Then r is nearly 1, and no
+correction is made.
 """
 
 import math
@@ -76,8 +77,8 @@ def left_out_share(classifier: Classifier, images: Tensor, labels: Tensor) -> tu
             least two images.
 
     Returns:
-        The accuracy and the ends of Wilson's interval, from 0 to 1, for the effective number of images in classes of
-        unequal size; or None if the classifier cannot leave an image out.
+        The accuracy and the outer ends of the two Wilson intervals, from 0 to 1, for the effective number of images
+        in classes of unequal size; or None if the classifier cannot leave an image out.
     """
     if isinstance(classifier, ClassSums):
         scores = refitted(classifier, images, labels)

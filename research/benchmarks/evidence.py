@@ -38,7 +38,7 @@ def frozen(
     columns, measured = classifiers.split(","), measured_lines(results, classifiers, figure, streams, counts, folder)
 
     def means(rows: Collection[dict[str, float]]) -> list[str]:
-        best = {"ECE": min, "covered": None}.get(figure, max)
+        best = {"ECE": min, "ECE_exact": None, "covered": None}.get(figure, max)
         return best_bold([sum(row[name] for row in rows) / len(rows) for name in columns], best)
 
     groups: dict[str, list[dict[str, float]]] = {}

@@ -31,6 +31,7 @@ from research.benchmarks import common, real, rivals
 
 SPECS = (*("text", "bridge", "prototype", "lda", "gda", "ridge", "ranpac:features=1000", "bayes"),)
 FEW = 8  # a class with fewer images counts as a class with few images
+DRAWN = 20  # draws of right and wrong answers from the probabilities, for `ECE_exact`
 
 
 @dataclass
@@ -226,7 +227,11 @@ def learned(spec: str, features: dict[str, Any], tasks: Sequence[Task]) -> Class
 
 @torch.no_grad()
 def figures(spec: str, features: dict[str, Any], tasks: list[Task], coverage: float | None = None) -> dict[str, float]:
-    """Return A_last, also of classes with few or many images, A_bar and the calibration error, as fractions."""
+    """Return A_last, also of classes with few or many images, A_bar and the calibration error, as fractions.
+
+    `ECE_exact` is the calibration error of exact probabilities on as many test images: that of these probabilities if
+    they were right. With few test images it is large.
+    """
     classifier = make_classifier(spec, features["train"].shape[1], features["scale"])
     seen: list[int] = []
     overall, texts = [], features["text"]
@@ -242,6 +247,8 @@ def figures(spec: str, features: dict[str, Any], tasks: list[Task], coverage: fl
         correct = predicted == truth
         overall.append(correct.double().mean().item())
     result = {"A_last": overall[-1], "A_bar": statistics.fmean(overall), "ECE": calibration_error(confidence, correct)}
+    drawn = torch.rand(DRAWN, len(confidence), generator=torch.Generator().manual_seed(0)) < confidence
+    result["ECE_exact"] = statistics.fmean(calibration_error(confidence, each) for each in drawn)
     if coverage and len(classifier.calibration):  # no guarantee is possible with one image per class
         sets = classifier.prediction_sets(tests, coverage)
         result["covered"] = sets.gather(1, truth[:, None]).double().mean().item()

@@ -13,7 +13,7 @@ from research.comparison.cells import finish_cell, is_done
 from research.comparison.comparison_file import COMPARISON_FILE, CSV_FILE, Comparison, Entry
 from research.comparison.intervals import mean_share
 from research.comparison.plan import Chosen, Plan, Work, as_text
-from research.comparison.summary import make_entries, read_row, write_summary_csv
+from research.comparison.summary import gains_of_training, make_entries, read_row, write_summary_csv
 
 
 class ComparisonError(ValueError):
@@ -51,7 +51,8 @@ def compare(
     finally:  # after an interruption, too, the table shows what is finished and what is missing
         entries = make_entries(plan, output, work, chosen)
         output.mkdir(parents=True, exist_ok=True)
-        write_record(output / COMPARISON_FILE, Comparison(entries=entries, scope=plan))
+        gains = gains_of_training(plan, output, work, entries)
+        write_record(output / COMPARISON_FILE, Comparison(entries=entries, scope=plan, gains=gains))
         write_summary_csv(output / CSV_FILE, entries)
     if failed:
         raise ComparisonError(f"{len(failed)} of {len(tried) + len(work)} runs failed; the first one: {failed[0]}")

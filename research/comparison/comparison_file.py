@@ -51,10 +51,15 @@ class Entry(Record):
 
 
 class Comparison(Record):
-    """Content of `comparison.json`: the results so far, and the plan."""
+    """Content of `comparison.json`: the results so far, and the plan.
+
+    `gains` is, for each stream, the difference of A_last between the best row with training and the best one without.
+    It is None if the two have no common seed, and a stream is absent if it has rows of one kind only.
+    """
 
     entries: list[Entry]
     scope: Plan
+    gains: dict[str, Difference | None]
 
     def missing(self) -> list[tuple[str, Row, tuple[int, ...]]]:
         """Return stream, row and seeds of all unfinished runs."""

@@ -2,10 +2,10 @@
 
 import os
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from dulbe_peft.metrics.accuracy import percent, signed
 from dulbe_peft.photos.report.html import write_page
@@ -18,7 +18,7 @@ from research.comparison.comparison_file import Comparison, Entry, read_comparis
 from research.comparison.intervals import Difference
 from research.comparison.plan import Plan, Row
 from research.comparison.ranks import ranked
-from research.comparison.summary import COLUMNS, FEW, by_stream, count_seeds, write_summary_csv
+from research.comparison.summary import COLUMNS, FEW, best_rows, by_stream, count_seeds, write_summary_csv
 
 HERE = Path(__file__).parent  # the templates
 
@@ -53,7 +53,7 @@ def _content(comparison: Comparison, name: str) -> dict[str, Any]:
         "few": FEW,
         "row_columns": COLUMNS[1:],
         "streams": [
-            _stream(stream, number, streams.get(stream, []), scope, rows)
+            _stream(stream, number, streams.get(stream, []), scope, rows, comparison.gains.get(stream))
             for number, stream in enumerate(scope.streams)
         ],
         "missing": _missing(comparison),
@@ -72,14 +72,16 @@ def _content(comparison: Comparison, name: str) -> dict[str, Any]:
     }
 
 
-def _stream(stream: str, number: int, entries: list[Entry], scope: Plan, rows: Sequence[Row]) -> dict[str, Any]:
+def _stream(
+    stream: str, number: int, entries: list[Entry], scope: Plan, rows: Sequence[Row], gain: Difference | None
+) -> dict[str, Any]:
     """Return what the template shows of a stream; `number` distinguishes its pictures from those of other streams."""
     reference = scope.reference
     curves = any(len(entry.curve) > 1 and entry.row in rows for entry in entries)
     others = plots.with_difference(entries)
     return {
         "name": stream,
-        "advice": advice(entries, {name for name in scope.methods if scope.trains(name)}, reference),
+        "advice": advice(best_rows(scope, entries), gain),
         "lead": lead(entries, reference),
         "seeds": count_seeds(entries) if entries else "",
         "forest": inline_svg(plots.forest_figure(others), f"forest{number}") if others else "",
@@ -91,33 +93,22 @@ def _stream(stream: str, number: int, entries: list[Entry], scope: Plan, rows: S
     }
 
 
-def advice(entries: Sequence[Entry], trained: Collection[str], reference: Row) -> str:
+def advice(best: tuple[Entry, Entry] | None, gain: Difference | None) -> str:
     """Return a sentence that says whether to train on a stream, or "" if only one kind of method is finished.
 
-    The best row of the `trained` methods is compared with the best row of the others. Only if one of the two is the
-    reference is it known whether chance may explain the difference.
+    `best` are the best row with training and the best one without, and `gain` is their difference.
     """
-    best = [
-        max((entry for entry in entries if (entry.row.method in trained) == trains), key=_last, default=None)
-        for trains in (True, False)
-    ]
-    if None in best:
+    if best is None:
         return ""
-    with_training, without = cast(list[Entry], best)
-    shares = [f"{entry.row.title} ({percent(_last(entry))} %)" for entry in (with_training, without)]
+    shares = [f"{entry.row.title} ({percent(entry.means['last'])} %)" for entry in best]
     compared = f"the best row with training is {shares[0]}, and the best without is {shares[1]}"
-    difference = with_training.differences["last"] if without.row == reference else None
-    if with_training.row == reference and (opposite := without.differences["last"]) is not None:
-        difference = Difference(mean=-opposite.mean, low=-opposite.high, high=-opposite.low)
-    if difference is None:
-        return f"Whether training pays is not certain: {compared}, and the two were not compared directly."
-    if not difference.clear:
-        return f"Training makes no clear difference: {compared}; chance may explain the difference."
-    return f"{'Train' if difference.mean > 0 else 'Do not train'}: {compared}."
-
-
-def _last(entry: Entry) -> float:
-    return entry.means["last"]
+    if gain is None:
+        return f"Whether training pays is not known: {compared}, and no seed is finished for both."
+    interval = f"with a 95 % interval of {signed(gain.low)} to {signed(gain.high)}"
+    compared += f". The difference is {signed(gain.mean)} points, {interval}"
+    if not gain.clear:
+        return f"Training makes no clear difference: {compared}."
+    return f"{'Train' if gain.mean > 0 else 'Do not train'}: {compared}."
 
 
 def lead(entries: Sequence[Entry], reference: Row) -> str:

@@ -64,6 +64,31 @@ def make_entries(plan: Plan, output: Path, work: Work, chosen: Chosen | None = N
     return entries
 
 
+def gains_of_training(plan: Plan, output: Path, work: Work, entries: Sequence[Entry]) -> dict[str, Difference | None]:
+    """Return `Comparison.gains`."""
+    gains: dict[str, Difference | None] = {}
+    for stream, rows in by_stream(entries).items():
+        if best := best_rows(plan, rows):
+            with_training, without = (_read_seeds(stream, entry.row, output, work) for entry in best)
+            gains[stream] = _difference(with_training, without, "last")
+    return gains
+
+
+def _read_seeds(stream: str, row: Row, output: Path, work: Work) -> dict[int, CellRow]:
+    """Return the finished cells of a row on a stream by their seeds."""
+    cells = [cell for cell, rows in work if cell.stream == stream and row in rows]
+    return {cell.seed: read for cell in cells if (read := read_row(output / cell.folder, row, cell))}
+
+
+def best_rows(plan: Plan, entries: Sequence[Entry]) -> tuple[Entry, Entry] | None:
+    """Return the best row with training and the best one without, or None if there is only one kind."""
+    kinds = [[entry for entry in entries if plan.trains(entry.row.method) == trains] for trains in (True, False)]
+    if not all(kinds):
+        return None
+    with_training, without = (max(kind, key=lambda entry: entry.means["last"]) for kind in kinds)
+    return with_training, without
+
+
 def read_row(folder: Path, row: Row, cell: Cell) -> CellRow | None:
     """Read a row from the files of a cell; return None if there are no answers for the cell's settings."""
     done = read_cell(folder)

@@ -150,6 +150,7 @@ def test_published_card_names_no_local_folder(base):
     assert ModelCard(adapter_card(model)).data.base_model == str(demo_model_folder())
 
 
+@pytest.mark.slow
 def test_import_hides_no_warning_of_other_methods():
     """Import the package in a separate process, because the effects on other packages cannot be undone."""
     code = """

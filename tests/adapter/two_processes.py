@@ -174,7 +174,7 @@ def main() -> None:
     check_buffers()
     probe = probe_gradients(model, [PARTS[world()[0]]], loss_fn)
     model.begin_task(allocate_modes(probe, None, config=model.active_config))
-    print("ended", world()[0])
+    print(f"ended {world()[0]}\n", end="", flush=True)  # one write: both processes print
     leave()
 
 

@@ -96,6 +96,7 @@ def test_adapter_head_and_learner_load_in_a_fresh_process(hub, learner, tmp_path
     assert run.stdout.split() == [*learner.class_names, oid, str(len(learner.memory))]
 
 
+@pytest.mark.slow
 def test_requested_revision_is_loaded_and_its_commit_recorded(hub, learner, base, tmp_path):
     first = learner.push_to_hub("learner").oid
     learner.push_to_hub("learner", revision="no-statistics", statistics=False)

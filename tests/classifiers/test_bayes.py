@@ -314,10 +314,25 @@ def test_equal_and_nearly_equal_images_have_finite_scores():
         classifier, labels = BayesClassifier(DIM, SCALE), torch.arange(len(names)).repeat(2)
         classifier.add_classes(names, torch.ones(len(labels), DIM), labels, TEXTS[[0] * len(names)])
         assert classifier(draw(2, 7, DIM)).isfinite().all()
+    for seed in range(4):  # W is a rounding error, 1e-33, for which the solver of eigenvalues can fail
+        classifier, labels = BayesClassifier(8), torch.arange(5).repeat_interleave(3)
+        classifier.add_classes(NAMES, draw(seed, 1, 8).expand(15, 8), labels)
+        assert classifier(draw(2, 7, 8)).isfinite().all()
     classifier, labels = BayesClassifier(64), torch.arange(2).repeat_interleave(6)
     images = (draw(0, 1, 64) + 0.03 * draw(10, 2, 64))[labels]
     classifier.add_classes(names, images + 0.01 * draw(20, 12, 64), labels, draw(30, 2, 64))
     assert (classifier(images).argmax(dim=1) == labels).all()
+
+
+def test_probabilities_are_calibrated_by_left_out_images_or_useful_texts():
+    images, labels = photos(1)
+    useless = F.normalize(torch.ones(CLASSES, DIM), dim=1)
+    for texts, expected in ((CENTRES, True), (None, False), (useless, False)):
+        texts = None if texts is None else F.normalize(texts, dim=1)
+        classifier = taught(images, labels, texts=texts)
+        assert classifier.calibrated == expected
+        assert taught(*photos(2), texts=texts).calibrated
+    assert taught(images[:1], labels[:1], texts=None).calibrated, "a single class always has the probability 1"
 
 
 def test_other_classes_cut_to_one_image_stand_in_for_classes_with_one():

@@ -96,6 +96,18 @@ def test_threshold_is_an_order_statistic_of_the_newest_sufficient_tasks(share, p
     assert calibration.threshold([new, old], "own", 1 / 22) == both[1], "21 images are more than 20"
 
 
+def test_threshold_keeps_small_shares_although_only_quantiles_are_stored():
+    """The share of equally likely values below the threshold is the threshold itself."""
+    values = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    kept = calibration.evenly(values, torch.ones(1000, dtype=torch.float64)).tolist()
+    task = fitted(images=1000, own=kept)
+    for share in (0.0025, 0.007, 0.01, 0.05, 0.3):
+        assert 0.3 * share < calibration.threshold([task], "own", share) <= share + 1e-9
+    with pytest.raises(ValueError, match="takes 999 images .* there are 399: .* a few hundred images at most"):
+        calibration.threshold([task], "own", 0.001)
+    assert calibration.threshold([task] * 3, "own", 0.001) <= 0.0025
+
+
 def test_too_few_images_raise_an_error_that_says_how_many_are_needed():
     images, labels, _ = clusters(5 * [2], DIM)
     classifier = in_tasks("prototype", images, labels)
@@ -112,8 +124,15 @@ def test_too_few_images_raise_an_error_that_says_how_many_are_needed():
             call()
 
 
-@pytest.mark.parametrize("each", [(10,), (3, 30)], ids=["equal", "unequal"])
-@pytest.mark.parametrize("spec", ["bayes:features=0", "lda", "bridge"])
+@pytest.mark.parametrize(
+    ("spec", "each"),
+    [
+        ("bayes:features=0", (3, 30)),
+        ("lda", (10,)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("bayes:features=0", (10,)), ("lda", (3, 30))]),
+        *(pytest.param("bridge", each, marks=pytest.mark.slow) for each in [(10,), (3, 30)]),
+    ],
+)
 def test_coverage_rejection_and_roc_area_hold_over_all_seen_classes(spec, each):
     """Means over eight streams of 20 classes, five per task. Their standard error is about one percentage point."""
     covered, refused, sizes, lost, area, estimated = [], [], [], [], [], []

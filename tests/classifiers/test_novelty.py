@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy import optimize
 from taught import clusters, in_tasks
 
 from dulbe_peft.classifiers.calibration import TaskNovelty
@@ -192,6 +193,14 @@ def test_weights_are_least_squares_and_never_negative():
     backwards = weights_of([record((0, 0, 1), (2, 2, 0), (1, 1, 1))])
     assert backwards[2] == 0 and (backwards[:2] > 0).all()
     assert weights_of([]).tolist() == [1, 0, 0]
+    # Without the limit, the first two weights are negative. With it, only the first one is 0.
+    alike = 4 * np.array([[1, 0.5, 0.8], [0.5, 1, 0.8], [0.8, 0.8, 1]])
+    task = TaskNovelty(images=50, classes=50, known=(0,) * 3, unknown=(0, 0.5, 0.5), products=tuple(alike.flatten()))
+    parts = np.linalg.cholesky(50 * alike / 4 + np.eye(3))
+    target = 50 * np.array([0, 0.5, 0.5]) / 4 + USUAL
+    expected = optimize.nnls(parts.T, np.linalg.solve(parts, target))[0] / 2
+    assert np.count_nonzero(expected) == 2
+    np.testing.assert_allclose(weights_of([task]).numpy(), expected, rtol=1e-9)
 
 
 def test_new_tasks_weigh_more_and_uninformative_signs_nearly_nothing():
@@ -206,6 +215,15 @@ def test_texts_are_used_if_every_class_has_one_image():
     assert classifier.roc_area is None and weights_of(classifier.novelty_tasks)[2] > 0
     with pytest.raises(ValueError, match="takes 19 images .*, and there are 0"):
         classifier.refused(others, 0.05)
+
+
+@pytest.mark.parametrize("classes", [10, 13])
+def test_probabilities_get_no_weight_if_every_class_has_one_image(classes):
+    """No image can be left out, so they say nothing. 13 classes do not form ten parts of equal size."""
+    rows, labels, texts = clusters(classes * [1], 16)
+    classifier = in_tasks("bayes", rows, labels, texts, increment=classes)
+    evidence, odds, nearest = weights_of(classifier.novelty_tasks).tolist()
+    assert odds == 0 and evidence + nearest > 0
 
 
 def test_roc_area_predicts_the_area_on_unknown_classes():

@@ -63,6 +63,14 @@ def test_partial_fit_learns_new_classes_later(digits):
     assert made.score(X, y) > 0.9
 
 
+def test_probabilities_from_one_image_a_class_come_with_a_warning(digits):
+    X, y, _ = digits
+    first = np.unique(y, return_index=True)[1]
+    made = FeatureClassifier("lda").fit(X[first], y[first])
+    with pytest.warns(UserWarning, match="no class had two images.*'lda'.*can be far off"):
+        made.predict_proba(X)
+
+
 def test_what_does_not_fit_is_refused_and_changes_nothing(digits):
     X, y, _ = digits
     for spec, labels, message in (

@@ -334,7 +334,8 @@ def test_killed_run_loses_at_most_one_batch_and_the_next_run_is_byte_equal(photo
 # ---------------------------------------------------------------------- commands
 
 
-def test_all_commands_together_encode_each_image_once(photos, tmp_path, encoded, capsys):
+def test_all_commands_together_encode_each_image_once(photos, tmp_path, encoded, capsys, monkeypatch):
+    monkeypatch.setattr("dulbe_peft.photos.doubtful_labels.TRIALS", 1)
     call(*RUN, "--data", photos, "--increment", 2, "--output", tmp_path / "out")
     assert set(encoded.values()) == {1} and len(encoded) == 55, "zero-shot, training and tests share one pass"
     july = tmp_path / "july"
@@ -377,6 +378,7 @@ def test_features_of_a_few_predictions_are_not_stored(photos, plain):
     assert FeatureStore(store_path()).facts() == (0, 0)
 
 
+@pytest.mark.slow
 def test_other_weights_layers_or_resize_encode_again(photos, tmp_path, base, encoded):
     """Even one changed weight, or another activation with the same weights, makes another encoder."""
     clip, processor = base

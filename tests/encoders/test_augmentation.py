@@ -113,6 +113,7 @@ def test_classifiers_weight_the_views_of_an_image_as_one_image(base, tasks, work
         learner.forget_images(tasks[0].train.at([1]))
 
 
+@pytest.mark.slow
 def test_resumed_run_with_views_equals_an_uninterrupted_one(base, tasks, tmp_path):
     options = {"strategy": "dulbe", "classifiers": "bridge", "augment": "crop+flip+affine", "copies": 1}
     whole, stopped, plain = (

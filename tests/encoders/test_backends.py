@@ -61,6 +61,7 @@ def test_frozen_tower_equals_torch_and_is_exported_once(backend, monkeypatch, ca
     assert "exported once" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_trained_learner_is_exported_with_its_adapter_and_torch_encodes_inside_scaled(backend, tmp_path):
     trained = using(backend, "dulbe")

@@ -155,6 +155,7 @@ def test_paper_arguments_equal_the_learners_defaults(base, tasks, tmp_path):
     assert (changed.num_train_epochs, changed.seed, changed.per_device_train_batch_size) == (4, 7, 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("teacher", ["cached", "online"])
 def test_augmented_training_equals_the_learner(base, tasks, tmp_path, teacher):
     settings = PROMPT | {"augment": "crop", "copies": 1, "teacher": teacher}
@@ -301,6 +302,7 @@ def test_save_model_saves_a_learner_beside_checkpoints(base, tasks, whole, tmp_p
     assert_equal(third.learner, whole[2])
 
 
+@pytest.mark.slow
 def test_adapter_of_any_name_is_trained_saved_resumed_and_loaded(base, tasks, whole, tmp_path):
     model, processor = adapted(base, "month")
     model.add_adapter("other", DualModeLoraConfig(residual_rank=1))
@@ -417,6 +419,7 @@ def test_two_processes_learn_the_same_as_one(tmp_path):
         assert error < 1e-3, key
 
 
+@pytest.mark.slow
 def test_loss_scaling_does_not_change_a_bit(base, tasks, tmp_path):
     """The scale is a power of two, as for float16 on a GPU. A large one overflows, so the first steps are skipped."""
     expected, small, large = (trainer_of(base, tmp_path, num_train_epochs=1) for _ in range(3))

@@ -220,6 +220,26 @@ def test_faiss_example_of_the_docs_returns_the_best_classes(kind, state, monkeyp
     np.testing.assert_allclose(scores, expected.values, rtol=1e-4, atol=1e-4)
 
 
+def test_probabilities_that_no_image_could_calibrate_come_with_a_warning(base, digit_folders, tmp_path, recwarn):
+    root = digit_folders(3, 2, 1)
+    images, learner = ImageFolder(root, "train"), learner_of(base, "frozen", ("lda",))
+    labels = list(images.labels)
+    learner.learn_task(images.at([labels.index(label) for label in range(3)]))
+    recwarn.clear()
+    learner.predict(images)
+    assert not recwarn.list, "class names alone need no probability"
+    words = "no class had two images .* probabilities of the 'lda' classifier are not calibrated and can be far off"
+    with pytest.warns(UserWarning, match=words):
+        learner.predict(images, return_scores=True)
+    learner.save_pretrained(tmp_path / "one")
+    with pytest.warns(UserWarning, match=words):
+        assert main(["predict", str(tmp_path / "one"), str(root / "test"), "--no-progress", "--num-workers", "0"]) == 0
+    recwarn.clear()
+    learner.update_classes(images.at([labels.index(0) + 1]))
+    learner.predict(images, return_scores=True)
+    assert learner.classifier.calibrated and not recwarn.list
+
+
 def test_trained_model_warns_that_rates_are_not_guaranteed(base, digit_folders, recwarn):
     """The thresholds would come from images that the model was trained on; plain predictions need no threshold."""
     root = digit_folders(2, 30, 2)

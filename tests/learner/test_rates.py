@@ -13,7 +13,7 @@ from dulbe_peft.training.rates import MOST_MOVED, TRIAL, rate_of, width_of
 
 @pytest.fixture(scope="module")
 def tasks(digit_folders):
-    return tasks_of(digit_folders(6, 6, 3))
+    return tasks_of(digit_folders(4, 6, 3))
 
 
 def make(base, rate="auto", **fields):

@@ -84,6 +84,9 @@ def test_suggestions_contain_no_copies_and_no_image_twice():
         assert len(rows) == len(set(rows)) <= 12
         assert float((units @ units.T - 2 * torch.eye(len(rows))).max()) < 1 - 1e-4
     assert len(suggestions(doubled, 36, classifier)) == 12, "all different images are suggested"
+    between = F.normalize(torch.eye(DIM)[:1] + torch.eye(DIM)[1:2], dim=1)
+    many = torch.cat([between.expand(60, DIM), fresh])
+    assert len(suggestions(many, 10, classifier)) == 10, "60 uncertain copies do not use up the suggestions"
     assert suggestions(fresh[:0], 5, classifier) == []
     with pytest.raises(ValueError, match="count must be at least 1"):
         suggestions(fresh, 0)
@@ -95,3 +98,5 @@ def test_classifier_of_a_single_class_gives_suggestions():
         classifier = in_tasks(spec, features[labels == 0], labels[labels == 0])
         suggested = suggestions(groups(8, 8, seed=2)[0], 6, classifier)
         assert len(suggested) == 6 and all(np.isfinite(s.novelty) for s in suggested)
+        drawn = [s for s in suggested if s.group is None]
+        assert drawn and all(s.reason == "at random: class 0 100%" for s in drawn), "the probability says nothing"

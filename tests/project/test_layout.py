@@ -7,6 +7,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,7 @@ def module_of(file: str) -> str:
     return file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
 
+@cache
 def imported_names(file: str) -> set[str]:
     """Return the dotted names that a file imports from the project, also in functions or only for type checking."""
     imported = set()
@@ -173,6 +175,7 @@ for statement in (
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_import_loads_few_of_our_modules():
     done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True)

@@ -38,6 +38,8 @@ ELSEWHERE = {
     "docs/classifiers.md": "classifiers/test_classifier_calls.py",
     "docs/deploying.md": "photos/deployment/test_deployment.py",
 }
+# Pages whose Python takes seconds.
+LONG = ("docs/by-hand.md",)
 # Pages whose commands run too, block by block together with their Python.
 WALKED = ("docs/data.md", "docs/next-month.md")
 OUTPUTS = runpy.run_path(str(ROOT / "docs" / "outputs.py"))  # the script that writes the output shown on pages
@@ -66,7 +68,14 @@ def elsewhere(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python") and p not in (*WALKED, *ELSEWHERE)])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] * (page in LONG))
+        for page in PAGES
+        if blocks(page, "python") and page not in (*WALKED, *ELSEWHERE)
+    ],
+)
 def test_python_of_pages_runs(page, elsewhere, capsys):
     namespace: dict = {"__name__": "__main__"}
     for number, (_, title, code) in enumerate(blocks(page, "python"), 1):
@@ -79,6 +88,7 @@ def test_python_of_pages_runs(page, elsewhere, capsys):
         assert (elsewhere / "digits" / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_notebook_runs_and_learns(elsewhere, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
     cells = json.loads(text_of("examples/own_folder.ipynb"))["cells"]
@@ -108,7 +118,8 @@ def photos(elsewhere, digit_folders):
     return elsewhere
 
 
-@pytest.mark.parametrize("page", [WALKED[0], *(pytest.param(page, marks=pytest.mark.slow) for page in WALKED[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WALKED)
 def test_commands_of_a_page_run(page, photos, capsys):
     """Run a page from top to bottom, as a person would type it."""
     namespace: dict = {"__name__": "__main__"}
@@ -143,9 +154,8 @@ def split_numbers(text):
     return re.sub(r"\d+\.\d+", "#", text), [float(number) for number in re.findall(r"\d+\.\d+", text)]
 
 
-@pytest.mark.parametrize(
-    "page", [OUTPUTS["PAGES"][0], *(pytest.param(page, marks=pytest.mark.slow) for page in OUTPUTS["PAGES"][1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", OUTPUTS["PAGES"])
 def test_outputs_on_pages_match_what_their_code_prints(page, tmp_path):
     """Check that words and counts are equal. Percentages may differ by 5 points, as processors round differently."""
     words, numbers = split_numbers(text_of(page))

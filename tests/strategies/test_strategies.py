@@ -34,6 +34,8 @@ IMAGES = images_of(0, 1, 2, 3, seed=9)
 SPECS = {"zscl": "zscl:reference_images=$REFERENCES"}
 MATRICES = ("bofa", "cl_lora", "dulbe", "inflora", "keeplora", "loda", "lora_sub", "merged_lora", "spu")
 FACTORS = ("o_lora", "sd_lora")
+# A plain run takes one strategy of each kind: no training, matrices, factors, all weights, LoRA of one task or of all.
+FEW = ("dulbe", "first_session", "frozen", "merged_lora", "o_lora", "slca", "spu")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,7 +55,9 @@ def make_learner(name, **adapter):
     return tiny_learner(SPECS.get(name, name), tuple(few), adapter, drift="linear", epochs=2)
 
 
-@pytest.mark.parametrize("name", sorted(STRATEGIES))
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in sorted(STRATEGIES)]
+)
 def test_loaded_learner_continues_and_exports_like_the_original(name, tmp_path):
     """Layers have different ranks, and histories become dense after two tasks unless a strategy reads the factors."""
     learner = learned(make_learner(name, residual_rank=9, rank_pattern={"layers.1.mlp.fc1": 12}), 2)

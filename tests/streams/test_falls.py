@@ -69,13 +69,13 @@ def test_without_test_images_changed_predictions_are_reported():
 
 def test_run_and_resumed_run_report_the_same_costs(base, digit_folders, tmp_path, capsys):
     """The learning rate is so large that old classes lose accuracy with both classifiers."""
-    tasks = tasks_of(digit_folders(6, 10, 10))
+    tasks = tasks_of(digit_folders(4, 10, 10))
     settings = {"classifiers": ("lda", "prototype"), "drift": "none"}
     settings |= {"learning_rate": 0.1, "epochs": 4, "batch_size": 20}
     results = learner_of(base, **settings).run(tasks, tmp_path / "whole")
     printed = capsys.readouterr().out
     assert "training this task lowered the accuracy on " in printed and trained_away(results)
-    learner_of(base, **settings).run(tasks[:2], tmp_path / "parts")
+    learner_of(base, **settings).run(tasks[:1], tmp_path / "parts")
     assert learner_of(base, **settings).run(tasks, tmp_path / "parts")["costs"] == results["costs"]
     assert results["costs"] == json.loads((tmp_path / "whole" / "results.json").read_text())["costs"]
     untested = [Task(task.train, None, task.class_names) for task in tasks]

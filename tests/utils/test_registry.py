@@ -59,10 +59,12 @@ def printed(tmp_path_factory):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_entry_points_of_an_installed_package_are_registered(printed):
     assert "the classifier 'lda' of the package tiny-plugin is ignored, because the name is taken" in printed
 
 
+@pytest.mark.slow
 def test_registered_class_is_imported_on_first_lookup(printed):
     assert "bofa is listed True, imported before its lookup False and after it True" in printed
 

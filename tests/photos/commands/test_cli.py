@@ -259,6 +259,7 @@ def test_env_and_version_print_versions(capsys):
     assert "torch: " in printed and printed.endswith(f"dulbe_peft {dulbe_peft.__version__}\n")
 
 
+@pytest.mark.slow
 def test_demo_prints_the_accuracy_of_three_months(tmp_path, capsys):
     output = tmp_path / "demo"
     assert main(["demo", "--output", str(output)]) == 0

@@ -191,7 +191,7 @@ def test_doubtful_labels_are_ranked_as_by_cleanlab():
     assert [number for number, _, _ in found] == wrong and len(wrong) >= 9
 
 
-def test_swapped_labels_are_found_except_by_a_blind_model():
+def test_swapped_labels_are_found_except_by_a_blind_model(monkeypatch):
     features, labels = clouds([20] * 4)
     given = labels.copy()
     sure = try_swapped_labels(features, labels, None, 10.0)
@@ -201,7 +201,9 @@ def test_swapped_labels_are_found_except_by_a_blind_model():
     assert line.startswith(f"trial with {sure.swapped} labels swapped on purpose: {sure.swapped} of them (100 %)")
     assert line.endswith("were found, and 0 % of the other labels were doubted, too")
     noise = np.random.default_rng(1).normal(size=features.shape).astype(np.float32)  # of a blind model
+    monkeypatch.setattr("dulbe_peft.photos.doubtful_labels.TRIALS", 1)
     blind = try_swapped_labels(noise, labels, None, 10.0)
+    assert blind.swapped == sure.swapped // TRIALS
     assert blind.others_doubted / blind.others > 0.5
     line, advice = _reliability(blind)
     assert "this model" in advice and f": {blind.found} of them (" in line
@@ -227,7 +229,8 @@ def test_unreliable_doubts_come_with_a_warning(trial, advice):
     assert _reliability(trial)[1:] == [advice]
 
 
-def test_check_lists_and_shows_doubtful_labels(digit_folders, tmp_path, capsys):
+def test_check_lists_and_shows_doubtful_labels(digit_folders, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("dulbe_peft.photos.doubtful_labels.TRIALS", 1)
     doubted = shutil.copytree(digit_folders(4, 12, 4), tmp_path / "photos")
     for words in (["--check-labels"], ["--model", "demo"]):
         assert main(["check", str(doubted), *words]) == 2
