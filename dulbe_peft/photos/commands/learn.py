@@ -4,8 +4,8 @@
 june is a saved learner or the folder of a run, and is not changed. july becomes the folder of a run,
 which includes the results of june's tasks. Classes of july-photos that june does not know become a
 new task. Images of known classes are added without training. Images that june has learned are left
-out, even if they were moved, or, if nothing is trained and the feature store is used, even if a program
-has since written a keyword into the file. Repeating the command continues after an interruption.
+out, even if they were moved. If nothing is trained and the feature store is used, writing a keyword
+into a file does not make it a new image. Repeating the command continues after an interruption.
 """
 
 from __future__ import annotations
