@@ -16,7 +16,7 @@ DEFAULT, KNOWN, UNKNOWN = "bayes", "still known", "not measured"
 WORST = {  # the columns of `extremes` for each figure
     "A_last": ("accuracy", "furthest behind the best"),
     "ECE": ("calibration error", "largest"),
-    "covered": ("sets of 90 % that hold the right class", "fewest"),
+    "covered": ("coverage of sets of 90 %", "lowest"),
 }
 DRIFTS = ("none", "linear", "auto")  # the tables show the last of these that was measured
 

@@ -28,6 +28,7 @@ from research.benchmarks import (
     rivals,
     stock,
     table,
+    transplant,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -338,3 +339,17 @@ def test_whitened_bridge_equals_a_literal_formula():
         bridge = [reference.slerp(head.visual[c], head.text[c], depth) for depth in depths]
         expected = tau * tests @ sum(w * b for w, b in zip(weights, bridge, strict=True))
         torch.testing.assert_close(scores[:, c].double(), expected, rtol=0, atol=2e-3)
+
+
+def test_tower_of_a_vit_in_a_clip_gives_the_same_features():
+    vit = transplant.untrained_vit().eval()
+    with torch.no_grad():
+        for weight in vit.parameters():  # so that biases and the scales of layer norms count
+            weight += 0.1 * torch.randn(weight.shape)
+    tower = transplant.carried(vit)
+    assert tower.config.hidden_size == 48 and tower.config.num_attention_heads == 3
+    images = torch.randn(3, 3, 32, 32, dtype=torch.float64)
+    expected = vit.double().vit(images).last_hidden_state[:, 0]
+    found = tower.double()(images).pooler_output
+    torch.testing.assert_close(found[:, :32], expected, rtol=0, atol=1e-5)
+    assert not found[:, 32:].any()

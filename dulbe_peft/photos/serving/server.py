@@ -169,7 +169,7 @@ def make_server(
 
     Args:
         learner: the learner to try and to teach.
-        host: the address to listen on; "0.0.0.0" is the whole network.
+        host: the address to listen on; "0.0.0.0" listens on the whole network.
         port: the port; 0 chooses a free one.
         names: further names under which the page is opened, such as that of a proxy. Requests under other names than
             these and `host` are refused; with "0.0.0.0", any IP address and the machine's name are accepted.
