@@ -51,19 +51,29 @@ def joined(updates: Updates) -> Updates:
 
 
 def updated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, updates: Updates) -> torch.Tensor:
-    """Return x W' + bias + sum_i (x P_i) B_i', (..., d_out), for x, (..., d_in). Products with W run in x's dtype."""
+    """Return x W' + bias + sum_i (x P_i) B_i', (..., d_out), for x, (..., d_in).
+
+    Products with W run in x's dtype, and all products in autocast's where it is enabled.
+    """
     down, up = updates[0] if len(updates) == 1 else (None, None)
     if (
-        down is not None
-        and up is not None
-        and not weight.requires_grad
-        and (bias is None or not bias.requires_grad)
-        and not down.requires_grad
-        and x.dtype == weight.dtype == down.dtype == up.dtype
-        and not torch.compiler.is_compiling()
-        and not (torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type))
+        down is None
+        or up is None
+        or weight.requires_grad
+        or (bias is not None and bias.requires_grad)
+        or down.requires_grad
+        or torch.compiler.is_compiling()
     ):
-        return _UpdatedLinear.apply(x, weight, bias, down, up)
+        return add_updates(F.linear(x, weight, bias), x, updates)
+    operands = x, weight, bias, down, up
+    dtypes = {operand.dtype for operand in operands if operand is not None}
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and torch.float64 not in dtypes:
+        # Cast as autocast would, which does not reach into a function of one's own. It leaves float64 alone.
+        dtypes = {torch.get_autocast_dtype(kind)}
+        operands = tuple(operand if operand is None else operand.to(*dtypes) for operand in operands)
+    if len(dtypes) == 1:
+        return _UpdatedLinear.apply(*operands)
     return add_updates(F.linear(x, weight, bias), x, updates)
 
 

@@ -144,14 +144,14 @@ def timed(run: Callable[[], Any], repeats: int, device: torch.device, precision:
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    with cast:
-        for number in range(-min(3, repeats), repeats):
-            started = time.perf_counter()
+    for number in range(-min(3, repeats), repeats):
+        started = time.perf_counter()
+        with cast:  # once per step, because autocast keeps its copies of the trained weights until it is left
             run()
-            if cuda:
-                torch.cuda.synchronize()
-            if number >= 0:
-                taken.append(1000 * (time.perf_counter() - started))
+        if cuda:
+            torch.cuda.synchronize()
+        if number >= 0:
+            taken.append(1000 * (time.perf_counter() - started))
     peak = torch.cuda.max_memory_allocated() / 2**20 if cuda else 0.0
     return common.spread(taken)["median"], peak
 

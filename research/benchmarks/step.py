@@ -1,14 +1,13 @@
 """Compare a routed training step with a step of stock LoRA and with a step of the literal implementation.
 
 Only the vision tower is measured, with given text embeddings, so that a text tower does not hide the difference. The
-step is one of the second task, with a history of rank 9, ten old classes and ten new ones. `--bfloat16` is faster only
-on processors with AMX or AVX512_BF16.
+step is one of the second task, with a history of rank 9, ten old classes and ten new ones.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import combinations
 
@@ -21,25 +20,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = common.parser(__doc__, repeats=15)
     options.add_argument("--batch", type=int, nargs="+", default=[4], help="images per step; each number is measured")
     options.add_argument("--attention", nargs="+", default=["sdpa"], help="sdpa, eager, or both")
+    options.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="bfloat16: autocast")
     options.add_argument("--without-literal", action="store_true")
-    options.add_argument("--bfloat16", action="store_true", help="run every step in bfloat16, with autocast")
     values = common.parse(options, argv)
     rows = []
     for batch in values.batch:
         routed = {}
         for attention in values.attention:
             sides = make_sides(values.model, attention, batch, literal_too=not values.without_literal)
-            with torch.autocast("cpu", torch.bfloat16, enabled=values.bfloat16):
-                times = common.compare(sides, values.repeats)
-            where = f"{common.model_name(values.model)}, {attention}, batch {batch}{', bfloat16' * values.bfloat16}"
+            if values.precision == "bfloat16":
+                sides = {name: partial(in_bfloat16, step) for name, step in sides.items()}
+            times = common.compare(sides, values.repeats)
+            where = f"{common.model_name(values.model)}, {attention}, batch {batch}"
+            where += "" if values.precision == "float32" else f", {values.precision}"
             rows.append(common.row(f"routed step / stock LoRA step, {where}", times, "ours", "stock", 1.40))
             if not values.without_literal:
                 rows.append(common.row(f"routed step / literal step, {where}", times, "ours", "literal"))
                 rows.append(common.row(f"literal step / stock LoRA step, {where}", times, "literal", "stock"))
             routed[attention] = sides["ours"]
         for first, other in combinations(routed, 2):
-            with torch.autocast("cpu", torch.bfloat16, enabled=values.bfloat16):
-                times = common.compare({first: routed[first], other: routed[other]}, values.repeats)
+            times = common.compare({first: routed[first], other: routed[other]}, values.repeats)
             where = f"{common.model_name(values.model)}, batch {batch}"
             rows.append(common.row(f"routed step with {first} / with {other}, {where}", times, first, other))
     common.write("step", values, argv, rows)
@@ -66,6 +66,12 @@ def make_sides(model: str, attention: str, batch_size: int, literal_too: bool) -
         adam = stock.adam(student)
         sides["literal"] = partial(literal.step, student, copy.deepcopy(student), adam, *arguments)
     return sides
+
+
+def in_bfloat16(step: Callable[[], None]) -> None:
+    """Make a step in an autocast of its own, which keeps its copies of the trained weights until it is left."""
+    with torch.autocast("cpu", torch.bfloat16):
+        step()
 
 
 if __name__ == "__main__":

@@ -47,6 +47,23 @@ def test_fused_sum_equals_separate_operations_in_value_and_gradient(shape, bias)
     assert not got[1].view(math.prod(shape), 12)[1:].any()
 
 
+def test_fused_sum_runs_in_autocast_as_accurately_as_separate_operations():
+    arguments, cotangent = problem((2, 5))
+    exact = [a.detach().double().requires_grad_(a.requires_grad) for a in arguments]
+    expected = gradients(written_out, exact, cotangent.double())
+    with torch.autocast("cpu", torch.bfloat16):
+        result = fused(*arguments)
+        assert "UpdatedLinear" in result.grad_fn.name()
+        fast, separate = (gradients(f, arguments, cotangent.bfloat16()) for f in (fused, written_out))
+        doubles = gradients(fused, exact, cotangent.double())
+    assert [tensor.dtype for tensor in fast] == [torch.bfloat16, torch.float32, torch.float32]
+    for got, other, right in zip(fast, separate, expected, strict=True):
+        error = (got.double() - right).norm()
+        assert 0 < error < 1.5 * (other.double() - right).norm()
+    for got, right in zip(doubles, expected, strict=True):  # autocast leaves float64 alone
+        torch.testing.assert_close(got, right)
+
+
 def test_backward_ignores_autocast_keeps_nan_and_refuses_second_order():
     arguments, cotangent = problem((2, 5))
     expected = gradients(fused, arguments, cotangent)[1:]
