@@ -413,14 +413,20 @@ class Classifier(CorrectedState):
         """Whether images that the scores had not learned determined `temperature`; True for a single class."""
         return bool(self.calibration) or len(self._class_names) < 2
 
+    @property
+    def doubt(self) -> str:
+        """A sentence that says why the probabilities can be far off, or "" if they are calibrated."""
+        if self.calibrated:
+            return ""
+        return (
+            f"no image could be left out to calibrate the probabilities of the {self.name!r} classifier, so they can "
+            "be far off: learn a class with two images or more beside another class"
+        )
+
     def warn_if_uncalibrated(self) -> None:
-        """Warn that the probabilities can be far off if `calibrated` is False."""
-        if not self.calibrated:
-            warnings.warn(
-                f"no class had two images when it was learned, so the probabilities of the {self.name!r} classifier "
-                "are not calibrated and can be far off: learn two images of each class",
-                stacklevel=3,
-            )
+        """Warn with `doubt`, if any, in the name of the caller's caller."""
+        if self.doubt:
+            warnings.warn(self.doubt, stacklevel=3)
 
     @property
     def temperature(self) -> float:

@@ -31,7 +31,7 @@ class Evaluation:
         baselines: "text", the class of the nearest text embedding, and "class_means", the class of the nearest mean,
             each (n,). A baseline is left out if no classifier keeps the embeddings it needs; "class_means" is also
             left out if the learner has the classifier "prototype", which does the same.
-        probability: the calibrated probability of the first classifier's predictions, (n,).
+        probability: the probability of the first classifier's predictions, (n,).
         features: unit features, (n, d).
     """
 
@@ -91,7 +91,7 @@ def evaluate_features(
 
 
 def answers(classifier: Classifier, tests: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return, for each test set of features, (n, d), the predicted classes and their calibrated probabilities.
+    """Return, for each test set of features, (n, d), the predicted classes and their probabilities.
 
     Both are (n,), on the CPU. The predictions for one test set do not depend on the other test sets.
     """

@@ -13,7 +13,7 @@ from dulbe_peft.utils.settings import check_int
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for one image: its `classes`, most likely first, and their calibrated `probabilities`."""
+    """The prediction for one image: its `classes`, most likely first, and their `probabilities`."""
 
     image: str
     classes: tuple[str, ...] = ()

@@ -87,6 +87,8 @@ def doubtful_labels(
     with warnings.catch_warnings():
         # A class with fewer images than folds is missing from some test folds, which does no harm here.
         warnings.filterwarnings("ignore", "The least populated class", UserWarning)
+        # The folds may leave one image of each class. The share of doubts that are right is measured separately.
+        warnings.filterwarnings("ignore", "no image could be left out", UserWarning)
         probabilities = cross_val_predict(classifier, features[rows], targets, cv=folds, method="predict_proba")
     predicted = probabilities.argmax(axis=1)
     doubtful = np.flatnonzero(predicted != targets)

@@ -87,7 +87,8 @@ def suggestions(features: Tensor, count: int, classifier: Classifier | None = No
     kind = "unlike anything learned" if many_novel else "typical"
     typical = _typical(features, every[novel] if many_novel else every, -(-count // 2), means, kind, seed)
     # A single class has the probability 1, whatever the image.
-    knows = len(classifier.class_names) > 1 and len(values) > 0 and float(values[:, 0].mean()) >= KNOWS
+    trusted = len(classifier.class_names) > 1 and classifier.calibrated
+    knows = trusted and len(values) > 0 and float(values[:, 0].mean()) >= KNOWS
     order = margin.argsort(kind="stable") if knows else np.random.default_rng(seed).permutation(every)
 
     def candidates() -> Iterator[Suggestion]:

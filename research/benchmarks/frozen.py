@@ -229,8 +229,8 @@ def learned(spec: str, features: dict[str, Any], tasks: Sequence[Task]) -> Class
 def figures(spec: str, features: dict[str, Any], tasks: list[Task], coverage: float | None = None) -> dict[str, float]:
     """Return A_last, also of classes with few or many images, A_bar and the calibration error, as fractions.
 
-    `ECE_exact` is the calibration error of exact probabilities on as many test images: that of these probabilities if
-    they were right. With few test images it is large.
+    `ECE_exact` is the calibration error that these probabilities would have if they were exact. With few test images,
+    it is large.
     """
     classifier = make_classifier(spec, features["train"].shape[1], features["scale"])
     seen: list[int] = []

@@ -2,7 +2,7 @@
 
 The stand-in has a real pretrained vision tower, and is an ordinary `CLIPModel`. Its classes are clothes, whose names
 have the text embeddings of similar ImageNet classes. A file in the format of `research.benchmarks.real` contains those
-of the even classes. A class without one gets its name from the map below.
+of the even classes. A class without one gets its name from the regression below.
 
 The tower is carried over exactly, up to rounding:
 
@@ -49,7 +49,7 @@ from dulbe_peft.photos.data.splits import draw_per_class
 from research.benchmarks import common
 from research.benchmarks.gap import cosines, learner_of
 
-# Places of ImageNet's classes. 655, miniskirt, is an odd one.
+# Places of ImageNet's classes. 655, miniskirt, has an odd number.
 CLOTHES = {
     "dress": 578,
     "hat": 808,

@@ -103,9 +103,10 @@ def advice(best: tuple[Entry, Entry] | None, gain: Difference | None) -> str:
     shares = [f"{entry.row.title} ({percent(entry.means['last'])} %)" for entry in best]
     compared = f"the best row with training is {shares[0]}, and the best without is {shares[1]}"
     if gain is None:
-        return f"Whether training pays is not known: {compared}, and no seed is finished for both."
+        missing = "no seed with the same test images is finished for both"
+        return f"Whether training pays is not known: {compared}, and {missing}."
     interval = f"with a 95 % interval of {signed(gain.low)} to {signed(gain.high)}"
-    compared += f". The difference is {signed(gain.mean)} points, {interval}"
+    compared += f". The difference over their common seeds is {signed(gain.mean)} points, {interval}"
     if not gain.clear:
         return f"Training makes no clear difference: {compared}."
     return f"{'Train' if gain.mean > 0 else 'Do not train'}: {compared}."

@@ -67,7 +67,7 @@ def test_probabilities_from_one_image_a_class_come_with_a_warning(digits):
     X, y, _ = digits
     first = np.unique(y, return_index=True)[1]
     made = FeatureClassifier("lda").fit(X[first], y[first])
-    with pytest.warns(UserWarning, match="no class had two images.*'lda'.*can be far off"):
+    with pytest.warns(UserWarning, match="no image could be left out.*'lda'.*can be far off"):
         made.predict_proba(X)
 
 

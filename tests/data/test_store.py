@@ -378,7 +378,6 @@ def test_features_of_a_few_predictions_are_not_stored(photos, plain):
     assert FeatureStore(store_path()).facts() == (0, 0)
 
 
-@pytest.mark.slow
 def test_other_weights_layers_or_resize_encode_again(photos, tmp_path, base, encoded):
     """Even one changed weight, or another activation with the same weights, makes another encoder."""
     clip, processor = base

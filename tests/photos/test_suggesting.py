@@ -73,6 +73,16 @@ def test_weak_classifier_suggests_random_instead_of_uncertain_images():
     assert suggestions(fresh, 20, weak) == suggestions(fresh, 20, weak), "the same call gives the same result"
 
 
+def test_probabilities_that_are_not_calibrated_make_no_image_uncertain():
+    """With one image of each class, those of `lda` are near 1 and wrong."""
+    features, labels = groups(1, 1, 1, 1, spread=0.5)
+    classifier = in_tasks("lda", features, labels)
+    fresh = groups(10, 10, 10, 10, seed=1, spread=0.5)[0]
+    assert not classifier.calibrated and float(classifier.probabilities(fresh).amax(dim=1).mean()) > 0.5
+    reasons = [s.reason for s in suggestions(fresh, 8, classifier) if s.group is None]
+    assert reasons and all(reason.startswith("at random") for reason in reasons)
+
+
 def test_suggestions_contain_no_copies_and_no_image_twice():
     features, labels = groups(5, 5)
     classifier = in_tasks("lda", features, labels)

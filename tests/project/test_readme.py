@@ -269,7 +269,8 @@ def test_figures_about_novelty_match_the_results():
     assert f"on average {sum(gains) / len(gains):.1f} points larger" in text
     assert f"it is {-min(gains):.1f} points smaller" in text
     assert f"it is {min(with_four)} % (aircraft) to {max(with_four)} %" in text
-    assert f"It is {sum(errors) / len(errors):.1f} points off on average, with errors of up to {max(errors):.0f}" in text
+    mean = sum(errors) / len(errors)
+    assert f"It is {mean:.1f} points off on average, with errors of up to {max(errors):.0f}" in text
 
 
 def test_figures_about_methods_that_keep_features_match_the_results():

@@ -9,6 +9,8 @@ transformers.js:  one graph for JavaScript; needs pip install 'dulbe_peft[onnx]'
 Each format contains the learner's classifier, and a README.md with the code to use it.
 """
 
+import sys
+
 from dulbe_peft.photos.commands.named import FOLDER, claim, print_next_command
 from dulbe_peft.photos.commands.options import OVERWRITE, Load, command, learner_options
 from dulbe_peft.photos.deployment import FORMATS, PRECISIONS
@@ -42,6 +44,8 @@ def export(
     if kind == "onnx":
         difference = read_json(folder / GRAPH_FACTS_FILE)["largest_difference"]
         print(f"largest difference from PyTorch's probabilities, on random pixels: {difference:.1e}")
+    if kind != "lora" and (doubt := loaded.classifier.doubt):
+        print(doubt, file=sys.stderr)
     print(f"written: {folder}")
     print(f"how to use it: {folder / 'README.md'}")
     print_next_command("serve", learner)

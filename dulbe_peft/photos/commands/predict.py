@@ -75,7 +75,8 @@ def predict(
     from dulbe_peft.photos.data.inventory import Inventory
     from dulbe_peft.photos.tables import only_writer, sorted_folder
 
-    loaded.classifier.warn_if_uncalibrated()
+    if doubt := loaded.classifier.doubt:
+        print(doubt, file=sys.stderr)
     area = None if reject is None else loaded.classifier.roc_area
     if area is not None and area < HARDLY:
         print(UNRELIABLE.format(100 * area), file=sys.stderr)

@@ -69,7 +69,7 @@ class Predictor(Featurizer):
     """
 
     def __call__(self, batch: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        """Return the batch with "class", (n,), and its calibrated "probability", (n,), float32; see [`Featurizer`]."""
+        """Return the batch with "class", (n,), and its "probability", (n,), float32; see [`Featurizer`]."""
         predictions = self._learner().predict(_images(batch), return_scores=True)
         names, probabilities = [name for name, _ in predictions], [probability for _, probability in predictions]
         columns = {"class": np.array(names, dtype=object), "probability": np.array(probabilities, dtype=np.float32)}

@@ -31,7 +31,7 @@ def merged_model(state: LearnerState) -> Any:
 
 
 class Head(nn.Module):
-    """Map unit features (batch, d) to calibrated probabilities (batch, C), or to their log-scores."""
+    """Map unit features (batch, d) to probabilities (batch, C), or to their log-scores."""
 
     def __init__(self, classifier: Classifier, probabilities: bool = True) -> None:
         super().__init__()

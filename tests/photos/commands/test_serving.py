@@ -216,7 +216,7 @@ def test_learner_that_trains_accepts_corrections_but_no_new_class(app, monkeypat
         app.teach({"class": "blue", "images": sent(photo(2))})
 
 
-def test_page_says_whether_percentages_are_calibrated(app, monkeypatch):
+def test_page_is_told_whether_percentages_are_calibrated(app, monkeypatch):
     assert app.facts()["calibrated"]
     monkeypatch.setattr(type(app.learner.classifier), "calibrated", False)
     assert app.facts()["calibrated"] is False

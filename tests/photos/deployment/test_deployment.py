@@ -207,7 +207,6 @@ class Scores(torch.nn.Module):
         return self.function(z, **self.given)
 
 
-@pytest.mark.slow
 def test_formula_of_every_classifier_gives_its_scores_and_is_exportable(clip):
     z = random_features(16)
     rows, linear = torch.export.Dim("rows"), set()

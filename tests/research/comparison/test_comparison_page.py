@@ -65,7 +65,7 @@ def test_first_sentence_says_whether_to_train():
     best = entry(Row("DuLBE", "lda"), 0.85), entry(Row("frozen", "ranpac"), 0.81)
     assert advice(best, CLEAR) == (
         "Train: the best row with training is DuLBE with lda (85.0 %), and the best without is frozen with ranpac "
-        "(81.0 %). The difference is +5.0 points, with a 95 % interval of +2.0 to +8.0."
+        "(81.0 %). The difference over their common seeds is +5.0 points, with a 95 % interval of +2.0 to +8.0."
     )
     assert advice(best, WORSE).startswith("Do not train: the best row with training is DuLBE with lda (85.0 %)")
     assert advice(best, UNCLEAR).startswith("Training makes no clear difference")
