@@ -220,7 +220,7 @@ def test_faiss_example_of_the_docs_returns_the_best_classes(kind, state, monkeyp
     np.testing.assert_allclose(scores, expected.values, rtol=1e-4, atol=1e-4)
 
 
-def test_probabilities_that_no_image_could_calibrate_come_with_a_warning(base, digit_folders, tmp_path, recwarn, capsys):
+def test_probabilities_that_nothing_calibrated_come_with_a_warning(base, digit_folders, tmp_path, recwarn, capsys):
     root = digit_folders(3, 2, 1)
     images, learner = ImageFolder(root, "train"), learner_of(base, "frozen", ("lda",))
     labels = list(images.labels)
