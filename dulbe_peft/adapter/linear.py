@@ -65,15 +65,14 @@ def updated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         or torch.compiler.is_compiling()
     ):
         return add_updates(F.linear(x, weight, bias), x, updates)
-    operands = x, weight, bias, down, up
-    dtypes = {operand.dtype for operand in operands if operand is not None}
-    kind = x.device.type
+    kind, dtypes = x.device.type, {operand.dtype for operand in (x, weight, bias, down, up) if operand is not None}
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and torch.float64 not in dtypes:
         # Cast as autocast would, which does not reach into a function of one's own. It leaves float64 alone.
-        dtypes = {torch.get_autocast_dtype(kind)}
-        operands = tuple(operand if operand is None else operand.to(*dtypes) for operand in operands)
+        dtype = torch.get_autocast_dtype(kind)
+        bias = None if bias is None else bias.to(dtype)
+        return _UpdatedLinear.apply(x.to(dtype), weight.to(dtype), bias, down.to(dtype), up.to(dtype))
     if len(dtypes) == 1:
-        return _UpdatedLinear.apply(*operands)
+        return _UpdatedLinear.apply(x, weight, bias, down, up)
     return add_updates(F.linear(x, weight, bias), x, updates)
 
 
