@@ -43,7 +43,8 @@ def run_demo(output_dir: str | Path) -> dict[str, Any]:
 
 def compare_demo(output_dir: str | Path) -> dict[str, Any]:
     """Learn the digits in five tasks with and without training, print one table, and return the trained results."""
-    output, args, tasks = Path(output_dir), LearnerArguments(**SETTINGS, device="cpu"), digit_tasks()
+    output, tasks = Path(output_dir), digit_tasks()
+    args = LearnerArguments(**SETTINGS, device="cpu", precision="float32")  # "auto" differs without training
     clip, processor = _clip()
     model = get_peft_model(clip, DualModeLoraConfig(support_rank=16))
     trained = ClassIncrementalLearner(model, processor, args=args, classifiers=CLASSIFIERS).run(tasks, output)

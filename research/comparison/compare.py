@@ -13,7 +13,7 @@ from research.comparison.cells import finish_cell, is_done
 from research.comparison.comparison_file import COMPARISON_FILE, CSV_FILE, Comparison, Entry
 from research.comparison.intervals import mean_share
 from research.comparison.plan import Chosen, Plan, Work, as_text
-from research.comparison.summary import gains_of_training, make_entries, read_row, write_summary_csv
+from research.comparison.summary import gains_of_training, make_entries, read_finished, read_row, write_summary_csv
 
 
 class ComparisonError(ValueError):
@@ -49,9 +49,10 @@ def compare(
     try:
         failed += finish(work)
     finally:  # after an interruption, too, the table shows what is finished and what is missing
-        entries = make_entries(plan, output, work, chosen)
+        finished = read_finished(output, work)
+        entries = make_entries(plan, finished, chosen)
         output.mkdir(parents=True, exist_ok=True)
-        gains = gains_of_training(plan, output, work, entries)
+        gains = gains_of_training(plan, finished, entries)
         write_record(output / COMPARISON_FILE, Comparison(entries=entries, scope=plan, gains=gains))
         write_summary_csv(output / CSV_FILE, entries)
     if failed:

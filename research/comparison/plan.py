@@ -136,6 +136,8 @@ class Plan(Record):
         settings = seeds | self.streams[stream] | self.methods[method] | more
         if self.trains(method):  # keeps the features from before each task, which any drift correction needs
             settings["drift"] = "linear"
+        elif settings.get("precision", "auto") == "auto":
+            settings["precision"] = "float32"  # as methods that train have with "auto"
         return Cell(stream, method, seed, settings, folder, self.retentions.get(stream, (None,)))
 
 

@@ -45,13 +45,21 @@ class CellRow:
     cell: CellRecord
 
 
-def make_entries(plan: Plan, output: Path, work: Work, chosen: Chosen | None = None) -> list[Entry]:
-    """Return an entry for each stream and row that has a finished run; `chosen` is as in `Plan.cells`."""
-    finished: dict[tuple[str, Row], dict[int, CellRow]] = {}
+Finished = dict[tuple[str, Row], dict[int, CellRow]]  # stream and row -> seed -> the row of a finished run
+
+
+def read_finished(output: Path, work: Work) -> Finished:
+    """Read the rows of all finished runs of `work`."""
+    finished: Finished = {}
     for cell, rows in work:
         for row in rows:
             if read := read_row(output / cell.folder, row, cell):
                 finished.setdefault((cell.stream, row), {})[cell.seed] = read
+    return finished
+
+
+def make_entries(plan: Plan, finished: Finished, chosen: Chosen | None = None) -> list[Entry]:
+    """Return an entry for each stream and row that has a finished run; `chosen` is as in `Plan.cells`."""
     first, entries = plan.reference, []
     for stream, row in itertools.product(plan.streams, plan.rows):
         if (stream, row) not in finished:
@@ -64,20 +72,14 @@ def make_entries(plan: Plan, output: Path, work: Work, chosen: Chosen | None = N
     return entries
 
 
-def gains_of_training(plan: Plan, output: Path, work: Work, entries: Sequence[Entry]) -> dict[str, Difference | None]:
+def gains_of_training(plan: Plan, finished: Finished, entries: Sequence[Entry]) -> dict[str, Difference | None]:
     """Return `Comparison.gains`."""
     gains: dict[str, Difference | None] = {}
     for stream, rows in by_stream(entries).items():
         if best := best_rows(plan, rows):
-            with_training, without = (_read_seeds(stream, entry.row, output, work) for entry in best)
+            with_training, without = (finished[stream, entry.row] for entry in best)
             gains[stream] = _difference(with_training, without, "last")
     return gains
-
-
-def _read_seeds(stream: str, row: Row, output: Path, work: Work) -> dict[int, CellRow]:
-    """Return the finished cells of a row on a stream by their seeds."""
-    cells = [cell for cell, rows in work if cell.stream == stream and row in rows]
-    return {cell.seed: read for cell in cells if (read := read_row(output / cell.folder, row, cell))}
 
 
 def best_rows(plan: Plan, entries: Sequence[Entry]) -> tuple[Entry, Entry] | None:

@@ -26,8 +26,9 @@ from research.benchmarks.common import RESULTS
 from research.comparison.cells import answers_path, read_answers, read_cell
 from research.comparison.compare import ComparisonError, compare
 from research.comparison.comparison_file import read_comparison
+from research.comparison.intervals import mean_interval
 from research.comparison.plan import Row, as_text, read_plan
-from research.comparison.summary import format_summary, make_entries
+from research.comparison.summary import best_rows, format_summary, gains_of_training, make_entries, read_finished
 
 ROOT = Path(__file__).parents[3]
 FROZEN = {"methods": {"frozen": {"strategy": "frozen"}}}
@@ -84,18 +85,6 @@ def times(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name in ("cell.json", "learner.json")}
 
 
-def last_of(entry):
-    return entry.means["last"]
-
-
-def trained(entry):
-    return entry.row.method == "LoRA"
-
-
-def frozen(entry):
-    return entry.row.method == "frozen"
-
-
 def test_comparison_has_every_row_of_every_stream(finished):
     folder, entries, messages = finished
     assert [entry.row for entry in entries] == [
@@ -114,15 +103,48 @@ def test_comparison_has_every_row_of_every_stream(finished):
     for entry in entries[2:]:  # the gain from training is the difference to the same classifier
         assert entry.gain.mean == pytest.approx(entry.means["last"] - last["frozen", entry.row.classifier])
     assert entries[-1].gain == entries[-1].differences["last"]  # here, the reference is that row
-    # Both sides of the gain are the best rows of their kind, compared image by image over the seeds of both.
-    best = [max((entry for entry in entries if trains(entry)), key=last_of) for trains in (trained, frozen)]
-    assert found.gains["digits"].mean == pytest.approx(last_of(best[0]) - last_of(best[1]))
     # The learning rate with the better held-out accuracy is chosen.
     tried, ran = (sorted((folder / "out" / where).rglob("cell.json")) for where in ("choices", "runs/digits/LoRA"))
     assert [json.loads(path.read_text())["settings"]["validation_fraction"] for path in tried] == [0.2, 0.2]
     rates = {entry.chosen["learning_rate"] for entry in entries[2:]}
     assert sum("scored best on held-out training images" in line for line in messages) == len(rates)
     assert {json.loads(path.read_text())["settings"]["learning_rate"] for path in ran} == rates
+
+
+def test_gain_compares_the_best_rows_image_by_image_over_their_common_seeds(finished):
+    folder, entries, _ = finished
+    plan = read_plan(folder / "plan.yaml")
+    best, other = (entries[4], entries[0]), entries[1]  # LoRA with lda, and frozen with bridge
+    lasts = {best[0].row: 0.9, best[1].row: 0.8, other.row: 0.7}
+    made = [entry.model_copy(update={"means": entry.means | {"last": lasts.get(entry.row, 0.1)}}) for entry in entries]
+    assert [entry.row for entry in best_rows(plan, made)] == [entry.row for entry in best]
+    right = {
+        best[0].row: {0: [1, 1, 0, 1], 1: [1, 1, 1, 1]},
+        best[1].row: {0: [1, 0, 0, 1], 1: [1, 1, 0, 1], 2: [0] * 4},
+    }
+
+    def rows(of_row):
+        return {seed: SimpleNamespace(shares={"last": np.array(each, float)}) for seed, each in right[of_row].items()}
+
+    read = {("digits", row): rows(row) for row in right}
+    differences = np.array([[0, 1, 0, 0], [0, 0, 1, 0]])
+    assert gains_of_training(plan, read, made) == {"digits": mean_interval(differences)}
+    del read["digits", best[1].row][0], read["digits", best[1].row][1]
+    assert gains_of_training(plan, read, made) == {"digits": None}
+    assert gains_of_training(plan, read, made[2:]) == {}, "nothing is compared without a row of the other kind"
+
+
+def test_methods_of_a_comparison_have_one_precision(content, tmp_path):
+    """With "auto", a method that does not train would encode in bfloat16, and one that trains in float32."""
+
+    def precisions(**changes):
+        plan = read_plan(write(tmp_path / "plan.yaml", content | changes))
+        return {cell.method: cell.settings.get("precision") for cell, _ in plan.cells()}
+
+    assert precisions() == {"frozen": "float32", "LoRA": None}
+    same = {name: settings | {"precision": "bfloat16"} for name, settings in content["streams"].items()}
+    assert precisions(streams=same) == {"frozen": "bfloat16", "LoRA": "bfloat16"}
+    assert precisions(**FROZEN) == {"frozen": "float32"}, "methods can be added later"
 
 
 def test_each_row_uses_the_learning_rate_chosen_for_its_classifier(copied, content, monkeypatch):
@@ -168,7 +190,7 @@ def test_accuracies_in_the_table_equal_those_of_the_answers(copied):
         write_tensors(answers_path(run, row), tensors, metadata)
         answers, _ = read_answers(run, row, read_cell(run))
         accuracies.append([float(step.right.float().mean()) for step in answers])
-    entry = next(entry for entry in make_entries(plan, folder, plan.cells()) if entry.row == row)
+    entry = next(entry for entry in make_entries(plan, read_finished(folder, plan.cells())) if entry.row == row)
     assert entry.means["last"] == pytest.approx(np.mean([last for _, last in accuracies]))
     assert entry.means["average"] == pytest.approx(np.mean(accuracies))
     assert entry.means["last"] > entry.means["average"] + 0.1
@@ -229,7 +251,9 @@ def test_changed_setting_of_a_finished_run_is_refused(finished, content):
     folder, _, _ = finished
     streams = {"digits": content["streams"]["digits"] | {"epochs": 2}}
     other = read_plan(write(folder / "changed.yaml", content | {"streams": streams}))
-    assert not make_entries(other, folder / "out", other.cells()), "the table must not have results of other settings"
+    assert not make_entries(other, read_finished(folder / "out", other.cells())), (
+        "the table must not have results of other settings"
+    )
     with pytest.raises(ValueError, match="epochs = 1, now it is 2"):
         compare(other, folder / "out", jobs=1, log=quiet)
 
@@ -241,11 +265,11 @@ def test_changed_default_of_a_finished_run_is_refused(copied):
         read_plan(folder / "plan.yaml"),
         folder / "out" / "runs" / "digits" / "frozen" / "seed-0" / "cell.json",
     )
-    entries = make_entries(plan, folder / "out", plan.cells({}))
+    entries = make_entries(plan, read_finished(folder / "out", plan.cells({})))
     edited(path, "arguments", "learning_rate", 0.5)
     with pytest.raises(ValueError, match="learning_rate = 0.5, now it is 'auto'"):
         compare(plan, folder / "out", jobs=1, log=quiet)
-    remaining = make_entries(plan, folder / "out", plan.cells({}))
+    remaining = make_entries(plan, read_finished(folder / "out", plan.cells({})))
     assert sum(len(entry.seeds) for entry in remaining) < sum(len(entry.seeds) for entry in entries)
 
 
