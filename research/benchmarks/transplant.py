@@ -46,7 +46,7 @@ from transformers import (
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.encoders.loading import load_clip
 from dulbe_peft.photos.data.splits import draw_per_class
-from research.benchmarks import common
+from research.benchmarks import common, real
 from research.benchmarks.gap import cosines, learner_of
 
 # Places of ImageNet's classes. 655, miniskirt, has an odd number.
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     train = draw_per_class(load_data(values.data, "train"), 2 if values.quick else 16)
     vit = ViTForImageClassification.from_pretrained(values.vit, dtype=torch.float32) if values.vit else untrained_vit()
     classes = [CLOTHES[name] if values.vit else 2 * place for place, name in enumerate(train.class_names)]
-    clip, processor = transplanted(vit.eval(), values.clip, *even_texts(values.real), classes, train)
+    clip, processor = transplanted(vit.eval(), values.clip, even_texts(values.real), classes, train)
     difference, largest = distance(vit, clip)
     rows = [common.value_row("largest difference to the ViT's features, relative", difference / largest, "")]
     learner = learner_of(clip, processor, "frozen", 0, 0.0)
@@ -98,17 +98,17 @@ def untrained_vit() -> ViTForImageClassification:
     return ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, num_labels=60, **size))
 
 
-def even_texts(folder: Path | None) -> tuple[Tensor, int]:
-    """Return unit text embeddings of the even classes, (classes, width), float64, and the logit scale."""
+def even_texts(folder: Path | None) -> Tensor:
+    """Return unit text embeddings of the even classes, (classes, width), float64."""
     if folder is None:
-        return F.normalize(torch.randn(30, 48, dtype=torch.float64).abs(), dim=1), 100
+        return F.normalize(torch.randn(30, 48, dtype=torch.float64).abs(), dim=1)
     with np.load(folder / "imagenet-even.npz") as arrays:
-        return F.normalize(torch.from_numpy(arrays["t"]).double(), dim=1), 100
+        return F.normalize(torch.from_numpy(arrays["t"]).double(), dim=1)
 
 
 @torch.no_grad()
 def transplanted(
-    vit: ViTForImageClassification, clip: str, texts: Tensor, scale: int, classes: Sequence[int], images: Any
+    vit: ViTForImageClassification, clip: str, texts: Tensor, classes: Sequence[int], images: Any
 ) -> tuple[CLIPModel, CLIPProcessor]:
     """Return a CLIP with the ViT's tower, whose names of `images.class_names` are those of ImageNet's `classes`."""
     donor, donor_processor = load_clip(clip)
@@ -121,7 +121,7 @@ def transplanted(
     made = CLIPModel(config).eval()
     made.vision_model.load_state_dict(tower.state_dict())
     made.text_model.load_state_dict(donor.text_model.state_dict())
-    made.logit_scale.fill_(math.log(scale))
+    made.logit_scale.fill_(math.log(real.SCALE))
     image_processor = CLIPImageProcessor(
         size={"shortest_edge": vit.config.image_size},
         crop_size=vit.config.image_size,
@@ -212,35 +212,34 @@ def carried(vit: ViTForImageClassification) -> CLIPVisionModel:
         for where, value in parts:
             made[prefix + name][where] = value.to(made[prefix + name])
 
-    real = slice(width)
+    kept = slice(width)
     places = given["embeddings.position_embeddings"][0]
     places[1:] += given["embeddings.patch_embeddings.projection.bias"]
     patches = torch.einsum("dw,w...->d...", centred, given["embeddings.patch_embeddings.projection.weight"])
-    put("embeddings.class_embedding", (real, centred @ given["embeddings.cls_token"][0, 0]))
-    put("embeddings.patch_embedding.weight", (real, patches))
-    start = torch.tensor(START)
-    put("embeddings.position_embedding.weight", ((slice(None), real), places @ centred))
-    made[prefix + "embeddings.position_embedding.weight"][:, width] = start
-    made[prefix + "embeddings.position_embedding.weight"][:, width + 1] = -start
-    put("pre_layrnorm.weight", (real, torch.full((width,), START * math.sqrt(2 / wide))))
+    put("embeddings.class_embedding", (kept, centred @ given["embeddings.cls_token"][0, 0]))
+    put("embeddings.patch_embedding.weight", (kept, patches))
+    put("embeddings.position_embedding.weight", ((slice(None), kept), places @ centred))
+    made[prefix + "embeddings.position_embedding.weight"][:, width] = START
+    made[prefix + "embeddings.position_embedding.weight"][:, width + 1] = -START
+    put("pre_layrnorm.weight", (kept, torch.full((width,), START * math.sqrt(2 / wide))))
     put("pre_layrnorm.bias")
 
     def norm(name: str, source: str) -> None:
-        put(f"{name}.weight", (real, shrink * given[f"{source}.weight"]))
-        put(f"{name}.bias", (real, given[f"{source}.bias"]))
+        put(f"{name}.weight", (kept, shrink * given[f"{source}.weight"]))
+        put(f"{name}.bias", (kept, given[f"{source}.bias"]))
 
     for layer in range(old.num_hidden_layers):
         here, there = f"encoder.layers.{layer}.", f"layers.{layer}."
         norm(here + "layer_norm1", there + "layernorm_before")
         norm(here + "layer_norm2", there + "layernorm_after")
         for name in ("q_proj", "k_proj", "v_proj"):
-            put(f"{here}self_attn.{name}.weight", ((real, real), given[f"{there}attention.{name}.weight"]))
-            put(f"{here}self_attn.{name}.bias", (real, given[f"{there}attention.{name}.bias"]))
+            put(f"{here}self_attn.{name}.weight", ((kept, kept), given[f"{there}attention.{name}.weight"]))
+            put(f"{here}self_attn.{name}.bias", (kept, given[f"{there}attention.{name}.bias"]))
         for new, name in (("self_attn.out_proj", "attention.o_proj"), ("mlp.fc2", "mlp.fc2")):
             weight = centred @ given[f"{there}{name}.weight"]
-            put(f"{here}{new}.weight", ((real, slice(weight.shape[1])), weight))
-            put(f"{here}{new}.bias", (real, centred @ given[f"{there}{name}.bias"]))
-        put(f"{here}mlp.fc1.weight", ((slice(None), real), given[there + "mlp.fc1.weight"]))
+            put(f"{here}{new}.weight", ((kept, slice(weight.shape[1])), weight))
+            put(f"{here}{new}.bias", (kept, centred @ given[f"{there}{name}.bias"]))
+        put(f"{here}mlp.fc1.weight", ((slice(None), kept), given[there + "mlp.fc1.weight"]))
         put(f"{here}mlp.fc1.bias", (slice(None), given[there + "mlp.fc1.bias"]))
     norm("post_layernorm", "layernorm")
     tower.load_state_dict(made)
