@@ -16,8 +16,11 @@ Image features are z = q + a u + b m. q, with mean 0 and of mean length 1, is a 
 of the ViT to the centred text embeddings, u is the direction of their mean, and m is orthogonal to all of them. a and
 b give images the cosines of CLIP's features with other names and with their class mean.
 
+`--known` is a data set of other images. Its classes with the names of even ImageNet classes get these text embeddings,
+and their test images are saved in the folder `known` of the stand-in: what is left of this knowledge can be measured.
+
     python -m research.benchmarks.transplant --vit deit-tiny --clip small-clip --data clothing --real real-clip \
-        --save tower
+        --known photographs --save tower
 """
 
 from __future__ import annotations
@@ -43,8 +46,10 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.encoders.loading import load_clip
+from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.photos.data.splits import draw_per_class
 from research.benchmarks import common, real
 from research.benchmarks.gap import cosines, learner_of
@@ -71,24 +76,35 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = common.stream_parser(__doc__, repeats=1)
     options.add_argument("--vit", help="folder of a ViTForImageClassification; default: a small one, not trained")
     options.add_argument("--real", type=Path, help="folder with imagenet-even.npz; default: random text embeddings")
+    options.add_argument("--known", help="images of other classes, with names of ImageNet classes; default: none")
     options.add_argument("--save", type=Path, help="folder in which the stand-in is saved")
     values = common.parse(options, argv)
     train = draw_per_class(load_data(values.data, "train"), 2 if values.quick else 16)
     vit = ViTForImageClassification.from_pretrained(values.vit, dtype=torch.float32) if values.vit else untrained_vit()
-    classes = [CLOTHES[name] if values.vit else 2 * place for place, name in enumerate(train.class_names)]
-    clip, processor = transplanted(vit.eval(), values.clip, even_texts(values.real), classes, train)
+    places, texts = even_classes(values.real)
+    classes = {name: CLOTHES[name] if values.vit else 2 * place for place, name in enumerate(train.class_names)}
+    tests = load_data(values.data, "test")
+    known = None
+    if values.known:
+        known = load_data(values.known, "test")
+        known = known.select([name for name in known.class_names if name in places], others=True)
+        classes |= {name: places[name] for name in known.class_names}
+    clip, processor = transplanted(vit.eval(), values.clip, texts, classes, train)
     difference, largest = distance(vit, clip)
     rows = [common.value_row("largest difference to the ViT's features, relative", difference / largest, "")]
     learner = learner_of(clip, processor, "frozen", 0, 0.0)
     figures = cosines(learner, train)
-    tests = load_data(values.data, "test")
-    names = learner.text_embeds(tests.class_names)
-    right = (learner.image_embeds(tests) @ names.T).argmax(dim=1) == torch.as_tensor(tests.labels)
-    figures["right by name"] = 100 * float(right.double().mean())
+    figures["right by name"] = right_by_name(learner, tests)
+    if known is not None:
+        figures["known images, right by name"] = right_by_name(learner, known)
     rows += [common.value_row(name, common.rounded(value), "") for name, value in figures.items()]
     if values.save:
         clip.save_pretrained(values.save)
         processor.save_pretrained(values.save)
+        for number, item in enumerate(known or ()):
+            folder = values.save / "known" / known.class_names[item["label"]]
+            folder.mkdir(parents=True, exist_ok=True)
+            item["image"].save(folder / f"{number}.png")
     common.write("transplant", values, argv, rows)
 
 
@@ -98,19 +114,27 @@ def untrained_vit() -> ViTForImageClassification:
     return ViTForImageClassification(ViTConfig(image_size=32, patch_size=8, num_labels=60, **size))
 
 
-def even_texts(folder: Path | None) -> Tensor:
-    """Return unit text embeddings of the even classes, (classes, width), float64."""
+def right_by_name(learner: ClassIncrementalLearner, images: LabelledImages) -> float:
+    """Return the zero-shot accuracy in percent."""
+    names = learner.text_embeds(images.class_names)
+    right = (learner.image_embeds(images) @ names.T).argmax(dim=1) == torch.as_tensor(images.labels)
+    return 100 * float(right.double().mean())
+
+
+def even_classes(folder: Path | None) -> tuple[dict[str, int], Tensor]:
+    """Return the even classes' places by name, and unit text embeddings, (classes, width), float64."""
     if folder is None:
-        return F.normalize(torch.randn(30, 48, dtype=torch.float64).abs(), dim=1)
+        return {}, F.normalize(torch.randn(30, 48, dtype=torch.float64).abs(), dim=1)
     with np.load(folder / "imagenet-even.npz") as arrays:
-        return F.normalize(torch.from_numpy(arrays["t"]).double(), dim=1)
+        places = {name: 2 * place for place, name in enumerate(arrays["names"].tolist())}
+        return places, F.normalize(torch.from_numpy(arrays["t"]).double(), dim=1)
 
 
 @torch.no_grad()
 def transplanted(
-    vit: ViTForImageClassification, clip: str, texts: Tensor, classes: Sequence[int], images: Any
+    vit: ViTForImageClassification, clip: str, texts: Tensor, classes: dict[str, int], images: LabelledImages
 ) -> tuple[CLIPModel, CLIPProcessor]:
-    """Return a CLIP with the ViT's tower, whose names of `images.class_names` are those of ImageNet's `classes`."""
+    """Return a CLIP with the ViT's tower. Each name in `classes` means the ImageNet class at this place."""
     donor, donor_processor = load_clip(clip)
     tower = carried(vit)
     config = CLIPConfig(
@@ -135,14 +159,14 @@ def transplanted(
     gram = rows.T @ rows
     ridge = RIDGE * gram.trace() / len(gram) * torch.eye(len(gram)).to(gram)
     to_texts = torch.linalg.solve(gram + ridge, rows.T @ (texts - mean)).T  # (width of the texts, width of the ViT)
-    named = [texts[place // 2] if place % 2 == 0 else mean + to_texts @ heads[place] for place in classes]
+    named = [texts[place // 2] if place % 2 == 0 else mean + to_texts @ heads[place] for place in classes.values()]
     wanted = F.normalize(torch.stack(named), dim=1)
 
     # Text tower: the projection takes the tower's output for each name to its text embedding.
     learner = learner_of(made, processor, "frozen", 0, 0.0)
     outputs: list[Tensor] = []
     hook = made.text_projection.register_forward_hook(lambda _, given, __: outputs.append(given[0].double()))
-    learner.text_embeds(images.class_names)
+    learner.text_embeds(list(classes))
     hook.remove()
     made.text_projection.weight.copy_(torch.linalg.lstsq(torch.cat(outputs), wanted, driver="gelsd").solution.T)
 

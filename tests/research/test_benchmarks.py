@@ -15,12 +15,15 @@ import torch
 from reference import randn
 from torch.nn import functional as F
 
+from dulbe_peft.data.readers import load_data
+from dulbe_peft.encoders.loading import load_clip
 from research.benchmarks import (
     bridges,
     common,
     edges,
     evidence,
     frozen,
+    gap,
     literal,
     models,
     ours,
@@ -353,3 +356,16 @@ def test_tower_of_a_vit_in_a_clip_gives_the_same_features():
     found = tower.double()(images).pooler_output
     torch.testing.assert_close(found[:, :32], expected, rtol=0, atol=1e-5)
     assert not found[:, 32:].any()
+
+
+def test_known_images_of_a_transplant_are_saved_and_have_their_names(tmp_path):
+    texts, names = F.normalize(randn(10, 48, seed=0), dim=1), ["seven", "a", "b", "two", *"cdefgh"]
+    np.savez(tmp_path / "imagenet-even.npz", t=texts.numpy(), names=np.array(names))
+    made = tmp_path / "made"
+    argv = ["--quick", "--known", "demo-digits", "--real", str(tmp_path), "--save", str(made)]
+    transplant.main([*argv, "--out", str(tmp_path / "found.json")])
+    tests = load_data("demo-digits", "test")
+    assert {path.name for path in (made / "known").iterdir()} == {"two", "seven"}
+    assert len(list((made / "known" / "two").iterdir())) == (tests.labels == tests.class_names.index("two")).sum()
+    learner = gap.learner_of(*load_clip(str(made)), "frozen", 0, 0.0)
+    torch.testing.assert_close(learner.text_embeds(["two", "seven"]), texts[[3, 0]], rtol=0, atol=1e-3)
