@@ -1,6 +1,7 @@
 """The class-incremental learner: a model, a strategy that trains it, and classifiers of its features."""
 
 import copy
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -55,7 +56,8 @@ class ClassIncrementalLearner:
         args: Settings of the training and of this machine; None takes the defaults.
         strategy: How the model is trained: "name", "name:key=value,key=value" or a [`Strategy`].
         classifiers: "name,name:key=value", or a sequence of such texts and [`Classifier`] objects; `predict` uses the
-            first one. None takes the default of the strategy, for DuLBE the bridge ensemble `pooled_bridge`.
+            first one. None takes the default of the strategy: `bayes` and, beside it, the bridge ensemble
+            `pooled_bridge`, or `lda` for "frozen".
 
     Attributes:
         state: Everything that is saved, see [`LearnerState`]; `tasks`, `classifiers`, `memory` and `source` read it.
@@ -304,8 +306,8 @@ class ClassIncrementalLearner:
         if top_k is not None and coverage is not None:
             raise ValueError(f"top_k is {top_k} and coverage is {coverage}: pass only one of them")
         rows = self.predictions(images, 1 if top_k is None else top_k, reject, coverage, return_novelty)
-        if return_scores:
-            self.classifier.warn_if_uncalibrated()
+        if return_scores and (doubt := self.state.doubt):
+            warnings.warn(doubt, stacklevel=2)
         several = top_k is not None or coverage is not None
         answers = [row.answer(number, return_scores, several) for number, row in enumerate(rows)]
         return (answers, [row.novelty for row in rows]) if return_novelty else answers

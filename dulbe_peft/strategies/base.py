@@ -132,7 +132,7 @@ class Strategy:
     # Whether `remember` is also called for further images of known classes. The memory must then be a sum over images.
     remembers_more: ClassVar[bool] = False
     orthonormal: ClassVar[bool] = True  # whether the planned bases have orthonormal columns
-    classifiers: ClassVar[tuple[str, ...]] = ("pooled_bridge",)  # the default if the user names no classifier
+    classifiers: ClassVar[tuple[str, ...]] = ("bayes", "pooled_bridge")  # the default if the user names no classifier
     # The default if the user names no target modules. None: the adapter's default.
     target_modules: ClassVar[tuple[str, ...] | None] = None
 

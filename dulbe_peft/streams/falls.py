@@ -20,9 +20,10 @@ from dulbe_peft.streams.learning import StreamLearner
 from dulbe_peft.utils.records import Count, Record
 from dulbe_peft.utils.torch_settings import seeded_randomness
 
-LEVEL = 0.05  # significance level of the sign test, for all classifiers together
+LEVEL = 0.05  # significance level of the sign tests, for all classifiers and tasks together
 MUCH = 0.1  # share of images whose prediction changed, from which a warning is printed
-ADVICE = "lower --learning-rate, or do not train (--strategy frozen)"
+FEW = 50  # with fewer test images of old classes, a fall of ten points may not be significant
+ADVICE = "train with a lower learning rate, or not at all (dulbe-peft run --strategy frozen)"
 
 
 class Cost(Record):
@@ -79,6 +80,13 @@ class Before:
             costs[name] = Cost(images=len(truth), right=int(after.sum()), lost=lost, gained=gained)
         return costs
 
+    @property
+    def hardly_tested(self) -> bool:
+        """Whether a fall could stay unseen: the old classes have few test images, or some have none."""
+        truths = [test.truth for test in self.tests.values()]
+        classes = max((len(classifier.class_names) for classifier in self.classifiers.values()), default=0)
+        return sum(map(len, truths)) < FEW or len(torch.cat(truths).unique()) < classes
+
     @torch.no_grad()
     def changed(self, closing: ClosingPass, after: Classifier, seed: int) -> float | None:
         """Return the share of the task's images whose most likely old class was changed by the training."""
@@ -90,11 +98,11 @@ class Before:
         return float((before.argmax(dim=1) != now.argmax(dim=1)).double().mean())
 
 
-def significant_costs(costs: Mapping[str, Cost]) -> dict[str, Cost]:
-    """Return the costs of the classifiers whose loss on old classes is significant by a sign test."""
+def significant_costs(costs: Mapping[str, Cost], tasks: int = 1) -> dict[str, Cost]:
+    """Return the costs of the classifiers whose loss on old classes is significant, by one of `tasks` sign tests."""
     from scipy.stats import binomtest
 
-    level = LEVEL / max(1, len(costs))
+    level = LEVEL / max(1, len(costs) * tasks)
     return {
         name: cost
         for name, cost in costs.items()
@@ -103,12 +111,18 @@ def significant_costs(costs: Mapping[str, Cost]) -> dict[str, Cost]:
     }
 
 
-def fall_line(costs: Mapping[str, Cost], changed: float | None) -> str:
-    """Return the warning that a run prints if training a task cost old classes something, or ""."""
+def fall_line(costs: Mapping[str, Cost], changed: float | None, tasks: int) -> str:
+    """Return the warning that a run prints if training a task cost old classes something, or "".
+
+    Args:
+        costs: What the task cost each classifier.
+        changed: See `Before.changed`.
+        tasks: The number of tasks that are tested in this way.
+    """
     parts = [
         f"{name} {percent((cost.right + cost.lost - cost.gained) / cost.images, 1)} to "
         f"{percent(cost.right / cost.images, 1)} %"
-        for name, cost in significant_costs(costs).items()
+        for name, cost in significant_costs(costs, tasks).items()
     ]
     if parts:
         images = next(iter(costs.values())).images
@@ -116,7 +130,7 @@ def fall_line(costs: Mapping[str, Cost], changed: float | None) -> str:
         return f"{lowered}: {', '.join(parts)}; {ADVICE}"
     if changed is not None and changed >= MUCH:
         return (
-            "old classes have no test images, but training changed the most likely old class of "
-            f"{percent(changed, 0)} % of this task's images, so old classes may have suffered: test them, {ADVICE}"
+            f"training changed the most likely old class of {percent(changed, 0)} % of this task's images, and old "
+            f"classes have too few test images to show what that means for them: test more of them, {ADVICE}"
         )
     return ""

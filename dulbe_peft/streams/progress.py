@@ -43,7 +43,7 @@ class Row(Record):
     baselines: dict[str, Score] = {}
     images_by_class: dict[str, Annotated[int, Field(ge=1)]] = {}
     costs: dict[str, Cost] = {}  # what training the task cost the old classes
-    changed: Fraction | None = None  # see `Before.changed`; measured only without test images
+    changed: Fraction | None = None  # see `Before.changed`; measured if old classes have few test images
 
     @model_validator(mode="after")
     def _classes_are_the_tested_ones(self) -> Self:

@@ -211,7 +211,7 @@ class Run:
         self.write_entries()
         line = progress.progress_line(row, index + 1, len(self.tests), len(learner.class_names))
         print_once(f"{line}, {seconds:.1f} s")
-        if warning := fall_line(row.costs, row.changed):
+        if warning := fall_line(row.costs, row.changed, tasks=len(self.tests) - 1):
             print_once(warning)
         if learner.args.profile:
             print_once(profile.table())
@@ -234,7 +234,9 @@ class Run:
         """Return the row with what training the task cost the old classes."""
         learner, closing = self.learner, cast(ClosingPass, self.learner.closing)
         costs = before.costs(closing, self.evaluations, learner.args.seed)
-        changed = None if before.tests else before.changed(closing, learner.state.classifier, learner.args.seed)
+        changed = None
+        if before.hardly_tested:
+            changed = before.changed(closing, learner.state.classifier, learner.args.seed)
         return row.model_copy(update={"costs": costs, "changed": changed})
 
     @property

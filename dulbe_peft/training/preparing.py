@@ -57,8 +57,7 @@ def warn_of_promises(state: LearnerState) -> None:
     if state.trained:
         warnings.warn(
             "the images that calibrate reject and coverage also trained the model, so the requested error rates are "
-            "not guaranteed. Expect more errors and overconfident probabilities: measure them on test images "
-            "(dulbe-peft evaluate), or train nothing (strategy 'frozen')",
+            "not guaranteed: measure them on test images, or train nothing (strategy 'frozen')",
             stacklevel=4,
         )
 

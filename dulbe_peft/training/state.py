@@ -142,6 +142,16 @@ class LearnerState:
         """Whether the model was trained on the learned images, so that none of them is truly held out."""
         return self.strategy.adapts or self.adapter is not None
 
+    @property
+    def doubt(self) -> str:
+        """A sentence that says why the probabilities of `classifier` can be far off, or ""."""
+        if self.classifier.doubt or not self.trained:
+            return self.classifier.doubt
+        return (
+            "the images that calibrate the probabilities also trained the model, so the probabilities can be too "
+            "high: compare them with the accuracy on test images"
+        )
+
     def resting(self) -> AbstractContextManager[None]:
         """Return a context that skips adapter modes that are zero: the same outputs at a lower cost."""
         return nullcontext() if self.adapter is None else self.adapter.skip_zero_modes()

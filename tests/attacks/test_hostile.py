@@ -22,7 +22,7 @@ from dulbe_peft.streams.protocols import rename_classes
 from dulbe_peft.streams.tasks import class_incremental_tasks
 from dulbe_peft.utils.files import read_csv, read_lines
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:the images that calibrate")
 
 
 @pytest.mark.parametrize(

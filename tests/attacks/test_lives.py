@@ -246,6 +246,6 @@ Life.TestCase.settings = settings(
     phases=(Phase.generate,),  # without shrinking, which takes minutes
     suppress_health_check=list(HealthCheck),
 )
-test_random_sequence_of_calls_keeps_the_learner_correct = pytest.mark.filterwarnings("ignore::FutureWarning")(
-    Life.TestCase
-)
+test_random_sequence_of_calls_keeps_the_learner_correct = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore:the images that calibrate"
+)(Life.TestCase)

@@ -10,6 +10,7 @@ import write_saved
 SAVED = Path(__file__).parents[1] / "saved"
 
 
+@pytest.mark.filterwarnings("ignore:the images that calibrate the probabilities")
 @pytest.mark.parametrize("version", sorted(path.name for path in SAVED.iterdir()))
 def test_files_of_a_release_give_the_same_predictions(version, tmp_path):
     folder = shutil.copytree(SAVED / version, tmp_path / version)

@@ -115,7 +115,7 @@ def test_trainer_equals_the_learner_bit_for_bit(base, tasks, whole, tmp_path):
 
     A single trainer for all tasks, with the cosine schedule of transformers, gives the same up to rounding.
     """
-    expected = learner_of(base, classifiers=("pooled_bridge",), epochs=2, batch_size=8, **PROMPT)
+    expected = learner_of(base, classifiers=None, epochs=2, batch_size=8, **PROMPT)
     model, processor = adapted(base)
     for task, ours in zip(tasks, whole, strict=True):
         expected.learn_task(task.train)
@@ -145,8 +145,8 @@ def test_paper_arguments_equal_the_learners_defaults(base, tasks, tmp_path):
     trainer.train()
     defaults = LearnerArguments(precision=trainer.learner.args.precision, learning_rate=1e-3)
     assert trainer.learner.args.portable() == defaults.portable()
-    classifiers = ("pooled_bridge",)  # the default classifier of the strategy dulbe
-    expected = learner_of(base, classifiers=classifiers, epochs=defaults.epochs, batch_size=defaults.batch_size)
+    assert list(trainer.learner.classifiers) == ["bayes", "pooled_bridge"]
+    expected = learner_of(base, classifiers=None, epochs=defaults.epochs, batch_size=defaults.batch_size)
     expected.learn_task(tasks[0].train)
     assert_alike(trainer.learner, expected)
     bare = DualModeTrainer(adapted(base)[0], processing_class=processor).args
@@ -160,7 +160,7 @@ def test_paper_arguments_equal_the_learners_defaults(base, tasks, tmp_path):
 def test_augmented_training_equals_the_learner(base, tasks, tmp_path, teacher):
     settings = PROMPT | {"augment": "crop", "copies": 1, "teacher": teacher}
     trainer = learn(trainer_of(base, tmp_path, settings, num_train_epochs=1), tasks[:2])
-    expected = learner_of(base, classifiers=("pooled_bridge",), batch_size=8, **settings)
+    expected = learner_of(base, classifiers=None, batch_size=8, **settings)
     for task in tasks[:2]:
         expected.learn_task(task.train)
     assert_equal(trainer.learner, expected)

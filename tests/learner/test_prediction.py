@@ -247,8 +247,12 @@ def test_trained_model_warns_that_rates_are_not_guaranteed(base, digit_folders, 
         learner = learner_of(base, strategy, ("lda",), prompt_template="a photo of the digit {}.")
         learner.learn_task(ImageFolder(root, "train"))
         recwarn.clear()
-        learner.predict(ImageFolder(root, "test"), return_scores=True)
+        learner.predict(ImageFolder(root, "test"))
         assert not recwarn.list
+        learner.predict(ImageFolder(root, "test"), return_scores=True)
+        said = [str(warning.message) for warning in recwarn.list]
+        assert said == ([] if strategy == "frozen" else [learner.state.doubt]), "only trained models are in doubt"
+        recwarn.clear()
         for options in ({"reject": 0.2}, {"coverage": 0.8}):
             if strategy == "frozen":
                 learner.predict(ImageFolder(root, "test"), **options)

@@ -75,7 +75,7 @@ def predict(
     from dulbe_peft.photos.data.inventory import Inventory
     from dulbe_peft.photos.tables import only_writer, sorted_folder
 
-    if doubt := loaded.classifier.doubt:
+    if doubt := loaded.state.doubt:
         print(doubt, file=sys.stderr)
     area = None if reject is None else loaded.classifier.roc_area
     if area is not None and area < HARDLY:

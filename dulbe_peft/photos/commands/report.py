@@ -36,7 +36,7 @@ def report(
         if not Path(folder).is_dir():
             raise FileNotFoundError(f"{folder} is not a folder: give a folder that run has written")
     from dulbe_peft.photos.report import read_run, write_report
-    from dulbe_peft.photos.report.verdict import estimated, recommended
+    from dulbe_peft.photos.report.verdict import chosen
 
     folders = list({Path(folder).resolve(): folder for folder in runs}.values())
     files = (output, csv, latex)
@@ -47,7 +47,7 @@ def report(
             print(f"written: {path}", file=to)
     if len(folders) == 1:
         run = read_run(folders[0])
-        best, _ = recommended(estimated(run.results), run.first)
+        best, _ = chosen(run)
         flags = {"format": "transformers", "classifier": best if best != run.first else None}
         print_next_command("export", folders[0], f"{folders[0]}-export", **flags, to=to)
 

@@ -88,26 +88,28 @@ def close_run(
 
     if world()[0] == 0:
         write_pictures(output, tests, results, notes, learner, learned)
-        print_results(results, output, learner.classifier.name)
+        print_results(results, output)
     leave()
 
 
-def print_results(results: dict[str, Any], output: str, first: str) -> None:
+def print_results(results: dict[str, Any], output: str) -> None:
     """Print the results of a run, the estimate from left-out training images, and the next command.
 
-    `first` is the classifier that predicts by default; another one is recommended if its estimate is better.
+    Another classifier than the one that predicts by default is recommended if it is clearly better.
     """
     from dulbe_peft.photos.report import format_summary
-    from dulbe_peft.photos.report.verdict import estimated, recommended
+    from dulbe_peft.photos.report.run_folder import read_run
+    from dulbe_peft.photos.report.verdict import chosen, estimated
 
     if results.get("classifiers"):
         print(format_summary(results))
     print(f"written: {Path(output) / 'results.json'}")
     if (estimate := estimated(results)) is not None:
         print(f"{estimate.words} {', '.join(f'{name} {share}' for name, share in estimate.rows)}")
-        best, words = recommended(estimate, first)
-        if words:
-            print(words)
-        if best != first:
-            print(f"to predict with it: dulbe-peft predict {shlex.quote(output)} PHOTOS --classifier {best}")
+    run = read_run(output)
+    best, words = chosen(run)
+    if words:
+        print(words)
+    if best != run.first:
+        print(f"to predict with it: dulbe-peft predict {shlex.quote(output)} PHOTOS --classifier {best}")
     print_next_command("report", output)

@@ -8,7 +8,7 @@ from typing import Any
 from dulbe_peft.classifiers.closing import TEACHING
 from dulbe_peft.classifiers.registry import CLASSIFIERS
 from dulbe_peft.encoders.registry import demo_model_folder
-from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, TITLES, result_rows
+from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, TITLES, percent, result_rows
 from dulbe_peft.photos.report.run_folder import RunFolder
 from dulbe_peft.photos.report.shares import ClassRow, ConfusionMatrix, Share, listed
 from dulbe_peft.photos.runs.sources import tests_of
@@ -111,6 +111,18 @@ def estimated(results: Mapping[str, Any]) -> Estimated | None:
     return Estimated(words, sorted(rows, key=lambda row: -row[1].share), few)
 
 
+def chosen(run: RunFolder) -> tuple[str, str]:
+    """Return the classifier to use, and why: by the estimate, or by the test images if there is no estimate."""
+    estimate = estimated(run.results)
+    if estimate is None and run.tested and (better := clearly_better(run)):
+        right = {name: percent(run.results["classifiers"][name]["overall"][-1], 1) for name in (better, run.first)}
+        return better, (
+            f"recommended classifier: {better}, which classifies {right[better]} % of the test images correctly, "
+            f"significantly more than {run.first} with {right[run.first]} %"
+        )
+    return recommended(estimate, run.first)
+
+
 def recommended(estimate: Estimated | None, first: str) -> tuple[str, str]:
     """Return the classifier to use, and why: `first`, unless the estimate of another one is clearly better."""
     shares = dict(estimate.rows) if estimate else {}
@@ -131,8 +143,10 @@ def recommended(estimate: Estimated | None, first: str) -> tuple[str, str]:
 def trained_away(results: Mapping[str, Any]) -> str:
     """Return a sentence on what training cost old classes and how to avoid it, or ""."""
     points, places = dict[str, float](), dict[str, list[str]]()
-    for number, saved in enumerate(results.get("costs", []), 1):
-        for name, cost in significant_costs({name: Cost(**counts) for name, counts in saved.items()}).items():
+    costs = [{name: Cost(**counts) for name, counts in saved.items()} for saved in results.get("costs", [])]
+    tasks = sum(1 for row in costs if row)
+    for number, row in enumerate(costs, 1):
+        for name, cost in significant_costs(row, tasks).items():
             points[name] = points.get(name, 0.0) + cost.points
             places.setdefault(name, []).append(str(number))
     if points:
@@ -147,8 +161,8 @@ def trained_away(results: Mapping[str, Any]) -> str:
     if share < MUCH:
         return ""
     return (
-        f"Training on a task changed the most likely old class of {100 * share:.0f} % of its images. The accuracy on "
-        f"old classes without test images may have dropped: test them, {ADVICE}."
+        f"Training on a task changed the most likely old class of {100 * share:.0f} % of its images, and old classes "
+        f"have too few test images to show what that means for them: test more of them, {ADVICE}."
     )
 
 
@@ -159,15 +173,10 @@ def next_steps(run: RunFolder, rows: Sequence[ClassRow], matrix: ConfusionMatrix
         where = tests_of(run.source) if run.tested_before else ["--data", "PHOTOS"]
         words = "Test the learner on images that it has not learned."
         steps.append((words, shlex.join(["dulbe-peft", "evaluate", str(run.folder), *where])))
-    estimate = estimated(run.results)
-    name, _ = recommended(estimate, run.first)
-    if estimate and name != run.first:
-        shares = dict(estimate.rows)
-        words = (
-            f"Use “{name}”. Its accuracy on training images that were left out is clearly higher than that of "
-            f"“{run.first}”: {shares[name]} compared with {shares[run.first]}."
-        )
-        steps.append((words, f"dulbe-peft predict {folder} PHOTOS --classifier {name}"))
+    best, why = chosen(run)
+    use = "" if best == run.first else f" --classifier {best}"
+    if use:
+        steps.append((f"{why[0].upper()}{why[1:]}.", f"dulbe-peft predict {folder} PHOTOS{use}"))
     whole = Share.of(run.predictions) if run.predictions else None
     weak = [row for row in rows if whole and row.recall.interval[1] < whole.value]
     weak.sort(key=lambda row: (row.learned or 0, row.recall.value))  # classes with the fewest training images first
@@ -185,4 +194,4 @@ def next_steps(run: RunFolder, rows: Sequence[ClassRow], matrix: ConfusionMatrix
         steps.append((f"Test on more than {tested}: four times as many images halve the interval.", ""))
     if run.base_model == str(demo_model_folder()) and run.source is None:  # the demo's learner knows only digits
         return [*steps, ("Check photographs of your own.", "dulbe-peft check YOUR-FOLDER")]
-    return [*steps, ("Classify new photographs.", f"dulbe-peft predict {folder} PHOTOS")]
+    return [*steps, ("Classify new photographs.", f"dulbe-peft predict {folder} PHOTOS{use}")]

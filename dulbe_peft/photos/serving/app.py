@@ -72,7 +72,7 @@ class App:
             "classes": list(state.class_names),
             "counts": state.image_counts(),
             "classifier": state.classifier.name,
-            "calibrated": state.classifier.calibrated,
+            "doubt": state.doubt,
             "teachable": not state.strategy.adapts,
             "undo": self.changes[-1].words if self.changes else None,
             "output": None if self.output is None else str(self.output),

@@ -217,9 +217,9 @@ def test_learner_that_trains_accepts_corrections_but_no_new_class(app, monkeypat
 
 
 def test_page_is_told_whether_percentages_are_calibrated(app, monkeypatch):
-    assert app.facts()["calibrated"]
+    assert app.facts()["doubt"] == ""
     monkeypatch.setattr(type(app.learner.classifier), "calibrated", False)
-    assert app.facts()["calibrated"] is False
+    assert "no image could be left out" in app.facts()["doubt"]
 
 
 def test_learner_is_saved_after_each_change(folder, tmp_path):

@@ -188,6 +188,10 @@ def test_next_steps_are_sorted_by_usefulness(finished_run):
     assert next_steps(learned, [], None)[-1][1] == "dulbe-peft predict 'my run' PHOTOS"
     good = [ImageResult(f"{i}", "a", "a", 0.9, 1, i, {"lda": "a"}) for i in range(400)]
     assert steps(good) == [("Classify new photographs.", "dulbe-peft predict 'my run' PHOTOS")]
+    better = [ImageResult(f"{i}", "a", "b", 0.9, 1, i, {"lda": "a"}) for i in range(400)]
+    use, *_, last = steps(better)
+    assert use[0].startswith("Recommended classifier: lda, which classifies") and "significantly more" in use[0]
+    assert use[1] == last[1] == "dulbe-peft predict 'my run' PHOTOS --classifier lda"
     assert "more than 20 images" in steps(good[:19] + answers(("b", "a", 0.5)))[-2][0]
     crabs = good + answers(*[("crab", "lobster", 0.5)] * 8)
     add, look, *_ = steps(crabs, {"crab": 3, "a": 50})
