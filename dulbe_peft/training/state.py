@@ -145,8 +145,12 @@ class LearnerState:
     @property
     def doubt(self) -> str:
         """A sentence that says why the probabilities of `classifier` can be far off, or ""."""
-        if self.classifier.doubt or not self.trained:
-            return self.classifier.doubt
+        return self.doubt_of(self.classifier)
+
+    def doubt_of(self, classifier: Classifier) -> str:
+        """Return a sentence that says why the probabilities of a classifier can be far off, or ""."""
+        if classifier.doubt or not self.trained:
+            return classifier.doubt
         return (
             "the images that calibrate the probabilities also trained the model, so the probabilities can be too "
             "high: compare them with the accuracy on test images"

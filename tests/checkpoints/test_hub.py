@@ -157,6 +157,7 @@ def test_model_card_shows_the_learner_and_its_results(hub, learned):
     assert card.data.model_name == "digits-learner" and card.data.library_name == "dulbe_peft"
     assert card.data.base_model is None and "pass `base_model=`" in card.text  # the base is a local folder
     expected = ["docs/decisions.md", "@unpublished", "Fanman Meng", '["zero", "one"]', '"epochs": 1']
+    expected.append(f"**Probabilities**: {learner.state.doubt}.")
     expected.append(f"| bridge | {100 * figures['average_accuracy']:.2f} |")
     assert [words for words in expected if words not in card.text] == []
 

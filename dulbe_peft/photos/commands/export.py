@@ -44,7 +44,7 @@ def export(
     if kind == "onnx":
         difference = read_json(folder / GRAPH_FACTS_FILE)["largest_difference"]
         print(f"largest difference from PyTorch's probabilities, on random pixels: {difference:.1e}")
-    if kind != "lora" and (doubt := loaded.state.doubt):
+    if doubt := loaded.state.doubt:
         print(doubt, file=sys.stderr)
     print(f"written: {folder}")
     print(f"how to use it: {folder / 'README.md'}")

@@ -10,7 +10,8 @@ it: the feature store has the images encoded so far. Novelty says how different 
 learned images. With --reject 0.05, an image is "none of these" if its novelty exceeds that of 95 % of
 the training images, each measured as if it had not been learned. `dulbe-peft evaluate --reject`
 measures how many images of known classes are rejected. With --coverage 0.95, each image gets a set of
-classes, which contains the correct one for 95 of 100 images of known classes.
+classes, which contains the correct one for 95 of 100 images of known classes, unless the model was
+trained on their images.
 """
 
 from __future__ import annotations

@@ -131,6 +131,7 @@ def export_card(state: LearnerState, classifier: Classifier, kind: str, code: st
         classifier=spec(classifier),
         code=code.rstrip(),
         reads_text=has_text(state.base),
+        doubt=state.doubt_of(classifier),
         count=len(classifier.class_names),
         class_names=json.dumps(classifier.class_names, ensure_ascii=False),
     )

@@ -166,6 +166,7 @@ def test_export_writes_facts_and_a_card(clip, learners, tmp_path):
         ("plain", "transformers", "image-classification"),
     ):
         card = (tmp_path / folder / "README.md").read_text(encoding="utf-8")
+        assert ("also trained the model" in card) == (folder == "lora"), "the other learner's model is not trained"
         assert f"library_name: {library}\n" in card and f"pipeline_tag: {kind}\n" in card
         assert all(json.dumps(name) in card for name in clip.class_names)
 
