@@ -131,6 +131,19 @@ def test_tables_of_training_have_all_columns():
     assert found > 3
 
 
+def test_what_is_still_known_is_a_range_if_the_classifiers_have_other_runs(tmp_path):
+    """A gain of one classifier must not stand beside what the run of another one still knows."""
+    (tmp_path / "comparisons").mkdir()
+    head = "stream,method,classifier,drift,chosen,seeds,last,gain,gain_low,gain_high,retention\n"
+    same, other = (
+        "s,A,bayes,auto,,3,0.8,0,0,0,0.7\ns,A,text,auto,,3,0.7,0,0,0,0.7\n",
+        "s,A,lda,auto,r,3,0.7,0,0,0,0.4\n",
+    )
+    for rows, known in ((same, "70.0"), (same + other, "40.0 to 70.0")):
+        (tmp_path / "comparisons/a.csv").write_text(head + rows)
+        assert evidence.trained(tmp_path, "a", "text")[1][-1] == known
+
+
 def test_readme_sentence_on_training_follows_from_the_comparisons(tmp_path):
     """README says what the least and the largest difference is, over all streams."""
     (tmp_path / "comparisons").mkdir()
