@@ -56,8 +56,8 @@ class ClassIncrementalLearner:
         args: Settings of the training and of this machine; None takes the defaults.
         strategy: How the model is trained: "name", "name:key=value,key=value" or a [`Strategy`].
         classifiers: "name,name:key=value", or a sequence of such texts and [`Classifier`] objects; `predict` uses the
-            first one. None takes the default of the strategy: `bayes` and, beside it, the bridge ensemble
-            `pooled_bridge`, or `lda` for "frozen".
+            first one. None takes the default of the strategy, mostly `bayes` and, beside it, the bridge
+            ensemble `pooled_bridge` or, for "frozen", `lda`.
 
     Attributes:
         state: Everything that is saved, see [`LearnerState`]; `tasks`, `classifiers`, `memory` and `source` read it.
@@ -285,7 +285,7 @@ class ClassIncrementalLearner:
                 (3, height, width), or a batch of them; a data set; or a list of any of these.
             top_k: Number of classes to return for each image, best first, as a list; None returns only the best one.
             return_scores: Whether to return each class as (name, probability). A warning says if the probabilities
-                are not calibrated.
+                are not calibrated, or if the model was trained on the images that calibrate them.
             reject: Accepted rate of false alarms, such as 0.05. An image is predicted to be of no class if its novelty
                 exceeds that of all but this share of held-out training images; the prediction is then None, or an
                 empty list with `top_k`. The rate is approximate, and does not hold if the model was trained.

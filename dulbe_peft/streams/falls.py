@@ -3,6 +3,7 @@
 Both sides know the same classes and images, so the difference is due to the training and not to the new classes.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import cast
@@ -20,9 +21,8 @@ from dulbe_peft.streams.learning import StreamLearner
 from dulbe_peft.utils.records import Count, Record
 from dulbe_peft.utils.torch_settings import seeded_randomness
 
-LEVEL = 0.05  # significance level of the sign tests, for all classifiers and tasks together
+LEVEL = 0.01  # significance level of the sign tests of a task, for all classifiers together; a run has many tasks
 MUCH = 0.1  # share of images whose prediction changed, from which a warning is printed
-FEW = 50  # with fewer test images of old classes, a fall of ten points may not be significant
 ADVICE = "train with a lower learning rate, or not at all (dulbe-peft run --strategy frozen)"
 
 
@@ -82,10 +82,14 @@ class Before:
 
     @property
     def hardly_tested(self) -> bool:
-        """Whether a fall could stay unseen: the old classes have few test images, or some have none."""
-        truths = [test.truth for test in self.tests.values()]
-        classes = max((len(classifier.class_names) for classifier in self.classifiers.values()), default=0)
-        return sum(map(len, truths)) < FEW or len(torch.cat(truths).unique()) < classes
+        """Whether a loss of `MUCH` could stay unseen: most old classes have no test images, or there are few."""
+        if not self.tests:
+            return True
+        truth = torch.cat([test.truth for test in self.tests.values()])
+        classes = max(len(classifier.class_names) for classifier in self.classifiers.values())
+        # If only losses occur, n of them have the probability 2^-n.
+        few = MUCH * len(truth) < math.log2(len(self.classifiers) / LEVEL)
+        return few or 2 * len(truth.unique()) < classes
 
     @torch.no_grad()
     def changed(self, closing: ClosingPass, after: Classifier, seed: int) -> float | None:
@@ -98,11 +102,11 @@ class Before:
         return float((before.argmax(dim=1) != now.argmax(dim=1)).double().mean())
 
 
-def significant_costs(costs: Mapping[str, Cost], tasks: int = 1) -> dict[str, Cost]:
-    """Return the costs of the classifiers whose loss on old classes is significant, by one of `tasks` sign tests."""
+def significant_costs(costs: Mapping[str, Cost]) -> dict[str, Cost]:
+    """Return the costs of the classifiers whose loss on old classes is significant by a sign test."""
     from scipy.stats import binomtest
 
-    level = LEVEL / max(1, len(costs) * tasks)
+    level = LEVEL / max(1, len(costs))
     return {
         name: cost
         for name, cost in costs.items()
@@ -111,18 +115,12 @@ def significant_costs(costs: Mapping[str, Cost], tasks: int = 1) -> dict[str, Co
     }
 
 
-def fall_line(costs: Mapping[str, Cost], changed: float | None, tasks: int) -> str:
-    """Return the warning that a run prints if training a task cost old classes something, or "".
-
-    Args:
-        costs: What the task cost each classifier.
-        changed: See `Before.changed`.
-        tasks: The number of tasks that are tested in this way.
-    """
+def fall_line(costs: Mapping[str, Cost], changed: float | None) -> str:
+    """Return the warning that a run prints if training a task cost old classes something, or ""."""
     parts = [
         f"{name} {percent((cost.right + cost.lost - cost.gained) / cost.images, 1)} to "
         f"{percent(cost.right / cost.images, 1)} %"
-        for name, cost in significant_costs(costs, tasks).items()
+        for name, cost in significant_costs(costs).items()
     ]
     if parts:
         images = next(iter(costs.values())).images

@@ -211,7 +211,7 @@ class Run:
         self.write_entries()
         line = progress.progress_line(row, index + 1, len(self.tests), len(learner.class_names))
         print_once(f"{line}, {seconds:.1f} s")
-        if warning := fall_line(row.costs, row.changed, tasks=len(self.tests) - 1):
+        if warning := fall_line(row.costs, row.changed):
             print_once(warning)
         if learner.args.profile:
             print_once(profile.table())

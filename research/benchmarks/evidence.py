@@ -198,7 +198,8 @@ def whole_line(
     cells = [gained(by_classifier.get(name), interval) for name in (DEFAULT, *columns)]
     others = [name for name in by_classifier if name.partition(":")[0] != DEFAULT]
     best = max(others, key=lambda name: float(by_classifier[name]["last"]), default=None)
-    measured = sorted({float(row["retention"]) for row in by_classifier.values() if row["retention"]})
+    shown = [by_classifier[name] for name in (DEFAULT, *columns, best) if name in by_classifier]
+    measured = sorted({float(row["retention"]) for row in shown if row["retention"]})
     # Classifiers with other settings have another run.
     known = (
         " to ".join(dict.fromkeys(percent(str(each)) for each in (measured[0], measured[-1]))) if measured else UNKNOWN

@@ -8,7 +8,7 @@ from typing import Any
 from dulbe_peft.classifiers.closing import TEACHING
 from dulbe_peft.classifiers.registry import CLASSIFIERS
 from dulbe_peft.encoders.registry import demo_model_folder
-from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, TITLES, percent, result_rows
+from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, TITLES, result_rows
 from dulbe_peft.photos.report.run_folder import RunFolder
 from dulbe_peft.photos.report.shares import ClassRow, ConfusionMatrix, Share, listed
 from dulbe_peft.photos.runs.sources import tests_of
@@ -74,13 +74,18 @@ def summary(name: str) -> str:
 
 
 def clearly_better(run: RunFolder) -> str:
-    """Return the classifier that is better than the first one by a sign test at 5 %, or ""."""
+    """Return the classifier that is better than the first one by a sign test at 5 %, or "".
+
+    Test images that were also learned do not count.
+    """
     from scipy.stats import binomtest
 
     others = [name for name in run.results["classifiers"] if name != run.first]
+    copies = {(copy.task, copy.position) for copy in run.pictures.copies}
+    unseen = [row for row in run.predictions if (row.task, row.position) not in copies]
     counts = []
     for name in others:
-        answers = [(row.others[name] == row.true, row.right) for row in run.predictions if name in row.others]
+        answers = [(row.others[name] == row.true, row.right) for row in unseen if name in row.others]
         counts.append((name, answers.count((True, False)), answers.count((False, True))))
     best, gained, lost = max(counts, key=lambda row: row[1] - row[2], default=("", 0, 0))
     clear = gained > lost and binomtest(gained, gained + lost).pvalue < _LEVEL / len(others)
@@ -112,13 +117,12 @@ def estimated(results: Mapping[str, Any]) -> Estimated | None:
 
 
 def chosen(run: RunFolder) -> tuple[str, str]:
-    """Return the classifier to use, and why: by the estimate, or by the test images if there is no estimate."""
+    """Return the classifier to use, and why: by the estimate, or by the test images if no estimate is reliable."""
     estimate = estimated(run.results)
-    if estimate is None and run.tested and (better := clearly_better(run)):
-        right = {name: percent(run.results["classifiers"][name]["overall"][-1], 1) for name in (better, run.first)}
+    if (estimate is None or estimate.few) and run.tested and (better := clearly_better(run)):
         return better, (
-            f"recommended classifier: {better}, which classifies {right[better]} % of the test images correctly, "
-            f"significantly more than {run.first} with {right[run.first]} %"
+            f"recommended classifier: {better}, which classifies significantly more test images correctly than "
+            f"{run.first}"
         )
     return recommended(estimate, run.first)
 
@@ -143,10 +147,8 @@ def recommended(estimate: Estimated | None, first: str) -> tuple[str, str]:
 def trained_away(results: Mapping[str, Any]) -> str:
     """Return a sentence on what training cost old classes and how to avoid it, or ""."""
     points, places = dict[str, float](), dict[str, list[str]]()
-    costs = [{name: Cost(**counts) for name, counts in saved.items()} for saved in results.get("costs", [])]
-    tasks = sum(1 for row in costs if row)
-    for number, row in enumerate(costs, 1):
-        for name, cost in significant_costs(row, tasks).items():
+    for number, saved in enumerate(results.get("costs", []), 1):
+        for name, cost in significant_costs({name: Cost(**counts) for name, counts in saved.items()}).items():
             points[name] = points.get(name, 0.0) + cost.points
             places.setdefault(name, []).append(str(number))
     if points:
@@ -157,12 +159,14 @@ def trained_away(results: Mapping[str, Any]) -> str:
         losses = listed(list(each), _MOST_NAMES)
         lowered = "Training lowered the accuracy on old classes by more than chance explains"
         return f"{lowered}: {losses}. Next time, {ADVICE}."
-    share = max((each for each in results.get("changed", []) if each is not None), default=0.0)
-    if share < MUCH:
+    changed = {number: share for number, share in enumerate(results.get("changed", []), 1) if share is not None}
+    number = max(changed, key=lambda each: changed[each], default=0)
+    if not number or changed[number] < MUCH:
         return ""
     return (
-        f"Training on a task changed the most likely old class of {100 * share:.0f} % of its images, and old classes "
-        f"have too few test images to show what that means for them: test more of them, {ADVICE}."
+        f"Training on task {number} changed the most likely old class of {100 * changed[number]:.0f} % of its images, "
+        "and old classes had too few test images to show what that means for them: test more of them, "
+        f"{ADVICE}."
     )
 
 

@@ -16,6 +16,7 @@ from dulbe_peft.photos.report import format_summary, plot_matrix, plot_results, 
 from dulbe_peft.photos.report.html import percent
 from dulbe_peft.photos.report.pictures import SIDE, choose_examples, thumbnail, write_examples
 from dulbe_peft.photos.report.plots import SERIES, accuracy_figure, inline_svg, reliability_figure
+from dulbe_peft.photos.report.run_folder import Copy, Pictures
 from dulbe_peft.photos.report.shares import (
     ClassRow,
     Share,
@@ -192,6 +193,9 @@ def test_next_steps_are_sorted_by_usefulness(finished_run):
     use, *_, last = steps(better)
     assert use[0].startswith("Recommended classifier: lda, which classifies") and "significantly more" in use[0]
     assert use[1] == last[1] == "dulbe-peft predict 'my run' PHOTOS --classifier lda"
+    copies = [Copy(task=1, position=i, how="identical", of="a") for i in range(400)]
+    learned = dataclasses.replace(run, predictions=better, pictures=Pictures(copies=copies))
+    assert next_steps(learned, [], None)[-1][1].endswith("PHOTOS"), "these test images were also learned"
     assert "more than 20 images" in steps(good[:19] + answers(("b", "a", 0.5)))[-2][0]
     crabs = good + answers(*[("crab", "lobster", 0.5)] * 8)
     add, look, *_ = steps(crabs, {"crab": 3, "a": 50})
