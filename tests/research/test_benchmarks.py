@@ -137,7 +137,7 @@ def test_what_is_still_known_is_a_range_if_the_classifiers_have_other_runs(tmp_p
     head = "stream,method,classifier,drift,chosen,seeds,last,gain,gain_low,gain_high,retention\n"
     same, other = (
         "s,A,bayes,auto,,3,0.8,0,0,0,0.7\ns,A,text,auto,,3,0.7,0,0,0,0.7\n",
-        "s,A,lda,auto,r,3,0.7,0,0,0,0.4\n",
+        "s,A,lda,auto,r,3,0.9,0,0,0,0.4\n",
     )
     for rows, known in ((same, "70.0"), (same + other, "40.0 to 70.0")):
         (tmp_path / "comparisons/a.csv").write_text(head + rows)
