@@ -31,6 +31,7 @@ from research.comparison.plan import Row, as_text, read_plan
 from research.comparison.summary import best_rows, format_summary, gains_of_training, make_entries, read_finished
 
 ROOT = Path(__file__).parents[3]
+OLDER = {"all-at-once", "pretraining"}  # comparisons that were measured before `bayes` was the default classifier
 FROZEN = {"methods": {"frozen": {"strategy": "frozen"}}}
 
 
@@ -403,7 +404,7 @@ def test_example_file_for_photographs_runs(digit_folders, tmp_path, monkeypatch,
     "path", sorted((ROOT / "examples" / "comparisons").glob("*.yaml")), ids=lambda path: path.stem
 )
 def test_example_files_are_valid_and_match_their_results(path, monkeypatch):
-    """If results of a file are stored, they have the seeds and streams that the file lists."""
+    """If results of a file are stored, they have the seeds, streams and rows that the file lists."""
     for name in ("MODEL", "OTHER_MODEL", "DATA", "MODELS", "TWIN"):
         monkeypatch.setenv(name, "demo")
     plan, measured = read_plan(path), RESULTS / "comparisons" / f"{path.stem}.csv"
@@ -413,6 +414,10 @@ def test_example_files_are_valid_and_match_their_results(path, monkeypatch):
             rows = list(csv.DictReader(lines))
         assert {int(row["seeds"]) for row in rows} == {len(plan.seeds)}
         assert {row["stream"] for row in rows} == set(plan.streams)
+        planned = {(row.method, row.classifier, row.drift) for row in plan.rows}
+        found = {(row["method"], row["classifier"], row["drift"]) for row in rows}
+        assert found <= planned
+        assert {name for _, name, _ in planned - found} <= ({"bayes"} if path.stem in OLDER else set())
     assert f"compare examples/comparisons/{path.name} --output" in path.read_text(encoding="utf-8")
     if path.stem == "family":
         included = {name for name, cls in STRATEGIES.items() if cls.__module__.startswith("dulbe_peft.")}
