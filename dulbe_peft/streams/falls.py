@@ -22,7 +22,7 @@ from dulbe_peft.utils.records import Count, Record
 from dulbe_peft.utils.torch_settings import seeded_randomness
 
 LEVEL = 0.01  # significance level of the sign tests of a task, for all classifiers together; a run has many tasks
-MUCH = 0.1  # share of images whose prediction changed, from which a warning is printed
+MUCH = 0.1  # share of predictions that changed from which a warning is printed, and share of losses to be detected
 ADVICE = "train with a lower learning rate, or not at all (dulbe-peft run --strategy frozen)"
 
 

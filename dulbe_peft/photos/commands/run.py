@@ -88,11 +88,11 @@ def close_run(
 
     if world()[0] == 0:
         write_pictures(output, tests, results, notes, learner, learned)
-        print_results(results, output)
+        print_results(output)
     leave()
 
 
-def print_results(results: dict[str, Any], output: str) -> None:
+def print_results(output: str) -> None:
     """Print the results of a run, the estimate from left-out training images, and the next command.
 
     Another classifier than the one that predicts by default is recommended if it is clearly better.
@@ -101,12 +101,12 @@ def print_results(results: dict[str, Any], output: str) -> None:
     from dulbe_peft.photos.report.run_folder import read_run
     from dulbe_peft.photos.report.verdict import chosen, estimated
 
-    if results.get("classifiers"):
-        print(format_summary(results))
-    print(f"written: {Path(output) / 'results.json'}")
-    if (estimate := estimated(results)) is not None:
-        print(f"{estimate.words} {', '.join(f'{name} {share}' for name, share in estimate.rows)}")
     run = read_run(output)
+    if run.tested:
+        print(format_summary(run.results))
+    print(f"written: {Path(output) / 'results.json'}")
+    if (estimate := estimated(run.results)) is not None:
+        print(f"{estimate.words} {', '.join(f'{name} {share}' for name, share in estimate.rows)}")
     best, words = chosen(run)
     if words:
         print(words)

@@ -309,7 +309,7 @@ def test_run_and_report_recommend_by_the_estimate_not_the_tests(run_copy, capsys
         for name, accuracy in (("bridge", 1.0), ("lda", 0.0)):
             results["classifiers"][name]["last_accuracy"] = accuracy
         file.write_text(json.dumps(results))
-        print_results(results, str(run_copy))
+        print_results(str(run_copy))
         assert main(["report", str(run_copy)]) == 0
         printed.append(capsys.readouterr().out)
     clear, chance = printed
