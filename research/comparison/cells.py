@@ -9,13 +9,14 @@ import json
 import shutil
 import time
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import torch
+from filelock import FileLock, Timeout
 
 from dulbe_peft.checkpoints.layout import TIMINGS_FILE, task_folders
 from dulbe_peft.classifiers.registry import CLASSIFIERS, parse_classifier
@@ -36,7 +37,8 @@ from dulbe_peft.utils.tensors import read_tensors, write_tensors
 from research.comparison.comparison_file import Retention
 from research.comparison.plan import Cell, Row
 
-CELL_FILE = "cell.json"
+CELL_FILE, LOCK_FILE = "cell.json", ".comparison.lock"
+TAKEN = "another process is running it"
 # In the order of the fields of `Answers`.
 _TYPES = {"truth": torch.int32, "predicted": torch.int32, "probability": torch.float32, "task": torch.int32}
 
@@ -80,20 +82,31 @@ class AnswersFacts(Record):
     settings: dict[str, Any]
 
 
-def finish_cell(cell: Cell, output: Path, rows: Sequence[Row], threads: int | None = None) -> tuple[str, str | None]:
-    """Run the missing parts of a cell, in a worker process. Return its folder, and an error message or None."""
+def finish_cell(
+    cell: Cell, output: Path, rows: Sequence[Row], threads: int | None = None, wait: bool = False
+) -> tuple[str, str | None]:
+    """Run the missing parts of a cell, in a worker process. Return its folder, and an error message or None.
+
+    If another process is running the cell, return the message `TAKEN`, or wait for it with `wait`.
+    """
     if threads is not None:
         torch.set_num_threads(threads)
     folder, problems = output / cell.folder, []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "log.txt").open("a", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
+        with ExitStack() as held:
+            held.enter_context(FileLock(folder / LOCK_FILE, blocking=wait))
+            log = held.enter_context((folder / "log.txt").open("a", encoding="utf-8"))
+            held.enter_context(redirect_stdout(log))
+            held.enter_context(redirect_stderr(log))
             done = train(cell, folder)
             for row in _unanswered(folder, done, rows):
                 try:
                     ask(folder, row, done)
                 except Exception as error:  # for example, from a user's classifier; the other rows are still evaluated
                     problems.append(f"{row.title}: {type(error).__name__}: {error}")
+    except Timeout:
+        return cell.folder, TAKEN
     except Exception as error:  # no error of one run may stop the other runs
         problems.append(f"{type(error).__name__}: {error}")
     return cell.folder, "; ".join(problems) or None

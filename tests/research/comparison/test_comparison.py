@@ -16,6 +16,7 @@ import torch
 import yaml
 from compared import without_times
 from failing_files import edited
+from filelock import FileLock
 
 from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.metrics.features import read_features
@@ -23,7 +24,7 @@ from dulbe_peft.strategies import STRATEGIES
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
 from research.__main__ import run as main
 from research.benchmarks.common import RESULTS
-from research.comparison.cells import answers_path, read_answers, read_cell
+from research.comparison.cells import LOCK_FILE, answers_path, read_answers, read_cell
 from research.comparison.compare import ComparisonError, compare
 from research.comparison.comparison_file import read_comparison
 from research.comparison.intervals import mean_interval
@@ -255,8 +256,17 @@ def test_changed_setting_of_a_finished_run_is_refused(finished, content):
     assert not make_entries(other, read_finished(folder / "out", other.cells())), (
         "the table must not have results of other settings"
     )
-    with pytest.raises(ValueError, match="epochs = 1, now it is 2"):
+    before = {path: path.read_bytes() for path in (folder / "out").glob("comparison.*")}
+    with pytest.raises(ValueError, match="epochs = 1, now it is 2: use another output folder"):
         compare(other, folder / "out", jobs=1, log=quiet)
+    methods = content["methods"] | {
+        "LoRA": content["methods"]["LoRA"] | {"epochs": 2}
+    }  # only some of the runs are refused
+    other = read_plan(write(folder / "changed.yaml", content | {"methods": methods, "seeds": [0, 1, 2]}))
+    with pytest.raises(ValueError, match="epochs = 1, now it is 2: use another output folder"):
+        compare(other, folder / "out", jobs=1, log=quiet)
+    assert len(before) == 2 and all(path.read_bytes() == content for path, content in before.items())
+    assert not list((folder / "out").rglob("*seed-2*")), "nothing runs if a setting of another run has changed"
 
 
 def test_changed_default_of_a_finished_run_is_refused(copied):
@@ -316,6 +326,42 @@ def test_interrupted_comparison_writes_its_table(content, tmp_path, monkeypatch)
     table = read_comparison(tmp_path / "out")
     assert table.entries == [] and table.scope.reference == Row("frozen", "lda")
     assert table.missing() == [("digits", row, (0, 1)) for row in plan.rows_of("frozen")]
+
+
+def test_run_of_another_process_is_skipped_and_said(copied):
+    folder, entries, _ = copied
+    run, messages = folder / "out" / "runs" / "digits" / "frozen" / "seed-1", []
+    shutil.rmtree(run)
+    run.mkdir()
+    with FileLock(run / LOCK_FILE):
+        partial = compare(read_plan(folder / "plan.yaml"), folder / "out", jobs=1, log=messages.append)
+    assert messages[2:] == [
+        "1/1 runs/digits/frozen/seed-1 skipped: another process is running it",
+        "another process is doing 1 run: repeat the command for the whole table",
+    ]
+    assert [entry.seeds for entry in partial[:2]] == [(0,), (0,)]
+    again = compare(read_plan(folder / "plan.yaml"), folder / "out", jobs=1, log=quiet)
+    assert without_times(again) == without_times(entries)
+
+
+def test_choice_of_settings_waits_for_another_process(copied):
+    """A choice among the settings that this process has tried could be another one."""
+    folder, entries, _ = copied
+    trial = next((folder / "out" / "choices" / "digits" / "LoRA").iterdir())
+    aside, messages = shutil.move(trial, folder / "aside"), []
+    trial.mkdir()
+    lock = FileLock(trial / LOCK_FILE, thread_local=False)
+    lock.acquire()
+
+    def finish(message):
+        messages.append(message)
+        if "waiting" in message:  # the other process ends
+            shutil.copytree(aside, trial, dirs_exist_ok=True)
+            lock.release()
+
+    assert compare(read_plan(folder / "plan.yaml"), folder / "out", jobs=1, log=finish) == entries
+    assert messages[1].endswith("skipped: another process is running it")
+    assert messages[2] == "waiting for another process, which is trying 1 setting"
 
 
 @pytest.mark.slow
