@@ -11,7 +11,7 @@ import torch
 from dulbe_peft.data import decoding
 from dulbe_peft.data.store import EncoderKey
 from dulbe_peft.encoders import loading
-from dulbe_peft.utils.tensors import sampled_values, whole_digest
+from dulbe_peft.utils.tensors import sampled_values, tensors_digest
 
 _NO_LAYERS = ("architectures", "dtype", "torch_dtype", "transformers_version")  # settings that change no layer
 _version = cache(version)  # `version` reads a package's whole metadata, and is called in every pass over images
@@ -35,7 +35,7 @@ class ImageTowerFacts:
         plain = [t for t in weights.values() if type(t) is torch.Tensor]
         written = tuple((t.data_ptr(), -1 if t.is_inference() else t._version, sampled_values(t)) for t in plain)
         if written != self._written:
-            self._written, self._digest = written, whole_digest(weights)
+            self._written, self._digest = written, tensors_digest(weights)
         config = getattr(clip.config, "vision_config", clip.config).to_diff_dict()
         layers = {name: value for name, value in config.items() if name not in _NO_LAYERS and name[0] != "_"}
         return {

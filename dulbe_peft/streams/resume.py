@@ -31,7 +31,7 @@ from dulbe_peft.utils.devices import has_bfloat16
 from dulbe_peft.utils.folders import CheckpointError, library_versions
 from dulbe_peft.utils.records import Record, first_problem
 from dulbe_peft.utils.settings import flat_settings
-from dulbe_peft.utils.tensors import whole_digest
+from dulbe_peft.utils.tensors import tensors_digest
 from dulbe_peft.utils.terminal import counted, print_once
 
 # Files that a run, or a report on it, writes beside the task folders.
@@ -88,7 +88,7 @@ def beginning(state: LearnerState) -> Beginning:
     if not state.tasks:
         return Beginning(tasks=[], sha256=None)
     tensors = {f"{name}.{key}": t for name, c in state.classifiers.items() for key, t in c.tensors().items()}
-    sha256 = whole_digest(tensors | state.adapter_tensors())
+    sha256 = tensors_digest(tensors | state.adapter_tensors())
     return Beginning(tasks=[list(task) for task in state.tasks], sha256=sha256)
 
 

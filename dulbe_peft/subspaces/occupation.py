@@ -3,7 +3,7 @@
 Layers that read the same tensor (q, k and v of an attention block) share one matrix.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -14,16 +14,21 @@ from pydantic import ValidationError
 from dulbe_peft.subspaces.decompositions import check_symmetric
 from dulbe_peft.utils.processes import gather_objects, sum_over_processes
 from dulbe_peft.utils.records import Record, first_problem
-from dulbe_peft.utils.tensors import read_tensors, write_tensors
+from dulbe_peft.utils.tensors import read_tensors, tensors_digest, write_tensors
 from dulbe_peft.utils.torch_settings import without_autocast
 
 FORMAT = "dulbe-occupation-statistics-1"
 
 
 class _Layout(Record):
-    """The metadata of a file: for each matrix, the layers that share it."""
+    """The metadata of a file: for each matrix, the layers that share it; and the digest of layers and matrices."""
 
     groups: list[Annotated[list[str], MinLen(1)]]
+    sha256: str | None = None
+
+
+def _digest(tensors: Mapping[str, torch.Tensor], groups: Iterable[Sequence[str]]) -> str:
+    return tensors_digest({str(list(names)): tensors[names[0]] for names in groups})
 
 
 class OccupationStatistics(Mapping[str, torch.Tensor]):
@@ -114,7 +119,8 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
     def save(self, path: str | Path) -> None:
         """Write a safetensors file with each distinct matrix once. Its metadata says which layers share a matrix."""
         tensors = {names[0]: self._matrices[names[0]] for names in self.groups}
-        layout = _Layout(groups=[list(names) for names in self.groups])
+        digest = _digest(tensors, self.groups)
+        layout = _Layout(groups=[list(names) for names in self.groups], sha256=digest)
         write_tensors(path, tensors, {FORMAT: layout.model_dump_json()})
 
     @classmethod
@@ -137,6 +143,8 @@ class OccupationStatistics(Mapping[str, torch.Tensor]):
                 raise ValueError(f"{path}: matrix of {group[0]!r} must be {kind}")
             check_symmetric(matrix, f"{path}: matrix of {group[0]!r}")
             stats._matrices.update(dict.fromkeys(group, matrix.to(device)))
+        if layout.sha256 not in (None, _digest(tensors, layout.groups)):
+            raise ValueError(f"{path} is damaged: its matrices do not have the SHA-256 in its metadata")
         return stats
 
 

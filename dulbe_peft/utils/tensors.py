@@ -87,9 +87,10 @@ def rounded_digest(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> s
     return digest.hexdigest()
 
 
-def whole_digest(weights: Mapping[str, torch.Tensor]) -> str:
-    """Return the SHA-256 of the weights' names, shapes, dtypes and all values."""
-    return _digest(weights, lambda flat: flat.contiguous().view(torch.uint8))
+def tensors_digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the SHA-256 of the tensors' names, shapes, dtypes and all bytes, in the order of their names."""
+    # The stride of an empty tensor can be 0, and then it cannot be viewed as bytes.
+    return _digest(tensors, lambda flat: flat.contiguous().view(torch.uint8) if len(flat) else flat)
 
 
 def _digest(weights: Mapping[str, torch.Tensor], values: Callable[[torch.Tensor], torch.Tensor]) -> str:
@@ -97,7 +98,8 @@ def _digest(weights: Mapping[str, torch.Tensor], values: Callable[[torch.Tensor]
     for name, tensor in sorted(weights.items()):
         # torchao's quantised tensors cannot be viewed as bytes.
         flat = (tensor if type(tensor) is torch.Tensor else tensor.dequantize()).detach().flatten()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + values(flat).cpu().numpy().tobytes())
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(values(flat).cpu().numpy().data)
     return digest.hexdigest()
 
 

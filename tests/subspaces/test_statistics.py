@@ -201,3 +201,22 @@ def test_saved_statistics_keep_values_and_sharing_and_damage_is_refused(tmp_path
     write_tensors(path, tensors | {"fc": tensors["fc"].triu()}, metadata)
     with pytest.raises(ValueError, match="statistics.safetensors: matrix of 'fc' is not symmetric"):
         OccupationStatistics.load(path)
+
+
+def test_change_of_any_byte_of_saved_statistics_is_refused(tmp_path):
+    stats, path = OccupationStatistics(), tmp_path / "statistics.safetensors"
+    stats.update(("k", "v"), randn(7, 2))
+    stats.update("fc", randn(7, 3))
+    stats.save(path)
+    content = path.read_bytes()
+    begin = content.index(b'"__metadata__"')
+    for index in range(begin, len(content)):
+        changed = bytearray(content)
+        changed[index] ^= 1
+        path.write_bytes(changed)
+        try:
+            loaded = OccupationStatistics.load(path)
+        except (ValueError, FileNotFoundError):
+            continue
+        same = loaded.groups == stats.groups and all(torch.equal(loaded[name], stats[name]) for name in stats)
+        assert same, f"byte {index} changed, and the statistics were loaded with other values"
