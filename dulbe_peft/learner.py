@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from huggingface_hub import CommitInfo
@@ -25,25 +25,25 @@ from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.encoders.loading import has_text, logit_scale
-from dulbe_peft.metrics.evaluation import EncodedTest, Evaluation, evaluate_features
+from dulbe_peft.metrics.evaluation import EncodedTest, Evaluation, evaluate_features, seen_accuracies
 from dulbe_peft.metrics.prediction import Prediction, predict_images
-from dulbe_peft.metrics.retention import seen_accuracies
 from dulbe_peft.strategies.base import Memory, Strategy
-from dulbe_peft.streams.run import RunOptions, run_stream
-from dulbe_peft.streams.tasks import Task
 from dulbe_peft.training import preparing, updating
 from dulbe_peft.training.estimating import estimates_of
+from dulbe_peft.training.locking import TakesTurns, Turns, takes_turn
 from dulbe_peft.training.rates import MakeTrainer, with_rate
 from dulbe_peft.training.state import Estimate, LearnerState
 from dulbe_peft.training.trainer import Log, TaskRecord, TaskTrainer, train_task
-from dulbe_peft.training.turns import Turns, takes_turn
 from dulbe_peft.utils.devices import choose_device
 from dulbe_peft.utils.processes import on_main_process
 from dulbe_peft.utils.profiling import Profile
 from dulbe_peft.utils.torch_settings import default_torch_settings, seeded_randomness
 
+if TYPE_CHECKING:
+    from dulbe_peft.streams.tasks import Task
 
-class ClassIncrementalLearner:
+
+class ClassIncrementalLearner(TakesTurns):
     """Learn tasks of new classes one after the other, without storing images.
 
     Under `accelerate launch`, every process must call every method with the same data; all processes then have the
@@ -405,10 +405,15 @@ class ClassIncrementalLearner:
         `tests` has the test data of each task, or None, and its class names. A_t is None if no task up to t has data.
         """
         with self.model.disable_adapter() if isinstance(self.model, PeftModel) else nullcontext():
-            return seen_accuracies(self, tests)
+            return self.text_accuracies(tests)
+
+    @takes_turn
+    def text_accuracies(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float | None]:
+        """Return A_t as `zero_shot` does, but of the present model instead of the pristine one."""
+        return seen_accuracies(self.text_embeds, self.image_embeds, tests)
 
     def run(
-        self, tasks: Iterable[Task], output_dir: str | Path, resume: bool = True, **options: Any
+        self, tasks: "Iterable[Task]", output_dir: str | Path, resume: bool = True, **options: Any
     ) -> dict[str, Any]:
         """Learn a stream, test after every task, and write a folder for each: `task-001`, `task-002` and so on.
 
@@ -429,6 +434,8 @@ class ClassIncrementalLearner:
             ValueError: If the folder belongs to a run with other settings, another start or other finished tasks, or
                 has task folders although `resume` is off.
         """
+        from dulbe_peft.streams.run import RunOptions, run_stream  # streams stand above the learner
+
         return run_stream(self, tasks, output_dir, RunOptions(resume, **options))
 
     # ------------------------------------------------------------------ saving
@@ -575,10 +582,6 @@ class ClassIncrementalLearner:
         return self.encoder.profile
 
     # ------------------------------------------------------------------ turns, errors and copies
-
-    def turn(self, name: str) -> AbstractContextManager[None]:
-        """Return a context in which no call of another thread changes the learner; messages call it `name`."""
-        return self._turns.take(name, self.state)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

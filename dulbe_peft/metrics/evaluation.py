@@ -1,6 +1,7 @@
 """The predictions of every classifier for each image of a data set, and the figures computed from them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.registry import answering
+from dulbe_peft.data.images import LabelledImages, named_images
 from dulbe_peft.utils.files import read_csv, write_csv
 
 PREDICTIONS_FILE = "predictions.csv"
@@ -123,6 +125,29 @@ def nearest(features: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Return, for each feature, (n, d), the index of the most similar row, (C, d); (n,), on the CPU."""
     parts = features.split(max(1, MOST_SCORES // len(rows)))
     return torch.cat([(part @ rows.T).argmax(dim=1).cpu() for part in parts])
+
+
+@torch.no_grad()
+def seen_accuracies(
+    text_embeds: Callable[[Sequence[str]], torch.Tensor],
+    image_embeds: Callable[[LabelledImages], torch.Tensor],
+    tests: Sequence[tuple[Any, Sequence[str]]],
+) -> list[float | None]:
+    """Return A_t for t = 1, 2, ...: the accuracy on the first t test sets of the nearest text among all their classes.
+
+    A test set is a pair of images, or None, and class names. A_t is None if the first t test sets have no images.
+    """
+    text = text_embeds([name for _, names in tests for name in names])
+    encoded, classes, accuracies = [], 0, []
+    for dataset, names in tests:
+        if dataset is not None and names:
+            images = named_images(dataset, names)
+            encoded.append((image_embeds(images), torch.as_tensor(images.labels) + classes))
+        classes += len(names)
+        correct = [(nearest(features, text[:classes]) == labels).tolist() for features, labels in encoded]
+        hits = list(itertools.chain(*correct))
+        accuracies.append(sum(hits) / len(hits) if hits else None)
+    return accuracies
 
 
 def write_predictions(path: Path, tasks: Mapping[int, Evaluation]) -> None:

@@ -15,9 +15,9 @@ from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.closing import ClosingPass, learn_task
 from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.encoders.text_encoder import mean_texts
+from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import Evaluation, answers
-from dulbe_peft.streams.learning import StreamLearner
 from dulbe_peft.utils.records import Count, Record
 from dulbe_peft.utils.torch_settings import seeded_randomness
 
@@ -50,7 +50,7 @@ class Before:
     tests: Mapping[int, Evaluation]  # by number of an old task: predictions and features of its test images
 
     @classmethod
-    def of(cls, learner: StreamLearner, new: tuple[str, ...], tests: Mapping[int, Evaluation]) -> "Before":
+    def of(cls, learner: ClassIncrementalLearner, new: tuple[str, ...], tests: Mapping[int, Evaluation]) -> "Before":
         texts = each = None
         if has_text(learner.state.base):
             each = learner.encoder.each_text_embeds(new, learner.state.class_texts)

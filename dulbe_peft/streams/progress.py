@@ -13,10 +13,10 @@ from pydantic import Field, model_validator
 
 from dulbe_peft.checkpoints.layout import PROGRESS_FILE, TIMINGS_FILE
 from dulbe_peft.classifiers.registry import answering
+from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import Evaluation
 from dulbe_peft.streams.falls import Cost
-from dulbe_peft.streams.learning import StreamLearner
 from dulbe_peft.training.state import Update
 from dulbe_peft.utils.folders import CheckpointError, parse_manifest
 from dulbe_peft.utils.records import Count, Fraction, Record, read_record
@@ -89,7 +89,7 @@ class Entries(Record, Generic[T]):
 Timings, Sources = Entries[Timing], Entries[Details]  # contents of `timings.json` and `sources.json`
 
 
-def known_tasks(learner: StreamLearner) -> list[FinishedTask]:
+def known_tasks(learner: ClassIncrementalLearner) -> list[FinishedTask]:
     """Return a record of each task of a learner, with measurements if the learner comes from a run.
 
     If classes were merged or forgotten since the run, the old measurements are dropped.

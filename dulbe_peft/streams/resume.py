@@ -21,8 +21,8 @@ from dulbe_peft.checkpoints.layout import RESULTS_FILE, TIMINGS_FILE
 from dulbe_peft.checkpoints.learner_file import LearnerFile
 from dulbe_peft.data.known import KnownImages, compared
 from dulbe_peft.data.names import check_class_names
+from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE
-from dulbe_peft.streams.learning import StreamLearner
 from dulbe_peft.streams.progress import SOURCES_FILE, FinishedTask, read_finished
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.training.state import LearnerState
@@ -93,7 +93,7 @@ def beginning(state: LearnerState) -> Beginning:
 
 
 def continue_run(
-    learner: StreamLearner, folder: Path, identity: Identity, before: Sequence[FinishedTask]
+    learner: ClassIncrementalLearner, folder: Path, identity: Identity, before: Sequence[FinishedTask]
 ) -> list[FinishedTask]:
     """Restore a run's newest folder into a learner and return the finished tasks.
 
@@ -119,7 +119,7 @@ def continue_run(
     return finished
 
 
-def check_new(learner: StreamLearner, stream: Sequence[Task], output: Path, resumes: bool) -> None:
+def check_new(learner: ClassIncrementalLearner, stream: Sequence[Task], output: Path, resumes: bool) -> None:
     """Raise unless a run can start in a folder and all classes of its tasks are new."""
     old = layout.task_folders(output)
     if old:
@@ -136,7 +136,7 @@ def check_new(learner: StreamLearner, stream: Sequence[Task], output: Path, resu
 
 
 def newest_of_run(
-    learner: StreamLearner, stream: Sequence[Task], output: Path, texts: Texts
+    learner: ClassIncrementalLearner, stream: Sequence[Task], output: Path, texts: Texts
 ) -> tuple[Path, Identity] | None:
     """Return the newest valid task folder and its run's identity, if any; raises if it belongs to another run."""
     newest = layout.newest_task(output, print_once)

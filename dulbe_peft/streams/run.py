@@ -19,12 +19,12 @@ from dulbe_peft.classifiers.closing import ClosingPass
 from dulbe_peft.data.names import check_class_texts
 from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.encoders.loading import check_saved, has_text
+from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, Evaluation, write_predictions
 from dulbe_peft.metrics.features import FEATURES_FOLDER, SUFFIX, TaskFeatures
 from dulbe_peft.streams import progress, resume
 from dulbe_peft.streams.falls import Before, fall_line
-from dulbe_peft.streams.learning import StreamLearner
 from dulbe_peft.streams.progress import SOURCES_FILE, FinishedTask, Row
 from dulbe_peft.streams.results import stream_results
 from dulbe_peft.streams.tasks import Task
@@ -62,7 +62,7 @@ class RunOptions:
 
 
 def run_stream(
-    learner: StreamLearner, tasks: Iterable[Task], output_dir: str | Path, options: RunOptions
+    learner: ClassIncrementalLearner, tasks: Iterable[Task], output_dir: str | Path, options: RunOptions
 ) -> dict[str, Any]:
     """Learn `tasks` in order; see `ClassIncrementalLearner.run`."""
     stream, output = list(tasks), Path(output_dir)
@@ -97,7 +97,7 @@ def run_stream(
         raise ChildProcessError(f"{error}; finished tasks are kept in {output}: run again to continue") from error
 
 
-def _open(learner: StreamLearner, stream: list[Task], output: Path, options: RunOptions) -> "Run":
+def _open(learner: ClassIncrementalLearner, stream: list[Task], output: Path, options: RunOptions) -> "Run":
     """Return the folder's run as it was left, with its newest state restored into the learner, or a new run."""
     texts = check_class_texts(options.class_texts or {}, {name for task in stream for name in task.class_names})
     past = on_main_process(partial(progress.known_tasks, learner)) if options.past is None else list(options.past)
@@ -130,7 +130,7 @@ def _lock_folder(output: Path, held: ExitStack) -> None:
 class Run:
     """A run in progress. Its tasks are those that the learner had learned before, and then those of the stream."""
 
-    learner: StreamLearner
+    learner: ClassIncrementalLearner
     stream: list[Task]
     output: Path
     options: RunOptions

@@ -23,8 +23,8 @@ from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArgum
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.encoders.loading import load_clip
-from dulbe_peft.metrics.retention import zero_shot_retention
 from dulbe_peft.photos.data.splits import draw_per_class
+from dulbe_peft.streams.retention import zero_shot_retention
 from research.benchmarks import common
 
 CLASSIFIERS = ("text", "prototype", "lda", "bayes", "bridge")

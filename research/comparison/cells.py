@@ -23,11 +23,11 @@ from dulbe_peft.classifiers.registry import CLASSIFIERS, parse_classifier
 from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.features import Answers, learn_from_features, read_features
-from dulbe_peft.metrics.retention import zero_shot_retention
 from dulbe_peft.photos.cost import memory_bytes, trainable_parameters
 from dulbe_peft.photos.runs.settings import validated
 from dulbe_peft.photos.runs.setup import set_up
 from dulbe_peft.photos.runs.sources import DATA_FIELDS, open_source, source_of
+from dulbe_peft.streams.retention import zero_shot_retention
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.utils.files import damage, read_json
 from dulbe_peft.utils.folders import MANIFEST

@@ -22,7 +22,7 @@ class ScalePoint(Record):
 
 
 class Retention(Record):
-    """Zero-shot accuracy before and after all tasks on classes that are never learned; see `metrics.retention`."""
+    """Zero-shot accuracy before and after all tasks on classes that are never learned; see `streams.retention`."""
 
     before: Fraction
     after: Fraction

@@ -11,8 +11,8 @@ from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.encoders.loading import encoder_of, unit_image_embeds
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.subspaces.occupation import OccupationStatistics
+from dulbe_peft.training.locking import takes_turn
 from dulbe_peft.training.trainer import TaskTrainer
-from dulbe_peft.training.turns import takes_turn
 from research.diagnostics.measures import LayerDemand, layer_demands
 
 

@@ -102,7 +102,7 @@ def _zero_shot(
     learner: ClassIncrementalLearner, known: LabelledImages | None, unknown: LabelledImages, scales: tuple[float, ...]
 ) -> dict[str, Any]:
     """Print and return the text classifier's accuracy on classes that were not learned, and on learned ones if any."""
-    from dulbe_peft.metrics.retention import zero_shot_retention
+    from dulbe_peft.streams.retention import zero_shot_retention
 
     learned = [] if known is None else [(known, known.class_names)]
     retention = zero_shot_retention(learner, unknown, scales=scales, learned=learned)

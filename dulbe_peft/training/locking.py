@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from types import MappingProxyType
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.settings import check_number
@@ -65,10 +65,15 @@ class Turns:
 _SCALES: ContextVar[Mapping[Turns, float]] = ContextVar("scales", default=MappingProxyType({}))
 
 
-class TakesTurns(Protocol):
-    """What `takes_turn` needs of a learner."""
+class TakesTurns:
+    """The part of a learner that makes its calls take turns."""
 
-    def turn(self, name: str) -> AbstractContextManager[None]: ...
+    state: LearnerState
+    _turns: Turns
+
+    def turn(self, name: str) -> AbstractContextManager[None]:
+        """Return a context in which no call of another thread changes the learner; messages call it `name`."""
+        return self._turns.take(name, self.state)
 
 
 L = TypeVar("L", bound=TakesTurns)

@@ -4,57 +4,18 @@ All figures are accuracies of the text classifier, which predicts the class whos
 image's feature. A test set is a pair of images and the class names that their labels index.
 """
 
-import itertools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from dulbe_peft.data.images import named_images
-from dulbe_peft.metrics.evaluation import nearest
+from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.utils.settings import check_number
 
 Tests = Sequence[tuple[Any, Sequence[str]]]
 
 
-class Embeds(Protocol):
-    """The part of a learner that embeds class names and images."""
-
-    def text_embeds(self, class_names: Sequence[str]) -> torch.Tensor: ...
-
-    def image_embeds(self, images: Any) -> torch.Tensor: ...
-
-
-class Scales(Embeds, Protocol):
-    """The part of a learner that scales its update, down to the pristine model."""
-
-    def zero_shot(self, tests: Tests) -> list[float | None]: ...
-
-    def scaled(self, scale: float) -> AbstractContextManager[None]: ...
-
-
-@torch.no_grad()
-def seen_accuracies(learner: Embeds, tests: Tests) -> list[float | None]:
-    """Return A_t for t = 1, 2, ...: the present model's accuracy on the first t test sets, among all their classes.
-
-    A_t is None if the first t test sets have no images.
-    """
-    text = learner.text_embeds([name for _, names in tests for name in names])
-    encoded, classes, accuracies = [], 0, []
-    for dataset, names in tests:
-        if dataset is not None and names:
-            images = named_images(dataset, names)
-            encoded.append((learner.image_embeds(images), torch.as_tensor(images.labels) + classes))
-        classes += len(names)
-        correct = [(nearest(features, text[:classes]) == labels).tolist() for features, labels in encoded]
-        hits = list(itertools.chain(*correct))
-        accuracies.append(sum(hits) / len(hits) if hits else None)
-    return accuracies
-
-
 def zero_shot_retention(
-    learner: Scales,
+    learner: ClassIncrementalLearner,
     dataset: Any,
     class_names: Sequence[str] | None = None,
     scales: Sequence[float] = (1.0,),
@@ -87,7 +48,7 @@ def zero_shot_retention(
             accuracies = [learner.zero_shot(tests)[-1] for tests in groups]
         else:
             with learner.scaled(scale):
-                accuracies = [seen_accuracies(learner, tests)[-1] for tests in groups]
+                accuracies = [learner.text_accuracies(tests)[-1] for tests in groups]
         row = {"scale": float(scale), "unlearned": accuracies[0], "learned": accuracies[1] if learned else None}
         rows.append(row)
     return {"before": rows[0]["unlearned"], "after": rows[-1]["unlearned"], "scales": rows}

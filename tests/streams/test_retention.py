@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from dulbe_peft.encoders.loading import load_dual_encoder, pixel_values, tokenize
 from dulbe_peft.encoders.registry import demo_model_folder
-from dulbe_peft.metrics import evaluation, retention
-from dulbe_peft.metrics.retention import zero_shot_retention
+from dulbe_peft.metrics import evaluation
 from dulbe_peft.photos.commands.main import main
+from dulbe_peft.streams.retention import zero_shot_retention
 
 
 def make_learner(strategy="dulbe"):
@@ -75,13 +75,12 @@ def test_seen_accuracies_equal_plain_loops(monkeypatch, most):
         features = text[labels] + integers(5 * size, 6)
         parts.append((features, labels) if size in (2, 4) else None)
         first += size
-    monkeypatch.setattr(retention, "named_images", lambda images, names: images)
+    monkeypatch.setattr(evaluation, "named_images", lambda images, names: images)
     monkeypatch.setattr(evaluation, "MOST_SCORES", most)
-    learner = SimpleNamespace(text_embeds=lambda names: text, image_embeds=lambda images: images.features)
     starts = [sum(sizes[:step]) for step in range(4)]
     images = [p and SimpleNamespace(features=p[0], labels=(p[1] - s).numpy()) for p, s in zip(parts, starts)]
     tests = [(given, ["a"] * size) for given, size in zip(images, sizes)]
-    accuracies = retention.seen_accuracies(learner, tests)
+    accuracies = evaluation.seen_accuracies(lambda _: text, lambda images: images.features, tests)
     for step in range(4):
         correct, seen = [], sum(sizes[: step + 1])
         for features, labels in filter(None, parts[: step + 1]):
