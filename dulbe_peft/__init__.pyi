@@ -1,8 +1,8 @@
 from .adapter.config import DualModeLoraConfig as DualModeLoraConfig
-from .adapter.export import export_lora as export_lora
 from .adapter.gradients import probe_gradients as probe_gradients
 from .adapter.gradients import route_gradients as route_gradients
 from .adapter.gradients import routed_loss as routed_loss
+from .adapter.lora_export import export_lora as export_lora
 from .adapter.model import DualModeLoraModel as DualModeLoraModel
 from .arguments import LearnerArguments as LearnerArguments
 from .classifiers.base import Classifier as Classifier

@@ -15,7 +15,7 @@ from peft import PeftModel
 from torch import nn
 
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.checkpoints import loading, locating, saving
+from dulbe_peft.checkpoints import locating, restoring, saving
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.closing import ClosingPass
@@ -30,10 +30,10 @@ from dulbe_peft.metrics.prediction import Prediction, predict_images
 from dulbe_peft.strategies.base import Memory, Strategy
 from dulbe_peft.training import preparing, updating
 from dulbe_peft.training.estimating import estimates_of
+from dulbe_peft.training.learning_rate import MakeTrainer, with_rate
 from dulbe_peft.training.locking import TakesTurns, Turns, takes_turn
-from dulbe_peft.training.rates import MakeTrainer, with_rate
 from dulbe_peft.training.state import Estimate, LearnerState
-from dulbe_peft.training.trainer import Log, TaskRecord, TaskTrainer, train_task
+from dulbe_peft.training.task_trainer import Log, TaskRecord, TaskTrainer, train_task
 from dulbe_peft.utils.devices import choose_device
 from dulbe_peft.utils.processes import on_main_process
 from dulbe_peft.utils.profiling import Profile
@@ -504,7 +504,7 @@ class ClassIncrementalLearner(TakesTurns):
             CheckpointError: If a file is damaged, has another format or kind, or does not fit the base model.
         """
         folder, manifest, origin = locating.locate(source, revision, token, cache_dir)
-        with default_torch_settings(), loading.loaded_state(folder, manifest, base_model, args, machine) as state:
+        with default_torch_settings(), restoring.loaded_state(folder, manifest, base_model, args, machine) as state:
             preparing.check_model(state)
             learner = object.__new__(cls)
             learner._adopt(replace(state, source=origin or state.source))

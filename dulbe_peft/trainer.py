@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 
 from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.checkpoints import loading, saving, unfinished
+from dulbe_peft.checkpoints import restoring, saving, unfinished
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.data.images import named_images
 from dulbe_peft.encoders.pixels import PixelDataset
@@ -25,7 +25,7 @@ from dulbe_peft.strategies.dulbe import Dulbe
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.batches import EpochLoader, Order, WholeBatches, collated
 from dulbe_peft.training.state import LearnerState
-from dulbe_peft.training.trainer import TaskTrainer
+from dulbe_peft.training.task_trainer import TaskTrainer
 from dulbe_peft.training.trainer_arguments import check_arguments, learner_settings, paper_arguments
 from dulbe_peft.utils.folders import CheckpointError, fill_folder
 from dulbe_peft.utils.processes import raise_in_all, sum_over_processes, world
@@ -167,7 +167,7 @@ class DualModeTrainer(Trainer):
             )
         if given is not True:
             unfinished.check_whole(checkpoint)
-        learned, state = self.learner.tasks, loading.restore(self.learner.state, checkpoint)
+        learned, state = self.learner.tasks, restoring.restore(self.learner.state, checkpoint)
         if learned and learned != state.tasks:
             raise ValueError(
                 f"{checkpoint} continues after the tasks {state.tasks!r:.200}, but this learner has learned "

@@ -1,4 +1,4 @@
-"""The adapter's configuration."""
+"""The adapter's configuration, and the member that the method has in PEFT's enumeration `PeftType`."""
 
 import re
 import warnings
@@ -9,15 +9,40 @@ from pathlib import Path
 from typing import Any
 
 from peft.config import PeftConfig
-from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, TaskType
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, PeftType, TaskType
 from peft.utils.other import get_pattern_key
 from torch.serialization import get_unsafe_globals_in_checkpoint
 from transformers.utils.hub import has_file
 
-from dulbe_peft.adapter.registration import DULBE
 from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.utils.settings import check_int, setting
 from dulbe_peft.utils.tensors import tensor_shapes
+
+PREFIX = "dulbe_"
+
+
+def register_peft_type() -> PeftType:
+    """Add a real enumeration member, once, so that JSON, pickle and deepcopy work as for PEFT's own methods."""
+    name = "DULBE"
+    if name in PeftType.__members__:
+        return PeftType[name]
+    kind: Any = PeftType
+    member: Any = str.__new__(PeftType, name)
+    member._name_ = name
+    member._value_ = name
+    member.__objclass__ = PeftType
+    member._sort_order_ = len(PeftType.__members__)
+    PeftType._member_names_.append(name)
+    PeftType._member_map_[name] = member
+    PeftType._value2member_map_[name] = member
+    if hasattr(kind, "_hashable_values_"):  # Python >= 3.13
+        kind._hashable_values_.append(name)
+    type.__setattr__(PeftType, name, member)
+    return member
+
+
+DULBE = register_peft_type()
+
 
 DENSE = -1  # the rank of a history that is one matrix
 # Settings of LoRA that this method does not have, and what to use instead.

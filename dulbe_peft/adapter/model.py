@@ -14,12 +14,10 @@ from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, Modul
 from torch import nn
 
 from dulbe_peft.adapter.base import DualModeLayer, layers_of
-from dulbe_peft.adapter.config import DualModeLoraConfig
+from dulbe_peft.adapter.config import DULBE, PREFIX, DualModeLoraConfig
 from dulbe_peft.adapter.factors import add_weighted_adapter
 from dulbe_peft.adapter.layer import DualModeLinear
-from dulbe_peft.adapter.mixed_batches import Rows, rows_with_adapters
-from dulbe_peft.adapter.peft_model import extend_peft_model
-from dulbe_peft.adapter.registration import DULBE, PREFIX
+from dulbe_peft.adapter.peft_model import Rows, extend_peft_model, rows_with_adapters
 from dulbe_peft.adapter.saved import (
     KEY_RENAMES,
     MisfitError,

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from dulbe_peft.adapter.config import PREFIX
 from dulbe_peft.adapter.linear import is_consistent
-from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.adapter.targets import in_text_tower
 from dulbe_peft.encoders.registry import ENCODERS, type_of
 from dulbe_peft.utils.tensors import rounded_digest

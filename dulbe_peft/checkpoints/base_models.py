@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from dulbe_peft.adapter.registration import PREFIX
+from dulbe_peft.adapter.config import PREFIX
 from dulbe_peft.adapter.saved import base_settings, differing
 from dulbe_peft.encoders.loading import load_encoder
 from dulbe_peft.encoders.registry import find_model
@@ -15,7 +15,7 @@ from dulbe_peft.utils.records import Record
 from dulbe_peft.utils.tensors import weights_digest
 
 
-class BaseModel(Record):
+class SavedBase(Record):
     """The record of the base model in a learner's file."""
 
     name: str | None  # folder or Hub id from which it was loaded
@@ -27,14 +27,14 @@ class BaseModel(Record):
     settings: dict[str, str]  # what outputs depend on besides weights, such as "vision hidden_act"
 
 
-def describe(base: Any, name: str | None, revision: str | None, local: bool) -> BaseModel:
+def describe(base: Any, name: str | None, revision: str | None, local: bool) -> SavedBase:
     """Return the record of a base model, pristine or under an adapter; with `local`, it has the folder's full path."""
     folder = None
     if name is not None and Path(name).is_dir():
         folder = str(Path(name).absolute()) if local else Path(name).absolute().name
     dtype: Any = str(next(base.parameters()).dtype).removeprefix("torch.")
     kind = base.config.model_type
-    return BaseModel(
+    return SavedBase(
         name=name,
         revision=revision,
         folder=folder,
@@ -55,7 +55,7 @@ def digest(base: nn.Module) -> str:
     return weights_digest(weights)
 
 
-def find(folder: Path, saved: BaseModel, attention: str | None) -> Any:
+def find(folder: Path, saved: SavedBase, attention: str | None) -> Any:
     """Load the base model of the learner in `folder`; if it was a folder, the Hub is not searched for it."""
     name = saved.name
     if not name:
@@ -73,7 +73,7 @@ def find(folder: Path, saved: BaseModel, attention: str | None) -> Any:
     return model.to(getattr(torch, saved.dtype))
 
 
-def check(base: Any, saved: BaseModel, folder: Path) -> None:
+def check(base: Any, saved: SavedBase, folder: Path) -> None:
     """Raise a `CheckpointError` unless the learner in `folder` was trained with this base model."""
     given = describe(base, None, None, local=False)
     wrong = f"the base model does not belong to the learner in {folder}"

@@ -18,7 +18,7 @@ class LearnerFile(Record):
     adapter_name: str = "default"
     arguments: dict[str, Any]
     attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None
-    base_model: base_models.BaseModel
+    base_model: base_models.SavedBase
     class_texts: dict[str, list[str]]
     classifiers: Annotated[list[str], Field(min_length=1)]
     estimates: Estimates

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dulbe_peft.data.decoding import ARCHIVES, why_not_read
 from dulbe_peft.data.digits import load_digit_images
-from dulbe_peft.data.features import feature_splits
+from dulbe_peft.data.feature_tables import feature_splits
 from dulbe_peft.data.folders import TABLES, FolderSplit, ImageFolder, subfolders
 from dulbe_peft.data.hub import HUB_PREFIX, hub_images, hub_splits, import_datasets
 from dulbe_peft.data.images import LabelledImages, Splits

@@ -12,12 +12,12 @@ from accelerate.utils import send_to_device
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from dulbe_peft.arguments import LearnerArguments
-from dulbe_peft.data.features import FeatureTable
+from dulbe_peft.data.feature_tables import FeatureTable
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.store import EncoderKey, FeatureStore, open_store
 from dulbe_peft.encoders import backends, loading
 from dulbe_peft.encoders.identity import ImageTowerFacts, encoder_key
-from dulbe_peft.encoders.patches import unpacked
+from dulbe_peft.encoders.loading import unpacked
 from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.encoders.reading import read_batches
 from dulbe_peft.encoders.text_encoder import TextEncoder

@@ -1,8 +1,12 @@
-"""Load an encoder and its processor, check them, and compute unit features. `registry` describes each encoder."""
+"""Load an encoder and its processor, check them, and compute unit features. `registry` describes each encoder.
+
+For SigLIP 2 NaFlex, images of any aspect ratio are packed into one tensor each. A row of the tensor holds one patch
+and, in two more columns, the height and width of the image's grid of patches. Padding rows come last.
+"""
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
@@ -17,7 +21,6 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoTokenizer, CLIPModel, CLIPProcessor
 
-from dulbe_peft.encoders.patches import packed, unpacked
 from dulbe_peft.encoders.registry import ENCODERS, DualEncoder, find_model, type_of, unsupported
 from dulbe_peft.utils.torch_settings import evaluating
 
@@ -312,3 +315,34 @@ def pixel_values(processor: Any, image: Any) -> torch.Tensor:
         raise TypeError(f"expected a PIL image or a preprocessed tensor, got {given}")
     inputs = processor.image_processor(images=image, return_tensors="pt")
     return packed(inputs) if "spatial_shapes" in inputs else inputs["pixel_values"][0]
+
+
+def packed(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Pack the image processor's output for one image into (patches, 3 patch_size^2 + 2) in float32."""
+    patches, grid = inputs["pixel_values"][0], inputs["spatial_shapes"][0]
+    return torch.cat([patches, grid.expand(len(patches), 2)], dim=1)
+
+
+def grids(images: torch.Tensor) -> torch.Tensor:
+    """Return the height and width of each image's grid, (batch, 2) on the CPU.
+
+    The grid is square for images that consist of zeros or are on the device "meta".
+    """
+    sides = torch.zeros(len(images), 2) if images.is_meta else images[:, 0, -2:].cpu()
+    return sides.long().where(sides > 0, torch.tensor(math.isqrt(images.shape[1])))
+
+
+def unpacked(images: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    """Return the model's inputs for packed images, (batch, patches, columns), cut to the longest image.
+
+    The mask is None if no image is padded.
+    """
+    shapes = grids(images)
+    counts = shapes.prod(dim=1)
+    most = int(counts.max())
+    mask = torch.arange(most) < counts[:, None]
+    return {
+        "pixel_values": images[:, :most, :-2],
+        "pixel_attention_mask": None if mask.all() else mask.to(images.device),
+        "spatial_shapes": shapes,
+    }

@@ -16,7 +16,7 @@ from dulbe_peft.classifiers.registry import answering
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import Evaluation
-from dulbe_peft.streams.falls import Cost
+from dulbe_peft.streams.training_cost import Cost
 from dulbe_peft.training.state import Update
 from dulbe_peft.utils.folders import CheckpointError, parse_manifest
 from dulbe_peft.utils.records import Count, Fraction, Record, read_record

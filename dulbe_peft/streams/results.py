@@ -7,8 +7,8 @@ from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.registry import CLASSIFIERS
 from dulbe_peft.metrics.accuracy import summarize
 from dulbe_peft.metrics.evaluation import BASELINES
-from dulbe_peft.streams.falls import Cost
 from dulbe_peft.streams.progress import FinishedTask, Row, Score
+from dulbe_peft.streams.training_cost import Cost
 from dulbe_peft.training.state import Estimates
 from dulbe_peft.utils.records import Fraction, Record
 

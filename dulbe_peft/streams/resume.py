@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dulbe_peft.arguments import AdapterSettings
-from dulbe_peft.checkpoints import layout, learner_file, loading
+from dulbe_peft.checkpoints import layout, learner_file, restoring
 from dulbe_peft.checkpoints.base_models import digest
 from dulbe_peft.checkpoints.layout import RESULTS_FILE, TIMINGS_FILE
 from dulbe_peft.checkpoints.learner_file import LearnerFile
@@ -103,7 +103,7 @@ def continue_run(
         learner.change_settings(replace(learner.args, precision=identity.arguments["precision"]))
     current = beginning(learner.state)
     with learner.transaction():
-        restored = loading.restore(learner.state, folder)
+        restored = restoring.restore(learner.state, folder)
         if learner.tasks == restored.tasks and current != beginning(restored):
             raise ValueError(
                 f"this learner differs from the one in {folder}, though both have learned the same tasks: one has "
@@ -149,7 +149,7 @@ def newest_of_run(
         raise CheckpointError(f"{folder / folders.MANIFEST} is damaged or foreign: {first_problem(error)}") from error
     with folders.load_errors(folder):
         learned = learner_file.read(folder)
-        known = loading.read_known(folder, [n for task in learned.tasks for n in task], manifest.files)
+        known = restoring.read_known(folder, [n for task in learned.tasks for n in task], manifest.files)
     current, began = identity_of(learner.state), saved.arguments.get("precision")
     if learner.precision_chosen and (began == "float32" or (began == "bfloat16" and has_bfloat16(learner.device))):
         current.arguments["precision"] = began

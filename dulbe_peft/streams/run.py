@@ -22,13 +22,13 @@ from dulbe_peft.encoders.loading import check_saved, has_text
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, Evaluation, write_predictions
-from dulbe_peft.metrics.features import FEATURES_FOLDER, SUFFIX, TaskFeatures
+from dulbe_peft.metrics.task_features import FEATURES_FOLDER, SUFFIX, TaskFeatures
 from dulbe_peft.streams import progress, resume
-from dulbe_peft.streams.falls import Before, fall_line
 from dulbe_peft.streams.progress import SOURCES_FILE, FinishedTask, Row
 from dulbe_peft.streams.results import stream_results
 from dulbe_peft.streams.tasks import Task
-from dulbe_peft.training.trainer import TaskRecord
+from dulbe_peft.streams.training_cost import Before, fall_line
+from dulbe_peft.training.task_trainer import TaskRecord
 from dulbe_peft.utils import folders
 from dulbe_peft.utils.files import replacing, write_json
 from dulbe_peft.utils.processes import on_main_process

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from dulbe_peft.encoders.pixels import PixelRow
-from dulbe_peft.training.trainer import TaskTrainer, epoch_order
+from dulbe_peft.training.task_trainer import TaskTrainer, epoch_order
 from dulbe_peft.utils.processes import padded_shard
 
 # An epoch, the indices of this process's rows of a batch, and those of all its rows.

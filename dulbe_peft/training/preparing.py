@@ -11,8 +11,8 @@ from accelerate.tracking import filter_trackers
 from peft import PeftModel
 from torch import nn
 
+from dulbe_peft.adapter.config import PREFIX
 from dulbe_peft.adapter.model import DualModeLoraModel
-from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.registry import CLASSIFIERS, Recipe, make_classifiers, parse_classifiers

@@ -16,7 +16,7 @@ from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.strategies.base import NewTask
 from dulbe_peft.training.preparing import check_learned
 from dulbe_peft.training.state import Estimates, LearnerState, Update
-from dulbe_peft.training.trainer import features_and_inputs
+from dulbe_peft.training.task_trainer import features_and_inputs
 from dulbe_peft.utils.processes import check_same_in_all, raise_in_all
 
 

@@ -10,8 +10,8 @@ import shlex
 from pathlib import Path
 from typing import Literal
 
-from dulbe_peft.photos.commands.named import FOLDER, claim
 from dulbe_peft.photos.commands.options import OVERWRITE, Folder, command
+from dulbe_peft.photos.commands.paths import FOLDER, claim
 from dulbe_peft.utils.settings import AtLeastOne, setting
 
 

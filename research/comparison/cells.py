@@ -22,7 +22,7 @@ from dulbe_peft.checkpoints.layout import TIMINGS_FILE, task_folders
 from dulbe_peft.classifiers.registry import CLASSIFIERS, parse_classifier
 from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.learner import ClassIncrementalLearner
-from dulbe_peft.metrics.features import Answers, learn_from_features, read_features
+from dulbe_peft.metrics.task_features import Answers, learn_from_features, read_features
 from dulbe_peft.photos.cost import memory_bytes, trainable_parameters
 from dulbe_peft.photos.runs.settings import validated
 from dulbe_peft.photos.runs.setup import set_up

@@ -87,7 +87,7 @@ def _stream(
         "forest": inline_svg(plots.forest_figure(others), f"forest{number}") if others else "",
         "curves": inline_svg(plots.curves_figure(entries, rows), f"curves{number}") if curves else "",
         "cost": inline_svg(plots.cost_figure(entries), f"cost{number}") if len(entries) > 1 else "",
-        "drawn": (min(len(others), plots.MOST), len(others)),
+        "drawn": (min(len(others), plots.MOST_DRAWN), len(others)),
         "entries": entries,
         "reference": next((place for place, entry in enumerate(entries) if entry.row == reference), None),
     }

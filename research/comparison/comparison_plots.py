@@ -10,7 +10,7 @@ from research.comparison.comparison_file import Comparison, Entry
 from research.comparison.plan import Row
 from research.comparison.summary import by_stream
 
-MOST = 24  # the chart of differences is not legible with more rows
+MOST_DRAWN = 24  # the chart of differences is not legible with more rows
 _LONGEST = 60  # characters per line of text in a chart
 _LAST = "accuracy after the last task (%)"
 
@@ -122,8 +122,8 @@ def with_difference(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def forest_figure(entries: Sequence[Entry]) -> Any:
-    """Draw the differences to the reference with their intervals, for the first `MOST` entries."""
-    rows = list(entries[:MOST])
+    """Draw the differences to the reference with their intervals, for the first `MOST_DRAWN` entries."""
+    rows = list(entries[:MOST_DRAWN])
     look = {"ylim": (len(rows) - 0.5, -0.9), "yticks": [], "xlabel": "difference to the reference (percentage points)"}
     figure, axes = new_figure(0.8 + 0.36 * len(rows), **look)
     axes.axvline(0, color=INK, linewidth=1)

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from scipy.stats import t
 
-from dulbe_peft.metrics.features import Answers
+from dulbe_peft.metrics.task_features import Answers
 
 Measure = Literal["last", "average", "forgetting"]  # A_last, A_bar, and the loss of earlier tasks since their best
 

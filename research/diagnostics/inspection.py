@@ -12,7 +12,7 @@ from dulbe_peft.encoders.loading import encoder_of, unit_image_embeds
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.locking import takes_turn
-from dulbe_peft.training.trainer import TaskTrainer
+from dulbe_peft.training.task_trainer import TaskTrainer
 from research.diagnostics.measures import LayerDemand, layer_demands
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.drift import linear_map
-from dulbe_peft.metrics.features import TaskFeatures
+from dulbe_peft.metrics.task_features import TaskFeatures
 from dulbe_peft.subspaces.allocation import supports_and_modes
 from dulbe_peft.subspaces.decompositions import fix_signs
 

@@ -11,7 +11,7 @@ from pydantic_core import from_json, to_json
 
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.pooled_bridge import PooledBridgeHead
-from dulbe_peft.metrics.features import FEATURES_FOLDER, TaskFeatures, read_features
+from dulbe_peft.metrics.task_features import FEATURES_FOLDER, TaskFeatures, read_features
 from dulbe_peft.photos.report.run_folder import RunFolder, read_run
 from dulbe_peft.utils.files import replacing, write_json
 from dulbe_peft.utils.folders import check_outside_saved, check_replaceable

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import CLIPModel, CLIPVisionModelWithProjection
 
 from dulbe_peft import DualModeLoraConfig
-from dulbe_peft.adapter.export import export_lora
+from dulbe_peft.adapter.lora_export import export_lora
 
 
 def adapted(base, **fields):

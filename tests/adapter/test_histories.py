@@ -9,7 +9,7 @@ from adapted_clip import CONFIG, PIXELS, image_features, learned, random_modes, 
 from peft import PeftModel, get_peft_model
 
 from dulbe_peft import DualModeLoraConfig, allocate_modes, probe_gradients
-from dulbe_peft.adapter.export import export_lora
+from dulbe_peft.adapter.lora_export import export_lora
 
 
 def nbytes(layer):

@@ -19,7 +19,7 @@ from dulbe_peft import (
     collect_statistics,
     probe_gradients,
 )
-from dulbe_peft.adapter.export import export_lora
+from dulbe_peft.adapter.lora_export import export_lora
 from dulbe_peft.strategies import make_strategy
 
 

@@ -16,7 +16,7 @@ from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.photos.commands.main import main
-from dulbe_peft.photos.commands.named import claim
+from dulbe_peft.photos.commands.paths import claim
 from dulbe_peft.photos.data.splits import open_stream_data
 from dulbe_peft.streams.protocols import rename_classes
 from dulbe_peft.streams.tasks import class_incremental_tasks
@@ -53,7 +53,7 @@ def test_output_that_would_overwrite_an_input_or_kept_file_is_refused(run_copy, 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
 def test_too_little_memory_is_reported_in_one_line(finished_run, tmp_path, monkeypatch, capsys, error):
     Image.new("RGB", (9, 9)).save(tmp_path / "x.png")
-    monkeypatch.setattr("dulbe_peft.checkpoints.loading.loaded_state", lambda *_: (_ for _ in ()).throw(error))
+    monkeypatch.setattr("dulbe_peft.checkpoints.restoring.loaded_state", lambda *_: (_ for _ in ()).throw(error))
     assert main(["predict", str(finished_run), str(tmp_path / "x.png")]) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("dulbe-peft: there is too little memory, lower --batch-size")
@@ -254,7 +254,7 @@ def test_interrupted_learning_leaves_the_learner_unchanged(learner, monkeypatch)
 
     before = everything(learner)
     with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
-        context.setattr("dulbe_peft.training.trainer.learn_task", interrupt)
+        context.setattr("dulbe_peft.training.task_trainer.learn_task", interrupt)
         learner.learn_task(*TASK)
     assert not differences(everything(learner), before)
     live(learner)

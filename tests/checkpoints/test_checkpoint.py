@@ -19,7 +19,7 @@ from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.checkpoints.locating import check_there
 from dulbe_peft.encoders.registry import find_model
 from dulbe_peft.photos.commands.main import main
-from dulbe_peft.photos.commands.named import claim
+from dulbe_peft.photos.commands.paths import claim
 from dulbe_peft.photos.report.run_folder import read_run
 from dulbe_peft.utils import folders
 from dulbe_peft.utils.files import write_json

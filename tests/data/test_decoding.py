@@ -17,7 +17,7 @@ from dulbe_peft.data.decoding import UnreadableImageError, decode_image, image_s
 from dulbe_peft.data.folders import folder_content
 from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.unlabelled import as_image
-from dulbe_peft.photos.deployment.pixels import rgb
+from dulbe_peft.photos.deployment.graph import rgb
 
 CORNERS = np.zeros((40, 60, 3), dtype=np.uint8)  # four quarters in different colours
 CORNERS[:20, :30], CORNERS[:20, 30:], CORNERS[20:, :30] = (255, 0, 0), (0, 255, 0), (0, 0, 255)

@@ -18,7 +18,7 @@ from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.data.store import FeatureStore, store_path
 from dulbe_peft.encoders.loading import load_dual_encoder
-from dulbe_peft.metrics.features import learn_from_features, read_features
+from dulbe_peft.metrics.task_features import learn_from_features, read_features
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.runs import encoding
 from dulbe_peft.streams.progress import known_tasks

@@ -34,8 +34,8 @@ from dulbe_peft.encoders.loading import (
     unit_text_embeds,
 )
 from dulbe_peft.encoders.registry import ENCODERS
-from dulbe_peft.photos.deployment.pixels import pixel_values as pixel_values_of_lines
-from dulbe_peft.photos.deployment.pixels import processor_steps
+from dulbe_peft.photos.deployment.graph import pixel_values as pixel_values_of_lines
+from dulbe_peft.photos.deployment.graph import processor_steps
 
 EVERY = [*tiny.WITH_TEXT, *tiny.IMAGE_ONLY]
 PROMPTS = ["a photo of the cat.", "dog", "a digit of zero-one", "the low bird"]

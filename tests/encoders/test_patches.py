@@ -8,8 +8,7 @@ from peft import get_peft_model
 from tiny_encoders import CONFIG, QUICK, learn, pictures
 
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments
-from dulbe_peft.encoders.loading import image_shape, pixel_values, unit_image_embeds
-from dulbe_peft.encoders.patches import unpacked
+from dulbe_peft.encoders.loading import image_shape, pixel_values, unit_image_embeds, unpacked
 from dulbe_peft.encoders.pixels import with_image_resize
 from dulbe_peft.subspaces.inputs import observed_inputs
 from research.diagnostics.inspection import relevance_maps

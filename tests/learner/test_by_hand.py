@@ -17,7 +17,7 @@ from test_dual_mode_trainer import assert_equal
 from torch.utils.data import RandomSampler
 
 from dulbe_peft import class_incremental_tasks
-from dulbe_peft.training.trainer import epoch_order
+from dulbe_peft.training.task_trainer import epoch_order
 
 TRAINER, FRESH_TRAINER = [code for _, _, code in blocks("docs/by-hand.md", "python")][:2]
 BY_HAND = text_of("examples/training_loop.py")

@@ -12,7 +12,7 @@ from taught import clusters, in_tasks
 from dulbe_peft import ClassIncrementalLearner, class_incremental_tasks
 from dulbe_peft.data.store import open_store
 from dulbe_peft.photos.commands.main import main
-from dulbe_peft.photos.report.verdict import estimated, recommended
+from dulbe_peft.photos.report.advice import estimated, recommended
 from dulbe_peft.training.estimating import PARTS, left_out_share, refitted
 
 NAMES = ("lda", "prototype", "visual_agent")

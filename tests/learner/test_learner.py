@@ -17,7 +17,7 @@ from taught import assert_equal_states
 
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraModel, OccupationStatistics, class_incremental_tasks
 from dulbe_peft.encoders.loading import unit_image_embeds
-from dulbe_peft.training.trainer import TaskTrainer, epoch_order
+from dulbe_peft.training.task_trainer import TaskTrainer, epoch_order
 from research.benchmarks import literal
 
 QUICK = {"batch_size": 8, "prompt_template": "the digit {}.", "pixel_cache_mb": 1024}

@@ -10,7 +10,7 @@ from lives import stream, tiny_base, tiny_learner
 from torch.nn import functional as F
 
 from dulbe_peft import ClassIncrementalLearner
-from dulbe_peft.metrics.features import learn_from_features, read_features
+from dulbe_peft.metrics.task_features import learn_from_features, read_features
 from dulbe_peft.papers import clg_cbm
 from dulbe_peft.papers.clg_cbm import ClgCbmClassifier
 

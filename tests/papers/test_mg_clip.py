@@ -16,7 +16,7 @@ from dulbe_peft.encoders.loading import unit_image_embeds
 from dulbe_peft.papers.mg_clip import MgClip, VisualAgentClassifier
 from dulbe_peft.strategies import NewTask
 from dulbe_peft.streams.digits import digit_tasks
-from dulbe_peft.training.trainer import TaskTrainer, epoch_order
+from dulbe_peft.training.task_trainer import TaskTrainer, epoch_order
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from dulbe_peft import BridgeEnsembleHead, ClassIncrementalLearner
 from dulbe_peft.classifiers.closing import ClosingPass
 from dulbe_peft.classifiers.drift import linear_map
 from dulbe_peft.encoders.loading import unit_image_embeds
-from dulbe_peft.metrics.features import TaskFeatures
+from dulbe_peft.metrics.task_features import TaskFeatures
 from dulbe_peft.photos.report import read_run
 from dulbe_peft.streams.progress import known_tasks
 from research.__main__ import run

@@ -23,8 +23,8 @@ from dulbe_peft.photos.runs.settings import StreamArguments, given_settings, pic
 from dulbe_peft.photos.runs.setup import stream_tasks
 from dulbe_peft.photos.runs.sources import open_source
 from dulbe_peft.strategies import make_strategy
-from dulbe_peft.streams.orders import ICARL_CIFAR100_ORDER
 from dulbe_peft.streams.protocols import rename_classes
+from dulbe_peft.streams.tasks import ICARL_CIFAR100_ORDER
 from research.verification.checks import OWN_CHECKS, read_checks
 
 FOLDER = Path(__file__).parents[2] / "examples" / "protocols"

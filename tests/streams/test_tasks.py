@@ -8,8 +8,7 @@ import torch
 
 from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.names import check_class_names, format_prompts
-from dulbe_peft.streams.orders import ICARL_CIFAR100_ORDER
-from dulbe_peft.streams.tasks import class_incremental_tasks
+from dulbe_peft.streams.tasks import ICARL_CIFAR100_ORDER, class_incremental_tasks
 
 
 def pairs(labels: list[Any]) -> list[tuple[str, Any]]:

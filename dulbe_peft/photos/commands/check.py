@@ -20,7 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.photos.commands.named import FOLDER, check_given, claim, message_stream, print_next_command
 from dulbe_peft.photos.commands.options import (
     NO_STORE,
     OVERWRITE,
@@ -31,6 +30,7 @@ from dulbe_peft.photos.commands.options import (
     load_learner,
     settings_of,
 )
+from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim, message_stream, print_next_command
 from dulbe_peft.photos.runs.settings import StreamArguments
 from dulbe_peft.utils.files import write_csv
 from dulbe_peft.utils.settings import setting

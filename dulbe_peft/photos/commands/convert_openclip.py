@@ -8,8 +8,8 @@ numbers of attention heads are not. By default, each tower has its width / 64 he
 
 from typing import Any, Literal
 
-from dulbe_peft.photos.commands.named import check_given
 from dulbe_peft.photos.commands.options import command
+from dulbe_peft.photos.commands.paths import check_given
 from dulbe_peft.utils.settings import setting
 
 

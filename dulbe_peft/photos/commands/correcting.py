@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from dulbe_peft.photos.commands.named import print_next_command
+from dulbe_peft.photos.commands.paths import print_next_command
 
 if TYPE_CHECKING:
     from dulbe_peft.classifiers.base import Classifier

@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.photos.commands.named import print_next_command
 from dulbe_peft.photos.commands.options import CLASS_NAMES, DATA, STRICT, Load, Share, command, learner_options
+from dulbe_peft.photos.commands.paths import print_next_command
 from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import counted, printable
 

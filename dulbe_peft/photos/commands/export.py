@@ -11,8 +11,8 @@ Each format contains the learner's classifier, and a README.md with the code to 
 
 import sys
 
-from dulbe_peft.photos.commands.named import FOLDER, claim, print_next_command
 from dulbe_peft.photos.commands.options import OVERWRITE, Load, command, learner_options
+from dulbe_peft.photos.commands.paths import FOLDER, claim, print_next_command
 from dulbe_peft.photos.deployment import FORMATS, PRECISIONS
 from dulbe_peft.utils.settings import setting
 
@@ -32,7 +32,7 @@ def export(
 ) -> None:
     claim(("OUTPUT", output, FOLDER), reads=[learner], overwrite=overwrite)
     loaded = load()
-    from dulbe_peft.adapter.export import COMPRESSION_FILE
+    from dulbe_peft.adapter.lora_export import COMPRESSION_FILE
     from dulbe_peft.photos.deployment.export import export_learner
     from dulbe_peft.photos.deployment.graph import GRAPH_FACTS_FILE
     from dulbe_peft.utils.files import read_json

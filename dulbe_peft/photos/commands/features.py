@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from dulbe_peft.photos.commands.named import claim, print_next_command
 from dulbe_peft.photos.commands.options import (
     CLASS_NAMES,
     DATA,
@@ -26,6 +25,7 @@ from dulbe_peft.photos.commands.options import (
     command,
     learner_options,
 )
+from dulbe_peft.photos.commands.paths import claim, print_next_command
 from dulbe_peft.utils.settings import AtLeastOne, setting
 from dulbe_peft.utils.terminal import counted
 
@@ -50,7 +50,7 @@ def features(
     if engine is None and (jobs or address):
         raise ValueError("--jobs and --address need --engine: give --engine, or omit them")
     claim(("--output", output, ".parquet"), reads=[data, learner], overwrite=overwrite)
-    from dulbe_peft.data.features import EncoderNote, write_features
+    from dulbe_peft.data.feature_tables import EncoderNote, write_features
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.photos.runs.encoding import fill_store
     from dulbe_peft.photos.runs.setup import unreadable_finder

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.photos.commands.named import FOLDER, check_given, claim
 from dulbe_peft.photos.commands.options import LABELS, OVERWRITE, Folder, Load, command, learner_options, settings_of
+from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim
 from dulbe_peft.photos.commands.run import close_run
 from dulbe_peft.photos.runs import sources
 from dulbe_peft.photos.runs.settings import StreamArguments

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.data.names import NONE
-from dulbe_peft.photos.commands.named import FOLDER, check_images, claim, print_next_command
 from dulbe_peft.photos.commands.options import OVERWRITE, File, Folder, Load, Share, command, learner_options
+from dulbe_peft.photos.commands.paths import FOLDER, check_images, claim, print_next_command
 from dulbe_peft.utils.files import is_stream, output_file, write_csv
 from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import counted, printable
@@ -74,7 +74,7 @@ def predict(
     from dulbe_peft.classifiers.calibration import HARDLY
     from dulbe_peft.data.unlabelled import left_out
     from dulbe_peft.photos.data.inventory import Inventory
-    from dulbe_peft.photos.tables import only_writer, sorted_folder
+    from dulbe_peft.photos.output_files import only_writer, sorted_folder
 
     if doubt := loaded.state.doubt:
         print(doubt, file=sys.stderr)
@@ -176,7 +176,7 @@ def _write(rows: list[Prediction], csv: str | None, json_file: str | None, exift
             print(json.dumps([_as_json(row) for row in rows], indent=1, ensure_ascii=False), file=file)
     if exiftool:  # it needs the exact paths, so no apostrophe is added to guard against formulas
         from dulbe_peft.data.labels import ROOT
-        from dulbe_peft.photos.tables import exiftool_rows
+        from dulbe_peft.photos.output_files import exiftool_rows
 
         keywords = exiftool_rows([(row.image, row.classes[0]) for row in readable if row.known], ROOT)
         with output_file(exiftool) as file:

@@ -9,8 +9,8 @@ The page is a single file that any browser opens, even without a network. For a 
 
 from pathlib import Path
 
-from dulbe_peft.photos.commands.named import claim, message_stream, print_next_command
 from dulbe_peft.photos.commands.options import OVERWRITE, File, Page, command
+from dulbe_peft.photos.commands.paths import claim, message_stream, print_next_command
 from dulbe_peft.utils.settings import setting
 
 
@@ -36,7 +36,7 @@ def report(
         if not Path(folder).is_dir():
             raise FileNotFoundError(f"{folder} is not a folder: give a folder that run has written")
     from dulbe_peft.photos.report import read_run, write_report
-    from dulbe_peft.photos.report.verdict import chosen
+    from dulbe_peft.photos.report.advice import chosen
 
     folders = list({Path(folder).resolve(): folder for folder in runs}.values())
     files = (output, csv, latex)

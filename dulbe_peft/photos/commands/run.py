@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dulbe_peft.arguments import AdapterSettings
-from dulbe_peft.photos.commands.named import FOLDER, check_given, claim, print_next_command
 from dulbe_peft.photos.commands.options import LABELS, OVERWRITE, File, command, run_settings
+from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim, print_next_command
 from dulbe_peft.photos.runs.settings import GROUPS, given_settings, pick
 from dulbe_peft.photos.runs.sources import check_source, data_or_labels, source_of
 from dulbe_peft.utils.settings import field_types, setting
@@ -72,7 +72,7 @@ def _use_model_of_table(settings: dict[str, Any]) -> None:
     path = Path(str(settings.get("data") or ""))
     if settings.get("model") or not path.name or not path.exists():
         return
-    from dulbe_peft.data.features import encoder_note
+    from dulbe_peft.data.feature_tables import encoder_note
 
     note = encoder_note(path)
     if note is not None:
@@ -98,8 +98,8 @@ def print_results(output: str) -> None:
     Another classifier than the one that predicts by default is recommended if it is clearly better.
     """
     from dulbe_peft.photos.report import format_summary
+    from dulbe_peft.photos.report.advice import chosen, estimated
     from dulbe_peft.photos.report.run_folder import read_run
-    from dulbe_peft.photos.report.verdict import chosen, estimated
 
     run = read_run(output)
     if run.tested:

@@ -26,8 +26,8 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from dulbe_peft.photos.commands.named import FOLDER, check_images, claim, print_next_command
 from dulbe_peft.photos.commands.options import OVERWRITE, Folder, Load, command, learner_options
+from dulbe_peft.photos.commands.paths import FOLDER, check_images, claim, print_next_command
 from dulbe_peft.utils.settings import setting
 
 

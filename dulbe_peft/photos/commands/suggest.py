@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.photos.commands.named import check_images, claim, message_stream, print_next_command
 from dulbe_peft.photos.commands.options import OVERWRITE, File, Load, Page, command, learner_options
+from dulbe_peft.photos.commands.paths import check_images, claim, message_stream, print_next_command
 from dulbe_peft.utils.settings import AtLeastOne, setting
 from dulbe_peft.utils.terminal import counted, printable
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dulbe_peft.photos.suggesting import Suggestion
 
 HEADER = ["path", "reason", "class", "novelty"]
-ALIKE = 5  # how many similar photographs the page shows beside a suggestion
+MOST_SIMILAR = 5  # how many similar photographs the page shows beside a suggestion
 
 
 @command()
@@ -110,7 +110,7 @@ def _write_page(
     rows = []
     for suggestion in suggested:
         similar = (features @ features[suggestion.row]).argsort(descending=True).tolist() if suggestion.group else []
-        others = [picture(images, row) for row in similar[: ALIKE + 1] if row != suggestion.row][:ALIKE]
+        others = [picture(images, row) for row in similar[: MOST_SIMILAR + 1] if row != suggestion.row][:MOST_SIMILAR]
         name = printable(images.item_name(suggestion.row))
         rows.append((name, suggestion, picture(images, suggestion.row), others))
     write_page(path, "suggest.html", {"rows": rows, "count": len(images), "command": command})

@@ -19,15 +19,14 @@ from huggingface_hub import ModelCardData
 from peft import PeftModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 
-from dulbe_peft.adapter.export import write_lora
+from dulbe_peft.adapter.lora_export import write_lora
 from dulbe_peft.checkpoints.saving import PROCESSOR_FOLDER
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.registry import spec
 from dulbe_peft.encoders.loading import check_saved, encoder_of, has_text
 from dulbe_peft.photos.deployment import FORMATS, PRECISIONS
-from dulbe_peft.photos.deployment.graph import write_for_javascript, write_graphs
+from dulbe_peft.photos.deployment.graph import READS, write_for_javascript, write_graphs
 from dulbe_peft.photos.deployment.parts import CARDS, checked_formula, choose_classifier, class_facts, merged_model
-from dulbe_peft.photos.deployment.pixels import READS
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.files import write_json
 from dulbe_peft.utils.folders import MODEL_CARD, commit_folder

@@ -10,7 +10,7 @@ from dulbe_peft.photos.report.pictures import as_address, thumbnail
 from dulbe_peft.utils.files import read_csv
 
 COLUMNS = ["path", "class", "probability"]
-MOST = 60  # pictures shown for each class
+MOST_PICTURES = 60  # pictures shown for each class
 
 
 def write_contact_sheet(table: Path, output: Path) -> Path:
@@ -27,7 +27,7 @@ def write_contact_sheet(table: Path, output: Path) -> Path:
         best.setdefault(path, (name, probability))  # an image may have several rows, the most probable class first
     predictions = sorted((name == "", name, probability, path) for path, (name, probability) in best.items())
     parts = [(name, list(rows)) for name, rows in groupby(predictions, key=itemgetter(1))]
-    content = {"name": table.name, "images": len(best), "parts": parts, "most": MOST, "picture": _picture}
+    content = {"name": table.name, "images": len(best), "parts": parts, "most": MOST_PICTURES, "picture": _picture}
     write_page(output, "contact.html", content)
     return output
 

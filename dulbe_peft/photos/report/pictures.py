@@ -21,7 +21,7 @@ from dulbe_peft.utils.folders import commit_folder
 
 EXAMPLES = 12  # pictures of mistakes
 OF_A_CLASS, OF_ALL_CLASSES = 3, 300  # pictures of test images at most
-SIDE = 160  # pixels; a page shows pictures at half this size and enlarges them on a click
+PICTURE_SIDE = 160  # pixels; a page shows pictures at half this size and enlarges them on a click
 
 
 def write_pictures(
@@ -127,12 +127,12 @@ def as_address(picture: Image.Image) -> str:
 def thumbnail(image: Image.Image) -> Image.Image:
     """Return the image in RGB, at most 160 pixels wide and high. Tiny images are enlarged to show their pixels."""
     picture = to_rgb(image)
-    factor = SIDE // max(picture.size)
+    factor = PICTURE_SIDE // max(picture.size)
     if factor > 1:
         width, height = picture.size
         return picture.resize((width * factor, height * factor), Image.Resampling.NEAREST)
     picture = picture.copy()  # do not shrink the caller's image
-    picture.thumbnail((SIDE, SIDE))
+    picture.thumbnail((PICTURE_SIDE, PICTURE_SIDE))
     return picture
 
 

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from dulbe_peft.checkpoints.layout import LEARNER_FILE, RESULTS_FILE, TIMINGS_FILE, newest_task
 from dulbe_peft.checkpoints.learner_file import LearnerFile
-from dulbe_peft.checkpoints.loading import read_known
+from dulbe_peft.checkpoints.restoring import read_known
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
 from dulbe_peft.streams.progress import SOURCES_FILE, Sources, Timings, read_finished
 from dulbe_peft.streams.results import Results, stream_results

@@ -9,9 +9,9 @@ from typing import Any
 
 from dulbe_peft.checkpoints.layout import LEARNER_FILE
 from dulbe_peft.checkpoints.learner_file import LearnerFile
-from dulbe_peft.checkpoints.loading import read_known
+from dulbe_peft.checkpoints.restoring import read_known
 from dulbe_peft.classifiers.closing import TEACHING
-from dulbe_peft.photos.report import plots, shares, side_by_side, verdict
+from dulbe_peft.photos.report import advice, plots, shares, side_by_side
 from dulbe_peft.photos.report.html import jpeg_address, mib, percent, seconds, write_page
 from dulbe_peft.photos.report.run_folder import PICTURES_FOLDER, Photograph, RunFolder, read_run
 from dulbe_peft.photos.report.shares import ClassRow, Share
@@ -98,10 +98,10 @@ def _content(run: RunFolder, key: str) -> dict[str, Any]:
         "times": _times(run.timings),
         "settings": [(name, "" if value is None else str(value)) for name, value in settings.items()],
         "loss": plots.inline_svg(plots.loss_figure(losses), f"{key}-loss") if any(losses) else "",
-        "steps": verdict.next_steps(run, rows, matrix),
-        "trained_away": verdict.trained_away(run.results),
+        "steps": advice.next_steps(run, rows, matrix),
+        "trained_away": advice.trained_away(run.results),
         "earlier": [],
-        "estimated": None if run.tested else verdict.estimated(run.results),
+        "estimated": None if run.tested else advice.estimated(run.results),
         "class_rows": rows,
         "matrix": matrix,
     }
@@ -110,7 +110,7 @@ def _content(run: RunFolder, key: str) -> dict[str, Any]:
 
 def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict[str, Any]:
     """Return what the template shows about a run with test data."""
-    methods, blocks = verdict.leaderboard(run), run.results["classifiers"]
+    methods, blocks = advice.leaderboard(run), run.results["classifiers"]
     tasks = [f"task {number}" for number in range(1, len(run.learned) + 1)]
     unknown = [None] * len(tasks)
 
@@ -136,7 +136,7 @@ def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict
         "after_tasks": [
             (row.title, *(percent(value, 1) for value in [*row.overall, *unknown][: len(tasks)])) for row in methods
         ],
-        "clearly": verdict.clearly_better(run),
+        "clearly": advice.clearly_better(run),
         "accuracy": plots.inline_svg(plots.accuracy_figure(run.results), f"{key}-accuracy") if len(tasks) > 1 else "",
         "matrices": [
             (name, [(task, *row, *unknown[len(row) :]) for task, row in zip(tasks, block["matrix"])])

@@ -12,7 +12,7 @@ from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.photos.suggesting import new_photographs, suggestions
 from dulbe_peft.utils.files import write_rows
 
-SIDE = 1024  # pixels of a picture on the page
+SHOWN_SIDE = 1024  # pixels of a picture on the page
 FEW = 5  # labels that are learned together
 NEXT = 10  # photographs that are ranked after that
 SHOWN = 5  # proposed classes, each with a key
@@ -120,6 +120,6 @@ class Labelling:
 def jpeg(file: Any) -> bytes:
     """Return an image as JPEG for the page: upright, and at most 1024 pixels wide and high."""
     image, packed = decode_image(file).copy(), io.BytesIO()
-    image.thumbnail((SIDE, SIDE))
+    image.thumbnail((SHOWN_SIDE, SHOWN_SIDE))
     image.save(packed, "JPEG", quality=85)
     return packed.getvalue()

@@ -18,7 +18,7 @@ from dulbe_peft.classifiers import Classifier
 from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.photos.commands.main import main
-from dulbe_peft.photos.tables import only_writer
+from dulbe_peft.photos.output_files import only_writer
 from dulbe_peft.utils.files import read_csv
 
 MACHINE = ["--device", "cpu", "--no-progress", "--num-workers", "0"]

@@ -18,9 +18,9 @@ from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.classifiers import CLASSIFIERS
 from dulbe_peft.metrics.accuracy import TITLES
 from dulbe_peft.photos.commands.main import main
-from dulbe_peft.photos.report import read_run, verdict, write_report
+from dulbe_peft.photos.report import advice, read_run, write_report
+from dulbe_peft.photos.report.advice import leaderboard, summary
 from dulbe_peft.photos.report.html import percent
-from dulbe_peft.photos.report.verdict import leaderboard, summary
 from research.diagnostics.training_effects import read_effects
 
 
@@ -232,8 +232,8 @@ def test_model_without_text_encoder_has_no_text_rows(digit_folders, tmp_path, ca
 
 def test_sentence_about_several_best_classifiers_is_in_the_plural(runs, tmp_path, monkeypatch):
     best = replace(leaderboard(read_run(runs["frozen"]))[0], names=["class_means", "text"], overall=(1.0,))
-    board = verdict.leaderboard
-    monkeypatch.setattr(verdict, "leaderboard", lambda run: [best, *board(run)])
+    board = advice.leaderboard
+    monkeypatch.setattr(advice, "leaderboard", lambda run: [best, *board(run)])
     assert (
         "“class means” and “names after learning” classify 100.0 % correctly"
         in page_of(runs["frozen"], tmp_path / "page.html").words

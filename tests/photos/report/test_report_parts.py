@@ -13,8 +13,9 @@ from PIL import Image
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.metrics.evaluation import ImageResult
 from dulbe_peft.photos.report import format_summary, plot_matrix, plot_results, read_run
+from dulbe_peft.photos.report.advice import next_steps
 from dulbe_peft.photos.report.html import percent
-from dulbe_peft.photos.report.pictures import SIDE, choose_examples, thumbnail, write_examples
+from dulbe_peft.photos.report.pictures import PICTURE_SIDE, choose_examples, thumbnail, write_examples
 from dulbe_peft.photos.report.plots import SERIES, accuracy_figure, inline_svg, reliability_figure
 from dulbe_peft.photos.report.run_folder import Copy, Pictures
 from dulbe_peft.photos.report.shares import (
@@ -29,7 +30,6 @@ from dulbe_peft.photos.report.shares import (
 )
 from dulbe_peft.photos.report.side_by_side import RunRow, best_rows
 from dulbe_peft.photos.report.table import Column, format_markdown, format_text, write_table_latex
-from dulbe_peft.photos.report.verdict import next_steps
 from dulbe_peft.utils.folders import read_manifest
 from research.diagnostics.training_effects import write_figures
 
@@ -45,7 +45,7 @@ def test_thumbnails_are_small_and_keep_their_proportions(mode, size):
     image = Image.fromarray(np.full(size[::-1], 9, np.uint8)).convert("L")
     image = Image.new("I;16", size) if mode == "I;16" else image.convert(mode)
     small = thumbnail(image)
-    assert small.mode == "RGB" and max(small.size) <= SIDE and max(small.size) > SIDE / 2
+    assert small.mode == "RGB" and max(small.size) <= PICTURE_SIDE and max(small.size) > PICTURE_SIDE / 2
     assert small.size[0] / small.size[1] == pytest.approx(size[0] / size[1], rel=0.1)
     assert image.size == size  # the caller's image is unchanged
 

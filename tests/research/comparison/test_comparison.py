@@ -19,7 +19,7 @@ from failing_files import edited
 from filelock import FileLock
 
 from dulbe_peft.classifiers import CLASSIFIERS
-from dulbe_peft.metrics.features import read_features
+from dulbe_peft.metrics.task_features import read_features
 from dulbe_peft.strategies import STRATEGIES
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
 from research.__main__ import run as main

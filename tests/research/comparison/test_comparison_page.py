@@ -13,7 +13,7 @@ from research.__main__ import run as main
 from research.comparison.comparison_file import Comparison, read_comparison
 from research.comparison.comparison_page import advice, lead, write_comparison_page
 from research.comparison.comparison_plots import (
-    MOST,
+    MOST_DRAWN,
     cost_figure,
     curves_figure,
     forest_figure,
@@ -172,8 +172,8 @@ def test_charts_of_curves_costs_and_differences_have_the_right_values():
     assert [list(line.get_xdata()) for line in lines[::2]] == [[2, 8], [-2, 4], [-15, -5]]
     assert [line.get_xdata()[0] for line in lines[1::2]] == [5, 1, -10]
     assert [line.get_markerfacecolor() == "none" for line in lines[1::2]] == [False, True, False]
-    many = [entry(Row("a", str(place)), 0.5, CLEAR) for place in range(MOST + 5)]
-    assert len(forest_figure(many).axes[0].texts) == MOST
+    many = [entry(Row("a", str(place)), 0.5, CLEAR) for place in range(MOST_DRAWN + 5)]
+    assert len(forest_figure(many).axes[0].texts) == MOST_DRAWN
 
 
 def test_report_command_writes_page_csv_and_latex(folder, tmp_path, capsys, monkeypatch):

@@ -8,7 +8,7 @@ from scipy.stats import friedmanchisquare, wilcoxon
 from scipy.stats import t as student
 
 from dulbe_peft.metrics.accuracy import accuracy_matrix, forgetting
-from dulbe_peft.metrics.features import Answers
+from dulbe_peft.metrics.task_features import Answers
 from research.comparison.intervals import image_shares, mean_interval, mean_share
 from research.comparison.plan import Row
 from research.comparison.ranks import ranked

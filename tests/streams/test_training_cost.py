@@ -9,9 +9,9 @@ from small_runs import learner_of, tasks_of
 from dulbe_peft.classifiers.closing import ClosingPass
 from dulbe_peft.classifiers.registry import make_classifiers
 from dulbe_peft.metrics.evaluation import EncodedTest, evaluate_features
-from dulbe_peft.photos.report.verdict import trained_away
-from dulbe_peft.streams.falls import Before, Cost, fall_line, significant_costs
+from dulbe_peft.photos.report.advice import trained_away
 from dulbe_peft.streams.tasks import Task
+from dulbe_peft.streams.training_cost import Before, Cost, fall_line, significant_costs
 
 DIM = 8
 

@@ -11,9 +11,8 @@ from typing import Any
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
-from dulbe_peft.adapter.config import DualModeLoraConfig
+from dulbe_peft.adapter.config import PREFIX, DualModeLoraConfig
 from dulbe_peft.adapter.factors import Factors, all_factors, best_of_rank
-from dulbe_peft.adapter.registration import PREFIX
 from dulbe_peft.utils.files import write_json
 from dulbe_peft.utils.folders import commit_folder
 from dulbe_peft.utils.settings import check_int

@@ -19,7 +19,7 @@ from dulbe_peft.arguments import PAPER_RATE
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.training.state import LearnerState
-from dulbe_peft.training.trainer import Log, TaskTrainer
+from dulbe_peft.training.task_trainer import Log, TaskTrainer
 from dulbe_peft.utils.processes import on_main_process
 from dulbe_peft.utils.torch_settings import seeded_randomness
 

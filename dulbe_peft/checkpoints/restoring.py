@@ -13,8 +13,7 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from dulbe_peft.adapter.config import DualModeLoraConfig
-from dulbe_peft.adapter.registration import DULBE
+from dulbe_peft.adapter.config import DULBE, DualModeLoraConfig
 from dulbe_peft.arguments import MACHINE_SETTINGS, LearnerArguments
 from dulbe_peft.checkpoints import base_models, layout, learner_file, saving
 from dulbe_peft.checkpoints.learner_file import LearnerFile

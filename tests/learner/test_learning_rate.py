@@ -7,8 +7,8 @@ import torch
 from small_runs import learner_of, tasks_of
 
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments
-from dulbe_peft.training import rates
-from dulbe_peft.training.rates import MOST_MOVED, TRIAL, rate_of, width_of
+from dulbe_peft.training import learning_rate
+from dulbe_peft.training.learning_rate import MOST_MOVED, TRIAL, rate_of, width_of
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_rate_moves_features_by_at_most_the_allowed_share(moved):
 def test_movement_equals_that_of_training_at_the_trial_rate(base, tasks, monkeypatch):
     """The movement is relative to the spread of the features, and the trial does not change the model."""
     movements = []
-    monkeypatch.setattr(rates, "rate_of", lambda moved: movements.append(moved) or 1e-3)
+    monkeypatch.setattr(learning_rate, "rate_of", lambda moved: movements.append(moved) or 1e-3)
     tried, trained = make(base), make(base, TRIAL)
     before = trained.image_embeds(tasks[0].train).double()
     tried.learn_task(tasks[0].train)
@@ -53,7 +53,7 @@ def test_movement_equals_that_of_training_at_the_trial_rate(base, tasks, monkeyp
 
 def test_auto_learns_the_same_as_its_chosen_rate(base, tasks, monkeypatch):
     """The trial has no effect on the learner, and the second task keeps the rate."""
-    monkeypatch.setattr(rates, "MOST_MOVED", 1e-6)  # gives a rate that is not a default anywhere
+    monkeypatch.setattr(learning_rate, "MOST_MOVED", 1e-6)  # gives a rate that is not a default anywhere
     chosen = make(base)
     for task in tasks[:2]:
         chosen.learn_task(task.train)
@@ -68,8 +68,8 @@ def test_auto_learns_the_same_as_its_chosen_rate(base, tasks, monkeypatch):
 
 def test_model_of_the_paper_s_width_uses_the_paper_s_rate(base, tasks, monkeypatch):
     learner = make(base)
-    monkeypatch.setattr(rates, "movement", None)
-    monkeypatch.setattr(rates, "PAPER_WIDTH", width_of(learner.state.adapter))
+    monkeypatch.setattr(learning_rate, "movement", None)
+    monkeypatch.setattr(learning_rate, "PAPER_WIDTH", width_of(learner.state.adapter))
     learner.learn_task(tasks[0].train)
     assert learner.args.learning_rate == learner.record.learning_rate == 1e-3
 
@@ -87,7 +87,7 @@ def test_rate_is_printed_saved_and_kept_by_a_resumed_run(base, tasks, tmp_path, 
     assert f"learning rate {rate:g}, chosen for the model and this task" in capsys.readouterr().out
     assert [task["learning_rate"] for task in results["tasks"]] == [rate] * len(tasks)
     make(base).run(tasks[:1], tmp_path / "parts")
-    monkeypatch.setattr(rates, "movement", None)  # a new trial would fail
+    monkeypatch.setattr(learning_rate, "movement", None)  # a new trial would fail
     resumed = make(base)
     assert resumed.run(tasks, tmp_path / "parts")["tasks"] == results["tasks"]
     assert (

@@ -12,7 +12,7 @@ from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, TITLES, result_rows
 from dulbe_peft.photos.report.run_folder import RunFolder
 from dulbe_peft.photos.report.shares import ClassRow, ConfusionMatrix, Share, listed
 from dulbe_peft.photos.runs.sources import tests_of
-from dulbe_peft.streams.falls import ADVICE, MUCH, Cost, significant_costs
+from dulbe_peft.streams.training_cost import ADVICE, MUCH, Cost, significant_costs
 from dulbe_peft.training.state import Estimate
 from dulbe_peft.utils.terminal import counted
 

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from dulbe_peft.photos import tables
-from dulbe_peft.photos.tables import only_writer, sorted_folder
+from dulbe_peft.photos import output_files
+from dulbe_peft.photos.output_files import only_writer, sorted_folder
 from dulbe_peft.utils.files import TEMPORARY_MARK
 from dulbe_peft.utils.folders import CheckpointError
 
@@ -34,7 +34,7 @@ def test_copies_are_complete_and_replace_nothing(tmp_path, monkeypatch):
         for name in ("1.png", "2.png", long, "1.png"):
             copy(tmp_path / name, "a/b")
         with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-            patch.setattr(tables.shutil, "copyfileobj", lambda source, target: target.write(b"x") and no_space())
+            patch.setattr(output_files.shutil, "copyfileobj", lambda source, target: target.write(b"x") and no_space())
             copy(tmp_path / "1.png", "full")
         with pytest.raises(OSError, match=r"No such file or directory: '.*gone\.png'"):
             copy(tmp_path / "gone.png", "a/b")
