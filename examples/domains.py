@@ -21,7 +21,6 @@ from peft import get_peft_model
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, Task, load_dual_encoder
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.metrics.accuracy import transfer_measures
-from dulbe_peft.streams.protocols import rename_classes
 
 
 def task_of(folder: Path, protocol: dict[str, Any]) -> Task:
@@ -29,7 +28,7 @@ def task_of(folder: Path, protocol: dict[str, Any]) -> Task:
     train, test = ImageFolder(folder, "train"), ImageFolder(folder, "test")
     names = folder / "class_names.txt"
     if names.is_file():
-        train, test = rename_classes(train, str(names)), rename_classes(test, str(names))
+        train, test = train.renamed(names), test.renamed(names)
     found = {"classes": len(train.class_names), "train": len(train), "test": len(test)}
     for what, count in found.items():
         if protocol.get(what) not in (None, count):

@@ -9,6 +9,7 @@ from peft import get_peft_model
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, class_incremental_tasks
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.photos.commands.main import commands, main
+from dulbe_peft.photos.data.source import DataSource
 from dulbe_peft.strategies import make_strategy
 
 QUICK = {"epochs": 1, "batch_size": 4, "learning_rate": 1e-3, "device": "cpu", "progress": False, "pixel_cache_mb": 0}
@@ -45,6 +46,11 @@ def some(photos, folder, names, first=0, last=9, called=None):
                     target.mkdir(parents=True, exist_ok=True)
                     shutil.copy(file, target)
     return folder
+
+
+def opened(data, *splits, **settings):
+    """Return the training images, the test images and the inventory of a source; an unreadable image is an error."""
+    return DataSource(data, *splits, **{"strict": True} | settings).open()
 
 
 def call(*words):

@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from dulbe_peft.data.decoding import UnreadableImageError, decode_image, stored_bytes, to_rgb
-from dulbe_peft.data.names import check_class_names
+from dulbe_peft.data.names import check_class_names, names_from_file
 
 FILES: Any = (Path, io.IOBase)  # types that Pillow opens
 
@@ -158,6 +158,10 @@ class LabelledImages:
         places = np.array([place.get(name, -1) for name in self.class_names], dtype=np.int64)
         chosen = np.flatnonzero(places[self.labels] >= 0)
         return self.at(chosen, places[self.labels[chosen]], wanted)
+
+    def renamed(self, file: str | Path) -> Self:
+        """Return the images with the class names of a text file, see `names_from_file`."""
+        return self.at(slice(None), class_names=names_from_file(self.class_names, file))
 
     def fingerprint(self, look: bool = True) -> str:
         """Return the SHA-256 of labels, class names and contents, but not of paths.

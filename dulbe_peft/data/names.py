@@ -2,6 +2,9 @@
 
 import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from pathlib import Path
+
+from dulbe_peft.utils.files import read_lines
 
 NONE = "none of these"  # the prediction for images that belong to no class
 _QUOTES = " '\"`\u00ab\u00bb\u2018\u2019\u201a\u201c\u201d\u201e\u2039\u203a"
@@ -104,3 +107,26 @@ def check_class_texts(texts: Mapping[str, Sequence[str]], class_names: Collectio
                 raise ValueError(f"{where} has a text of {len(text)} characters; at most {_LONGEST} are allowed")
         checked[name] = tuple(dict.fromkeys(map(normalized, several)))
     return checked
+
+
+def names_from_file(old: Sequence[str], path: str | Path) -> tuple[str, ...]:
+    """Return the new names of classes, as a text file gives them.
+
+    Each line has the old name, a tab and the new name; or the lines have only the new names, in the order of the
+    classes. Classes whose names are all whole numbers, such as 0, 1, 2 and 10, are sorted as numbers.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"the file of class names, {str(path)!r}, does not exist")
+    lines = read_lines(file)
+    if any("\t" in line for line in lines):
+        pairs = {normalized(name.strip()): new.strip() for name, _, new in (line.partition("\t") for line in lines)}
+        absent = [name for name in old if name not in pairs]
+        if absent:
+            raise ValueError(f"{file} has no line for the class {absent[0]!r} ({len(absent)} such classes)")
+        return check_class_names(pairs[name] for name in old)
+    if len(lines) != len(old):
+        raise ValueError(f"{file} has {len(lines)} names, but the data has {len(old)} classes")
+    numbers = all(name.isdecimal() for name in old)
+    order = sorted(range(len(old)), key=lambda place: int(old[place])) if numbers else range(len(old))
+    return check_class_names(name for _, name in sorted(zip(order, lines, strict=True)))

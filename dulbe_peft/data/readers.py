@@ -60,13 +60,17 @@ def load_data(
     if text.startswith(HUB_PREFIX) and split is not None:  # without asking the Hub for the splits
         data = import_datasets(text).load_dataset(text.removeprefix(HUB_PREFIX), split=split)
         return hub_images(data, text, *columns)
-    available = splits(text, *columns, vocabulary, path_column, leave_out)
+    return split_of(splits(text, *columns, vocabulary, path_column, leave_out), text, split)
+
+
+def split_of(available: Splits, text: str, split: str | None) -> LabelledImages:
+    """Open one of the splits that `splits` returns for the data set `text`."""
     if split == "train" and list(available) == [None]:
         split = None
     if split in available:
         return available[split]()
     if {None} < available.keys():
-        return ImageFolder(text, split, leave_out or ())  # raises an error that lists the folders
+        return ImageFolder(text, split)  # raises an error that lists the folders
     raise FileNotFoundError(f"{text} has no split {split!r}; its splits are {list(filter(None, available))}")
 
 
@@ -83,15 +87,11 @@ def splits(
     check_data(text)
     if available := feature_splits(path) or hub_splits(text, image_column, label_column):
         return available
-    tables: Splits = {}
     if path.suffix.lower() in TABLES and path.is_file():
-        tables = label_splits(path, vocabulary, path_column, label_column)
-    elif path.is_dir():
-        tables = metadata_splits(path, label_column)
-    if tables:
-        return tables
+        return label_splits(path, vocabulary, path_column, label_column)
     if path.is_dir():
-        return {name: FolderSplit(path, name, leave_out or ()) for name in (*subfolders(path), None)}
+        folders: Splits = {name: FolderSplit(path, name, leave_out or ()) for name in (*subfolders(path), None)}
+        return metadata_splits(path, label_column) or folders
     if text == DEMO_DIGITS:
         return {name: partial(load_digit_images, name) for name in ("train", "test")}
     suffix, expected = path.suffix.lower(), "expected a folder of images or of parquet files, or a .csv of labels"
@@ -100,7 +100,7 @@ def splits(
 
 def check_data(text: str) -> None:
     """Raise a `FileNotFoundError` if a path does not exist and is not the name of a data set either."""
-    if Path(text).exists() or text.startswith(HUB_PREFIX) or text == DEMO_DIGITS:
+    if (text and Path(text).exists()) or text.startswith(HUB_PREFIX) or text == DEMO_DIGITS:
         return
     hub = f'; to load a dataset from the Hugging Face Hub, write "hf:{text}"' if _HUB_NAME.fullmatch(text) else ""
-    raise FileNotFoundError(f"{text} does not exist{hub}")
+    raise FileNotFoundError(f"{text or repr(text)} does not exist{hub}")

@@ -24,13 +24,11 @@ def unlabelled_images(images: Any) -> LabelledImages:
     if isinstance(images, LabelledImages) and type(images).__getitem__ is LabelledImages.__getitem__:
         return images
     given = images if isinstance(images, (list, tuple)) and not _is_pair(images) else [images]
-    entries = [entry for element in given for entry in _entries_of(element)]
-    return _Unlabelled(entries, np.full(len(entries), -1, dtype=np.int64))
-
-
-def left_out(images: Any) -> list[tuple[str, str]]:
-    """Return (path, reason) of everything that `unlabelled_images` skips in the folders among some paths."""
-    return [row for path in images if os.path.isdir(path) for row in folder_content(Path(path))[1]]
+    left_out = list[tuple[str, str]]()
+    entries = [entry for element in given for entry in _entries_of(element, left_out)]
+    unlabelled = _Unlabelled(entries, np.full(len(entries), -1, dtype=np.int64))
+    unlabelled.left_out = left_out
+    return unlabelled
 
 
 class _Unlabelled(LabelledImages):
@@ -62,14 +60,16 @@ class _Unlabelled(LabelledImages):
         return str(getattr(source, "filename", "") or getattr(source, "name", "") or f"item {position}")
 
 
-def _entries_of(entry: Any) -> list[tuple[Any, int | None]]:
+def _entries_of(entry: Any, left_out: list[tuple[str, str]]) -> list[tuple[Any, int | None]]:
+    """Return the entries of `source` for one of the given images; add what a folder skips to `left_out`."""
     if isinstance(entry, str) and not entry:  # pathlib would read "" as the current folder
         raise ValueError("the path of an image is '', expected a file or a folder")
     if isinstance(entry, (str, os.PathLike)):
-        path, names = Path(entry), []
+        path, names = Path(entry), list[str]()
         if os.path.isdir(path):
             with suppress(OSError):  # an unreadable folder becomes one entry, which raises when it is read
-                names = folder_content(path)[0]
+                names, skipped = folder_content(path)
+                left_out += skipped
         return [(path / name, None) for name in names] or [(path, None)]
     if isinstance(entry, torch.Tensor):
         return [(image, None) for image in entry] if entry.ndim == 4 else [(entry, None)]

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.novelty import sums_of
 from dulbe_peft.data.images import LabelledImages
-from dulbe_peft.data.unlabelled import left_out, unlabelled_images
+from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.photos.data.inventory import Found, Inventory
 from dulbe_peft.utils.extras import installed
 from dulbe_peft.utils.settings import check_int
@@ -47,7 +47,7 @@ def new_photographs(learner: Any, photos: Sequence[str]) -> tuple[LabelledImages
     lines = [f"left out: {counted(len(which), 'photograph')} {reason}" for reason, which in repeated.items()]
     features, problems = learner.readable_embeds(images.at(rows))
     unreadable = [(Found("", row, images.item_name(rows[row]), ""), why) for row, why in problems.items()]
-    lines += Inventory({}, unreadable, left_out(photos)).problems()
+    lines += Inventory({}, unreadable, [*images.left_out]).problems()
     readable = [row for row in range(len(rows)) if row not in problems]
     if not readable:
         raise ValueError("\n".join(["no readable photograph is left that was not learned", *lines]))

@@ -24,9 +24,9 @@ from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.task_features import Answers, learn_from_features, read_features
 from dulbe_peft.photos.cost import memory_bytes, trainable_parameters
+from dulbe_peft.photos.data.source import DRAWS, DataSource
 from dulbe_peft.photos.runs.settings import validated
 from dulbe_peft.photos.runs.setup import set_up
-from dulbe_peft.photos.runs.sources import DATA_FIELDS, open_source, source_of
 from dulbe_peft.streams.retention import zero_shot_retention
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.utils.files import damage, read_json
@@ -184,8 +184,7 @@ def _retention(learner: ClassIncrementalLearner, cell: Cell, tasks: Sequence[Tas
     data, *scales = cell.retention
     if data is None:
         return None
-    source = {"data": data, "train_split": "train", "test_split": "test", "test_fraction": None}
-    train_images, test_images = open_source(source, report=False)
+    train_images, test_images, _ = DataSource(data).open()
     images = train_images if test_images is None else test_images
     learned = [(task.test, task.class_names) for task in tasks] if scales else []
     retention = zero_shot_retention(learner, images, scales=scales, learned=learned)
@@ -222,13 +221,14 @@ def _finished(cell: Cell, folder: Path) -> CellRecord | None:
 
 def data_fingerprint(settings: dict[str, Any]) -> list[str | None]:
     """Return fingerprints of the training images and of the test images of a run's data set."""
-    return _fingerprints(json.dumps({name: settings[name] for name in DATA_FIELDS if name in settings}))
+    entry = DataSource.of(settings).entry()
+    return _fingerprints(json.dumps({name: value for name, value in entry.items() if name not in DRAWS}))
 
 
 @cache
-def _fingerprints(settings: str) -> list[str | None]:
-    parts = open_source(source_of(validated(json.loads(settings))[0]), report=False)
-    return [None if part is None else part.fingerprint() for part in parts]
+def _fingerprints(entry: str) -> list[str | None]:
+    train, test, _ = DataSource.of(json.loads(entry)).open()
+    return [None if part is None else part.fingerprint() for part in (train, test)]
 
 
 def answers_path(folder: Path, row: Row) -> Path:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lives import content, differences, everything, images_of, learned, tiny_base, tiny_learner
 from PIL import Image
+from small_runs import opened
 
 from dulbe_peft import CheckpointError, ClassIncrementalLearner
 from dulbe_peft.data.folders import ImageFolder
@@ -17,8 +18,6 @@ from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.commands.paths import claim
-from dulbe_peft.photos.data.splits import open_stream_data
-from dulbe_peft.streams.protocols import rename_classes
 from dulbe_peft.streams.tasks import class_incremental_tasks
 from dulbe_peft.utils.files import read_csv, read_lines
 
@@ -145,7 +144,7 @@ def test_folder_names_in_another_unicode_form_are_the_same_classes(tmp_path):
             for number in range(2):
                 picture = Image.new("RGB", (16, 16), (90 * number, 200 * (folder == "tea"), 40))
                 picture.save(tmp_path / split / folder / f"{number}.png")
-    train, test, data = open_stream_data(tmp_path)
+    train, test, data = opened(tmp_path)
     assert data.class_names == test.class_names == (one, "tea")
     orders = {"class_order": ["tea", other], "first_tasks": [[other, "tea"]]}
     (task,) = class_incremental_tasks(train, test, increment=2, **orders)
@@ -157,7 +156,7 @@ def test_folder_names_in_another_unicode_form_are_the_same_classes(tmp_path):
     learner.update_classes(labelled_images(copy_of_it).select([other]))
     assert learner.state.updates[-1].images == {one: 2}
     (tmp_path / "names.txt").write_text(f"{one}\tcoffee\ntea\tgreen tea\n", encoding="utf-8")
-    assert rename_classes(copy_of_it, tmp_path / "names.txt").class_names == ("coffee", "green tea")
+    assert copy_of_it.renamed(tmp_path / "names.txt").class_names == ("coffee", "green tea")
     learner.forget_class(other)
     assert learner.class_names == ("tea",)
     with pytest.raises(ValueError, match="names must differ"):

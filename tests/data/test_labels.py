@@ -8,12 +8,13 @@ import subprocess
 import numpy as np
 import pytest
 from PIL import Image
+from small_runs import opened
 
 from dulbe_peft.data.digits import DIGITS
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.photos.commands.main import main
-from dulbe_peft.photos.data.splits import open_split, open_stream_data
+from dulbe_peft.photos.data.source import DataSource
 
 MACHINE = ["--device", "cpu", "--no-progress"]
 EXIFTOOL = shutil.which("exiftool")
@@ -43,15 +44,15 @@ def test_table_gives_labels_and_splits_of_images(heap, tmp_path, monkeypatch):
     rows = [[path, *facts] for path, facts in heap.items()]
     file = table(tmp_path / "labels.csv", ["path", "label", "split"], *rows, ["heap/none.jpg", "two", "val"])
     monkeypatch.chdir("/")  # paths are relative to the table, not to the working directory
-    train, test, inventory = open_stream_data(file)
+    train, test, inventory = opened(file)
     for part, split in ((train, "train"), (test, "test")):
         names = {part.item_name(i): part.class_names[part.labels[i]] for i in range(len(part))}
         assert names == {str(tmp_path / path): label for path, (label, where) in heap.items() if where == split}
     assert [why for _, why in inventory.left_out] == ["the split 'val', which is neither trained nor tested on"]
     assert np.asarray(train[0]["image"]).shape == (64, 64, 3)
-    assert open_split(file, "test").class_names == test.class_names
+    assert DataSource(file).open_split("test")[0].class_names == test.class_names
     alone = table(tmp_path / "alone.csv", ["label", "path"], *([label, path] for path, (label, _) in heap.items()))
-    train, test, _ = open_stream_data(alone, test_fraction=0.3)
+    train, test, _ = opened(alone, test_fraction=0.3)
     assert len(train) + len(test) == len(heap) and len(test)
 
 
@@ -81,7 +82,7 @@ def test_table_gives_labels_and_splits_of_images(heap, tmp_path, monkeypatch):
 )
 def test_error_says_what_a_table_lacks(tmp_path, rows, words):
     with pytest.raises((ValueError, FileNotFoundError), match=words):
-        open_stream_data(table(tmp_path / "labels.csv", *rows))
+        opened(table(tmp_path / "labels.csv", *rows))
 
 
 ROWS = [("img/a.jpg", "cat"), ("img/b.jpg", "cat"), ("img/c.jpg", "dog"), ("img/d.jpg", "dog")]
@@ -133,7 +134,7 @@ def test_tables_of_other_programs_are_read_with_a_note_about_guesses(tmp_path, n
     for number, letter in enumerate("abcdef"):
         Image.new("RGB", (8, 8), (40 * number, 0, 0)).save(tmp_path / "img" / f"{letter}.jpg")
     (tmp_path / "labels.csv").write_bytes(content.encode())
-    train, _, inventory = open_stream_data(tmp_path / "labels.csv")
+    train, _, inventory = opened(tmp_path / "labels.csv")
     read = [(train.item_name(i), train.class_names[train.labels[i]]) for i in range(len(train))]
     assert read == [(str(tmp_path / path), label) for path, label in ROWS]
     assert not note or any(note in line for line in inventory.problems()), inventory.problems()
@@ -161,7 +162,7 @@ def test_tables_of_other_programs_are_read_with_a_note_about_guesses(tmp_path, n
 def test_ambiguous_tables_are_refused(tmp_path, content, words):
     (tmp_path / "labels.csv").write_text(content)
     with pytest.raises(ValueError, match=words):
-        open_stream_data(tmp_path / "labels.csv")
+        opened(tmp_path / "labels.csv")
 
 
 def test_label_column_can_be_chosen_and_column_is_valid_gives_the_split(tmp_path):
@@ -173,10 +174,10 @@ def test_label_column_can_be_chosen_and_column_is_valid_gives_the_split(tmp_path
     )
     for letter in "ab":
         Image.new("RGB", (8, 8), "red" if letter == "a" else "blue").save(tmp_path / f"{letter}.jpg")
-    train, test, inventory = open_stream_data(tmp_path / "labels.csv", label_column="category")
+    train, test, inventory = opened(tmp_path / "labels.csv", label_column="category")
     assert train.class_names == ("cat",) and len(train) == len(test) == 1
     assert "the test split is 'valid'" in inventory.format() and "ignored columns: 'id', 'class'" in inventory.format()
-    assert open_stream_data(tmp_path / "labels.csv", label_column="class")[0].class_names == ("x",)
+    assert opened(tmp_path / "labels.csv", label_column="class")[0].class_names == ("x",)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
@@ -192,7 +193,7 @@ def test_hugging_face_image_folders_are_read(tmp_path, suffix):
             text if suffix == "jsonl" else csv_text(["file_name", "animal"], rows)
         )
     for _ in range(2):
-        _, test, inventory = open_stream_data(tmp_path)
+        _, test, inventory = opened(tmp_path)
         assert inventory.counts == {"train": {"cat": 1, "dog": 2}, "validation": {"cat": 1, "dog": 1}}
         assert "the labels from the column 'animal'" in inventory.format() and len(test) == 2
         above = [
@@ -233,7 +234,7 @@ def test_half_filled_in_table_of_suggest_is_read(tmp_path):
         Image.new("RGB", (8, 8), "red").save(tmp_path / file)
     with (tmp_path / "labels.csv").open("w", encoding="utf-8", errors="surrogateescape") as file:
         file.write(f"path,reason,label,novelty\na.jpg,unsure,cat,1\nb.jpg,unsure,,1\n{name},unsure,dog,1\n")
-    train, _, inventory = open_stream_data(tmp_path / "labels.csv")
+    train, _, inventory = opened(tmp_path / "labels.csv")
     assert len(train) == 1 and [why for _, why in inventory.left_out] == [
         "no label in the table",
         "the name is not UTF-8",

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import EpsImagePlugin, ExifTags, Image
+from small_runs import opened
 
 from dulbe_peft.data.folders import ImageFolder, folder_content
 from dulbe_peft.data.hub import hub_images
 from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.data.unlabelled import unlabelled_images
-from dulbe_peft.photos.data.inventory import inspect_images
-from dulbe_peft.photos.data.splits import open_stream_data
+from dulbe_peft.photos.data.looking import inspect_images
 from dulbe_peft.streams.tasks import class_incremental_tasks
 
 
@@ -152,12 +152,12 @@ def test_parquet_layouts_of_the_hub_are_read(datasets, tmp_path, files):
     assert [red(sample) for sample in train] == [40, 50, 41, 51][: len(train)]
     for call, words in (
         (lambda: test[1], rf"image 1 \({root}\[1\]\) cannot be read: it is none of the formats"),
-        (lambda: open_stream_data(root), r"1 of the images in .*birds cannot be read:\n  .*birds\[1\]: it is none"),
+        (lambda: opened(root), r"1 of the images in .*birds cannot be read:\n  .*birds\[1\]: it is none"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=words):
             call()
-    opened = open_stream_data(root, strict=False)
-    assert [len(part) for part in opened[:2]] == [len(train), 1] and red(opened[1][0]) == 60
+    parts = opened(root, strict=False)
+    assert [len(part) for part in parts[:2]] == [len(train), 1] and red(parts[1][0]) == 60
     assert sorted(root.rglob("*")) == before  # nothing is written beside the data
 
 
@@ -182,9 +182,9 @@ def test_datasets_saved_to_disk_are_read_with_their_splits(datasets, tmp_path):
     valid = birds(datasets, [encoded(5), encoded(6)])
     datasets.DatasetDict(train=valid, test=valid, val=valid).save_to_disk(tmp_path / "three")
     valid.save_to_disk(tmp_path / "one")
-    train, test, inventory = open_stream_data(tmp_path / "three")
+    train, test, inventory = opened(tmp_path / "three")
     assert len(train) == len(test) == 2 and inventory.left_out[0][0].endswith("three[val]")
-    train, test, _ = open_stream_data(tmp_path / "one")
+    train, test, _ = opened(tmp_path / "one")
     assert len(train) == 2 and test is None
 
 
@@ -198,7 +198,7 @@ def test_text_and_number_labels_become_class_names(datasets, tmp_path, values, f
     features = datasets.Features({"image": datasets.Image(), "label": kind})
     rows = [{"bytes": encoded(40 + place), "path": None} for place in range(2)]
     datasets.Dataset.from_dict({"image": rows, "label": values}, features=features).to_parquet(root / file)
-    train, test, _ = open_stream_data(root if "train" in file else root / file)
+    train, test, _ = opened(root if "train" in file else root / file)
     assert train.class_names == tuple(map(str, sorted(values))) and test is None
     assert [train.class_names[sample["label"]] for sample in train] == list(map(str, values))
     assert [red(sample) for sample in train] == [40, 41]
@@ -212,7 +212,7 @@ def test_unlabelled_test_images_and_classes_without_images_are_left_out(datasets
         datasets.Dataset.from_dict({"image": rows, "label": labels}, features=features).to_parquet(
             tmp_path / f"{split}.parquet"
         )
-    train, test, inventory = open_stream_data(tmp_path)
+    train, test, inventory = opened(tmp_path)
     assert train.class_names == ("finch", "robin") and train.labels.tolist() == [0, 1] and test is None
     assert "all of its labels are -1: images without labels cannot be tested on" in inventory.left_out[0][1]
     assert inventory.notes == ["left out: 1 class without images, such as 'unused'"]

@@ -19,11 +19,11 @@ from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.encoders.loading import pixel_values
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.photos.commands.main import main
+from dulbe_peft.photos.data.source import DataSource
 from dulbe_peft.photos.runs.settings import StreamArguments, given_settings, pick
 from dulbe_peft.photos.runs.setup import stream_tasks
 from dulbe_peft.photos.runs.sources import open_source
 from dulbe_peft.strategies import make_strategy
-from dulbe_peft.streams.protocols import rename_classes
 from dulbe_peft.streams.tasks import ICARL_CIFAR100_ORDER
 from research.verification.checks import OWN_CHECKS, read_checks
 
@@ -118,7 +118,7 @@ def run_digits(folder, output, *more):
 def test_names_without_tabs_rename_classes_in_order(digit_folders, tmp_path):
     data, file = ImageFolder(digit_folders(3, 2, 1), "train"), tmp_path / "names.txt"
     file.write_text("b\na\nc\n", encoding="utf-8")
-    renamed = rename_classes(data, file)
+    renamed = data.renamed(file)
     assert data.class_names == tuple(sorted(DIGITS[:3])) and renamed.class_names == ("b", "a", "c")
     assert renamed.labels.tolist() == data.labels.tolist() and renamed[2]["label"] == data[2]["label"]
     for text, message in (
@@ -128,7 +128,7 @@ def test_names_without_tabs_rename_classes_in_order(digit_folders, tmp_path):
     ):
         file.write_text(text, encoding="utf-8")
         with pytest.raises(ValueError, match=message):
-            rename_classes(data, file)
+            data.renamed(file)
 
 
 def test_numbered_folders_are_renamed_in_numeric_order(tmp_path, capsys):
@@ -136,13 +136,12 @@ def test_numbered_folders_are_renamed_in_numeric_order(tmp_path, capsys):
         (tmp_path / "data" / str(number)).mkdir(parents=True)
         Image.new("RGB", (8, 8), (20 * number, 0, 0)).save(tmp_path / "data" / str(number) / "a.png")
     (tmp_path / "names.txt").write_text("panda\npizza\nairplanes\nface\n")
-    renamed = rename_classes(ImageFolder(tmp_path / "data"), tmp_path / "names.txt")
+    renamed = ImageFolder(tmp_path / "data").renamed(tmp_path / "names.txt")
     names = {Path(renamed.item_name(row)).parts[-2]: renamed.class_names[renamed.labels[row]] for row in range(4)}
     assert names == {"0": "panda", "1": "pizza", "2": "airplanes", "10": "face"}
-    source = {"data": str(tmp_path / "data"), "train_split": "train", "test_split": "test"}
-    open_source(source)
+    open_source(DataSource(tmp_path / "data"))
     assert "--class-names FILE gives the classes names" in capsys.readouterr().out
-    open_source(source | {"class_names": str(tmp_path / "names.txt")})
+    open_source(DataSource(tmp_path / "data", class_names=str(tmp_path / "names.txt")))
     assert "names.txt: '0' is 'panda', '1' is 'pizza', '10' is 'face', ..." in capsys.readouterr().out
 
 
@@ -163,7 +162,7 @@ def test_run_records_image_resize_and_class_names(digit_folders, tmp_path, capsy
     assert "image_resize was 'crop' and is now 'squash'" in capsys.readouterr().err
     monkeypatch.chdir(folder)  # the run recorded the full path of the file of names
     (source, _) = json.loads((tmp_path / "squash" / "sources.json").read_text(encoding="utf-8"))["tasks"]
-    assert open_source(source, report=False)[1].class_names == tuple(f"digit {name}" for name in sorted(DIGITS[:4]))
+    assert DataSource.of(source).open()[1].class_names == tuple(f"digit {name}" for name in sorted(DIGITS[:4]))
     command = ["evaluate", str(tmp_path / "squash" / "task-002"), "--data", str(folder)]
     assert main([*command, "--class-names", str(tmp_path / "names.txt")]) == 0
     assert '"num_classes": 4' in capsys.readouterr().out

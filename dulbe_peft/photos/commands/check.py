@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ from dulbe_peft.photos.commands.options import (
     settings_of,
 )
 from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim, message_stream, print_next_command
-from dulbe_peft.photos.runs.settings import StreamArguments
+from dulbe_peft.photos.data.source import UNLABELLED, DataSource
 from dulbe_peft.utils.files import write_csv
 from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import counted, printable
@@ -39,7 +38,7 @@ from dulbe_peft.utils.terminal import counted, printable
 if TYPE_CHECKING:
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.learner import ClassIncrementalLearner
-    from dulbe_peft.photos.data.inventory import Found, Inventory
+    from dulbe_peft.photos.data.inventory import Found, Inventory, Pictures
     from dulbe_peft.photos.doubtful_labels import Trial
 
     Doubt = tuple[Found, str]  # an image, and the class that it looks like
@@ -55,7 +54,7 @@ LEFT_OUT, MOVED = "left out", "moved.csv"
 SMALL = 64  # pixels; smaller images show little to a model that expects 224 pixels
 
 
-@command(settings=settings_of(StreamArguments, ("train_split", "test_split", "test_data", "leave_out")))
+@command(settings=settings_of(DataSource, ("train_split", "test_split", "test_data", "leave_out")))
 def check(
     data: str = setting(..., "images, as for run", place=True),
     page: Page | None = setting(None, "write a page with pictures"),
@@ -74,21 +73,16 @@ def check(
     if check_labels != (model is not None):
         raise ValueError("--check-labels and --model MODEL, such as openai/clip-vit-base-patch16, need each other")
     from dulbe_peft.data.folders import ImageFolder
-    from dulbe_peft.photos.data.inventory import blank_lines, find_duplicates, thumbnails
-    from dulbe_peft.photos.data.roles import UNLABELLED
-    from dulbe_peft.photos.data.splits import open_stream_data
 
     learner = None if model is None else load_learner(None, model, {"device": device}, store=not no_store)
     given = {flag: split for flag, split in splits.items() if split is not None}
-    train, test, inventory = open_stream_data(data, **given, strict=False)
+    train, test, inventory = DataSource(data, **given).open(every=True)
     if page is not None and train.features is not None:
         raise ValueError(f"{data!r} is a table of features, which has no pictures for --page")
     if move_to is not None and not isinstance(train, ImageFolder):
         raise ValueError(f"--move-to moves the files of a folder, and {data!r} is not a folder")
     parts = dict(zip(inventory.counts, [train] if test is None else [train, test], strict=True))
-    pictures = thumbnails(parts)
-    inventory = replace(inventory, duplicates=find_duplicates(parts, pictures), blank=blank_lines(parts, pictures))
-    tiny, words = _tiny(parts), message_stream(page, csv)
+    tiny, words = _tiny(parts, inventory.pictures), message_stream(page, csv)
     name = data.rpartition("/")[2] if data.startswith("hf:") else Path(data).resolve().name
     small = ["", f"narrower than {SMALL} pixels: {counted(len(tiny), 'image')}"] if tiny else []
     print("\n".join([inventory.format(), *small]), file=words)
@@ -105,7 +99,8 @@ def check(
         by_harm = sorted(inventory.duplicates, key=lambda pair: pair.first.split == pair.second.split)  # leaks first
         shown = {"pairs": by_harm[:PAIRS], "doubtful": doubtful[:DOUBTFUL], "reliability": reliability}
         _write_page(Path(page), parts, content | shown)
-    blank = [[split, parts[split].item_name(at), "blank", why] for (split, at), (_, why) in pictures.items() if why]
+    seen = inventory.pictures.items()
+    blank = [[split, parts[split].item_name(at), "blank", why] for (split, at), (_, why, _) in seen if why]
     rows = [*_findings(inventory, doubtful), *tiny, *blank]
     if csv is not None:
         write_csv(csv, HEADER, ([*map(printable, row)] for row in rows), errors="surrogateescape")
@@ -194,18 +189,14 @@ def _reliability(trial: Trial | None) -> list[str]:
     return [line]
 
 
-def _tiny(parts: Mapping[str, LabelledImages]) -> list[list[str]]:
+def _tiny(parts: Mapping[str, LabelledImages], pictures: Pictures) -> list[list[str]]:
     """Return the rows of the table about small images, or none if most images are small and probably meant to be."""
-    from dulbe_peft.data.decoding import open_image
-
-    rows = []
-    for split, images in parts.items():
-        for index in range(len(images)) if images.stored else ():
-            with open_image(images.given(index)) as image:
-                size = image.size
-            rows.append((min(size), [split, images.item_name(index), "tiny", "{} x {}".format(*size)]))
-    tiny = [row for width, row in rows if width < SMALL]
-    return tiny if 2 * len(tiny) <= len(rows) else []
+    tiny = [
+        [split, parts[split].item_name(index), "tiny", "{} x {}".format(*size)]
+        for (split, index), (_, _, size) in pictures.items()
+        if min(size) < SMALL
+    ]
+    return tiny if 2 * len(tiny) <= len(pictures) else []
 
 
 def _move(rows: list[list[str]], folder: Path, data: Path) -> int:

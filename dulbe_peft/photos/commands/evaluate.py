@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.photos.commands.options import CLASS_NAMES, DATA, STRICT, Load, Share, command, learner_options
 from dulbe_peft.photos.commands.paths import print_next_command
+from dulbe_peft.photos.data.source import DataSource
 from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import counted, printable
 
@@ -48,8 +49,8 @@ def evaluate(
     from dulbe_peft.photos.runs.setup import unreadable_finder
     from dulbe_peft.photos.runs.sources import open_images
 
-    loaded = load()
-    images = open_images(data, split, class_names, strict, unreadable_finder(loaded))
+    source, loaded = DataSource(data, strict=strict, class_names=class_names), load()
+    images = open_images(source, split, unreadable_finder(loaded))
     names = [name for name in images.class_names if name in set(loaded.class_names)]
     others = [name for name in images.class_names if name not in set(names)]
     known, unknown = images.select(names) if names else None, images.select(others) if others else None

@@ -26,6 +26,7 @@ from dulbe_peft.photos.commands.options import (
     learner_options,
 )
 from dulbe_peft.photos.commands.paths import claim, print_next_command
+from dulbe_peft.photos.data.source import DataSource
 from dulbe_peft.utils.settings import AtLeastOne, setting
 from dulbe_peft.utils.terminal import counted
 
@@ -56,7 +57,7 @@ def features(
     from dulbe_peft.photos.runs.setup import unreadable_finder
     from dulbe_peft.photos.runs.sources import open_images, open_source
 
-    loaded = load()
+    source, loaded = DataSource(data, strict=strict, class_names=class_names), load()
     store = loaded.encoder.store
     if loaded.encoder.adapted and (engine or output is None):
         raise ValueError("the features of a trained learner are not stored: write them to a table with --output")
@@ -69,11 +70,10 @@ def features(
         return unreadable_finder(loaded)(images)
 
     if split is None:
-        splits = {"train_split": "train", "test_split": "test"}
-        train, test = open_source({"data": data, "strict": strict, "class_names": class_names} | splits, look=look)
+        train, test = open_source(source, look)
         parts = {"train": train} | ({} if test is None else {"test": test})
     else:
-        parts = {split or "train": open_images(data, split, class_names, strict, look)}
+        parts = {split or "train": open_images(source, split, look)}
     if any(images.features is not None for images in parts.values()):  # they may come from another model
         raise ValueError(f"{data!r} is already a table of features: give the images")
     count = sum(map(len, parts.values()))

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from dulbe_peft.photos.commands.options import LABELS, OVERWRITE, Folder, Load, command, learner_options, settings_of
 from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim
 from dulbe_peft.photos.commands.run import close_run
+from dulbe_peft.photos.data.source import DRAWS, DataSource
 from dulbe_peft.photos.runs import sources
-from dulbe_peft.photos.runs.settings import StreamArguments
 from dulbe_peft.photos.runs.setup import unreadable_finder
-from dulbe_peft.utils.settings import AtLeastOne, setting
+from dulbe_peft.utils.settings import AtLeastOne, field_types, setting
 from dulbe_peft.utils.terminal import counted, print_once
 
 if TYPE_CHECKING:
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 AT_ONCE = 4096  # how many features are read from the store at once
 
 
-@command(kept="finished tasks are kept", settings=settings_of(StreamArguments, sources.DATA_FIELDS[1:]))
+@command(
+    kept="finished tasks are kept", settings=settings_of(DataSource, field_types(DataSource).keys() - {"data", *DRAWS})
+)
 @learner_options()
 def learn(
     learner: str,
@@ -47,17 +49,16 @@ def learn(
     data = sources.data_or_labels(data, labels)
     if not data:
         raise ValueError("--data is required, or --labels")
-    stream = StreamArguments(data=data, output=output, **{n: value for n, value in flags.items() if value is not None})
-    source = {name: value for name, value in sources.source_of(stream).items() if name in sources.DATA_FIELDS}
-    check_given(class_names=stream.class_names, vocabulary=stream.vocabulary)
-    sources.check_source(source)
+    source = DataSource(data, **{name: value for name, value in flags.items() if value is not None}).absolute()
+    check_given(class_names=source.class_names, vocabulary=source.vocabulary)
+    source.check()
     claim(("--output", output, FOLDER), apart=[learner, data], overwrite=overwrite)
     loaded = load()
     from dulbe_peft.data.names import check_class_names
     from dulbe_peft.streams.progress import known_tasks, renamed_classes
 
     notes: list[str] = []
-    train, test = sources.open_source(source, notes=notes, look=unreadable_finder(loaded), known=loaded.class_names)
+    train, test = sources.open_source(source, unreadable_finder(loaded), notes, loaded.class_names)
     sources.report_leaks(train, test, loaded.state.known)
     fresh = train
     if not again:
@@ -83,7 +84,7 @@ def learn(
     elif known:
         _update(loaded, fresh.select(known))
     before = past[-1].row if past else None
-    results = loaded.run(tasks, output, past=past, known_tests=tests, source=source)
+    results = loaded.run(tasks, output, past=past, known_tests=tests, source=source.entry())
     if before is not None and not new:
         _report_gain(before, results)
     close_run(loaded, output, results, [*tests, *(task.test for task in tasks)], [train], notes)
@@ -139,7 +140,7 @@ def _report_gain(before: Row, results: dict[str, Any]) -> None:
 
 def _update(learner: ClassIncrementalLearner, images: LabelledImages) -> None:
     """Update known classes with further images, if there are any, and print how many each class gets."""
-    from dulbe_peft.photos.data.inventory import count_images
+    from dulbe_peft.photos.data.looking import count_images
 
     if not len(images):
         return

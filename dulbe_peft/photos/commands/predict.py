@@ -34,6 +34,7 @@ from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import counted, printable
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it
+    from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.metrics.prediction import Prediction
 
@@ -72,7 +73,7 @@ def predict(
     workers = min(8, os.cpu_count() or 1)  # with a small model, reading files takes longer than encoding
     loaded = load(num_workers=workers if many else 0)
     from dulbe_peft.classifiers.calibration import HARDLY
-    from dulbe_peft.data.unlabelled import left_out
+    from dulbe_peft.data.unlabelled import unlabelled_images
     from dulbe_peft.photos.data.inventory import Inventory
     from dulbe_peft.photos.output_files import only_writer, sorted_folder
 
@@ -83,11 +84,12 @@ def predict(
         print(UNRELIABLE.format(100 * area), file=sys.stderr)
     options = {"top_k": top_k, "reject": reject, "coverage": coverage, "novelty": bool(csv or json_file)}
     rows: list[Prediction] = []
+    photographs = unlabelled_images(images)
     with ExitStack() as opened:
         copy = opened.enter_context(sorted_folder(sort_into)) if sort_into else None
         if csv and not is_stream(csv):
             opened.enter_context(only_writer(csv))
-        for row in _predictions(loaded, images, options, unique_names=csv is not None):
+        for row in _predictions(loaded, photographs, options, unique_names=csv is not None):
             rows.append(row)
             if row.error is not None:
                 print(f"dulbe-peft: {printable(row.image)} cannot be read: {row.error}", file=sys.stderr)
@@ -97,7 +99,7 @@ def predict(
             if copy is not None:
                 copy(Path(row.image), row.classes[0] if row.known else NONE)
         _write(rows, csv, json_file, exiftool)
-    for line in Inventory({}, left_out=left_out(images)).problems():
+    for line in Inventory({}, left_out=[*photographs.left_out]).problems():
         print(line, file=sys.stderr)
     written = [file for file in (csv, json_file, exiftool, sort_into) if file not in (None, "-")]
     if csv or json_file or exiftool or sort_into or reject is not None or any(row.error is not None for row in rows):
@@ -125,16 +127,13 @@ def _images(paths: Iterable[str]) -> Iterator[str]:
 
 
 def _predictions(
-    learner: ClassIncrementalLearner, paths: list[str], options: dict[str, Any], unique_names: bool
+    learner: ClassIncrementalLearner, images: LabelledImages, options: dict[str, Any], unique_names: bool
 ) -> Iterator[Prediction]:
     """Yield one prediction per image, even if an image is given twice.
 
     The learner gets a batch of images per reading process at once. With `unique_names`, raise a ValueError if two
     images have the same name once it is printable.
     """
-    from dulbe_peft.data.unlabelled import unlabelled_images
-
-    images = unlabelled_images(paths)
     index_of = {images.item_name(index): index for index in range(len(images))}
     ((shown, count),) = Counter(map(printable, index_of)).most_common(1)
     if unique_names and count > 1:

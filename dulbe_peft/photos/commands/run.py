@@ -15,7 +15,7 @@ from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.photos.commands.options import LABELS, OVERWRITE, File, command, run_settings
 from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim, print_next_command
 from dulbe_peft.photos.runs.settings import GROUPS, given_settings, pick
-from dulbe_peft.photos.runs.sources import check_source, data_or_labels, source_of
+from dulbe_peft.photos.runs.sources import data_or_labels
 from dulbe_peft.utils.settings import field_types, setting
 
 # The settings that `--help` shows; `--help-all` shows all.
@@ -39,7 +39,7 @@ def run(
     stream, adapter, args = (pick(kind, settings) for kind in GROUPS.values())
     if stream.data:  # report a missing folder first, even if flags are missing
         check_given(vocabulary=stream.vocabulary)
-        check_source(source_of(stream))
+        stream.source.check()
     for name in ("model",) if settings.get("dry_run") else ("model", "data", "output"):
         if not settings.get(name):
             raise ValueError(f"--{name} is required")

@@ -8,7 +8,8 @@ import torch
 
 from dulbe_peft.data.images import LabelledImages, labelled_images
 from dulbe_peft.learner import ClassIncrementalLearner
-from dulbe_peft.photos.data.inventory import ALIKE, NEAR, thumbnail
+from dulbe_peft.photos.data.inventory import ALIKE
+from dulbe_peft.photos.data.looking import NEAR, picture_of
 from dulbe_peft.photos.report.run_folder import Copy
 from dulbe_peft.utils.processes import world
 
@@ -54,7 +55,7 @@ def find_neighbours(learner: ClassIncrementalLearner, trains: Sequence[Any], tes
         for position, (content, (cosine, where)) in enumerate(zip(images.contents(), near, strict=True)):
             if content is not None and content in learned:
                 result.copies.append(Copy(task=number, position=position, how=ALIKE[0], of=learned[content]))
-            elif cosine > _ALIKE and thumbnail(images, position).grey @ thumbnail(*train[where]).grey > NEAR:
+            elif cosine > _ALIKE and picture_of(images, position).grey @ picture_of(*train[where]).grey > NEAR:
                 of, row = train[where]
                 copy = Copy(task=number, position=position, how=ALIKE[2], of=of.class_names[of.labels[row]])
                 result.copies.append(copy)

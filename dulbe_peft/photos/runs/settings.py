@@ -7,24 +7,18 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
-
-from annotated_types import Gt, Lt
+from typing import Any, get_args, get_origin
 
 from dulbe_peft.arguments import AdapterSettings, LearnerArguments
-from dulbe_peft.utils.settings import AtLeastOne, check_settings, check_value, field_types, setting
-
-Part = Annotated[float, Gt(0), Lt(1)]  # a share of the images
+from dulbe_peft.photos.data.source import DataSource
+from dulbe_peft.utils.settings import AtLeastOne, check_value, field_types, setting
 
 
 @dataclass(frozen=True)
-class StreamArguments:
-    """The model, the data, the classes and the output folder of a stream."""
+class StreamArguments(DataSource):
+    """The data source, the model, the classes and the output folder of a stream."""
 
     model: str = setting("", "Dual encoder such as CLIP or SigLIP: a folder or a Hub id. Required.")
-    data: str = setting(
-        "", "Images: a folder with train/class/*.jpg, class/*.jpg or parquet files, or hf:NAME. Or use --labels."
-    )
     output: str = setting("", "Folder for checkpoints and results. Required.")
     strategy: str = setting(
         "frozen", "How to train: NAME or NAME:KEY=VALUE. frozen trains nothing; dulbe is the paper's method."
@@ -34,29 +28,6 @@ class StreamArguments:
     )
     increment: AtLeastOne | None = setting(None, "Classes per task. By default, one task has all new classes.")
     initial_increment: AtLeastOne | None = setting(None, "Number of classes in the first task, if it differs.")
-    train_split: str = setting("train", "Name of the training split.")
-    test_split: str = setting("test", "Name of the test split, or none.")
-    test_fraction: Part | None = setting(None, "Share of images to hold out as the test split.")
-    test_data: str | None = setting(None, "Separate test images, given as for --data.")
-    leave_out: list[str] | None = setting(None, "Classes, or folders such as cat/old, to leave out.")
-    validation_fraction: Part | None = setting(
-        None, "Test on this share of the training images, which is held out, in order to choose settings."
-    )
-    images_per_class: AtLeastOne | list[AtLeastOne] | str | None = setting(
-        None,
-        "Train on at most this number of images per class, drawn at random. Several counts, such as 2,32, are given "
-        "to the classes in turn; longtail:32 gives 32 images to one class, 32 / 2 to the next, 32 / 3 to the third, "
-        "and so on.",
-    )
-    draw_seed: int = setting(0, "Seed for drawing images, and for holding them out with --validation-fraction.")
-    strict: bool = setting(False, "Stop at unreadable images instead of skipping them.")
-    vocabulary: str | None = setting(None, "Text file of exiftool's keywords that are classes.")
-    image_column: str = setting("image", "Image column of a Hub data set.")
-    label_column: str = setting("label", "Column of labels in the data.")
-    path_column: str | None = setting(None, "Column of paths in the table of --labels.")
-    class_names: str | None = setting(
-        None, "Text file with a line per class: 'old name', a tab, 'new name'; or new names in the data's order."
-    )
     class_texts: str | None = setting(
         None, "YAML file with texts that describe a class, which are averaged: 'owl: [an owl, a night bird]'."
     )
@@ -70,13 +41,14 @@ class StreamArguments:
     dry_run: bool = setting(False, "Print the tasks, layers, parameters and memory of the run, and exit.")
 
     def __post_init__(self) -> None:
-        check_settings(self)
-        for name in ("class_names", "class_texts", "vocabulary"):
-            if getattr(self, name) == "":
-                raise ValueError(f"{name} is '', expected the path of a file")
-        count = self.images_per_class
-        if count == [] or (isinstance(count, str) and not re.fullmatch(r"longtail:[1-9]\d*", count)):
-            raise ValueError(f"images_per_class must be like 8, or 2,32, or longtail:32, got {count!r:.100}")
+        super().__post_init__()
+        if self.class_texts == "":
+            raise ValueError("class_texts is '', expected the path of a file")
+
+    @cached_property
+    def source(self) -> DataSource:
+        """The data source, with absolute paths."""
+        return DataSource.of(vars(self)).absolute()
 
     @cached_property
     def methods(self) -> tuple[Any, Any]:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from dulbe_peft.arguments import AdapterSettings, LearnerArguments
 from dulbe_peft.data.names import normalized
 from dulbe_peft.photos.runs.settings import StreamArguments, read_yaml
-from dulbe_peft.photos.runs.sources import new_images, open_source, source_of
+from dulbe_peft.photos.runs.sources import new_images, open_source
 from dulbe_peft.utils.extras import garbage_collection_off
 from dulbe_peft.utils.terminal import counted, print_once, printable
 
 if TYPE_CHECKING:  # torch is only imported when a run is set up
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.learner import ClassIncrementalLearner
-    from dulbe_peft.photos.data.inventory import Look
+    from dulbe_peft.photos.data.looking import Look
     from dulbe_peft.streams.tasks import Task
 
 
@@ -46,7 +46,7 @@ class Setup:
 
     def run(self, **options: Any) -> dict[str, Any]:
         """Run the stream in its output folder; `options` are further arguments of the learner's `run`."""
-        options |= {"source": source_of(self.stream), "class_texts": self.class_texts()}
+        options |= {"source": self.stream.source.entry(), "class_texts": self.class_texts()}
         return self.learner.run(self.tasks, self.stream.output, **options)
 
 
@@ -55,7 +55,7 @@ def unreadable_finder(learner: ClassIncrementalLearner) -> Look:
 
     It encodes the images if the store keeps the features, so that no image is decoded a second time later.
     """
-    from dulbe_peft.photos.data.inventory import undecodable
+    from dulbe_peft.photos.data.looking import undecodable
 
     encoder = learner.encoder
     stores = encoder.store is not None and not encoder.store.private and not encoder.adapted
@@ -106,7 +106,7 @@ def stream_tasks(stream: StreamArguments, notes: list[str] | None = None, look: 
     from dulbe_peft.streams.tasks import class_incremental_tasks
     from dulbe_peft.utils.files import read_lines
 
-    train, test = open_source(source_of(stream), notes=notes, look=look)
+    train, test = open_source(stream.source, look, notes)
     train, names = new_images(train, KnownImages()), train.class_names
     order: Any = stream.class_order
     if order is not None and order != "icarl":

@@ -1,42 +1,22 @@
-"""Open the images that a command names, and reopen them later from the source recorded in a run's `sources.json`."""
+"""Open the data source of a command and print what was found; open it again later, as `sources.json` records it."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dulbe_peft.photos.data.source import VALIDATION, DataSource
 from dulbe_peft.utils.terminal import counted, print_once
 
 if TYPE_CHECKING:  # numpy and Pillow are imported by the commands that need them
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.data.known import KnownImages
-    from dulbe_peft.photos.data.inventory import Look
-    from dulbe_peft.photos.runs.settings import StreamArguments
+    from dulbe_peft.photos.data.looking import Look
     from dulbe_peft.streams.progress import FinishedTask
-
-# The first arguments of `open_stream_data`.
-_SPLITS = ("data", "train_split", "test_split", "test_fraction", "test_data")
-_READING = ("vocabulary", "image_column", "label_column", "path_column", "leave_out")  # arguments of `load_data`
-DATA_FIELDS = (*_SPLITS, "strict", "class_names", *_READING)
-_DRAWS = ("validation_fraction", "images_per_class", "draw_seed")
-FIELDS = (*DATA_FIELDS, *_DRAWS)
-
-
-def source_of(stream: StreamArguments) -> dict[str, Any]:
-    """Return the settings that name the data, with absolute paths so that any working directory can open them."""
-    source = {name: getattr(stream, name) for name in FIELDS}
-    if Path(source["data"]).exists():  # otherwise it is on the Hub, or missing, and the error should show it unchanged
-        source["data"] = str(Path(source["data"]).absolute())
-    for name in ("class_names", "vocabulary", "test_data"):
-        if source.get(name) and Path(source[name]).exists():
-            source[name] = str(Path(source[name]).absolute())
-    return source
 
 
 def data_or_labels(data: str | None, labels: str | None) -> str | None:
@@ -50,101 +30,47 @@ def data_or_labels(data: str | None, labels: str | None) -> str | None:
     return labels
 
 
-def check_source(source: Mapping[str, Any]) -> None:
-    """Raise the errors that `open_source` would raise before it opens an image, without asking the Hub."""
-    from dulbe_peft.data.folders import FolderSplit
-    from dulbe_peft.data.hub import HUB_PREFIX
-    from dulbe_peft.photos.data.roles import stream_splits
-
-    if not source["data"].startswith(HUB_PREFIX):
-        given: list[Any] = [source.get(name) for name in _SPLITS]
-        splits, _, tests = stream_splits(*given, **_reading(source))
-        for opener in (*splits.values(), *(tests or ())[1:]):
-            if isinstance(opener, FolderSplit):
-                opener.check()
-
-
-def _reading(source: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: source[name] for name in _READING if source.get(name)}
-
-
 def open_source(
-    source: dict[str, Any],
-    report: bool = True,
-    notes: list[str] | None = None,
-    look: Look | None = None,
-    known: Collection[str] = (),
+    source: DataSource, look: Look | None = None, notes: list[str] | None = None, known: Collection[str] = ()
 ) -> tuple[LabelledImages, LabelledImages | None]:
-    """Return the training images, and the test images or None.
+    """Open a data source and print its inventory; return the training images, and the test images or None.
 
     Args:
-        source: the settings that `source_of` returns.
-        report: whether to print the inventory.
+        source: the data source.
+        look: a function that finds unreadable images, as in `DataSource.open`.
         notes: a list to which the lines on problems are appended.
-        look: a function that finds unreadable images, as in `open_stream_data`. By default, all images are decoded.
         known: learned classes, about which nothing is printed if they have few or no images here.
     """
-    from dulbe_peft.photos.data.inventory import undecodable
-    from dulbe_peft.photos.data.splits import draw_per_class, hold_out, open_stream_data
-    from dulbe_peft.streams.protocols import rename_classes
-
-    given: list[Any] = [source.get(name) for name in _SPLITS]
-    given += [bool(source.get("strict")), look or undecodable]
-    train, test, inventory = open_stream_data(*given, **_reading(source))
-    counts = {
-        split: {name: n for name, n in of.items() if name not in known} for split, of in inventory.counts.items()
-    }
-    summary, inventory = inventory.summary(), replace(inventory, counts=counts)
+    train, test, inventory = source.open(look)
     if notes is not None:
-        notes += [line.strip() for line in inventory.problems(most=len(inventory.unreadable)) if line]
-    if report:
-        print_once("\n".join([summary, *inventory.problems()]))
-        if inventory.unreadable:
-            print_once("unreadable images are left out and not counted above; --strict makes them an error")
-        if train.features is not None and train.features.note is None:
-            print_once(f"{source['data']} does not say which model its features are from: only their width is checked")
-        if test is None and inventory.class_names:
-            print_once(f"{source['data']} has no test images; --test-fraction 0.2 holds out a fifth of the images")
-    names = source.get("class_names")
-    if report and names is None and all(map(str.isdecimal, train.class_names)):
+        problems = inventory.problems(len(inventory.unreadable), known)
+        notes += [line.strip() for line in problems if line]
+    print_once("\n".join([inventory.summary(), *inventory.problems(known=known)]))
+    if inventory.unreadable:
+        print_once("unreadable images are left out and not counted above; --strict makes them an error")
+    if train.features is not None and train.features.note is None:
+        print_once(f"{source.data} does not say which model its features are from: only their width is checked")
+    given = next(iter(inventory.counts.values()))
+    if len(inventory.counts) == 1 and given.keys() - {*known}:
+        print_once(f"{source.data} has no test images; --test-fraction 0.2 holds out a fifth of the images")
+    if source.class_names is not None:
+        pairs = [f"{old!r} is {new!r}" for old, new in zip(given, train.class_names, strict=True)]
+        print_once(f"names from {source.class_names}: {', '.join(pairs[:3])}" + (", ..." if len(pairs) > 3 else ""))
+    elif all(map(str.isdecimal, train.class_names)):
         print_once("the class names are numbers: --class-names FILE gives the classes names that a model can read")
-    if names is not None:
-        old_names = train.class_names
-        train, test = rename_classes(train, names), None if test is None else rename_classes(test, names)
-        renamed = list(zip(old_names, train.class_names, strict=True))
-        pairs = ", ".join(f"{old!r} is {new!r}" for old, new in renamed[:3])
-        if report:
-            print_once(f"names from {names}: {pairs}" + (", ..." if len(old_names) > 3 else ""))
-    fraction, count, seed = (source.get(name) for name in _DRAWS)
-    if fraction is not None:
-        train, test = hold_out(train, fraction, seed or 0, "validation")
-    if count is not None:
-        train = draw_per_class(train, count, seed or 0)
-    if report and (fraction is not None or count is not None):
-        tested = "" if test is None else f", testing on {len(test)}" + (" held-out ones" if fraction else "")
+    if source.validation_fraction is not None or source.images_per_class is not None:
+        held_out = " held-out ones" if source.validation_fraction else ""
+        tested = "" if test is None else f", testing on {len(test)}{held_out}"
         print_once(f"training on {counted(len(train), 'image')}{tested}")
     return train, test
 
 
-def open_images(data: str, split: str | None, class_names: str | None, strict: bool, look: Look) -> LabelledImages:
-    """Open the images of one split.
-
-    The split "" means that `data` is a folder of classes; None means the split "test" if `data` has it, and otherwise
-    a folder of classes. Unreadable images are left out and printed, or raise an error if `strict`.
-    """
-    from dulbe_peft.data.readers import splits
-    from dulbe_peft.photos.data.splits import open_split, readable
-    from dulbe_peft.streams.protocols import rename_classes
-
-    if split is None:
-        names = splits(data) if Path(data).exists() else {"test"}
-        split = "test" if "test" in names or None not in names else None
-    images = open_split(data, split or None)
-    parts, inventory = readable(data, {images.split or "images": images}, strict, look)
+def open_images(source: DataSource, split: str | None, look: Look) -> LabelledImages:
+    """Open the images of one split, see `DataSource.open_split`, and print which ones cannot be read."""
+    images, inventory = source.open_split(split, look)
     if inventory.unreadable:
         print("\n".join([inventory.summary(), *inventory.problems()]), file=sys.stderr)
-    (images,) = parts.values()
-    return images if class_names is None else rename_classes(images, class_names)
+    return images
 
 
 def reopen_tests(
@@ -154,42 +80,26 @@ def reopen_tests(
 
     A line is printed for each such task. `renamed` maps the folder names of classes to their present names.
     """
-    open_splits = cache(_open_splits)
+    reopened = cache(lambda entry: DataSource.of(json.loads(entry)).reopen())
     tests: list[LabelledImages | None] = []
     for number, task in enumerate(tasks, 1):
         test = None
         try:
             if task.source is None:
                 raise ValueError("the run did not record where they came from")
-            test = _find_tests(open_splits(json.dumps(task.source)), task.class_names, known, task.source, renamed)
+            parts = reopened(json.dumps(task.source))
+            test = _find_tests(parts, task.class_names, known, task.source["data"], renamed)
         except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
             print(f"the test images of task {number} are not used again: {error}", file=sys.stderr)
         tests.append(test)
     return tests
 
 
-def _open_splits(source_json: str) -> list[LabelledImages]:
-    """Return the splits of a task's data that may hold its test images; no image is opened."""
-    from dulbe_peft.photos.data.roles import VALIDATION
-    from dulbe_peft.photos.data.splits import open_split
-    from dulbe_peft.streams.protocols import rename_classes
-
-    source = json.loads(source_json)
-    parts: list[LabelledImages] = []
-    for data in filter(None, (source.get("test_data"), source["data"])):
-        for split in dict.fromkeys((source["test_split"], "test", *VALIDATION, source["train_split"], None)):
-            with suppress(OSError, ValueError):
-                parts.append(open_split(data, split, **_reading(source)))
-    parts = parts or [open_split(source["data"], source["test_split"], **_reading(source))]  # this raises the error
-    names = source.get("class_names")
-    return [rename_classes(part, names) for part in parts] if names else parts
-
-
 def _find_tests(
     parts: Sequence[LabelledImages],
     names: Sequence[str],
     known: KnownImages,
-    source: dict[str, Any],
+    data: str,
     renamed: Mapping[str, str],
 ) -> LabelledImages | None:
     """Return all images of the classes `names` that were tested on, or None if the classes had no test images."""
@@ -205,7 +115,7 @@ def _find_tests(
         class_of, _, missing = compared(part, known.tested, names, renamed)
         if not missing:
             return part.at(list(class_of), np.array([names.index(name) for name in class_of.values()]), names)
-    raise ValueError(f"the images in {source['data']} are not those that the task was tested on")
+    raise ValueError(f"the images in {data} are not those that the task was tested on")
 
 
 def tests_of(source: Mapping[str, Any] | None) -> list[str]:
@@ -213,8 +123,6 @@ def tests_of(source: Mapping[str, Any] | None) -> list[str]:
 
     Those that a run held out lie among those that it learned.
     """
-    from dulbe_peft.photos.data.roles import VALIDATION
-
     if source is not None and source.get("test_data"):
         return ["--data", str(source["test_data"])]
     if source is not None and source.get("test_split") not in (None, "none") and not source.get("test_fraction"):

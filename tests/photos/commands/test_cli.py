@@ -191,7 +191,7 @@ def test_flags_and_yaml_accept_the_same_values(tmp_path):
         ("run --config= --model m --dry-run", "configuration file '.' does not exist"),
         (
             "features --model demo --data demo-digits --split test --output o --class-names ''",
-            "the file of class names, '', does not",
+            "class_names is '', expected the path of a file",
         ),
         (f"predict {SAVED} photos --sort-into ''", "--sort-into is '', expected the path of a folder"),
         ("check demo-digits --page ''", "--page is '', expected the path of a .html file"),

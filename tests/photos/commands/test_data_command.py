@@ -17,7 +17,8 @@ from dulbe_peft.data.readers import load_data
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.photos.commands.check import _reliability
 from dulbe_peft.photos.commands.main import main
-from dulbe_peft.photos.data.inventory import NEAR, SIDE, Inventory, find_duplicates, thumbnails
+from dulbe_peft.photos.data.inventory import Inventory
+from dulbe_peft.photos.data.looking import NEAR, SIDE, find_duplicates, look_at
 from dulbe_peft.photos.doubtful_labels import ENOUGH, TRIALS, Trial, _swapped, doubtful_labels, try_swapped_labels
 from dulbe_peft.photos.report.html import write_page
 from dulbe_peft.sklearn import FeatureClassifier
@@ -151,8 +152,7 @@ def test_duplicates_equal_a_literal_comparison_of_all_pairs(tmp_path):
     textured = [i for i, row in enumerate(rows) if row.std() > 1]
     expected = {(i, j) for i in textured for j in textured if i < j and np.corrcoef(rows[i], rows[j])[0, 1] > NEAR}
     found = {
-        (row.first.place, row.second.place)
-        for row in find_duplicates({"train": images}, thumbnails({"train": images}))
+        (row.first.place, row.second.place) for row in find_duplicates({"train": images}, look_at({"train": images}))
     }
     assert SIDE == 16 and found == {(0, 4), (0, 5)} and expected == {(0, 4), (0, 5), (4, 5)}
     assert find_duplicates({"train": images}) == []

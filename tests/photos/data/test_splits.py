@@ -9,13 +9,14 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from PIL import Image
+from small_runs import opened
 
 from dulbe_peft.data.folders import ImageFolder, folder_content, holds_image
 from dulbe_peft.data.names import check_class_names, class_key
 from dulbe_peft.photos.commands.main import main
-from dulbe_peft.photos.data.inventory import inspect_images
-from dulbe_peft.photos.data.splits import draw_per_class, hold_out, open_stream_data
-from dulbe_peft.photos.runs.sources import check_source
+from dulbe_peft.photos.data.looking import inspect_images
+from dulbe_peft.photos.data.source import DataSource
+from dulbe_peft.photos.data.splits import draw_per_class, hold_out
 from dulbe_peft.streams.tasks import class_incremental_tasks
 
 
@@ -114,7 +115,7 @@ def test_draw_per_class_keeps_count_images_and_draws_are_nested(tmp_path):
 def test_splits_of_a_folder_are_found(tmp_path, monkeypatch):
     for split, counts in (("train", {"ant": 1, "cat": 3}), ("test", {"cat": 2}), ("val", {"cat": 4, "dog": 1})):
         photos(tmp_path / split, counts)
-    train, test, inventory = open_stream_data(tmp_path)
+    train, test, inventory = opened(tmp_path)
     assert test.class_names == train.class_names and test[1]["label"] == 1, "labels number the training classes"
     assert inventory.counts == {"train": {"ant": 1, "cat": 3}, "test": {"ant": 0, "cat": 2}}
     assert "cat             3       2" in inventory.format()
@@ -122,9 +123,9 @@ def test_splits_of_a_folder_are_found(tmp_path, monkeypatch):
     assert inventory.left_out == [(str(tmp_path / "val"), why)]
     walked = Mock(side_effect=os.walk)
     monkeypatch.setattr(os, "walk", walked)
-    check_source({"data": str(tmp_path), "train_split": "train", "test_split": "test"})
+    DataSource(tmp_path).check()
     assert not walked.called, "the check before the images are opened reads only the names of folders"
-    assert len(open_stream_data(tmp_path, "val", "test")[0]) == 5
+    assert len(opened(tmp_path, "val", "test")[0]) == 5
     for settings, words in (
         ({"test_fraction": 0.2}, r"test_fraction is 0\.2, but .* has the test split 'test': use only one"),
         ({"test_split": "train"}, "training images cannot be the test images"),
@@ -132,7 +133,7 @@ def test_splits_of_a_folder_are_found(tmp_path, monkeypatch):
         ({"train_split": "training"}, r"no split 'training'.*--train-split"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=words):
-            open_stream_data(tmp_path, **settings)
+            opened(tmp_path, **settings)
 
 
 def test_holds_image_stops_at_the_first_image(tmp_path, monkeypatch):
@@ -155,12 +156,12 @@ def test_holds_image_stops_at_the_first_image(tmp_path, monkeypatch):
 
 def test_all_images_are_for_training_in_a_folder_of_classes(tmp_path):
     photos(tmp_path, {"cat": 30, "dog": 30})
-    train, test, inventory = open_stream_data(tmp_path)
+    train, test, inventory = opened(tmp_path)
     assert len(train) == 60 and test is None and inventory.summary() == "2 classes; images: 60 in train"
     photos(tmp_path / "split" / "train", {"cat": 20, "dog": 20})
-    assert open_stream_data(tmp_path / "split")[1] is None
+    assert opened(tmp_path / "split")[1] is None
     shutil.rmtree(tmp_path / "split")
-    train, test, inventory = open_stream_data(tmp_path, test_fraction=0.3)
+    train, test, inventory = opened(tmp_path, test_fraction=0.3)
     assert len(train) + len(test) == 60 and list(inventory.counts["test"].values()) == counts_of(test)
 
 
@@ -180,10 +181,10 @@ def test_all_images_are_for_training_in_a_folder_of_classes(tmp_path):
 def test_ambiguous_folders_are_resolved_or_refused(tmp_path, folders, expected):
     photos(tmp_path, dict.fromkeys(folders, 1))
     if isinstance(expected, tuple):
-        assert open_stream_data(tmp_path)[0].class_names == expected
+        assert opened(tmp_path)[0].class_names == expected
         return
     with pytest.raises((ValueError, FileNotFoundError), match=expected):
-        open_stream_data(tmp_path)
+        opened(tmp_path)
 
 
 def test_unreadable_images_raise_one_error_or_are_left_out(tmp_path):
@@ -193,16 +194,16 @@ def test_unreadable_images_raise_one_error_or_are_left_out(tmp_path):
     for path in bad:
         path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(ValueError, match="^2 of the images") as error:
-        open_stream_data(tmp_path)
+        opened(tmp_path)
     assert all(word in str(error.value) for word in ("--strict", *map(str, bad)))
-    train, test, inventory = open_stream_data(tmp_path, strict=False)
+    train, test, inventory = opened(tmp_path, strict=False)
     assert (len(train), len(test), len(inventory.unreadable)) == (7, 3, 2)
     assert not {path.as_posix() for path in bad} & (names(train) | names(test))
     assert [train[index]["label"] for index in range(7)] == [0, 0, 0, 1, 1, 1, 1]
     for path in (tmp_path / "train" / "dog").iterdir():
         path.write_bytes(b"x")
     with pytest.raises(ValueError, match=r"no image of the class 'dog' can be read, such as .*0\.jpg: it is none of"):
-        open_stream_data(tmp_path, strict=False)
+        opened(tmp_path, strict=False)
 
 
 def test_many_blank_or_repeated_images_are_reported(tmp_path, capsys):
@@ -220,7 +221,7 @@ def test_many_blank_or_repeated_images_are_reported(tmp_path, capsys):
             picture.save(tmp_path / name / f"{number}.png")
             with open(tmp_path / name / f"{number}.png", "ab") as file:
                 file.write(b"x" * number)  # a different file with the same pixels
-    printed = "\n".join(open_stream_data(tmp_path)[2].problems())
+    printed = "\n".join(opened(tmp_path)[2].problems())
     # One of the six flat images is black, and counts as dark.
     assert "24 of the images were examined; 5 images are of one flat colour (transparent" in printed
     assert (
@@ -232,7 +233,7 @@ def test_many_blank_or_repeated_images_are_reported(tmp_path, capsys):
     rows = (tmp_path.parent / "inventory.csv").read_text().splitlines()
     assert sum(',blank,"nearly black' in row for row in rows) == 7
     shutil.rmtree(tmp_path / "flat"), shutil.rmtree(tmp_path / "dark"), shutil.rmtree(tmp_path / "same")
-    assert not open_stream_data(tmp_path)[2].blank
+    assert not opened(tmp_path)[2].blank
 
 
 LAYOUTS = {
@@ -281,12 +282,12 @@ def test_common_layouts_are_read_or_refused_with_advice(tmp_path, name):
     folders, expected = LAYOUTS[name]
     photos(tmp_path, dict.fromkeys(folders, 4))
     if isinstance(expected, str):
-        for opens in (open_stream_data, lambda path: check_source({"data": str(path)} | SPLITS)):
+        for opens in (opened, lambda path: DataSource(path).check()):
             with pytest.raises((ValueError, FileNotFoundError), match=expected):
                 opens(tmp_path)
         return
-    check_source({"data": str(tmp_path)} | SPLITS)
-    inventory = open_stream_data(tmp_path)[2]
+    DataSource(tmp_path).check()
+    inventory = opened(tmp_path)[2]
     counts = {split: [name for name, count in of.items() if count] for split, of in inventory.counts.items()}
     lines = [f"{split}: {' '.join(names)}" for split, names in counts.items()]
     lines += [f"{Path(path).name}: {why}" for path, why in inventory.left_out] + inventory.notes
@@ -294,32 +295,29 @@ def test_common_layouts_are_read_or_refused_with_advice(tmp_path, name):
         assert sum(words in line for line in lines) == expected.count(words), lines
 
 
-SPLITS = {"train_split": "train", "test_split": "test"}
-
-
 def test_error_names_the_table_beside_images(tmp_path):
     photos(tmp_path, {"images": 2})
     (tmp_path / "labels.csv").write_text("path,label\nimages/0.jpg,cat\n")
     with pytest.raises(ValueError, match=r"pass --labels .*labels\.csv$"):
-        open_stream_data(tmp_path)
+        opened(tmp_path)
 
 
 def test_leave_out_and_separate_test_data(tmp_path):
     root = photos(tmp_path / "a", {"train/cat": 4, "train/cat/old": 3, "train/dog": 4, "train/odd": 2, "test/odd": 1})
     with pytest.raises(ValueError, match="no class and no folder of that name"):
-        open_stream_data(root, leave_out=["cats"])
+        opened(root, leave_out=["cats"])
     photos(root, {"test/cat": 2})
-    inventory = open_stream_data(root, leave_out=["odd", "cat/old"])[2]
+    inventory = opened(root, leave_out=["odd", "cat/old"])[2]
     assert inventory.counts == {"train": {"cat": 4, "dog": 4}, "test": {"cat": 2, "dog": 0}}
     assert sum("left out on request" in why for _, why in inventory.left_out) == 3
-    _, test, inventory = open_stream_data(root, test_split="none", test_fraction=0.5)
+    _, test, inventory = opened(root, test_split="none", test_fraction=0.5)
     assert len(test) and not any("test/" in name for name in names(test))
     assert "neither trained nor tested on, 3 images" in inventory.left_out[0][1]
     other = photos(tmp_path / "b", {"cat": 5, "dog": 1})
     for folder in (other, photos(tmp_path / "c", {"train/dog": 1, "test/cat": 5, "test/dog": 1})):
-        assert open_stream_data(root, test_data=folder)[2].counts["test"] == {"cat": 5, "dog": 1, "odd": 0}
+        assert opened(root, test_data=folder)[2].counts["test"] == {"cat": 5, "dog": 1, "odd": 0}
     with pytest.raises(ValueError, match="use only one"):
-        open_stream_data(root, test_data=other, test_fraction=0.5)
+        opened(root, test_data=other, test_fraction=0.5)
 
 
 def test_class_spelled_in_two_ways_is_refused(tmp_path):
@@ -327,7 +325,7 @@ def test_class_spelled_in_two_ways_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match="'panda' in the training images and 'Panda' in the test images: use one spelling"
     ):
-        open_stream_data(tmp_path)
+        opened(tmp_path)
 
 
 SPELLINGS = [
@@ -382,8 +380,8 @@ def test_small_inputs_of_other_programs_are_read(name):
     data = folder if table is None or name == "L-flatcsv" else table
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
-            open_stream_data(data, **given)
+            opened(data, **given)
         return
-    train, _, inventory = open_stream_data(data, **given)
+    train, _, inventory = opened(data, **given)
     assert list(train.class_names) == expected and not inventory.blank
     assert sum(inventory.counts["train"].values()) == len(train) >= 8
