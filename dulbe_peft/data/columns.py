@@ -123,7 +123,7 @@ def _add_notes(table: Table, header: list[str]) -> None:
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     """Return the header and the rows, with the cells stripped of blanks; raise a ValueError if there is no row."""
-    lines = _json_lines(path) if path.suffix.lower() == ".jsonl" else _csv_lines(path)
+    lines = _json_lines(path) if path.suffix.lower() == ".jsonl" else csv_lines(path)
     header, *rows = lines or [[]]
     if not rows:
         raise ValueError(f"{path} names no image: it {'has only a header' if header else 'is empty'}")
@@ -136,7 +136,7 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     return header, [dict(zip(header, row, strict=True)) for row in rows]
 
 
-def _csv_lines(path: Path) -> list[list[str]]:
+def csv_lines(path: Path) -> list[list[str]]:
     """Return the rows of a CSV file, whose delimiter is the one of `,`, `;`, tab and `|` most frequent in line 1."""
     limit = csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a cell may hold a picture as text
     try:

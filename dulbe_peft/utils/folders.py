@@ -200,17 +200,23 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
 def clear_leftovers(parent: Path, names: str) -> None:
     """Clean up in `parent` after killed writers of folders whose names match the regular expression `names`.
 
-    Temporary folders are removed. A folder that was moved aside is moved back if it was not yet replaced.
+    A folder that was moved aside and not yet replaced is replaced now, by the folder that was about to, which was
+    complete by then. If that one is gone, it is moved back. Other temporary folders are removed.
     """
-    for path, name, aside in _leftovers(parent, names):
+    leftovers = _leftovers(parent, names)
+    for path, name, aside in leftovers:
         if aside and not (parent / name).exists():
-            os.replace(path, parent / name)
+            successor = path.with_suffix("")
+            os.replace(successor if (successor / MANIFEST).is_file() else path, parent / name)
+    for path, _, _ in leftovers:
+        if path.is_dir():
+            shutil.rmtree(path)
         else:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            path.unlink(missing_ok=True)
 
 
 def put_back(folder: Path) -> None:
-    """Move a saved folder back if its writer was killed between the two renames of a commit. Links are followed.
+    """Restore a saved folder if its writer was killed between the two renames of a commit. Links are followed.
 
     Raises:
         CheckpointError: another process is writing the folder, or it cannot be renamed. The message says where it is.
@@ -229,7 +235,7 @@ def put_back(folder: Path) -> None:
     except OSError as error:
         why = f"a program was killed while it replaced {folder}, whose content is now in {aside[0]}"
         raise CheckpointError(f"{why}: rename it yourself, because renaming it failed ({error})") from error
-    print(f"restored {folder}, which a killed program was about to replace", file=sys.stderr)
+    print(f"restored {folder}, which a killed program was replacing", file=sys.stderr)
 
 
 def _leftovers(parent: Path, names: str) -> list[tuple[Path, str, bool]]:

@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None, commands: Commands = commands) -> int:
     except BaseException as error:
         # A signal may also show up as the error of a worker process that it ended.
         if terminated or isinstance(error, KeyboardInterrupt):
-            return _stopped(commands, ctx, signal.SIGTERM if terminated else signal.SIGINT)
+            return _stopped(commands, ctx, signal.Signals(terminated[0]) if terminated else signal.SIGINT)
         message = _user_error(error, commands.program)
         if message is None:
             raise
@@ -158,7 +158,10 @@ def _print_error(text: str) -> None:
 
 @contextmanager
 def _terminable(received: list[int]) -> Iterator[None]:
-    """Raise an exception on SIGTERM, as Python does on SIGINT, and append the signal's number to `received`."""
+    """Raise an exception on SIGTERM and SIGHUP, as Python does on SIGINT, and append the number to `received`.
+
+    A terminal that is closed sends SIGHUP. If the process ignores it, as under `nohup`, it stays ignored.
+    """
 
     def stop(number: int, _: object) -> None:
         received.append(number)
@@ -167,11 +170,13 @@ def _terminable(received: list[int]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, stop)
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {n: signal.signal(n, stop) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def _stopped(commands: Commands, ctx: click.Context | None, number: signal.Signals) -> int:

@@ -6,19 +6,22 @@ import shutil
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from dulbe_peft.classifiers.calibration import HARDLY
 from dulbe_peft.data.decoding import decode_image, open_image
 from dulbe_peft.data.images import named_images
-from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.learner import ClassIncrementalLearner
-from dulbe_peft.photos.serving.labelling import FEW, Labelling, jpeg
+from dulbe_peft.photos.serving.label_table import LABELS_FILE, Label, LabelTable
+from dulbe_peft.photos.serving.labelling import FEW, Labelling, jpeg, known_spelling
 from dulbe_peft.training.state import LearnerState
+from dulbe_peft.utils.folders import MANIFEST, CheckpointError
 from dulbe_peft.utils.terminal import counted
 
 MOST_BYTES = 64 * 2**20  # size of an upload
@@ -41,6 +44,7 @@ class Change:
     photo: int | None = None  # the photograph of the folder that was labelled, if the change is a label
     waits: bool = False  # whether a label has not been learned yet
     none: bool = False  # whether the label is "none of these", which is not learned
+    labels: dict[bytes, Label] | None = None  # the table before a change that is no label
 
 
 class App:
@@ -50,10 +54,18 @@ class App:
         self, learner: ClassIncrementalLearner, output: str | Path | None = None, photographs: str | Path | None = None
     ) -> None:
         self.learner, self.output = learner, output
-        self.labelling = None if photographs is None else Labelling(learner, photographs)
+        self.table = LabelTable(None if output is None else Path(output, LABELS_FILE))
+        self.labelling = None if photographs is None else Labelling(learner, photographs, self.table)
         self.saved_state = learner.state
-        self.changes: list[Change] = []
+        self.seen = self._manifest()  # what the output folder holds, as far as this server knows
+        self.lost: list[int] = []  # labelled photographs that could not be learned, because their files are gone
+        labels = {} if self.labelling is None else self.labelling.labels
+        self.changes = [
+            Change(f"the label {name}", learner.state, place, waits=True) for place, name in labels.items()
+        ]
         self.lock = threading.Lock()
+        if self.output is not None and self.labelling is not None and not Path(self.output).exists():
+            self.save()  # the table of labels needs a place from the first label on
 
     @property
     def waiting(self) -> list[int]:
@@ -62,8 +74,8 @@ class App:
 
     @property
     def unsaved(self) -> bool:
-        """Return whether there are changes that have not been saved."""
-        return self.learner.state is not self.saved_state or bool(self.waiting)
+        """Return whether there are changes that have not been saved. With an output folder, each label is."""
+        return self.learner.state is not self.saved_state or (self.output is None and bool(self.waiting))
 
     def facts(self) -> dict[str, Any]:
         """Return what the page shows: the classes and their image counts, the last change, and what is saved."""
@@ -78,7 +90,8 @@ class App:
             "output": None if self.output is None else str(self.output),
             "unsaved": self.unsaved,
             "most_bytes": MOST_BYTES,
-            "labelling": self.labelling and self.labelling.facts() | {"waiting": len(self.waiting)},
+            "labelling": self.labelling
+            and self.labelling.facts() | {"waiting": len(self.waiting), "lost": self.lost_names()},
         }
 
     def predict(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -108,8 +121,9 @@ class App:
     def teach(self, request: dict[str, Any]) -> dict[str, Any]:
         """Teach images of a known or new class. Images that were learned as another class are moved to this one."""
         name, files = self.class_of(request), uploaded_images(request, MOST_IMAGES)
+        self.table.check()
         self.finish()
-        known, state = name in self.learner.class_names, self.learner.state
+        known, state, labels = name in self.learner.class_names, self.learner.state, dict(self.table.labels)
         given = named_images([{"image": file, "label": 0} for file in files], [name])
         rows, skipped = state.known.new_rows(given)
         contents = given.contents()
@@ -134,39 +148,84 @@ class App:
             (self.learner.update_classes if known else self.learner.learn_task)(given.at([*rows, *moved.values()]))
 
         self.change(learn)
-        self.changes.append(Change(f"{counted(len(rows) + len(moved), 'image')} of {name}", state))
+        self.changes.append(Change(f"{counted(len(rows) + len(moved), 'image')} of {name}", state, labels=labels))
         self.trim()
         parts = [f"learned: {name}"] + [f"no longer: {', '.join(sorted(previous))}"] * bool(previous)
         return self.facts() | {"said": "; ".join(parts + [f"left out: {why}"] * bool(why))}
 
     def class_of(self, request: dict[str, Any]) -> str:
-        """Return the class name of a request. Raise a ValueError if it is invalid or cannot be learned."""
+        """Return the class of a request, in the spelling that is known if there is one. Refuse an invalid name."""
         name = request.get("class")
         if not isinstance(name, str) or not name.strip():
             raise ValueError("the class needs a name")
-        (name,) = check_class_names([name.strip()])
-        waiting = self.labelling.labels.values() if self.labelling else ()
-        check_class_names([name], {*self.learner.class_names, *waiting} - {name})  # refuse another spelling
+        name = known_spelling(name, self.known())
         if name not in self.learner.class_names and self.learner.strategy.adapts:
             raise ValueError(
                 f"{name!r} is a new class, and this learner must be trained for new classes: use dulbe-peft learn"
             )
         return name
 
+    def known(self) -> list[str]:
+        """Return the learned classes and those of labels that wait."""
+        waiting = self.labelling.labels.values() if self.labelling else ()
+        return list(dict.fromkeys([*self.learner.class_names, *waiting]))
+
+    def rename(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Rename a class. If the new name is that of another class, the two become one."""
+        old, new = request.get("class"), self.class_of({"class": request.get("to")})
+        return self.edit(f"{old} is now {new}", lambda: self.learner.rename_class(old, new), old)
+
+    def forget(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Forget a class. Its photographs lose their labels."""
+        name = request.get("class")
+        return self.edit(f"forgotten: {name}", lambda: self.learner.forget_class(name), name)
+
+    def edit(self, words: str, make: Callable[[], Any], name: Any) -> dict[str, Any]:
+        """Change a class, after the labels that wait have been learned."""
+        self.table.check()
+        if not isinstance(name, str):
+            raise ValueError("the class needs a name")
+        self.finish()
+        state, labels = self.learner.state, dict(self.table.labels)
+        self.change(make)
+        self.changes.append(Change(words, state, labels=labels))
+        self.trim()
+        return self.facts() | {"said": words}
+
     def label(self, request: dict[str, Any]) -> dict[str, Any]:
         """Label a photograph of the folder. After every few labels, the learner learns them."""
         labelling, name, photo = self.photographs(), self.class_of(request), request.get("photo")
+        if request.get("ask") and (question := self.question(name)):
+            return self.facts() | {"ask": question}
+        self.table.check()
         labelling.add_label(photo, name)
         self.changes.append(Change(f"the label {name}", self.learner.state, photo, waits=True))
-        try:
-            if len(self.waiting) >= FEW:
+        with self._kept(photo):
+            if len(self.waiting) - len(self.lost) >= FEW:
                 self.finish()
-        except BaseException:
-            self.changes.pop()
-            labelling.undo_label(photo)
-            raise
         self.trim()
         return self.facts() | {"said": f"{name}, {len(labelling.labels)} labelled"}
+
+    @contextmanager
+    def _kept(self, photo: int) -> Iterator[None]:
+        """Write the last change, a label, to the table and run the block. After an error, take the label back."""
+        try:
+            self.table.write()
+            yield
+        except BaseException:
+            self.changes.pop()
+            self.photographs().undo_label(photo)
+            with suppress(OSError, CheckpointError):  # the first error is the one to report
+                self.table.write()
+            raise
+
+    def question(self, name: str) -> str:
+        """Return what to ask a person before a new class is made, or "" if the class is known."""
+        known = self.known()
+        if name in known:
+            return ""
+        near = next(iter(get_close_matches(name, known, 1)), None)
+        return f"new class {name!r}?" + (f" You have {near!r}." if near else "")
 
     def skip(self, request: dict[str, Any]) -> dict[str, Any]:
         """Move a photograph to the end."""
@@ -176,9 +235,11 @@ class App:
     def none(self, request: dict[str, Any]) -> dict[str, Any]:
         """Record that a photograph belongs to no class, so that it is not shown again."""
         photo = request.get("photo")
+        self.table.check()
         self.photographs().dismiss(photo)
         self.changes.append(Change("none of these", self.learner.state, photo, none=True))
-        self.trim()
+        with self._kept(photo):
+            self.trim()
         return self.facts() | {"said": "none of these"}
 
     def photographs(self) -> Labelling:
@@ -188,46 +249,82 @@ class App:
         return self.labelling
 
     def finish(self) -> None:
-        """Learn the labels that have not been learned yet."""
-        if places := self.waiting:
+        """Learn the labels that have not been learned yet. Those of photographs whose files are gone go on waiting."""
+        if waiting := self.waiting:
             labelling, state = self.photographs(), self.learner.state
-            self.change(lambda: labelling.learn(places))
+            self.lost = labelling.lost(waiting)
+            places = [place for place in waiting if place not in self.lost]
+            if places:
+                self.change(lambda: labelling.learn(places))
             for change in self.changes:
-                if change.waits:
+                if change.photo in places:
                     change.state, change.waits = state, False
             labelling.sort()
+
+    def lost_names(self) -> list[str]:
+        """Return the paths of the labelled photographs that cannot be learned, because their files are gone."""
+        return [self.photographs().images.item_name(place) for place in self.lost]
 
     def undo(self, request: dict[str, Any]) -> dict[str, Any]:
         """Undo the last change. If it was a label, the labels that were learned together with it wait again."""
         if not self.changes:
             raise ValueError("there is nothing to undo")
+        self.table.check()
         last = self.changes[-1]
         if not last.waits and not last.none:
             self.change(lambda: self.learner.use_state(last.state))
         self.changes.pop()
+        if last.labels is not None:
+            self.table.labels = last.labels
         if last.photo is not None:
             self.photographs().undo_label(last.photo)
+            self.lost = [place for place in self.lost if place != last.photo]
             if not last.waits and not last.none:
                 for change in self.changes:
-                    change.waits = change.photo is not None and not change.none and change.state is last.state
+                    if change.state is last.state and change.photo is not None and not change.none:
+                        change.waits = True
+        self.table.write()
         return self.facts() | {"said": f"undone: {last.words}"}
 
     def change(self, make: Callable[[], Any]) -> None:
-        """Make a change and save it. After an error, the learner is as before."""
-        before = self.learner.state
+        """Make a change and save it, and the labels with it. After an error, the learner is as before."""
+        before, labels = self.learner.state, dict(self.table.labels)
         try:
             make()
-            if self.output is not None:
-                self.learner.save_pretrained(self.output)
-                self.saved_state = self.learner.state
+            self.table.follow(before.known.class_of(), self.learner.state.known.class_of())
+            self.save()
         except BaseException:
             self.learner.use_state(before)
+            self.table.labels = labels
+            with suppress(OSError, CheckpointError):  # the first error is the one to report
+                self.table.write()
             raise
+
+    def save(self) -> None:
+        """Save the labels and the learner, if there is an output folder.
+
+        Raises:
+            CheckpointError: If another program has changed the folder since the server read or wrote it.
+        """
+        if self.output is None:
+            return
+        if self.seen != self._manifest():
+            raise CheckpointError(
+                f"{self.output} was changed by another program: stop the server, and start it again with that learner"
+            )
+        self.table.write()
+        self.learner.save_pretrained(self.output)
+        self.saved_state, self.seen = self.learner.state, self._manifest()
+
+    def _manifest(self) -> bytes | None:
+        """Return the manifest of the learner in the output folder, or None if there is none."""
+        file = Path(self.output or "", MANIFEST)
+        return file.read_bytes() if self.output is not None and file.exists() else None
 
     def trim(self) -> None:
         """Drop the oldest changes if there are more than undo keeps."""
-        while len({id(change.state) for change in self.changes}) > MOST_UNDOS:
-            del self.changes[0]
+        while len({id(change.state) for change in self.changes if not change.waits}) > MOST_UNDOS:
+            self.changes.remove(next(change for change in self.changes if not change.waits))
 
     def download(self) -> bytes:
         """Return the folder that `save_pretrained` writes, as a zip archive."""

@@ -2,15 +2,17 @@
 
 import io
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dulbe_peft.data.decoding import decode_image
+from dulbe_peft.data.names import check_class_names, class_key
 from dulbe_peft.learner import ClassIncrementalLearner
+from dulbe_peft.photos.serving.label_table import Label, LabelTable
 from dulbe_peft.photos.suggesting import new_photographs, suggestions
-from dulbe_peft.utils.files import write_rows
 
 SHOWN_SIDE = 1024  # pixels of a picture on the page
 FEW = 5  # labels that are learned together
@@ -19,15 +21,22 @@ SHOWN = 5  # proposed classes, each with a key
 
 
 class Labelling:
-    """The photographs of a folder that the learner has not learned yet, the most useful first."""
+    """The photographs of a folder that the learner has not learned yet, the most useful first.
 
-    def __init__(self, learner: ClassIncrementalLearner, folder: str | Path) -> None:
-        self.learner = learner
+    Labels that `table` has already, from an earlier start of the server, count as given: a photograph with a class
+    waits to be learned, and one of no class is not shown.
+    """
+
+    def __init__(self, learner: ClassIncrementalLearner, folder: str | Path, table: LabelTable) -> None:
+        self.learner, self.table = learner, table
         self.images, self.features, self.left_out = new_photographs(learner, [str(folder)])
-        self.left = list(range(len(self.images)))
-        self.labels: dict[int, str] = {}  # given since the server started
+        self.content = [content or b"" for content in self.images.contents()]
+        given = {place: table.labels[key] for place, key in enumerate(self.content) if key in table.labels}
+        known = learner.class_names
+        self.labels = {place: known_spelling(label.name, known) for place, label in given.items() if label.name}
+        self.none = [place for place, label in given.items() if not label.name]  # belong to no class
+        self.left = [place for place in range(len(self.images)) if place not in given]
         self.skipped: list[int] = []  # shown last
-        self.none: list[int] = []  # belong to no class and are not shown again
         self.sort()
 
     def sort(self) -> None:
@@ -63,6 +72,7 @@ class Labelling:
             )
         self.left.remove(place)
         self.labels[place] = name
+        self._note(place, name)
 
     def skip(self, place: Any) -> None:
         """Move a photograph to the end."""
@@ -72,10 +82,11 @@ class Labelling:
         self.skipped = [*(other for other in self.skipped if other != place), place]
 
     def dismiss(self, place: Any) -> None:
-        """Record that a photograph belongs to no class. It is not shown again, and its label in `table` is empty."""
+        """Record that a photograph belongs to no class. It is not shown again, and its label in the table is empty."""
         self._check(place)
         self.left.remove(place)
         self.none.append(place)
+        self._note(place, "")
 
     def undo_label(self, place: Any) -> None:
         """Remove the label, or "none of these", of a photograph, and show the photograph next."""
@@ -83,7 +94,12 @@ class Labelling:
             self.none.remove(place)
         else:
             del self.labels[place]
+        self.table.labels.pop(self.content[place], None)
         self.left.insert(0, place)
+
+    def _note(self, place: int, name: str) -> None:
+        self.table.labels.pop(self.content[place], None)  # so that the table is in the order of the labels
+        self.table.labels[self.content[place]] = Label(os.path.abspath(self.images.item_name(place)), name)
 
     def _check(self, place: Any) -> None:
         if type(place) is not int or place not in self.left:  # True and 1.0 are equal to 1
@@ -100,21 +116,16 @@ class Labelling:
             if at:
                 learn(self.images.at(at, np.array([classes.index(self.labels[place]) for place in at]), classes))
 
-    def table(self) -> bytes:
-        """Return the labels given since the server started, as CSV with the columns path (absolute) and label.
+    def lost(self, places: list[int]) -> list[int]:
+        """Return those photographs whose files are gone or have changed since the server looked at them."""
+        contents = self.images.at(places).contents()
+        return [place for place, now in zip(places, contents, strict=True) if now != self.content[place]]
 
-        A photograph that was learned has its current class, after corrections. The label of a photograph of no class
-        is empty, so that `learn` leaves it out.
-        """
-        text, now = io.StringIO(newline=""), self.learner.state.known.class_of()
-        rows = [*self.labels.items(), *((place, "") for place in self.none)]
-        contents = self.images.at([place for place, _ in rows]).contents()
-        lines = [
-            [os.path.abspath(self.images.item_name(place)), now.get(content or b"", name)]
-            for (place, name), content in zip(rows, contents, strict=True)
-        ]
-        write_rows(text, ["path", "label"], lines)
-        return text.getvalue().encode("utf-8", "surrogateescape")
+
+def known_spelling(name: str, known: Iterable[str]) -> str:
+    """Return a class name in the spelling that is known, if one is. Raise a ValueError if the name is invalid."""
+    (name,) = check_class_names([name.strip()])
+    return {class_key(other): other for other in known}.get(class_key(name), name)
 
 
 def jpeg(file: Any) -> bytes:

@@ -21,7 +21,7 @@ from dulbe_peft.photos.serving.labelling import jpeg
 from dulbe_peft.utils.folders import CheckpointError
 
 PAGE = Path(__file__).parents[1] / "assets" / "serve" / "page.html"
-REQUESTS = {"/predict", "/teach", "/undo", "/label", "/skip", "/none"}  # methods of `App`
+REQUESTS = {"/predict", "/teach", "/undo", "/label", "/skip", "/none", "/rename", "/forget"}  # methods of `App`
 LOCAL = {"127.0.0.1", "localhost", "::1"}
 # The page may run its own script and show pictures from the server and from files. No other page may frame it.
 POLICY = (
@@ -79,7 +79,7 @@ class PageHandler(BaseHTTPRequestHandler):
         elif self.path == "/learner.zip":
             self._file(app.download, "application/zip")
         elif self.path == "/labels.csv" and app.labelling:
-            self._file(app.labelling.table, "text/csv; charset=utf-8")
+            self._file(app.table.content, "text/csv; charset=utf-8")
         elif (match := re.fullmatch(r"/photo/(\d{1,9})", self.path)) and app.labelling:
             try:
                 self._answer(HTTPStatus.OK, jpeg(app.labelling.images.given(int(match[1]))), "image/jpeg")

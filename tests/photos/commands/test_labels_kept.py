@@ -1,0 +1,241 @@
+"""Test that no label of the labelling page is lost: it is in labels.csv before the page is answered."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from served import photo, two_colours
+
+from dulbe_peft import ClassIncrementalLearner
+from dulbe_peft.photos.commands.main import main
+from dulbe_peft.photos.serving import App
+from dulbe_peft.utils.folders import CheckpointError, put_back
+
+COLOURS = ("red", "green", "blue")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return two_colours(tmp_path_factory.mktemp("kept"))
+
+
+@pytest.fixture
+def heap(tmp_path):
+    (tmp_path / "heap").mkdir()
+    for number in range(12):
+        photo(number % 3, 100 + number).save(tmp_path / "heap" / f"{COLOURS[number % 3]}-{number}.png")
+    return tmp_path / "heap"
+
+
+def start(folder, output, heap):
+    return App(ClassIncrementalLearner.from_pretrained(output if output.exists() else folder), output, heap)
+
+
+def label(app, name=None, **more):
+    work = app.facts()["labelling"]
+    app.label({"photo": work["photo"], "class": name or Path(work["name"]).name.partition("-")[0], **more})
+    return work["name"]
+
+
+def kept(output):
+    """Return what labels.csv says, by the names of the files, after a check of each SHA-256."""
+    with Path(output, "labels.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        if Path(row["path"]).exists():
+            assert row["sha256"] == hashlib.sha256(Path(row["path"]).read_bytes()).hexdigest()
+    return {row["path"]: row["label"] for row in rows}
+
+
+def test_label_is_in_the_file_before_the_answer_and_waits_after_a_restart(folder, heap, tmp_path):
+    output = tmp_path / "taught"
+    app = start(folder, output, heap)
+    given = {}
+    for count in range(1, 8):
+        name = label(app)
+        given[name] = Path(name).name.partition("-")[0]
+        assert kept(output) == given and len(app.waiting) == count % 5
+    none = app.facts()["labelling"]
+    app.none({"photo": none["photo"]})
+    given[none["name"]] = ""
+    assert kept(output) == given
+    # As after `kill -9`: nothing is closed.
+    again = start(folder, output, heap)
+    work = again.facts()["labelling"]
+    assert (work["waiting"], work["none"], work["left"]) == (2, 1, 4) and kept(output) == given
+    assert again.undo({})["said"].startswith("undone: the label") and len(kept(output)) == 7
+    label(again)
+    again.finish()
+    assert sum(again.facts()["counts"].values()) == 8 + 7 and kept(output).keys() == given.keys()
+    third = start(folder, output, heap)
+    assert (third.facts()["labelling"]["waiting"], third.facts()["labelling"]["left"]) == (0, 4)
+
+
+def test_corrections_renames_and_forgotten_classes_reach_the_file(folder, heap, tmp_path):
+    output = tmp_path / "taught"
+    app = start(folder, output, heap)
+    names = [label(app) for _ in range(5)]
+    blue = [name for name in names if "blue" in name]
+    app.rename({"class": "blue", "to": "navy"})
+    assert blue and all(kept(output)[name] == "navy" for name in blue)
+    app.undo({})
+    assert all(kept(output)[name] == "blue" for name in blue)
+    app = start(folder, output, heap)  # labels of an earlier start follow, too
+    app.rename({"class": "blue", "to": "Red"})
+    assert all(kept(output)[name] == "red" for name in blue) and app.learner.class_names == ("red", "green")
+    app.undo({})
+    app.forget({"class": "blue"})
+    assert kept(output).keys() == {*names} - {*blue}
+    app.undo({})
+    assert kept(output).keys() == {*names}
+    for request, words in (({"class": "bleu"}, "has not been learned"), ({"class": 3}, "needs a name")):
+        with pytest.raises(ValueError, match=words):
+            app.forget(request)
+
+
+def test_photograph_that_is_gone_waits_and_the_others_are_learned(folder, heap, tmp_path):
+    output = tmp_path / "taught"
+    app = start(folder, output, heap)
+    first = Path(label(app))
+    aside = first.rename(tmp_path / "elsewhere.png")
+    for _ in range(4):
+        label(app)
+    facts = app.facts()
+    assert facts["labelling"]["lost"] == [str(first)] and facts["labelling"]["waiting"] == 1
+    assert sum(facts["counts"].values()) == 8 + 4 and str(first) in kept(output)
+    for _ in range(4):
+        label(app)
+    assert len(app.waiting) == 5 and app.lost, "the lost one does not count among the five"
+    aside.rename(first)
+    label(app)
+    assert not app.waiting and not app.lost and sum(app.facts()["counts"].values()) == 8 + 10
+
+
+def test_folder_that_another_program_changed_is_not_replaced(folder, heap, tmp_path):
+    output = tmp_path / "taught"
+    app = start(folder, output, heap)
+    for _ in range(4):
+        label(app)
+    other = ClassIncrementalLearner.from_pretrained(output)
+    other.rename_class("green", "lime")
+    other.save_pretrained(output)
+    assert len(kept(output)) == 4, "saving the learner keeps the labels"
+    with pytest.raises(CheckpointError, match="was changed by another program: stop the server"):
+        label(app)
+    assert ClassIncrementalLearner.from_pretrained(output).class_names == ("red", "lime") and len(kept(output)) == 4
+    app = start(folder, output, heap)
+    (output / "labels.csv").write_text((output / "labels.csv").read_text().replace(",blue,", ",sky,"))
+    for act in (lambda: label(app), lambda: app.none({"photo": app.labelling.left[0]}), lambda: app.undo({})):
+        with pytest.raises(CheckpointError, match=r"labels.csv was changed or removed by another program"):
+            act()
+    assert len(app.waiting) == 4 and len(app.labelling.left) == 8
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("a.png,red,12", "line 2 is 'a.png,red,12', expected a path, a label and a SHA-256 of 64 digits"),
+        (f"a.png,red,{'0' * 64}\nb.png,green,{'0' * 64}", "line 3 labels a photograph a second time"),
+    ],
+)
+def test_damaged_table_is_refused(folder, heap, tmp_path, line, words):
+    output = shutil.copytree(folder, tmp_path / "taught")
+    (output / "labels.csv").write_text(f"path,label,sha256\n{line}\n")
+    with pytest.raises(CheckpointError, match=words):
+        start(folder, output, heap)
+    (output / "labels.csv").write_text("path,label\n")
+    with pytest.raises(CheckpointError, match="has the columns path, label, expected path, label, sha256"):
+        start(folder, output, heap)
+
+
+def test_new_class_is_asked_for_once_and_a_spelling_is_taken(folder, heap, tmp_path):
+    app = start(folder, tmp_path / "taught", heap)
+    work = app.facts()["labelling"]
+    request = {"photo": work["photo"], "class": "gren", "ask": True}
+    answer = app.label(request)
+    assert answer["ask"] == "new class 'gren'? You have 'green'." and not app.waiting
+    assert app.label(request | {"class": "saxophone"})["ask"] == "new class 'saxophone'?"
+    app.label(request | {"ask": False})
+    assert label(app, " GREN ", ask=True) and label(app, "Red", ask=True)
+    assert sorted(kept(tmp_path / "taught").values()) == ["gren", "gren", "red"]
+
+
+def test_learn_reads_the_table_of_the_page(folder, heap, tmp_path, capsys):
+    output = tmp_path / "taught"
+    app = start(folder, output, heap)
+    for _ in range(3):
+        label(app)
+    app.none({"photo": app.labelling.left[0]})
+    table = shutil.copy(output / "labels.csv", tmp_path / "mine.csv")
+    arguments = ["learn", str(folder), "--labels", str(table), "--output", str(tmp_path / "learned")]
+    assert main([*arguments, "--test-split", "none"]) == 0, capsys.readouterr().err
+    learned = ClassIncrementalLearner.from_pretrained(tmp_path / "learned")
+    assert sum(map(len, learned.state.known.learned.values())) == 8 + 3
+
+
+def test_writer_killed_between_its_renames_loses_nothing(folder, heap, tmp_path):
+    output = tmp_path / "taught"
+    app = start(folder, output, heap)
+    output.rename(tmp_path / ".taught.dulbe-tmp-abcdefgh.old")
+    app.learner.rename_class("green", "lime")
+    app.learner.save_pretrained(tmp_path / "new")
+    (tmp_path / "new").rename(tmp_path / ".taught.dulbe-tmp-abcdefgh")
+    put_back(output)
+    assert ClassIncrementalLearner.from_pretrained(output).class_names == ("red", "lime")
+    assert not list(tmp_path.glob(".taught*"))
+
+
+def _command(folder, output, heap):
+    given = output if output.exists() else folder
+    arguments = ["serve", str(given), "--output", str(output), "--photos", str(heap), "--port", "0"]
+    command = [sys.executable, "-m", "dulbe_peft", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("open "):
+            return process, line.split()[1]
+    raise AssertionError(f"the server has not started: {process.wait()}")
+
+
+def _ask(url, content=None):
+    data = None if content is None else json.dumps(content).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGHUP, signal.SIGTERM], ids=lambda how: how.name)
+def test_killed_server_has_kept_every_answered_label(folder, heap, tmp_path, how):
+    """The number of rounds is in the environment variable ROUNDS; each round kills the server while it labels."""
+    output, chance, given = tmp_path / "taught", random.Random(how), {}
+    for number in range(40):
+        photo(number % 3, 200 + number).save(heap / f"{COLOURS[number % 3]}-{number}b.png")
+    for _ in range(int(os.environ.get("ROUNDS", 3))):
+        process, url = _command(folder, output, heap)
+        killed = time.monotonic() + chance.uniform(0.05, 1)
+        try:
+            while time.monotonic() < killed:
+                work = _ask(f"{url}/facts")["labelling"]
+                if work["photo"] is None:
+                    break
+                name = Path(work["name"]).name.partition("-")[0]
+                _ask(f"{url}/label", {"photo": work["photo"], "class": name})
+                given[work["name"]] = name
+        finally:
+            process.send_signal(how)
+            process.communicate(timeout=60)
+        assert kept(output).items() >= given.items(), "an answered label is lost"
+    learned = ClassIncrementalLearner.from_pretrained(output).state.known.learned
+    assert how == signal.SIGKILL or sum(map(len, learned.values())) == 8 + len(kept(output))
