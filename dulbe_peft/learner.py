@@ -24,6 +24,7 @@ from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.encoders.encoder import Encoder
+from dulbe_peft.encoders.encoding import Encoding
 from dulbe_peft.encoders.loading import has_text, logit_scale
 from dulbe_peft.metrics.evaluation import EncodedTest, Evaluation, evaluate_features, seen_accuracies
 from dulbe_peft.metrics.prediction import Prediction, predict_images
@@ -119,7 +120,11 @@ class ClassIncrementalLearner(TakesTurns):
     def _encoder(self, store: FeatureStore | None) -> Encoder:
         encoder = Encoder(self.state.base, self.state.processor, self.state.args, self.device)
         encoder.graph, encoder.store, encoder.scores = self.state.graph, store, self._scores
+        encoder.encodings = self._encoding
         return encoder
+
+    def _encoding(self) -> Encoding | None:
+        return self.state.encoding
 
     def _scores(self, features: torch.Tensor) -> torch.Tensor | None:
         """Return the scores by which the features of another backend are checked, in addition to their cosines."""
@@ -404,7 +409,8 @@ class ClassIncrementalLearner(TakesTurns):
 
         `tests` has the test data of each task, or None, and its class names. A_t is None if no task up to t has data.
         """
-        with self.model.disable_adapter() if isinstance(self.model, PeftModel) else nullcontext():
+        disabled = self.model.disable_adapter() if isinstance(self.model, PeftModel) else nullcontext()
+        with disabled, self.encoder.encoding_by(None):
             return self.text_accuracies(tests)
 
     @takes_turn
@@ -599,7 +605,7 @@ class ClassIncrementalLearner(TakesTurns):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.encoder.scores = self._scores
+        self.encoder.scores, self.encoder.encodings = self._scores, self._encoding
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         with self.turn("__deepcopy__"):

@@ -21,7 +21,7 @@ from dulbe_peft.checkpoints.locating import listed
 from dulbe_peft.classifiers.registry import CLASSIFIERS
 from dulbe_peft.data.known import KnownImages
 from dulbe_peft.encoders.backends import has_graph
-from dulbe_peft.encoders.loading import IMAGE_PROCESSOR_FILES, check_encoder, embed_dim, has_text, load_processor
+from dulbe_peft.encoders.loading import IMAGE_PROCESSOR_FILES, check_encoder, has_text, load_processor
 from dulbe_peft.strategies.base import Memory
 from dulbe_peft.strategies.registry import make_strategy
 from dulbe_peft.subspaces.occupation import OccupationStatistics
@@ -136,7 +136,7 @@ def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: se
         memory = _read_memory(state, folder, files)
         names = [name for task in saved.tasks for name in task]
         images = read_known(folder, names, files)
-    args, width = state.args, embed_dim(state.base)
+    args, width = state.args, replace(state, memory=memory).embed_dim
     if args.learning_rate == "auto":  # keep the rate that was chosen on the first task
         args = replace(args, learning_rate=saved.arguments["learning_rate"])
     for name, classifier in classifiers.items():

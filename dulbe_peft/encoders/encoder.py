@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Self, cast
@@ -16,6 +17,7 @@ from dulbe_peft.data.feature_tables import FeatureTable
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.store import EncoderKey, FeatureStore, open_store
 from dulbe_peft.encoders import backends, loading
+from dulbe_peft.encoders.encoding import Encoding, untouched
 from dulbe_peft.encoders.identity import ImageTowerFacts, encoder_key
 from dulbe_peft.encoders.loading import unpacked
 from dulbe_peft.encoders.pixels import PixelDataset
@@ -24,6 +26,7 @@ from dulbe_peft.encoders.text_encoder import TextEncoder
 from dulbe_peft.utils import processes
 from dulbe_peft.utils.devices import choose_device, choose_precision, has_bfloat16
 from dulbe_peft.utils.profiling import Profile
+from dulbe_peft.utils.torch_settings import evaluating
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # A CPU encodes this many images at once, and smaller batches are padded: the size of a matrix product selects its
@@ -49,6 +52,11 @@ class Encoder(TextEncoder):
         # Class scores of features, for comparing a backend's predictions with torch's; None: see `_scores`.
         self.scores: Callable[[torch.Tensor], torch.Tensor | None] | None = None
         self.graph: str | None = None  # SHA-256 of the learner's int8 graph
+        # Returns how the learner's strategy encodes images and texts; None: as the model does.
+        self.encodings: Callable[[], Encoding | None] | None = None
+        self._encodings: list[Encoding | None] = []  # of the blocks of `encoding_by` that are running
+        self._untouched = False  # whether a block uses the model without its adapter
+        self._untouched_facts = ImageTowerFacts()
         self._tower_facts = ImageTowerFacts()
         self._tower: tuple[str, backends.Tower | None] = ("", None)  # digest of the weights, and their exported tower
         self._trains = False  # a tower that every task changes is not exported
@@ -67,8 +75,46 @@ class Encoder(TextEncoder):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the exported tower, measurements of this CPU, and `scores`, which the learner sets again."""
-        return vars(self) | {"_tower": ("", None), "scores": None, "_positions_equal": {}}
+        """Leave out the exported tower, measurements of this CPU, and functions that the learner sets again."""
+        kept: dict[str, Any] = {"_tower": ("", None), "_positions_equal": {}, "_encodings": [], "_untouched": False}
+        return vars(self) | kept | {"scores": None, "encodings": None}
+
+    @property
+    def encoding(self) -> Encoding | None:
+        """How images and texts are encoded now; None: as the model does."""
+        if self._encodings:
+            return self._encodings[-1]
+        return None if self.encodings is None else self.encodings()
+
+    @contextmanager
+    def encoding_by(self, encoding: Encoding | None) -> Iterator[None]:
+        """Encode with `encoding`, or as the model does, while the block runs."""
+        self._encodings.append(encoding)
+        try:
+            yield
+        finally:
+            self._encodings.pop()
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """Encode with the untouched model while the block runs, and use the store of its features."""
+        before = self._untouched
+        with self.encoding_by(None), untouched(self.clip):
+            self._untouched = True
+            try:
+                yield
+            finally:
+                self._untouched = before
+
+    def query_embeds(self, images: PixelDataset, title: str, skip: bool = False, few: bool = False) -> torch.Tensor:
+        """Return the unit features of all images by the untouched model, (n, d)."""
+        with self.without_adapter():
+            return self._embeds(images, title, skip, few)[0]
+
+    @property
+    def embed_dim(self) -> int:
+        encoding = self.encoding
+        return super().embed_dim * (1 if encoding is None else encoding.towers)
 
     def images(self, images: LabelledImages, keep: bool = False) -> PixelDataset:
         """Return the preprocessed images.
@@ -104,7 +150,10 @@ class Encoder(TextEncoder):
     def facts(self) -> dict[str, str]:
         """Facts that distinguish this encoder's image features from another's, equal on every machine."""
         graph = {"graph": self.graph or ""} if self.args.precision == "int8" else {}
-        return self._tower_facts(self.clip, self.processor) | {"precision": self.args.precision} | graph
+        by = {} if (encoding := self.encoding) is None else {"encoding": encoding.digest}
+        facts = self._untouched_facts if self._untouched else self._tower_facts
+        tower = facts(self.clip, self.processor, self._untouched)
+        return tower | {"precision": self.args.precision} | graph | by
 
     @property
     def key(self) -> EncoderKey:
@@ -158,6 +207,11 @@ class Encoder(TextEncoder):
         """Whether another backend may run the tower: not during training, nor while an adapter is off or scaled."""
         if self.args.backend == "torch" or self._trains:
             return False
+        if self.encoding is not None:
+            raise ValueError(
+                f"the backend {self.args.backend!r} runs the model alone, but the strategy changes how each image is "
+                "encoded: choose the backend 'torch'"
+            )
         layers = (module for module in self.clip.modules() if isinstance(module, BaseTunerLayer))
         return not any(layer.disable_adapters or getattr(layer, "_held", None) is not None for layer in layers)
 
@@ -201,7 +255,7 @@ class Encoder(TextEncoder):
     @property
     def adapted(self) -> bool:
         """Whether the model has an adapter, so that its features may change."""
-        return any(isinstance(module, BaseTunerLayer) for module in self.clip.modules())
+        return not self._untouched and any(isinstance(module, BaseTunerLayer) for module in self.clip.modules())
 
     def training_batches(self, images: PixelDataset, title: str, order: Sequence[int]) -> Iterator[Batch]:
         """Yield batches in `order`: the pixels of this process's rows, and labels and indices of the whole batch."""
@@ -230,20 +284,41 @@ class Encoder(TextEncoder):
         numbers = self.args.precision if self._tower[1] is None else f"{self.args.precision} by {self.args.backend}"
         return self.profile.batches(read_batches(images, batches, self.args, self.device, f"{title}, {numbers}"))
 
-    def image_embeds(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return the unit features of pixel values, (rows, d) in float32."""
+    def image_embeds(self, pixels: torch.Tensor, queries: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the unit features of pixel values, (rows, d) in float32.
+
+        `queries`, (rows, d), are their features by the untouched model. They are only used, and computed if they are
+        None, if the encoding needs them.
+        """
+        if (encoding := self.encoding) is not None:
+            if encoding.queries and queries is None:
+                queries = self.untouched_embeds(pixels)
+            with self.autocast():
+                return encoding.image_embeds(self.clip, pixels, queries)
         training = self.clip.training and torch.is_grad_enabled()  # other passes would be compiled separately
         tower = self._trained_tower if training else loading.unit_image_embeds
         with self.autocast():
             return tower(self.clip, pixels)
 
+    def unit_text_embeds(self, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
+        encoding = self.encoding
+        return super().unit_text_embeds(tokens) if encoding is None else encoding.text_embeds(self.clip, tokens)
+
+    @torch.no_grad()
+    def untouched_embeds(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return the unit features of pixel values by the untouched model, (rows, d) in float32."""
+        with self.without_adapter(), evaluating(self.clip), self.autocast():
+            return loading.unit_image_embeds(self.clip, pixels)
+
     def token_mask(self, pixels: torch.Tensor) -> torch.Tensor | None:
         """Return which tokens are no padding, (rows, tokens) in bool; None if no model of this type pads images."""
         return unpacked(pixels)["pixel_attention_mask"] if loading.encoder_of(self.clip).patches else None
 
-    def gathered_image_embeds(self, pixels: torch.Tensor, total: int) -> torch.Tensor:
+    def gathered_image_embeds(
+        self, pixels: torch.Tensor, total: int, queries: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Encode this process's rows, and return the unit features of all `total` images of the batch, (total, d)."""
-        return processes.gather_rows(self.image_embeds(pixels), total)
+        return processes.gather_rows(self.image_embeds(pixels, queries), total)
 
     def _positions_agree(
         self, encode: Callable[[torch.Tensor], torch.Tensor], image: torch.Tensor, backend: str
@@ -252,27 +327,35 @@ class Encoder(TextEncoder):
 
         This depends on the processor: with AVX2, for instance, MKL rounds the last rows of a product differently.
         """
-        key = backend, torch.get_num_threads()
+        key = backend if self.encoding is None else self.encoding.digest, torch.get_num_threads()
         if key not in self._positions_equal:
             features = encode(image.repeat(CPU_BATCH, *[1] * (image.ndim - 1)))
             self._positions_equal[key] = bool((features == features[0]).all())
         return self._positions_equal[key]
 
     def _encoded(
-        self, pixels: torch.Tensor, images: PixelDataset, tower: backends.Tower | None, few: bool
+        self,
+        pixels: torch.Tensor,
+        images: PixelDataset,
+        tower: backends.Tower | None,
+        few: bool,
+        queries: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the unit features of a batch, (n, d), computed by `tower`, or by torch if it is None.
 
         The tower is compared with torch first. `few` encodes the images one by one on a CPU, and unpadded on a GPU.
+        `queries` are those of `image_embeds`.
         """
         encode, backend = tower or self.image_embeds, "torch" if tower is None else tower.backend
         if self.device.type != "cpu":
-            parts = [pixels if few else _padded(pixels, self.args.eval_batch_size)]
+            size, padding = (len(pixels), 1) if few else (self.args.eval_batch_size,) * 2
         elif few or not self._positions_agree(encode, pixels[:1], backend):
-            parts = list(pixels.split(1))
+            size = padding = 1
         else:  # the activations of a larger batch do not fit into the CPU's caches
-            parts = list(_padded(pixels, CPU_BATCH).split(CPU_BATCH))
-        features = torch.cat([encode(part) for part in parts])[: len(pixels)]
+            size = padding = CPU_BATCH
+        given = [pixels] if queries is None else [pixels, queries]
+        parts = zip(*(_padded(each, padding).split(size) for each in given), strict=True)
+        features = torch.cat([encode(*part) for part in parts])[: len(pixels)]
         if tower is None:
             return features
         if tower.precision != "int8" and not tower.is_checked(len(pixels)):
@@ -345,12 +428,15 @@ class Encoder(TextEncoder):
         if store is not None:
             key = self.key._replace(view="" if images.augment is None else json.dumps(images.augment))
             rows, copies = self._fill_from_store(store, key, images, features)
-        tower = self.tower if rows else None
+        tower, encoding, queries = self.tower if rows else None, self.encoding, None
+        if rows and encoding is not None and encoding.queries:
+            queries = self.query_embeds(images, title, skip, few)
         unreadable: dict[int, str] = {}
         with processes.raise_in_all():
             batches = self.batches(images.skipping() if skip else images, title, rows)
             for pixels, _, index, contents, errors in batches:
-                features[index] = self._encoded(pixels, images, tower, few)
+                asked = None if queries is None else queries[index]
+                features[index] = self._encoded(pixels, images, tower, few, asked)
                 contents = [content or None for content in contents]
                 for row, content in zip(index.tolist(), contents, strict=True):
                     images.images.record_content(row, content)

@@ -28,10 +28,15 @@ class ImageTowerFacts:
         self._written: tuple[Any, ...] = ()
         self._digest = ""
 
-    def __call__(self, clip: Any, processor: Any) -> dict[str, str]:
-        """Return the SHA-256 of the weights, of the layers' settings and of the image processor's settings."""
+    def __call__(self, clip: Any, processor: Any, untouched: bool = False) -> dict[str, str]:
+        """Return the SHA-256 of the weights, of the layers' settings and of the image processor's settings.
+
+        With `untouched`, the weights are those of the model without its adapter.
+        """
         text = loading.encoder_of(clip).text_tower
         weights = {name: t for name, t in clip.state_dict().items() if not name.startswith(f"{text}.")}
+        if untouched:
+            weights = {_base_name(name): t for name, t in weights.items() if not _is_adapter(name)}
         plain = [t for t in weights.values() if type(t) is torch.Tensor]
         written = tuple((t.data_ptr(), -1 if t.is_inference() else t._version, sampled_values(t)) for t in plain)
         if written != self._written:
@@ -43,6 +48,15 @@ class ImageTowerFacts:
             "layers": _sha256(layers),
             "image_processor": _sha256(processor.image_processor.to_dict()),
         }
+
+
+def _base_name(name: str) -> str:
+    """Return the name that a weight of an adapted model has in the base model."""
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+
+
+def _is_adapter(name: str) -> bool:
+    return any(part.startswith("dulbe_") or part == "modules_to_save" for part in name.split("."))
 
 
 def encoder_key(

@@ -76,7 +76,11 @@ class TextEncoder:
         if len(rows) < total:
             tokens = {name: tensor[rows] for name, tensor in tokens.items()}
         with self.autocast():
-            return processes.gather_rows(loading.unit_text_embeds(self.clip, tokens), total)
+            return processes.gather_rows(self.unit_text_embeds(tokens), total)
+
+    def unit_text_embeds(self, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the unit text embeddings of this process's prompts, (prompts, d)."""
+        return loading.unit_text_embeds(self.clip, tokens)
 
     def text_embeds(self, names: Sequence[str], texts: Texts = NO_TEXTS, training: bool = False) -> torch.Tensor:
         """Return one unit text embedding for each class, (classes, d): the normalised mean over its prompts."""

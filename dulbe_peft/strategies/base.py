@@ -7,6 +7,7 @@ For each task, the learner goes through these steps in order:
     loss      compute the loss of each training step; `backward` and `after_step` give more control over the step
     finish    change the trained update before it joins the history
     remember  keep what later tasks need
+    encoding  change how images and texts are encoded, from what was kept
 
 A method that differs only in its bases overrides `plan` and nothing else.
 """
@@ -24,6 +25,8 @@ from dulbe_peft.adapter.linear import Updates
 from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.encoders.encoder import Encoder
+from dulbe_peft.encoders.encoding import Encoding
+from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.utils.processes import world
@@ -61,6 +64,7 @@ class NewTask:
     # Layer name -> X'X, (d_in, d_in), of the task's images. Filled if `needs` contains "inputs".
     inputs: OccupationStatistics = field(default_factory=OccupationStatistics)
     encoder: Encoder | None = None  # encodes further images and texts; set while a task is trained
+    images: PixelDataset | None = None  # the task's images; set while it is trained
     # Values that one hook leaves for a later one. `plan` runs in the first process only; all processes get its notes.
     notes: dict[str, Any] = field(default_factory=dict)
 
@@ -109,6 +113,7 @@ class Step:
     encode: Callable[[], torch.Tensor]  # computes the features of the same images with the current model
     teacher: Callable[[], torch.Tensor]  # computes the features of the same images with the model before this task
     logit_scale: float  # tau
+    queries: torch.Tensor | None = None  # (n, d), features by the untouched model. Set if the encoding needs them.
     gradient_scale: float = 1.0  # factor by which the caller multiplies the loss before a half-precision backward pass
 
 
@@ -131,6 +136,10 @@ class Strategy:
     remembers_inputs: ClassVar[bool] = False  # whether `remember` needs X'X of the images, from the finished model
     # Whether `remember` is also called for further images of known classes. The memory must then be a sum over images.
     remembers_more: ClassVar[bool] = False
+    # Whether the adapter's parameters are trained. If not, only what `training` yields is.
+    trains_adapter: ClassVar[bool] = True
+    # The learning rate of "auto"; None chooses it as `training/rates.py` describes.
+    published_rate: ClassVar[float | None] = None
     orthonormal: ClassVar[bool] = True  # whether the planned bases have orthonormal columns
     classifiers: ClassVar[tuple[str, ...]] = ("bayes", "pooled_bridge")  # the default if the user names no classifier
     # The default if the user names no target modules. None: the adapter's default.
@@ -143,6 +152,14 @@ class Strategy:
     def trained_weights(self, layer: DualModeLinear) -> int:
         """Return how many single weights of a layer are trained instead of its modes; 0 if the modes are trained."""
         return 0
+
+    def encoding(self, memory: Memory | None) -> Encoding | None:
+        """Return how images and texts are encoded after the tasks of `memory`; None: as the model does.
+
+        The result acts in every pass except those of `training`, which enters `task.encoder.encoding_by` if its steps
+        need an encoding. Such a learner cannot be exported, scaled or merged.
+        """
+        return None
 
     def measuring(self, task: NewTask) -> AbstractContextManager[Any] | None:
         """Return a context for the passes that measure gradients and inputs; None leaves the model unchanged."""

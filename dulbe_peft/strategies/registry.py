@@ -34,6 +34,11 @@ _FROM_PAPERS = {
     "clap4clip": "clap4clip:Clap4Clip",
     "clg_cbm": "clg_cbm:ClgCbm",
     "bofa": "bofa:Bofa",
+    "magmax": "magmax:MagMax",
+    "lfi": "lfi:Lfi",
+    "dualprompt": "dualprompt:DualPrompt",
+    "coda_prompt": "coda_prompt:CodaPrompt",
+    "l2p": "l2p:L2P",
 }
 STRATEGIES: Registry[Strategy] = Registry(
     "strategy",

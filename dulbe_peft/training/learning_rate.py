@@ -35,6 +35,8 @@ def with_rate(make: MakeTrainer, state: LearnerState, encoder: Encoder, images: 
     """Return the state with a number as its learning rate; choose it on the task's images if it is "auto"."""
     if state.args.learning_rate != "auto" or state.adapter is None or not state.strategy.adapts:
         return state
+    if state.strategy.published_rate is not None:
+        return _at(state, state.strategy.published_rate)
     rate = PAPER_RATE
     if width_of(state.adapter) < PAPER_WIDTH:
         with encoder.profile.phase("choose rate"):

@@ -41,7 +41,9 @@ class Turns:
                     "after, or give the data set a copy of the learner (copy.deepcopy)"
                 )
             if not outer and self in _SCALES.get() and state.adapter is not None:
-                scaled.enter_context(state.adapter.scaled(_SCALES.get()[self]))
+                if (scale := _SCALES.get()[self]) != 1:
+                    state.check_plain("this learner cannot be scaled")
+                scaled.enter_context(state.adapter.scaled(scale))
             self.call = outer or name
             try:
                 yield

@@ -166,7 +166,7 @@ def new_state(
     recipes = parse_classifiers(state.strategy.classifiers if classifiers is None else classifiers)
     if classifiers is None and not loading.has_text(clip):
         recipes = {name: recipe for name, recipe in recipes.items() if not CLASSIFIERS[name].needs_text}
-    new = make_classifiers(recipes.values(), loading.embed_dim(clip), loading.logit_scale(clip))
+    new = make_classifiers(recipes.values(), state.embed_dim, loading.logit_scale(clip))
     needs_text = [name for name, classifier in new.items() if classifier.needs_text]
     if needs_text and not loading.has_text(clip):
         raise ValueError(f"the classifier {needs_text[0]!r} needs text, but {type(clip).__name__} has no text tower")
@@ -183,4 +183,7 @@ def on_device(state: LearnerState, device: torch.device) -> LearnerState:
     if args.image_resize != "processor":
         processor = with_image_resize(processor, state.base, args.image_resize)
     classifiers = {name: classifier.to(device) for name, classifier in state.classifiers.items()}
-    return replace(state, args=args, model=model, processor=processor, classifiers=classifiers)
+    memory = state.memory
+    if isinstance(memory, dict):
+        memory = {name: tensor.to(device) for name, tensor in memory.items()}
+    return replace(state, args=args, model=model, processor=processor, classifiers=classifiers, memory=memory)

@@ -17,6 +17,8 @@ from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.registry import answering
 from dulbe_peft.data.images import LabelledImages, named_images
 from dulbe_peft.data.known import KnownImages
+from dulbe_peft.encoders import loading
+from dulbe_peft.encoders.encoding import Encoding
 from dulbe_peft.strategies.base import Memory, Strategy
 from dulbe_peft.utils.records import Fraction, Record
 
@@ -141,6 +143,25 @@ class LearnerState:
     def trained(self) -> bool:
         """Whether the model was trained on the learned images, so that none of them is truly held out."""
         return self.strategy.adapts or self.adapter is not None
+
+    @property
+    def encoding(self) -> Encoding | None:
+        """How images and texts are encoded; None: as the model does."""
+        return self.strategy.encoding(self.memory)
+
+    @property
+    def embed_dim(self) -> int:
+        """Width of the features that the classifiers learn."""
+        encoding = self.encoding
+        return loading.embed_dim(self.base) * (1 if encoding is None else encoding.towers)
+
+    def check_plain(self, what: str) -> None:
+        """Raise a `ValueError` that begins with `what` if the strategy changes how each image is encoded."""
+        if self.encoding is not None:
+            raise ValueError(
+                f"{what}: the strategy {self.strategy.name!r} changes how each image is encoded, which the weights of "
+                "a model cannot hold"
+            )
 
     @property
     def doubt(self) -> str:

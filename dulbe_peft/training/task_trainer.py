@@ -6,8 +6,8 @@ Reference: Appendix "Complete Procedure", Algorithm 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
@@ -30,7 +30,14 @@ from dulbe_peft.subspaces.inputs import collect_statistics
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.estimating import estimates_of
 from dulbe_peft.training.state import LearnerState
-from dulbe_peft.utils.processes import on_main_process, raise_in_all, shard, sum_over_processes
+from dulbe_peft.utils.processes import (
+    gather_rows,
+    on_main_process,
+    padded_shard,
+    raise_in_all,
+    shard,
+    sum_over_processes,
+)
 from dulbe_peft.utils.torch_settings import evaluating
 
 Log = Callable[[dict[str, float], int], None]
@@ -55,7 +62,7 @@ def train_task(trainer: TaskTrainer) -> tuple[LearnerState, TaskRecord, ClosingP
     """
     state, encoder, images, names = trainer.state, trainer.encoder, trainer.images, trainer.names
     features, memory = trainer.learn()
-    with encoder.profile.phase("close"):
+    with encoder.encoding_by(state.strategy.encoding(memory)), encoder.profile.phase("close"):
         labels = torch.as_tensor(images.labels, device=features.device)
         # teacher="online" is for data sets that change their images at random. Features of two passes over them do
         # not belong to the same images, so drift must not be computed from them.
@@ -92,6 +99,7 @@ def _old_texts(state: LearnerState, encoder: Encoder) -> list[torch.Tensor]:
     """
     config = state.config
     changes = config and (config.text_rank or config.modules_to_save or isinstance(config.target_modules, str))
+    changes = changes or encoder.encoding is not None
     stored = [c.text_embeds for c in state.classifiers.values() if "text_embeds" in c.tensors()]
     if not state.tasks:
         return []
@@ -110,13 +118,14 @@ class TaskTrainer:
         self.adapter = cast(DualModeLoraModel, state.adapter)  # None if nothing is trained
         self.encoder, self.logit_scale, self.log = encoder, logit_scale(encoder.clip), log
         self.images, self.names, self.index = images, images.images.class_names, len(state.tasks)
-        self.task = NewTask(self.index, self.adapter, self.args, state.memory, encoder=encoder)
+        self.task = NewTask(self.index, self.adapter, self.args, state.memory, encoder=encoder, images=images)
         self.step = state.step
         counts = np.bincount(images.labels, minlength=len(self.names)).tolist()
         rate = cast(float, self.args.learning_rate) if self.strategy.adapts else None
         self.record = TaskRecord(dict(zip(self.names, counts, strict=True)), rate)
         self.teacher: torch.Tensor | None = None
         self.old_text: torch.Tensor | None = None
+        self.queries: torch.Tensor | None = None
         self._trained_text: torch.Tensor | None = None
 
     def learn(self) -> tuple[torch.Tensor, Memory | None]:
@@ -131,8 +140,13 @@ class TaskTrainer:
         if strategy.folds:
             self.adapter.fold_if_trained(strategy.keeps_factors)
         with self.encoder.profile.phase("close"):
-            features, inputs = self.encode("close", strategy.remembers_inputs)
-            memory = strategy.remember(task, inputs)
+            if strategy.remembers_inputs:
+                features, inputs = self.encode("close", True)
+                memory = strategy.remember(task, inputs)
+            else:
+                memory = strategy.remember(task, OccupationStatistics())
+                with self.encoder.encoding_by(strategy.encoding(memory)):
+                    features, _ = self.encode("close", False)
         task.gradients, task.inputs = {}, OccupationStatistics()  # frees as much memory as the adapted weights take
         return features, memory
 
@@ -215,7 +229,12 @@ class TaskTrainer:
     def train(self) -> None:
         """Make all training steps of the task, starting from the bases that `begin` installed."""
         task, args, encoder, size = self.task, self.args, self.encoder, len(self.images)
-        with self.strategy.training(task) as extra, ExitStack() as stack:
+        with ExitStack() as stack:
+            if not self.strategy.trains_adapter:
+                stack.enter_context(_frozen(self.model))
+            stack.enter_context(encoder.encoding_by(None))
+            extra = stack.enter_context(self.strategy.training(task))
+            self.queries = self.query_features()
             parameters = [p for p in self.model.parameters() if p.requires_grad] + extra
             rate = cast(float, args.learning_rate)  # "auto" was replaced by a number before the task
             optimizer = torch.optim.Adam(parameters, lr=rate)
@@ -249,6 +268,8 @@ class TaskTrainer:
                     schedule.step()
                 self._log_epoch(torch.stack(losses), epoch)
                 epoch += 1
+            if not all(tensor.isfinite().all() for tensor in extra):
+                raise ValueError("a tensor is NaN or infinite after training: lower the learning_rate")
 
     @cached_property
     def _tokens(self) -> dict[str, torch.Tensor]:
@@ -261,8 +282,16 @@ class TaskTrainer:
             self._trained_text = self.encoder.token_embeds(self._tokens)
         text = self._trained_text
 
+        encoding, queries, rows = self.encoder.encoding, None, None
+        if encoding is not None and encoding.queries:
+            if self.queries is None:
+                rows = self.encoder.untouched_embeds(pixels)
+                queries = gather_rows(rows, len(index))
+            else:
+                queries, rows = self.queries[index], self.queries[padded_shard(index.tolist())]
+
         def encode() -> torch.Tensor:
-            return self.encoder.gathered_image_embeds(pixels, len(index))
+            return self.encoder.gathered_image_embeds(pixels, len(index), rows)
 
         def teacher_features() -> torch.Tensor:
             if self.teacher is not None and self.args.teacher == "cached" and self.args.augment == "none":
@@ -272,7 +301,16 @@ class TaskTrainer:
 
         features = encode()
         task_loss = cross_modal_loss(features, text, labels, self.logit_scale)
-        return Step(task_loss, features, labels, text, self.old_text, encode, teacher_features, self.logit_scale)
+        given = (task_loss, features, labels, text, self.old_text, encode, teacher_features, self.logit_scale)
+        return Step(*given, queries)
+
+    def query_features(self) -> torch.Tensor | None:
+        """Return the features of all images by the untouched model, (n, d), if every step needs the same ones."""
+        encoding = self.encoder.encoding
+        same = self.args.augment == "none" and self.args.teacher == "cached"
+        if encoding is None or not encoding.queries or not same:
+            return None
+        return self.encoder.query_embeds(self.images, self.title("queries"))
 
     @torch.no_grad()
     def _wrong_logit(self) -> float:
@@ -299,6 +337,10 @@ def features_and_inputs(
 ) -> tuple[torch.Tensor, OccupationStatistics]:
     """Return the features of all images, (n, d), and with `collect` also X'X of every adapted layer's inputs."""
     inputs, adapter = OccupationStatistics(), state.adapter
+    if collect and encoder.encoding is not None:  # the inputs are those of the adapted model alone
+        with encoder.encoding_by(None):
+            _, inputs = features_and_inputs(state, encoder, images, title, True)
+        return features_and_inputs(state, encoder, images, title, False)[0], inputs
     if adapter is None or not collect:
         with state.resting():
             return encoder.dataset_embeds(images, title), inputs
@@ -314,6 +356,19 @@ def features_and_inputs(
         collect_statistics(adapter, batches, forward_fn, inputs, *how)
     sum_over_processes([features])
     return features, inputs
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Compute no gradients of the model's parameters while the block runs."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 def _moved(notes: dict[str, Any], device: torch.device | str) -> dict[str, Any]:

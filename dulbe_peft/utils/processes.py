@@ -52,6 +52,15 @@ def gather_rows(local: torch.Tensor, total: int) -> torch.Tensor:
     return torch.cat(parts)[:total]
 
 
+def used_by_all(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a trained tensor that every process uses for the rows of all, with its gradient divided by their number.
+
+    The sum of the gradients over the processes is then right, as it is for tensors that are used for local rows only.
+    """
+    size = world()[1]
+    return tensor if size == 1 else tensor / size + (tensor - tensor / size).detach()
+
+
 @torch.no_grad()
 def sum_over_processes(tensors: Iterable[torch.Tensor]) -> None:
     """Replace each tensor by its sum over all processes, in place. Tensors of one dtype are sent in one buffer."""

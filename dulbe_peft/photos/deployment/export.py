@@ -85,6 +85,7 @@ def export_learner(
     with nullcontext() if isinstance(learner, LearnerState) else learner.turn("export_learner"):
         state = learner if isinstance(learner, LearnerState) else learner.state
         check_saved(state.processor, state.base)
+        state.check_plain("this learner cannot be exported")
         chosen = choose_classifier(state, classifier)
         if format == "lora" and state.adapter is None:
             raise ValueError(

@@ -1,0 +1,89 @@
+"""Change how a model encodes images and texts, for strategies whose tensors act in every pass.
+
+A strategy returns an `Encoding` from its hook `encoding`. The encoder calls it instead of the model, and its `digest`
+becomes part of the encoder's key.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+
+from dulbe_peft.encoders.loading import encoder_of, unit_image_embeds, unit_text_embeds
+from dulbe_peft.utils.tensors import whole_digest
+
+
+class Encoding:
+    """How a strategy encodes images and texts. This base class encodes them as the model does.
+
+    Args:
+        settings: Everything besides the tensors by which the features differ, as text.
+        tensors: Named tensors by which the features differ.
+    """
+
+    queries: ClassVar[bool] = False  # whether images are encoded from their features by the untouched model
+    towers: ClassVar[int] = 1  # number of models whose features are joined
+
+    def __init__(self, settings: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.settings, self.tensors = settings, tensors
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of everything by which the features differ from those of the model."""
+        text = f"{type(self).__name__} {self.settings} {whole_digest(self.tensors)}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def image_embeds(self, clip: Any, pixels: torch.Tensor, queries: torch.Tensor | None) -> torch.Tensor:
+        """Return unit image features, (n, towers * d) in float32.
+
+        `queries`, (n, d), are the unit features of the same images by the untouched model, if `queries` of the class
+        is set.
+        """
+        return unit_image_embeds(clip, pixels)
+
+    def text_embeds(self, clip: Any, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return unit text embeddings, (prompts, towers * d) in float32, of the output of `tokenize`."""
+        return unit_text_embeds(clip, tokens)
+
+
+@contextmanager
+def untouched(clip: nn.Module) -> Iterator[None]:
+    """Use the model without its adapters while the block runs.
+
+    Raises:
+        ValueError: An adapter is merged into the base weights.
+    """
+    parts: list[Any] = [m for m in clip.modules() if isinstance(m, (BaseTunerLayer, ModulesToSaveWrapper))]
+    if any(getattr(part, "merged_adapters", None) for part in parts):
+        raise ValueError("an adapter is merged into the base weights: call unmerge_adapter() first")
+    before = [part._disable_adapters for part in parts]
+    try:
+        for part in parts:
+            part._disable_adapters = True
+        yield
+    finally:
+        for part, disabled in zip(parts, before, strict=True):
+            part._disable_adapters = disabled
+
+
+def vision_modules(clip: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the name and module of every part of the model outside its text tower."""
+    text = encoder_of(clip).text_tower
+    for name, module in clip.named_modules():
+        if text is None or not (name == text or name.startswith(f"{text}.")):
+            yield name, module
+
+
+@contextmanager
+def hooked(*handles: Any) -> Iterator[None]:
+    """Remove the hooks with these handles after the block, also if it raises."""
+    with ExitStack() as stack:
+        for handle in handles:
+            stack.callback(handle.remove)
+        yield
