@@ -16,7 +16,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from dulbe_peft.encoders.loading import encoder_of, unit_image_embeds, unit_text_embeds
-from dulbe_peft.utils.tensors import whole_digest
+from dulbe_peft.utils.tensors import tensors_digest
 
 
 class Encoding:
@@ -36,7 +36,7 @@ class Encoding:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of everything by which the features differ from those of the model."""
-        text = f"{type(self).__name__} {self.settings} {whole_digest(self.tensors)}"
+        text = f"{type(self).__name__} {self.settings} {tensors_digest(self.tensors)}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def image_embeds(self, clip: Any, pixels: torch.Tensor, queries: torch.Tensor | None) -> torch.Tensor:

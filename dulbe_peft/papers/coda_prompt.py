@@ -1,8 +1,8 @@
 """CODA-Prompt: an image's prompt is a weighted sum of components, whose weights come from attended queries and keys.
 
-    P_m (length, width), K_m (d,), A_m (d,)      `components` new ones for each task, in each of the first blocks
+    P_m (2 length, width), K_m (d,), A_m (d,)    `components` new ones for each task, in each of the first blocks
     w_m = cos(q * A_m, K_m)                      elementwise product; no softmax and no selection
-    p   = sum_m w_m P_m                          (length, width): the first half are keys, the rest are values
+    p   = sum_m w_m P_m                          (2 length, width): the first half are keys, the rest are values
 
     loss = cross-entropy over the task's classes
          + penalty sum over blocks of  mean (K K' - I)^2 + mean (A A' - I)^2 + mean (P P' - I)^2      P: flattened rows
@@ -19,10 +19,8 @@ on ImageNet-R. The paper's penalty is 0.1; the code's is now 0.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
-from annotated_types import Ge, MultipleOf
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -63,7 +61,7 @@ def orthogonality(table: Tensor) -> Tensor:
 class CodaPrompt(PromptStrategy):
     """Train prompt components, their keys and their attention for each task."""
 
-    length: Annotated[int, Ge(2), MultipleOf(2)] = 8  # tokens: half of them keys, half values; the authors' 8
+    length: AtLeastOne = 4  # tokens of keys, and as many of values; the authors' 4 of each
     components: AtLeastOne = 10  # new ones for each task; the authors' 100 divided by the number of tasks
     blocks: AtLeastOne = 5  # the first blocks, or all of a model with fewer
     penalty: Weight = 0.1
@@ -76,7 +74,7 @@ class CodaPrompt(PromptStrategy):
         clip = task.encoder.clip
         blocks, width, d = min(self.blocks, len(blocks_of(clip))), width_of(clip), embed_dim(clip)
         new = {}
-        for name, row in zip(TABLES, ((self.length, width), (d,), (d,)), strict=True):
+        for name, row in zip(TABLES, ((2 * self.length, width), (d,), (d,)), strict=True):
             drawn = torch.randn(blocks, self.components, *row, generator=draw.generator).to(draw.device)
             before = old[name] if name in old else drawn[:, :0]
             pairs = zip(before.flatten(2), drawn.flatten(2), strict=True)
@@ -92,8 +90,8 @@ class CodaPrompt(PromptStrategy):
         pairs = {}
         for block, (prompts, keys, attention) in enumerate(zip(*(tensors[name] for name in TABLES), strict=True)):
             weights = component_weights(queries, keys, attention)
-            prompt = torch.einsum("nm,mlw->nlw", weights, prompts)
-            pairs[block] = prompt[:, : self.length // 2], prompt[:, self.length // 2 :]
+            keys, values = torch.einsum("nm,mlw->nlw", weights, prompts).chunk(2, dim=1)
+            pairs[block] = keys, values
         return pairs
 
     def term(self, tensors: Mapping[str, Tensor], queries: Tensor, task: int) -> Tensor:
