@@ -26,6 +26,7 @@ from dulbe_peft.encoders.text_encoder import TextEncoder
 from dulbe_peft.utils import processes
 from dulbe_peft.utils.devices import choose_device, choose_precision, has_bfloat16
 from dulbe_peft.utils.profiling import Profile
+from dulbe_peft.utils.tensors import align_weights, aligned, from_array
 from dulbe_peft.utils.torch_settings import evaluating
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -70,7 +71,9 @@ class Encoder(TextEncoder):
         """Return an encoder for a model that will not be trained, with the device of `args` and the user's store."""
         device = choose_device(args.device)
         precision = choose_precision(args.precision, None, False, has_bfloat16(device))
-        made = cls(clip.to(device).eval(), processor, replace(args, precision=precision), device)
+        clip = clip.to(device).eval()
+        align_weights(clip)
+        made = cls(clip, processor, replace(args, precision=precision), device)
         made.store = open_store(True)
         return made
 
@@ -298,7 +301,7 @@ class Encoder(TextEncoder):
         training = self.clip.training and torch.is_grad_enabled()  # other passes would be compiled separately
         tower = self._trained_tower if training else loading.unit_image_embeds
         with self.autocast():
-            return tower(self.clip, pixels)
+            return tower(self.clip, aligned(pixels))  # an image that was split from a batch may not be
 
     def unit_text_embeds(self, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
         encoding = self.encoding
@@ -308,7 +311,7 @@ class Encoder(TextEncoder):
     def untouched_embeds(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return the unit features of pixel values by the untouched model, (rows, d) in float32."""
         with self.without_adapter(), evaluating(self.clip), self.autocast():
-            return loading.unit_image_embeds(self.clip, pixels)
+            return loading.unit_image_embeds(self.clip, aligned(pixels))
 
     def token_mask(self, pixels: torch.Tensor) -> torch.Tensor | None:
         """Return which tokens are no padding, (rows, tokens) in bool; None if no model of this type pads images."""
@@ -392,11 +395,11 @@ class Encoder(TextEncoder):
         rest, features = iter(contents), list[torch.Tensor]()
         for part in parts:
             if part.features is not None:
-                features.append(torch.from_numpy(part.features.of(part)).to(self.device))
+                features.append(from_array(part.features.of(part)).to(self.device))
                 continue
             rows = [stored.get(content or b"") for content in islice(rest, len(part))]
             if rows and all(row is not None for row in rows):
-                features.append(torch.from_numpy(np.stack(cast(list[np.ndarray], rows))).to(self.device))
+                features.append(from_array(np.stack(cast(list[np.ndarray], rows))).to(self.device))
             else:
                 features.append(self.dataset_embeds(self.images(part)))
         return features
@@ -420,7 +423,7 @@ class Encoder(TextEncoder):
         With `skip`, the features of an unreadable image are zero; without it, the image is an error.
         """
         if images.images.features is not None:
-            return torch.from_numpy(images.images.features.of(images.images)).to(self.device), {}
+            return from_array(images.images.features.of(images.images)).to(self.device), {}
         self.calibrate(images)
         features = torch.zeros(len(images), self.embed_dim, device=self.device)
         store = None if few or self.adapted else self.store

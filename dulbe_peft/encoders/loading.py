@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from transformers import AutoTokenizer, CLIPModel, CLIPProcessor
 
 from dulbe_peft.encoders.registry import ENCODERS, DualEncoder, find_model, type_of, unsupported
+from dulbe_peft.utils.tensors import unmap_weights
 from dulbe_peft.utils.torch_settings import evaluating
 
 IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -74,6 +75,7 @@ def load_encoder(name: str, record: DualEncoder, revision: str | None, attn_impl
         attn_implementation=attn_implementation,
         **({"add_pooling_layer": False} if record.unused_pooler else {}),
     )
+    unmap_weights(model)
     return model.eval()
 
 

@@ -26,6 +26,7 @@ from dulbe_peft.strategies.registry import make_strategy
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.devices import choose_precision, has_bfloat16
 from dulbe_peft.utils.processes import check_same_in_all, copy_from_main, raise_in_all, refuse_sharded
+from dulbe_peft.utils.tensors import align_weights
 
 
 def check_active_adapter(state: LearnerState) -> None:
@@ -179,6 +180,7 @@ def on_device(state: LearnerState, device: torch.device) -> LearnerState:
     bfloat16 = args.backend != "onnx" and has_bfloat16(device)
     args = replace(args, precision=choose_precision(args.precision, None, state.strategy.adapts, bfloat16))
     model = state.model.to(device).eval()
+    align_weights(model)  # a model that transformers loaded may be a mapped file
     copy_from_main(state.adapter_tensors().values())
     if args.image_resize != "processor":
         processor = with_image_resize(processor, state.base, args.image_resize)

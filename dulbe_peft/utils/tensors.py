@@ -1,16 +1,88 @@
-"""Read and write safetensors files, which are complete or absent and hold only finite values, and digest tensors."""
+"""Align and digest tensors, and read and write safetensors files: complete or absent, and with finite values only."""
 
+import ctypes
 import hashlib
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import nn
 
 SAMPLES = 256  # how many values of each weight identify a model
+ALIGNMENT = 64  # bytes; torch allocates memory at multiples of it
+_PART = 2**22  # values that are copied at once
+_PAGE, _DONTNEED = 2**16, 4  # bytes, a multiple of every page of Linux; its MADV_DONTNEED
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a copy if it is on the CPU and its address is not a multiple of 64 bytes.
+
+    Some processors round products differently by the address. What torch computes is aligned, but a row of it, an
+    array of NumPy, and a tensor in a mapped file need not be.
+    """
+    return tensor if _is_aligned(tensor) else tensor.clone()
+
+
+def from_array(array: np.ndarray) -> torch.Tensor:
+    """Return an array as an `aligned` tensor."""
+    return aligned(torch.from_numpy(array))
+
+
+def align_weights(model: nn.Module) -> None:
+    """Make the weights and buffers of a model `aligned`, one at a time. Their values stay."""
+    for tensor in _plain_weights(model):
+        if not _is_aligned(tensor):
+            tensor.data = tensor.data.clone()
+
+
+def unmap_weights(model: nn.Module) -> None:
+    """Copy the weights of a model that was just loaded out of its file, to aligned addresses.
+
+    transformers maps a file into memory, so weights lie wherever its header ends, and they would change if the file
+    were overwritten. What was copied is freed, so memory for one copy of the weights is enough.
+    """
+    mapped = _mapped_files()
+    for tensor in _plain_weights(model):
+        old = tensor.data.contiguous()
+        tensor.data = torch.empty_like(old)
+        for new_part, part in zip(tensor.data.view(-1).split(_PART), old.view(-1).split(_PART), strict=True):
+            new_part.copy_(part)
+            start, end = part.data_ptr(), part.data_ptr() + part.nbytes
+            if any(first <= start and end <= last for first, last in mapped):
+                _free_pages(start, end)
+
+
+def _plain_weights(model: nn.Module) -> list[torch.Tensor]:
+    """Return the weights and buffers on the CPU that are no tensors of another package, such as quantised ones."""
+    tensors = chain(model.parameters(), model.buffers())
+    return [tensor for tensor in tensors if type(tensor.data) is torch.Tensor and tensor.device.type == "cpu"]
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "cpu" or tensor.data_ptr() % ALIGNMENT == 0
+
+
+def _mapped_files() -> list[tuple[int, int]]:
+    """Return the addresses, from start to end, at which Linux has mapped files into this process."""
+    if sys.platform != "linux":
+        return []
+    lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text(errors="replace").splitlines()]
+    parts = [fields[0].split("-") for fields in lines if len(fields) == 6 and fields[5].startswith("/")]
+    return [(int(first, 16), int(last, 16)) for first, last in parts]
+
+
+def _free_pages(start: int, end: int) -> None:
+    """Free the whole pages of a mapped file between two addresses; a later read would load them again."""
+    start, end = -(-start // _PAGE) * _PAGE, end // _PAGE * _PAGE
+    if start < end:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _DONTNEED)
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
@@ -30,12 +102,11 @@ def tensor_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
 def read_tensors(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors, on the CPU, and the metadata of a safetensors file. NaN or infinity raises a ValueError.
 
-    The tensors are copies at aligned addresses, because some processors round products differently by the address. So
-    what is loaded computes the same bits as what was saved.
+    The tensors are `aligned`, so what is loaded computes the same bits as what was saved.
     """
     with _opened(path) as file:
         metadata = dict(file.metadata() or {})
-        tensors = {name: file.get_tensor(name).clone() for name in list(file.keys())}
+        tensors = {name: aligned(file.get_tensor(name)) for name in list(file.keys())}
     for name, tensor in tensors.items():
         if not is_finite(tensor):
             raise ValueError(f"{path}: tensor {name!r} holds NaN or infinity")
@@ -108,7 +179,8 @@ def _opened(path: str | Path) -> Iterator[Any]:
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path} does not exist")
     try:
-        with safe_open(path, framework="pt") as file:
+        # The file is not mapped, so memory for one copy is enough, and a file that is replaced changes nothing.
+        with safe_open(path, framework="pt", backend="pread") as file:
             yield file
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or not a safetensors file: {error}") from error

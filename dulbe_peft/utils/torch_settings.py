@@ -23,18 +23,40 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+_one_thread = threading.RLock()
+_depth = [0]  # how many blocks of `one_thread` the thread that holds the lock is in
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Use one thread while the block runs.
+    """Let torch use one thread while the block runs. Blocks of different Python threads run one after the other.
 
-    With small products, further threads only spin and wait, which takes many times as long if the cores are busy.
+    With small products, further threads only spin and wait, which takes many times as long if the cores are busy. The
+    number holds for the process, and products round by it.
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    with _one_thread:
+        _depth[0] += 1
+        try:
+            if _depth[0] > 1:
+                yield
+                return
+            before = _threads_of_process()
+            torch.set_num_threads(1)
+            try:
+                yield
+            finally:
+                torch.set_num_threads(before)
+        finally:
+            _depth[0] -= 1
+
+
+def _threads_of_process() -> int:
+    """Return how many threads torch uses in a new Python thread. One that began during a block keeps one thread."""
+    found = list[int]()
+    asking = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    asking.start()
+    asking.join()
+    return found[0]
 
 
 def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[Any]:

@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from threading import Barrier, Event, Thread
 
 import pytest
 import torch
@@ -29,6 +30,35 @@ def test_classifiers_use_one_thread_and_restore_the_thread_count(monkeypatch):
     with pytest.raises(KeyError), one_thread():
         raise KeyError
     assert set(threads) == {1} and torch.get_num_threads() == 2
+
+
+def test_blocks_of_two_python_threads_leave_the_thread_count_as_it_was():
+    torch.set_num_threads(2)
+    inside, entered, threads, after = Barrier(2), Event(), [], []
+
+    def first():
+        with one_thread():
+            inside.wait(20)
+            entered.wait(0.2)  # long enough for the other thread to enter its block, if it may
+            threads.append(torch.get_num_threads())
+        after.append(torch.get_num_threads())
+
+    def second():  # its first call of torch is made while the block of the first thread runs
+        inside.wait(20)
+        threads.append(torch.get_num_threads())
+        with one_thread():
+            entered.set()
+            threads.append(torch.get_num_threads())
+        after.append(torch.get_num_threads())
+
+    for part in (running := [Thread(target=first), Thread(target=second)]):
+        part.start()
+    for part in running:
+        part.join()
+    later = Thread(target=lambda: after.append(torch.get_num_threads()))
+    later.start()
+    later.join()
+    assert threads == [1, 1, 1] and after == [2, 2, 2] and torch.get_num_threads() == 2
 
 
 def test_jobs_are_limited_to_the_number_of_cores(monkeypatch):
