@@ -118,7 +118,7 @@ def _add_notes(table: Table, header: list[str]) -> None:
         )
     unread = [name for name in header if name not in (table.paths, table.label, table.split, *table.one_hot)]
     if unread:
-        table.notes.append(f"{table.path}: ignored columns: {', '.join(map(repr, unread))}")
+        table.notes.append(f"{table.path}: further columns, which --group can name: {', '.join(map(repr, unread))}")
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:

@@ -127,9 +127,17 @@ def _load(path: Path, schemas: Schemas, filters: Any = None) -> LabelledImages:
     source = FeatureTable(str(path), rows, labels, column("path"), encoder_note(path))
     images = LabelledImages(source, labels, names)
     images.features = source
+    others = [name for name in next(iter(schemas.values())).names if name not in ("embedding", "label")]
+    images.columns = {name: partial(_column, schemas, filters, name) for name in others}
     for index, (value, row) in enumerate(zip(column("content"), rows, strict=True)):
         images.record_content(index, _content(path, value, row))
     return images
+
+
+def _column(schemas: Schemas, filters: Any, name: str) -> list[Any]:
+    return list(
+        _read("read_table", list(schemas), columns=[name], filters=filters, partitioning=None)[name].to_pylist()
+    )
 
 
 def _content(path: Path, value: Any, row: Any) -> bytes:

@@ -2,8 +2,9 @@
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -106,7 +107,7 @@ def holds_only_folders(path: Path) -> bool:
 
 
 class FileImages(LabelledImages):
-    """Labelled images in files; `source` has their paths relative to `root`."""
+    """Labelled images in files; `source` has their paths relative to `root`, `rows` their rows in a table, if any."""
 
     def __init__(
         self,
@@ -115,11 +116,13 @@ class FileImages(LabelledImages):
         images: Sequence[tuple[str, str]],
         left_out: Sequence[tuple[str, str]],
         notes: Sequence[str] = (),
+        rows: Sequence[Mapping[str, str]] = (),
     ) -> None:
         place = {name: label for label, name in enumerate(sorted({name for _, name in images}))}
         labels = np.array([place[name] for _, name in images], dtype=np.int64)
         super().__init__([file for file, _ in images], labels, check_class_names(place), stored=True)
         self.root, self.split, self.left_out, self.notes = root, split, left_out, notes
+        self.columns = {name: partial(_column, rows, name) for name in (rows[0] if rows else ())}
 
     def _item(self, position: int) -> tuple[Path, int]:
         return self.root / self.source[position], int(self._own_labels[position])
@@ -127,6 +130,10 @@ class FileImages(LabelledImages):
     def item_name(self, index: int) -> str:
         """Return the path of an image."""
         return str(self.root / self.source[self.indices[index]])
+
+
+def _column(rows: Sequence[Mapping[str, str]], name: str) -> list[str]:
+    return [row[name] for row in rows]
 
 
 class ImageFolder(FileImages):

@@ -33,7 +33,15 @@ def hub_images(dataset: Any, name: str, image_column: str = "image", label_colum
         rows = _with_class_label(rows, f"column {label_column!r} of {name}")
     images = labelled_images(rows)
     images.name = name
+    further = dataset.with_format(None)
+    images.columns = {
+        column: partial(_column, further, column) for column in further.column_names if column != image_column
+    }
     return images
+
+
+def _column(rows: Any, name: str) -> list[Any]:
+    return list(rows[name][:])
 
 
 def _with_class_label(rows: Any, column: str) -> Any:

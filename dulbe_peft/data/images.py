@@ -36,6 +36,8 @@ class LabelledImages:
         class_names: Names of the classes; empty if they are not known.
         source: The user's data set.
         indices: Position of each image in `source`, (n,).
+        groups: Number of each image's group, (n,), int64, or None, see `grouped`.
+        columns: Further columns of the source: a function for each name that reads the values, one per position.
         name: Name of the source in error messages; if empty, images are named by the source's `item_name(i)`.
         stored: Whether the images are files, whose headers can be read without decoding them.
     """
@@ -45,6 +47,8 @@ class LabelledImages:
     notes: Sequence[str] = ()  # messages to the user about what was guessed
     split: str | None = None
     features: Any = None  # a `FeatureTable` if the images were encoded earlier
+    groups: np.ndarray | None = None
+    columns: Mapping[str, Callable[[], Sequence[Any]]] = {}
 
     def __init__(
         self, source: Any, labels: np.ndarray, class_names: Sequence[str] = (), *, stored: bool = False
@@ -143,6 +147,19 @@ class LabelledImages:
         part.indices = self.indices[indices]
         part.labels = self.labels[indices] if labels is None else labels
         part.class_names = self.class_names if class_names is None else tuple(class_names)
+        part.groups = None if self.groups is None else self.groups[indices]
+        return part
+
+    def grouped(self, groups: Sequence[Any] | np.ndarray) -> Self:
+        """Return the images with a group for each: images of one animal, burst or site belong together.
+
+        Groups are texts or whole numbers. Equal ones are the same group in all data sets.
+        """
+        if len(groups) != len(self):
+            raise ValueError(f"groups has {len(groups)} entries, but there are {len(self)} images")
+        part = self.at(slice(None))
+        texts = [str(group).encode("utf-8", "surrogatepass") for group in groups]
+        part.groups = np.array([int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1 for text in texts])
         return part
 
     def select(self, class_names: Sequence[str], others: bool = False) -> Self:
@@ -164,7 +181,7 @@ class LabelledImages:
         return self.at(slice(None), class_names=names_from_file(self.class_names, file))
 
     def fingerprint(self, look: bool = True) -> str:
-        """Return the SHA-256 of labels, class names and contents, but not of paths.
+        """Return the SHA-256 of labels, class names, contents and groups, but not of paths.
 
         Without `look`, contents are included only if the images are files.
         """
@@ -175,6 +192,7 @@ class LabelledImages:
             self.labels.astype("<i8").tobytes(),
             *(name.encode() for name in self.class_names),
             *(content or b"" for content in contents),
+            *([] if self.groups is None else [self.groups.astype("<i8").tobytes()]),
         ):
             digest.update(len(chunk).to_bytes(8, "little") + chunk)
         return digest.hexdigest()

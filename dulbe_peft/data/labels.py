@@ -21,6 +21,7 @@ _BETWEEN = re.compile(r"\s*(?:,|;|##)\s*")  # exiftool's option -sep sets other 
 NO_CLASS, NO_LABEL, TWICE = "no keyword is a class", "no label in the table", "the row repeats an earlier one"
 NOT_UTF8 = "the name is not UTF-8"
 METADATA = ("metadata.csv", "metadata.jsonl")  # the label files of Hugging Face's image folders
+Rows = list[tuple[str, str, dict[str, str]]]  # the path and the label of each image, and its row in the table
 SHOWN = 5  # how many conflicts a message lists
 
 
@@ -58,7 +59,7 @@ def _splits_of(table: Table, root: Path, split: str | None = None, by_folder: bo
     The split of an image is `split` if given, else the value in the table's column of splits, else, with `by_folder`,
     the folder of the image if it is named like a split.
     """
-    by_split: dict[str | None, list[tuple[str, str]]] = {}
+    by_split: dict[str | None, Rows] = {}
     left_out: list[tuple[str, str]] = []
     seen, conflicts = dict[str, tuple[str, str | None, int]](), list[str]()
     paths = _paths(table)
@@ -75,7 +76,7 @@ def _splits_of(table: Table, root: Path, split: str | None = None, by_folder: bo
         if why or (first[:2] == current[:2] and first[2] != number):
             left_out.append((str(root / image), why or TWICE))
         elif first[2] == number:
-            by_split.setdefault(row_split, []).append((image, label))
+            by_split.setdefault(row_split, []).append((image, label, row))
         else:
             differing = 0 if first[0] != label else 1  # the labels differ, or else the splits
             values = (f"{row[differing]!r} in line {row[2]}" for row in (first, current))
@@ -83,16 +84,17 @@ def _splits_of(table: Table, root: Path, split: str | None = None, by_folder: bo
     if conflicts:
         more = [f"and {len(conflicts) - SHOWN} more"] * (len(conflicts) > SHOWN)
         raise ValueError(f"{table.path} lists images twice: {'; '.join([*conflicts[:SHOWN], *more])}")
-    _check_single(table, {label for rows in by_split.values() for _, label in rows})
+    _check_single(table, {label for rows in by_split.values() for _, label, _ in rows})
     if not by_split:
         raise ValueError(f"{table.path} has no row with a label in {table.label!r}")
     return {name: _images(table, root, name, rows, left_out) for name, rows in by_split.items()}
 
 
 def _images(
-    table: Table, root: Path, split: str | None, rows: list[tuple[str, str]], left_out: list[tuple[str, str]]
+    table: Table, root: Path, split: str | None, rows: Rows, left_out: list[tuple[str, str]]
 ) -> Callable[[], FileImages]:
-    return partial(FileImages, root, split, rows, left_out, table.notes)
+    images = [(image, label) for image, label, _ in rows]
+    return partial(FileImages, root, split, images, left_out, table.notes, [row for *_, row in rows])
 
 
 def _check_single(table: Table, labels: set[str]) -> None:
@@ -149,20 +151,20 @@ def _by_keyword(table: Table, vocabulary: str | None) -> Callable[[], FileImages
             raise ValueError(
                 f"the class {name!r} of {vocabulary} contains {separator[0]!r}, which separates keywords: rename it"
             )
-    keywords: dict[str, tuple[str, dict[str, None]]] = {}
+    keywords: dict[str, tuple[str, dict[str, None], dict[str, str]]] = {}
     for row in table.rows:
         image = _photograph(path.parent, row[table.paths])  # so that a photograph and its sidecar are combined
         words = dict.fromkeys(word for column in table.keywords for word in _words(row[column]))
-        keywords.setdefault(_absolute(path, image), (image, {}))[1].update(words)
-    labelled, left_out = list[tuple[str, str]](), list[tuple[str, str]]()
-    for image, words in keywords.values():
+        keywords.setdefault(_absolute(path, image), (image, {}, row))[1].update(words)
+    labelled, left_out = Rows(), list[tuple[str, str]]()
+    for image, words, row in keywords.values():
         labels = [word for word in words if word in classes]
         if len(labels) > 1:
             both = " and ".join(map(repr, labels))
             why = f"which are all classes, but a photograph has one: keep only one of them, there or in {vocabulary}"
             raise ValueError(f"{image} has the keywords {both}, {why}")
         if labels:
-            labelled.append((image, labels[0]))
+            labelled.append((image, labels[0], row))
         else:
             left_out.append((str(path.parent / image), NO_CLASS))
     if not labelled:

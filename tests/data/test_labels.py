@@ -122,7 +122,7 @@ TABLES = {  # the content of the file, and part of the note about it
     ),
     "a picture as text": (
         csv_text([*NAMED, "pixels"], with_cells(*["0" * 2**18] * 4)),
-        "ignored columns: 'pixels'",
+        "further columns, which --group can name: 'pixels'",
     ),
 }
 
@@ -176,7 +176,9 @@ def test_label_column_can_be_chosen_and_column_is_valid_gives_the_split(tmp_path
         Image.new("RGB", (8, 8), "red" if letter == "a" else "blue").save(tmp_path / f"{letter}.jpg")
     train, test, inventory = opened(tmp_path / "labels.csv", label_column="category")
     assert train.class_names == ("cat",) and len(train) == len(test) == 1
-    assert "the test split is 'valid'" in inventory.format() and "ignored columns: 'id', 'class'" in inventory.format()
+    assert (
+        "the test split is 'valid'" in inventory.format() and "--group can name: 'id', 'class'" in inventory.format()
+    )
     assert opened(tmp_path / "labels.csv", label_column="class")[0].class_names == ("x",)
 
 

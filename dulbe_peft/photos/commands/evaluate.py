@@ -17,19 +17,30 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.photos.commands.options import CLASS_NAMES, DATA, STRICT, Load, Share, command, learner_options
+from dulbe_peft.photos.commands.options import (
+    CLASS_NAMES,
+    DATA,
+    STRICT,
+    Load,
+    Share,
+    command,
+    learner_options,
+    settings_of,
+)
 from dulbe_peft.photos.commands.paths import print_next_command
-from dulbe_peft.photos.data.source import DataSource
+from dulbe_peft.photos.data.source import GROUPING, DataSource
 from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import counted, printable
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.metrics.evaluation import Evaluation
 
 
-@command()
+@command(settings=settings_of(DataSource, GROUPING))
 @learner_options(choose=True)
 def evaluate(
     learner: str,
@@ -41,6 +52,7 @@ def evaluate(
     reject: Share | None = setting(None, 'measure "none of these", with this share of false alarms'),
     zero_shot: bool = setting(False, "measure the zero-shot accuracy on classes that were not learned"),
     scale: tuple[float, ...] = setting((), "for --zero-shot: factors of the learned change, 0 to 1"),
+    **groups: Any,
 ) -> None:
     if scale and not zero_shot:
         raise ValueError("--scale needs --zero-shot: give both")
@@ -49,7 +61,7 @@ def evaluate(
     from dulbe_peft.photos.runs.setup import unreadable_finder
     from dulbe_peft.photos.runs.sources import open_images
 
-    source, loaded = DataSource(data, strict=strict, class_names=class_names), load()
+    source, loaded = DataSource(data, strict=strict, class_names=class_names, **groups), load()
     images = open_images(source, split, unreadable_finder(loaded))
     names = [name for name in images.class_names if name in set(loaded.class_names)]
     others = [name for name in images.class_names if name not in set(names)]
@@ -61,6 +73,8 @@ def evaluate(
         advice = "--reject measures how many of their images are rejected"
         raise ValueError(f"none of the classes in {data!r} has been learned by {learner!r}; {advice}")
     figures = {} if evaluation is None else _accuracy(evaluation, len(names), unknown)
+    if evaluation is not None and known is not None and known.groups is not None:
+        figures["groups"] = _by_group(evaluation, known.groups)
     if zero_shot and unknown is not None:
         figures = _zero_shot(loaded, known, unknown, scale)
     if reject is not None:
@@ -82,6 +96,20 @@ def _accuracy(evaluation: Evaluation, classes: int, unknown: LabelledImages | No
         listed = f"{', '.join(map(printable, names))} ({counted(left_out, 'image')})"
         print(f"left out, because they were not learned: {listed}", file=sys.stderr)
     return evaluation.figures() | {"num_classes": classes, "not_learned": {"classes": names, "num_images": left_out}}
+
+
+def _by_group(evaluation: Evaluation, groups: np.ndarray) -> dict[str, Any]:
+    """Print and return the number of groups, and the mean of the groups' accuracies by classifier."""
+    import numpy as np
+
+    _, place, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    shares = {
+        name: float((np.bincount(place, np.asarray(predicted == evaluation.truth, dtype=float)) / sizes).mean())
+        for name, predicted in evaluation.classifiers.items()
+    }
+    listed = ", ".join(f"{name} {100 * share:.2f} %" for name, share in shares.items())
+    print(f"where each of the {counted(len(sizes), 'group')} counts once: {listed}", file=sys.stderr)
+    return {"num_groups": len(sizes), "accuracy": shares}
 
 
 def _rejection(

@@ -6,10 +6,11 @@ This is the only place where the application looks at pictures before they are e
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image
 
 from dulbe_peft.data.decoding import open_image, to_rgb
 from dulbe_peft.data.images import LabelledImages, content_of, labelled_images
@@ -161,6 +162,24 @@ def look_at(parts: Mapping[str, LabelledImages], most: int | None = None) -> Pic
         keys = [keys[number] for number in np.linspace(0, len(keys) - 1, most, dtype=int)]
     with ThreadPoolExecutor() as pool:
         return dict(zip(keys, pool.map(lambda key: picture_of(parts[key[0]], key[1]), keys), strict=True))
+
+
+def times_taken(images: LabelledImages) -> list[float | None]:
+    """Return when each image was taken, in seconds since 1970 by the camera's clock, or None if its EXIF lacks it."""
+
+    def taken(index: int) -> float | None:
+        try:
+            with open_image(images.given(index)) as opened:
+                exif = opened.getexif().get_ifd(ExifTags.IFD.Exif)
+            text = str(exif[ExifTags.Base.DateTimeOriginal]).strip("\0 ")
+            fraction = str(exif.get(ExifTags.Base.SubsecTimeOriginal, "")).strip("\0 ")
+            time = datetime.strptime(text, "%Y:%m:%d %H:%M:%S").replace(tzinfo=UTC).timestamp()
+            return time + (float(f"0.{fraction}") if fraction.isdecimal() else 0.0)
+        except Exception:  # there is no time, or Pillow raises almost anything on damaged EXIF
+            return None
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(taken, range(len(images)))) if images.stored else [None] * len(images)
 
 
 def blank_lines(parts: Mapping[str, LabelledImages], pictures: Pictures, least: int = 1) -> list[str]:

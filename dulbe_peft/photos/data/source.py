@@ -30,6 +30,7 @@ Parts = dict[str, "LabelledImages"]  # the images of the splits that are used; t
 UNLABELLED = "images without labels cannot be tested on"
 VALIDATION = ("valid", "validation", "val")  # splits that are tested on if there is no test split
 DRAWS = ("validation_fraction", "images_per_class", "draw_seed")  # fields that choose among the training images
+GROUPING = ("group", "group_seconds")  # fields that say which images belong together
 _READING = ("image_column", "label_column", "vocabulary", "path_column", "leave_out")  # arguments of `load_data`
 
 
@@ -92,6 +93,14 @@ class DataSource:
         "and so on.",
     )
     draw_seed: int = setting(0, "Seed for drawing images, and for holding them out with --validation-fraction.")
+    group: str | None = setting(
+        None,
+        "What images have in common that belong together and are held out together, such as one animal: a column of "
+        "the data, folder for class/ITEM/1.jpg, or a regular expression whose first group is found in a file's path.",
+    )
+    group_seconds: Annotated[float, Gt(0)] | None = setting(
+        None, "Photographs taken within this time of one another belong together, if --group does not separate them."
+    )
 
     def __post_init__(self) -> None:
         for name in ("data", "test_data"):
@@ -151,6 +160,7 @@ class DataSource:
             ValueError: If images are unreadable and `strict` is true, all images of a class are unreadable, there are
                 both a test split and a fraction, or the layout is ambiguous.
         """
+        from dulbe_peft.photos.data.groups import grouped
         from dulbe_peft.photos.data.looking import compared, readable
         from dulbe_peft.photos.data.splits import draw_per_class, hold_out
 
@@ -163,10 +173,11 @@ class DataSource:
                 f"no image of the class {lost!r} can be read, such as {example.name}: {why}; repair the images, or "
                 "remove the class"
             )
+        parts, groups = grouped(parts, self.group, self.group_seconds)
         if self.test_fraction is not None:
             tests = ["test" if self.test_split == "none" else self.test_split]
             parts[name], parts[tests[0]] = hold_out(parts[name], self.test_fraction)
-        inventory = compared(parts, replace(inventory, notes=notes), every)
+        inventory = compared(parts, replace(inventory, notes=notes + groups), every)
         train, test = self._renamed(parts[name]), self._renamed(parts[tests[0]]) if tests else None
         if self.validation_fraction is not None:
             train, test = hold_out(train, self.validation_fraction, self.draw_seed, "validation")
@@ -180,6 +191,7 @@ class DataSource:
         The split "" means that `data` is a folder of classes; None means the split "test" if `data` has it, and
         otherwise a folder of classes.
         """
+        from dulbe_peft.photos.data.groups import grouped
         from dulbe_peft.photos.data.looking import readable
 
         names, opened = self._openers(self.data)
@@ -187,8 +199,9 @@ class DataSource:
             split = "test" if "test" in names or None not in names else None
         images = _training_classes_first(opened(split or None), Path(self.data), _class_names)
         parts, inventory = readable(self.data, {images.split or "images": images}, self.strict, look)
+        parts, groups = grouped(parts, self.group, self.group_seconds)
         (images,) = parts.values()
-        return self._renamed(images), inventory
+        return self._renamed(images), replace(inventory, notes=groups)
 
     def reopen(self) -> list[LabelledImages]:
         """Return the splits in which the test images of an earlier run may be; no image is opened."""

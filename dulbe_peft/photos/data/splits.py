@@ -18,8 +18,9 @@ def hold_out(
 
     A hash of the image's content and the seed decides where an image goes. File names, their order and the other
     images therefore do not matter: an image stays where it is when images are added, and copies within a class stay
-    together. Every class keeps at least one training image. A class with two or more images, of which `fraction` is
-    half an image or more, gets at least one test image.
+    together. If the images have groups, the hash is that of the group, so all images of a group stay together. Every
+    class keeps at least one training image. A class with two or more images, or groups, of which `fraction` is half an
+    image or more, gets at least one test image, unless its groups are also those of other classes.
 
     Args:
         dataset: a data set with class names.
@@ -53,6 +54,8 @@ def hold_out(
         count = int(np.clip((drawn[members] < fraction).sum(), enough, len(members) - 1))
         edge = drawn[order[count - 1]] if count else -1.0  # copies of an image were given the same number
         tested[members] = drawn[members] <= edge if (drawn[members] > edge).any() else drawn[members] < edge
+    if images.groups is not None:  # a group of several classes that is held out of only some of them is trained on
+        tested &= ~np.isin(images.groups, images.groups[~tested])
     if not tested.any():
         raise ValueError(f"no class has enough images to hold out {fraction} of them")
     return images.at(np.flatnonzero(~tested)), images.at(np.flatnonzero(tested))
@@ -83,5 +86,10 @@ def _draws(images: LabelledImages, seed: int, purpose: str) -> np.ndarray:
     """Return a number in [0, 1) for each image, (n,), computed from the seed, the purpose and the image's content."""
     if not images.class_names:
         raise ValueError("the dataset has no class names; give it an attribute class_names, a sequence of strings")
-    digests = (hashlib.sha256(f"{seed} {purpose}\0".encode() + (content or b"")) for content in images.contents())
+    keys = (
+        images.contents()
+        if images.groups is None or purpose == "draw"
+        else [str(group).encode() for group in images.groups]
+    )
+    digests = (hashlib.sha256(f"{seed} {purpose}\0".encode() + (key or b"")) for key in keys)
     return np.array([int.from_bytes(digest.digest()[:8], "little") / 2**64 for digest in digests])

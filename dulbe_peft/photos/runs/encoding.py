@@ -60,6 +60,7 @@ def _subset(part: LabelledImages, positions: np.ndarray) -> LabelledImages:
     """Return the images at `positions` of the source. A list is cut down to them, so that less is sent to workers."""
     images = copy.copy(part)
     images.indices, images.labels, images._contents = positions, part._own_labels[positions], {}
+    images.groups, images.columns = None, {}
     if isinstance(part.source, list):
         images.source = [part.source[position] for position in positions]
         images.indices, images._own_labels = np.arange(len(positions)), images.labels

@@ -66,9 +66,9 @@ def open_source(
 
 
 def open_images(source: DataSource, split: str | None, look: Look) -> LabelledImages:
-    """Open the images of one split, see `DataSource.open_split`, and print which ones cannot be read."""
+    """Open the images of one split, see `DataSource.open_split`; print unreadable images, and what was grouped."""
     images, inventory = source.open_split(split, look)
-    if inventory.unreadable:
+    if inventory.unreadable or inventory.notes:
         print("\n".join([inventory.summary(), *inventory.problems()]), file=sys.stderr)
     return images
 

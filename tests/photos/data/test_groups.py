@@ -1,0 +1,165 @@
+"""Test that images which belong together are found, held out together, and carried to the tasks."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import ExifTags, Image
+from small_runs import call, opened
+
+from dulbe_peft.data.images import labelled_images
+from dulbe_peft.encoders.registry import demo_model_folder
+from dulbe_peft.photos.data.source import DataSource
+from dulbe_peft.photos.data.splits import hold_out
+from dulbe_peft.photos.runs.settings import StreamArguments
+from dulbe_peft.photos.runs.setup import stream_tasks
+
+CLASSES = ("ant", "bee", "cat")
+
+
+def photo(path: Path, number: int, taken: str | None = None, fraction: str = "") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(number).integers(0, 255, (12, 12, 3), dtype=np.uint8)
+    exif = Image.Exif()
+    if taken is not None:
+        exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.DateTimeOriginal] = taken
+        exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.SubsecTimeOriginal] = fraction
+    Image.fromarray(pixels).save(path, exif=exif)
+
+
+@pytest.fixture
+def items(tmp_path):
+    """Return a folder with five items of each class, in a folder each, and four frames of each item."""
+    for number in range(60):
+        label, item, frame = number // 20, number // 4 % 5, number % 4
+        photo(tmp_path / "items" / CLASSES[label] / f"item {item}" / f"{frame}.jpg", number)
+    return tmp_path / "items"
+
+
+def group_of(images) -> dict[str, int]:
+    return {images.item_name(row): int(images.groups[row]) for row in range(len(images))}
+
+
+def sizes(images) -> list[int]:
+    return sorted(np.unique(images.groups, return_counts=True)[1].tolist())
+
+
+@pytest.mark.parametrize("group", ["folder", r"(item \d)", r"(.*)/[^/]*$"])
+def test_group_is_held_out_with_all_of_its_images(items, group):
+    train, test, inventory = opened(items, test_fraction=0.3, group=group)
+    assert len(test) and not set(train.groups) & set(test.groups)
+    assert set(np.unique(train.labels)) == {0, 1, 2}, "every class keeps training images"
+    several = group == r"(item \d)"  # the groups have images of all classes
+    assert sizes(train) + sizes(test) == [12] * 5 if several else [4] * 15
+    assert any(line.startswith("5 groups" if several else "15 groups") for line in inventory.notes)
+    assert not any("in training and test" in line for line in inventory.notes)
+    plain, _, _ = opened(items, test_fraction=0.3)
+    assert plain.groups is None
+    for part in (train.at([3, 0]), train.select(["cat", "ant"])):
+        assert {name: group_of(train)[name] for name in group_of(part)} == group_of(part), "groups follow their images"
+
+
+def test_groups_come_from_a_column_of_a_table(items):
+    files = sorted(items.glob("*/*/*.jpg"))
+    rows = []
+    for number, file in enumerate(files):
+        rows.append(f"{file.relative_to(items)},{file.parts[-3]},{file.stem},{'' if number else 'nan'}")
+    table = items / "labels.csv"
+    table.write_text("\n".join(["path,label,camera,empty", *rows]))
+    train, _, inventory = opened(table, group="camera")
+    assert sizes(train) == [15] * 4
+    assert "further columns, which --group can name: 'camera', 'empty'" in str(inventory.notes)
+    table.write_text(table.read_text().replace("0.jpg,ant,0", "0.jpg,ant,"))
+    train, _, inventory = opened(table, group="camera")
+    assert sizes(train) == [1] * 5 + [10] + [15] * 3 and "5 images without a group" in str(inventory.notes)
+    with pytest.raises(ValueError, match="--group is 'empty', but no image has a group: the value is missing"):
+        opened(table, group="empty")
+    with pytest.raises(ValueError, match="expected a column of the data .*'camera'"):
+        opened(table, group="camra")
+    train, _, _ = opened(table, group="folder")
+    assert sizes(train) == [4] * 15, "a table's files have folders, too"
+
+
+def test_bursts_are_divided_by_time_and_by_group(tmp_path):
+    times = ["10:00:00", "10:00:01", "10:00:02", "10:00:59", "11:00:00", None]
+    for number, time in enumerate(times * 2):
+        taken = None if time is None else f"2026:05:01 {time}"
+        photo(tmp_path / "heap" / CLASSES[number // 6] / f"{'AB'[number % 2]}{number}.jpg", number, taken, "50")
+    photo(tmp_path / "timeless" / "ant" / "1.jpg", 1)
+    train, _, inventory = opened(tmp_path / "heap", group_seconds=1)
+    assert sizes(train) == [1, 1, 2, 2, 6] and "2 images without a group" in str(inventory.notes)
+    assert sizes(opened(tmp_path / "heap", group_seconds=0.5)[0]) == [1, 1, 2, 2, 2, 2, 2]
+    assert sizes(opened(tmp_path / "heap", group_seconds=1.5)[0]) == [1, 1, 2, 2, 6]
+    assert sizes(opened(tmp_path / "heap", group_seconds=1.5, group="/([AB])")[0]) == [1, 1, 2, 2, 2, 2, 2]
+    assert sizes(opened(tmp_path / "heap", group_seconds=1e6)[0]) == [1, 1, 10]
+    with pytest.raises(ValueError, match="photographs do not say when they were taken"):
+        opened(tmp_path / "timeless", group_seconds=1)
+
+
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        ("(", "is no regular expression"),
+        ("item", "expected a column of the data .it has no columns., 'folder' for"),
+        ("(plant)", "no image has a group: the value is missing, or no path matches"),
+    ],
+)
+def test_group_that_fits_no_image_is_refused(items, group, words):
+    with pytest.raises(ValueError, match=words):
+        opened(items, group=group)
+
+
+def test_groups_in_both_splits_and_classes_of_one_group_are_reported(tmp_path):
+    places = ("train/ant/x/1", "train/ant/x/2", "train/bee/y/1", "train/bee/z/1", "test/ant/x/3")
+    for number, place in enumerate(places):
+        photo(tmp_path / "data" / f"{place}.jpg", number)
+    notes = " ".join(opened(tmp_path / "data", group="folder")[2].notes)
+    assert "1 group in training and test images, such as 'ant/x', so the accuracy is too optimistic" in notes
+    assert "all training images of 1 class are in one group, such as 'ant'" in notes
+
+
+def test_group_of_several_classes_is_on_one_side():
+    """The draws of two groups lie on different sides in most seeds, and the classes share one of them."""
+    pairs = [(Image.new("RGB", (4, 4), (row, 0, 0)), row % 2) for row in range(8)]
+    images = labelled_images(pairs).at(slice(None), class_names=("a", "b")).grouped([0, 0, 0, 1, 1, 0, 2, 2])
+    held = 0
+    for seed in range(20):
+        try:
+            train, test = hold_out(images, 0.4, seed)
+        except ValueError:
+            continue
+        held += 1
+        assert not set(train.groups) & set(test.groups) and set(train.labels) == {0, 1}
+    assert held > 5
+    with pytest.raises(ValueError, match="groups has 2 entries, but there are 8 images"):
+        images.grouped([1, 2])
+
+
+def test_groups_reach_the_tasks_and_the_record_of_a_run(items, tmp_path, capsys):
+    stream = StreamArguments(str(items), test_fraction=0.3, group="folder", increment=2)
+    tasks = stream_tasks(stream)
+    assert [sizes(task.train) != [] for task in tasks] == [True, True]
+    assert not {*tasks[0].train.groups} & {*tasks[0].test.groups, *tasks[1].train.groups}
+    again = stream_tasks(StreamArguments(str(items), test_fraction=0.3, group="(item .)", increment=2))
+    assert again[0].train.fingerprint() != tasks[0].train.fingerprint(), "a run with other groups does not continue"
+    command = [
+        "run",
+        "--model",
+        demo_model_folder(),
+        "--data",
+        items,
+        "--output",
+        tmp_path / "out",
+        "--group",
+        "folder",
+    ]
+    assert call(*command, "--test-fraction", "0.3", "--classifiers", "prototype") == 0
+    (entry,) = json.loads((tmp_path / "out" / "sources.json").read_text())["tasks"]
+    assert entry["group"] == "folder" and DataSource.of(entry).open().train.groups is not None
+    assert "15 groups of images" in capsys.readouterr().out
+    assert call("evaluate", tmp_path / "out", "--data", items, "--group", "folder") == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["groups"]["num_groups"] == 15
+    assert "where each of the 15 groups counts once: prototype" in captured.err
+    assert call("evaluate", tmp_path / "out", "--data", items, "--group", "pot") == 2
