@@ -139,9 +139,8 @@ def _column(rows: Sequence[Mapping[str, str]], name: str) -> list[str]:
 class ImageFolder(FileImages):
     """Images in `root/split/class name/**`, or `root/class name/**` without a split.
 
-    A class folder may contain folders of any depth. Files may end in .jpg, .jpeg, .jfif, .png, .webp, .bmp, .gif (the
-    first frame), .tif, .tiff and, if Pillow can read it, .avif, in upper or lower case. Classes and files are sorted
-    by name.
+    A class folder may contain folders of any depth. Files may have the suffixes of `decoding.image_suffixes`, in upper
+    or lower case; of several pictures in a file, the first is read. Classes and files are sorted by name.
 
     Args:
         root: Folder that contains the splits or the classes.

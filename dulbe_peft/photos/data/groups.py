@@ -64,7 +64,7 @@ def _keys(images: LabelledImages, group: str | None) -> list[str | None]:
         return [""] * len(images)
     if group in images.columns:
         values = images.columns[group]()
-        texts = [str(values[position]).strip() for position in images.indices]
+        texts = [str(values[position]).strip() for position in images.indices.tolist()]
         return [None if text.lower() in _MISSING else text for text in texts]
     paths = [_path(images, index) for index in range(len(images))]
     if group == FOLDER and isinstance(images, FileImages):
