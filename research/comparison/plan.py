@@ -15,11 +15,12 @@ from urllib.parse import quote
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationError
 
 from dulbe_peft.classifiers.registry import parse_classifier
+from dulbe_peft.photos.data.source import DataSource
 from dulbe_peft.photos.runs.settings import StreamArguments, read_yaml, setting_values, validated
-from dulbe_peft.photos.runs.sources import FIELDS
 from dulbe_peft.strategies.base import Strategy
 from dulbe_peft.strategies.registry import make_strategy
 from dulbe_peft.utils.records import Fraction, Record, first_problem
+from dulbe_peft.utils.settings import field_types
 from dulbe_peft.utils.specs import closest
 
 CHOICE_FRACTION = 0.2  # fraction of the training images that is held out to choose settings
@@ -33,7 +34,7 @@ _FIXED = {
     "validation_fraction": "`choose` holds out training images itself",
 }
 # Settings that define a stream. A method that changed them would learn other images and could not be compared.
-_STREAM_ONLY = (*FIELDS, "class_order", "order_seed", "increment", "initial_increment")
+_STREAM_ONLY = (*field_types(DataSource), "class_order", "order_seed", "increment", "initial_increment")
 _METHOD_FIXED = dict.fromkeys(_STREAM_ONLY, "it belongs to the stream and is the same for all methods") | _FIXED
 
 
