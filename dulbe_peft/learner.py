@@ -442,7 +442,7 @@ class ClassIncrementalLearner(TakesTurns):
         """
         from dulbe_peft.streams.run import RunOptions, run_stream  # streams stand above the learner
 
-        return run_stream(self, tasks, output_dir, RunOptions(resume, **options))
+        return run_stream(self, tasks, output_dir, RunOptions(resume, **options)).contents()
 
     # ------------------------------------------------------------------ saving
 

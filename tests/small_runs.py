@@ -8,6 +8,7 @@ from peft import get_peft_model
 
 from dulbe_peft import ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, class_incremental_tasks
 from dulbe_peft.data.readers import load_data
+from dulbe_peft.metrics.results import Results, StrategyPart
 from dulbe_peft.photos.commands.main import commands, main
 from dulbe_peft.photos.data.source import DataSource
 from dulbe_peft.strategies import make_strategy
@@ -63,3 +64,9 @@ def parse(argv):
     with commands.make_context("dulbe-peft", list(argv)) as root:
         name, command, rest = commands.resolve_command(root, list(argv))
         return command.make_context(name, rest, parent=root).params
+
+
+def results_with(**parts):
+    """Return the results of a stream of two classes that was not tested, with further parts."""
+    needed = {"configuration": {}, "class_names": [["a", "b"]], "strategy": StrategyPart(name="dulbe")}
+    return Results(**needed | {"tasks": [None], "versions": {}} | parts)

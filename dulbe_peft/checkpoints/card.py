@@ -9,7 +9,8 @@ from huggingface_hub import EvalResult, ModelCardData
 from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.classifiers.registry import answering
 from dulbe_peft.encoders.loading import encoder_of
-from dulbe_peft.metrics.accuracy import percent, result_rows
+from dulbe_peft.metrics.accuracy import percent
+from dulbe_peft.metrics.results import Results
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.hub import is_repo_id
 from dulbe_peft.utils.templates import render
@@ -20,7 +21,7 @@ def model_card(
     state: LearnerState,
     repo_id: str | None,
     statistics: bool = True,
-    results: dict[str, Any] | None = None,
+    results: Results | None = None,
     dataset_name: str | None = None,
 ) -> str:
     """Return the README.md of a saved learner; without `repo_id`, its code examples use a placeholder."""
@@ -29,8 +30,9 @@ def model_card(
     title = source.rpartition("/")[2] if repo_id else f"A learner of {count}"
     base, kind = state.base_name[0], state.base.config.model_type
     base_on_hub = is_repo_id(base)
-    rows = result_rows(results) if results and results.get("classifiers") else []
-    figures = dict(rows)[answering(results["classifiers"])] if results and rows else {}
+    rows = results.rows if results and results.classifiers else []
+    figures = results.classifiers[answering(results.classifiers)] if results and rows else None
+    shown = [] if figures is None else [("A_bar", figures.average_accuracy), ("A_last", figures.last_accuracy)]
     measured = [
         EvalResult(
             task_type="image-classification",
@@ -39,10 +41,10 @@ def model_card(
             dataset_name=dataset_name or f"a class-incremental stream, {count}",
             metric_type="accuracy",
             metric_name=metric,
-            metric_value=figures[key],
+            metric_value=value,
         )
-        for metric, key in (("A_bar", "average_accuracy"), ("A_last", "last_accuracy"))
-        if figures.get(key) is not None
+        for metric, value in shown
+        if value is not None
     ]
     header = ModelCardData(
         base_model=base if base_on_hub else None,
@@ -75,7 +77,7 @@ def model_card(
         base_source=repr(base),
         classifier_type=type(state.classifier).__name__,
         tasks=[json.dumps(list(task), ensure_ascii=False) for task in state.tasks],
-        results=[(n, percent(b["average_accuracy"], 2), percent(b["last_accuracy"], 2)) for n, b in rows],
+        results=[(name, percent(row.average_accuracy, 2), percent(row.last_accuracy, 2)) for name, row in rows],
         dataset_name=dataset_name,
         settings=json.dumps(settings, indent=2, ensure_ascii=False),
     )

@@ -11,6 +11,7 @@ from dulbe_peft.checkpoints import learner_file
 from dulbe_peft.checkpoints.card import model_card
 from dulbe_peft.checkpoints.layout import LEARNER_FILE, RESULTS_FILE
 from dulbe_peft.encoders.loading import check_saved
+from dulbe_peft.metrics.results import Results
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils import hub
@@ -93,10 +94,11 @@ def push(
     tasks = [list(task) for task in state.tasks]
     if results is not None and (not isinstance(results, dict) or results.get("class_names") != tasks):
         raise ValueError(f"results belong to another learner: their class_names are not its tasks, {tasks!r:.200}")
+    measured = None if results is None else Results.of(results)
 
     def write_upload(folder: Path, repo_id: str) -> None:
         def fill(temporary: Path) -> None:
-            card = model_card(state, repo_id, statistics, results, dataset_name)
+            card = model_card(state, repo_id, statistics, measured, dataset_name)
             write(state, temporary, statistics, card, local=False)
             if results is not None:
                 write_json(temporary / RESULTS_FILE, results)

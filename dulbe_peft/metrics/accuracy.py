@@ -26,12 +26,6 @@ BESIDE_CLASSIFIERS = {
 TITLES = {"zero_shot": "names alone", "text": "names after learning", "class_means": "class means"}
 
 
-def result_rows(results: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the rows (name, figures) of a table of results: those of `BESIDE_CLASSIFIERS`, then all classifiers."""
-    rows = {key: results[key] for key in BESIDE_CLASSIFIERS if key in results}
-    return list((rows | results.get("classifiers", {})).items())
-
-
 def accuracy_matrix(rows: Sequence[Sequence[float | None]]) -> np.ndarray:
     """Return the matrix R, (T, T), float64, NaN above the diagonal, from rows of lengths 1, 2, ..., T."""
     matrix = np.full((len(rows), len(rows)), np.nan)

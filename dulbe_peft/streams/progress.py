@@ -1,9 +1,11 @@
-"""Records of a run's finished tasks, one entry per task: accuracies, details of the training, time and source.
+"""Records of a run's finished tasks, one entry per task, and the results that are computed from them.
+
+An entry has accuracies, details of the training, time and source.
 
 If the learner had learned tasks before the run, they come first. Whatever was not measured is left empty.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Generic, Self, TypeVar
@@ -12,12 +14,13 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from dulbe_peft.checkpoints.layout import PROGRESS_FILE, TIMINGS_FILE
-from dulbe_peft.classifiers.registry import answering
+from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
+from dulbe_peft.classifiers.registry import CLASSIFIERS, answering
 from dulbe_peft.learner import ClassIncrementalLearner
-from dulbe_peft.metrics.accuracy import percent
-from dulbe_peft.metrics.evaluation import Evaluation
-from dulbe_peft.streams.training_cost import Cost
-from dulbe_peft.training.state import Update
+from dulbe_peft.metrics.accuracy import percent, summarize
+from dulbe_peft.metrics.evaluation import BASELINES, Evaluation
+from dulbe_peft.metrics.results import ClassMeasures, Cost, Measures, Results, StrategyPart, TaskFacts
+from dulbe_peft.training.state import Estimates, Update
 from dulbe_peft.utils.folders import CheckpointError, parse_manifest
 from dulbe_peft.utils.records import Count, Fraction, Record, read_record
 from dulbe_peft.utils.terminal import counted
@@ -180,3 +183,77 @@ def progress_line(row: Row, number: int, total: int, classes: int) -> str:
     text += "".join(f", {name} {percent(score.accuracy, 2)} %" for name, score in shown.items())
     more = "... " * (len(by_task) > LINE)
     return f"{text}, by task [{more}{' '.join(percent(value, 2) for value in by_task[-LINE:])}]"
+
+
+# ---------------------------------------------------------------------- results
+
+
+def stream_results(
+    tasks: Sequence[FinishedTask],
+    settings: Mapping[str, Any],
+    classifiers: Sequence[str],
+    versions: Mapping[str, str],
+    estimates: Estimates,
+    known: int = 0,
+) -> Results:
+    """Return the results of the finished tasks, of which `known` were learned before the run."""
+    rows = [task.row for task in tasks]
+    parts: dict[str, Any] = {"known_tasks": known} if known else {}
+    if any(row.costs for row in rows):
+        parts["costs"] = [row.costs for row in rows]
+    if any(row.changed is not None for row in rows):
+        parts["changed"] = [row.changed for row in rows]
+    return Results(
+        configuration={"adapter": settings["adapter"], "arguments": settings["arguments"]},
+        class_names=[task.class_names for task in tasks],
+        seed=settings["arguments"]["seed"],
+        strategy=StrategyPart(**settings["strategy"]),
+        tasks=[None if task.details is None else TaskFacts(**task.details) for task in tasks],
+        versions=dict(versions),
+        estimates=estimates,
+        **parts,
+        **_measured(tasks, rows, classifiers),
+    )
+
+
+def _measured(tasks: Sequence[FinishedTask], rows: Sequence[Row], classifiers: Sequence[str]) -> dict[str, Any]:
+    """Return the parts of the results that the tests measured; empty without tests."""
+    tested = [row for row in rows if row.classifiers]
+    if not tested:
+        return {}
+    scores = {name: [row.classifiers.get(name) for row in rows] for name in classifiers}
+    summaries = {name: _summary(by_row) for name, by_row in scores.items() if any(by_row)}
+    parts: dict[str, Any] = {"classifiers": summaries}
+    heads = [name for name in summaries if issubclass(CLASSIFIERS.get(name, object), BridgeEnsembleHead)]
+    if heads:
+        parts["head"] = summaries[heads[0]]
+    for name in BASELINES:
+        if all(name in row.baselines for row in tested):
+            parts[name] = _summary([row.baselines.get(name) for row in rows])
+    zero_shot = [task.zero_shot for task in tasks]
+    measured = [value for value in zero_shot if value is not None]
+    if measured:
+        average = sum(measured) / len(measured)
+        parts["zero_shot"] = Measures(overall=zero_shot, average_accuracy=average, last_accuracy=zero_shot[-1])
+    if all(name in rows[-1].classifiers for name in summaries):
+        parts["classes"] = {name: _by_class(rows, name) for name in summaries}
+    return parts
+
+
+def _by_class(rows: Sequence[Row], classifier: str) -> ClassMeasures:
+    """Return each class's accuracy after the last task, and its loss since its best accuracy before the last task."""
+    *earlier, last = [
+        {name: count / row.images_by_class[name] for name, count in row.classifiers[classifier].right_by_class.items()}
+        if classifier in row.classifiers
+        else {}
+        for row in rows
+    ]
+    best = {name: max(row[name] for row in earlier if name in row) for row in earlier for name in row}
+    lost = {name: best[name] - accuracy for name, accuracy in last.items() if name in best}
+    return ClassMeasures(accuracy=last, forgetting=lost)
+
+
+def _summary(scores: Sequence[Score | None]) -> Measures:
+    """Return the measures of a classifier from its score in every row, which is None if it was not tested."""
+    rows = [[None] * step if score is None else score.by_task for step, score in enumerate(scores, 1)]
+    return Measures(**summarize(rows, [None if score is None else score.accuracy for score in scores]))

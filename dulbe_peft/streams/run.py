@@ -22,10 +22,10 @@ from dulbe_peft.encoders.loading import check_saved, has_text
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, Evaluation, write_predictions
+from dulbe_peft.metrics.results import Results
 from dulbe_peft.metrics.task_features import FEATURES_FOLDER, SUFFIX, TaskFeatures
 from dulbe_peft.streams import progress, resume
 from dulbe_peft.streams.progress import SOURCES_FILE, FinishedTask, Row
-from dulbe_peft.streams.results import stream_results
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.streams.training_cost import Before, fall_line
 from dulbe_peft.training.task_trainer import TaskRecord
@@ -62,9 +62,9 @@ class RunOptions:
 
 
 def run_stream(
-    learner: ClassIncrementalLearner, tasks: Iterable[Task], output_dir: str | Path, options: RunOptions
-) -> dict[str, Any]:
-    """Learn `tasks` in order; see `ClassIncrementalLearner.run`."""
+    learner: ClassIncrementalLearner, tasks: Iterable[Task], output_dir: str | Path, options: RunOptions | None = None
+) -> Results:
+    """Learn `tasks` in order; see `ClassIncrementalLearner.run`, which returns the contents of the results."""
     stream, output = list(tasks), Path(output_dir)
     if not stream and not learner.state.tasks:
         raise ValueError("tasks is empty: a stream needs at least one task")
@@ -92,7 +92,7 @@ def run_stream(
             store = learner.encoder.store
             held.callback(learner.use_store, store)
             learner.use_store(store or FeatureStore())
-            return _open(learner, stream, output, options).finish()
+            return _open(learner, stream, output, options or RunOptions()).finish()
     except ChildProcessError as error:
         raise ChildProcessError(f"{error}; finished tasks are kept in {output}: run again to continue") from error
 
@@ -141,7 +141,7 @@ class Run:
     new: bool  # whether the folder has no task of the run yet
     evaluations: dict[int, Evaluation] = field(default_factory=dict)  # by number of a task: the latest predictions
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> Results:
         """Learn the remaining tasks and write the results."""
         if len(self.finished) < len(self.tests) or self.new:
             if self.stream:
@@ -160,8 +160,7 @@ class Run:
                     self.learn(index, zero_shot[index])
         self.write_entries()
         made_by = self.identity.model_dump(), list(self.learner.classifiers), folders.library_versions()
-        results = stream_results(self.finished, *made_by, self.known)
-        results["estimates"] = self.learner.state.estimates.model_dump(mode="json")
+        results = progress.stream_results(self.finished, *made_by, self.learner.state.estimates, self.known)
         on_main_process(partial(self.write_results, results))
         self.learner.folder = self.newest.resolve()
         return results
@@ -281,8 +280,8 @@ class Run:
             if any(record.tasks):
                 on_main_process(partial(write_record, self.output / file, record))
 
-    def write_results(self, results: dict[str, Any]) -> None:
-        write_json(self.output / RESULTS_FILE, results)
+    def write_results(self, results: Results) -> None:
+        write_json(self.output / RESULTS_FILE, results.contents())
         if (self.newest / PREDICTIONS_FILE).is_file():
             with replacing(self.output / PREDICTIONS_FILE) as temporary:
                 shutil.copyfile(self.newest / PREDICTIONS_FILE, temporary)

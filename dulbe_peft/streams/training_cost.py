@@ -18,26 +18,12 @@ from dulbe_peft.encoders.text_encoder import mean_texts
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.accuracy import percent
 from dulbe_peft.metrics.evaluation import Evaluation, answers
-from dulbe_peft.utils.records import Count, Record
+from dulbe_peft.metrics.results import Cost
 from dulbe_peft.utils.torch_settings import seeded_randomness
 
 LEVEL = 0.01  # significance level of the sign tests of a task, for all classifiers together; a run has many tasks
 MUCH = 0.1  # share of predictions that changed from which a warning is printed, and share of losses to be detected
 ADVICE = "train with a lower learning rate, or not at all (dulbe-peft run --strategy frozen)"
-
-
-class Cost(Record):
-    """Counts of test images of old classes: all, right after the training, lost by it, and gained by it."""
-
-    images: Count
-    right: Count
-    lost: Count
-    gained: Count
-
-    @property
-    def points(self) -> float:
-        """Return the loss of accuracy in percentage points."""
-        return 100 * (self.lost - self.gained) / self.images
 
 
 @dataclass(frozen=True)

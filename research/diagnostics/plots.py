@@ -1,20 +1,21 @@
 """Draw the figures of what training changed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from dulbe_peft.metrics.results import TaskFacts
 from dulbe_peft.photos.report.plots import LEGEND, SERIES, new_figure
 from research.diagnostics.measures import DepthAccuracy, ReliabilityProfile
 
 
-def capture_figure(records: Sequence[Mapping[str, Any]]) -> Any:
+def capture_figure(records: Sequence[TaskFacts]) -> Any:
     """Draw the shares of each task's gradient along the shared mode, the residual modes, and neither."""
     names = ("shared_capture", "residual_capture")
-    parts = 100 * np.array([[record.get(name) or 0.0 for name in names] for record in records]).T
-    measured = [record.get("shared_capture") is not None for record in records]
+    parts = 100 * np.array([[getattr(record, name) or 0.0 for name in names] for record in records]).T
+    measured = [record.shared_capture is not None for record in records]
     rest = np.where(measured, (100 - parts.sum(axis=0)).clip(min=0), 0)
     figure, axes = new_figure(3.0, ylim=(0, 100), xlabel="task", ylabel="part of the gradient (%)")
     bottom = np.zeros(len(records))

@@ -70,7 +70,7 @@ def write_figures(run: str | Path, folder: str | Path) -> list[Path]:
     check_replaceable(files)
     target.mkdir(parents=True, exist_ok=True)
     numbers = {
-        "captures": [{name: record.get(name) for name in captures} for record in run_folder.records],
+        "captures": [{name: getattr(record, name) for name in captures} for record in run_folder.records],
         "reliability": effects.profile,
         "depths": effects.accuracy,
         "drift": effects.drift,

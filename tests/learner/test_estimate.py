@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 import write_saved
-from small_runs import learner_of
+from small_runs import learner_of, results_with
 from taught import clusters, in_tasks
 
 from dulbe_peft import ClassIncrementalLearner, class_incremental_tasks
@@ -14,6 +14,7 @@ from dulbe_peft.data.store import open_store
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.report.advice import estimated, recommended
 from dulbe_peft.training.estimating import PARTS, left_out_share, refitted
+from dulbe_peft.training.state import Estimates
 
 NAMES = ("lda", "prototype", "visual_agent")
 
@@ -65,8 +66,7 @@ def test_changed_learner_estimates_again(base, tasks):
 
 def test_recommended_classifier_has_a_clearly_better_estimate():
     def rows(images=9, **shares):
-        results = {"class_names": [["a", "b"]], "estimates": {"images": images, "classes": ["a"], "shares": shares}}
-        return estimated(results)
+        return estimated(results_with(estimates=Estimates(images=images, classes=("a",), shares=shares)))
 
     found = rows(bayes=(0.5, 0.4, 0.6), lda=(0.8, 0.7, 0.9))
     assert found.words.startswith("accuracy estimated from 9 training images of 1 of the 2 classes")
@@ -82,7 +82,7 @@ def test_recommended_classifier_has_a_clearly_better_estimate():
     close = rows(bayes=(0.5, 0.4, 0.6), lda=(0.6, 0.5, 0.7))
     assert recommended(close, "bayes")[0] == "bayes" and "may be chance" in recommended(close, "bayes")[1]
     assert recommended(close, "slca") == ("slca", "") and recommended(None, "slca") == ("slca", "")
-    assert estimated({"class_names": [["a"]]}) is None
+    assert estimated(results_with()) is None
 
 
 def test_run_and_report_show_the_estimate_if_there_are_no_test_images(digit_folders, tmp_path, capsys):

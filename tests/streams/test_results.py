@@ -28,8 +28,8 @@ from dulbe_peft.metrics.evaluation import (
     read_predictions,
     write_predictions,
 )
-from dulbe_peft.streams.progress import FinishedTask, measured_row
-from dulbe_peft.streams.results import stream_results
+from dulbe_peft.streams.progress import FinishedTask, measured_row, stream_results
+from dulbe_peft.training.state import Estimates
 from dulbe_peft.utils.files import read_csv, write_csv
 
 NAMES = ("cat", "=1+1", '<b>, "bold"', "'=quoted", "-")
@@ -180,7 +180,8 @@ def results_of(steps, zero_shot=(0.5, 0.4, 0.3)):
         FinishedTask(class_names=names, row=measured_row(tests), zero_shot=value, details={"images": {"a": index}})
         for index, (names, tests, value) in enumerate(zip(CLASSES, steps, zero_shot, strict=True))
     ]
-    return stream_results(tasks, {"adapter": {}, "arguments": {"seed": 3}, "strategy": {}}, ("bridge", "lda"), {})
+    settings = {"adapter": {}, "arguments": {"seed": 3}, "strategy": {"name": "frozen"}}
+    return stream_results(tasks, settings, ("bridge", "lda"), {}, Estimates()).contents()
 
 
 def literal_accuracy(tests, name, classifier):

@@ -4,14 +4,15 @@ import json
 
 import pytest
 import torch
-from small_runs import learner_of, tasks_of
+from small_runs import learner_of, results_with, tasks_of
 
 from dulbe_peft.classifiers.closing import ClosingPass
 from dulbe_peft.classifiers.registry import make_classifiers
 from dulbe_peft.metrics.evaluation import EncodedTest, evaluate_features
+from dulbe_peft.metrics.results import Cost, Results
 from dulbe_peft.photos.report.advice import trained_away
 from dulbe_peft.streams.tasks import Task
-from dulbe_peft.streams.training_cost import Before, Cost, fall_line, significant_costs
+from dulbe_peft.streams.training_cost import Before, fall_line, significant_costs
 
 DIM = 8
 
@@ -59,7 +60,7 @@ def test_harmful_training_is_reported_and_harmless_training_is_not():
 def test_only_significant_losses_are_reported(lost, gained, clear):
     costs = {"lda": Cost(images=50, right=40, lost=lost, gained=gained)}
     assert bool(significant_costs(costs)) == clear
-    words = trained_away({"costs": [{}, {"lda": costs["lda"].model_dump()}]})
+    words = trained_away(results_with(costs=[{}, {"lda": costs["lda"]}]))
     assert (f"“lda” {2 * (lost - gained):.1f} points (task 2)" in words) == clear and bool(words) == clear
 
 
@@ -85,10 +86,9 @@ def test_few_tests_of_old_classes_do_not_hide_what_training_changed():
 def test_without_test_images_changed_predictions_are_reported():
     assert "training changed the most likely old class of 40 % of this task's images" in fall_line({}, 0.4)
     assert fall_line({}, 0.05) == fall_line({}, None) == ""
-    assert (
-        "task 2 changed the most likely old class of 40 % of its images" in trained_away({"changed": [None, 0.4]})
-        and trained_away({"changed": [0.01]}) == ""
-    )
+    words = trained_away(results_with(changed=[None, 0.4]))
+    assert "task 2 changed the most likely old class of 40 % of its images" in words
+    assert trained_away(results_with(changed=[0.01])) == ""
 
 
 def test_run_and_resumed_run_report_the_same_costs(base, digit_folders, tmp_path, capsys):
@@ -98,7 +98,7 @@ def test_run_and_resumed_run_report_the_same_costs(base, digit_folders, tmp_path
     settings |= {"learning_rate": 0.1, "epochs": 4, "batch_size": 20}
     results = learner_of(base, **settings).run(tasks, tmp_path / "whole")
     printed = capsys.readouterr().out
-    assert "training this task lowered the accuracy on " in printed and trained_away(results)
+    assert "training this task lowered the accuracy on " in printed and trained_away(Results.of(results))
     assert results["changed"][1] is not None, "the old classes have only 20 test images"
     learner_of(base, **settings).run(tasks[:1], tmp_path / "parts")
     assert learner_of(base, **settings).run(tasks, tmp_path / "parts")["costs"] == results["costs"]

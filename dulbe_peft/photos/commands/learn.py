@@ -24,6 +24,7 @@ from dulbe_peft.utils.terminal import counted, print_once
 if TYPE_CHECKING:
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.learner import ClassIncrementalLearner
+    from dulbe_peft.metrics.results import Results
     from dulbe_peft.streams.progress import Row
     from dulbe_peft.streams.tasks import Task
 
@@ -56,6 +57,7 @@ def learn(
     loaded = load()
     from dulbe_peft.data.names import check_class_names
     from dulbe_peft.streams.progress import known_tasks, renamed_classes
+    from dulbe_peft.streams.run import RunOptions, run_stream
 
     notes: list[str] = []
     train, test = sources.open_source(source, unreadable_finder(loaded), notes, loaded.class_names)
@@ -84,7 +86,7 @@ def learn(
     elif known:
         _update(loaded, fresh.select(known))
     before = past[-1].row if past else None
-    results = loaded.run(tasks, output, past=past, known_tests=tests, source=source.entry())
+    results = run_stream(loaded, tasks, output, RunOptions(past=past, known_tests=tests, source=source.entry()))
     if before is not None and not new:
         _report_gain(before, results)
     close_run(loaded, output, results, [*tests, *(task.test for task in tasks)], [train], notes)
@@ -124,16 +126,16 @@ def _without_equal_features(images: LabelledImages, learner: ClassIncrementalLea
     return images.at([row for row in range(len(images)) if row not in same])
 
 
-def _report_gain(before: Row, results: dict[str, Any]) -> None:
+def _report_gain(before: Row, results: Results) -> None:
     """Print how further images of known classes changed the accuracy, if the same tasks were tested before."""
     from dulbe_peft.metrics.accuracy import percent
 
     rows = []
     for name, score in before.classifiers.items():
-        now = results.get("classifiers", {}).get(name)
-        if now is None or [a is None for a in score.by_task] != [a is None for a in now["matrix"][-1]]:
+        now = results.classifiers.get(name)
+        if now is None or [a is None for a in score.by_task] != [a is None for a in now.matrix[-1]]:
             return
-        rows.append(f"{name} {percent(score.accuracy, 2)} % before, {percent(now['last_accuracy'], 2)} % after")
+        rows.append(f"{name} {percent(score.accuracy, 2)} % before, {percent(now.last_accuracy, 2)} % after")
     if rows:
         print_once(f"with the further images: {'; '.join(rows)}")
 

@@ -6,10 +6,12 @@ By default, nothing is trained and all classes form one task; --strategy and --i
 Repeating the command continues a run that was stopped, or learns classes that were added.
 """
 
+from __future__ import annotations
+
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.photos.commands.options import LABELS, OVERWRITE, File, command, run_settings
@@ -17,6 +19,11 @@ from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim, print_n
 from dulbe_peft.photos.runs.settings import GROUPS, given_settings, pick
 from dulbe_peft.photos.runs.sources import data_or_labels
 from dulbe_peft.utils.settings import field_types, setting
+
+if TYPE_CHECKING:  # torch is imported when the run is set up
+    from dulbe_peft.data.images import LabelledImages
+    from dulbe_peft.learner import ClassIncrementalLearner
+    from dulbe_peft.metrics.results import Results
 
 # The settings that `--help` shows; `--help-all` shows all.
 ESSENTIAL = (
@@ -80,7 +87,12 @@ def _use_model_of_table(settings: dict[str, Any]) -> None:
 
 
 def close_run(
-    learner: Any, output: str, results: dict[str, Any], tests: list[Any], learned: list[Any], notes: list[str]
+    learner: ClassIncrementalLearner,
+    output: str,
+    results: Results,
+    tests: list[LabelledImages | None],
+    learned: list[LabelledImages],
+    notes: list[str],
 ) -> None:
     """Write the pictures of a run and print its results in the first process; then all processes leave the group."""
     from dulbe_peft.photos.report.pictures import write_pictures
@@ -88,11 +100,11 @@ def close_run(
 
     if world()[0] == 0:
         write_pictures(output, tests, results, notes, learner, learned)
-        print_results(output)
+        print_results(output, results)
     leave()
 
 
-def print_results(output: str) -> None:
+def print_results(output: str, results: Results | None = None) -> None:
     """Print the results of a run, the estimate from left-out training images, and the next command.
 
     Another classifier than the one that predicts by default is recommended if it is clearly better.
@@ -101,7 +113,7 @@ def print_results(output: str) -> None:
     from dulbe_peft.photos.report.advice import chosen, estimated
     from dulbe_peft.photos.report.run_folder import read_run
 
-    run = read_run(output)
+    run = read_run(output, results)
     if run.tested:
         print(format_summary(run.results))
     print(f"written: {Path(output) / 'results.json'}")

@@ -1,18 +1,18 @@
 """Write the first lines of a report: which classifier is best, and what to do next."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dulbe_peft.classifiers.closing import TEACHING
 from dulbe_peft.classifiers.registry import CLASSIFIERS
 from dulbe_peft.encoders.registry import demo_model_folder
-from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, TITLES, result_rows
+from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, TITLES
+from dulbe_peft.metrics.results import Results
 from dulbe_peft.photos.report.run_folder import RunFolder
 from dulbe_peft.photos.report.shares import ClassRow, ConfusionMatrix, Share, listed
 from dulbe_peft.photos.runs.sources import tests_of
-from dulbe_peft.streams.training_cost import ADVICE, MUCH, Cost, significant_costs
+from dulbe_peft.streams.training_cost import ADVICE, MUCH, significant_costs
 from dulbe_peft.training.state import Estimate
 from dulbe_peft.utils.terminal import counted
 
@@ -52,13 +52,12 @@ class Method:
 def leaderboard(run: RunFolder) -> list[Method]:
     """Return the classifiers and the baselines, sorted by their accuracy after the last task."""
     groups: dict[tuple[float | None, ...], list[str]] = {}
-    for name, block in result_rows(run.results):
-        groups.setdefault(tuple(block["overall"]), []).append(name)
-    number, taught = len(run.predictions), [time.get("phases", {}) for time in run.timings if time]
+    for name, measures in run.results.rows:
+        groups.setdefault(tuple(measures.overall), []).append(name)
+    taught = [time.phases for time in run.timings if time]
     rows = []
     for overall, names in groups.items():
-        right = overall[-1]
-        share = Share(round(right * number), number) if number and right is not None else None
+        share = None if overall[-1] is None else counted_share(run, names, overall[-1])
         seconds = [phases[TEACHING + name] for phases in taught for name in names if TEACHING + name in phases]
         known = [CLASSIFIERS[name] for name in names if name in CLASSIFIERS]
         files = [run.learner / classifier.file_names()[1] for classifier in known] if run.learner else []
@@ -66,6 +65,21 @@ def leaderboard(run: RunFolder) -> list[Method]:
         meaning = "; ".join(dict.fromkeys(filter(None, map(summary, names))))
         rows.append(Method(names, overall, share, sum(seconds) if seconds else None, size, meaning))
     return sorted(rows, key=lambda row: -(row.last or 0))
+
+
+def counted_share(run: RunFolder, names: Sequence[str], accuracy: float) -> Share | None:
+    """Return how many test images one of `names` classified correctly, or None if this was not recorded.
+
+    Only the zero-shot model, which is not in `predictions.csv`, is counted by its accuracy, if it fits these images.
+    """
+    rows = run.predictions
+    for name in names if rows else ():
+        if name == run.first:
+            return Share.of(rows)
+        if name in rows[0].others:
+            return Share(sum(row.others[name] == row.true for row in rows), len(rows))
+    right = round(accuracy * len(rows))
+    return Share(right, len(rows)) if rows and right / len(rows) == accuracy else None
 
 
 def summary(name: str) -> str:
@@ -80,7 +94,7 @@ def clearly_better(run: RunFolder) -> str:
     """
     from scipy.stats import binomtest
 
-    others = [name for name in run.results["classifiers"] if name != run.first]
+    others = [name for name in run.results.classifiers if name != run.first]
     copies = {(copy.task, copy.position) for copy in run.pictures.copies}
     unseen = [row for row in run.predictions if (row.task, row.position) not in copies]
     counts = []
@@ -101,17 +115,17 @@ class Estimated:
     few: bool = False  # whether there are too few images to recommend a classifier
 
 
-def estimated(results: Mapping[str, Any]) -> Estimated | None:
+def estimated(results: Results) -> Estimated | None:
     """Return the accuracies that a run estimated without test images, or None if it has no estimate."""
-    estimates = results.get("estimates", {})
-    rows = [(name, Estimate(*share)) for name, share in estimates.get("shares", {}).items()]
+    estimates = results.estimates
+    rows = [(name, Estimate(*share)) for name, share in estimates.shares.items()]
     if not rows:
         return None
-    classes = sum(len(task) for task in results["class_names"])
-    some = f" of {len(estimates['classes'])} of the {classes} classes" if len(estimates["classes"]) < classes else ""
-    few = estimates["images"] < _FEW
+    classes = sum(len(task) for task in results.class_names)
+    some = f" of {len(estimates.classes)} of the {classes} classes" if len(estimates.classes) < classes else ""
+    few = estimates.images < _FEW
     some += " (too few for a reliable estimate)" * few
-    images = f"{estimates['images']:,} training image{'s' * (estimates['images'] != 1)}"
+    images = f"{estimates.images:,} training image{'s' * (estimates.images != 1)}"
     words = f"accuracy estimated from {images}{some}, each left out in turn, with 95 % intervals:"
     return Estimated(words, sorted(rows, key=lambda row: -row[1].share), few)
 
@@ -144,11 +158,11 @@ def recommended(estimate: Estimated | None, first: str) -> tuple[str, str]:
     )
 
 
-def trained_away(results: Mapping[str, Any]) -> str:
+def trained_away(results: Results) -> str:
     """Return a sentence on what training cost old classes and how to avoid it, or ""."""
     points, places = dict[str, float](), dict[str, list[str]]()
-    for number, saved in enumerate(results.get("costs", []), 1):
-        for name, cost in significant_costs({name: Cost(**counts) for name, counts in saved.items()}).items():
+    for number, costs in enumerate(results.costs, 1):
+        for name, cost in significant_costs(costs).items():
             points[name] = points.get(name, 0.0) + cost.points
             places.setdefault(name, []).append(str(number))
     if points:
@@ -159,7 +173,7 @@ def trained_away(results: Mapping[str, Any]) -> str:
         losses = listed(list(each), _MOST_NAMES)
         lowered = "Training lowered the accuracy on old classes by more than chance explains"
         return f"{lowered}: {losses}. Next time, {ADVICE}."
-    changed = {number: share for number, share in enumerate(results.get("changed", []), 1) if share is not None}
+    changed = {number: share for number, share in enumerate(results.changed, 1) if share is not None}
     number = max(changed, key=lambda each: changed[each], default=0)
     if not number or changed[number] < MUCH:
         return ""

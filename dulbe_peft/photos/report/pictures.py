@@ -12,6 +12,7 @@ from dulbe_peft.data.decoding import to_rgb
 from dulbe_peft.data.images import LabelledImages, labelled_images
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
+from dulbe_peft.metrics.results import Results
 from dulbe_peft.photos.report.html import jpeg_address
 from dulbe_peft.photos.report.nearest import Neighbours, find_neighbours
 from dulbe_peft.photos.report.plots import plot_matrix, plot_results
@@ -27,7 +28,7 @@ PICTURE_SIDE = 160  # pixels; a page shows pictures at half this size and enlarg
 def write_pictures(
     run: str | Path,
     tests: Sequence[Any],
-    results: dict[str, Any],
+    results: Results | Mapping[str, Any],
     left_out: Sequence[str] = (),
     learner: ClassIncrementalLearner | None = None,
     trains: Sequence[Any] = (),
@@ -38,14 +39,14 @@ def write_pictures(
     Args:
         run: the folder of the run.
         tests: the test data of each task.
-        results: the results of the run.
+        results: What `ClassIncrementalLearner.run` returned, or a record of it.
         left_out: sentences about files that are not part of the data.
         learner: the learner, to mark test images that it has also learned.
         trains: the training data, to show the training image nearest to each mistake.
         task_names: names that the report uses for the tasks instead of their numbers.
     """
-    output = Path(run)
-    for name, plot in (("accuracy.png", plot_results), ("tasks.png", plot_matrix)) if "classifiers" in results else ():
+    output, results = Path(run), Results.of(results)
+    for name, plot in (("accuracy.png", plot_results), ("tasks.png", plot_matrix)) if results.classifiers else ():
         with replacing(output / name) as temporary:
             plot(results, temporary)
     if (output / PREDICTIONS_FILE).is_file():

@@ -6,14 +6,15 @@ On a page, a chart is an SVG whose colours are variables of the style sheet, so 
 import io
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dulbe_peft.classifiers.registry import CLASSIFIERS, answering
-from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, TITLES, accuracy_matrix, result_rows
+from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, TITLES, accuracy_matrix
+from dulbe_peft.metrics.results import Results
 from dulbe_peft.photos.report.shares import Share
 from dulbe_peft.utils.extras import installed
 
@@ -26,42 +27,42 @@ _MOST_NUMBERS = 12  # the matrix shows its values for at most this many tasks
 LEGEND: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "labelcolor": INK, "fontsize": 8}
 
 
-def plot_results(results: dict[str, Any], path: str | Path) -> None:
+def plot_results(results: Results | Mapping[str, Any], path: str | Path) -> None:
     """Plot the accuracy on all seen classes after each task, for every classifier and for zero-shot classification.
 
     Args:
-        results: the return value of `ClassIncrementalLearner.run`, for a stream with test data.
+        results: What `ClassIncrementalLearner.run` returned for a stream with test data, or a record of it.
         path: the file to write; its suffix selects the format.
 
     Raises:
         ValueError: if the stream had no test data.
     """
-    accuracy_figure(results).savefig(path, dpi=150)
+    accuracy_figure(Results.of(results)).savefig(path, dpi=150)
 
 
-def plot_matrix(results: dict[str, Any], path: str | Path) -> None:
+def plot_matrix(results: Results | Mapping[str, Any], path: str | Path) -> None:
     """Plot the first classifier's accuracy on each task after every later task; see `plot_results`."""
-    matrix_figure(results).savefig(path, dpi=150)
+    matrix_figure(Results.of(results)).savefig(path, dpi=150)
 
 
 # ---------------------------------------------------------------------- charts of results
 
 
-def accuracy_figure(results: dict[str, Any]) -> Any:
+def accuracy_figure(results: Results) -> Any:
     """Plot the accuracy after each task, with one line for each classifier and baseline."""
     _check_tested(results)
-    rows = result_rows(results)
-    steps = max(len(block["overall"]) for _, block in rows)
-    classes = [sum(len(task) for task in results["class_names"][: t + 1]) for t in range(steps)]
+    rows = results.rows
+    steps = max(len(measures.overall) for _, measures in rows)
+    classes = [sum(len(task) for task in results.class_names[: t + 1]) for t in range(steps)]
     words = {"xlabel": "classes seen", "ylabel": "accuracy on all seen classes (%)"}
     figure, axes = new_figure(max(3.8, 3.0 + 0.1 * len(rows)), ylim=(0, 100), xticks=_thinned(classes), **words)
     # Known classifiers have the same style in every chart.
     places = list(dict.fromkeys([*BESIDE_CLASSIFIERS, *CLASSIFIERS, *(name for name, _ in rows)]))
-    for name, block in rows:
+    for name, measures in rows:
         # Wide, hollow marks keep zero-shot visible where the text classifier has the same accuracy.
         marks = {"markersize": 9, "markerfacecolor": "none"} if name == "zero_shot" else {"markersize": 4}
         look = {"linewidth": 1.5, "clip_on": False, **line_style(places.index(name)), **marks}
-        overall = 100 * np.array(block["overall"], dtype=np.float64)  # None is NaN
+        overall = 100 * np.array(measures.overall, dtype=np.float64)  # None is NaN
         axes.plot(classes[: len(overall)], overall, label=TITLES.get(name, name), **look)
     figure.legend(ncols=2, handlelength=4, **LEGEND)  # long samples show the dashes
     return figure
@@ -75,10 +76,10 @@ def line_style(place: int) -> dict[str, str]:
     return {"color": SERIES[series], "marker": mark, "linestyle": dash}
 
 
-def matrix_figure(results: dict[str, Any]) -> Any:
+def matrix_figure(results: Results) -> Any:
     """Plot the task matrix of the first classifier; tasks that were not tested stay empty."""
     _check_tested(results)
-    rows = results["classifiers"][answering(results["classifiers"])]["matrix"]
+    rows = results.classifiers[answering(results.classifiers)].matrix
     size, values = len(rows), 100 * accuracy_matrix(rows)
     figure, axes = new_figure(4.8, xlabel="tested on the classes of task", ylabel="after learning task")
     image = axes.imshow(values, cmap="Blues", vmin=0, vmax=100)
@@ -169,8 +170,8 @@ def whole_numbers() -> Any:
     return MaxNLocator(nbins=8, integer=True)
 
 
-def _check_tested(results: dict[str, Any]) -> None:
-    if "classifiers" not in results:
+def _check_tested(results: Results) -> None:
+    if not results.classifiers:
         raise ValueError("the results have no accuracies, because the stream had no test data: give it test images")
 
 

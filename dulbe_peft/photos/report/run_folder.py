@@ -1,10 +1,9 @@
 """Read the folder of a run, finished or not, for a report."""
 
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
@@ -12,13 +11,13 @@ from dulbe_peft.checkpoints.layout import LEARNER_FILE, RESULTS_FILE, TIMINGS_FI
 from dulbe_peft.checkpoints.learner_file import LearnerFile
 from dulbe_peft.checkpoints.restoring import read_known
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
-from dulbe_peft.streams.progress import SOURCES_FILE, Sources, Timings, read_finished
-from dulbe_peft.streams.results import Results, stream_results
+from dulbe_peft.metrics.results import Results, TaskFacts
+from dulbe_peft.streams.progress import SOURCES_FILE, Sources, Timing, Timings, read_finished, stream_results
 from dulbe_peft.training.state import Update
 from dulbe_peft.utils.folders import CheckpointError, put_back, read_manifest
 from dulbe_peft.utils.records import Fraction, Record, read_record
 
-_OF_TASKS: dict[str, Any] = {TIMINGS_FILE: Timings, SOURCES_FILE: Sources}
+R = TypeVar("R", bound=Record)
 PICTURES_FOLDER = "pictures"
 PICTURES_INDEX = "index.json"
 NO_TESTS = "The stream has no test images."
@@ -66,12 +65,12 @@ class RunFolder:
 
     folder: Path
     name: str
-    results: dict[str, Any]
+    results: Results
     learned: list[list[str]]
-    records: list[dict[str, Any]]  # one record of `results.json` for each task
+    records: list[TaskFacts]  # how each task was trained
     settings: dict[str, Any]
     predictions: list[ImageResult]
-    timings: list[dict[str, Any] | None]
+    timings: list[Timing | None]
     pictures: Pictures
     finished: bool = True
     base_model: str | None = None
@@ -83,7 +82,7 @@ class RunFolder:
 
     @property
     def tested(self) -> bool:
-        return bool(self.results.get("classifiers"))
+        return bool(self.results.classifiers)
 
     @property
     def strategy(self) -> str:
@@ -108,21 +107,18 @@ class RunFolder:
     @property
     def trained(self) -> bool:
         """Return whether any task trained the model itself."""
-        return was_trained(self.records)
+        return self.results.trained
 
     @property
     def captured(self) -> bool:
         """Return whether any task measured the share of its gradient that the modes capture."""
-        return any(record.get("shared_capture") is not None for record in self.records)
+        return any(record.shared_capture is not None for record in self.records)
 
 
-def was_trained(records: Sequence[Mapping[str, Any] | None]) -> bool:
-    """Return whether any task trained the model itself; `records` are the "tasks" of `results.json`."""
-    return any(record and record.get("loss") for record in records)
-
-
-def read_run(folder: str | os.PathLike[str]) -> RunFolder:
+def read_run(folder: str | os.PathLike[str], results: Results | None = None) -> RunFolder:
     """Read the folder of a run, finished or not, of one of its tasks, or of a saved learner.
+
+    `results` are the run's results if they are known, so that they are not read again.
 
     Raises:
         FileNotFoundError: if there is no such folder.
@@ -132,7 +128,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunFolder:
     put_back(path)
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is not a folder: give a folder that run has written")
-    results = _read(path / RESULTS_FILE, Results)
+    results = results or _read(path / RESULTS_FILE, Results)
     is_task = (path / LEARNER_FILE).is_file()
     task = (path, read_manifest(path)) if is_task else newest_task(path, lambda _: None)
     more: dict[str, Any] = {}
@@ -143,47 +139,48 @@ def read_run(folder: str | os.PathLike[str]) -> RunFolder:
         saved = {"strategy": learner.strategy, "adapter": None, "arguments": learner.arguments, "classifiers": {}}
         identity = manifest.notes.get("identity", saved)
         settings = {name: identity[name] for name in saved}
-        finished = is_task or (results is not None and results["class_names"] == manifest.notes["tasks"])
+        finished = is_task or (results is not None and results.class_names == manifest.notes["tasks"])
         if results is None or not finished:
             try:
                 tasks = read_finished(newest, learner.tasks)
-                computed = stream_results(tasks, identity, learner.classifiers, manifest.versions)
-                results = Results.model_validate(computed).model_dump(exclude_unset=True)
+                of_run = identity, learner.classifiers, manifest.versions
+                results = stream_results(tasks, *of_run, learner.estimates)
             except (ValueError, KeyError, CheckpointError) as error:
                 raise ValueError(f"{newest} is not a folder that a run has written: {error}") from error
-        results["estimates"] = learner.estimates.model_dump()
+        results = results.model_copy(update={"estimates": learner.estimates})
         order = learner.classifiers
         more = {"finished": finished, "base_model": learner.base_model.name, "updates": learner.updates}
         more["learner"] = newest
         names = [name for task in learner.tasks for name in task]
         more["tested_before"] = any(read_known(newest, names, os.listdir(newest)).tested.values())
     elif results is not None:  # only the small files were kept
-        newest, settings, order = path, {"strategy": results["strategy"], **results["configuration"]}, []
+        newest, settings, order = path, {"strategy": results.strategy.model_dump(), **results.configuration}, []
     else:
         raise ValueError(f"{path} holds neither {RESULTS_FILE} nor a finished task's folder: give the folder of a run")
-    order = order or list(results.get("classifiers", {}))
-    learned = results["class_names"]
-    timings, sources = ((_read(path / file, kind) or {"tasks": []})["tasks"] for file, kind in _OF_TASKS.items())
+    order = order or list(results.classifiers)
+    learned = results.class_names
+    times, sources = _read(path / TIMINGS_FILE, Timings), _read(path / SOURCES_FILE, Sources)
+    named = [] if sources is None else sources.tasks[: len(learned)]
     none = [None] * len(learned)
     return RunFolder(
         folder=path,
         name=path.resolve().name,
         results=results,
         learned=learned,
-        records=[record or {} for record in (*results["tasks"], *none)][: len(learned)],
+        records=[record or TaskFacts() for record in (*results.tasks, *none)][: len(learned)],
         settings=settings,
         predictions=read_predictions(newest / PREDICTIONS_FILE) if (newest / PREDICTIONS_FILE).is_file() else [],
-        timings=[*timings, *none][: len(learned)],
+        timings=[*([] if times is None else times.tasks), *none][: len(learned)],
         pictures=_pictures(path / PICTURES_FOLDER),
         first=next(iter(order), ""),
-        source=next((source for source in reversed(sources[: len(learned)]) if source is not None), None),
+        source=next((source for source in reversed(named) if source is not None), None),
         **more,
     )
 
 
-def _read(path: Path, kind: type[Record]) -> dict[str, Any] | None:
+def _read(path: Path, kind: type[R]) -> R | None:
     """Read and validate a file; return None if it does not exist."""
-    return read_record(path, kind).model_dump(exclude_unset=True) if path.is_file() else None
+    return read_record(path, kind) if path.is_file() else None
 
 
 def _pictures(folder: Path) -> Pictures:

@@ -11,11 +11,13 @@ from dulbe_peft.checkpoints.layout import LEARNER_FILE
 from dulbe_peft.checkpoints.learner_file import LearnerFile
 from dulbe_peft.checkpoints.restoring import read_known
 from dulbe_peft.classifiers.closing import TEACHING
+from dulbe_peft.metrics.results import TaskFacts
 from dulbe_peft.photos.report import advice, plots, shares, side_by_side
 from dulbe_peft.photos.report.html import jpeg_address, mib, percent, seconds, write_page
 from dulbe_peft.photos.report.run_folder import PICTURES_FOLDER, Photograph, RunFolder, read_run
 from dulbe_peft.photos.report.shares import ClassRow, Share
 from dulbe_peft.photos.report.table import write_table_latex
+from dulbe_peft.streams.progress import Timing
 from dulbe_peft.utils.files import write_csv
 from dulbe_peft.utils.records import read_record
 from dulbe_peft.utils.settings import flat_settings
@@ -69,7 +71,7 @@ def write_report(
     }
     write_page(Path(output), "page.html", content)
     if csv is not None:
-        full = ((*row[:3], *map(row.measures.get, side_by_side.MEASURES)) for row in rows)
+        full = ((*row[:3], *(getattr(row.measures, name) for name in side_by_side.MEASURES)) for row in rows)
         write_csv(Path(csv), ["run", "strategy", "method", *side_by_side.MEASURES], full, errors="surrogateescape")
     if latex is not None:
         write_table_latex(side_by_side.RUN_COLUMNS, rows, Path(latex))
@@ -78,12 +80,12 @@ def write_report(
 
 def _content(run: RunFolder, key: str) -> dict[str, Any]:
     """Return what the template shows about a run; `key` is unique among the runs of the page."""
-    losses = [record.get("loss", []) for record in run.records]
+    losses = [record.loss for record in run.records]
     settings = {"model": run.base_model} if run.base_model else {}
     settings |= dict(sorted(flat_settings(run.settings).items()))
-    learned = Counter({name: count for record in run.records for name, count in record.get("images", {}).items()})
-    by_class = run.results.get("classes", {})
-    forgotten = by_class.get(run.first, {}).get("forgetting", {}) if run.trained and run.tested else {}
+    learned = Counter({name: count for record in run.records for name, count in record.images.items()})
+    by_class = run.results.classes.get(run.first)
+    forgotten = by_class.forgetting if by_class and run.trained and run.tested else {}
     for update in run.updates:
         learned.update(update.images)
     rows = shares.class_rows(run.predictions, forgotten, learned)
@@ -110,7 +112,7 @@ def _content(run: RunFolder, key: str) -> dict[str, Any]:
 
 def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict[str, Any]:
     """Return what the template shows about a run with test data."""
-    methods, blocks = advice.leaderboard(run), run.results["classifiers"]
+    methods, blocks = advice.leaderboard(run), run.results.classifiers
     tasks = [f"task {number}" for number in range(1, len(run.learned) + 1)]
     unknown = [None] * len(tasks)
 
@@ -139,8 +141,8 @@ def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict
         "clearly": advice.clearly_better(run),
         "accuracy": plots.inline_svg(plots.accuracy_figure(run.results), f"{key}-accuracy") if len(tasks) > 1 else "",
         "matrices": [
-            (name, [(task, *row, *unknown[len(row) :]) for task, row in zip(tasks, block["matrix"])])
-            for name, block in blocks.items()
+            (name, [(task, *row, *unknown[len(row) :]) for task, row in zip(tasks, measures.matrix)])
+            for name, measures in blocks.items()
         ],
         "source": source,
         "class_pictures": pictures,
@@ -148,7 +150,7 @@ def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict
             (row.name, row.recall, precision, pictures[row.name], row.mistaken_for, row.learned, points)
             for row, precision, points in zip(classes, precisions, forgotten, strict=True)
         ],
-        "earlier": _earlier(run, blocks[run.first]["matrix"]) if len(tasks) > 1 else [],
+        "earlier": _earlier(run, blocks[run.first].matrix) if len(tasks) > 1 else [],
         "leak": leak(run),
     }
     if run.predictions:
@@ -194,23 +196,23 @@ def leak(run: RunFolder) -> dict[str, Any] | None:
     return {"without": Share.of(others) if others else None, "learned": Share.of(learned_rows), "how": how}
 
 
-def _training(number: int, record: dict[str, Any]) -> tuple[Any, ...]:
+def _training(number: int, record: TaskFacts) -> tuple[Any, ...]:
     """Return a row with the losses, captures and depth that training recorded for a task."""
-    loss, depth = record.get("loss"), record.get("expected_depth")
+    loss, depth = record.loss, record.expected_depth
     ends = (f"{loss[0]:.3f}", f"{loss[-1]:.3f}") if loss else (None, None)
-    captures = (percent(record.get(name)) for name in ("shared_capture", "residual_capture"))
+    captures = map(percent, (record.shared_capture, record.residual_capture))
     return (number, *ends, *captures, None if depth is None else f"{depth:.2f}")
 
 
-def _times(timings: Sequence[dict[str, Any] | None]) -> list[tuple[Any, ...]]:
+def _times(timings: Sequence[Timing | None]) -> list[tuple[Any, ...]]:
     """Return the header and one row for each task: the seconds of each phase and in total, and the peak memory."""
-    spent = [Counter[str]() for _ in timings]
+    spent: list[defaultdict[str, float]] = [defaultdict(float) for _ in timings]
     for phases, time in zip(spent, timings, strict=True):
-        for name, value in (time or {}).get("phases", {}).items():  # the classifiers share one column
+        for name, value in (time.phases if time else {}).items():  # the classifiers share one column
             phases["fitting the classifiers" if name.startswith(TEACHING) else PHASES.get(name, name)] += value
     names = list(dict.fromkeys(chain(*spent)))
     rows: list[tuple[Any, ...]] = [("task", *names, "total", "peak memory (MiB)")]
     for number, (phases, time) in enumerate(zip(spent, timings, strict=True), 1):
-        whole, memory = (time or {}).get("seconds"), (time or {}).get("peak_memory")
+        whole, memory = (time.seconds, time.peak_memory) if time else (None, None)
         rows.append((number, *map(seconds, (*map(phases.get, names), whole)), mib(memory)))
     return rows

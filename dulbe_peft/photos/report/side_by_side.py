@@ -1,11 +1,12 @@
 """Compare runs side by side: a table with one row for each classifier of each run, and the settings that differ."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from dulbe_peft.metrics.accuracy import TITLES, percent, result_rows
-from dulbe_peft.photos.report.run_folder import RunFolder, was_trained
+from dulbe_peft.metrics.accuracy import TITLES, percent
+from dulbe_peft.metrics.results import Measures, Results
+from dulbe_peft.photos.report.run_folder import RunFolder
 from dulbe_peft.photos.report.table import Column, format_text, tuple_columns
 from dulbe_peft.utils.settings import flat_settings
 
@@ -31,14 +32,14 @@ class RunRow(NamedTuple):
     run: str
     strategy: str
     method: str
-    measures: dict[str, Any]
+    measures: Measures
 
 
 def _measure_column(name: str) -> Column[RunRow]:
     title, short = MEASURES[name]
 
     def show(row: RunRow) -> str:
-        return percent(row.measures[name], 2) if name in row.measures else ""
+        return percent(getattr(row.measures, name), 2) if name in row.measures.model_fields_set else ""
 
     return Column(title, show, short=short)
 
@@ -50,17 +51,19 @@ SUMMARY_COLUMNS = [_TITLE, _MEAN_COLUMN, _LAST_COLUMN, *_CHANGES]
 RUN_COLUMNS = [_RUN, _STRATEGY, _TITLE, _LAST_COLUMN, _MEAN_COLUMN, *_CHANGES]
 
 
-def format_summary(results: dict[str, Any]) -> str:
+def format_summary(results: Results | Mapping[str, Any]) -> str:
     """Return a small table of a stream's results in percent, with lines below it that explain the columns.
 
-    If nothing was trained, the text classifier equals the zero-shot one, so the table has only the latter.
+    `results` is what `ClassIncrementalLearner.run` returned, or a record of it. If nothing was trained, the text
+    classifier equals the zero-shot one, so the table has only the latter.
     """
-    several = len(results["class_names"]) > 1
-    trained = several and was_trained(results["tasks"])
+    results = Results.of(results)
+    several = len(results.class_names) > 1
+    trained = several and results.trained
     columns = [replace(_TITLE, title="classifier"), *[_MEAN_COLUMN] * several, _LAST_COLUMN, *_CHANGES * trained]
     words = _TRAINED if trained else _MEAN if several else _LAST
-    blocks = dict(result_rows(results))
-    if not was_trained(results["tasks"]) and "zero_shot" in blocks:
+    blocks = dict(results.rows)
+    if not results.trained and "zero_shot" in blocks:
         blocks.pop("text", None)
     return f"{format_text(columns, [RunRow('', '', *row) for row in blocks.items()])}\n{words}"
 
@@ -71,13 +74,13 @@ def run_rows(runs: Sequence[RunFolder]) -> list[RunRow]:
         RunRow(run.name, run.strategy, method, block)
         for run in runs
         if run.tested
-        for method, block in result_rows(run.results)
+        for method, block in run.results.rows
     ]
 
 
 def best_rows(rows: Sequence[RunRow]) -> list[RunRow]:
     """Return the rows with the highest accuracy after the last task, rounded as printed; several if they are equal."""
-    lasts = [-1.0 if (last := row.measures.get("last_accuracy")) is None else round(last, 4) for row in rows]
+    lasts = [-1.0 if (last := row.measures.last_accuracy) is None else round(last, 4) for row in rows]
     return [row for row, last in zip(rows, lasts, strict=True) if last == max(lasts) >= 0]
 
 

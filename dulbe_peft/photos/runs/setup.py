@@ -18,6 +18,7 @@ from dulbe_peft.utils.terminal import counted, print_once, printable
 if TYPE_CHECKING:  # torch is only imported when a run is set up
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.learner import ClassIncrementalLearner
+    from dulbe_peft.metrics.results import Results
     from dulbe_peft.photos.data.looking import Look
     from dulbe_peft.streams.tasks import Task
 
@@ -44,10 +45,13 @@ class Setup:
             print_once(f"left out: texts of classes that the data does not have ({', '.join(others)})")
         return class_texts
 
-    def run(self, **options: Any) -> dict[str, Any]:
-        """Run the stream in its output folder; `options` are further arguments of the learner's `run`."""
-        options |= {"source": self.stream.source.entry(), "class_texts": self.class_texts()}
-        return self.learner.run(self.tasks, self.stream.output, **options)
+    def run(self, keep_features: bool = False) -> Results:
+        """Run the stream in its output folder."""
+        from dulbe_peft.streams.run import RunOptions, run_stream
+
+        source, texts = self.stream.source.entry(), self.class_texts()
+        options = RunOptions(source=source, class_texts=texts, keep_features=keep_features)
+        return run_stream(self.learner, self.tasks, self.stream.output, options)
 
 
 def unreadable_finder(learner: ClassIncrementalLearner) -> Look:

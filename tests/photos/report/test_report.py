@@ -310,7 +310,7 @@ def test_report_needs_only_the_results_and_predictions(runs, tmp_path):
     [
         (None, None, "is not a folder"),
         ("results.json", [], "results.json is damaged or foreign"),
-        ("results.json", {"classifiers": {"lda": {}}}, "foreign: classifiers.lda.overall: Field required"),
+        ("results.json", {"classifiers": {"lda": {}}}, "foreign: classifiers.lda.average_accuracy: Field required"),
         ("results.json", {"classes": {"lda": {"accuracy": {"a": 7}}}}, "foreign: classes.lda.accuracy.a"),
         ("timings.json", {"tasks": [{"phases": {"train": "x"}}]}, "foreign: tasks.0.seconds: Field required"),
         ("pictures/index.json", {"hits": [{"file": "../x.jpg"}]}, "index.json is damaged or foreign: hits"),

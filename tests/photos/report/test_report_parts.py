@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from pages import drawn
 from PIL import Image
+from small_runs import results_with
 
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.metrics.evaluation import ImageResult
+from dulbe_peft.metrics.results import Measures, Results
 from dulbe_peft.photos.report import format_summary, plot_matrix, plot_results, read_run
-from dulbe_peft.photos.report.advice import next_steps
+from dulbe_peft.photos.report.advice import counted_share, leaderboard, next_steps
 from dulbe_peft.photos.report.html import percent
 from dulbe_peft.photos.report.pictures import PICTURE_SIDE, choose_examples, thumbnail, write_examples
 from dulbe_peft.photos.report.plots import SERIES, accuracy_figure, inline_svg, reliability_figure
@@ -87,8 +89,22 @@ def test_data_without_images_has_no_pictures_and_files_of_the_user_stay(tmp_path
     assert "no pictures of examples" in capsys.readouterr().out
 
 
+def test_shares_are_counts_of_the_test_images(finished_run):
+    run = read_run(finished_run)
+    for method in leaderboard(run):
+        name = method.names[0]
+        answers = [row.predicted if name == run.first else row.others.get(name) for row in run.predictions]
+        right = sum(answer == row.true for answer, row in zip(answers, run.predictions, strict=True))
+        expected = round(method.last * len(answers)) if name == "zero_shot" else right
+        assert method.share == Share(expected, len(run.predictions)), name
+    fewer = dataclasses.replace(run, predictions=run.predictions[:-1])
+    assert counted_share(fewer, ["zero_shot"], 0.5) is None, "no count of 19 images is a half"
+    assert counted_share(fewer, ["lda"], 0.5).images == len(fewer.predictions)
+
+
 def test_rows_with_equal_rounded_accuracy_are_all_the_best():
-    rows = [RunRow(f"{n}", "", "", {"last_accuracy": n}) for n in (0.91234, 0.91231, 0.9)]
+    measures = (Measures(average_accuracy=n, last_accuracy=n, overall=[n]) for n in (0.91234, 0.91231, 0.9))
+    rows = [RunRow(f"{row.last_accuracy}", "", "", row) for row in measures]
     assert best_rows(rows) == rows[:2] and best_rows(rows[1:]) == rows[1:2]
 
 
@@ -206,11 +222,11 @@ def test_next_steps_are_sorted_by_usefulness(finished_run):
 def test_charts_on_a_page_use_its_colours(finished_run):
     results = json.loads((finished_run / "results.json").read_text())
     with drawn():
-        svg, again = (inline_svg(accuracy_figure(results), "x") for _ in range(2))
+        svg, again = (inline_svg(accuracy_figure(Results.of(results)), "x") for _ in range(2))
     assert svg.startswith("<svg") and "var(--series-3)" in svg and "currentColor" in svg
     assert not [colour for colour in SERIES if colour in svg] and "<script" not in svg
     assert svg == again, "the same results give the same picture"
-    assert accuracy_figure(results).axes[0].get_ylim() == (0, 100), "the axis is not cut off"
+    assert accuracy_figure(Results.of(results)).axes[0].get_ylim() == (0, 100), "the axis is not cut off"
 
 
 def test_charts_in_files_are_not_empty(finished_run, tmp_path):
@@ -221,7 +237,7 @@ def test_charts_in_files_are_not_empty(finished_run, tmp_path):
             with Image.open(tmp_path / f"{number}.png") as picture:
                 assert min(picture.size) > 400 and len(picture.getcolors(10**6)) > 100
             with pytest.raises(ValueError, match="no test data"):
-                plot({"class_names": [["a"]]}, tmp_path / "x.png")
+                plot(results_with(), tmp_path / "x.png")
         files = write_figures(finished_run, tmp_path)
         assert write_figures(finished_run, tmp_path) == files, "existing charts are replaced"
     drawings = [Image.open(path) for path in files if path.suffix == ".png"]
