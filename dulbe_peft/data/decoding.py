@@ -48,21 +48,12 @@ _INSTEAD = {  # advice for files that contain pictures in formats that are not r
     "drawings and documents are not read: export PNG files": (".svg", ".psd", ".xcf", ".pdf"),
 }
 _LFS = b"version https://git-lfs"
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 # Pillow refuses images of more than twice `Image.MAX_IMAGE_PIXELS` and warns above that number. Only the refusal is a
 # limit here, because there are cameras with 100 million pixels. A warning about damaged EXIF does not help either if
 # the pixels are intact. The filters are appended so that the user's filters take precedence.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning, append=True)
 warnings.filterwarnings("ignore", message="Corrupt EXIF data", category=UserWarning, append=True)
-READING = "2"  # increase it when the same file gives other pixels or another view, so that features are recomputed
+READING = "3"  # increase it when the same file gives other pixels or another view, so that features are recomputed
 MOST_OBLONG = 100  # limits the long side after a processor has resized the short one
 _LARGE = 2**25  # pixels; to limit memory, larger images are decoded by one process at a time and then reduced
 
@@ -113,10 +104,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     large = image.width * image.height > _LARGE
     with decoding_lock() if large else nullcontext():
         image.load()  # for a TIFF, Pillow applies the orientation here and then drops the tag
-        try:
-            turn = _UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-        except Exception:  # damaged EXIF raises almost anything, and the pixels may be intact
-            turn = None
+        turn = turn_of(image)
         plain = (
             type(image) is Image.Image and image.mode == "RGB" and not {"transparency", "icc_profile"} & {*image.info}
         )
@@ -131,9 +119,26 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image
 
 
-# The source of the next two functions is copied into the cards of exported models.
+# The source of the next three functions is copied into the cards of exported models.
+def turn_of(image: Image.Image) -> Image.Transpose | None:
+    """Return how to turn an image as its EXIF orientation says. Browsers ignore the one in XMP, which Pillow reads."""
+    info = image.info
+    image.info = {key: value for key, value in info.items() if key not in ("xmp", "XML:com.adobe.xmp")}
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # damaged EXIF raises almost anything, and the pixels may be intact
+        return None
+    finally:
+        image.info = info
+    turns = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"]
+    return Image.Transpose[turns[orientation - 2]] if orientation in range(2, 9) else None
+
+
 def standard_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image to 8-bit sRGB; transparent pixels are blended with white, and 16-bit grey is scaled."""
+    """Convert an image to 8-bit sRGB; transparent pixels are blended with white, and 16-bit grey is scaled.
+
+    Some programs write a fourth channel without a meaning: alpha that is 0 everywhere, or not declared by a TIFF.
+    """
     if image.mode in ("I", "F"):  # 32-bit modes do not define which value is white
         raise ValueError(f"pixels of mode {image.mode!r} have no fixed range; save it with 8 or 16 bits per channel")
     profile, grey = image.info.get("icc_profile"), image.mode[0] in "1LI"
@@ -141,9 +146,12 @@ def standard_rgb(image: Image.Image) -> Image.Image:
         values = np.asarray(image)
         values = np.where(values == image.info.get("transparency", -1), 65535, values)
         image = Image.fromarray((values // 257).astype(np.uint8))
-    if image.has_transparency_data:
+    extra_samples = 338  # the tag with which a TIFF declares its fourth channel as alpha
+    if image.has_transparency_data and extra_samples in getattr(image, "tag_v2", (extra_samples,)):
+        unused = "A" in image.getbands() and image.getchannel("A").getextrema() == (0, 0)
         image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        if not unused:
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     if profile:
         image = managed(image, profile, "CMYK" if image.mode == "CMYK" else "L" if grey else "RGB")
     image = image.convert("RGB")
@@ -167,8 +175,23 @@ def managed(image: Image.Image, profile: bytes, mode: str) -> Image.Image:
 
 
 def open_image(source: Source) -> Image.Image:
-    """Open a path or binary file with the decoders of `image_formats` only, without decoding pixels."""
-    return Image.open(source, formats=image_formats())
+    """Open a path or binary file with the decoders of `image_formats` only, without decoding pixels.
+
+    Of a TIFF's pages, it is the first that is no reduced copy of another one.
+    """
+    image: Any = Image.open(source, formats=image_formats())
+    if image.format == "TIFF" and _is_reduced(image):
+        for page in range(image.n_frames):
+            image.seek(page)
+            if not _is_reduced(image):
+                return image
+        image.seek(0)
+    return image
+
+
+def _is_reduced(image: Any) -> bool:
+    """Return whether the current page of a TIFF is a reduced copy of another one, by its tag NewSubfileType."""
+    return bool(image.tag_v2.get(254, 0) & 1)
 
 
 def stored_bytes(source: Source) -> bytes:
@@ -185,11 +208,27 @@ def stored_bytes(source: Source) -> bytes:
 def decode_image(source: Source, content: bytes | None = None) -> Image.Image:
     """Decode the first frame of a path or binary file to an upright RGB image; `content` are its bytes, if known."""
     content = stored_bytes(source) if content is None else content
+    if zeros := _missing(content):
+        raise UnreadableImageError(f"its last {zeros} bytes are zero: the file was not copied completely")
     try:
         with open_image(io.BytesIO(content)) as image:
             return to_rgb(image)
     except Exception as error:  # Pillow's decoders raise almost anything on damaged files
         raise UnreadableImageError(_reason(error, source, content)) from error
+
+
+def _missing(content: bytes) -> int:
+    """Return the number of zeros at the end of a JPEG whose picture does not end before them, otherwise 0.
+
+    A copy that was broken off often has the right size. Decoders fill the missing part with grey, without an error.
+    """
+    zeros = len(content) - len(content.rstrip(b"\0"))
+    if zeros < 16 or content[:2] != b"\xff\xd8":
+        return 0
+    place = 2
+    while content[place : place + 1] == b"\xff" and content[place + 1] != 0xDA:  # until the start of the pixels
+        place += 2 + int.from_bytes(content[place + 2 : place + 4])
+    return 0 if b"\xff\xd9" in content[place:] else zeros
 
 
 def _reason(error: Exception, source: Any, content: bytes = b"") -> str:

@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import multiprocessing
+import re
 import struct
 import warnings
 import zlib
@@ -65,6 +66,59 @@ def test_code_in_export_cards_converts_images_like_the_learner():
     assert "transparency" in plain.info
     with pytest.raises(ValueError, match="8 or 16 bits"):
         rgb(Image.new("F", (2, 2)))
+
+
+def test_orientation_in_xmp_is_ignored_as_browsers_do(tmp_path):
+    packet = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    Image.fromarray(CORNERS).save(tmp_path / "a.jpg", xmp=packet, quality=95)
+    with Image.open(tmp_path / "a.jpg") as opened:
+        assert opened.getexif()[274] == 6, "Pillow reads it"
+    for image in (decode_image(tmp_path / "a.jpg"), rgb(Image.open(tmp_path / "a.jpg"))):
+        assert image.size == (60, 40) and abs(np.asarray(image).astype(int) - CORNERS).mean() < 9
+
+
+def test_fourth_channel_without_a_meaning_is_not_alpha(tmp_path):
+    """Alpha of 0 everywhere, as GDI programs write it, and a TIFF that does not declare its fourth sample as alpha."""
+    four = np.dstack([CORNERS, np.zeros((40, 60), dtype=np.uint8)])
+    Image.fromarray(four, "RGBA").save(tmp_path / "a.png")
+    four[..., 3] = np.arange(60)
+    Image.fromarray(four, "RGBA").save(tmp_path / "b.tiff")
+    content = (tmp_path / "b.tiff").read_bytes()
+    place = content.index(struct.pack("<HHI", 338, 3, 1))
+    with Image.open(tmp_path / "b.tiff") as declared:
+        assert np.asarray(to_rgb(declared))[30, 50].tolist() != [0, 0, 0], "declared alpha is blended with white"
+    (tmp_path / "b.tiff").write_bytes(content[:place] + struct.pack("<H", 65000) + content[place + 2 :])
+    for name in ("a.png", "b.tiff"):
+        assert np.array_equal(decode_image(tmp_path / name), CORNERS)
+        assert np.array_equal(rgb(Image.open(tmp_path / name)), CORNERS)
+
+
+def test_first_page_of_a_tiff_that_is_no_reduced_copy_is_read(tmp_path):
+    small, full, other = (Image.fromarray(CORNERS).resize(size) for size in ((6, 4), (60, 40), (30, 20)))
+    small.encoderinfo, pages = {"tiffinfo": {254: 1}}, [full, other]
+    small.save(tmp_path / "a.tiff", save_all=True, append_images=pages, tiffinfo={254: 1})
+    content = bytearray((tmp_path / "a.tiff").read_bytes())
+    tags = [m.start() for m in re.finditer(re.escape(struct.pack("<HHI", 254, 4, 1)), bytes(content))]
+    for place in tags[1:]:
+        content[place + 8 : place + 12] = b"\0" * 4
+    (tmp_path / "a.tiff").write_bytes(content)
+    assert len(tags) == 3 and decode_image(tmp_path / "a.tiff").size == (60, 40)
+    full.save(tmp_path / "b.tiff", save_all=True, append_images=[small])
+    assert decode_image(tmp_path / "b.tiff").size == (60, 40)
+
+
+def test_jpeg_that_was_not_copied_completely_is_damaged(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    whole = io.BytesIO()
+    Image.fromarray(noise).save(whole, "JPEG", exif=tagged(1))
+    content = whole.getvalue()
+    half = len(content) // 2
+    (tmp_path / "a.jpg").write_bytes(content[:half] + b"\0" * (len(content) - half))
+    with pytest.raises(UnreadableImageError, match=f"its last {len(content) - half} bytes are zero: the file was not"):
+        decode_image(tmp_path / "a.jpg")
+    expected = np.asarray(decode_image(io.BytesIO(content)))
+    for padded in (content + b"\0" * 512, content + b"a motion photo" + b"\0" * 99):
+        assert np.array_equal(decode_image(io.BytesIO(padded)), expected)
 
 
 def test_postscript_file_never_starts_ghostscript(tmp_path, monkeypatch):
@@ -142,9 +196,9 @@ def test_image_with_100_million_pixels_raises_no_warning(recwarn):
     ("mode", "colour", "suffix", "expected"),
     [
         ("L", 70, "png", [70, 70, 70]),
-        ("LA", (70, 0), "png", [255, 255, 255]),
+        ("LA", (70, 0), "png", [70, 70, 70]),
         ("LA", (70, 255), "png", [70, 70, 70]),
-        ("RGBA", (1, 2, 3, 0), "png", [255, 255, 255]),
+        ("RGBA", (1, 2, 3, 0), "png", [1, 2, 3]),
         ("RGBA", (0, 0, 0, 51), "webp", [204, 204, 204]),
         ("1", 1, "png", [255, 255, 255]),
         ("CMYK", (0, 255, 255, 0), "jpg", [255, 0, 0]),
@@ -194,6 +248,7 @@ def test_colour_profile_is_converted_to_srgb(tmp_path, suffix):
         image = decode_image(path)
         assert image.tobytes() == expected.tobytes() and not image.info and to_rgb(image) is image
     clear = Image.new("RGBA", (8, 8), (90, 0, 0, 0))
+    clear.putpixel((0, 0), (255, 255, 255, 255))
     clear.save(tmp_path / "clear.png", icc_profile=rotated_profile())
     assert (np.asarray(decode_image(tmp_path / "clear.png")) == 255).all()
 

@@ -25,6 +25,7 @@ SIDE = 16  # width and height in pixels of the grey pictures that are compared
 NEAR = 0.99
 _ROWS = 1024  # number of pictures compared with all others in one product
 DARK = "nearly black, as 12-bit pixels stored in 16 bits look: scale them"
+PAGES = "one page of a file with several pages; the others are not read"
 FLAT = "of one flat colour (transparent pixels are read as white)"
 SAME = "the same picture as another image, in a different file"
 Look = Callable[[LabelledImages], Mapping[int, str]]  # returns index -> reason for unreadable images
@@ -142,7 +143,7 @@ def picture_of(images: LabelledImages, index: int) -> Picture:
     zeros, size = np.zeros(SIDE * SIDE, dtype=np.float32), (0, 0)
     try:
         with open_image(images.given(index)) as opened:
-            size = opened.size
+            size, pages = opened.size, getattr(opened, "n_frames", 1) if opened.format == "TIFF" else 1
             opened.draft("L", (4 * SIDE, 4 * SIDE))  # a JPEG is decoded at a fraction of its size
             grey = to_rgb(opened).convert("L").resize((SIDE, SIDE), Image.Resampling.BOX)
     except Exception:  # Pillow's decoders raise almost anything on damaged files
@@ -150,7 +151,7 @@ def picture_of(images: LabelledImages, index: int) -> Picture:
     pixels = np.asarray(grey, dtype=np.float32).ravel()
     centred = pixels - pixels.mean()
     length = np.linalg.norm(centred)
-    blank = DARK if pixels.max() < 16 else FLAT if np.ptp(pixels) <= 1 else ""
+    blank = DARK if pixels.max() < 16 else FLAT if np.ptp(pixels) <= 1 else PAGES if pages > 1 else ""
     # Nearly blank images would correlate with each other by chance, so they are zeros and match nothing.
     return Picture(centred / length if length > SIDE else zeros, blank, size)
 

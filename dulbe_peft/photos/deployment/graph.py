@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor, nn
 
 from dulbe_peft.checkpoints.saving import PROCESSOR_FOLDER
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.data.decoding import managed, standard_rgb
+from dulbe_peft.data.decoding import managed, standard_rgb, turn_of
 from dulbe_peft.encoders.loading import encoder_of, image_shape
 from dulbe_peft.encoders.onnx_graphs import (
     EMBEDDING,
@@ -42,11 +42,14 @@ TOLERANCE = 1e-5
 
 def rgb(image: Image.Image) -> Image.Image:
     """Return an image as the learner reads it: upright, in sRGB, over white where it is transparent."""
-    return standard_rgb(ImageOps.exif_transpose(image))
+    image.load()
+    turn = turn_of(image)
+    image = standard_rgb(image)
+    return image if turn is None else image.transpose(turn)
 
 
 # The source of the functions that read an image, for model cards.
-READS = "\n\n".join(inspect.getsource(function) for function in (managed, standard_rgb, rgb))
+READS = "\n\n".join(inspect.getsource(function) for function in (managed, turn_of, standard_rgb, rgb))
 
 
 def pixel_values(image: Image.Image, steps: dict) -> np.ndarray:
