@@ -1,5 +1,6 @@
 """Classifiers of features and of images as scikit-learn estimators, for pipelines, cross-validation and so on."""
 
+import warnings
 from collections.abc import Hashable, Mapping
 from functools import lru_cache
 from numbers import Number
@@ -81,7 +82,8 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
     def predict_proba(self, X: Any) -> np.ndarray:
         """Return the probabilities, (n, classes), in the order of `classes_`; warn if they are not calibrated."""
         columns = self._columns(X, "probabilities", 0.0)
-        self.classifier_.warn_if_uncalibrated()
+        if doubt := self.classifier_.doubt:
+            warnings.warn(doubt, stacklevel=2)
         return columns
 
     def predict(self, X: Any) -> np.ndarray:
@@ -105,7 +107,7 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
         old = np.isin(y, known)
         new = np.unique(y[~old])
         if old.any():
-            model.check_update()
+            model.rule.check_update()
         seen = np.concatenate([known, new])
         place = {label: index for index, label in enumerate(seen.tolist())}
         labels = np.array([place[label] for label in y.tolist()])

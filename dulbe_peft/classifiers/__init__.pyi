@@ -1,8 +1,3 @@
-from . import calibration as calibration
-from . import drift as drift
-from . import novelty as novelty
-from . import saved as saved
-from . import scripted as scripted
 from .base import Classifier as Classifier
 from .bayes import BayesClassifier as BayesClassifier
 from .bridge import BridgeEnsembleHead as BridgeEnsembleHead
@@ -22,6 +17,9 @@ from .registry import parse_classifiers as parse_classifiers
 from .registry import register_classifier as register_classifier
 from .registry import spec as spec
 from .ridge import RidgeClassifier as RidgeClassifier
+from .rule import Rule as Rule
+from .state import per_class as per_class
+from .state import shared as shared
 from .text import TextClassifier as TextClassifier
 
 __all__: list[str]

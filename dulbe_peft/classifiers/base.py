@@ -1,185 +1,207 @@
-"""The base class of all classifiers: checks, growth, calibrated probabilities, forgetting and drift.
+"""The classifier that users know: a rule, the names of the classes, the tensors, their calibration, and files.
 
-A classifier defines only its rule:
-
-    class MyClassifier(Classifier):      name = "mine"
-        power: Positive = 2.0            settings, whose types say which values are allowed
-        register                         register_rows (one row per class), register_buffer (shared)
-        added                            new values of the buffers after learning further images
-        logits                           unit features to scores
-        formula                          the scores in plain PyTorch, if they are not linear in the features
-
-It works on the image and text features of any model, and needs neither peft nor transformers.
+It works on the image and text features of any model, and needs neither peft nor transformers. `rule` says how to write
+a classifier of your own.
 """
 
+import copy
+import inspect
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar, Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from dulbe_peft import classifiers
-from dulbe_peft.classifiers.checks import check_labels, check_share, random_features, same_scores
-from dulbe_peft.classifiers.corrections import CorrectedState
+from dulbe_peft.classifiers.checks import check_labels, check_share, unit_features
+from dulbe_peft.classifiers.rule import Rule, linear
+from dulbe_peft.classifiers.state import State, check_shapes
 from dulbe_peft.data.names import check_class_names
+from dulbe_peft.utils.settings import check_value, field_types
 from dulbe_peft.utils.tensors import has_values
 from dulbe_peft.utils.torch_settings import one_thread, without_autocast
 
 if TYPE_CHECKING:
-    from dulbe_peft.classifiers.calibration import TaskTemperature
+    from dulbe_peft.classifiers.calibration import TaskNovelty, TaskTemperature
+    from dulbe_peft.classifiers.saved import ExtraState
 
 # Embeddings of single texts, (T, d), and the class of each, (T,).
 EachText = tuple[Tensor | np.ndarray, Tensor | np.ndarray | Sequence[int]]
-# Buffers that are sums over images -> the power of an image's weight by which a summand is multiplied. Other buffers
-# are means or choices.
-SUMS = {"counts": 1.0, "sums": 1.0, "lengths": 1.0, "scatter": 1.0, "gram": 1.0, "factors": 0.5}
+Scores = tuple[Tensor, Tensor]  # scores, (n, C), of images that were not learned, and the images' classes, (n,)
+EXTRA_STATE = "_extra_state"
 MOST_SCORES = 2**24  # scores that a temperature is fitted to; of more held-out images, an even selection is used
+SAME_TEXT = 1e-3  # features of the same text on two devices differ by less
+# What the class of a classifier says of its rule.
+FACTS = ("name", "summary", "belongs_to", "needs_text", "needs_each_text", "updates")
+OF_RULES = {
+    "__init__",
+    "name",
+    "register",
+    "logits",
+    "left_out",
+    "formula",
+    *(each for each in vars(Rule) if each[0] != "_"),
+}
 
 
-def linear(z: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Return the scores, (n, C), of unit features z, (n, d), by a matrix and a bias."""
-    return z @ weight.T + bias
-
-
-class Classifier(CorrectedState):
+class Classifier(nn.Module):
     """A classifier over given features that learns class by class and stores no images.
 
-    A call that raises an error changes nothing.
+    A call that raises an error changes nothing. The settings of the rule and the tensors are attributes, too. float64
+    tensors stay float64 if the module is converted to another type, and stay on the CPU if a device has no float64.
 
     Args:
-        embed_dim: d, width of the features.
-        logit_scale: tau, the factor of the cosines (not its logarithm); 100 for CLIP.
+        settings: Those of the rule, of which only `embed_dim` has no default.
 
     Attributes:
+        rule_type: The class of the rule.
+        rule: The rule, with its settings.
         name: Key of the classifier in the registry.
-        needs_text: Whether `add_classes` needs text embeddings, which are stored in the rows `text_embeds`.
-        needs_each_text: Whether every single text is stored, in the rows `each_text`, `num_texts` per class.
-        updates: Whether `added` accepts further images of known classes.
-        file_stem: The beginning of its file names; usually the name.
-        summary: One line for readers who have not read the paper. Reports show it.
-        belongs_to: The strategy that this rule belongs to, or "".
         source: `repo_id` and `commit` on the Hub that it was loaded from, or None.
+        calibration: The records of the tasks from which the temperature and thresholds follow.
+        novelty_tasks: The records of the tasks from which the novelty follows.
     """
 
-    needs_text: ClassVar[bool] = False
-    updates: ClassVar[bool] = False
+    if TYPE_CHECKING:  # every other attribute is a tensor or a setting
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    rule_type: ClassVar[type[Rule]]
+    name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     belongs_to: ClassVar[str] = ""
-    moves: ClassVar[tuple[str, ...]] = ()  # buffers that `moved` maps: rows z, and sums over images of z' z
+    needs_text: ClassVar[bool] = False
+    needs_each_text: ClassVar[bool] = False
+    updates: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.needs_text:
-            self.register_rows("text_embeds", self.embed_dim)
-        if self.needs_each_text:
-            self.register_rows("each_text", self.embed_dim, of="num_texts")
-            self.register_rows("num_texts", dtype=torch.int64)
-        self.register()
-
-    def register(self) -> None:
-        """Register the buffers, which are empty at first. Texts are already registered, and settings checked.
-
-        Tensors must be buffers, because a file contains nothing else.
-        """
-
-    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        """Return the buffers' new values after learning images of `new` or known classes, without changing anything.
-
-        Args:
-            images: (n, d), unit features in float32.
-            labels: (n,), indices into all seen classes. The new classes come last, and each has at least one image.
-            new: Names of the new classes; empty only if `updates` is set. The text buffers already contain their
-                texts; `with_new_rows` adds rows for them to the other buffers.
-        """
-        raise NotImplementedError
-
-    def logits(self, images: Tensor) -> Tensor:
-        """Return the scores, (n, C) in float32, of unit features, (n, d) in float32. The default uses `formula`."""
-        function, tensors = self.formula()
-        return function(images, **tensors)
-
-    def choose(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Choose values of buffers on held-out images of new classes, and return them.
-
-        This is called on a copy that has not learned these images. A `ValueError` means that the copy has learned too
-        little; the task then does not contribute to the temperature.
-        """
-        return {}
-
-    def judge(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return scores of images that this copy has just learned, each as if it had not learned it, and their labels.
-
-        A rule without a closed form does not override this; some images are then held out, see `choose`. The method
-        may change the buffers. It returns None if no image can be left out.
-        """
-        return None
-
-    def left_out(self, images: Tensor, labels: Tensor) -> Tensor | None:
-        """Return the leave-one-out scores, (n, C), of learned images, (n, d), or None if there is no closed form.
-
-        `labels`, (n,), index all classes. Each of these classes has at least two images.
-        """
-        return None
-
-    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
-        """Return the buffers' new values after features z have drifted to z M.
-
-        The buffers in `moves` change: rows of classes, z, to z M, and sums S of z' z to M' S M.
-
-        Args:
-            matrix: M, (d, d), float64, on the CPU.
-        """
-        changes = {name: tensor for name, tensor in self.tensors().items() if name in self.moves}
-        for name, tensor in changes.items():
-            tensor = tensor if tensor.dtype == torch.float64 else tensor.cpu().double()  # some devices lack float64
-            by = matrix.to(tensor.device)
-            changes[name] = tensor @ by if name in self._axes else by.T @ tensor @ by
-        return changes
-
-    def lifted(self, images: Tensor) -> Tensor:
-        """Map unit features, (n, embed_dim), to the x, (n, w), that is summed up, in the same type. Here x = z."""
-        return images
-
-    def followed(self, matrix: Tensor) -> dict[str, Tensor]:
-        """Return the buffers' new values after x of `lifted` has drifted to x M; M is (w, w). See `moved`."""
-        return self.moved(matrix)
-
-    @torch.no_grad()
-    def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
-        """Return the logits as a function in plain PyTorch and its tensors, which exports contain.
-
-        The function is defined at the top of a module, uses only `torch`, and takes unit features z, (n, d), and the
-        tensors by name. The default is `z @ weight.T + bias`; classifiers with other logits override it.
-        """
-        if type(self).logits is Classifier.logits:
-            raise NotImplementedError(f"{type(self).__name__} has neither logits() nor formula()")
-        bias = self.logits(torch.zeros(1, self.embed_dim, device=self.device))[0]
-        weight = (self.logits(torch.eye(self.embed_dim, device=self.device)) - bias).T
-        features = random_features(self.embed_dim, self.device)
-        if not same_scores(linear(features, weight, bias), self.logits(features)):
-            raise ValueError(
-                f"the {self.name!r} classifier is not linear in the features, but {type(self).__name__} does not "
-                "override formula(): write it, or export as onnx, which does not need it"
+    def __init_subclass__(cls, rule: type[Rule] | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if wrong := OF_RULES & vars(cls).keys():
+            raise TypeError(
+                f"{cls.__name__} defines {', '.join(sorted(wrong))}: define this in a class derived from Rule, and "
+                f"name that class: class {cls.__name__}(Classifier, rule=...)"
             )
-        return linear, {"weight": weight, "bias": bias}
+        if rule is None:
+            return
+        if not (isinstance(rule, type) and issubclass(rule, Rule)) or "__dataclass_fields__" not in vars(rule):
+            raise TypeError(
+                f"a rule must be a class derived from Rule with @dataclass(frozen=True), got {rule!r:.100}"
+            )
+        cls.rule_type = rule
+        for fact in FACTS:
+            setattr(cls, fact, getattr(rule, fact))
+        cls.__doc__ = vars(cls).get("__doc__") or rule.__doc__
+        cls.__signature__ = inspect.signature(rule)  # type: ignore[attr-defined]
 
-    def __prepare_scriptable__(self) -> nn.Module:
-        """Return the module that `torch.jit.script` compiles instead of this classifier, if its scores are linear."""
-        function, tensors = self.formula()
-        return classifiers.scripted.LinearScores(**tensors) if function is linear else self
+    def __init__(self, *settings: Any, **named: Any) -> None:
+        super().__init__()
+        if not hasattr(type(self), "rule_type"):
+            raise TypeError(
+                f"{type(self).__name__} has no rule: write class {type(self).__name__}(Classifier, rule=...)"
+            )
+        self.rule = self.rule_type(*settings, **named)
+        self.source: dict[str, str] | None = None
+        self.calibration: tuple[TaskTemperature, ...] = ()
+        self.novelty_tasks: tuple[TaskNovelty, ...] = ()
+        self._layouts = self.rule.layouts()
+        if taken := self._layouts.keys() & set(dir(type(self))):
+            raise TypeError(f"the {self.name!r} classifier: {min(taken)!r} cannot be the name of a tensor")
+        self._class_names: list[str] = []
+        self._derived: dict[str, Any] = {}
+        self._warned = False
+        self._take(State(self._layouts, {name: layout.empty() for name, layout in self._layouts.items()}, []))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name):
+            if (buffers := self.__dict__.get("_buffers")) and name in buffers:
+                return buffers[name]
+            rule = self.__dict__.get("rule")
+            if rule is not None and (name == "reads_text" or name in vars(rule)):
+                return getattr(rule, name)
+            return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. Rows of unit vectors are normalised; other values of the state are checked as in files."""
+        if "_layouts" in self.__dict__ and has_values():  # not in the constructor, which checks everything itself
+            if name in self._layouts and isinstance(value, Tensor):
+                if self._layouts[name].unit and value.is_floating_point():
+                    value = F.normalize(value.float(), dim=-1).to(value.dtype)
+                self._check(self.tensors() | {name: value}, self._class_names)
+            elif name in (types := field_types(cast(Any, self.rule_type))):
+                value = check_value(f"the {self.name!r} classifier: {name}", types[name], value)
+                rule = replace(self.rule, **{name: value})
+                if str(rule.layouts()) != str(self._layouts):
+                    raise ValueError(f"{name} of a {self.name!r} classifier determines its tensors: make a new one")
+                name, value, self._derived = "rule", rule, {}
+        super().__setattr__(name, value)
+
+    @property
+    def state(self) -> State:
+        """The tensors and the class names, as the functions of the rule take them."""
+        return State(self._layouts, self._buffers, self._class_names, self._derived)  # type: ignore[arg-type]
+
+    def install(self, changes: Mapping[str, Tensor], class_names: Sequence[str] | None = None) -> None:
+        """Replace tensors, and the class names if they are given, in one step."""
+        self._take(self.state.replaced(changes, class_names))
+
+    def _take(self, state: State) -> None:
+        self._buffers = dict(state)
+        self._class_names, self._derived = list(state.class_names), state._derived
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name."""
+        return dict(self.state)
+
+    @property
+    def class_names(self) -> list[str]:
+        """All seen classes, in the order in which they were learned."""
+        return list(self._class_names)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings, without `embed_dim` and `logit_scale`, and their values as plain data."""
+        return {name: getattr(self.rule, name) for name in self.rule.setting_defaults()}
 
     @classmethod
-    def follows_drift(cls, drift: str = "auto") -> bool:
-        """Return whether the buffers follow drift under this value of `LearnerArguments.drift`."""
-        return drift != "none" and (bool(cls.moves) or cls.moved is not Classifier.moved)
+    def file_names(cls) -> tuple[str, str]:
+        """Return the names of the configuration file and of the tensor file."""
+        stem = cls.rule_type.file_stem or cls.name
+        return f"{stem}_config.json", f"{stem}.safetensors"
 
-    @classmethod
-    def check_update(cls) -> None:
-        """Raise a `ValueError` if the classifier cannot learn further images of known classes."""
-        if not cls.updates:
-            raise ValueError(f"the {cls.name!r} classifier cannot learn more images of a known class")
+    def extra_repr(self) -> str:
+        settings = "".join(f"{name}={value}, " for name, value in self.settings().items())
+        return f"embed_dim={self.embed_dim}, {settings}classes={len(self._class_names)}"
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which features are classified. float64 tensors may be on the CPU instead."""
+        return self.state.device
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensors in bytes."""
+        return self.nbytes_with(len(self._class_names))
+
+    def nbytes_with(self, classes: int) -> int:
+        """Return the size of the tensors in bytes for a number of classes, each with as many rows as at present."""
+        return self.state.nbytes(classes)
+
+    def fork(self) -> Self:
+        """Return a copy that shares the tensors, and can learn without changing this module."""
+        twin = copy.copy(self)
+        buffers = self.tensors().items()
+        twin._buffers = {name: tensor.clone() if tensor.is_inference() else tensor for name, tensor in buffers}
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out cached values, which can be computed again."""
+        return {**vars(self), "_derived": {}}
+
+    # Learning
 
     @torch.inference_mode(False)  # inference tensors could not be used in training later
     @torch.no_grad()
@@ -218,15 +240,16 @@ class Classifier(CorrectedState):
         absent = (torch.bincount(indices, minlength=len(names)) == 0).nonzero()
         if len(absent):
             raise ValueError(f"class {names[int(absent[0])]!r} has no image")
-        indices, start = indices + len(self._class_names), self.fork()  # indices into all seen classes
-        start.install({name: rows for name, rows in texts.items() if name in self.tensors()})
+        indices = indices + len(self._class_names)  # into all seen classes
+        start = self.fork().state
+        start = start.replaced({name: rows for name, rows in texts.items() if name in start})
         with without_autocast(images):
             # The copy without held-out images is freed first, because memory may not suffice for two copies.
-            choices, scores = start._held_out_choices(images, indices, names)
-            twin = start._with_images(images, indices, names, views)
-            twin.install(choices)
-            scores = scores or twin.judge(images, indices)
-        self._adopt(twin, scores, images, indices)
+            choices, scores = self._held_out_choices(start, images, indices, names)
+            state = self._with_images(start, images, indices, names, views).replaced(choices)
+            if scores is None:
+                state, scores = self.rule.judged(state, images, indices)
+        self._adopt(state, scores, images, indices)
 
     @torch.no_grad()
     @one_thread()
@@ -238,7 +261,7 @@ class Classifier(CorrectedState):
     ) -> None:
         """Learn further images of known classes, as if they had been learned together with the others.
 
-        The temperature of the probabilities does not change, except for rules that leave each image out (`judge`).
+        The temperature of the probabilities does not change, except for rules that leave each image out (`judged`).
 
         Args:
             image_embeds: (n, d), features, which are normalised here.
@@ -248,21 +271,22 @@ class Classifier(CorrectedState):
         Raises:
             ValueError: The classifier cannot learn further images of known classes, or an argument is invalid.
         """
-        self.check_update()
+        self.rule.check_update()
         images = self._unit(image_embeds, "image_embeds")
         indices = check_labels(labels, len(images), len(self._class_names)).to(images.device)
         if len(images):
             with without_autocast(images):
-                twin = self._with_images(images, indices, [], views)
-                scores = twin.judge(images, indices)
-            self._adopt(twin, scores, images, indices)
+                state = self._with_images(self.fork().state, images, indices, [], views)
+                state, scores = self.rule.judged(state, images, indices)
+            self._adopt(state, scores, images, indices)
 
     @torch.no_grad()
     def set_text_embeds(self, text_embeds: Tensor | np.ndarray) -> None:
         """Replace the text embeddings of all seen classes, (C_seen, d), after the text tower has changed."""
         if not self.reads_text:
             raise ValueError(f"the {self.name!r} classifier has no text embeddings")
-        self.install({"text_embeds": self._unit(text_embeds, "text_embeds", len(self._class_names))})
+        texts = self._unit(text_embeds, "text_embeds", len(self._class_names))
+        self.install({"text_embeds": texts})
 
     @torch.no_grad()
     def move(self, matrix: Tensor) -> None:
@@ -272,38 +296,29 @@ class Classifier(CorrectedState):
         """
         if matrix.shape != (self.embed_dim, self.embed_dim) or not torch.isfinite(matrix).all():
             raise ValueError(f"the map must be finite and {(self.embed_dim,) * 2}, got shape {tuple(matrix.shape)}")
-        self.install(self.moved(matrix.cpu().double()))
+        self.install(self.rule.moved(self.state, matrix.cpu().double()))
 
     @torch.no_grad()
     def follow(self, before: Tensor, after: Tensor, labels: Tensor) -> None:
         """Correct the stored features of old images for the drift of a task, as far as that helps held-out classes.
 
-        The drift is estimated from the task's images, by comparing their x of `lifted` before and after training.
+        The drift is estimated from the task's images, by comparing their x of `Rule.lifted` before and after training.
 
         Args:
             before: (n, d), unit features of the task's images before the task.
             after: (n, d), their unit features after the task.
             labels: (n,), the images' classes.
         """
-        if self.follows_drift():
-            old, new = (self.lifted(each.detach().cpu().double()) for each in (before, after))
-            matrix = classifiers.drift.chosen_map(old, new, labels)
-            if matrix is not None:
-                self.install(self.followed(matrix))
+        from dulbe_peft.classifiers.drift import chosen_map
 
-    def _with_each_text(self, names: list[str], given: EachText) -> dict[str, Tensor]:
-        """Return `each_text` and `num_texts` with the texts of new classes added."""
-        if not isinstance(given, tuple) or len(given) != 2:
-            raise TypeError(f"each_text must be a tuple of embeddings and their classes, got {given!r:.100}")
-        rows = self._unit(given[0], "each_text")
-        owners = check_labels(given[1], len(rows), len(names), "the classes of each_text", "text").to(rows.device)
-        counts = owners.bincount(minlength=len(names))
-        for name, count in zip(names, counts.tolist(), strict=True):
-            if not 1 <= count <= self.embed_dim:
-                raise ValueError(
-                    f"each_text must have 1 to {self.embed_dim} texts per class, got {count} for {name!r}"
-                )
-        return self.with_rows(each_text=rows[owners.argsort(stable=True)], num_texts=counts)
+        if self.rule.follows_drift():
+            old, new = (self.rule.lifted(self.state, each.detach().cpu().double()) for each in (before, after))
+            matrix = chosen_map(old, new, labels)
+            if matrix is not None:
+                self.install(self.rule.followed(self.state, matrix))
+
+    def _unit(self, features: Any, name: str, rows: int | None = None) -> Tensor:
+        return unit_features(features, name, self.embed_dim, rows, self.device)
 
     def _texts_of(
         self, names: list[str], text_embeds: Tensor | np.ndarray | None, each_text: EachText | None
@@ -317,80 +332,84 @@ class Classifier(CorrectedState):
         if text_embeds is not None:
             texts["text_embeds"] = self._unit(text_embeds, "text_embeds", len(self._class_names) + len(names))
         elif self.reads_text:
-            texts["text_embeds"] = nn.functional.pad(self.text_embeds, (0, 0, 0, len(names)))
+            texts["text_embeds"] = F.pad(self.text_embeds, (0, 0, 0, len(names)))
         if self.needs_each_text:
             single = (texts["text_embeds"][-len(names) :], range(len(names))) if each_text is None else each_text
             texts |= self._with_each_text(names, single)
         return texts
 
-    def _with_images(self, images: Tensor, labels: Tensor, new: list[str], views: Tensor | None = None) -> Self:
-        """Return a copy of the classifier that has also learned `images`.
+    def _with_each_text(self, names: list[str], given: EachText) -> dict[str, Tensor]:
+        """Return `each_text` and `num_texts` with the texts of new classes added."""
+        if not isinstance(given, tuple) or len(given) != 2:
+            raise TypeError(f"each_text must be a tuple of embeddings and their classes, got {given!r:.100}")
+        rows = self._unit(given[0], "each_text")
+        owners = check_labels(given[1], len(rows), len(names), "the classes of each_text", "text").to(rows.device)
+        counts = owners.bincount(minlength=len(names))
+        for name, count in zip(names, counts.tolist(), strict=True):
+            if not 1 <= count <= self.embed_dim:
+                raise ValueError(
+                    f"each_text must have 1 to {self.embed_dim} texts per class, got {count} for {name!r}"
+                )
+        return self.state.with_rows(each_text=rows[owners.argsort(stable=True)], num_texts=counts)
 
-        With `views`, sums are taken over the views instead. The text embeddings of `new` classes must already be set.
+    def _with_images(
+        self, state: State, images: Tensor, labels: Tensor, new: list[str], views: Tensor | None = None
+    ) -> State:
+        """Return the state after learning images of `new` or known classes, whose texts are already there.
+
+        With `views`, sums are taken over the views instead.
         """
-        twin = self.fork()
-        twin.install(self.added(images, labels, new))
+        changes = self.rule.added(state, images, labels, new)
         if views is not None and self.updates:
-            twin.install(self._sums_of_views(views, labels, new))
-        twin._class_names = [*self._class_names, *new]
-        return twin
-
-    def _sums_of_views(self, views: Tensor, labels: Tensor, new: list[str]) -> dict[str, Tensor]:
-        """Return the sums of `added` with the weight 1 / V for each of V views.
-
-        `added` knows no weights, so the known images count V times, and the result is divided by V.
-        """
-        number, start = views.shape[1], self.fork()
-        rows = self._unit(views.flatten(0, 1), "views", len(labels) * number)
-        times = {name: number if power == 1 else number**power for name, power in SUMS.items()}
-        start.install({name: tensor * times[name] for name, tensor in self.tensors().items() if name in SUMS})
-        changes = start.added(rows, labels.repeat_interleave(number), new)
-        for name in changes.keys() & SUMS.keys():
-            integer = not changes[name].is_floating_point()
-            changes[name] = changes[name] // number if integer else changes[name] / times[name]
-        if "freedom" in changes:
-            changes["freedom"] = self.freedom + len(views) - len(new)
-        return changes
+            number = views.shape[1]
+            each = self._unit(views.flatten(0, 1), "views", len(labels) * number)
+            changes = {**changes, **self.rule.added_views(state, each, labels, new, number)}
+        return state.replaced(changes, [*self._class_names, *new])
 
     def _held_out_choices(
-        self, images: Tensor, labels: Tensor, new: list[str]
-    ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor] | None]:
-        """Hold out images of the new task; return what `choose` chooses on them, and their scores and labels."""
-        held, classes = classifiers.calibration.hold_back(images, labels), len(self._class_names) + len(new)
-        if type(self).judge is not Classifier.judge or not held.any() or classes < 2:
+        self, start: State, images: Tensor, labels: Tensor, new: list[str]
+    ) -> tuple[dict[str, Tensor], Scores | None]:
+        """Hold out images of the new task; return what the rule chooses on them, and their scores and labels."""
+        from dulbe_peft.classifiers.calibration import hold_back, ranking
+
+        held, classes = hold_back(images, labels), len(self._class_names) + len(new)
+        if type(self.rule).judged is not Rule.judged or not held.any() or classes < 2:
             return {}, None
         try:
-            twin = self._with_images(images[~held], labels[~held], new)
-            choices = twin.choose(images[held], labels[held])
+            state = self._with_images(start, images[~held], labels[~held], new)
+            choices = self.rule.chosen(state, images[held], labels[held])
         except ValueError:  # too few images without the held-out ones, or their features cancel out
             return {}, None
-        twin.install(choices)
         rows = held.nonzero()[:, 0]
         if (step := len(rows) * classes // MOST_SCORES + 1) > 1:
-            rows = rows[classifiers.calibration.ranking(images[rows]).argsort()][::step]
-        return choices, (twin.logits(images[rows]), labels[rows])
+            rows = rows[ranking(images[rows]).argsort()][::step]
+        return choices, (self.rule.scores(state.replaced(choices), images[rows]), labels[rows])
 
-    def _adopt(self, twin: Self, scores: tuple[Tensor, Tensor] | None, images: Tensor, labels: Tensor) -> None:
-        """Take over the state of the copy `twin`, which has learned `images`, and update calibration and novelty.
+    def _adopt(self, state: State, scores: Scores | None, images: Tensor, labels: Tensor) -> None:
+        """Take over a state that has learned `images`, and update calibration and novelty.
 
         `scores` are scores and labels of some of the images by a classifier that had not learned them.
         """
+        from dulbe_peft.classifiers import calibration, novelty
+
+        rule, records = self.rule, self.calibration
         if scores is not None:
-            twin.calibration = classifiers.calibration.calibrated(
-                self.calibration, *scores, labels, twin.temperature_of
-            )
-        twin.novelty_tasks = classifiers.novelty.judged(twin, images, labels, twin.left_out, twin.temperature)
-        self.calibration, self.novelty_tasks = twin.calibration, twin.novelty_tasks
-        self._buffers, self._class_names, self._derived = twin._buffers, twin._class_names, twin._derived
+            records = calibration.calibrated(records, *scores, labels, lambda tasks: rule.temperature(state, tasks))
+        measured = novelty.judged(rule, state, self.novelty_tasks, images, labels, rule.temperature(state, records))
+        warning = "" if self._warned else rule.warning(state)
+        if warning:
+            warnings.warn(warning, stacklevel=3)
+            self._warned = True
+        self._take(state)
+        self.calibration, self.novelty_tasks = records, measured
 
-    def forward(self, image_embeds: Tensor | np.ndarray) -> Tensor:
-        """Normalise features, (n, d), and return the logits of all seen classes, (n, C) in float32."""
-        return self.part_by_part(image_embeds)
+    # Answering
 
-    def part_by_part(self, image_embeds: Tensor | np.ndarray, sizes: Sequence[int] | None = None) -> Tensor:
-        """Return the logits of parts of the features, with `sizes` rows each, as separate calls would compute them.
+    def forward(self, image_embeds: Tensor | np.ndarray, sizes: Sequence[int] | None = None) -> Tensor:
+        """Normalise features, (n, d), and return the logits of all seen classes, (n, C) in float32.
 
-        A matrix product rounds differently for another batch size, so the parts are not multiplied together.
+        With `sizes`, the logits are those that separate calls with parts of so many rows would compute. A matrix
+        product rounds differently for another batch size, so the parts are not multiplied together.
         """
         if not self._class_names:
             raise ValueError(f"the {self.name!r} classifier has no class yet: call add_classes first")
@@ -401,6 +420,25 @@ class Classifier(CorrectedState):
             raise ValueError(f"the scores of the {self.name!r} classifier are not finite: it is damaged")
         return logits
 
+    def logits(self, images: Tensor) -> Tensor:
+        """Return the logits, (n, C) in float32, of unit features, (n, d) in float32, without checks."""
+        return self.rule.scores(self.state, images)
+
+    def left_out(self, images: Tensor, labels: Tensor) -> Tensor | None:
+        """Return the leave-one-out logits of learned images, or None; see `Rule.left_out`."""
+        return self.rule.left_out(self.state, images, labels)
+
+    def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
+        """Return the logits as a function in plain PyTorch and its tensors; see `Rule.formula`."""
+        return self.rule.formula(self.state)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Return the module that `torch.jit.script` compiles instead of this classifier, if its scores are linear."""
+        from dulbe_peft.classifiers.scripted import LinearScores
+
+        function, tensors = self.formula()
+        return LinearScores(**tensors) if function is linear else self
+
     def probabilities(self, image_embeds: Tensor | np.ndarray) -> Tensor:
         """Return the probabilities of all seen classes, softmax(logits / `temperature`), (n, C) in float32.
 
@@ -409,9 +447,17 @@ class Classifier(CorrectedState):
         return (self(image_embeds) / self.temperature).softmax(dim=1)
 
     @property
+    def temperature(self) -> float:
+        """T of `probabilities`; 1 if no image could be held out to fit it."""
+        return self.rule.temperature(self.state, self.calibration)
+
+    @property
     def calibrated(self) -> bool:
-        """Whether images that the scores had not learned determined `temperature`; True for a single class."""
-        return bool(self.calibration) or len(self._class_names) < 2
+        """Whether images that the scores had not learned determined `temperature`; True for a single class.
+
+        `bayes` is calibrated, too, if its texts explain some of the labels.
+        """
+        return bool(self.calibration) or len(self._class_names) < 2 or self.rule.calibrated(self.state)
 
     @property
     def doubt(self) -> str:
@@ -423,20 +469,6 @@ class Classifier(CorrectedState):
             "be far off: learn a class with two images or more beside another class"
         )
 
-    def warn_if_uncalibrated(self) -> None:
-        """Warn with `doubt`, if any, in the name of the caller's caller."""
-        if self.doubt:
-            warnings.warn(self.doubt, stacklevel=3)
-
-    @property
-    def temperature(self) -> float:
-        """T of `probabilities`; 1 if no image could be held out to fit it."""
-        return self.temperature_of(self.calibration)
-
-    def temperature_of(self, tasks: "Sequence[TaskTemperature]") -> float:
-        """Return T from the records of the tasks."""
-        return classifiers.calibration.temperature(tasks, len(self._class_names))
-
     @torch.no_grad()
     def novelty(self, image_embeds: Tensor | np.ndarray) -> Tensor:
         """Return the novelty of each image, (n,) in float64: the larger, the less it resembles the known classes.
@@ -444,10 +476,12 @@ class Classifier(CorrectedState):
         Classifiers that keep means, counts and scatter, such as `lda`, `gda` and `bayes`, compute it as described in
         `classifiers.novelty`. For others it is 1 minus the largest probability.
         """
-        if classifiers.novelty.sums_of(self) is None:
+        from dulbe_peft.classifiers.novelty import novelty, sums_of
+
+        if sums_of(self.rule, self.state) is None:
             return 1 - self.probabilities(image_embeds).amax(dim=1).double()
         images = self._unit(image_embeds, "image_embeds")
-        return classifiers.novelty.novelty(self, images, self(image_embeds) / self.temperature)
+        return novelty(self.rule, self.state, self.novelty_tasks, images, self(image_embeds) / self.temperature)
 
     def refused(self, image_embeds: Tensor | np.ndarray, share: float) -> Tensor:
         """Return which images are rejected because their novelty is too large, (n,) in bool.
@@ -458,10 +492,12 @@ class Classifier(CorrectedState):
         Raises:
             ValueError: The newest tasks have too few images for this. The message says how many are needed.
         """
+        from dulbe_peft.classifiers.novelty import novelty_threshold, sums_of
+
         share = check_share("reject", share, 0.05)
-        if classifiers.novelty.sums_of(self) is None or not any(task.novelties for task in self.novelty_tasks):
+        if sums_of(self.rule, self.state) is None or not any(task.novelties for task in self.novelty_tasks):
             return self.probabilities(image_embeds).amax(dim=1) < self.rejection_threshold(share)
-        return self.novelty(image_embeds) > classifiers.novelty.novelty_threshold(self.novelty_tasks, share)
+        return self.novelty(image_embeds) > novelty_threshold(self.novelty_tasks, share)
 
     @property
     def roc_area(self) -> float | None:
@@ -470,7 +506,9 @@ class Classifier(CorrectedState):
         It is estimated by leaving out each class in turn. 1/2 means that novelty does not separate them. None if it
         is not known.
         """
-        return classifiers.novelty.roc_area(self.novelty_tasks)
+        from dulbe_peft.classifiers.novelty import roc_area
+
+        return roc_area(self.novelty_tasks)
 
     def rejection_threshold(self, share: float) -> float:
         """Return the threshold of the largest probability for rejecting at most a fraction `share` of known images.
@@ -482,7 +520,9 @@ class Classifier(CorrectedState):
             Hendrycks and Gimpel, "A Baseline for Detecting Misclassified and Out-of-Distribution Examples in Neural
             Networks", 2017: the largest softmax probability as the score.
         """
-        return classifiers.calibration.threshold(self.calibration, "largest", check_share("reject", share, 0.05))
+        from dulbe_peft.classifiers.calibration import threshold
+
+        return threshold(self.calibration, "largest", check_share("reject", share, 0.05))
 
     def prediction_sets(self, image_embeds: Tensor | np.ndarray, coverage: float) -> Tensor:
         """Return the prediction set of each image, (n, C) in bool, by conformal prediction.
@@ -493,6 +533,261 @@ class Classifier(CorrectedState):
         Raises:
             ValueError: The newest tasks have too few images for this. The message says how many are needed.
         """
-        least = classifiers.calibration.threshold(self.calibration, "own", 1 - check_share("coverage", coverage, 0.95))
+        from dulbe_peft.classifiers.calibration import threshold
+
+        least = threshold(self.calibration, "own", 1 - check_share("coverage", coverage, 0.95))
         probabilities = self.probabilities(image_embeds)
         return (probabilities >= least) | (probabilities == probabilities.amax(dim=1, keepdim=True))
+
+    # Corrections
+
+    @torch.no_grad()
+    def merge(self, other: Self) -> Self:
+        """Merge another classifier into this one, as if this one had learned all images, and return this one.
+
+        The two must have the same class, settings and texts, and keep sums over images.
+        """
+        self.rule.check_merges()
+        check_alike(self, other)
+        self._take(self._merged(self.state, other.state))
+        # Scores and novelties measured for each classifier alone guarantee nothing for the merged one. Temperatures
+        # and their weights are kept.
+        tasks, measured = (*self.calibration, *other.calibration), (*self.novelty_tasks, *other.novelty_tasks)
+        self.calibration = tuple(task.model_copy(update={"own": (), "largest": ()}) for task in tasks)
+        self.novelty_tasks = tuple(task.model_copy(update={"novelties": (), "area": None}) for task in measured)
+        return self
+
+    def _merged(self, state: State, other: State) -> State:
+        names = list(dict.fromkeys([*state.class_names, *other.class_names]))
+        place = {name: index for index, name in enumerate(names)}
+        places = torch.tensor([place[name] for name in other.class_names], dtype=torch.int64)
+        changes = self.rule.merged(state, other, places)
+        if self.reads_text:
+            new = other.text_embeds[places >= state.classes]
+            changes["text_embeds"] = torch.cat([state.text_embeds, new.to(state.text_embeds)])
+        return state.replaced(changes, names)
+
+    @torch.no_grad()
+    def forget_class(self, name: str) -> None:
+        """Remove a class and its rows of every tensor that has rows for classes.
+
+        The contribution of its images to sums over all classes remains, unless the rule overrides `forgotten`. What
+        was measured on held-out images, such as temperatures, stays. Without its last class, a classifier is like a
+        new one.
+        """
+        self._place(name, "forgotten")
+        kept = torch.tensor([known != name for known in self._class_names])
+        changes = self.rule.forgotten(self.state, kept)
+        names = [known for known in self._class_names if known != name]
+        if not names:
+            changes = type(self)(embed_dim=self.embed_dim, logit_scale=self.logit_scale, **self.settings()).tensors()
+            self.calibration, self.novelty_tasks = (), ()
+        self.install(changes, names)
+
+    @torch.no_grad()
+    def forget_image(self, image_embed: Tensor, name: str) -> None:
+        """Remove one learned image from its class: up to rounding, the result is as if it had not been learned.
+
+        What was measured on held-out images, such as temperatures, stays.
+
+        Args:
+            image_embed: (d,), the unit feature of the image.
+            name: The class of the image.
+        """
+        self.rule.check_forgets_images()
+        place, state = self._place(name, "forgotten"), self.state
+        if "counts" in state and int(state.counts[place]) < 2:
+            raise ValueError(f"class {name!r:.100} has only one image: forget the class instead")
+        image = self._unit(image_embed[None], "image_embed", 1)[0]
+        self.install(self.rule.without_image(state, image, place))
+
+    @torch.no_grad()
+    def rename_class(self, old: str, new: str, text_embed: Tensor | None = None) -> None:
+        """Rename a class, and replace its text embedding if the classifier has one.
+
+        A rule that is computed from sums and current texts is then as if it had been learned with the new name.
+        Anything else that was trained or chosen with the old text does not change.
+
+        Args:
+            old: The present name.
+            new: The new name.
+            text_embed: (d,), unit text embedding of the new name. Required if `reads_text` is set.
+        """
+        place, changes = self._place(old, "renamed"), {}
+        if self.needs_each_text:
+            raise ValueError(
+                f"the {self.name!r} classifier was trained with the texts of its classes and cannot rename one: "
+                "learn again"
+            )
+        if self.reads_text:
+            if text_embed is None:
+                raise TypeError(f"the {self.name!r} classifier needs the text embedding of {new!r:.100}")
+            changes["text_embeds"] = self.text_embeds.clone()
+            changes["text_embeds"][place] = self._unit(text_embed[None], "text_embed", 1)[0]
+        self.install(changes, [new if known == old else known for known in self._class_names])
+
+    @torch.no_grad()
+    def join_classes(self, old: str, new: str) -> None:
+        """Add the images of class `old` to class `new`: split off the state of `old`, and merge it again."""
+        self.rule.check_merges()
+        kept = torch.arange(len(self._class_names)) == self._place(old, "joined")
+        text, state = self._place(new, "joined"), self.state
+        # Tensors that do not belong to single classes stay in `rest` and are zero in `part`, so they count once.
+        rows = self.rule.forgotten(state, kept)
+        rows = {name: torch.zeros_like(tensor) for name, tensor in state.items() if name not in rows} | rows
+        if self.reads_text:
+            rows["text_embeds"] = self.text_embeds[[text]]
+        part = state.replaced(rows, [new])
+        rest = state.replaced(self.rule.forgotten(state, ~kept), [n for n in self._class_names if n != old])
+        self._take(self._merged(rest, part))
+
+    def _place(self, name: str, what: str) -> int:
+        if name not in self._class_names:
+            raise ValueError(f"class {name!r:.100} is not known, so it cannot be {what}")
+        return self._class_names.index(name)
+
+    # State dict and files
+
+    def _extra(self) -> "ExtraState":
+        from dulbe_peft.classifiers.saved import ExtraState
+
+        facts: Any = {name: getattr(self, name) for name in ExtraState.model_fields}
+        return ExtraState(**facts)
+
+    def get_extra_state(self) -> Tensor:
+        return self._extra().to_tensor()
+
+    def set_extra_state(self, state: Tensor) -> None:
+        from dulbe_peft.classifiers.saved import ExtraState
+
+        extra = ExtraState.from_tensor(state)
+        self._class_names = extra.class_names
+        self.calibration, self.novelty_tasks = extra.calibration, extra.novelty_tasks
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        device, solved = fn(torch.zeros(1, device=self.device)).device, self._derived.get("solved")
+        moved = {name: tensor.to(device) for name, tensor in (solved.value if solved else {}).items()}
+        self._derived = {}
+
+        def convert(tensor: Tensor) -> Tensor:
+            if tensor.dtype != torch.float64 or tensor.is_meta:
+                return fn(tensor)
+            device = fn(torch.zeros(1, device=tensor.device)).device
+            return tensor if device.type == "mps" else tensor.to(device)
+
+        super()._apply(convert, recurse)
+        if moved:
+            self.state.keep_derived("solved", moved)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Resize to the number of classes in the state. An incomplete or inconsistent state changes nothing."""
+        from dulbe_peft.classifiers.saved import ExtraState
+
+        _, _, missing_keys, _, error_msgs = rest
+        missing = [prefix + key for key in (*self._layouts, EXTRA_STATE) if prefix + key not in state_dict]
+        if missing:
+            missing_keys += missing
+            return
+        state = {key: state_dict[prefix + key] for key in self._layouts}
+        try:
+            extra = ExtraState.from_tensor(state_dict[prefix + EXTRA_STATE])
+            self._check(state, extra.class_names)
+        except (ValueError, TypeError) as error:
+            error_msgs.append(f"state is inconsistent: {error}")
+            return
+        for key, buffer in self.tensors().items():
+            device = state[key].device if buffer.is_meta else buffer.device
+            self._buffers[key] = buffer.new_empty(state[key].shape, device=device)
+        self._derived = {}
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _check(self, tensors: Mapping[str, Tensor], class_names: list[str]) -> None:
+        state = State(self._layouts, tensors, class_names)
+        state.check()
+        self.rule.check(state)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write `<stem>_config.json` and `<stem>.safetensors`, which can be in the same folder as an adapter.
+
+        Raises:
+            ValueError: A tensor is not valid, because it was written to in place. Nothing is written.
+        """
+        from dulbe_peft.classifiers import saved
+
+        self._check(self.tensors(), self._class_names)
+        self._derived = {}  # values written through .data, which torch does not count, are saved, too
+        facts = {name: getattr(self, name) for name in ("name", "embed_dim", "logit_scale", "source")}
+        config = saved.SavedClassifier(**dict(self._extra()), **facts, settings=self.settings())
+        saved.write(folder, self.file_names(), config, self.tensors(), self.rule.solved(self.state))
+
+    @classmethod
+    def from_pretrained(
+        cls, source: str | Path, *, revision: str | None = None, token: str | None = None, cache_dir: str | None = None
+    ) -> Self:
+        """Load a saved classifier onto the CPU.
+
+        Args:
+            source: Folder of `save_pretrained`, or repository on the Hub.
+            revision: Revision on the Hub.
+            token: Access token for the Hub.
+            cache_dir: Folder for downloads.
+
+        Raises:
+            FileNotFoundError: The folder, the repository, its revision or a file does not exist.
+            ValueError: A file is damaged or has another format, or the two files do not belong together.
+        """
+        from dulbe_peft.classifiers.saved import SOLVED, ExtraState, SavedFiles
+
+        files = SavedFiles.find(cls.__name__, cls.file_names(), source, (revision, token, cache_dir))
+        config = files.config(cls.name)
+        # The shapes in the header are checked first: no memory is allocated for a tensor that does not fit.
+        shapes, solved_shapes = files.shapes()
+        arguments: Any = {"embed_dim": config.embed_dim, "logit_scale": config.logit_scale, **config.settings}
+        try:
+            with torch.device("meta"):
+                classifier = cls(**arguments)
+            check_shapes(classifier._layouts, shapes, len(config.class_names))
+            known = classifier.rule.solved_shapes(len(config.class_names))
+            if solved_shapes and solved_shapes not in known:
+                raise ValueError(f"the tensors {SOLVED!r} must have one of the shapes {known}, got {solved_shapes}")
+            state, solved = files.tensors()
+            extra = ExtraState(**{name: getattr(config, name) for name in ExtraState.model_fields})
+            classifier.load_state_dict({**state, EXTRA_STATE: extra.to_tensor()})
+            if solved:
+                classifier.state.keep_derived("solved", {name: tensor.float() for name, tensor in solved.items()})
+        except (ValueError, TypeError, RuntimeError, MemoryError) as error:
+            raise ValueError(f"{cls.__name__} in {str(source)!r} cannot be loaded: {error}") from error
+        commit = files.commit
+        classifier.source = {"repo_id": str(source), "commit": commit} if commit else config.source
+        return classifier.eval()
+
+    def push_to_hub(self, repo_id: str, *, commit_message: str | None = None, **options: Any) -> Any:
+        """Upload the files of `save_pretrained` to a repository on the Hub, which is created if it does not exist.
+
+        `options` are the arguments `private`, `token`, `revision` and `create_pr` of huggingface_hub.
+        """
+        from dulbe_peft.utils import hub
+
+        message = commit_message or f"Upload {self.name} classifier"
+        return hub.push(lambda folder, _: self.save_pretrained(folder), repo_id, commit_message=message, **options)
+
+
+def check_alike(one: Classifier, other: Classifier) -> None:
+    """Raise an error unless two classifiers have the same class, settings and texts, so that they can be merged."""
+    if other is one:
+        raise ValueError(f"a {one.name!r} classifier cannot be merged with itself: its images would count twice")
+    if type(other) is not type(one):
+        raise TypeError(
+            f"a {one.name!r} classifier can be merged only with a {type(one).__name__}, got {type(other).__name__}"
+        )
+    settings = [{"embed_dim": c.embed_dim, "logit_scale": c.logit_scale, **c.settings()} for c in (one, other)]
+    for name in settings[0] | settings[1]:
+        mine, theirs = (each.get(name) for each in settings)
+        if mine != theirs:
+            raise ValueError(f"two {one.name!r} classifiers to merge need the same {name}, got {mine} and {theirs}")
+    if "text_embeds" in one.tensors():
+        texts = dict(zip(other.class_names, other.text_embeds, strict=True))
+        for name, text in zip(one.class_names, one.text_embeds, strict=True):
+            if name in texts and not torch.allclose(text, texts[name].to(text), atol=SAME_TEXT):
+                raise ValueError(f"the text embeddings of class {name!r} differ, so they cannot be merged")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
@@ -17,10 +18,12 @@ import torch.nn.functional as F
 from annotated_types import Ge, Le
 from torch import Tensor
 
-from dulbe_peft.classifiers.base import linear
+from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.calibration import TaskTemperature, places_among, ranking
 from dulbe_peft.classifiers.class_sums import ClassSums
 from dulbe_peft.classifiers.ranpac import MOST_FEATURES, random_layer
+from dulbe_peft.classifiers.rule import linear
+from dulbe_peft.classifiers.state import Layout, State, per_class, shared
 from dulbe_peft.classifiers.text_prior import OMEGAS, SCALES, Fit
 from dulbe_peft.utils.settings import Positive
 
@@ -39,9 +42,12 @@ IMAGE_TEMPERATURE = 40.0
 # The weight of texts that determine all labels, relative to that of one image per class, each at its own temperature.
 # It is larger than 1 because the images' scores make correlated errors on classes that look alike.
 TEXT_WEIGHT = 2.5
+# The tensors from which `Fit` is computed.
+FITTED = ("text_embeds", "sums", "counts", "scatter", "freedom")
 
 
-class BayesClassifier(ClassSums):
+@dataclass(frozen=True)
+class BayesRule(ClassSums):
     """Add the scores of linear discriminant analysis and of the text classifier, with weights chosen from the images.
 
     The sums are exact and in float64. For a fixed kappa and rho, the solution is therefore the same as with all data
@@ -81,112 +87,132 @@ class BayesClassifier(ClassSums):
 
     name = "bayes"
     summary = "discriminant analysis and the text classifier, added up; names count less the more images there are"
-    may_be_absent = ("text_embeds",)
     adds_up = ("losses", "judged", "by_text")
 
-    def register(self) -> None:
-        self._random = self.features if "auto" in (self.kappa, self.rho) else 0
-        self.register_rows("text_embeds", self.embed_dim)
-        self.keep_sums(self.embed_dim + self._random)
-        self._kappas = KAPPAS if self.kappa == "auto" else (float(self.kappa),)
-        self._rhos = RHOS if self.rho == "auto" else (float(self.rho),)
-        self._features = (0, self._random) if self._random else (0,)
-        shape = len(self._features), len(self._kappas), len(self._rhos), len(TEMPERATURES)
-        for name, sizes in (("losses", shape), ("judged", (2,)), ("by_text", (len(OMEGAS), len(SCALES)))):
-            self.register_buffer(name, torch.zeros(sizes, dtype=torch.float64))
+    @property
+    def random(self) -> int:
+        """Number of random features in x."""
+        return self.features if "auto" in (self.kappa, self.rho) else 0
 
-    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
+    @property
+    def width(self) -> int:
+        return self.embed_dim + self.random
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of random features among which left-out images choose."""
+        return (0, self.random) if self.random else (0,)
+
+    @property
+    def kappas(self) -> tuple[float, ...]:
+        """The values of kappa among which left-out images choose."""
+        return KAPPAS if self.kappa == "auto" else (float(self.kappa),)
+
+    @property
+    def rhos(self) -> tuple[float, ...]:
+        """The values of rho among which left-out images choose."""
+        return RHOS if self.rho == "auto" else (float(self.rho),)
+
+    def tensors(self) -> dict[str, Layout]:
+        shape = len(self.numbers), len(self.kappas), len(self.rhos), len(TEMPERATURES)
+        tables = {"losses": shape, "judged": (2,), "by_text": (len(OMEGAS), len(SCALES))}
+        return (
+            {"text_embeds": per_class(self.embed_dim, unit=True, may_be_zero=True)}
+            | super().tensors()
+            | {name: shared(*sizes, dtype=torch.float64) for name, sizes in tables.items()}
+        )
+
+    def moved(self, state: State, matrix: Tensor) -> dict[str, Tensor]:
         """Return the sums after a linear map of z; the text embeddings stay.
 
         Random features do not follow a map of z. Their sums become 0, and their loss so large that it is not chosen.
         """
-        losses = self.losses.clone()
+        losses = state.losses.clone()
         losses[1:] = NEVER
-        return super().moved(F.pad(matrix, (0, self._random, 0, self._random))) | {"losses": losses}
+        return super().moved(state, F.pad(matrix, (0, self.random, 0, self.random))) | {"losses": losses}
 
-    def judge(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
+    def judged(self, state: State, images: Tensor, labels: Tensor) -> tuple[State, tuple[Tensor, Tensor] | None]:
         """Add the losses of a task's images to the tables of `choice`; return scores as if each were not learned.
 
         The image of a class with a single image cannot be left out. Other classes stand for such classes: the same
         share of the task's other classes is reduced to one image each, and their remaining images are scored.
         """
-        if (classes := len(self._class_names)) < 2:
-            return None
-        images, labels = images.to(self.sums), labels.to(self.sums.device)
+        if (classes := state.classes) < 2:
+            return state, None
+        images, labels = images.to(state.sums), labels.to(state.sums.device)
         order = ranking(images).argsort()
         images, labels = images[order], labels[order]
         places, inside = places_among(labels), labels.bincount(minlength=classes)
         rows = places.argsort(stable=True)[:MOST_JUDGED]
-        weights = classes / self.counts.to(images) * inside
+        weights = classes / state.counts.to(images) * inside
         weights = (weights / labels[rows].bincount(minlength=classes).clamp_min(1))[labels]
-        losses = self._fit(0).text_losses(images[rows], labels[rows], weights[rows], USUAL_RHO)
-        self._buffers |= {"by_text": self.by_text + losses}
-        lone = torch.isin(labels, self._lone(inside))
-        left = rows[(self.counts.to(labels.device)[labels[rows]] > 1) & ~lone[rows]]
+        losses = self._fit(state, 0).text_losses(images[rows], labels[rows], weights[rows], USUAL_RHO)
+        state = state.replaced({"by_text": state.by_text + losses})
+        lone = torch.isin(labels, self._lone(state, inside))
+        left = rows[(state.counts.to(labels.device)[labels[rows]] > 1) & ~lone[rows]]
         further = rows[lone[rows] & (places[rows] > 0)]
-        judged, x = torch.cat([left, further]), self.lifted(images)
+        judged, x = torch.cat([left, further]), self.lifted(state, images)
         if not len(judged):
-            return None
-        truth, own, fits = labels[judged], weights[judged], dict[int, Fit | None]()
-        for features in self._features:
-            fits[features] = self._reduced(features, x[lone], labels[lone], places[lone] == 0) if lone.any() else None
+            return state, None
+        truth, own, fits = labels[judged], weights[judged], dict[int, Fit]()
+        for features in self.numbers if lone.any() else ():
+            fits[features] = self._reduced(state, features, x[lone], labels[lone], places[lone] == 0)
 
         def scored(features: int, kappas: Tensor, rho: float, omega: float) -> Tensor:
-            found = [self._fit(features).left_out(x[left], labels[left], kappas, rho, omega)] if len(left) else []
-            if (fit := fits[features]) is not None:
-                found.append(fit.scores(x[further], kappas, rho, omega).float())
+            found = []
+            if len(left):
+                found.append(self._fit(state, features).left_out(x[left], labels[left], kappas, rho, omega))
+            if features in fits:
+                found.append(fits[features].scores(x[further], kappas, rho, omega).float())
             return torch.cat(found, dim=1)
 
-        table, kappas, omega = self.losses.clone(), torch.tensor(self._kappas), self._omega()
+        table, kappas, omega = state.losses.clone(), torch.tensor(self.kappas), self._omega(state)
         each = torch.arange(len(truth)).to(truth)
-        for number, features in enumerate(self._features):
-            for place, rho in enumerate(self._rhos):
+        for number, features in enumerate(self.numbers):
+            for place, rho in enumerate(self.rhos):
                 scores = scored(features, kappas, rho, omega)
                 right = scores[:, each, truth]
                 for column, temperature in enumerate(TEMPERATURES):
                     missed = (scores / temperature).logsumexp(dim=2) - right / temperature
                     table[number, :, place, column] += missed @ own.float()
-        self._buffers |= {"losses": table, "judged": self.judged + torch.stack([own.sum(), own @ own])}
-        # The fits do not depend on the tables.
-        kept = {name: made.value for name, made in self._derived.items() if name.startswith(("fit ", "layer "))}
-        for name, value in kept.items():
-            self.keep_derived(name, value)
-        kappa, rho, features, omega = self.choice
-        return scored(features, torch.tensor([kappa]), rho, omega)[0] / self.unit_score, truth
+        further_losses = torch.stack([own.sum(), own @ own])
+        state = state.replaced({"losses": table, "judged": state.judged + further_losses})
+        kappa, rho, features, omega = self.choice(state)
+        return state, (scored(features, torch.tensor([kappa]), rho, omega)[0] / self.unit_score(state), truth)
 
-    def _lone(self, inside: Tensor) -> Tensor:
+    def _lone(self, state: State, inside: Tensor) -> Tensor:
         """Choose the classes that stand for classes with a single image; return their numbers.
 
         `inside`, (C,), counts each class's images in the task. Only classes with all their images in the task are
         chosen. They are spread evenly, and their share equals the share of single-image classes among all classes.
         """
-        counts = self.counts.to(inside.device)
+        counts = state.counts.to(inside.device)
         whole = ((inside == counts) & (counts > 1)).nonzero()[:, 0]
         number = len(whole) * int((counts == 1).sum()) // len(counts)
         return whole[torch.arange(number).to(whole) * len(whole) // max(1, number)]
 
-    def _reduced(self, features: int, images: Tensor, labels: Tensor, kept: Tensor) -> Fit:
+    def _reduced(self, state: State, features: int, images: Tensor, labels: Tensor, kept: Tensor) -> Fit:
         """Return the fit with some classes reduced to one image each.
 
         `images` are all x, (n, d), of these classes, and `kept`, (n,), selects the one image of each that remains.
         """
         width, chosen = self.embed_dim + features, labels.unique()
-        images, counts = images[:, :width], self.counts.to(labels.device).clone()
-        means = self.sums[:, :width] / counts.to(images)[:, None]
+        images, counts = images[:, :width], state.counts.to(labels.device).clone()
+        means = state.sums[:, :width] / counts.to(images)[:, None]
         away = images - means[labels]
         means[labels[kept]], counts[chosen] = images[kept], 1
-        freedom = int(self.freedom) - len(labels) + len(chosen)
-        texts = F.pad(self.logit_scale * self.text_embeds.to(self.sums), (0, features))
-        return Fit.of(means, counts, self.scatter[:width, :width] - away.T @ away, freedom, texts)
+        freedom = int(state.freedom) - len(labels) + len(chosen)
+        texts = F.pad(self.logit_scale * state.text_embeds.to(state.sums), (0, features))
+        return Fit.of(means, counts, state.scatter[:width, :width] - away.T @ away, freedom, texts)
 
-    def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
+    def left_out(self, state: State, images: Tensor, labels: Tensor) -> Tensor:
         """Return the scores of `Fit.left_out`, in float32."""
-        kappa, rho, features, omega = self.choice
-        rows, labels = self.lifted(images.to(self.sums)), labels.to(self.sums.device)
-        return self._fit(features).left_out(rows, labels, torch.tensor([kappa]), rho, omega)[0] / self.unit_score
+        kappa, rho, features, omega = self.choice(state)
+        rows, labels = self.lifted(state, images.to(state.sums)), labels.to(state.sums.device)
+        scores = self._fit(state, features).left_out(rows, labels, torch.tensor([kappa]), rho, omega)[0]
+        return scores / self.unit_score(state)
 
-    @property
-    def choice(self) -> tuple[float, float, int, float]:
+    def choice(self, state: State) -> tuple[float, float, int, float]:
         """Choose kappa, rho, the number of random features (0 or M) and omega that make the labels most likely.
 
         omega minimises the log-loss of the text classifier alone, at the best of `SCALES`. Only its a, b and S
@@ -209,164 +235,167 @@ class BayesClassifier(ClassSums):
         Reference:
             Besag, "Statistical Analysis of Non-Lattice Data", 1975: the pseudo-likelihood; Geisser and Eddy, 1979.
         """
-        return self.derived("choice", self._choose)
+        choice: tuple[float, float, int, float] = state.derived("choice", lambda: self._choose(state))
+        return choice
 
-    def _choose(self) -> tuple[float, float, int, float]:
-        usual, omega = self._usual_kappa(), self._omega()
-        if not float(self.judged[0]):
+    def _choose(self, state: State) -> tuple[float, float, int, float]:
+        usual, omega = self._usual_kappa(state), self._omega(state)
+        if not float(state.judged[0]):
             kappa, rho = (
                 (usual if self.kappa == "auto" else self.kappa),
                 (USUAL_RHO if self.rho == "auto" else self.rho),
             )
             return float(kappa), float(rho), 0, omega
-        losses = self.derived("by temperature", self._by_temperature).amin(dim=3)
-        kappas, rhos = (torch.tensor(grid).to(losses) for grid in (self._kappas, self._rhos))
+        losses = state.derived("by temperature", lambda: self._by_temperature(state)).amin(dim=3)
+        kappas, rhos = (torch.tensor(grid).to(losses) for grid in (self.kappas, self.rhos))
         away = (kappas / usual).log()[:, None] ** 2 + (rhos / USUAL_RHO).log() ** 2
         table, number, place = torch.unravel_index((losses + away / 2).argmin(), losses.shape)
-        return self._kappas[number], self._rhos[place], self._features[table], omega
+        return self.kappas[number], self.rhos[place], self.numbers[table], omega
 
-    def _by_temperature(self) -> Tensor:
+    def _by_temperature(self, state: State) -> Tensor:
         """Return n L + log(T / usual)^2 / 2 for each entry of `losses`."""
-        total, squares = self.judged.tolist()
-        each = [[self._usual_temperatures(number, rho) for rho in self._rhos] for number in self._features]
-        usual = torch.tensor(each).to(self.losses).transpose(1, 2)[..., None]
+        total, squares = state.judged.tolist()
+        each = [[self._usual_temperatures(state, number, rho) for rho in self.rhos] for number in self.numbers]
+        usual = torch.tensor(each).to(state.losses).transpose(1, 2)[..., None]
         away = (torch.tensor(TEMPERATURES).to(usual) / usual).log()
-        return total / squares * self.losses + away**2 / 2
+        return total / squares * state.losses + away**2 / 2
 
-    def _omega(self) -> float:
+    def _omega(self, state: State) -> float:
         if self.omega != "auto":
             return float(self.omega)
-        return OMEGAS[int(self.by_text.amin(dim=1).argmin())] if "auto" in (self.kappa, self.rho) else 0.0
+        return OMEGAS[int(state.by_text.amin(dim=1).argmin())] if "auto" in (self.kappa, self.rho) else 0.0
 
-    def _usual_kappa(self) -> float:
+    def _usual_kappa(self, state: State) -> float:
         """Return the number of images, at least 1, that a text counts as before any image is left out.
 
         With it, the texts have `TEXT_WEIGHT` times the explained share of the log-loss, `_told`, as their weight
         relative to one image per class, if the scores of images and of texts are divided by their temperatures.
         """
-        slope = self._fit(0).slope(USUAL_RHO)
-        weight = TEXT_WEIGHT * self._told() * IMAGE_TEMPERATURE
-        return max(1.0, weight * self._text_scale() / slope) if slope and weight else 1.0
+        slope = self._fit(state, 0).slope(USUAL_RHO)
+        weight = TEXT_WEIGHT * self._told(state) * IMAGE_TEMPERATURE
+        return max(1.0, weight * self._text_scale(state) / slope) if slope and weight else 1.0
 
-    def _text_scale(self) -> float:
+    def _text_scale(self, state: State) -> float:
         """Return the scale of `SCALES` that makes the labels most likely by text, with a log-normal prior around 1."""
-        scales = torch.tensor(SCALES[1:]).to(self.by_text)
-        losses = self.by_text.amin(dim=0)[1:] / float(self.by_text[0, 0]) * self._nats() + scales.log() ** 2 / 2
+        scales = torch.tensor(SCALES[1:]).to(state.by_text)
+        losses = state.by_text.amin(dim=0)[1:] / float(state.by_text[0, 0]) * self._nats(state) + scales.log() ** 2 / 2
         return SCALES[1 + int(losses.argmin())]
 
-    def _told(self) -> float:
+    def _told(self, state: State) -> float:
         """Return the share of the labels' log-loss that texts alone explain, corrected for two fitted numbers.
 
         The scale and omega are fitted to the same labels, so two nats are subtracted, by Akaike's criterion.
         """
-        worst = float(self.by_text[0, 0])
-        return max(0.0, 1 - float(self.by_text.min()) / worst - 2 / self._nats()) if worst else 0.0
+        worst = float(state.by_text[0, 0])
+        return max(0.0, 1 - float(state.by_text.min()) / worst - 2 / self._nats(state)) if worst else 0.0
 
-    def _nats(self) -> float:
+    def _nats(self, state: State) -> float:
         """Return the log-loss of the labels under a uniform prediction, for the effective number of images."""
-        classes = len(self._class_names)
-        return classes**2 / float((1 / self.counts).sum()) * math.log(max(2, classes))
+        classes = state.classes
+        return classes**2 / float((1 / state.counts).sum()) * math.log(max(2, classes))
 
-    @property
-    def calibrated(self) -> bool:
-        """Whether left-out images, or texts that explain some of the labels, determined `temperature`."""
-        return super().calibrated or self._told() > 0
+    def calibrated(self, state: State) -> bool:
+        """Return whether the texts explain some of the labels, which also determines the temperature."""
+        return self._told(state) > 0
 
-    def temperature_of(self, tasks: Sequence[TaskTemperature]) -> float:
-        """Return T of `probabilities`, whatever the records say: the tables contain the images of all tasks."""
-        return float(self.solved()["temperature"]) if self._class_names else 1.0
+    def temperature(self, state: State, tasks: Sequence[TaskTemperature]) -> float:
+        """Return T of the probabilities, whatever the records say: the tables contain the images of all tasks."""
+        return float(self.solved(state)["temperature"]) if state.classes else 1.0
 
-    @property
-    def unit_score(self) -> float:
+    def unit_score(self, state: State) -> float:
         """Return the divisor of the scores: their temperature, or 1 for fixed settings.
 
         Scores with fixed settings do not depend on the order of tasks, and their temperature does.
         """
-        return self._temperature if "auto" in (self.kappa, self.rho) else 1.0
+        return self._temperature(state) if "auto" in (self.kappa, self.rho) else 1.0
 
-    @property
-    def _temperature(self) -> float:
-        return float(self.derived("temperature", self._measure))
+    def _temperature(self, state: State) -> float:
+        return float(state.derived("temperature", lambda: self._measure(state)))
 
-    def _measure(self) -> float:
+    def _measure(self, state: State) -> float:
         """Return the T of `choice`, between the values of `TEMPERATURES` by a parabola through the nearest three."""
-        kappa, rho, features, _ = self.choice
-        if not float(self.judged[0]):
-            return self._usual_temperatures(features, rho, [kappa])[0]
-        place = self._features.index(features), self._kappas.index(kappa), self._rhos.index(rho)
-        losses = self.derived("by temperature", self._by_temperature)[place].tolist()
+        kappa, rho, features, _ = self.choice(state)
+        if not float(state.judged[0]):
+            return self._usual_temperatures(state, features, rho, [kappa])[0]
+        place = self.numbers.index(features), self.kappas.index(kappa), self.rhos.index(rho)
+        losses = state.derived("by temperature", lambda: self._by_temperature(state))[place].tolist()
         best, steps = min(range(len(losses)), key=losses.__getitem__), 0.0
         if 0 < best < len(losses) - 1:
             before, here, after = losses[best - 1 : best + 2]
             steps = (before - after) / (before - 2 * here + after) / 2
         return float(TEMPERATURES[best] * (TEMPERATURES[1] / TEMPERATURES[0]) ** steps)
 
-    def _usual_temperatures(self, features: int, rho: float, kappas: Sequence[float] = ()) -> list[float]:
+    def _usual_temperatures(
+        self, state: State, features: int, rho: float, kappas: Sequence[float] = ()
+    ) -> list[float]:
         """Return T for each kappa, by default each of the table, if no image can be left out.
 
         The errors of the images' and of the texts' scores add up like random errors with `Fit.correlation`.
         """
-        fit, by_texts, common, found = self._fit(features), 0.0, 0.0, []
-        if float(self.by_text[0, 0]):
-            by_texts = fit.slope(rho) / self.derived("text scale", self._text_scale)
-            common = self.derived("correlation", lambda: self._fit(0).correlation(USUAL_RHO, self._omega()))
-        for share in map(fit.share, kappas or self._kappas):
+        fit, by_texts, common, found = self._fit(state, features), 0.0, 0.0, []
+        if float(state.by_text[0, 0]):
+            by_texts = fit.slope(rho) / state.derived("text scale", lambda: self._text_scale(state))
+            common = state.derived(
+                "correlation", lambda: self._fit(state, 0).correlation(USUAL_RHO, self._omega(state))
+            )
+        for share in map(fit.share, kappas or self.kappas):
             images, texts = share * IMAGE_TEMPERATURE, (1 - share) * by_texts
             found.append(math.sqrt(images**2 + texts**2 + 2 * common * images * texts))
         return found
 
-    def _fit(self, features: int) -> Fit:
+    def _fit(self, state: State, features: int) -> Fit:
         """Return the fit to the unit features and the first `features` random features."""
         width = self.embed_dim + features
 
         def make() -> Fit:
-            texts = F.pad(self.logit_scale * self.text_embeds.to(self.sums), (0, features))
-            means = self.sums[:, :width] / self.counts.to(self.sums)[:, None]
-            return Fit.of(means, self.counts, self.scatter[:width, :width], int(self.freedom), texts)
+            texts = F.pad(self.logit_scale * state.text_embeds.to(state.sums), (0, features))
+            means = state.sums[:, :width] / state.counts.to(state.sums)[:, None]
+            return Fit.of(means, state.counts, state.scatter[:width, :width], int(state.freedom), texts)
 
-        return self.derived(f"fit {features}", make)
+        fit: Fit = state.derived(f"fit {features}", make, of=FITTED)
+        return fit
 
-    def solution(self) -> tuple[Tensor, Tensor]:
+    def solution(self, state: State) -> tuple[Tensor, Tensor]:
         """Return the weights, (C, d), and the offsets, (C,), of the scores of x; float64."""
-        kappa, rho, features, omega = self.choice
+        kappa, rho, features, omega = self.choice(state)
 
         def solve() -> tuple[Tensor, Tensor]:
-            weights, offsets = self._fit(features).solution(kappa, rho, omega)
-            return weights / self.unit_score, offsets / self.unit_score
+            weights, offsets = self._fit(state, features).solution(kappa, rho, omega)
+            return weights / self.unit_score(state), offsets / self.unit_score(state)
 
-        return self.derived("solution", solve)
+        return state.derived("solution", solve)
 
-    def solved(self) -> dict[str, Tensor]:
+    def solved(self, state: State) -> dict[str, Tensor]:
         """Return the solution in float32, and the temperature for the case that no image can be left out."""
-        return self.derived("solved", self._solved) if self._class_names else {}
+        return state.derived("solved", lambda: self._solved(state)) if state.classes else {}
 
-    def _solved(self) -> dict[str, Tensor]:
-        weights, offsets = (part.float().to(self.device) for part in self.solution())
-        usual = torch.tensor(self._temperature / self.unit_score, device=self.device)
+    def _solved(self, state: State) -> dict[str, Tensor]:
+        weights, offsets = (part.float().to(state.device) for part in self.solution(state))
+        usual = torch.tensor(self._temperature(state) / self.unit_score(state), device=state.device)
         return {"weight": weights, "bias": offsets, "temperature": usual}
 
     def solved_shapes(self, classes: int) -> list[dict[str, tuple[int, ...]]]:
-        widths = {self.embed_dim + features for features in self._features}
+        widths = {self.embed_dim + features for features in self.numbers}
         return [{"weight": (classes, width), "bias": (classes,), "temperature": ()} for width in widths]
 
-    def logits(self, images: Tensor) -> Tensor:
-        solved = self.solved()
+    def scores(self, state: State, images: Tensor) -> Tensor:
+        solved = self.solved(state)
         random = solved["weight"].shape[1] > self.embed_dim
-        return (self.lifted(images) if random else images) @ solved["weight"].T + solved["bias"]
+        return (self.lifted(state, images) if random else images) @ solved["weight"].T + solved["bias"]
 
-    def lifted(self, images: Tensor) -> Tensor:
+    def lifted(self, state: State, images: Tensor) -> Tensor:
         """Return x, (n, d), for z: the unit features followed by the random features."""
-        if not self._random:
+        if not self.random:
             return images
-        layer = self.derived(f"layer {images.dtype} {images.device}", lambda: self._layer().to(images))
+        layer = state.derived(f"layer {images.dtype} {images.device}", lambda: self._layer().to(images), of=())
         return torch.cat([images, (images @ layer).relu()], dim=1)
 
     def _layer(self) -> Tensor:
         """Return R / sqrt(M)."""
-        return random_layer(0, self.embed_dim, self._random) / math.sqrt(self._random)
+        return random_layer(0, self.embed_dim, self.random) / math.sqrt(self.random)
 
-    def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
-        tensors = {name: self.solved()[name] for name in ("weight", "bias")}
+    def formula(self, state: State) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
+        tensors = {name: self.solved(state)[name] for name in ("weight", "bias")}
         if tensors["weight"].shape[1] > self.embed_dim:
             return random_and_linear, tensors | {"projection": self._layer().to(tensors["weight"])}
         return linear, tensors
@@ -377,3 +406,17 @@ def random_and_linear(
 ) -> torch.Tensor:
     """Return scores, (n, C), of unit features z, (n, d), from z and its random features by a matrix and a bias."""
     return torch.cat([z, (z @ projection).relu()], dim=1) @ weight.T + bias
+
+
+class BayesClassifier(Classifier, rule=BayesRule):
+    __doc__ = BayesRule.__doc__
+    rule: BayesRule
+
+    @property
+    def choice(self) -> tuple[float, float, int, float]:
+        """kappa, rho, the number of random features and omega; see `BayesRule.choice`."""
+        return self.rule.choice(self.state)
+
+    def solution(self) -> tuple[Tensor, Tensor]:
+        """Return the weights, (C, d), and the offsets, (C,), of the scores of x; float64."""
+        return self.rule.solution(self.state)

@@ -4,10 +4,9 @@ v_c ----b_c(a_2)----b_c(a_3)---- ... ----e_c      K_b points on the great circle
 w_c = sum_k pi_c(a_k) b_c(a_k)                    one vector per class: logits = tau z W'
 """
 
-import warnings
 from collections.abc import Sequence
-from dataclasses import field
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import torch
 from annotated_types import Ge, Gt, Le, Len
@@ -17,18 +16,17 @@ from torch.nn import functional as F
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import check_directions
 from dulbe_peft.classifiers.geodesics import bridge_prototypes, reliability
-from dulbe_peft.classifiers.state import LogitScale
+from dulbe_peft.classifiers.rule import LogitScale, Rule
+from dulbe_peft.classifiers.state import Layout, State, per_class, shared
 from dulbe_peft.utils.settings import MOST
 
 MAX_DEPTHS = 1000
 MOST_OUTVOTED, MOST_SHARE = 2, 0.1  # number and fraction of classes that may be outvoted without a warning
-if TYPE_CHECKING:
-    Depths = Any  # first a setting, then the buffer of the same name
-else:
-    Depths = Annotated[Sequence[Annotated[float, Ge(0), Le(1)]], Len(1, MAX_DEPTHS)] | None
+Depths = Annotated[Sequence[Annotated[float, Ge(0), Le(1)]], Len(1, MAX_DEPTHS)]
 
 
-class BridgeEnsembleHead(Classifier, kw_only=False):
+@dataclass(frozen=True)
+class BridgeRule(Rule):
     """Reliability-guided bridge-prototype ensemble over a growing set of classes, by the paper's equation.
 
     It fails if images are closer to images of other classes than to the texts of their own class, as with the features
@@ -56,7 +54,7 @@ class BridgeEnsembleHead(Classifier, kw_only=False):
 
     logit_scale: LogitScale = field(default=100.0, kw_only=True)
     num_depths: Annotated[int, Ge(2), Le(MAX_DEPTHS)] = 10
-    depths: Depths = None
+    depths: Depths | None = None
     reliability_temperature: Annotated[float, Gt(0), Le(MOST)] = 0.05
 
     name = "bridge"
@@ -68,31 +66,27 @@ class BridgeEnsembleHead(Classifier, kw_only=False):
     updates = True
     file_stem = "head"
 
-    def register(self) -> None:
-        values, given = torch.linspace(0, 1, self.num_depths), vars(self).pop("depths")
-        if given is not None:
-            values = torch.tensor(given, dtype=torch.float32)
-        vars(self)["num_depths"] = len(values)  # unchecked: a single depth can only be given
-        self.register_rows("visual_prototypes", self.embed_dim)
-        self.keep_reliability()
-        self.register_rows("counts", dtype=torch.int64)
-        self.register_rows("lengths", dtype=torch.float64)
-        self.register_buffer("depths", values)
-        self._warned = False
+    def tensors(self) -> dict[str, Layout]:
+        depths = torch.linspace(0, 1, self.num_depths, device="cpu")
+        if self.depths is not None:
+            depths = torch.tensor(self.depths, dtype=torch.float32, device="cpu")
+        return {
+            "visual_prototypes": per_class(self.embed_dim, unit=True),
+            **self.weights(len(depths)),
+            "counts": per_class(dtype=torch.int64),
+            "lengths": per_class(dtype=torch.float64),
+            "depths": shared(start=depths),
+        }
 
-    def keep_reliability(self) -> None:
-        """Register the weights of the depths."""
-        self.register_rows("reliability", self.num_depths)
+    def weights(self, depths: int) -> dict[str, Layout]:
+        """Return the layouts of the tensors that determine the weights of the depths."""
+        return {"reliability": per_class(depths)}
 
-    def settings(self) -> dict[str, Any]:
-        """Return the settings, with `num_depths` if the depths are evenly spaced, and else with a list of `depths`."""
-        values, count = self.depths.float().cpu(), self.num_depths
-        even = count > 1 and torch.equal(values, torch.linspace(0, 1, count))
-        # NumPy prints the shortest decimal number that gives the same float32.
-        depths = {"num_depths": count} if even else {"depths": [float(str(depth)) for depth in values.numpy()]}
-        return {**depths, "reliability_temperature": self.reliability_temperature}
+    def reliability(self, state: State) -> Tensor:
+        """Return pi_c, (C, K_b)."""
+        return state.reliability
 
-    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+    def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         """Update v_c and pi_c of the classes that have images here. The other classes do not change.
 
             v_c   direction of l_c v_c + sum of the new unit features            exact
@@ -102,13 +96,13 @@ class BridgeEnsembleHead(Classifier, kw_only=False):
         old pi_c was measured with the prototypes, texts and competing classes of that time. The update is exact if
         those have not changed.
         """
-        kept, changes, present, rows = self.with_prototypes(images, labels, new)
+        kept, changes, present, rows = self.with_prototypes(state, images, labels, new)
         visual = changes["visual_prototypes"]
-        old, more = kept["counts"][present], torch.bincount(rows).to(self.counts)
+        old, more = kept["counts"][present], torch.bincount(rows).to(state.counts)
         # `reliability` expects the measured classes last. The order does not change the probabilities.
         others = torch.ones(len(visual), dtype=torch.bool, device=labels.device).index_fill(0, present, False)
         order = torch.cat([others.nonzero()[:, 0], present])
-        bridges = bridge_prototypes(visual[order], self.text_embeds.float()[order], self.depths.float())
+        bridges = bridge_prototypes(visual[order], state.text_embeds.float()[order], state.depths.float())
         first = len(order) - len(present)
         rho = reliability(images, rows + first, bridges, self.logit_scale, first_class=first)
         before = kept["reliability"][present].float().clamp_min(torch.finfo(torch.float32).tiny).log()
@@ -121,7 +115,7 @@ class BridgeEnsembleHead(Classifier, kw_only=False):
         return changes | {"reliability": weights}
 
     def with_prototypes(
-        self, images: Tensor, labels: Tensor, new: Sequence[str]
+        self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor]:
         """Update v_c, n_c and l_c with further images.
 
@@ -129,16 +123,16 @@ class BridgeEnsembleHead(Classifier, kw_only=False):
             The old rows with zeros for `new` classes, the new values, the classes that have images here, and the index
             of each image's class among these.
         """
-        kept, names = self.with_new_rows(len(new)), [*self._class_names, *new]
+        kept, names = state.with_new_rows(len(new)), [*state.class_names, *new]
         present, rows = labels.unique(return_inverse=True)
-        device = self.lengths.device
+        device = state.lengths.device
         features, place = images.to(device).double(), present.to(device)
         sums = kept["visual_prototypes"][present].to(device).double() * kept["lengths"][place, None]
         sums = sums.index_add(0, rows.to(device), features)
         check_directions(sums, [names[index] for index in present.tolist()])
         visual = kept["visual_prototypes"].float().clone()
         visual[present] = F.normalize(sums, dim=1).to(visual)
-        counts = kept["counts"][present] + torch.bincount(rows).to(self.counts)
+        counts = kept["counts"][present] + torch.bincount(rows).to(state.counts)
         changes = {
             "visual_prototypes": visual,
             "counts": kept["counts"].index_copy(0, present, counts),
@@ -146,64 +140,95 @@ class BridgeEnsembleHead(Classifier, kw_only=False):
         }
         return kept, changes, present, rows
 
-    def _adopt(self, twin: Self, scores: tuple[Tensor, Tensor] | None, images: Tensor, labels: Tensor) -> None:
-        outvoted, classes = 0 if self._warned else twin.outvoted(), len(twin.class_names)
-        if outvoted > max(MOST_OUTVOTED, MOST_SHARE * classes):
-            warnings.warn(
-                f"{outvoted} of {classes} classes can hardly be predicted: their reliable depths differ, and images "
-                "are closer to images than to texts. Use the classifier 'pooled_bridge' (PooledBridgeHead), which has "
-                "the same weights for all classes",
-                stacklevel=3,
-            )
-            self._warned = True
-        super()._adopt(twin, scores, images, labels)
+    def warning(self, state: State) -> str:
+        outvoted = self.outvoted(state)
+        if outvoted <= max(MOST_OUTVOTED, MOST_SHARE * state.classes):
+            return ""
+        return (
+            f"{outvoted} of {state.classes} classes can hardly be predicted: their reliable depths differ, and images "
+            "are closer to images than to texts. Use the classifier 'pooled_bridge' (PooledBridgeHead), which has the "
+            "same weights for all classes"
+        )
 
-    @torch.no_grad()
-    def outvoted(self) -> int:
+    def outvoted(self, state: State) -> int:
         """Count the classes whose typical image is misclassified now, but classified correctly with the mean weights.
 
         The typical image of a class is half-way between its v_c and the mean of all v_c. The count is 0 if images are
         not closer to images of other classes than to the texts of their own, because scores of different depths are
         then similar in size.
         """
-        visual, classes = self.visual_prototypes.float(), len(self.visual_prototypes)
-        own_text = (visual * self.text_embeds.float()).sum(dim=1).mean()
+        visual, classes = state.visual_prototypes.float(), state.classes
+        own_text = (visual * state.text_embeds.float()).sum(dim=1).mean()
         others = (visual.sum(dim=0).square().sum() - classes) / max(1, classes * (classes - 1))
         if others <= own_text:
             return 0
         typical, labels = (visual + visual.mean(dim=0)) / 2, torch.arange(classes, device=visual.device)
-        pooled = (self.reliability.float().mean(dim=0)[:, None] * self.bridge_prototypes()).sum(dim=1)
-        wins, would_win = ((typical @ w.T).argmax(dim=1) == labels for w in (self.ensemble_prototypes, pooled))
+        pooled = (self.reliability(state).float().mean(dim=0)[:, None] * self.bridges(state)).sum(dim=1)
+        wins, would_win = ((typical @ w.T).argmax(dim=1) == labels for w in (self.ensemble(state), pooled))
         return int((~wins & would_win).sum())
 
-    def logits(self, images: Tensor) -> Tensor:
+    def scores(self, state: State, images: Tensor) -> Tensor:
         """Return tau z . w_c. It is linear in z, so the sum over the depths is folded into one vector per class."""
-        return self.logit_scale * images @ self.ensemble_prototypes.T
+        return self.logit_scale * images @ self.ensemble(state).T
 
-    def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
+    def left_out(self, state: State, images: Tensor, labels: Tensor) -> Tensor:
         """Return the scores with v_c recomputed without the image; the reliabilities do not change."""
-        lengths = self.lengths[labels.to(self.lengths.device), None].to(images)
-        visual = F.normalize(self.visual_prototypes[labels].float() * lengths - images, dim=1)
-        bridges = bridge_prototypes(visual, self.text_embeds[labels].float(), self.depths.float())
-        ensemble = (self.reliability[labels].float()[:, :, None] * bridges).sum(dim=1)
+        lengths = state.lengths[labels.to(state.lengths.device), None].to(images)
+        visual = F.normalize(state.visual_prototypes[labels].float() * lengths - images, dim=1)
+        bridges = bridge_prototypes(visual, state.text_embeds[labels].float(), state.depths.float())
+        ensemble = (self.reliability(state)[labels].float()[:, :, None] * bridges).sum(dim=1)
         scores = self.logit_scale * (images * ensemble).sum(dim=1, keepdim=True)
-        return self.logits(images).scatter(1, labels[:, None], scores)
+        return self.scores(state, images).scatter(1, labels[:, None], scores)
 
-    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
+    def moved(self, state: State, matrix: Tensor) -> dict[str, Tensor]:
         """Replace v_c by the direction of v_c M. Texts, reliabilities, counts and lengths do not change."""
-        return {"visual_prototypes": F.normalize(self.visual_prototypes.double().cpu() @ matrix, dim=1)}
+        return {"visual_prototypes": F.normalize(state.visual_prototypes.double().cpu() @ matrix, dim=1)}
+
+    def ensemble(self, state: State) -> Tensor:
+        """Return w_c, (C, d), float32."""
+
+        def make() -> Tensor:
+            return (self.reliability(state).float()[:, :, None] * self.bridges(state)).sum(dim=1)
+
+        ensemble: Tensor = state.derived("ensemble", make)
+        return ensemble
+
+    def bridges(self, state: State) -> Tensor:
+        """Return b_c(alpha_k), (C, K_b, d), unit vectors in float32."""
+        return bridge_prototypes(state.visual_prototypes.float(), state.text_embeds.float(), state.depths.float())
+
+
+class BridgeEnsembleHead(Classifier, rule=BridgeRule):
+    __doc__ = BridgeRule.__doc__
+    rule: BridgeRule
+
+    @property
+    def num_depths(self) -> int:
+        """K_b, the number of depths."""
+        return len(self.depths)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings, with `num_depths` if the depths are evenly spaced, and else with a list of `depths`."""
+        values, count = self.depths.float().cpu(), self.num_depths
+        even = count > 1 and torch.equal(values, torch.linspace(0, 1, count))
+        # NumPy prints the shortest decimal number that gives the same float32.
+        depths = {"num_depths": count} if even else {"depths": [float(str(depth)) for depth in values.numpy()]}
+        return {**depths, "reliability_temperature": self.rule.reliability_temperature}
+
+    @torch.no_grad()
+    def outvoted(self) -> int:
+        """Count the classes that can hardly be predicted; see `BridgeRule.outvoted`."""
+        return self.rule.outvoted(self.state)
 
     @property
     def ensemble_prototypes(self) -> Tensor:
         """w_c = sum_k pi_c(alpha_k) b_c(alpha_k), (C, d), float32; shorter than 1 by design."""
-        return self.derived(
-            "ensemble", lambda: (self.reliability.float()[:, :, None] * self.bridge_prototypes()).sum(dim=1)
-        )
+        return self.rule.ensemble(self.state)
 
     @torch.no_grad()
     def bridge_prototypes(self) -> Tensor:
         """Return b_c(alpha_k), (C, K_b, d), unit vectors in float32."""
-        return bridge_prototypes(self.visual_prototypes.float(), self.text_embeds.float(), self.depths.float())
+        return self.rule.bridges(self.state)
 
     @torch.no_grad()
     def expected_depth(self) -> Tensor:

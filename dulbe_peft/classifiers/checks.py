@@ -1,4 +1,4 @@
-"""Check the features, labels and other classifiers that are passed to a classifier."""
+"""Check the features and labels that are passed to a classifier."""
 
 from collections.abc import Sequence
 from numbers import Real
@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.state import GrowingState
 from dulbe_peft.utils.tensors import has_values
 
-SAME_TEXT = 1e-3  # features of the same text on two devices differ by less
 TOLERANCE = 1e-5  # difference that counts as rounding, relative to the largest score
 ROWS = 256  # number of random features on which scores are compared
 
@@ -66,26 +64,6 @@ def check_directions(sums: Tensor, names: Sequence[str]) -> None:
     if cancelled.any():
         name = names[int(cancelled.nonzero()[0])]
         raise ValueError(f"features of class {name!r} cancel out: they have no mean direction")
-
-
-def check_alike(one: GrowingState, other: GrowingState) -> None:
-    """Raise an error unless two classifiers have the same class, settings and texts, so that they can be merged."""
-    if other is one:
-        raise ValueError(f"a {one.name!r} classifier cannot be merged with itself: its images would count twice")
-    if type(other) is not type(one):
-        raise TypeError(
-            f"a {one.name!r} classifier can be merged only with a {type(one).__name__}, got {type(other).__name__}"
-        )
-    settings = [{"embed_dim": c.embed_dim, "logit_scale": c.logit_scale, **c.settings()} for c in (one, other)]
-    for name in settings[0] | settings[1]:
-        mine, theirs = (each.get(name) for each in settings)
-        if mine != theirs:
-            raise ValueError(f"two {one.name!r} classifiers to merge need the same {name}, got {mine} and {theirs}")
-    if "text_embeds" in one.tensors():
-        texts = dict(zip(other.class_names, other.text_embeds, strict=True))
-        for name, text in zip(one.class_names, one.text_embeds, strict=True):
-            if name in texts and not torch.allclose(text, texts[name].to(text), atol=SAME_TEXT):
-                raise ValueError(f"the text embeddings of class {name!r} differ, so they cannot be merged")
 
 
 def random_features(width: int, device: torch.device | str = "cpu") -> Tensor:

@@ -5,16 +5,19 @@ The sums add up over images, tasks and merged classifiers, and a class or an ima
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import check_directions
+from dulbe_peft.classifiers.rule import Rule, sums_without
+from dulbe_peft.classifiers.state import Layout, State, per_class, shared
 
 
-class ClassSums(Classifier):
+@dataclass(frozen=True)
+class ClassSums(Rule):
     """Keep n_c, n_c m_c and W in float64. They are sums of x, (d,), to which `lifted` maps a feature.
 
     Attributes:
@@ -33,32 +36,39 @@ class ClassSums(Classifier):
     adds_up: ClassVar[tuple[str, ...] | None] = ()
     moves = ("sums", "scatter", "factors")  # the part of the drift that is not linear is not added to W
 
-    def keep_sums(self, width: int) -> None:
-        """Register empty sums for x of this width."""
-        self.register_rows("sums", width, dtype=torch.float64)
-        self.register_rows("counts", dtype=torch.int64)
-        self.register_buffer("scatter", torch.zeros(width, width, dtype=torch.float64))
-        self.register_buffer("freedom", torch.zeros((), dtype=torch.int64))
-        if self.exact_forgetting:
-            self.register_rows("factor_rows", dtype=torch.int64)
-            self.register_rows("factors", width, dtype=torch.float64, of="factor_rows")
+    @property
+    def width(self) -> int:
+        """Length of x."""
+        return self.embed_dim
 
-    def followed(self, matrix: Tensor) -> dict[str, Tensor]:
-        return Classifier.moved(self, matrix)  # all sums are of x
+    def tensors(self) -> dict[str, Layout]:
+        sums = {
+            "sums": per_class(self.width, dtype=torch.float64),
+            "counts": per_class(dtype=torch.int64),
+            "scatter": shared(self.width, self.width, dtype=torch.float64),
+            "freedom": shared(dtype=torch.int64),
+        }
+        if not self.exact_forgetting:
+            return sums
+        factors = per_class(self.width, dtype=torch.float64, of="factor_rows")
+        return sums | {"factor_rows": per_class(dtype=torch.int64), "factors": factors}
 
-    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        images, labels = self.lifted(images.to(self.sums)), labels.to(self.sums.device)
-        counts = labels.bincount(minlength=len(self.counts) + len(new))
+    def followed(self, state: State, matrix: Tensor) -> dict[str, Tensor]:
+        return Rule.moved(self, state, matrix)  # all sums are of x
+
+    def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+        images, labels = self.lifted(state, images.to(state.sums)), labels.to(state.sums.device)
+        counts = labels.bincount(minlength=len(state.counts) + len(new))
         sums = images.new_zeros(len(counts), images.shape[1]).index_add(0, labels, images)
         check_directions(sums[len(sums) - len(new) :, : self.embed_dim], new)
         several = counts[labels] > 1
         rows = (images - (sums / counts.clamp_min(1)[:, None])[labels])[several]
         freedom = counts.sum() - (counts > 0).sum()
-        return self._joined(sums, counts, rows.T @ rows, freedom, rows, labels[several])
+        return self._joined(state, sums, counts, rows.T @ rows, freedom, rows, labels[several])
 
-    def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
-        places = places.to(self.sums.device)
-        number = len(self._class_names) + int((places >= len(self._class_names)).sum())
+    def merged(self, state: State, other: State, places: Tensor) -> dict[str, Tensor]:
+        places = places.to(state.sums.device)
+        number = state.classes + int((places >= state.classes).sum())
         sums, counts = (
             rows.new_zeros(number, *rows.shape[1:]).index_copy(0, places, rows)
             for rows in (other.sums.to(places.device), other.counts.to(places.device))
@@ -66,31 +76,38 @@ class ClassSums(Classifier):
         rows, labels = sums[:0], places[:0]
         if self.exact_forgetting:
             rows, labels = other.factors, places.repeat_interleave(other.factor_rows)
-        joined = self._joined(sums, counts, other.scatter, other.freedom, rows, labels)
-        return super().merged(other, places) | joined
+        joined = self._joined(state, sums, counts, other.scatter, other.freedom, rows, labels)
+        return super().merged(state, other, places) | joined
 
     def _joined(
-        self, sums: Tensor, counts: Tensor, scatter: Tensor, freedom: Tensor, rows: Tensor, labels: Tensor
+        self,
+        state: State,
+        sums: Tensor,
+        counts: Tensor,
+        scatter: Tensor,
+        freedom: Tensor,
+        rows: Tensor,
+        labels: Tensor,
     ) -> dict[str, Tensor]:
-        """Return the buffers after adding the sums and factors of further images.
+        """Return the tensors after adding the sums and factors of further images.
 
         W also grows by the distance between the old and the new mean of each class.
         """
-        kept = self.with_new_rows(len(counts) - len(self._class_names))
-        kept = {name: rows.to(self.sums.device) for name, rows in kept.items()}
+        kept = state.with_new_rows(len(counts) - state.classes)
+        kept = {name: rows.to(state.sums.device) for name, rows in kept.items()}
         both = ((kept["counts"] > 0) & (counts > 0)).nonzero()[:, 0]
         old, new = (each[both, None].to(sums) for each in (kept["counts"], counts))
         apart = (kept["sums"][both] / old - sums[both] / new) * (old * new / (old + new)).sqrt()
         changes = {
             "sums": kept["sums"] + sums,
             "counts": kept["counts"] + counts,
-            "scatter": self.scatter + scatter + apart.T @ apart,
-            "freedom": self.freedom + freedom + len(both),
+            "scatter": state.scatter + scatter + apart.T @ apart,
+            "freedom": state.freedom + freedom + len(both),
         }
         if not self.exact_forgetting:
             return changes
         owners = torch.arange(len(counts)).to(labels).repeat_interleave(kept["factor_rows"])
-        owners, factors = torch.cat([owners, labels, both]), torch.cat([self.factors, rows, apart])
+        owners, factors = torch.cat([owners, labels, both]), torch.cat([state.factors, rows, apart])
         factors, sizes = factors[owners.argsort(stable=True)], owners.bincount(minlength=len(counts))
         if (sizes > factors.shape[1]).any():
             parts = factors.split(sizes.tolist())
@@ -98,24 +115,24 @@ class ClassSums(Classifier):
             factors, sizes = torch.cat(parts), sizes.clamp(max=factors.shape[1])
         return changes | {"factors": factors, "factor_rows": sizes}
 
-    def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
-        changes = super().forgotten(kept)
+    def forgotten(self, state: State, kept: Tensor) -> dict[str, Tensor]:
+        changes = super().forgotten(state, kept)
         if self.exact_forgetting:
             factors, counts = changes["factors"], changes["counts"]
             changes |= {"scatter": factors.T @ factors, "freedom": counts.sum() - len(counts)}
         return changes
 
-    def without_image(self, image: Tensor, label: int) -> dict[str, Tensor]:
+    def without_image(self, state: State, image: Tensor, label: int) -> dict[str, Tensor]:
         """Subtract v v', v = sqrt(n / (n - 1)) (x - m_c), from the contribution of the class to W; see `downdated`."""
-        images, lifted = int(self.counts[label]), self.lifted(image[None].to(self.sums))[0]
-        row = (images / (images - 1)) ** 0.5 * (lifted - self.sums[label] / images)
-        changes = self.sums_without(lifted, label) | {"freedom": self.freedom - 1}
-        check_directions(changes["sums"][[label], : self.embed_dim], [self._class_names[label]])
+        images, lifted = int(state.counts[label]), self.lifted(state, image[None].to(state.sums))[0]
+        row = (images / (images - 1)) ** 0.5 * (lifted - state.sums[label] / images)
+        changes = sums_without(state, lifted, label) | {"freedom": state.freedom - 1}
+        check_directions(changes["sums"][[label], : self.embed_dim], [state.class_names[label]])
         if not self.exact_forgetting:
-            return changes | {"scatter": self.scatter - torch.outer(row, row)}
-        parts = list(self.factors.split(self.factor_rows.tolist()))
+            return changes | {"scatter": state.scatter - torch.outer(row, row)}
+        parts = list(state.factors.split(state.factor_rows.tolist()))
         parts[label] = downdated(parts[label], row)[: images - 2]
-        sizes = torch.tensor([len(part) for part in parts]).to(self.factor_rows)
+        sizes = torch.tensor([len(part) for part in parts]).to(state.factor_rows)
         factors = torch.cat(parts)
         return changes | {"factors": factors, "factor_rows": sizes, "scatter": factors.T @ factors}
 

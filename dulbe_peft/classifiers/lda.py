@@ -5,21 +5,25 @@ m_c = b + w_c (mu_c - b)                      b: mean of all mu_c,  w_c = n_c / 
 score = z' Sigma^-1 m_c - m_c' Sigma^-1 m_c / 2
 """
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
 from annotated_types import Gt, Le
 from torch import Tensor
 
+from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.calibration import ranking
 from dulbe_peft.classifiers.class_sums import ClassSums
 from dulbe_peft.classifiers.covariance import oas_shrinkage, shrunk_covariance
+from dulbe_peft.classifiers.state import State
 from dulbe_peft.utils.settings import Weight
 
 MOST_JUDGED = 1000  # images of a task whose leave-one-out scores are computed
 
 
-class LdaClassifier(ClassSums):
+@dataclass(frozen=True)
+class LdaRule(ClassSums):
     """Gaussian classes with one shared, shrunk covariance and equal prior probabilities.
 
     The result is the same as on all data at once, in any order of images, classes and tasks.
@@ -49,39 +53,37 @@ class LdaClassifier(ClassSums):
         "the spread within classes"
     )
 
-    def register(self) -> None:
-        self.keep_sums(self.embed_dim)
+    def means(self, state: State) -> Tensor:
+        """Return mu_c, (C, d), float64."""
+        means: Tensor = state.derived("means", lambda: state.sums / state.counts.to(state.sums)[:, None])
+        return means
 
-    @property
-    def means(self) -> Tensor:
-        """mu_c, (C, d), float64."""
-        return self.derived("means", lambda: self.sums / self.counts.to(self.sums)[:, None])
+    def judged(self, state: State, images: Tensor, labels: Tensor) -> tuple[State, tuple[Tensor, Tensor] | None]:
+        images, labels = self.repeated(state, images, labels)
+        return state, (self.left_out(state, images, labels), labels) if len(images) and state.classes > 1 else None
 
-    def judge(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
-        images, labels = self.repeated(images, labels)
-        return (self.left_out(images, labels), labels) if len(images) and len(self.means) > 1 else None
-
-    def repeated(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def repeated(self, state: State, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return at most 1000 of the images, (n, d), whose class has other images, in float64, and their labels."""
-        images, labels = images.to(self.means), labels.to(self.means.device)
-        several = (self.counts.to(labels.device)[labels] > 1).nonzero()[:, 0]
+        images, labels = images.to(state.sums), labels.to(state.sums.device)
+        several = (state.counts.to(labels.device)[labels] > 1).nonzero()[:, 0]
         rows = several[ranking(images[several]).argsort()][:: max(1, -(-len(several) // MOST_JUDGED))]
         return images[rows], labels[rows]
 
-    def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Return the leave-one-out scores in float64; see `Classifier.left_out`.
+    def left_out(self, state: State, images: Tensor, labels: Tensor) -> Tensor:
+        """Return the leave-one-out scores in float64; see `Rule.left_out`.
 
         Without an image z of class c, with u = z - mu_c, n = n_c, P = Sigma^-1, and with b, s, f and tr W as before,
 
             mu_c becomes mu_c - u / (n - 1)        Sigma becomes Sigma - h u u',  h = (1 - s) n / ((n - 1) f)
             P becomes P + g P u u' P,  g = h / (1 - h u' P u)                     (Sherman and Morrison)
         """
-        images, labels = images.to(self.means), labels.to(self.means.device)
-        freedom, n = int(self.freedom), self.counts.to(labels.device)[labels].double()
-        share = oas_shrinkage(self.scatter / freedom, freedom) if self.shrinkage == "oas" else float(self.shrinkage)
-        inverse = torch.linalg.inv(self.covariance())
-        means, away = self._drawn(self.means, self.counts), images - self.means[labels]
-        left = self._drawn(self.means[labels] - away / (n - 1)[:, None], n - 1)
+        images, labels, means = images.to(state.sums), labels.to(state.sums.device), self.means(state)
+        freedom, n = int(state.freedom), state.counts.to(labels.device)[labels].double()
+        share = oas_shrinkage(state.scatter / freedom, freedom) if self.shrinkage == "oas" else float(self.shrinkage)
+        inverse = torch.linalg.inv(self.covariance(state))
+        away = images - means[labels]
+        left = self._drawn(state, means[labels] - away / (n - 1)[:, None], n - 1)
+        means = self._drawn(state, means, state.counts)
         by_image, by_away = images @ inverse, away @ inverse
         across, turned, squares = by_image @ means.T, by_away @ means.T, (means @ inverse * means).sum(dim=1)
         squares = squares.expand_as(across).clone()
@@ -93,27 +95,41 @@ class LdaClassifier(ClassSums):
         gain = (shift / (1 - shift * length))[:, None]
         return across + gain * along[:, None] * turned - (squares + gain * turned.square()) / 2
 
-    def covariance(self) -> Tensor:
+    def covariance(self, state: State) -> Tensor:
         """Return Sigma, (d, d), float64, shrunk."""
-        return shrunk_covariance(self.scatter, int(self.freedom), self.shrinkage, 1 / self.logit_scale)
+        return shrunk_covariance(state.scatter, int(state.freedom), self.shrinkage, 1 / self.logit_scale)
 
-    def _drawn(self, means: Tensor, counts: Tensor) -> Tensor:
+    def _drawn(self, state: State, means: Tensor, counts: Tensor) -> Tensor:
         """Return m_c for the means mu_c, (C, d), and the numbers of images, (C,), in float64."""
-        middle, most = self.means.mean(dim=0), int(self.counts.max()) if len(self.counts) else 1
+        middle, most = self.means(state).mean(dim=0), int(state.counts.max()) if state.classes else 1
         confidence = (1 + self.prior_images / most) / (1 + self.prior_images / counts.to(means))
         return middle + confidence[:, None] * (means - middle)
 
-    def logits(self, images: Tensor) -> Tensor:
-        weights, offsets = self.derived("solution", self._solve)
+    def scores(self, state: State, images: Tensor) -> Tensor:
+        weights, offsets = state.derived("solution", lambda: self._solve(state))
         return images @ weights - offsets
 
-    def _solve(self) -> tuple[Tensor, Tensor]:
-        factor, failed = torch.linalg.cholesky_ex(self.covariance())
+    def _solve(self, state: State) -> tuple[Tensor, Tensor]:
+        factor, failed = torch.linalg.cholesky_ex(self.covariance(state))
         if failed:
             raise ValueError(
                 f"the covariance cannot be inverted with shrinkage {self.shrinkage!r}: use a larger value, or 'oas'"
             )
-        means = self._drawn(self.means, self.counts)
+        means = self._drawn(state, self.means(state), state.counts)
         weights = torch.cholesky_solve(means.T, factor)
         offsets = (means * weights.T).sum(dim=1) / 2
-        return weights.float().to(self.device), offsets.float().to(self.device)
+        return weights.float().to(state.device), offsets.float().to(state.device)
+
+
+class LdaClassifier(Classifier, rule=LdaRule):
+    __doc__ = LdaRule.__doc__
+    rule: LdaRule
+
+    @property
+    def means(self) -> Tensor:
+        """mu_c, (C, d), float64."""
+        return self.rule.means(self.state)
+
+    def covariance(self) -> Tensor:
+        """Return Sigma, (d, d), float64, shrunk."""
+        return self.rule.covariance(self.state)

@@ -20,7 +20,7 @@ Reference:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np
@@ -37,7 +37,8 @@ from dulbe_peft.classifiers.calibration import (
     ranking,
 )
 from dulbe_peft.classifiers.evidence import Evidence, Sums
-from dulbe_peft.classifiers.state import GrowingState
+from dulbe_peft.classifiers.rule import Rule
+from dulbe_peft.classifiers.state import State
 
 NEEDED = {"sums", "counts", "scatter", "freedom"}  # buffers, as in `ClassSums`
 MOST_JUDGED = 1000  # left-out images per task
@@ -49,31 +50,31 @@ USUAL = 0.25
 SIGNS = ("known", "unknown", "products")
 
 
-def sums_of(classifier: GrowingState) -> Sums | None:
-    """Return the sums that evidence needs, or None if the classifier does not keep them or has learned nothing."""
-    kept, width = classifier.tensors(), classifier.embed_dim
-    if not kept.keys() >= NEEDED or not classifier.class_names:
+def sums_of(rule: Rule, state: State) -> Sums | None:
+    """Return the sums that evidence needs, or None if the rule does not keep them or has learned nothing."""
+    width = rule.embed_dim
+    if not state.keys() >= NEEDED or not state.classes:
         return None
 
     def make() -> Sums:
-        counts, scatter = kept["counts"].to(kept["sums"]), kept["scatter"][:width, :width]
-        means = (kept["sums"] / counts[:, None])[:, :width]
-        texts = kept.get("text_embeds")
+        counts, scatter = state.counts.to(state.sums), state.scatter[:width, :width]
+        means = (state.sums / counts[:, None])[:, :width]
+        texts = state.get("text_embeds")
         if texts is not None:
-            texts = classifier.logit_scale * texts.to(means) if bool(texts.any(dim=1).all()) else None
-        return Sums(means, counts, scatter, int(kept["freedom"]), texts)
+            texts = rule.logit_scale * texts.to(means) if bool(texts.any(dim=1).all()) else None
+        return Sums(means, counts, scatter, int(state.freedom), texts)
 
-    sums: Sums = classifier.derived("sums of novelty", make)
+    sums: Sums = state.derived("sums of novelty", make)
     return sums
 
 
-def novelty(classifier: GrowingState, images: Tensor, scores: Tensor) -> Tensor:
+def novelty(rule: Rule, state: State, tasks: Sequence[TaskNovelty], images: Tensor, scores: Tensor) -> Tensor:
     """Return the novelty, (n,), float64, of unit features, (n, d), with their calibrated logits, (n, C)."""
-    sums = sums_of(classifier)
+    sums = sums_of(rule, state)
     assert sums is not None
-    evidence: Evidence = classifier.derived("evidence", lambda: Evidence(sums))
+    evidence: Evidence = state.derived("evidence", lambda: Evidence(sums))
     values = signs(evidence(images), scores.to(sums.means), by_text(images, sums))
-    return values @ weights_of(classifier.novelty_tasks).to(values)
+    return values @ weights_of(tasks).to(values)
 
 
 def by_text(images: Tensor, sums: Sums) -> Tensor | None:
@@ -116,18 +117,15 @@ def weights_of(tasks: Sequence[TaskNovelty]) -> Tensor:
 
 
 def judged(
-    classifier: GrowingState,
-    images: Tensor,
-    labels: Tensor,
-    left_out: Callable[[Tensor, Tensor], Tensor | None],
-    temperature: float,
+    rule: Rule, state: State, before: tuple[TaskNovelty, ...], images: Tensor, labels: Tensor, temperature: float
 ) -> tuple[TaskNovelty, ...]:
     """Return the records of the tasks, with one added for learned `images`, (n, d), if it can be computed.
 
-    `labels` index all classes; `left_out` and `temperature` are the classifier's. If no class has two images, only
-    classes can be left out. Evidence and nearest text then get weights, and the novelties of known images stay empty.
+    `before` are the records of earlier tasks, `labels` index all classes, and `temperature` is the classifier's. If no
+    class has two images, only classes can be left out. Evidence and nearest text then get weights, and the novelties
+    of known images stay empty.
     """
-    sums, before = sums_of(classifier), classifier.novelty_tasks
+    sums = sums_of(rule, state)
     if sums is None or len(sums.counts) < 2:
         return before
     images, labels = images.to(sums.means), labels.to(sums.means.device)
@@ -142,7 +140,7 @@ def judged(
     except torch.linalg.LinAlgError:  # with views or mapped features, the sums do not contain these images exactly
         return before
     texts, shares = by_text(chosen, sums), class_shares(row_labels, labels)
-    scores = None if known is None else left_out(chosen, row_labels)
+    scores = None if known is None else rule.left_out(state, chosen, row_labels)
     # An image whose class is left out can be near to fewer classes. For a fair comparison, the same number of other
     # classes is left out when the image's own class stays.
     place = parts[row_labels][:, None]

@@ -43,15 +43,16 @@ If all classes are alike and have many images, and one depth classifies them wit
 
 import math
 from collections.abc import Sequence
-from typing import Self
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
+from dulbe_peft.classifiers.bridge import BridgeEnsembleHead, BridgeRule
 from dulbe_peft.classifiers.calibration import ranking
 from dulbe_peft.classifiers.geodesics import own_probabilities
+from dulbe_peft.classifiers.state import Layout, State, per_class
 
 # Chosen on held-out training images of Cars, ImageNet, CIFAR-10, DTD and Aircraft with CLIP's features.
 USUAL_DECLINE = 4.0  # decline of the reliability away from the usual depth; 2 and 8 cost 0.1 and 0.2 points
@@ -60,7 +61,8 @@ LEAST = 1e-300  # replaces a probability of 0
 MOST_JUDGED = 1000  # left-out images per task for the temperature
 
 
-class PooledBridgeHead(BridgeEnsembleHead):
+@dataclass(frozen=True)
+class PooledBridgeRule(BridgeRule):
     """The bridge ensemble with one set of depth weights for all classes, for models with a modality gap such as CLIP.
 
     Args:
@@ -89,30 +91,33 @@ class PooledBridgeHead(BridgeEnsembleHead):
     """
 
     name = "pooled_bridge"
+    file_stem = ""
     summary = (
         "bridge-prototype head for CLIP's own features: between the mean of a class's training images and its name, "
         "at the depths that classified left-out images of all classes best"
     )
     adds_up = ("counts", "confidence", "left_out_counts", "text_confidence", "rivals")
 
-    def keep_reliability(self) -> None:
-        self.register_rows("confidence", self.num_depths, dtype=torch.float64)
-        self.register_rows("left_out_counts", dtype=torch.int64)
-        self.register_rows("text_confidence", dtype=torch.float64)
-        self.register_rows("rivals", dtype=torch.int64)
+    def weights(self, depths: int) -> dict[str, Layout]:
+        return {
+            "confidence": per_class(depths, dtype=torch.float64),
+            "left_out_counts": per_class(dtype=torch.int64),
+            "text_confidence": per_class(dtype=torch.float64),
+            "rivals": per_class(dtype=torch.int64),
+        }
 
-    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+    def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         """Return exact prototypes with all images, and the sums of probabilities with those of the new images added.
 
         The probabilities of the new images are computed with the new prototypes.
         """
-        kept, changes, _, _ = self.with_prototypes(images, labels, new)
-        twin = self.fork()
-        twin.install(changes)
-        by_text = (self.logit_scale * images @ self.text_embeds.float().T).softmax(dim=1).gather(1, labels[:, None])
+        kept, changes, _, _ = self.with_prototypes(state, images, labels, new)
+        after = state.replaced(changes)
+        by_text = (self.logit_scale * images @ state.text_embeds.float().T).softmax(dim=1).gather(1, labels[:, None])
         several = changes["counts"][labels] > 1
-        images, own, place = images[several], labels[several], labels.to(self.confidence.device)
-        told = own_probabilities(images, own, twin.bridge_prototypes(), twin.own_scores(images, own), self.logit_scale)
+        images, own, place = images[several], labels[several], labels.to(state.confidence.device)
+        scores = self.own_scores(after, images, own)
+        told = own_probabilities(images, own, self.bridges(after), scores, self.logit_scale)
         return changes | {
             "confidence": kept["confidence"].index_add(0, own.to(place), told.to(kept["confidence"])),
             "left_out_counts": kept["left_out_counts"] + own.bincount(minlength=len(kept["counts"])),
@@ -120,15 +125,15 @@ class PooledBridgeHead(BridgeEnsembleHead):
             "rivals": kept["rivals"].index_add(0, labels, torch.full_like(labels, len(kept["counts"]) - 1)),
         }
 
-    def own_scores(self, images: Tensor, labels: Tensor) -> Tensor:
+    def own_scores(self, state: State, images: Tensor, labels: Tensor) -> Tensor:
         """Return z'(A u + B e), (n, K_b), of each image with its class at every depth, as if it were not learned."""
-        counts = self.counts[labels].float()[:, None]
-        lengths = self.lengths.to(images)[labels, None]
-        rest = self.visual_prototypes[labels].float() * lengths - images
-        start, texts = F.normalize(rest, dim=1), self.text_embeds[labels].float()
+        counts = state.counts[labels].float()[:, None]
+        lengths = state.lengths.to(images)[labels, None]
+        rest = state.visual_prototypes[labels].float() * lengths - images
+        start, texts = F.normalize(rest, dim=1), state.text_embeds[labels].float()
         cosine = (start * texts).sum(dim=1, keepdim=True)
         sine = (texts - cosine * start).norm(dim=1, keepdim=True)
-        angle, depths = torch.atan2(sine, cosine), self.depths.float()
+        angle, depths = torch.atan2(sine, cosine), state.depths.float()
         flat = sine < 1e-4  # sin / sin loses all digits for parallel vectors, but its limit is the depth
         sine = sine.clamp_min(1e-4)
         by_image = torch.where(flat, 1 - depths, ((1 - depths) * angle).sin() / sine)
@@ -137,66 +142,84 @@ class PooledBridgeHead(BridgeEnsembleHead):
         near_rest, near_text = ((images * other).sum(dim=1, keepdim=True) for other in (rest, texts))
         return by_image * longer * near_rest + by_text * near_text
 
-    def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
+    def left_out(self, state: State, images: Tensor, labels: Tensor) -> Tensor:
         """Return the scores of learned images, each without the image in its class; the depth weights stay."""
-        own = self.logit_scale * self.own_scores(images, labels) @ self.depth_weights.to(images)
-        return self.logits(images).scatter(1, labels[:, None], own[:, None])
+        own = self.logit_scale * self.own_scores(state, images, labels) @ self.depth_weights(state).to(images)
+        return self.scores(state, images).scatter(1, labels[:, None], own[:, None])
 
-    def judge(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor] | None:
-        rows = (self.counts.to(labels.device)[labels] > 1).nonzero()[:, 0]
-        if not len(rows) or len(self._class_names) < 2:
-            return None
+    def judged(self, state: State, images: Tensor, labels: Tensor) -> tuple[State, tuple[Tensor, Tensor] | None]:
+        rows = (state.counts.to(labels.device)[labels] > 1).nonzero()[:, 0]
+        if not len(rows) or state.classes < 2:
+            return state, None
         rows = rows[ranking(images[rows]).argsort()][:: max(1, -(-len(rows) // MOST_JUDGED))]
-        return self.left_out(images[rows], labels[rows]), labels[rows]
+        return state, (self.left_out(state, images[rows], labels[rows]), labels[rows])
 
-    def outvoted(self) -> int:
+    def outvoted(self, state: State) -> int:
         """Return 0, because all classes have the same depth weights."""
         return 0
 
-    def merged(self, other: Self, places: Tensor) -> dict[str, Tensor]:
+    def merged(self, state: State, other: State, places: Tensor) -> dict[str, Tensor]:
         """Return the added sums; each side's probabilities of left-out images stay those among its own classes."""
-        kept, device = self.with_new_rows(int((places >= len(self._class_names)).sum())), self.lengths.device
+        kept, device = state.with_new_rows(int((places >= state.classes).sum())), state.lengths.device
         sums = kept["visual_prototypes"].to(device).double() * kept["lengths"][:, None]
         theirs = other.visual_prototypes.to(device).double() * other.lengths.to(device)[:, None]
         sums = sums.index_add(0, places.to(device), theirs)
         prototypes = {"visual_prototypes": F.normalize(sums, dim=1), "lengths": sums.norm(dim=1)}
-        return super().merged(other, places) | prototypes
+        return super().merged(state, other, places) | prototypes
 
-    def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
-        return super().forgotten(kept) | {"depths": self.depths}  # every part of a head needs them, see `join_classes`
+    def forgotten(self, state: State, kept: Tensor) -> dict[str, Tensor]:
+        # Every part of a head needs the depths, see `join_classes`.
+        return super().forgotten(state, kept) | {"depths": state.depths}
 
-    def _sums_of_views(self, views: Tensor, labels: Tensor, new: list[str]) -> dict[str, Tensor]:
+    def added_views(
+        self, state: State, views: Tensor, labels: Tensor, new: Sequence[str], number: int
+    ) -> dict[str, Tensor]:
         """Return only the prototypes with the views, because the views of a left-out image would remain in them."""
-        changes = super()._sums_of_views(views, labels, new)
+        changes = super().added_views(state, views, labels, new, number)
         return {name: changes[name] for name in ("visual_prototypes", "counts", "lengths")}
 
-    @property
-    def depth_weights(self) -> Tensor:
+    def depth_weights(self, state: State) -> Tensor:
         """Return pi, (K_b,), float64."""
-        return self.derived("depth_weights", self._weigh_depths)
+        weights: Tensor = state.derived("depth_weights", lambda: self._weigh_depths(state))
+        return weights
 
-    @property
-    def reliability(self) -> Tensor:
+    def reliability(self, state: State) -> Tensor:
         """Return pi for every class, (C, K_b), float32; all rows are equal."""
-        return self.depth_weights.float().to(self.device).expand(len(self._class_names), -1)
+        return self.depth_weights(state).float().to(state.device).expand(state.classes, -1)
 
-    def _weigh_depths(self) -> Tensor:
-        usual, counts = self.usual_reliability(), self.left_out_counts[:, None].to(self.confidence)
-        told = self._among_all(self.confidence / counts.clamp_min(1))
+    def _weigh_depths(self, state: State) -> Tensor:
+        usual, counts = self.usual_reliability(state), state.left_out_counts[:, None].to(state.confidence)
+        told = _among_all(state, state.confidence / counts.clamp_min(1))
         rho = ((counts * told + USUAL_IMAGES * usual) / (counts + USUAL_IMAGES)).mean(dim=0)
         unit = max(self.reliability_temperature * float(rho.max()), torch.finfo(rho.dtype).tiny)
         return ((rho - rho.max()) / unit).softmax(dim=0)
 
-    def usual_reliability(self) -> Tensor:
+    def usual_reliability(self, state: State) -> Tensor:
         """Return rho_usual at every depth, (K_b,), float64: the expected reliability of a class with one image."""
-        depths, classes = self.depths.to(self.confidence), len(self.counts)
-        each = self._among_all((self.text_confidence / self.counts.to(self.text_confidence))[:, None])
+        depths, classes = state.depths.to(state.confidence), state.classes
+        each = _among_all(state, (state.text_confidence / state.counts.to(state.text_confidence))[:, None])
         by_text = max(float(each.mean()), LEAST)
         middle = min(1.0, max(0.0, 1 + math.log(by_text) / math.log(classes))) if classes > 1 else 1.0
         height = min(1.0, by_text * math.exp(USUAL_DECLINE * (1 - middle) ** 2))
         return height * (-USUAL_DECLINE * (depths - middle) ** 2).exp()
 
-    def _among_all(self, mean: Tensor) -> Tensor:
-        """Convert mean probabilities, (C, ...), among the classes of an earlier time to those among all classes."""
-        met = (self.rivals / self.counts).to(mean)[:, None].clamp_min(1)
-        return mean / (mean + (1 - mean) * (len(mean) - 1) / met).clamp_min(LEAST)
+
+def _among_all(state: State, mean: Tensor) -> Tensor:
+    """Convert mean probabilities, (C, ...), among the classes of an earlier time to those among all classes."""
+    met = (state.rivals / state.counts).to(mean)[:, None].clamp_min(1)
+    return mean / (mean + (1 - mean) * (len(mean) - 1) / met).clamp_min(LEAST)
+
+
+class PooledBridgeHead(BridgeEnsembleHead, rule=PooledBridgeRule):
+    __doc__ = PooledBridgeRule.__doc__
+    rule: PooledBridgeRule
+
+    @property
+    def depth_weights(self) -> Tensor:
+        """pi, (K_b,), float64."""
+        return self.rule.depth_weights(self.state)
+
+    @property
+    def reliability(self) -> Tensor:
+        """pi for every class, (C, K_b), float32; all rows are equal."""
+        return self.rule.reliability(self.state)

@@ -1,6 +1,7 @@
 """The nearest-class-mean classifier: each class is the direction of its mean image feature."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -9,9 +10,12 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import check_directions
+from dulbe_peft.classifiers.rule import Rule, sums_without
+from dulbe_peft.classifiers.state import Layout, State, per_class
 
 
-class PrototypeClassifier(Classifier):
+@dataclass(frozen=True)
+class PrototypeRule(Rule):
     """Nearest class mean: logits = tau z . v_c, with v_c the normalised sum of the unit features of class c.
 
     Attributes:
@@ -27,36 +31,47 @@ class PrototypeClassifier(Classifier):
     updates = True
     adds_up: ClassVar[tuple[str, ...] | None] = ("counts", "sums")
 
-    def register(self) -> None:
-        self.register_rows("counts", dtype=torch.int64)
-        self.register_rows("sums", self.embed_dim, dtype=torch.float64)
+    def tensors(self) -> dict[str, Layout]:
+        return {"counts": per_class(dtype=torch.int64), "sums": per_class(self.embed_dim, dtype=torch.float64)}
 
-    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        kept, device = self.with_new_rows(len(new)), self.sums.device
+    def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+        kept, device = state.with_new_rows(len(new)), state.sums.device
         sums = kept["sums"].index_add(0, labels.to(device), images.to(device).double())
         check_directions(sums[len(sums) - len(new) :], new)
         return {"sums": sums, "counts": kept["counts"] + torch.bincount(labels, minlength=len(sums))}
 
-    def without_image(self, image: Tensor, label: int) -> dict[str, Tensor]:
-        changes = self.sums_without(image, label)
-        check_directions(changes["sums"][[label]], [self._class_names[label]])
+    def without_image(self, state: State, image: Tensor, label: int) -> dict[str, Tensor]:
+        changes = sums_without(state, image, label)
+        check_directions(changes["sums"][[label]], [state.class_names[label]])
         return changes
+
+    def visual_prototypes(self, state: State) -> Tensor:
+        """Return v_c, (C, d), float32 unit vectors."""
+        prototypes: Tensor = state.derived(
+            "prototypes", lambda: F.normalize(state.sums, dim=1).float().to(state.device)
+        )
+        return prototypes
+
+    def scores(self, state: State, images: Tensor) -> Tensor:
+        return self.logit_scale * images @ self.visual_prototypes(state).T
+
+    def left_out(self, state: State, images: Tensor, labels: Tensor) -> Tensor:
+        scores = self.scores(state, images)
+        rest = state.sums[labels.to(state.sums.device)] - images.to(state.sums)
+        target_scores = self.logit_scale * (images * F.normalize(rest, dim=1).to(images)).sum(dim=1, keepdim=True)
+        return scores.scatter(1, labels[:, None], target_scores)
+
+    def moved(self, state: State, matrix: Tensor) -> dict[str, Tensor]:
+        """Replace v_c by the direction of v_c M. The length of the sum, and so the weight of new images, is kept."""
+        directions = F.normalize(state.sums @ matrix.to(state.sums.device), dim=1)
+        return {"sums": directions * state.sums.norm(dim=1, keepdim=True)}
+
+
+class PrototypeClassifier(Classifier, rule=PrototypeRule):
+    __doc__ = PrototypeRule.__doc__
+    rule: PrototypeRule
 
     @property
     def visual_prototypes(self) -> Tensor:
         """v_c, (C, d), float32 unit vectors."""
-        return self.derived("prototypes", lambda: F.normalize(self.sums, dim=1).float().to(self.device))
-
-    def logits(self, images: Tensor) -> Tensor:
-        return self.logit_scale * images @ self.visual_prototypes.T
-
-    def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
-        scores = self.logits(images)
-        rest = self.sums[labels.to(self.sums.device)] - images.to(self.sums)
-        target_scores = self.logit_scale * (images * F.normalize(rest, dim=1).to(images)).sum(dim=1, keepdim=True)
-        return scores.scatter(1, labels[:, None], target_scores)
-
-    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
-        """Replace v_c by the direction of v_c M. The length of the sum, and so the weight of new images, is kept."""
-        directions = F.normalize(self.sums @ matrix.to(self.sums.device), dim=1)
-        return {"sums": directions * self.sums.norm(dim=1, keepdim=True)}
+        return self.rule.visual_prototypes(self.state)

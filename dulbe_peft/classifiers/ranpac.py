@@ -5,14 +5,16 @@ logits = tau w_c h' W
 """
 
 from collections.abc import Callable
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import torch
 from annotated_types import Ge, Le
 from torch import Tensor
 
-from dulbe_peft.classifiers.ridge import RidgeRegression
+from dulbe_peft.classifiers.ridge import RidgeClassifier, RidgeRegression
+from dulbe_peft.classifiers.state import State
 from dulbe_peft.utils.settings import Positive
 
 MOST_FEATURES = 50_000  # G then takes 9.3 GiB
@@ -26,10 +28,12 @@ def random_ridge(z: torch.Tensor, projection: torch.Tensor, weight: torch.Tensor
 def random_layer(seed: int, width: int, features: int) -> torch.Tensor:
     """Return R, (width, features), float64, which is the same for a seed in every version of NumPy and PyTorch."""
     # RandomState draws the same numbers in all versions of NumPy. PyTorch does not guarantee this for its generators.
-    return torch.from_numpy(np.random.RandomState(seed).standard_normal((width, features)))
+    drawn = np.random.RandomState(seed).standard_normal((width, features))
+    return torch.from_numpy(drawn).clone()  # at an aligned address, because products round differently by the address
 
 
-class RanpacClassifier(RidgeRegression):
+@dataclass(frozen=True)
+class RanpacRule(RidgeRegression):
     """Ridge regression from random ReLU features to one-hot classes.
 
     For a fixed lambda, the solution is the same as on all data at once, except that G is rounded to float32 after each
@@ -43,7 +47,7 @@ class RanpacClassifier(RidgeRegression):
 
     Attributes:
         gram: G, (M, M), float32.
-        sums: C transposed, (C, M), float64. For `counts` and `errors`, see `RidgeClassifier`.
+        sums: C transposed, (C, M), float64. For `counts` and `errors`, see `RidgeRule`.
 
     Reference:
         McDonnell et al., "RanPAC: Random Projections and Pre-trained Models for Continual Learning", 2023. In the
@@ -54,27 +58,36 @@ class RanpacClassifier(RidgeRegression):
     seed: Annotated[int, Ge(0), Le(2**32 - 1)] = 0
     ridge: Positive | Literal["auto"] = "auto"
 
+    gram_type: ClassVar[torch.dtype] = torch.float32
     name = "ranpac"
     summary = "RanPAC: analytic ridge after a fixed random layer, so that class borders can be curved"
 
-    def register(self) -> None:
-        self.unit = self.features
-        self._keep_sums(self.features, torch.float32)
+    @property
+    def width(self) -> int:
+        return self.features
+
+    @property
+    def unit(self) -> float:
+        return self.features
 
     @classmethod
     def follows_drift(cls, drift: str = "auto") -> bool:
         return drift == "auto"
 
-    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
+    def moved(self, state: State, matrix: Tensor) -> dict[str, Tensor]:
         return {}
 
-    def lifted(self, images: Tensor) -> Tensor:
-        layer = self.derived(f"layer {images.dtype} {images.device}", lambda: self._layer().to(images))
+    def lifted(self, state: State, images: Tensor) -> Tensor:
+        layer = state.derived(f"layer {images.dtype} {images.device}", lambda: self._layer().to(images), of=())
         return (images @ layer).relu()
 
     def _layer(self) -> Tensor:
         return random_layer(self.seed, self.embed_dim, self.features)
 
-    def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
-        weight = self.logit_scale * self.derived("solution", self._solve)
+    def formula(self, state: State) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
+        weight = self.logit_scale * self.solution(state)
         return random_ridge, {"projection": self._layer().to(weight), "weight": weight}
+
+
+class RanpacClassifier(RidgeClassifier, rule=RanpacRule):
+    __doc__ = RanpacRule.__doc__

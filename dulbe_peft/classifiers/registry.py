@@ -13,32 +13,32 @@ from dulbe_peft.utils.specs import closest, convert, format_spec, parse_spec, sp
 
 Kind = TypeVar("Kind", bound=type[Classifier])
 
-_OWN = {
-    "text": "TextClassifier",
-    "bridge": "BridgeEnsembleHead",
-    "pooled_bridge": "PooledBridgeHead",
-    "prototype": "PrototypeClassifier",
-    "lda": "LdaClassifier",
-    "gda": "GdaClassifier",
-    "ridge": "RidgeClassifier",
-    "ranpac": "RanpacClassifier",
-    "bayes": "BayesClassifier",
+_BUILT_IN = {
+    "text": "text:TextClassifier",
+    "bridge": "bridge:BridgeEnsembleHead",
+    "pooled_bridge": "pooled_bridge:PooledBridgeHead",
+    "prototype": "prototype:PrototypeClassifier",
+    "lda": "lda:LdaClassifier",
+    "gda": "gda:GdaClassifier",
+    "ridge": "ridge:RidgeClassifier",
+    "ranpac": "ranpac:RanpacClassifier",
+    "bayes": "bayes:BayesClassifier",
 }
-_OF_PAPERS = {
-    "mg_clip:VisualAgentClassifier": "visual_agent",
-    "rapf:RapfClassifier": "rapf",
-    "bofa:BofaClassifier": "bofa",
-    "slca:SlcaClassifier": "slca",
-    "engine:EngineClassifier": "engine",
-    "proof:ProofClassifier": "proof",
-    "clap4clip:Clap4ClipClassifier": "clap4clip",
-    "clg_cbm:ClgCbmClassifier": "clg_cbm",
+_FROM_PAPERS = {
+    "visual_agent": "mg_clip:VisualAgentClassifier",
+    "rapf": "rapf:RapfClassifier",
+    "bofa": "bofa:BofaClassifier",
+    "slca": "slca:SlcaClassifier",
+    "engine": "engine:EngineClassifier",
+    "proof": "proof:ProofClassifier",
+    "clap4clip": "clap4clip:Clap4ClipClassifier",
+    "clg_cbm": "clg_cbm:ClgCbmClassifier",
 }
 CLASSIFIERS: Registry[Classifier] = Registry(
     "classifier",
     "dulbe_peft.classifiers",
-    {name: f"dulbe_peft.classifiers.{name}:{cls}" for name, cls in _OWN.items()}
-    | {name: f"dulbe_peft.papers.{home}" for home, name in _OF_PAPERS.items()},
+    {name: f"dulbe_peft.classifiers.{path}" for name, path in _BUILT_IN.items()}
+    | {name: f"dulbe_peft.papers.{path}" for name, path in _FROM_PAPERS.items()},
 )
 
 
@@ -52,7 +52,7 @@ class Recipe:
     @property
     def settings(self) -> dict[str, Any]:
         """Return all settings: the defaults, replaced by the chosen ones."""
-        return self.kind.setting_defaults() | self.chosen
+        return self.kind.rule_type.setting_defaults() | self.chosen
 
 
 def register_classifier(cls: Kind) -> Kind:
@@ -66,8 +66,9 @@ def register_classifier(cls: Kind) -> Kind:
         raise TypeError(f"a classifier must be a class derived from Classifier, got {cls!r:.100}")
     if not cls.name.isidentifier() or cls.name != cls.name.lower() or not cls.name.isascii():
         raise ValueError(f"{cls.__name__}.name is {cls.name!r}; it must contain only the characters a-z, 0-9 and _")
-    if (cls.file_stem == "head") != (cls.name == "bridge") or cls.file_stem in set(CLASSIFIERS) - {cls.name}:
-        raise ValueError(f"{cls.__name__}.file_stem is {cls.file_stem!r}, which another classifier has for its files")
+    stem = cls.rule_type.file_stem or cls.name
+    if (stem == "head") != (cls.name == "bridge") or stem in set(CLASSIFIERS) - {cls.name}:
+        raise ValueError(f"the file_stem of {cls.__name__} is {stem!r}, which another classifier has for its files")
     CLASSIFIERS.register(cls)
     return cls
 
@@ -78,12 +79,14 @@ def parse_classifier(text: str) -> Recipe:
     if name not in CLASSIFIERS:
         raise ValueError(f"there is no classifier {name!r}{closest(name, CLASSIFIERS)}")
     cls = CLASSIFIERS[name]
-    return Recipe(cls, convert(cls, values, f"the {name!r} classifier", hidden=("embed_dim", "logit_scale")))
+    return Recipe(cls, convert(cls.rule_type, values, f"the {name!r} classifier", hidden=("embed_dim", "logit_scale")))
 
 
 def parse_classifiers(specs: str | Classifier | Iterable[str | Recipe | Classifier]) -> dict[str, Recipe | Classifier]:
     """Parse one or more classifiers and return them by name; refuse an empty list and names that occur twice."""
-    rows = split_specs(specs) if isinstance(specs, str) else [specs] if isinstance(specs, Classifier) else specs
+    rows: Iterable[str | Recipe | Classifier] = [specs] if isinstance(specs, (str, Classifier)) else specs
+    if isinstance(specs, str):
+        rows = split_specs(specs)
     found: dict[str, Recipe | Classifier] = {}
     for row in rows:
         one = row if isinstance(row, (Recipe, Classifier)) else parse_classifier(row)
@@ -131,6 +134,6 @@ def spec(classifier: Classifier) -> str:
     >>> spec(make_classifier("bridge:depths=0/0.5", embed_dim=512))
     'bridge:depths=0.0/0.5'
     """
-    usual = classifier.setting_defaults()
+    usual = classifier.rule.setting_defaults()
     changed = {key: value for key, value in classifier.settings().items() if usual[key] != value}
     return format_spec(classifier.name, changed)

@@ -5,12 +5,15 @@ logits = tau w_c h' W          w_c = (mean n / n_c)^3/4, because column c of C g
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.rule import Rule, sums_without
+from dulbe_peft.classifiers.state import Layout, State, per_class, shared
 from dulbe_peft.utils.settings import Positive
 
 RIDGES = [10.0 ** (exponent / 2) for exponent in range(-8, 5)]
@@ -23,92 +26,111 @@ def class_weights(counts: Tensor) -> Tensor:
     return (counts.double().mean() / counts) ** POWER
 
 
-class RidgeRegression(Classifier):
-    """Ridge regression from h to one-hot classes. Subclasses define h. `unit` is the scale of the grid of lambda."""
+@dataclass(frozen=True)
+class RidgeRegression(Rule):
+    """Ridge regression from h, which `lifted` defines, to one-hot classes.
+
+    A subclass whose h is not z defines `width`, the length of h, `unit`, the scale of the grid of lambda, and
+    `gram_type`, the type in which G is kept. G is summed in float64.
+    """
+
+    if TYPE_CHECKING:  # a setting of each subclass
+        ridge: Positive | Literal["auto"] = "auto"
 
     updates = True
     # The errors add up only approximately: each classifier measured them over the classes that it knew.
     adds_up = ("counts", "sums", "gram", "errors")
-    unit = 1.0
+    gram_type: ClassVar[torch.dtype] = torch.float64
     moves = ("sums", "gram")  # exact if the drift is linear
 
-    def _keep_sums(self, width: int, dtype: torch.dtype) -> None:
-        """Register empty sums for h of this width. G is stored in `dtype`, but summed in float64."""
-        self.register_rows("counts", dtype=torch.int64)
-        self.register_rows("sums", width, dtype=torch.float64)
-        self.register_buffer("gram", torch.zeros(width, width, dtype=dtype))
-        self.register_buffer("errors", torch.zeros(len(RIDGES), dtype=torch.float64))
+    @property
+    def width(self) -> int:
+        return self.embed_dim
 
-    def followed(self, matrix: Tensor) -> dict[str, Tensor]:
-        return Classifier.moved(self, matrix)  # all sums are of h
+    @property
+    def unit(self) -> float:
+        return 1.0
 
-    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        rows, gram = self.with_new_rows(len(new)), self._gram()
+    def tensors(self) -> dict[str, Layout]:
+        return {
+            "counts": per_class(dtype=torch.int64),
+            "sums": per_class(self.width, dtype=torch.float64),
+            "gram": shared(self.width, self.width, dtype=self.gram_type),
+            "errors": shared(len(RIDGES), dtype=torch.float64),
+        }
+
+    def followed(self, state: State, matrix: Tensor) -> dict[str, Tensor]:
+        return Rule.moved(self, state, matrix)  # all sums are of h
+
+    def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+        rows, gram = state.with_new_rows(len(new)), _gram(state)
         for part, classes in zip(images.split(CHUNK), labels.split(CHUNK), strict=True):
-            lifted = self.lifted(part.to(gram))
+            lifted = self.lifted(state, part.to(gram))
             gram = gram + lifted.T @ lifted
             rows["sums"].index_add_(0, classes.to(gram.device), lifted)
         counts = torch.bincount(labels, minlength=len(rows["counts"])).to(rows["counts"])
         return {"gram": gram, "sums": rows["sums"], "counts": rows["counts"] + counts}
 
-    def without_image(self, image: Tensor, label: int) -> dict[str, Tensor]:
-        gram = self._gram()
-        lifted = self.lifted(image[None].to(gram))
-        return self.sums_without(lifted[0], label) | {"gram": gram - lifted.T @ lifted}
+    def without_image(self, state: State, image: Tensor, label: int) -> dict[str, Tensor]:
+        gram = _gram(state)
+        lifted = self.lifted(state, image[None].to(gram))
+        return sums_without(state, lifted[0], label) | {"gram": gram - lifted.T @ lifted}
 
-    def choose(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def chosen(self, state: State, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Add the squared error of every lambda on held-out images to `errors`, from one eigendecomposition of G."""
         if self.ridge != "auto":
             return {}
-        values, vectors = torch.linalg.eigh(self._gram())
-        sums, squares, products = self.sums @ vectors, torch.zeros_like(vectors), torch.zeros_like(values)
+        values, vectors = torch.linalg.eigh(_gram(state))
+        sums, squares, products = state.sums @ vectors, torch.zeros_like(vectors), torch.zeros_like(values)
         for part, classes in zip(images.split(CHUNK), labels.to(sums.device).split(CHUNK), strict=True):
-            lifted = self.lifted(part.to(vectors)) @ vectors
+            lifted = self.lifted(state, part.to(vectors)) @ vectors
             squares += lifted.T @ lifted
             products += (lifted * sums[classes]).sum(dim=0)
         # With L lifted, S sums, T one-hot and D = diag(d): |L D S' - T|^2 = d'(L'L * S'S) d - 2 tr(T'L D S') + n.
         squares *= sums.T @ sums
         scales = (1 / (values.clamp_min(0) + ridge * self.unit) for ridge in RIDGES)
         return {
-            "errors": self.errors + torch.stack([d @ squares @ d - 2 * products @ d + len(images) for d in scales])
+            "errors": state.errors + torch.stack([d @ squares @ d - 2 * products @ d + len(images) for d in scales])
         }
 
-    def strength(self) -> float:
+    def strength(self, state: State) -> float:
         """Return lambda; with "auto", `unit` as long as no image was held out."""
         if self.ridge != "auto":
             return float(self.ridge)
-        return self.unit * (RIDGES[int(self.errors.argmin())] if self.errors.any() else 1.0)
+        return self.unit * (RIDGES[int(state.errors.argmin())] if state.errors.any() else 1.0)
 
-    def logits(self, images: Tensor) -> Tensor:
-        return self.logit_scale * self.lifted(images) @ self.derived("solution", self._solve)
+    def scores(self, state: State, images: Tensor) -> Tensor:
+        return self.logit_scale * self.lifted(state, images) @ self.solution(state)
 
-    def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
+    def left_out(self, state: State, images: Tensor, labels: Tensor) -> Tensor:
         """Return the leave-one-out scores (f - l y) / (1 - l), weighted by w_c.
 
         f are the scores of an image, y is its one-hot class, and l = h'(G + lambda I)^-1 h is its leverage. lambda and
         the mean of the counts do not change.
         """
-        rows, factor, labels = self.lifted(images.to(self.sums)), self._factor(), labels.to(self.sums.device)
+        sums = state.sums
+        rows, factor, labels = self.lifted(state, images.to(sums)), self._factor(state), labels.to(sums.device)
         by = torch.cholesky_solve(rows.T, factor).T
-        scores, leverage = by @ self.sums.T, (by * rows).sum(dim=1, keepdim=True).clamp_max(1 - 1e-9)
+        scores, leverage = by @ sums.T, (by * rows).sum(dim=1, keepdim=True).clamp_max(1 - 1e-9)
         truth = torch.zeros_like(scores).scatter(1, labels[:, None], 1.0)
-        counts = self.counts.to(scores)[labels, None]
+        counts = state.counts.to(scores)[labels, None]
         more = torch.where(truth > 0, (counts / (counts - 1)) ** POWER, 1.0)
-        weights = self.logit_scale * class_weights(self.counts).to(scores) * more
+        weights = self.logit_scale * class_weights(state.counts).to(scores) * more
         return weights * (scores - leverage * truth) / (1 - leverage)
 
-    def _gram(self) -> Tensor:
-        """Return G in float64 on the device of the other sums."""
-        return self.gram.to(self.sums)
+    def solution(self, state: State) -> Tensor:
+        """Return W, (M, C), float32, times the weight of each class."""
 
-    def _solve(self) -> Tensor:
-        """Return W, (M, C), times the weight of each class."""
-        weights = class_weights(self.counts).to(self.sums)
-        return (weights * torch.cholesky_solve(self.sums.T, self._factor())).float().to(self.device)
+        def solve() -> Tensor:
+            weights = class_weights(state.counts).to(state.sums)
+            return (weights * torch.cholesky_solve(state.sums.T, self._factor(state))).float().to(state.device)
 
-    def _factor(self) -> Tensor:
+        solution: Tensor = state.derived("solution", solve)
+        return solution
+
+    def _factor(self, state: State) -> Tensor:
         """Return the Cholesky factor of G + lambda I. lambda is raised if rounding made the matrix indefinite."""
-        gram, ridge = self._gram(), self.strength()
+        gram, ridge = _gram(state), self.strength(state)
         identity = torch.eye(len(gram)).to(gram)
         factor, failed = torch.linalg.cholesky_ex(gram + ridge * identity)
         while failed:  # G rounded to float32 can have slightly negative eigenvalues
@@ -119,7 +141,13 @@ class RidgeRegression(Classifier):
         return factor
 
 
-class RidgeClassifier(RidgeRegression):
+def _gram(state: State) -> Tensor:
+    """Return G in float64 on the device of the other sums."""
+    return state.gram.to(state.sums)
+
+
+@dataclass(frozen=True)
+class RidgeRule(RidgeRegression):
     """Ridge regression from unit features to one-hot classes.
 
     For a fixed lambda, the solution is the same as on all data at once, in any order of images, classes and tasks.
@@ -145,5 +173,11 @@ class RidgeClassifier(RidgeRegression):
         "analytic ridge: a linear map from image features to classes, solved exactly and extended with every task"
     )
 
-    def register(self) -> None:
-        self._keep_sums(self.embed_dim, torch.float64)
+
+class RidgeClassifier(Classifier, rule=RidgeRule):
+    __doc__ = RidgeRule.__doc__
+    rule: RidgeRegression
+
+    def strength(self) -> float:
+        """Return lambda."""
+        return self.rule.strength(self.state)

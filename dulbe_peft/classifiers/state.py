@@ -1,343 +1,234 @@
-"""Buffers that grow with the number of classes, and are resized when a state dict is loaded."""
+"""The tensors that a classifier keeps, their layout, and what was computed from them."""
 
-import copy
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self, cast, dataclass_transform
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from annotated_types import Ge, Le
-from torch import Tensor, distributed, nn
-from torch.nn import functional as F
+from torch import Tensor, distributed
 
-from dulbe_peft import classifiers
 from dulbe_peft.data.names import check_class_names
-from dulbe_peft.utils.settings import LEAST, check_settings, check_value, field_types
 from dulbe_peft.utils.tensors import has_values, identity, is_finite
 from dulbe_peft.utils.torch_settings import one_thread
 
-if TYPE_CHECKING:
-    from dulbe_peft.classifiers.calibration import TaskNovelty, TaskTemperature
-
-EXTRA_STATE = "_extra_state"
-CLASSES = ".classes"  # contains a dot, so it cannot be the name of a buffer
-UNIT_ROWS = ("visual_prototypes", "text_embeds")
-LogitScale = Annotated[float, Ge(LEAST), Le(1e30)]  # logits stay finite in float32
+CLASSES = ".classes"  # contains a dot, so it cannot be the name of a tensor
 MOST_IMAGES = 2**40  # images of one class, so that sums over all classes stay far below the largest int64
 
 
-class _Derived(NamedTuple):
-    """A value that was computed from buffers, and the key of these buffers.
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Shape and type of a tensor; see `per_class` and `shared`. An axis that is a name grows with the classes."""
 
-    The buffers are stored, too, because ids of deleted tensors could be used again.
+    axes: tuple[int | str, ...]
+    dtype: torch.dtype
+    start: Tensor | None = None
+    unit: bool = False
+    may_be_zero: bool = False
+
+    @property
+    def grows(self) -> bool:
+        """Whether it has rows for classes."""
+        return any(isinstance(axis, str) for axis in self.axes)
+
+    def empty(self) -> Tensor:
+        """Return the tensor of a classifier without classes."""
+        if self.start is not None:
+            return self.start.clone()
+        return torch.zeros([0 if isinstance(axis, str) else axis for axis in self.axes], dtype=self.dtype)
+
+
+def per_class(
+    *row_shape: int | str,
+    dtype: torch.dtype = torch.float32,
+    of: str = CLASSES,
+    unit: bool = False,
+    may_be_zero: bool = False,
+) -> Layout:
+    """Lay out a tensor with one row per class, which is empty at first.
+
+    Args:
+        row_shape: Shape of a row. An entry may be a name, as in `of`, if the columns grow.
+        dtype: Type of the tensor. A float64 tensor stays float64 if the classifier is converted to another type, and
+            stays on the CPU if a device has no float64.
+        of: What the rows belong to. The default means one row per class. The name of a tensor of integers means as
+            many rows per class as that tensor says, from 0 to the width of a row. Any other name means a number of
+            rows that the rule itself manages.
+        unit: Whether the rows are unit vectors.
+        may_be_zero: Whether a row of unit vectors may be zero instead.
+    """
+    return Layout((of, *row_shape), dtype, None, unit, may_be_zero)
+
+
+def shared(*shape: int, dtype: torch.dtype = torch.float32, start: Tensor | None = None) -> Layout:
+    """Lay out a tensor that does not grow; at first it is `start` or zero."""
+    return Layout(shape if start is None else tuple(start.shape), dtype if start is None else start.dtype, start)
+
+
+class _Derived(NamedTuple):
+    """A value that was computed from tensors, and the key of these tensors.
+
+    The tensors are stored, too, because ids of deleted tensors could be used again.
     """
 
+    of: tuple[str, ...] | None
     key: tuple[Any, ...]
     sources: tuple[Tensor, ...]
     value: Any
 
 
-@dataclass_transform(eq_default=False, kw_only_default=True, field_specifiers=(field,))
-@dataclass(eq=False, repr=False)
-class GrowingState(nn.Module):
-    """A module whose state consists of class names, a calibration and buffers, some of which have one row per class.
+class State(Mapping[str, Tensor]):
+    """The tensors of a classifier by name, also as attributes, and its class names. Nothing changes them.
 
-    Every subclass becomes a dataclass whose fields are its settings; their types say which values are allowed. It must
-    not define a constructor. A float64 buffer stays float64 if the module is converted to another type, and stays on
-    the CPU if a device has no float64.
+    Attributes:
+        layouts: The layout of each tensor.
+        class_names: All seen classes, in the order in which they were learned.
     """
 
-    if TYPE_CHECKING:  # every attribute that is not a setting is a buffer
+    if TYPE_CHECKING:  # every other attribute is a tensor
 
         def __getattr__(self, name: str) -> Tensor: ...
 
-    name: ClassVar[str] = ""
-    file_stem: ClassVar[str] = ""
-    may_be_absent: ClassVar[tuple[str, ...]] = ()  # buffers of unit vectors whose rows may be zero instead
+    def __init__(
+        self,
+        layouts: Mapping[str, Layout],
+        tensors: Mapping[str, Tensor],
+        class_names: Sequence[str],
+        derived: dict[str, _Derived] | None = None,
+    ) -> None:
+        self.layouts, self._tensors, self.class_names = layouts, tensors, class_names
+        self._derived: dict[str, _Derived] = {} if derived is None else derived
 
-    embed_dim: Annotated[int, Ge(2)]
-    logit_scale: LogitScale = 100.0
+    if not TYPE_CHECKING:
 
-    def __init_subclass__(cls, kw_only: bool = True, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "__init__" in vars(cls):  # its parameters would not be saved
-            raise TypeError(
-                f"{cls.__name__} has an __init__: make its settings dataclass fields, and register buffers in "
-                "register()"
-            )
-        dataclass(eq=False, repr=False, kw_only=kw_only)(cls)
-        for entry in fields(cls):  # a default on the class would hide a buffer with the name of the setting
-            if entry.name in vars(cls):
-                delattr(cls, entry.name)
-        if "name" in vars(cls):
-            cls.file_stem = vars(cls).get("file_stem", cls.name)
+        def __getattr__(self, name):
+            if name.startswith("_") or name not in self._tensors:
+                raise AttributeError(f"there is no tensor {name!r}")
+            return self._tensors[name]
 
-    def __post_init__(self) -> None:
-        super().__init__()
-        check_settings(self, owner=f"the {self.name!r} classifier")
-        self.source: dict[str, str] | None = None
-        self.calibration: tuple[TaskTemperature, ...] = ()
-        self.novelty_tasks: tuple[TaskNovelty, ...] = ()
-        self._class_names: list[str] = []
-        self._axes: dict[str, tuple[int | str, ...]] = {}  # axes of each growing buffer, see `register_rows`
-        self._derived: dict[str, _Derived] = {}
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. Rows of unit vectors are normalised; other values of the state are checked as in files."""
-        if "_derived" in self.__dict__ and has_values():  # not in the constructor, which checks everything itself
-            if name in self._buffers and isinstance(value, Tensor):
-                if name in UNIT_ROWS and value.is_floating_point():
-                    value = F.normalize(value.float(), dim=-1).to(value.dtype)
-                self._check(self.tensors() | {name: value}, self._class_names)
-            elif name in (types := field_types(cast(Any, type(self)))):
-                value = check_value(f"the {self.name!r} classifier: {name}", types[name], value)
-        super().__setattr__(name, value)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
 
-    @classmethod
-    def setting_defaults(cls) -> dict[str, Any]:
-        """Return the settings of the class and their defaults, without `embed_dim` and `logit_scale`."""
-        return {entry.name: entry.default for entry in fields(cls) if entry.name not in ("embed_dim", "logit_scale")}
-
-    @classmethod
-    def file_names(cls) -> tuple[str, str]:
-        """Return the names of the configuration file and of the tensor file."""
-        return f"{cls.file_stem}_config.json", f"{cls.file_stem}.safetensors"
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings, without `embed_dim` and `logit_scale`, and their values as plain data."""
-        return {name: getattr(self, name) for name in self.setting_defaults()}
+    def __len__(self) -> int:
+        return len(self._tensors)
 
     @property
-    def class_names(self) -> list[str]:
-        """All seen classes, in the order in which they were learned."""
-        return list(self._class_names)
+    def classes(self) -> int:
+        """Number of classes."""
+        return len(self.class_names)
 
-    def extra_repr(self) -> str:
-        settings = "".join(f"{name}={value}, " for name, value in self.settings().items())
-        return f"embed_dim={self.embed_dim}, {settings}classes={len(self._class_names)}"
+    @property
+    def device(self) -> torch.device:
+        """The device on which features are classified. float64 tensors may be on the CPU instead."""
+        tensors = list(self.values())
+        return next((tensor for tensor in tensors if tensor.dtype != torch.float64), tensors[0]).device
 
-    def register_rows(
-        self, name: str, *row_shape: int | str, dtype: torch.dtype = torch.float32, of: str = CLASSES
-    ) -> None:
-        """Register a buffer with one row per class, which is empty at first.
-
-        Use `register_buffer` for buffers that do not grow.
-
-        Args:
-            name: Name of the buffer.
-            row_shape: Shape of a row. An entry may be a name, as in `of`, if the columns grow.
-            dtype: Type of the buffer.
-            of: What the rows belong to. The default means one row per class. The name of a buffer of integers means
-                as many rows per class as that buffer says, from 0 to the width of a row. Any other name means a number
-                of rows that the classifier itself manages.
-        """
-        self._axes[name] = (of, *row_shape)
-        self.register_buffer(
-            name, torch.zeros([0 if isinstance(n, str) else n for n in self._axes[name]], dtype=dtype)
-        )
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the buffers that belong to the state, by name."""
-        return dict(self.named_buffers(recurse=False, remove_duplicate=False))
-
-    def derived(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return what `make` computes from the buffers, and cache it until a buffer is replaced or written to."""
+    def derived(self, name: str, make: Callable[[], Any], of: Collection[str] | None = None) -> Any:
+        """Return what `make` computes, and cache it until one of the tensors `of`, by default any, changes."""
         if not has_values():  # while a graph is exported, which computes the value itself
             return make()
         cached = self._derived.get(name)
-        if cached is None or cached.key != self._key():
+        if cached is None or cached.key != self._key(of):
             # A tensor made in inference mode could not be used in training later.
             with torch.inference_mode(False), torch.no_grad(), one_thread():
                 value = make()
-            self.keep_derived(name, value)
+            self.keep_derived(name, value, of)
             return value
         return cached.value
 
-    def forget_derived(self) -> None:
-        """Compute what follows from the buffers again when it is next used."""
-        self._derived = {}
+    def keep_derived(self, name: str, value: Any, of: Collection[str] | None = None) -> None:
+        """Let `derived` return this value until a tensor changes."""
+        sources = tuple(self[each] for each in self._sources(of))
+        self._derived[name] = _Derived(None if of is None else tuple(of), self._key(of), sources, value)
 
-    def keep_derived(self, name: str, value: Any) -> None:
-        """Let `derived` return this value until a buffer changes."""
-        self._derived[name] = _Derived(self._key(), tuple(self.tensors().values()), value)
+    def _sources(self, of: Collection[str] | None) -> list[str]:
+        return [name for name in self if of is None or name in of]
 
-    def _key(self) -> tuple[Any, ...]:
-        return identity(self.tensors().values(), samples=distributed.is_available() and distributed.is_initialized())
+    def _key(self, of: Collection[str] | None) -> tuple[Any, ...]:
+        tensors = [self[name] for name in self._sources(of)]
+        return identity(tensors, samples=distributed.is_available() and distributed.is_initialized())
 
-    def solved(self) -> dict[str, Tensor]:
-        """Return tensors in float32 that take long to compute from the buffers, and are therefore saved with them.
-
-        Subclasses cache them as `derived("solved", ...)`.
-        """
-        return {}
-
-    def solved_shapes(self, classes: int) -> list[dict[str, tuple[int, ...]]]:
-        """Return the possible shapes of `solved` for a number of classes."""
-        return []
-
-    def fork(self) -> Self:
-        """Return a copy that shares the tensors, and can learn without changing this module."""
-        twin = copy.copy(self)
-        buffers = self.tensors().items()
-        twin._buffers = {name: tensor.clone() if tensor.is_inference() else tensor for name, tensor in buffers}
-        return twin
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out cached values, which can be computed again."""
-        return {**vars(self), "_derived": {}}
-
-    def install(self, changes: Mapping[str, Tensor]) -> None:
-        """Replace buffers by new values in one step."""
-        buffers = self.tensors()
-        self._buffers |= {n: value.to(buffers[n].dtype).to(buffers[n].device) for n, value in changes.items()}
-        self._derived = {}
+    def replaced(self, changes: Mapping[str, Tensor], class_names: Sequence[str] | None = None) -> "State":
+        """Return a state with other values of some tensors, in the types and on the devices of the present ones."""
+        new = {name: value.to(self[name].dtype).to(self[name].device) for name, value in changes.items()}
+        kept = {n: each for n, each in self._derived.items() if each.of is not None and not new.keys() & set(each.of)}
+        names = self.class_names if class_names is None else class_names
+        return State(self.layouts, {**self, **new}, names, kept)
 
     def with_rows(self, **further: Tensor) -> dict[str, Tensor]:
-        """Return buffers with further rows added, in the type of these rows, by name."""
-        return {name: torch.cat([self.tensors()[name].to(rows.dtype), rows]) for name, rows in further.items()}
+        """Return tensors with further rows added, in the type of these rows, by name."""
+        return {name: torch.cat([self[name].to(rows.dtype), rows]) for name, rows in further.items()}
 
     def with_new_rows(self, new: int) -> dict[str, Tensor]:
-        """Return the buffers with one row per class, extended by rows of zeros for `new` classes."""
-        rows = {name: self.tensors()[name] for name, axes in self._axes.items() if axes[0] == CLASSES}
-        return {name: torch.cat([rows[name], rows[name].new_zeros(new, *rows[name].shape[1:])]) for name in rows}
+        """Return the tensors with one row per class, extended by rows of zeros for `new` classes."""
+        kept = {name: self[name] for name, layout in self.layouts.items() if layout.axes[:1] == (CLASSES,)}
+        return {name: torch.cat([kept[name], kept[name].new_zeros(new, *kept[name].shape[1:])]) for name in kept}
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the buffers in bytes."""
-        return self.nbytes_with(len(self._class_names))
+    def rows_of(self, kept: Tensor) -> dict[str, Tensor]:
+        """Return the tensors that grow, with the rows and columns of the classes for which `kept`, (C,), is True."""
+        changes = {}
+        for name, layout in self.layouts.items():
+            if layout.grows:
+                changes[name] = self[name]
+            for place, axis in enumerate(layout.axes):
+                if axis == CLASSES or axis in self:
+                    rows = kept if axis == CLASSES else kept.repeat_interleave(self[str(axis)].cpu())
+                    changes[name] = changes[name][(slice(None),) * place + (rows.to(self[name].device),)]
+        return changes
 
-    def nbytes_with(self, classes: int) -> int:
-        """Return the size of the buffers in bytes for a number of classes.
+    def nbytes(self, classes: int) -> int:
+        """Return the size of the tensors in bytes for a number of classes.
 
         The average number of rows per class is taken to be the present one.
         """
-        known, total = max(1, len(self._class_names)), 0
-        for name, tensor in self.tensors().items():
+        known, total = max(1, self.classes), 0
+        for name, tensor in self.items():
             sizes = list(tensor.shape)
-            for place, axis in enumerate(self._axes.get(name, ())):
+            for place, axis in enumerate(self.layouts[name].axes):
                 if isinstance(axis, str):
                     sizes[place] = classes if axis == CLASSES else -(-sizes[place] * classes // known)
             total += math.prod(sizes) * tensor.element_size()
         return total
 
-    @property
-    def device(self) -> torch.device:
-        """The device on which features are classified. float64 buffers may be on the CPU instead."""
-        tensors = list(self.tensors().values())
-        return next((tensor for tensor in tensors if tensor.dtype != torch.float64), tensors[0]).device
-
-    def check_shapes(self, shapes: Mapping[str, tuple[int, ...]], classes: int) -> None:
-        """Raise a `ValueError` unless the tensors of a classifier with this number of classes have these shapes."""
-        buffers = self.tensors()
-        for problem, names in (("Missing", set(buffers) - set(shapes)), ("Unexpected", set(shapes) - set(buffers))):
-            if names:
-                raise ValueError(f"{problem} key(s) among the tensors: {', '.join(sorted(names)):.200}")
-        sizes: dict[int | str, int] = {CLASSES: classes}
-        for name, buffer in buffers.items():
-            axes = self._axes.get(name, tuple(buffer.shape))
-            for axis, size in zip(axes, shapes[name]):
-                if isinstance(axis, str):  # the first buffer with an axis determines its size for the others
-                    sizes.setdefault(axis, min(size, classes * axes[-1]) if isinstance(axes[-1], int) else size)
-            expected = tuple(sizes.get(axis, axis) for axis in axes)
-            if tuple(shapes[name]) != expected:
-                raise ValueError(f"{name} must be {expected} for {classes} classes, got {tuple(shapes[name])}")
-
-    def get_extra_state(self) -> Tensor:
-        return classifiers.saved.ExtraState.of(self).to_tensor()
-
-    def set_extra_state(self, state: Tensor) -> None:
-        extra = classifiers.saved.ExtraState.from_tensor(state)
-        self._class_names = extra.class_names
-        self.calibration, self.novelty_tasks = extra.calibration, extra.novelty_tasks
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        device, solved = fn(torch.zeros(1, device=self.device)).device, self._derived.get("solved")
-        moved = {name: tensor.to(device) for name, tensor in (solved.value if solved else {}).items()}
-        self._derived = {}
-
-        def convert(tensor: Tensor) -> Tensor:
-            if tensor.dtype != torch.float64 or tensor.is_meta:
-                return fn(tensor)
-            device = fn(torch.zeros(1, device=tensor.device)).device
-            return tensor if device.type == "mps" else tensor.to(device)
-
-        super()._apply(convert, recurse)
-        if moved:
-            self.keep_derived("solved", moved)
-        return self
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Resize to the number of classes in the state. An incomplete or inconsistent state changes nothing."""
-        _, _, missing_keys, _, error_msgs = rest
-        missing = [prefix + key for key in (*self.tensors(), EXTRA_STATE) if prefix + key not in state_dict]
-        if missing:
-            missing_keys += missing
-            return
-        state = {key: state_dict[prefix + key] for key in self.tensors()}
-        try:
-            extra = classifiers.saved.ExtraState.from_tensor(state_dict[prefix + EXTRA_STATE])
-            self._check(state, extra.class_names)
-        except (ValueError, TypeError) as error:
-            error_msgs.append(f"state is inconsistent: {error}")
-            return
-        for key, buffer in self.tensors().items():
-            device = state[key].device if buffer.is_meta else buffer.device
-            self._buffers[key] = buffer.new_empty(state[key].shape, device=device)
-        self._derived = {}
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-
-    def check_tensors(self) -> None:
-        """Raise a `ValueError` if a tensor was written to in place and is no longer one that could be loaded."""
-        self._check(self.tensors(), self._class_names)
-
-    def _check(self, state: Mapping[str, Tensor], class_names: list[str]) -> None:
-        if class_names:
-            check_class_names(class_names)
-        for name, buffer in self.tensors().items():
-            if state[name].is_floating_point() != buffer.is_floating_point():
-                raise ValueError(f"{name} must be of the kind of {buffer.dtype}, got {state[name].dtype}")
-            if not is_finite(state[name]):
+    def check(self) -> None:
+        """Raise a `ValueError` unless a classifier with these class names could have these tensors."""
+        if self.class_names:
+            check_class_names(self.class_names)
+        for name, layout in self.layouts.items():
+            tensor = self[name]
+            if tensor.is_floating_point() != layout.dtype.is_floating_point:
+                raise ValueError(f"{name} must be of the kind of {layout.dtype}, got {tensor.dtype}")
+            if not is_finite(tensor):
                 raise ValueError(f"{name} contains NaN or infinity")
-            if not buffer.is_floating_point() and ((state[name] < 0) | (state[name] > MOST_IMAGES)).any():
-                given = f"{state[name].tolist()!r:.100}"
+            if not tensor.is_floating_point() and ((tensor < 0) | (tensor > MOST_IMAGES)).any():
+                given = f"{tensor.tolist()!r:.100}"
                 raise ValueError(f"{name} must be numbers of images, 0 to {MOST_IMAGES}, got {given}")
-            lengths = state[name].float().norm(dim=-1) if name in UNIT_ROWS else torch.ones(0)
-            if not (((lengths - 1).abs() < 1e-2) | ((lengths == 0) & (name in self.may_be_absent))).all():
+            lengths = tensor.float().norm(dim=-1) if layout.unit else torch.ones(0)
+            if not (((lengths - 1).abs() < 1e-2) | ((lengths == 0) & layout.may_be_zero)).all():
                 raise ValueError(f"{name} must consist of unit vectors")
-        self.check_shapes({name: tuple(tensor.shape) for name, tensor in state.items()}, len(class_names))
-        for name, axes in self._axes.items():
-            rows = state.get(str(axes[0]))
-            if rows is not None and int(rows.sum()) != len(state[name]):
-                raise ValueError(f"{axes[0]} adds up to {int(rows.sum())}, but {name} has {len(state[name])} rows")
+        check_shapes(self.layouts, {name: tuple(tensor.shape) for name, tensor in self.items()}, self.classes)
+        for name, layout in self.layouts.items():
+            counts = self.get(str(layout.axes[0])) if layout.axes else None
+            if counts is not None and int(counts.sum()) != len(self[name]):
+                raise ValueError(
+                    f"{layout.axes[0]} adds up to {int(counts.sum())}, but {name} has {len(self[name])} rows"
+                )
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write `<stem>_config.json` and `<stem>.safetensors`, which can be in the same folder as an adapter."""
-        classifiers.saved.save(self, folder)
 
-    @classmethod
-    def from_pretrained(
-        cls, source: str | Path, *, revision: str | None = None, token: str | None = None, cache_dir: str | None = None
-    ) -> Self:
-        """Load a saved classifier onto the CPU.
-
-        Args:
-            source: Folder of `save_pretrained`, or repository on the Hub.
-            revision: Revision on the Hub.
-            token: Access token for the Hub.
-            cache_dir: Folder for downloads.
-
-        Raises:
-            FileNotFoundError: The folder, the repository, its revision or a file does not exist.
-            ValueError: A file is damaged or has another format, or the two files do not belong together.
-        """
-        return classifiers.saved.load(cls, source, revision, token, cache_dir)
-
-    def push_to_hub(self, repo_id: str, *, commit_message: str | None = None, **options: Any) -> Any:
-        """Upload the files of `save_pretrained` to a repository on the Hub, which is created if it does not exist.
-
-        `options` are the arguments `private`, `token`, `revision` and `create_pr` of huggingface_hub.
-        """
-        message = commit_message or f"Upload {self.name} classifier"
-        return classifiers.saved.push(self, repo_id, message, options)
+def check_shapes(layouts: Mapping[str, Layout], shapes: Mapping[str, tuple[int, ...]], classes: int) -> None:
+    """Raise a `ValueError` unless the tensors of a classifier with this number of classes have these shapes."""
+    for problem, names in (("Missing", set(layouts) - set(shapes)), ("Unexpected", set(shapes) - set(layouts))):
+        if names:
+            raise ValueError(f"{problem} key(s) among the tensors: {', '.join(sorted(names)):.200}")
+    sizes: dict[int | str, int] = {CLASSES: classes}
+    for name, layout in layouts.items():
+        axes = layout.axes
+        for axis, size in zip(axes, shapes[name]):
+            if isinstance(axis, str):  # the first tensor with an axis determines its size for the others
+                sizes.setdefault(axis, min(size, classes * axes[-1]) if isinstance(axes[-1], int) else size)
+        expected = tuple(sizes.get(axis, axis) for axis in axes)
+        if tuple(shapes[name]) != expected:
+            raise ValueError(f"{name} must be {expected} for {classes} classes, got {tuple(shapes[name])}")

@@ -1,13 +1,17 @@
 """The text classifier: each class is the text embedding of its name, as in zero-shot CLIP."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.rule import Rule
+from dulbe_peft.classifiers.state import State
 
 
-class TextClassifier(Classifier):
+@dataclass(frozen=True)
+class TextRule(Rule):
     """Text classifier: logits = tau z . e_c, with e_c the unit text embedding of class c. It ignores training images.
 
     Reference:
@@ -20,14 +24,18 @@ class TextClassifier(Classifier):
     updates = True
     adds_up = ()
 
-    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+    def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         return {}
 
-    def without_image(self, image: Tensor, label: int) -> dict[str, Tensor]:
+    def without_image(self, state: State, image: Tensor, label: int) -> dict[str, Tensor]:
         return {}
 
-    def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
-        return self.logits(images)
+    def left_out(self, state: State, images: Tensor, labels: Tensor) -> Tensor:
+        return self.scores(state, images)
 
-    def logits(self, images: Tensor) -> Tensor:
-        return self.logit_scale * images @ self.text_embeds.float().T
+    def scores(self, state: State, images: Tensor) -> Tensor:
+        return self.logit_scale * images @ state.text_embeds.float().T
+
+
+class TextClassifier(Classifier, rule=TextRule):
+    __doc__ = TextRule.__doc__

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from dulbe_peft.classifiers.prototype import PrototypeClassifier
-from dulbe_peft.classifiers.text import TextClassifier
+from dulbe_peft.classifiers.prototype import PrototypeRule
+from dulbe_peft.classifiers.text import TextRule
 
-# Summaries, like `Classifier.summary`, of the rows of a table that do not come from a classifier of the learner.
+# Summaries, like `Rule.summary`, of the rows of a table that do not come from a classifier of the learner.
 BESIDE_CLASSIFIERS = {
     "zero_shot": "zero-shot: the model before it learned anything, which uses only the names of the classes",
-    "text": TextClassifier.summary,
-    "class_means": PrototypeClassifier.summary,
+    "text": TextRule.summary,
+    "class_means": PrototypeRule.summary,
 }
 
 # The titles of these rows for people.

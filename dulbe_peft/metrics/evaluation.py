@@ -102,7 +102,7 @@ def answers(classifier: Classifier, tests: Sequence[torch.Tensor]) -> list[tuple
     temperature, most = classifier.temperature, max(1, MOST_SCORES // len(classifier.class_names))
     parts, results = [part for test in tests for part in test.split(most)], []
     for group in _grouped(parts, most):
-        scores = classifier.part_by_part(torch.cat(group), [len(part) for part in group])
+        scores = classifier(torch.cat(group), [len(part) for part in group])
         highest = (scores / temperature).softmax(dim=1).amax(dim=1)
         results.append((scores.argmax(dim=1).cpu(), highest.float().cpu()))
     predicted, probability = (torch.cat(rows).split([*map(len, tests)]) for rows in zip(*results, strict=True))

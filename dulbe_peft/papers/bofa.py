@@ -22,7 +22,8 @@ from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.prototype import PrototypeClassifier
+from dulbe_peft.classifiers.prototype import PrototypeClassifier, PrototypeRule
+from dulbe_peft.classifiers.state import Layout, State, shared
 from dulbe_peft.strategies.base import Modes, NewTask
 from dulbe_peft.strategies.occupation import OccupationStrategy, old_statistic
 from dulbe_peft.subspaces.decompositions import eigh, fix_signs
@@ -66,7 +67,8 @@ class Bofa(OccupationStrategy):
             layer.set_up_projections(adapter, part * layer.current_up(adapter))
 
 
-class BofaClassifier(PrototypeClassifier):
+@dataclass(frozen=True)
+class BofaRule(PrototypeRule):
     """BOFA's classifier: logits = tau z . p_c, where p_c = (1 - lambda) e_c + lambda v_c is not normalised again.
 
     v_c is the direction of the class's mean unit feature. lambda is chosen once, from `grid` values between 0 and 1,
@@ -89,14 +91,13 @@ class BofaClassifier(PrototypeClassifier):
     needs_text = True
     adds_up = None  # cannot be combined: each learner has chosen its own weight
 
-    def register(self) -> None:
-        super().register()
-        self.register_buffer("image_weight", torch.zeros(()))
+    def tensors(self) -> dict[str, Layout]:
+        return super().tensors() | {"image_weight": shared()}
 
-    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        changes = super().added(images, labels, new)
-        if not self._class_names:
-            by_text = images @ self.text_embeds.float().T
+    def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+        changes = super().added(state, images, labels, new)
+        if not state.classes:
+            by_text = images @ state.text_embeds.float().T
             by_image = images @ F.normalize(changes["sums"], dim=1).to(images).T
             weights = torch.linspace(0, 1, self.grid, device=images.device)
             right = torch.stack([(torch.lerp(by_text, by_image, w).argmax(1) == labels).sum() for w in weights])
@@ -104,16 +105,27 @@ class BofaClassifier(PrototypeClassifier):
             changes["image_weight"] = weights[best[len(best) // 2]]
         return changes
 
+    def prototypes(self, state: State) -> Tensor:
+        """Return p_c, (C, d), float32."""
+        return torch.lerp(state.text_embeds.float(), self.visual_prototypes(state), state.image_weight.float())
+
+    def scores(self, state: State, images: Tensor) -> Tensor:
+        return self.logit_scale * images @ self.prototypes(state).T
+
+    def left_out(self, state: State, images: Tensor, labels: Tensor) -> Tensor:
+        """Return leave-one-out scores of class means, mixed with the text score of the true class; lambda is fixed."""
+        scores, columns = super().left_out(state, images, labels), labels[:, None]
+        by_text = self.logit_scale * (images * state.text_embeds[labels].to(images)).sum(dim=1, keepdim=True)
+        return scores.scatter(
+            1, columns, torch.lerp(by_text, scores.gather(1, columns), state.image_weight.to(scores))
+        )
+
+
+class BofaClassifier(PrototypeClassifier, rule=BofaRule):
+    __doc__ = BofaRule.__doc__
+    rule: BofaRule
+
     @property
     def prototypes(self) -> Tensor:
-        """Return p_c, (C, d), float32."""
-        return torch.lerp(self.text_embeds.float(), self.visual_prototypes, self.image_weight.float())
-
-    def logits(self, images: Tensor) -> Tensor:
-        return self.logit_scale * images @ self.prototypes.T
-
-    def left_out(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Return leave-one-out scores of class means, mixed with the text score of the true class; lambda is fixed."""
-        scores, columns = super().left_out(images, labels), labels[:, None]
-        by_text = self.logit_scale * (images * self.text_embeds[labels].to(images)).sum(dim=1, keepdim=True)
-        return scores.scatter(1, columns, torch.lerp(by_text, scores.gather(1, columns), self.image_weight.to(scores)))
+        """p_c, (C, d), float32."""
+        return self.rule.prototypes(self.state)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.state import Layout, State, shared
 from dulbe_peft.papers.fitting import ReplayedMeans, fit, minibatches, stand_ins, task_generator
 from dulbe_peft.strategies.frozen import Frozen
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
@@ -26,7 +28,8 @@ WARMUP, FINAL = 0.3, 1e-3  # share of the steps in which the rate rises, and the
 TUNED, TUNING = 2, 0.1  # epochs of the fine-tuning on class means, and the factor of its learning rate
 
 
-class Clap4ClipClassifier(ReplayedMeans):
+@dataclass(frozen=True)
+class Clap4ClipRule(ReplayedMeans):
     """CLAP4CLIP's classifier.
 
     It stores G, each class's text and mean feature, and M, m, S and s of each task: 8 d (d + 1) bytes. A task trains G
@@ -70,16 +73,20 @@ class Clap4ClipClassifier(ReplayedMeans):
     belongs_to = "clap4clip"
     by_task = "adapters"
 
-    def register(self) -> None:
-        self.register_buffer("guide", torch.zeros(sum(p.numel() for p in decoder(self.embed_dim).parameters())))
-        self.keep_means(2 * self.embed_dim * (self.embed_dim + 1))
+    @property
+    def numbers(self) -> int:
+        return 2 * self.embed_dim * (self.embed_dim + 1)
 
-    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        old, changes = len(self._class_names), self.with_means(images, labels, new)
-        texts, means, task = self.text_embeds.float(), changes["means"], changes["task"]
+    def tensors(self) -> dict[str, Layout]:
+        guide = shared(sum(parameter.numel() for parameter in decoder(self.embed_dim).parameters()))
+        return {"guide": guide} | super().tensors()
+
+    def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+        old, changes = state.classes, self.with_means(state, images, labels, new)
+        texts, means, task = state.text_embeds.float(), changes["means"], changes["task"]
         generator = task_generator(self.seed, old)
-        guide = self.guide.float().clone() if old else initial_guide(self.embed_dim, generator).to(images)
-        adapters = [*(row.float().clone() for row in self.adapters), initial_adapter(texts, generator)]
+        guide = state.guide.float().clone() if old else initial_guide(self.embed_dim, generator).to(images)
+        adapters = [*(row.float().clone() for row in state.adapters), initial_adapter(texts, generator)]
 
         def train(rows: Tensor, labels: Tensor, leaves: list[Tensor], epochs: int, rate: float, warmup: float) -> None:
             for tensor in (guide, *adapters):
@@ -106,7 +113,7 @@ class Clap4ClipClassifier(ReplayedMeans):
 
             fit(loss, optimizer, (minibatches(rows, self.batch_size, generator) for _ in range(epochs)))
 
-        rows, classes = stand_ins(self.means, self.counts, self.exemplars)
+        rows, classes = stand_ins(state.means, state.counts, self.exemplars)
         rows, classes = torch.cat([images, F.normalize(rows, dim=1)]), torch.cat([labels, classes])
         train(rows, classes, [guide, adapters[-1]], self.epochs, self.learning_rate, WARMUP)
         if old:
@@ -114,12 +121,16 @@ class Clap4ClipClassifier(ReplayedMeans):
             train(F.normalize(rows, dim=1), classes, adapters, TUNED, TUNING * self.learning_rate, 0)
         return changes | {"guide": guide.detach(), "adapters": torch.stack(adapters).detach()}
 
-    def _weight(self) -> Tensor:
-        guided = guided_texts(self.guide.float(), self.text_embeds.float(), self.means.float(), self.task)
-        return self.logit_scale * (guided + text_gaussians(self.adapters.float(), guided, self.task)[0])
+    def _weight(self, state: State) -> Tensor:
+        guided = guided_texts(state.guide.float(), state.text_embeds.float(), state.means.float(), state.task)
+        return self.logit_scale * (guided + text_gaussians(state.adapters.float(), guided, state.task)[0])
 
-    def logits(self, images: Tensor) -> Tensor:
-        return images @ self.derived("weight", self._weight).T
+    def scores(self, state: State, images: Tensor) -> Tensor:
+        return images @ state.derived("weight", lambda: self._weight(state)).T
+
+
+class Clap4ClipClassifier(Classifier, rule=Clap4ClipRule):
+    __doc__ = Clap4ClipRule.__doc__
 
 
 def decoder(width: int) -> nn.TransformerDecoderLayer:

@@ -19,6 +19,8 @@ from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.state import Layout, State, per_class
 from dulbe_peft.papers.fitting import KeptGaussians, fit, minibatches, task_generator, uniform
 from dulbe_peft.strategies.frozen import Frozen
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed, Weight, check_int
@@ -29,7 +31,8 @@ REPLAYED = 2  # number of old classes that a step samples features of
 RIDGE = 1e-4  # added to the diagonal of each covariance
 
 
-class ClgCbmClassifier(KeptGaussians):
+@dataclass(frozen=True)
+class ClgCbmRule(KeptGaussians):
     """CLG-CBM's classifier. It stores both layers, 4 (2 d + C) bytes per text, and a Gaussian per class, but no image.
 
     The concepts are the texts of the classes: pass descriptions as `class_texts`; without them, the concepts are the
@@ -63,19 +66,18 @@ class ClgCbmClassifier(KeptGaussians):
     needs_text = True
     needs_each_text = True
 
-    def register(self) -> None:
-        super().register()
-        self.register_rows("bottleneck", self.embed_dim, of="num_texts")
-        self.register_rows("weight", "num_texts")
+    def tensors(self) -> dict[str, Layout]:
+        layers = {"bottleneck": per_class(self.embed_dim, of="num_texts"), "weight": per_class("num_texts")}
+        return super().tensors() | layers
 
-    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        old, concepts = len(self._class_names), self.each_text.float()
-        kept, generator = self.with_gaussians(images, labels, RIDGE), task_generator(self.seed, old)
-        images, labels = add_replayed(images, labels - old, kept["means"], self.text_embeds.float())
+    def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+        old, concepts = state.classes, state.each_text.float()
+        kept, generator = self.with_gaussians(state, images, labels, RIDGE), task_generator(self.seed, old)
+        images, labels = add_replayed(images, labels - old, kept["means"], state.text_embeds.float())
         bottleneck = uniform(generator, self.embed_dim, *concepts.shape)
         weight = uniform(generator, len(concepts), old + len(new), len(concepts))
-        bottleneck[: len(self.bottleneck)] = self.bottleneck
-        weight[:old, : self.weight.shape[1]] = self.weight
+        bottleneck[: len(state.bottleneck)] = state.bottleneck
+        weight[:old, : state.weight.shape[1]] = state.weight
         bottleneck, weight = (layer.to(images).requires_grad_() for layer in (bottleneck, weight))
         order = torch.randperm(old, generator=generator)
         optimizer = torch.optim.Adam([bottleneck, weight], self.learning_rate)
@@ -84,15 +86,19 @@ class ClgCbmClassifier(KeptGaussians):
         def loss(step: int, rows: Tensor) -> Tensor:
             features, classes = images[rows], labels[rows]
             if old:
-                drawn, replayed = self.replay(order, step, REPLAYED, self.draws, generator)
+                drawn, replayed = self.replay(state, order, step, REPLAYED, self.draws, generator)
                 features, classes = torch.cat([features, drawn]), torch.cat([classes, replayed])
             return bottleneck_loss(features, classes, concepts, bottleneck, weight, self.alignment)
 
         fit(loss, optimizer, (minibatches(images, self.batch_size, generator) for _ in range(self.epochs)), schedule)
         return kept | {"bottleneck": bottleneck.detach(), "weight": weight.detach()}
 
-    def logits(self, images: Tensor) -> Tensor:
-        return images @ self.derived("product", lambda: (self.weight.float() @ self.bottleneck.float()).T)
+    def scores(self, state: State, images: Tensor) -> Tensor:
+        return images @ state.derived("product", lambda: (state.weight.float() @ state.bottleneck.float()).T)
+
+
+class ClgCbmClassifier(Classifier, rule=ClgCbmRule):
+    __doc__ = ClgCbmRule.__doc__
 
     def concepts(self, class_name: str, k: int = 5) -> list[tuple[str, int, float]]:
         """Return the k concepts that contribute most to a class, largest contribution first.
@@ -100,9 +106,9 @@ class ClgCbmClassifier(KeptGaussians):
         Each is a tuple: the class that the text belongs to, the index of the text among that class's texts, from 0,
         and the contribution to the score of the mean feature of `class_name`.
         """
-        if class_name not in self._class_names:
-            raise ValueError(f"class {class_name!r:.100} is not known: known are {self._class_names!r:.200}")
-        row, counts = self._class_names.index(class_name), zip(self._class_names, self.num_texts.tolist(), strict=True)
+        if class_name not in (names := self.class_names):
+            raise ValueError(f"class {class_name!r:.100} is not known: known are {names!r:.200}")
+        row, counts = names.index(class_name), zip(names, self.num_texts.tolist(), strict=True)
         texts = [(name, index) for name, count in counts for index in range(count)]
         parts = self.weight[row].float() * (self.bottleneck.float() @ self.means[row].float())
         best = parts.topk(min(check_int("k", k, 1), len(texts)))

@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.rule import Rule
+from dulbe_peft.classifiers.state import Layout, State, per_class, shared
 from dulbe_peft.papers.fitting import class_means, fit, minibatches, task_generator, uniform
 from dulbe_peft.strategies.frozen import Frozen
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed, Weight
@@ -49,7 +51,8 @@ def injected(
     return cosines + share * torch.nn.functional.normalize(z @ directions.T + offsets, dim=1)
 
 
-class EngineClassifier(Classifier):
+@dataclass(frozen=True)
+class EngineRule(Rule):
     """ENGINE's classifier. It stores the summed units, one mean per class and one scatter matrix, but no images.
 
     Differences from the paper:
@@ -93,23 +96,25 @@ class EngineClassifier(Classifier):
     needs_text = True
     moves = ("means", "scatter")  # the units stay; the next task trains its unit on samples around the moved means
 
-    def register(self) -> None:
-        for name in ("image_unit", "text_unit"):  # [W b]; the scale s is applied outside
-            self.register_buffer(name, torch.zeros(self.embed_dim, self.embed_dim + 1))
-        self.register_rows("means", self.embed_dim, dtype=torch.float64)
-        self.register_buffer("scatter", torch.zeros(self.embed_dim, self.embed_dim, dtype=torch.float64))
-        self.register_buffer("images", torch.zeros((), dtype=torch.int64))
+    def tensors(self) -> dict[str, Layout]:
+        return {
+            "image_unit": shared(self.embed_dim, self.embed_dim + 1),  # [W b]; the scale s is applied outside
+            "text_unit": shared(self.embed_dim, self.embed_dim + 1),
+            "means": per_class(self.embed_dim, dtype=torch.float64),
+            "scatter": shared(self.embed_dim, self.embed_dim, dtype=torch.float64),
+            "images": shared(dtype=torch.int64),
+        }
 
-    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        old, texts = len(self._class_names), self.text_embeds.float()
+    def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+        old, texts = state.classes, state.text_embeds.float()
         generator, width = task_generator(self.seed, old), (self.embed_dim, self.embed_dim + 1)
-        before = self.image_unit.float(), self.text_unit.float()
+        before = state.image_unit.float(), state.text_unit.float()
         units = [uniform(generator, self.embed_dim, *width).to(images).requires_grad_() for _ in before]
         optimizer = torch.optim.SGD(units, self.learning_rate, momentum=MOMENTUM, weight_decay=DECAY)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs)
 
         def loss(_: int, rows: Tensor) -> Tensor:
-            drawn, classes = self._sample_old(old, generator)
+            drawn, classes = self._sample_old(state, generator)
             image_unit, text_unit = (value + unit for value, unit in zip(before, units, strict=True))
             features = torch.cat([LENGTH * images[rows], drawn.to(images)])
             classes = torch.cat([labels[rows], classes.to(labels)])
@@ -120,49 +125,53 @@ class EngineClassifier(Classifier):
 
         fit(loss, optimizer, (minibatches(images, self.batch_size, generator) for _ in range(self.epochs)), schedule)
         image_unit, text_unit = (value + unit.detach() for value, unit in zip(before, units, strict=True))
-        task_labels, rows = (labels - old).to(self.means.device), images.to(self.means)
+        task_labels, rows = (labels - old).to(state.means.device), images.to(state.means)
         means = class_means(images, task_labels).to(rows)
         spread = rows - means[task_labels]
         return {
             "image_unit": image_unit,
             "text_unit": text_unit,
-            "means": torch.cat([self.means, means]),
-            "scatter": self.scatter + spread.T @ spread,
-            "images": self.images + len(images),
+            "means": torch.cat([state.means, means]),
+            "scatter": state.scatter + spread.T @ spread,
+            "images": state.images + len(images),
         }
 
-    def _sample_old(self, old: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def _sample_old(self, state: State, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Sample one feature for each of at most 1024 old classes.
 
         Returns the features, (n, d), float64 on the CPU, and their classes, (n,).
         """
-        classes = torch.randperm(old, generator=generator)[:MOST_DRAWN]
+        classes = torch.randperm(state.classes, generator=generator)[:MOST_DRAWN]
         noise = torch.randn(len(classes), self.embed_dim, generator=generator)
-        return LENGTH * self.means.cpu()[classes] + self.noise * noise, classes
+        return LENGTH * state.means.cpu()[classes] + self.noise * noise, classes
 
-    def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
-        return injected, self.derived("formula", self._tensors)
+    def formula(self, state: State) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
+        return injected, state.derived("formula", lambda: self._formula_tensors(state))
 
-    def _tensors(self) -> dict[str, Tensor]:
-        precision, classes = self._precision(), len(self.means)
-        directions = self.means @ precision
-        offsets = -(directions * self.means).sum(dim=1) / 2 - math.log(classes)
+    def _formula_tensors(self, state: State) -> dict[str, Tensor]:
+        precision, classes = self.precision(state), len(state.means)
+        directions = state.means @ precision
+        offsets = -(directions * state.means).sum(dim=1) / 2 - math.log(classes)
         # P may exceed the range of half precision. Dividing by a constant does not change g / |g|.
         largest = directions.abs().max().clamp(min=1)
-        unit, texts = self.image_unit.float(), _mapped(LENGTH * self.text_embeds.float(), self.text_unit.float())
+        unit, texts = state.image_unit.float(), _mapped(LENGTH * state.text_embeds.float(), state.text_unit.float())
         return {
             "unit": LENGTH * unit[:, :-1],
             "shift": unit[:, -1],
             "texts": self.logit_scale * (1 - self.discriminant) * texts,
-            "directions": (directions / largest).float().to(self.device),
-            "offsets": (offsets / largest).float().to(self.device),
-            "share": torch.tensor(self.logit_scale * self.discriminant, device=self.device),
+            "directions": (directions / largest).float().to(state.device),
+            "offsets": (offsets / largest).float().to(state.device),
+            "share": torch.tensor(self.logit_scale * self.discriminant, device=state.device),
         }
 
-    def _precision(self) -> Tensor:
+    def precision(self, state: State) -> Tensor:
         """Return P, (d, d), float64. It is 0 while no class has two different images."""
-        more = self.scatter.trace() / max(1, int(self.images) - 1) * torch.eye(self.embed_dim).to(self.scatter)
-        return self.embed_dim * torch.linalg.pinv(self.scatter + more, hermitian=True)
+        more = state.scatter.trace() / max(1, int(state.images) - 1) * torch.eye(self.embed_dim).to(state.scatter)
+        return self.embed_dim * torch.linalg.pinv(state.scatter + more, hermitian=True)
+
+
+class EngineClassifier(Classifier, rule=EngineRule):
+    __doc__ = EngineRule.__doc__
 
 
 def contrast(p: Tensor, q: Tensor) -> Tensor:

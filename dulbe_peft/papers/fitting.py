@@ -1,15 +1,17 @@
 """Shared parts of classifiers trained by gradient descent, which replay old classes as samples or as class means."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.calibration import ranking
 from dulbe_peft.classifiers.checks import check_directions
+from dulbe_peft.classifiers.rule import Rule
+from dulbe_peft.classifiers.state import Layout, State, per_class
 
 
 @torch.enable_grad()
@@ -55,19 +57,19 @@ def class_means(images: Tensor, labels: Tensor) -> Tensor:
     return sums.index_add(0, labels.cpu(), images.cpu().double()) / counts[:, None]
 
 
-class KeptGaussians(Classifier):
-    """Base of classifiers with a Gaussian per class.
+@dataclass(frozen=True)
+class KeptGaussians(Rule):
+    """Base of rules with a Gaussian per class.
 
-    It stores mu_c, (C, d), and the Cholesky factors of Sigma_c, (C, d, d).
+    They keep mu_c, (C, d), and the Cholesky factors of Sigma_c, (C, d, d).
     """
 
-    def register(self) -> None:
-        self.register_rows("means", self.embed_dim)
-        self.register_rows("factors", self.embed_dim, self.embed_dim)
+    def tensors(self) -> dict[str, Layout]:
+        return {"means": per_class(self.embed_dim), "factors": per_class(self.embed_dim, self.embed_dim)}
 
-    def with_gaussians(self, images: Tensor, labels: Tensor, ridge: float) -> dict[str, Tensor]:
+    def with_gaussians(self, state: State, images: Tensor, labels: Tensor, ridge: float) -> dict[str, Tensor]:
         """Return the means and factors of all classes, including a new task's; `ridge` is added to each diagonal."""
-        labels = labels.cpu() - len(self._class_names)
+        labels = labels.cpu() - state.classes
         rows, counts = images.cpu().double()[labels.argsort(stable=True)], labels.bincount()
         least = ridge * torch.eye(rows.shape[1], dtype=torch.float64)
         means, factors = [], images.new_empty(len(counts), *least.shape)
@@ -76,63 +78,69 @@ class KeptGaussians(Classifier):
             centred = features - means[-1]
             covariance = torch.addmm(least, centred.T, centred, alpha=1 / max(1, len(features) - 1))
             factors[index] = torch.linalg.cholesky(covariance)
-        return self.with_rows(means=torch.stack(means).to(images), factors=factors)
+        return state.with_rows(means=torch.stack(means).to(images), factors=factors)
 
-    def sample(self, classes: Tensor, generator: torch.Generator) -> Tensor:
+    def sample(self, state: State, classes: Tensor, generator: torch.Generator) -> Tensor:
         """Sample one feature mu_c + L_c n, n standard normal, for each entry of `classes`; returns (n, d)."""
-        noise = torch.randn(len(classes), self.embed_dim, generator=generator).to(self.means.device)
+        noise = torch.randn(len(classes), self.embed_dim, generator=generator).to(state.means.device)
         samples = torch.empty_like(noise)
         for index in classes.unique():
             rows = classes == index
-            samples[rows] = self.means[index].float() + noise[rows] @ self.factors[index].float().T
+            samples[rows] = state.means[index].float() + noise[rows] @ state.factors[index].float().T
         return samples
 
     def replay(
-        self, order: Tensor, step: int, classes: int, draws: int, generator: torch.Generator
+        self, state: State, order: Tensor, step: int, classes: int, draws: int, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
         """Sample `draws` features for each of the next `classes` classes in `order`; returns features and labels."""
         labels = order[(classes * step + torch.arange(classes)) % len(order)].repeat_interleave(draws)
-        labels = labels.to(self.means.device)
-        return self.sample(labels, generator), labels
+        labels = labels.to(state.means.device)
+        return self.sample(state, labels, generator), labels
 
-    def moved(self, matrix: Tensor) -> dict[str, Tensor]:
+    def moved(self, state: State, matrix: Tensor) -> dict[str, Tensor]:
         """Map mu_c to mu_c M and Sigma_c to M' Sigma_c M. Trained weights stay; later tasks train on moved samples."""
-        return {"means": self.means.double().cpu() @ matrix, "factors": matrix.T @ self.factors.double().cpu()}
+        return {"means": state.means.double().cpu() @ matrix, "factors": matrix.T @ state.factors.double().cpu()}
 
 
-class ReplayedMeans(Classifier):
-    """Base of classifiers that replay class means.
+@dataclass(frozen=True)
+class ReplayedMeans(Rule):
+    """Base of rules that replay class means.
 
-    It stores each class's mean feature, number of images and task, and the buffer named `by_task`, one row per task.
+    They keep each class's mean feature, number of images and task, and the tensor named `by_task`, one row per task,
+    which has `numbers` entries.
     """
 
     needs_text = True
     moves = ("means",)  # trained weights stay: the next task trains them on the moved means
     by_task: ClassVar[str]
 
-    def keep_means(self, numbers: int) -> None:
-        """Register the buffers; a task's row of the buffer `by_task` has `numbers` entries."""
-        self.register_rows("means", self.embed_dim)
-        self.register_rows(self.by_task, numbers, of=".tasks")
-        self.register_rows("counts", dtype=torch.int64)
-        self.register_rows("task", dtype=torch.int64)
+    @property
+    def numbers(self) -> int:
+        raise NotImplementedError
 
-    def with_means(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Layout]:
+        return {
+            "means": per_class(self.embed_dim),
+            self.by_task: per_class(self.numbers, of=".tasks"),
+            "counts": per_class(dtype=torch.int64),
+            "task": per_class(dtype=torch.int64),
+        }
+
+    def with_means(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         """Return the means, counts and tasks of all classes, including those of a new task."""
-        labels = labels - len(self._class_names)
+        labels = labels - state.classes
         means = class_means(images, labels)
         check_directions(means, new)
-        task = next_task(self.task, len(new))
-        return self.with_rows(means=means.to(images), counts=labels.bincount(), task=task)
+        task = next_task(state.task, len(new))
+        return state.with_rows(means=means.to(images), counts=labels.bincount(), task=task)
 
-    def forgotten(self, kept: Tensor) -> dict[str, Tensor]:
-        """Drop classes; when the last class of a task is dropped, its row of the buffer `by_task` goes too."""
-        changes = super().forgotten(kept)
+    def forgotten(self, state: State, kept: Tensor) -> dict[str, Tensor]:
+        """Drop classes; when the last class of a task is dropped, its row of the tensor `by_task` goes too."""
+        changes = super().forgotten(state, kept)
         left, changes["task"] = changes["task"].unique(return_inverse=True)
-        return changes | {self.by_task: getattr(self, self.by_task)[left]}
+        return changes | {self.by_task: state[self.by_task][left]}
 
-    def _check(self, state: Mapping[str, Tensor], class_names: list[str]) -> None:
-        super()._check(state, class_names)
+    def check(self, state: State) -> None:
         task, rows = state["task"], len(state[self.by_task])
         if task.unique_consecutive().tolist() != list(range(rows)):
             raise ValueError(f"task must count up from 0 to {rows - 1}, got {task.tolist()!r:.100}")

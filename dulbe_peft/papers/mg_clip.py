@@ -31,6 +31,8 @@ from torch.nn import functional as F
 from dulbe_peft.adapter.linear import Updates
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import check_directions
+from dulbe_peft.classifiers.rule import Rule
+from dulbe_peft.classifiers.state import Layout, State, per_class
 from dulbe_peft.papers.fitting import class_means, fit, minibatches, task_generator
 from dulbe_peft.strategies.base import Memory, Modes, NewTask, Strategy, replaced_modes
 from dulbe_peft.strategies.lora import uniform_bases
@@ -103,7 +105,8 @@ def mix(z: torch.Tensor, texts: torch.Tensor, agents: torch.Tensor, share: torch
     return ((by_text + share * by_agent) / (1 + share)).log()
 
 
-class VisualAgentClassifier(Classifier):
+@dataclass(frozen=True)
+class VisualAgentRule(Rule):
     """MG-CLIP's classifier: logits = log p_c. The agents V_c of a task are trained with the task and then fixed.
 
     V_c starts as the mean of the class's unit features, not normalised again. Adam then minimises the cross-entropy of
@@ -127,14 +130,14 @@ class VisualAgentClassifier(Classifier):
     needs_text = True
     moves = ("agents",)
 
-    def register(self) -> None:
-        self.register_rows("agents", self.embed_dim)
+    def tensors(self) -> dict[str, Layout]:
+        return {"agents": per_class(self.embed_dim)}
 
-    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        labels = labels - len(self._class_names)  # the softmax covers the new classes only
+    def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+        labels = labels - state.classes  # the softmax covers the new classes only
         agents = class_means(images, labels).to(images)
         check_directions(agents, new)
-        generator = task_generator(self.seed, len(self._class_names))
+        generator = task_generator(self.seed, state.classes)
         optimizer = torch.optim.Adam([agents.requires_grad_()], lr=self.learning_rate)
         steps, least = self.epochs * -(-len(images) // self.batch_size), 0.01 * self.learning_rate
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps), eta_min=least)
@@ -144,11 +147,15 @@ class VisualAgentClassifier(Classifier):
 
         batches = ([rows] for _ in range(self.epochs) for rows in minibatches(images, self.batch_size, generator))
         fit(loss, optimizer, batches, schedule)  # each batch counts as an epoch, so the schedule advances every step
-        return self.with_rows(agents=agents.detach())
+        return state.with_rows(agents=agents.detach())
 
-    def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
+    def formula(self, state: State) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         return mix, {
-            "texts": self.logit_scale * self.text_embeds.float(),
-            "agents": F.normalize(self.agents.float(), dim=1),
-            "share": torch.tensor(self.weight, device=self.device),
+            "texts": self.logit_scale * state.text_embeds.float(),
+            "agents": F.normalize(state.agents.float(), dim=1),
+            "share": torch.tensor(self.weight, device=state.device),
         }
+
+
+class VisualAgentClassifier(Classifier, rule=VisualAgentRule):
+    __doc__ = VisualAgentRule.__doc__

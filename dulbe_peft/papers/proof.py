@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.state import Layout, State, shared
 from dulbe_peft.papers.fitting import ReplayedMeans, fit, minibatches, stand_ins, task_generator
 from dulbe_peft.strategies.frozen import Frozen
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
@@ -97,7 +99,8 @@ def fusion_tensors(
     }
 
 
-class ProofClassifier(ReplayedMeans):
+@dataclass(frozen=True)
+class ProofRule(ReplayedMeans):
     """PROOF's classifier.
 
     It stores the summed projections, the attention, each class's text and mean feature, and each task's contexts. The
@@ -138,18 +141,21 @@ class ProofClassifier(ReplayedMeans):
     belongs_to = "proof"
     by_task = "prompts"
 
-    def register(self) -> None:
-        for name in NUMBERS:
-            self.register_buffer(name, torch.zeros((self.embed_dim,) * (1 if name.endswith("shift") else 2)))
-        self.keep_means(self.contexts * self.embed_dim)
+    @property
+    def numbers(self) -> int:
+        return self.contexts * self.embed_dim
 
-    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        changes, generator = self.with_means(images, labels, new), task_generator(self.seed, len(self._class_names))
-        replayed, classes = stand_ins(self.means, self.counts, self.exemplars)
+    def tensors(self) -> dict[str, Layout]:
+        shapes = {name: (self.embed_dim,) * (1 if name.endswith("shift") else 2) for name in NUMBERS}
+        return {name: shared(*shape) for name, shape in shapes.items()} | super().tensors()
+
+    def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+        changes, generator = self.with_means(state, images, labels, new), task_generator(self.seed, state.classes)
+        replayed, classes = stand_ins(state.means, state.counts, self.exemplars)
         images, labels = torch.cat([images, replayed]), torch.cat([labels, classes])
-        texts, contexts = self.text_embeds.float(), self.prompts.float().view(-1, self.embed_dim)
-        old = {name: getattr(self, name).float() for name in PROJECTIONS}
-        initial = self._initial_tensors(generator, first=not len(contexts))
+        texts, contexts = state.text_embeds.float(), state.prompts.float().view(-1, self.embed_dim)
+        old = {name: state[name].float() for name in PROJECTIONS}
+        initial = self._initial_tensors(state, generator, first=not len(contexts))
         leaves = {name: tensor.to(images).clone().requires_grad_() for name, tensor in initial.items()}
         optimizer = torch.optim.SGD(leaves.values(), self.learning_rate, MOMENTUM, weight_decay=DECAY)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs)
@@ -163,28 +169,32 @@ class ProofClassifier(ReplayedMeans):
 
         fit(loss, optimizer, (minibatches(images, self.batch_size, generator) for _ in range(self.epochs)), schedule)
         trained = {name: tensor.detach() for name, tensor in leaves.items()}
-        prompts = self.with_rows(prompts=trained.pop("contexts").view(1, -1))
+        prompts = state.with_rows(prompts=trained.pop("contexts").view(1, -1))
         return changes | prompts | trained | {name: old[name] + trained[name] for name in PROJECTIONS}
 
-    def _initial_tensors(self, generator: torch.Generator, first: bool) -> dict[str, Tensor]:
+    def _initial_tensors(self, state: State, generator: torch.Generator, first: bool) -> dict[str, Tensor]:
         """Return the task's initial tensors; as in the authors' code, only the attention is carried over."""
         width, bound = self.embed_dim, 1 / math.sqrt(self.embed_dim)
 
         def uniform(*shape: int) -> Tensor:
             return bound * (2 * torch.rand(*shape, generator=generator) - 1)
 
-        initial = {name: uniform(*getattr(self, name).shape) for name in PROJECTIONS}
+        initial = {name: uniform(*state[name].shape) for name in PROJECTIONS}
         initial["contexts"] = torch.randn(self.contexts, width, generator=generator)
         for name in ATTENTION[:-1]:
-            initial[name] = bound * torch.randn(width, width, generator=generator) if first else getattr(self, name)
-        return initial | {"out_shift": uniform(width) if first else self.out_shift}
+            initial[name] = bound * torch.randn(width, width, generator=generator) if first else state[name]
+        return initial | {"out_shift": uniform(width) if first else state.out_shift}
 
-    def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
-        return projected_fusion, self.derived("tensors", self._tensors)
+    def formula(self, state: State) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
+        return projected_fusion, state.derived("formula", lambda: self._formula_tensors(state))
 
-    def _tensors(self) -> dict[str, Tensor]:
-        tokens = self.text_embeds.float(), self.means.float(), self.prompts.float().view(-1, self.embed_dim)
-        return fusion_tensors(*tokens, self.logit_scale, {name: getattr(self, name).float() for name in NUMBERS})
+    def _formula_tensors(self, state: State) -> dict[str, Tensor]:
+        tokens = state.text_embeds.float(), state.means.float(), state.prompts.float().view(-1, self.embed_dim)
+        return fusion_tensors(*tokens, self.logit_scale, {name: state[name].float() for name in NUMBERS})
+
+
+class ProofClassifier(Classifier, rule=ProofRule):
+    __doc__ = ProofRule.__doc__
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.ridge import class_weights
+from dulbe_peft.classifiers.state import Layout, State, shared
 from dulbe_peft.papers.fitting import KeptGaussians, fit, minibatches, task_generator, uniform
 from dulbe_peft.strategies.frozen import Frozen
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
@@ -29,7 +31,8 @@ def mapped_cosine(z: torch.Tensor, map_: torch.Tensor, weight: torch.Tensor) -> 
     return torch.nn.functional.normalize(z @ map_.T, dim=1) @ weight.T
 
 
-class RapfClassifier(KeptGaussians):
+@dataclass(frozen=True)
+class RapfRule(KeptGaussians):
     """RAPF's classifier. It stores the map, the texts and a Gaussian per class, but no images.
 
     A class's Gaussian takes 4 d (d + 1) bytes: with d = 512, 100 MiB for 100 classes and 2.9 GiB for 3,000. Learning
@@ -73,14 +76,13 @@ class RapfClassifier(KeptGaussians):
     belongs_to = "rapf"
     needs_text = True
 
-    def register(self) -> None:
-        super().register()
-        self.register_buffer("map", torch.zeros(self.embed_dim, self.embed_dim))
+    def tensors(self) -> dict[str, Layout]:
+        return super().tensors() | {"map": shared(self.embed_dim, self.embed_dim)}
 
-    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        old, texts = len(self._class_names), self.text_embeds.float()
+    def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+        old, texts = state.classes, state.text_embeds.float()
         generator = task_generator(self.seed, old)
-        start = (self.map if old else uniform(generator, self.embed_dim, *self.map.shape)).to(images)
+        start = (state.map if old else uniform(generator, self.embed_dim, *state.map.shape)).to(images)
         map_, order = start.clone().requires_grad_(), torch.arange(old)
         pairs = hard_pairs(texts, old, self.pair_distance)
         weights = class_weights(torch.bincount(labels, minlength=len(texts))[old:])
@@ -96,7 +98,7 @@ class RapfClassifier(KeptGaussians):
         def loss(step: int, rows: Tensor) -> Tensor:
             features, classes = images[rows], labels[rows]
             if old:
-                drawn, replayed = self.replay(order, step, self.replayed, int(10 * self.draws), generator)
+                drawn, replayed = self.replay(state, order, step, self.replayed, int(10 * self.draws), generator)
                 features, classes = torch.cat([features, drawn]), torch.cat([classes, replayed])
             right = F.cross_entropy(self.logit_scale * _mapped(features, map_) @ texts.T, classes, weights)
             if not len(pairs):
@@ -105,14 +107,18 @@ class RapfClassifier(KeptGaussians):
             if len(pairs) > MOST_PAIRS:
                 hard = pairs[torch.randint(len(pairs), (MOST_PAIRS,), generator=generator)]
             hard = hard.repeat_interleave(int(20 * self.draws), dim=0)
-            return right + push_apart(_mapped(self.sample(hard[:, 0], generator), map_), texts, hard)
+            return right + push_apart(_mapped(self.sample(state, hard[:, 0], generator), map_), texts, hard)
 
         fit(loss, optimizer, epochs(), schedule)
         after = fused(start, map_.detach(), self.fusion_bias) if old else map_.detach()
-        return {"map": after} | self.with_gaussians(images, labels, self.ridge)
+        return {"map": after} | self.with_gaussians(state, images, labels, self.ridge)
 
-    def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
-        return mapped_cosine, {"map_": self.map.float(), "weight": self.logit_scale * self.text_embeds.float()}
+    def formula(self, state: State) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
+        return mapped_cosine, {"map_": state.map.float(), "weight": self.logit_scale * state.text_embeds.float()}
+
+
+class RapfClassifier(Classifier, rule=RapfRule):
+    __doc__ = RapfRule.__doc__
 
 
 def hard_pairs(texts: Tensor, old: int, distance: float) -> Tensor:

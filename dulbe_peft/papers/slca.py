@@ -18,6 +18,8 @@ from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
+from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.state import Layout, State, per_class
 from dulbe_peft.papers.fitting import KeptGaussians, fit, minibatches, next_task, task_generator
 from dulbe_peft.strategies.lora import Lora
 from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
@@ -25,7 +27,8 @@ from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 MOMENTUM, DECAY = 0.9, 5e-4  # for both head and alignment, as in the authors' configuration
 
 
-class SlcaClassifier(KeptGaussians):
+@dataclass(frozen=True)
+class SlcaRule(KeptGaussians):
     """SLCA's classifier. It stores a linear head and a Gaussian per class, 4 d (d + 3) bytes, but no images.
 
     The head is stored twice: the aligned one gives the scores, and the trained one is the start of the next alignment.
@@ -63,20 +66,18 @@ class SlcaClassifier(KeptGaussians):
     summary = "SLCA's rule: a linear layer, retrained after every task on features sampled from a Gaussian per class"
     belongs_to = "slca"
 
-    def register(self) -> None:
-        super().register()
-        for name in ("weight", "trained_weight"):
-            self.register_rows(name, self.embed_dim)
-        for name in ("bias", "trained_bias"):
-            self.register_rows(name)
-        self.register_rows("task", dtype=torch.int64)
+    def tensors(self) -> dict[str, Layout]:
+        weights = {name: per_class(self.embed_dim) for name in ("weight", "trained_weight")}
+        biases = {name: per_class() for name in ("bias", "trained_bias")}
+        return super().tensors() | weights | biases | {"task": per_class(dtype=torch.int64)}
 
-    def added(self, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
-        old, x = len(self._class_names), math.sqrt(self.embed_dim) * images
+    def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+        old, x = state.classes, math.sqrt(self.embed_dim) * images
         generator = task_generator(self.seed, old)
-        kept = self.with_gaussians(x, labels, self.ridge) | self.with_rows(task=next_task(self.task, len(new)))
+        task = next_task(state.task, len(new))
+        kept = self.with_gaussians(state, x, labels, self.ridge) | state.with_rows(task=task)
         weight, bias = self._head(x, labels - old, len(new), generator)
-        trained = self.with_rows(trained_weight=weight, trained_bias=bias)
+        trained = state.with_rows(trained_weight=weight, trained_bias=bias)
         weight, bias = (rows.clone() for rows in trained.values())
         if old:
             weight, bias = self._aligned(weight, bias, **kept, generator=generator)
@@ -118,8 +119,12 @@ class SlcaClassifier(KeptGaussians):
     def _optimizer(self, tensors: list[Tensor]) -> torch.optim.Optimizer:
         return torch.optim.SGD(tensors, self.learning_rate, momentum=MOMENTUM, weight_decay=DECAY)
 
-    def logits(self, images: Tensor) -> Tensor:
-        return F.linear(math.sqrt(self.embed_dim) * images, self.weight.float(), self.bias.float())
+    def scores(self, state: State, images: Tensor) -> Tensor:
+        return F.linear(math.sqrt(self.embed_dim) * images, state.weight.float(), state.bias.float())
+
+
+class SlcaClassifier(Classifier, rule=SlcaRule):
+    __doc__ = SlcaRule.__doc__
 
 
 def shrunk(means: Tensor, task: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ def suggestions(features: Tensor, count: int, classifier: Classifier | None = No
     margin = (values[:, 0] - values[:, -1]).cpu().numpy()
     many_novel = novel.sum() > MANY * LOST * len(novel)
     names = [[classifier.class_names[label] for label in row] for row in labels.tolist()]
-    sums = None if many_novel else sums_of(classifier)
+    sums = None if many_novel else sums_of(classifier.rule, classifier.state)
     means = None if sums is None else F.normalize(sums.means, dim=1)
     kind = "unlike anything learned" if many_novel else "typical"
     typical = _typical(features, every[novel] if many_novel else every, -(-count // 2), means, kind, seed)

@@ -80,7 +80,7 @@ def left_out_share(classifier: Classifier, images: Tensor, labels: Tensor) -> tu
         The accuracy and the outer ends of the two Wilson intervals, from 0 to 1, for the effective number of images
         in classes of unequal size; or None if the classifier cannot leave an image out.
     """
-    if isinstance(classifier, ClassSums):
+    if isinstance(classifier.rule, ClassSums):
         scores = refitted(classifier, images, labels)
     elif (closed := classifier.left_out(images, labels)) is not None:
         scores = (closed, closed)
@@ -104,15 +104,16 @@ def wilson(share: float, number: float) -> tuple[float, float, float]:
     return share, max(0.0, middle - half), min(1.0, middle + half)
 
 
-def refitted(classifier: ClassSums, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def refitted(classifier: Classifier, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return two sets of scores, (n, C), of learned images, (n, d), by classifiers that have not learned them.
 
     For the first scores, the image is missing from its class. For the second, the mean of its class is also moved to
     the distance of a mean of n images.
     """
-    rows, labels = classifier.lifted(images.to(classifier.sums)), labels.to(classifier.sums.device)
-    counts = classifier.counts.to(rows)
-    sums = Sums(classifier.sums / counts[:, None], counts, classifier.scatter, int(classifier.freedom))
+    state = classifier.state
+    rows, labels = classifier.rule.lifted(state, images.to(state.sums)), labels.to(state.sums.device)
+    counts = state.counts.to(rows)
+    sums = Sums(state.sums / counts[:, None], counts, state.scatter, int(state.freedom))
     fewer, order = torch.zeros(len(rows), len(counts)), labels.argsort(stable=True)
     as_many = torch.zeros_like(fewer)
     for part in range(min(PARTS, len(rows))):
@@ -130,9 +131,9 @@ def refitted(classifier: ClassSums, images: Tensor, labels: Tensor) -> tuple[Ten
     return fewer, as_many
 
 
-def scores_with(classifier: ClassSums, sums: Sums, images: Tensor) -> Tensor:
+def scores_with(classifier: Classifier, sums: Sums, images: Tensor) -> Tensor:
     """Return the scores, (n, C), of unit features by a copy of the classifier with other sums of the same classes."""
-    fork, freedom = classifier.fork(), torch.full_like(classifier.freedom, sums.freedom)
-    changes = {"sums": sums.means * sums.counts[:, None], "counts": sums.counts.to(classifier.counts)}
-    fork.install(changes | {"scatter": sums.scatter, "freedom": freedom})
-    return fork.logits(images.float().to(classifier.device)).cpu().float()
+    state = classifier.state
+    changes = {"sums": sums.means * sums.counts[:, None], "counts": sums.counts, "scatter": sums.scatter}
+    state = state.replaced(changes | {"freedom": torch.full_like(state.freedom, sums.freedom)})
+    return classifier.rule.scores(state, images.float().to(state.device)).cpu().float()

@@ -111,7 +111,8 @@ class LearnerState:
 
     def image_counts(self) -> dict[str, int]:
         """Return class -> number of its learned images, or nothing if no classifier counts images."""
-        counts = next((c.counts.tolist() for c in self.classifiers.values() if "counts" in c.tensors()), [])
+        every = [classifier.state for classifier in self.classifiers.values()]
+        counts = next((state.counts.tolist() for state in every if "counts" in state), [])
         return dict(zip(self.class_names, counts, strict=False))
 
     def places(self, names: Sequence[str]) -> list[int]:

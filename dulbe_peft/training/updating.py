@@ -32,7 +32,7 @@ def update_classes(
             adapter.check_unscaled()
         given = state.known_images(dataset, class_names)
         for classifier in state.classifiers.values():
-            classifier.check_update()
+            classifier.rule.check_update()
     check_same_in_all(given.labels.tolist(), "labels")
     encoder.profile.clear()
     with encoder.profile.phase("update"):
@@ -91,7 +91,7 @@ def forget_images(state: LearnerState, encoder: Encoder, images: Any) -> Learner
                 f"load the learner in {how}"
             )
     for classifier in state.classifiers.values():
-        classifier.check_forgets_images()
+        classifier.rule.check_forgets_images()
     learned: dict[bytes, list[str]] = {}
     for name, contents in state.known.learned.items():
         for content in contents:

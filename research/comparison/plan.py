@@ -220,7 +220,7 @@ def _rows(method: str, settings: Mapping[str, Any], file: _PlanFile) -> list[Row
     added = [text for text in strategy.classifiers if kinds[text].belongs_to and kinds[text].name not in listed]
     rows = []
     for text in (*file.classifiers, *added):
-        corrections = [drift for drift in file.drift if strategy.adapts and kinds[text].follows_drift(drift)]
+        corrections = [drift for drift in file.drift if strategy.adapts and kinds[text].rule_type.follows_drift(drift)]
         uncorrected = ["none"] if "none" in file.drift or not corrections else []
         rows += [Row(method, text, drift) for drift in (*uncorrected, *corrections)]
     return rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -15,14 +16,16 @@ from torch.nn import functional as F
 
 from dulbe_peft import CLASSIFIERS, register_classifier
 from dulbe_peft.classifiers import (
+    Classifier,
     LdaClassifier,
-    PrototypeClassifier,
     make_classifier,
     make_classifiers,
     parse_classifiers,
     spec,
 )
 from dulbe_peft.classifiers.drift import linear_map
+from dulbe_peft.classifiers.prototype import PrototypeRule
+from dulbe_peft.classifiers.state import shared
 
 
 def test_invalid_calls_are_refused_and_change_nothing(tmp_path):
@@ -134,7 +137,7 @@ def test_state_dicts_and_files_restore_classifiers_bit_for_bit(name, tmp_path):
         assert spec(actual) == spec(classifier)
         assert actual.temperature == classifier.temperature and actual.calibration == classifier.calibration != ()
     loaded.save_pretrained(tmp_path / "b")
-    stem = type(classifier).file_stem
+    stem = classifier.rule.file_stem or classifier.name
     assert {path.name for path in (tmp_path / "a").iterdir()} == {f"{stem}_config.json", f"{stem}.safetensors"}
     assert all(path.read_bytes() == (tmp_path / "b" / path.name).read_bytes() for path in (tmp_path / "a").iterdir())
     for further in (classifier, loaded):
@@ -143,10 +146,13 @@ def test_state_dicts_and_files_restore_classifiers_bit_for_bit(name, tmp_path):
 
 
 def test_buffer_with_the_name_classes_is_saved_and_loaded(tmp_path):
-    class Marked(PrototypeClassifier):
-        def register(self):
-            super().register()
-            self.register_buffer("classes", torch.ones(3))
+    @dataclass(frozen=True)
+    class MarkedRule(PrototypeRule):
+        def tensors(self):
+            return super().tensors() | {"classes": shared(start=torch.ones(3))}
+
+    class Marked(Classifier, rule=MarkedRule):
+        pass
 
     classifier = Marked(embed_dim=DIM)
     classifier.add_classes(["x", "y"], *task([0, 1]))
@@ -188,21 +194,26 @@ def test_registered_classifier_works_with_files_and_the_hub(page, tmp_path, monk
 
 def test_invalid_classifier_classes_are_not_registered(page):
     base = page["NearestMedian"]
+
+    def of_rule(**facts):
+        return type("A", (Classifier,), {}, rule=dataclass(frozen=True)(type("R", (base.rule_type,), facts)))
+
     assert register_classifier(base) is base
     for cls, error, message in (
         (dict, TypeError, "derived from Classifier"),
-        (type("A", (base,), {"name": "Two words"}), ValueError, "characters a-z"),
-        (type("B", (base,), {"name": "lda"}), ValueError, "the classifier 'lda' is already .*LdaClassifier"),
-        (
-            type("C", (base,), {"name": "mine", "file_stem": "head"}),
-            ValueError,
-            "'head', which another",
-        ),
+        (of_rule(name="Two words"), ValueError, "characters a-z"),
+        (of_rule(name="lda"), ValueError, "the classifier 'lda' is already .*LdaClassifier"),
+        (of_rule(name="mine", file_stem="head"), ValueError, "'head', which another"),
     ):
         with pytest.raises(error, match=message):
             register_classifier(cls)
-    with pytest.raises(TypeError, match="D has an __init__: make its settings dataclass fields"):
-        type("D", (base,), {"__init__": lambda self, embed_dim: None})
+    for wrong in ("__init__", "name", "added", "logits"):  # in a class that holds no rule, nothing would use them
+        with pytest.raises(TypeError, match=f"D defines {wrong}: define this in a class derived from Rule"):
+            type("D", (base,), {wrong: None})
+    with pytest.raises(TypeError, match="rule must be a class derived from Rule with @dataclass"):
+        type("D", (Classifier,), {}, rule=type("R", (base.rule_type,), {}))
+    with pytest.raises(TypeError, match=r"D has no rule: write class D\(Classifier, rule=...\)"):
+        type("D", (Classifier,), {})(8)
     assert {*NAMED, "median"} == set(CLASSIFIERS)
 
 
@@ -213,9 +224,9 @@ def test_specs_make_classifiers_or_are_refused():
     assert list(map(spec, made.values())) == specs
     assert all(make_classifier(spec(one), 8).settings() == one.settings() for one in made.values())
     assert list(make_classifiers("bridge:depths=0/1,lda", 8)) == ["bridge", "lda"]
-    assert [CLASSIFIERS[name].follows_drift() for name in ("bayes", "ranpac", "text")] == [True, True, False]
-    assert [CLASSIFIERS[name].follows_drift("linear") for name in ("lda", "ranpac")] == [True, False]
-    assert not any(kind.follows_drift("none") for kind in CLASSIFIERS.values())
+    assert [CLASSIFIERS[name].rule_type.follows_drift() for name in ("bayes", "ranpac", "text")] == [True, True, False]
+    assert [CLASSIFIERS[name].rule_type.follows_drift("linear") for name in ("lda", "ranpac")] == [True, False]
+    assert not any(kind.rule_type.follows_drift("none") for kind in CLASSIFIERS.values())
     for text, message in (
         ("ranpack", r"no classifier 'ranpack'; did you mean 'ranpac'\? \(known: .*bridge"),
         ("ranpac:feature=3", r"no setting 'feature'; did you mean 'features'\?"),

@@ -75,7 +75,7 @@ def test_follow_maps_sums_in_the_space_of_the_lifted_features(spec):
     kept.add_classes([f"old {c}" for c in range(CLASSES)], old, labels)
     before = {name: tensor.clone() for name, tensor in kept.tensors().items()}
     kept.follow(new, turned(new), more)
-    lifted = [kept.lifted(each.double()) for each in (new, turned(new))]
+    lifted = [kept.rule.lifted(kept.state, each.double()) for each in (new, turned(new))]
     matrix = drift.chosen_map(*lifted, more)
     assert torch.allclose(kept.sums, before["sums"] @ matrix)
     name = "gram" if "gram" in before else "scatter"

@@ -239,7 +239,7 @@ def test_roc_area_predicts_the_area_on_unknown_classes():
 def test_other_classifiers_use_the_largest_probability():
     rows, labels, _, others = world()
     classifier = in_tasks("ridge", rows, labels)
-    assert sums_of(classifier) is None and classifier.roc_area is None
+    assert sums_of(classifier.rule, classifier.state) is None and classifier.roc_area is None
     sure = classifier.probabilities(others).amax(dim=1)
     assert torch.equal(classifier.novelty(others), 1 - sure.double())  # the same products of the same rows
     assert torch.equal(classifier.refused(others, 0.3), sure < classifier.rejection_threshold(0.3))

@@ -119,7 +119,7 @@ def test_left_out_images_are_scored_by_a_classifier_that_has_not_learned_them(sp
         gone = order[part :: min(PARTS, len(labels))]
         kept = torch.ones(len(labels), dtype=torch.bool)
         kept[gone] = False
-        rows = classifier.lifted(images.double())
+        rows = classifier.rule.lifted(classifier.state, images.double())
         means, moved, scatter = [], [], torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64)
         for c, n in enumerate(counts):
             own, out = rows[kept & (labels == c)], rows[~kept & (labels == c)]

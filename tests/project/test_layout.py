@@ -49,6 +49,7 @@ FILES = sorted(
     for folder in ("dulbe_peft", "research")
     for path in (ROOT / folder).rglob("*.py")
 )
+MODULES = {file.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for file in FILES}
 PACKAGES = {"dulbe_peft", "dulbe_peft.photos", "research"}  # their `__init__` refers to modules inside them
 # `ClassIncrementalLearner.run` is a shorter way to write `run_stream`, which stands above the learner.
 SHORTCUT = {f"dulbe_peft.streams.{name}" for name in ("run.run_stream", "run.RunOptions", "tasks.Task")}
@@ -69,14 +70,36 @@ def module_of(file: str) -> str:
 @cache
 def imported_names(file: str) -> set[str]:
     """Return the dotted names that a file imports from the project, also in functions or only for type checking."""
-    imported = set()
-    for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    imported = names_in((ROOT / file).read_text(encoding="utf-8"), file)
+    return imported - SHORTCUT if file == "dulbe_peft/learner.py" else imported
+
+
+def names_in(code: str, file: str) -> set[str]:
+    """Return the imported names of a file's code, and what it reaches as attributes of an imported package."""
+    imported, bound, tree = set(), {}, ast.parse(code)
+    for node in ast.walk(tree):
+        pairs = [(alias, alias.name) for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file} has a relative import"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        imported |= {name for name in names if name.split(".")[0] in ("dulbe_peft", "research")}
-    return imported - SHORTCUT if file == "dulbe_peft/learner.py" else imported
+            pairs = [(alias, f"{node.module}.{alias.name}") for alias in node.names]
+        for alias, name in pairs:
+            if name.split(".")[0] in ("dulbe_peft", "research"):
+                imported.add(name)
+                whole = isinstance(node, ast.ImportFrom) or alias.asname
+                bound[alias.asname or alias.name.partition(".")[0]] = name if whole else name.partition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (path := dotted(node)) and path[0] in bound:
+            reached = ".".join([bound[path[0]], *path[1:]])
+            imported |= {name for name in (reached, reached.rpartition(".")[0]) if name in MODULES - PACKAGES}
+    return imported
+
+
+def dotted(node: ast.expr) -> list[str]:
+    """Return the parts of `a.b.c`, or nothing if it is no such name."""
+    if isinstance(node, ast.Attribute):
+        before = dotted(node.value)
+        return [*before, node.attr] if before else []
+    return [node.id] if isinstance(node, ast.Name) else []
 
 
 def test_modules_import_only_from_layers_above_theirs():
@@ -122,6 +145,19 @@ def test_imports_have_no_cycles():
 
     graph = {name: {module(other) for other in imported_names(file)} - {name} for name, file in modules.items()}
     graphlib.TopologicalSorter(graph).prepare()  # a CycleError names the modules in the cycle
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from dulbe_peft import classifiers\ndef f(): return classifiers.novelty.sums_of",
+        "import dulbe_peft.classifiers as c\nc.novelty.sums_of",
+        "import dulbe_peft\nclass C:\n    x = dulbe_peft.classifiers.novelty",
+        "def f():\n    from dulbe_peft.classifiers import novelty",
+    ],
+)
+def test_modules_reached_as_attributes_of_a_package_count_as_imports(code):
+    assert "dulbe_peft.classifiers.novelty" in names_in(code, "planted.py")
 
 
 def test_version_and_citation_agree_everywhere():

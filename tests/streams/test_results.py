@@ -75,9 +75,9 @@ def test_predictions_equal_a_loop_over_images():
 
 
 def test_number_of_scores_in_memory_is_limited(monkeypatch):
-    expected, sizes, part_by_part = predict("lda", "bridge"), [], Classifier.part_by_part
+    expected, sizes, forward = predict("lda", "bridge"), [], Classifier.forward
     monkeypatch.setattr(evaluation, "MOST_SCORES", 17)  # enough for three images with five classes
-    monkeypatch.setattr(Classifier, "part_by_part", lambda *given: sizes.append(len(given[1])) or part_by_part(*given))
+    monkeypatch.setattr(Classifier, "forward", lambda *given: sizes.append(len(given[1])) or forward(*given))
     actual = predict("lda", "bridge")
     assert sizes == ([3] * 6 + [2]) * 2
     for left, right in ((expected.classifiers, actual.classifiers), (expected.baselines, actual.baselines)):

@@ -21,7 +21,7 @@ def test_classifiers_use_one_thread_and_restore_the_thread_count(monkeypatch):
     threads, eigh = [], torch.linalg.eigh
     classifier = make_classifier("bayes", 8, 10.0)
     monkeypatch.setattr(torch.linalg, "eigh", lambda *a, **k: threads.append(torch.get_num_threads()) or eigh(*a, **k))
-    kind, added = type(classifier), type(classifier).added
+    kind, added = classifier.rule_type, classifier.rule_type.added
     monkeypatch.setattr(kind, "added", lambda *a: threads.append(torch.get_num_threads()) or added(*a))
     features = torch.nn.functional.normalize(torch.randn(40, 8), dim=1)
     classifier.add_classes(["a", "b"], features, torch.arange(40) % 2, features[:2])

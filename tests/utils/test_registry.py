@@ -9,11 +9,16 @@ from dulbe_peft.utils.registry import Registry
 
 PLUGIN = """
 from dataclasses import dataclass
-from dulbe_peft.classifiers import PrototypeClassifier
+from dulbe_peft.classifiers import Classifier
+from dulbe_peft.classifiers.prototype import PrototypeRule
 from dulbe_peft.strategies.frozen import Frozen
 
-class Centroid(PrototypeClassifier):
+@dataclass(frozen=True)
+class CentroidRule(PrototypeRule):
     name = "centroid"
+
+class Centroid(Classifier, rule=CentroidRule):
+    pass
 
 @dataclass(frozen=True)
 class Still(Frozen):

@@ -25,8 +25,13 @@ def declared():
         for name, hint in field_types(owner).items():
             yield kind, name, hint, None
     for cls in CLASSIFIERS.values():
-        for name in cls.setting_defaults():
-            yield partial(cls, 8), name, field_types(cls)[name], partial(parse_classifier, f"{cls.name}:{name}=%s")
+        for name in cls.rule_type.setting_defaults():
+            yield (
+                partial(cls, 8),
+                name,
+                field_types(cls.rule_type)[name],
+                partial(parse_classifier, f"{cls.name}:{name}=%s"),
+            )
     for cls in STRATEGIES.values():
         for name, hint in field_types(cls).items():
             yield cls, name, hint, partial(make_strategy, f"{cls.name}:{name}=%s")

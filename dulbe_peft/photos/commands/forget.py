@@ -38,7 +38,7 @@ def forget(
 
     lines = []
     if image:
-        lines = drop_unsupported_classifiers(loaded, lambda classifier: classifier.check_forgets_images())
+        lines = drop_unsupported_classifiers(loaded, lambda classifier: classifier.rule.check_forgets_images())
         loaded.forget_images(list(image))
     for name in dict.fromkeys(classes):
         loaded.forget_class(name)

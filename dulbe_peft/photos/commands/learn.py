@@ -148,7 +148,7 @@ def _update(learner: ClassIncrementalLearner, images: LabelledImages) -> None:
         return
     try:
         for classifier in learner.classifiers.values():
-            classifier.check_update()
+            classifier.rule.check_update()
     except ValueError as error:
         raise ValueError(f"{error}; --no-update leaves out the images of known classes") from error
     listed = ", ".join(f"{name} ({n})" for name, n in count_images({"": images})[""].items() if n)

@@ -28,13 +28,13 @@ def merge(
     check_given(other)
     claim(("--output", output, FOLDER), apart=[learner, other], overwrite=overwrite)
     first, second = load(), load(learner=other)
-    from dulbe_peft.classifiers.checks import check_alike
+    from dulbe_peft.classifiers.base import check_alike
     from dulbe_peft.streams.progress import known_tasks
 
     def check(classifier: Any) -> None:
         if classifier.name not in second.classifiers:
             raise ValueError(f"only {learner} has it")
-        classifier.check_merges()
+        classifier.rule.check_merges()
         check_alike(classifier, second.classifiers[classifier.name])
 
     only_second, before = second.classifiers.keys() - first.classifiers.keys(), set(first.class_names)

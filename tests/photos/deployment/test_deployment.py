@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -22,8 +22,9 @@ from tiny_encoders import CONFIG, QUICK
 from transformers import pipeline
 
 from dulbe_peft import CLASSIFIERS, ClassIncrementalLearner, DualModeLoraConfig, LearnerArguments, load_dual_encoder
-from dulbe_peft.classifiers import PrototypeClassifier
+from dulbe_peft.classifiers import Classifier
 from dulbe_peft.classifiers.checks import random_features
+from dulbe_peft.classifiers.prototype import PrototypeRule
 from dulbe_peft.encoders import onnx_graphs
 from dulbe_peft.photos.deployment import graph
 from dulbe_peft.photos.deployment.export import export_learner
@@ -235,20 +236,31 @@ def test_formula_of_every_classifier_gives_its_scores_and_is_exportable(clip):
     assert {*clip.classifiers, "prototype"} == set(CLASSIFIERS)  # `prototype` is tested in CASES
 
 
-class Squares(PrototypeClassifier):
-    """A classifier whose scores are not linear in the features."""
+@dataclass(frozen=True)
+class SquaresRule(PrototypeRule):
+    """A rule whose scores are not linear in the features."""
 
     name = "squares_of_the_test"
 
-    def logits(self, images: torch.Tensor) -> torch.Tensor:
-        return super().logits(images) ** 2
+    def scores(self, state, images):
+        return super().scores(state, images) ** 2
 
 
-class Nameless(Squares):
+class Squares(Classifier, rule=SquaresRule):
+    pass
+
+
+@dataclass(frozen=True)
+class NamelessRule(SquaresRule):
     name = "nameless_of_the_test"
 
-    def formula(self):
-        return lambda z, weight: (self.logit_scale * z @ weight.T) ** 2, {"weight": self.visual_prototypes}
+    def formula(self, state):
+        weight = self.visual_prototypes(state)
+        return lambda z, weight: (self.logit_scale * z @ weight.T) ** 2, {"weight": weight}
+
+
+class Nameless(Classifier, rule=NamelessRule):
+    pass
 
 
 def with_classifier(learner, cls):

@@ -236,7 +236,7 @@ def test_answers_of_another_run_classifier_or_default_are_refused(copied, monkey
     for row in (Row("LoRA", "bridge"), replace(lda, drift="linear"), Row("LoRA", "ridge")):
         with pytest.raises(ValueError, match="belongs to another run, classifier or version; remove the file"):
             read_answers(run, row, cell)
-    monkeypatch.setattr(CLASSIFIERS["lda"], "setting_defaults", lambda: {"shrinkage": "another default"})
+    monkeypatch.setattr(CLASSIFIERS["lda"].rule_type, "setting_defaults", lambda: {"shrinkage": "another default"})
     with pytest.raises(ValueError, match="belongs to another run, classifier or version"):
         read_answers(run, lda, cell)
 

@@ -1,0 +1,297 @@
+"""The base class of all rules. A rule says what a classifier keeps of its images, and how it classifies with that.
+
+    @dataclass(frozen=True)
+    class MineRule(Rule):
+        power: Positive = 2.0            settings, whose types say which values are allowed
+        name = "mine"
+
+        tensors                          which tensors are kept: `per_class` (one row per class) and `shared`
+        added                            new values of the tensors after learning further images
+        scores                           unit features to scores
+        formula                          the scores in plain PyTorch, if they are not linear in the features
+
+    class MineClassifier(Classifier, rule=MineRule): ...
+
+A rule holds settings only. Its functions take the tensors as a `State`, and return new ones without changing anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import torch
+from annotated_types import Ge, Le
+from torch import Tensor
+
+from dulbe_peft.classifiers.checks import random_features, same_scores
+from dulbe_peft.classifiers.state import Layout, State, per_class
+from dulbe_peft.utils.settings import LEAST, check_settings
+
+if TYPE_CHECKING:
+    from dulbe_peft.classifiers.calibration import TaskTemperature
+
+LogitScale = Annotated[float, Ge(LEAST), Le(1e30)]  # logits stay finite in float32
+# Tensors that are sums over images -> the power of an image's weight by which a summand is multiplied. Other tensors
+# are means or choices.
+SUMS = {"counts": 1.0, "sums": 1.0, "lengths": 1.0, "scatter": 1.0, "gram": 1.0, "factors": 0.5}
+
+
+def linear(z: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Return the scores, (n, C), of unit features z, (n, d), by a matrix and a bias."""
+    return z @ weight.T + bias
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Base class. A rule is a frozen dataclass whose fields are its settings. They are saved with the classifier.
+
+    Args:
+        embed_dim: d, width of the features.
+        logit_scale: tau, the factor of the cosines (not its logarithm); 100 for CLIP.
+
+    Attributes:
+        name: Key of the classifier in the registry.
+        file_stem: The beginning of its file names; by default the name.
+        summary: One line for readers who have not read the paper. Reports show it.
+        belongs_to: The strategy that this rule belongs to, or "".
+        needs_text: Whether learning needs text embeddings, which are kept in the rows `text_embeds`.
+        needs_each_text: Whether every single text is kept, in the rows `each_text`, `num_texts` per class.
+        updates: Whether `added` accepts further images of known classes.
+        adds_up: Tensors that `merged` adds; None if merging is not possible.
+        moves: Tensors that `moved` maps: rows z, and sums over images of z' z.
+    """
+
+    embed_dim: Annotated[int, Ge(2)]
+    logit_scale: LogitScale = 100.0
+
+    name: ClassVar[str] = ""
+    file_stem: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+    belongs_to: ClassVar[str] = ""
+    needs_text: ClassVar[bool] = False
+    needs_each_text: ClassVar[bool] = False
+    updates: ClassVar[bool] = False
+    adds_up: ClassVar[tuple[str, ...] | None] = None
+    moves: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        check_settings(self, owner=f"the {self.name!r} classifier")
+
+    @classmethod
+    def setting_defaults(cls) -> dict[str, Any]:
+        """Return the settings and their defaults, without `embed_dim` and `logit_scale`."""
+        return {entry.name: entry.default for entry in fields(cls) if entry.name not in ("embed_dim", "logit_scale")}
+
+    def layouts(self) -> dict[str, Layout]:
+        """Return the layouts of all tensors: those of the texts, then those of `tensors`."""
+        texts = {"text_embeds": per_class(self.embed_dim, unit=True)} if self.needs_text else {}
+        if self.needs_each_text:
+            texts |= {
+                "each_text": per_class(self.embed_dim, of="num_texts"),
+                "num_texts": per_class(dtype=torch.int64),
+            }
+        return texts | self.tensors()
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether it uses text embeddings, required or optional."""
+        return "text_embeds" in self.layouts()
+
+    def tensors(self) -> dict[str, Layout]:
+        """Return the layouts of the tensors besides those of the texts, by name. A file contains nothing else."""
+        return {}
+
+    def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+        """Return the tensors' new values after learning images of `new` or known classes.
+
+        Args:
+            state: The tensors before. The texts of new classes are already there; `State.with_new_rows` adds rows for
+                them to the other tensors.
+            images: (n, d), unit features in float32.
+            labels: (n,), indices into all seen classes. The new classes come last, and each has at least one image.
+            new: Names of the new classes; empty only if `updates` is set.
+        """
+        raise NotImplementedError
+
+    def added_views(
+        self, state: State, views: Tensor, labels: Tensor, new: Sequence[str], number: int
+    ) -> dict[str, Tensor]:
+        """Return the sums of `added` with the weight 1 / V for each of V views.
+
+        `added` knows no weights, so the known images count V times, and the result is divided by V.
+
+        Args:
+            state: The tensors before, as in `added`.
+            views: (n V, d), unit features of the views, those of an image one after another.
+            labels: (n,), as in `added`.
+            new: Names of the new classes.
+            number: V.
+        """
+        times = {name: number if power == 1 else number**power for name, power in SUMS.items()}
+        start = state.replaced({name: tensor * times[name] for name, tensor in state.items() if name in SUMS})
+        changes = self.added(start, views, labels.repeat_interleave(number), new)
+        for name in changes.keys() & SUMS.keys():
+            integer = not changes[name].is_floating_point()
+            changes[name] = changes[name] // number if integer else changes[name] / times[name]
+        if "freedom" in changes:
+            changes["freedom"] = state.freedom + len(labels) - len(new)
+        return changes
+
+    def scores(self, state: State, images: Tensor) -> Tensor:
+        """Return the scores, (n, C) in float32, of unit features, (n, d) in float32. The default uses `formula`."""
+        function, tensors = self.formula(state)
+        return function(images, **tensors)
+
+    @torch.no_grad()
+    def formula(self, state: State) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
+        """Return the scores as a function in plain PyTorch and its tensors, which exports contain.
+
+        The function is defined at the top of a module, uses only `torch`, and takes unit features z, (n, d), and the
+        tensors by name. The default is `z @ weight.T + bias`; rules with other scores override it.
+        """
+        if type(self).scores is Rule.scores:
+            raise NotImplementedError(f"{type(self).__name__} has neither scores() nor formula()")
+        bias = self.scores(state, torch.zeros(1, self.embed_dim, device=state.device))[0]
+        weight = (self.scores(state, torch.eye(self.embed_dim, device=state.device)) - bias).T
+        features = random_features(self.embed_dim, state.device)
+        if not same_scores(linear(features, weight, bias), self.scores(state, features)):
+            raise ValueError(
+                f"the {self.name!r} classifier is not linear in the features, but {type(self).__name__} does not "
+                "override formula(): write it, or export as onnx, which does not need it"
+            )
+        return linear, {"weight": weight, "bias": bias}
+
+    def solved(self, state: State) -> dict[str, Tensor]:
+        """Return tensors in float32 that take long to compute from the others, and are therefore saved with them.
+
+        Rules cache them as `state.derived("solved", ...)`.
+        """
+        return {}
+
+    def solved_shapes(self, classes: int) -> list[dict[str, tuple[int, ...]]]:
+        """Return the possible shapes of `solved` for a number of classes."""
+        return []
+
+    def chosen(self, state: State, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Choose values of tensors on held-out images of new classes, which `state` has not learned.
+
+        A `ValueError` means that too little was learned; the task then does not contribute to the temperature.
+        """
+        return {}
+
+    def judged(self, state: State, images: Tensor, labels: Tensor) -> tuple[State, tuple[Tensor, Tensor] | None]:
+        """Return scores of images that `state` has just learned, each as if it had not been, and their labels.
+
+        The state may be replaced by one with choices that these scores suggest. The scores are None if no image can
+        be left out. A rule without a closed form does not override this; some images are then held out, see `chosen`.
+        """
+        return state, None
+
+    def left_out(self, state: State, images: Tensor, labels: Tensor) -> Tensor | None:
+        """Return the leave-one-out scores, (n, C), of learned images, (n, d), or None if there is no closed form.
+
+        `labels`, (n,), index all classes. Each of these classes has at least two images.
+        """
+        return None
+
+    def temperature(self, state: State, tasks: Sequence[TaskTemperature]) -> float:
+        """Return T of the probabilities from the records of the tasks."""
+        from dulbe_peft.classifiers.calibration import temperature
+
+        return temperature(tasks, state.classes)
+
+    def calibrated(self, state: State) -> bool:
+        """Return whether anything besides the records of the tasks determines the temperature."""
+        return False
+
+    def warning(self, state: State) -> str:
+        """Return a sentence that is warned with once, after images were learned, or ""."""
+        return ""
+
+    def merged(self, state: State, other: State, places: Tensor) -> dict[str, Tensor]:
+        """Return the tensors' new values after merging those of another classifier with the same settings.
+
+        The default adds the tensors in `adds_up`. The caller merges `text_embeds`.
+
+        Args:
+            state: The tensors of one classifier.
+            other: Those of the other one.
+            places: (C_other,), index of each class of `other` among the merged classes. These are the classes of
+                `state`, then those that only `other` has.
+        """
+        sums = {**state, **state.with_new_rows(int((places >= state.classes).sum()))}
+        for name in (names := self.adds_up or ()):
+            theirs, at = other[name].to(sums[name]), places.to(sums[name].device)
+            grows = state.layouts[name].grows
+            sums[name] = sums[name].index_add(0, at, theirs) if grows else sums[name] + theirs
+        return {name: sums[name] for name in names}
+
+    def forgotten(self, state: State, kept: Tensor) -> dict[str, Tensor]:
+        """Return the tensors' new values without the classes for which `kept`, (C,), is False."""
+        return state.rows_of(kept)
+
+    def without_image(self, state: State, image: Tensor, label: int) -> dict[str, Tensor]:
+        """Return the tensors' new values without one learned image, a unit feature (d,), of a class with others."""
+        raise NotImplementedError
+
+    def moved(self, state: State, matrix: Tensor) -> dict[str, Tensor]:
+        """Return the tensors' new values after features z have drifted to z M.
+
+        The tensors in `moves` change: rows of classes, z, to z M, and sums S of z' z to M' S M.
+
+        Args:
+            state: The tensors before.
+            matrix: M, (d, d), float64, on the CPU.
+        """
+        changes = {name: tensor for name, tensor in state.items() if name in self.moves}
+        for name, tensor in changes.items():
+            tensor = tensor if tensor.dtype == torch.float64 else tensor.cpu().double()  # some devices lack float64
+            by = matrix.to(tensor.device)
+            changes[name] = tensor @ by if state.layouts[name].grows else by.T @ tensor @ by
+        return changes
+
+    def lifted(self, state: State, images: Tensor) -> Tensor:
+        """Map unit features, (n, embed_dim), to the x, (n, w), that is summed up, in the same type. Here x = z."""
+        return images
+
+    def followed(self, state: State, matrix: Tensor) -> dict[str, Tensor]:
+        """Return the tensors' new values after x of `lifted` has drifted to x M; M is (w, w). See `moved`."""
+        return self.moved(state, matrix)
+
+    @classmethod
+    def follows_drift(cls, drift: str = "auto") -> bool:
+        """Return whether the tensors follow drift under this value of `LearnerArguments.drift`."""
+        return drift != "none" and (bool(cls.moves) or cls.moved is not Rule.moved)
+
+    def check(self, state: State) -> None:
+        """Raise a `ValueError` if tensors that have valid types and shapes contradict each other."""
+
+    @classmethod
+    def check_update(cls) -> None:
+        """Raise a `ValueError` if the classifier cannot learn further images of known classes."""
+        if not cls.updates:
+            raise ValueError(f"the {cls.name!r} classifier cannot learn more images of a known class")
+
+    @classmethod
+    def check_merges(cls) -> None:
+        """Raise a `ValueError` if the classifier cannot be merged with another one."""
+        if cls.adds_up is None and cls.merged is Rule.merged:
+            raise ValueError(f"the {cls.name!r} classifier cannot be merged: it does not keep sums over images")
+
+    @classmethod
+    def check_forgets_images(cls) -> None:
+        """Raise a `ValueError` if the classifier cannot forget a single image."""
+        if cls.without_image is Rule.without_image:
+            raise ValueError(
+                f"the {cls.name!r} classifier cannot forget a single image: it does not keep sums over images"
+            )
+
+
+def sums_without(state: Mapping[str, Tensor], row: Tensor, label: int) -> dict[str, Tensor]:
+    """Return `sums` and `counts` without the `row` of one image of a class; see `Rule.without_image`."""
+    sums, counts = state["sums"].clone(), state["counts"].clone()
+    sums[label] -= row.to(sums)
+    counts[label] -= 1
+    return {"sums": sums, "counts": counts}
