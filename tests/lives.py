@@ -84,7 +84,7 @@ def everything(learner: ClassIncrementalLearner) -> dict[str, Any]:
         if isinstance(module, DualModeLinear):
             values[f"{name} held"] = module._held, module._resting
     if isinstance(state.model, PeftModel):
-        values["history"] = state.model.active_peft_config.history_rank, list(state.model.base_model.active_adapters)
+        values["history"] = state.model.history_rank, list(state.model.base_model.active_adapters)
     for name, classifier in state.classifiers.items():
         values |= {f"{name} {key}": value.clone() for key, value in classifier.tensors().items()}
         values[f"{name} names"] = list(classifier.class_names), classifier.settings()

@@ -57,10 +57,11 @@ def begin(strategy, task):
     """Measure the inputs, plan the bases and install them."""
     if "inputs" in strategy.needs:
         with strategy.measuring(task) or nullcontext():
-            forward = unit_image_embeds
-            collect_statistics(
-                task.adapter, [images(task.index)[0]], lambda _, x: forward(task.adapter.model, x), into=task.inputs
-            )
+            # A strategy may measure while weights are scaled, which the public function refuses for an adapter.
+            clip, layers = task.adapter.model, task.adapter.dual_mode_layers()
+            clip.dual_mode_layers = lambda: layers
+            collect_statistics(clip, [images(task.index)[0]], unit_image_embeds, into=task.inputs)
+            del clip.dual_mode_layers
     modes = strategy.plan(task)
     if modes is not None:
         task.adapter.begin_task(modes, orthonormal=strategy.orthonormal)

@@ -4,19 +4,21 @@ import re
 import warnings
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft.config import PeftConfig
-from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, PeftType, TaskType
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME, PeftType, TaskType
 from peft.utils.other import get_pattern_key
+from safetensors import safe_open
 from torch.serialization import get_unsafe_globals_in_checkpoint
-from transformers.utils.hub import has_file
+from transformers.utils.hub import cached_file, has_file
 
 from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.utils.settings import check_int, setting
-from dulbe_peft.utils.tensors import tensor_shapes
+from dulbe_peft.utils.tensors import tensor_shapes, tensors_digest
 
 PREFIX = "dulbe_"
 
@@ -79,6 +81,35 @@ def _history_ranks(file: Path) -> dict[str, int]:
     return ranks
 
 
+def history_fields(ranks: Mapping[str, int]) -> dict[str, Any]:
+    """Return the fields of a configuration for the history ranks of all layers, given by dotted name."""
+    rank = max(0, *ranks.values()) if ranks else 0
+    # Without these prefixes, the names also match the layers of a vision tower that stands alone.
+    different = [(name, other) for name, other in ranks.items() if other != rank]
+    pattern = {re.sub(r"^(base_model\.model\.)?(vision_model\.)?", "", n): r for n, r in different}
+    return {"history_rank": rank, "history_pattern": pattern}
+
+
+def _saved_name(name: str, adapter: str | None = None) -> str:
+    """Return a tensor's name without the adapter's name and without the prefix that not every file has."""
+    name = name.removeprefix("base_model.model.")
+    return name if adapter is None or f".{PREFIX}" not in name else name.removesuffix(f".{adapter}")
+
+
+def _file_digest(file: Path) -> str:
+    with safe_open(file, framework="pt") as tensors:
+        return tensors_digest({_saved_name(name): tensors.get_tensor(name) for name in tensors.keys()})  # noqa: SIM118
+
+
+def _file(source: str, subfolder: str | None, name: str, where: dict[str, Any]) -> Path | None:
+    """Return the path of a file in a local folder, or of a repository's file in the cache; None if there is none."""
+    local = Path(source, subfolder or "", name)
+    if Path(source).is_dir() or not has_file(source, f"{subfolder}/{name}" if subfolder else name, **where):
+        return local if local.is_file() else None
+    found = cached_file(source, name, subfolder=subfolder or "", **where)
+    return None if found is None else Path(found)
+
+
 @dataclass
 class DualModeLoraConfig(AdapterSettings, PeftConfig):
     """Configuration of [`DualModeLoraModel`]: shared and residual modes with frozen bases in a CLIP vision tower.
@@ -98,20 +129,22 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
             "expressions."
         },
     )
-    history_rank: int = setting(0, "Rank of the folded history. The library reads it from the layers or the file.")
+    history_rank: int = setting(
+        0, "Rank of the folded history in the file. The library writes it into the file and reads it from there."
+    )
     history_pattern: dict[str, int] = field(
         default_factory=dict,
         metadata={
             "help": "The layers whose history has a rank other than history_rank, and that rank; -1 means that the "
-            "history is one matrix. The library reads them from the layers or the file."
+            "history is one matrix. The library writes them into the file and reads them from there."
         },
     )
 
-    tower: str | None = setting(None, "The tower that the modes are for, vision or text. The library sets it.")
+    tower: str | None = setting(None, "The tower that the modes are for, vision or text. The library writes it.")
     base_digests: dict[str, str] = field(
         default_factory=dict,
         metadata={
-            "help": "Digests that identify the base model's weights, by tower and dtype. The library sets them."
+            "help": "Digests that identify the base model's weights, by part and dtype. The library writes them."
         },
     )
 
@@ -119,9 +152,10 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
         default_factory=dict,
         metadata={
             "help": "Settings of the base model's towers that change their outputs, such as the activation function. "
-            "The library sets them."
+            "The library writes them."
         },
     )
+    sha256: str | None = setting(None, "Digest of the file's tensors. The library writes it and checks it at loading.")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         for name in _LORA_SETTINGS.keys() & kwargs.keys():
@@ -129,6 +163,7 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        self._noted: tuple[dict[str, torch.Tensor], str, dict[str, Any]] | None = None
         PeftConfig.__post_init__(self)
         AdapterSettings.__post_init__(self)
         self.peft_type = DULBE
@@ -157,21 +192,43 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
 
         PEFT reads an adapter's configuration before its weights, so the pickle is never opened.
         """
-        where = {name: kwargs[name] for name in ("revision", "token", "cache_dir") if name in kwargs}
-        source, prefix = str(pretrained_model_name_or_path), "" if subfolder is None else f"{subfolder}/"
-        if (
-            not has_file(source, prefix + SAFETENSORS_WEIGHTS_NAME, **where)
-            and has_file(source, prefix + WEIGHTS_NAME, **where)
-            and not _holds_only_tensors(Path(source) / prefix / WEIGHTS_NAME)
-        ):
+        where: dict[str, Any] = {name: kwargs[name] for name in ("revision", "token", "cache_dir") if name in kwargs}
+        source = str(pretrained_model_name_or_path)
+        file = _file(source, subfolder, SAFETENSORS_WEIGHTS_NAME, where)
+        pickled = None if file else _file(source, subfolder, WEIGHTS_NAME, where)
+        if pickled is not None and not _holds_only_tensors(pickled):
             raise ValueError(
                 f"{source!r} holds {WEIGHTS_NAME}, a pickle with more than tensors, and no {SAFETENSORS_WEIGHTS_NAME}"
             )
         config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
-        file = Path(source) / prefix / SAFETENSORS_WEIGHTS_NAME
-        if file.is_file() and isinstance(config, cls):
-            config.set_history(_history_ranks(file))
+        if isinstance(config, cls):
+            if file is not None:
+                config.set_history(_history_ranks(file))
+                if config.sha256 is not None and config.sha256 != _file_digest(file):
+                    raise ValueError(
+                        f"{file} is damaged: its tensors do not have the SHA-256 in {CONFIG_NAME}. If you changed "
+                        "them on purpose, remove sha256 from that file"
+                    )
+            config.sha256 = None  # it is not a property of the adapter, which may be trained further
         return config
+
+    def note(self, tensors: dict[str, torch.Tensor], adapter: str, facts: dict[str, Any]) -> None:
+        """Note facts about an adapter for the next `save_pretrained`. PEFT adds modules to save to `tensors` by then.
+
+        They are no fields, so that the configuration can be used again for a fresh adapter.
+        """
+        self._noted = tensors, adapter, facts
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """Write the configuration, with the facts that were noted about the adapter."""
+        noted, self._noted = self._noted, None
+        written = self
+        if noted is not None:
+            tensors, adapter, facts = noted
+            digest = tensors_digest({_saved_name(name, adapter): tensor for name, tensor in tensors.items()})
+            written = replace(self, **facts, sha256=digest)
+            written.auto_mapping, written.inference_mode = self.auto_mapping, self.inference_mode
+        super(DualModeLoraConfig, written).save_pretrained(save_directory, **kwargs)
 
     def ranks_of(self, layer: str) -> tuple[int, int]:
         """Return r_S and r_R of the vision layer with the dotted name `layer`."""
@@ -182,11 +239,9 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
         return _by_pattern(self.history_pattern, layer, self.history_rank)
 
     def set_history(self, ranks: Mapping[str, int]) -> None:
-        """Record the history ranks of all layers, given by dotted name."""
-        self.history_rank = max(0, *ranks.values()) if ranks else 0
-        # Without these prefixes, the names also match the layers of a vision tower that stands alone.
-        different = [(name, rank) for name, rank in ranks.items() if rank != self.history_rank]
-        self.history_pattern = {re.sub(r"^(base_model\.model\.)?(vision_model\.)?", "", n): r for n, r in different}
+        """Set the history ranks of all layers, given by dotted name."""
+        for name, value in history_fields(ranks).items():
+            setattr(self, name, value)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as plain data. Sets become sorted lists, so that the file is always the same."""

@@ -1,5 +1,6 @@
 """The gradients of the method: the probe for planning a task, and gradient routing for training it."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,17 +11,19 @@ from torch import nn
 from dulbe_peft.adapter.base import DualModeLayer
 from dulbe_peft.adapter.config import DualModeLoraConfig
 from dulbe_peft.adapter.layer import DualModeLinear
-from dulbe_peft.utils.processes import gather_objects, raise_in_all, sum_over_processes, unwrapped, world
+from dulbe_peft.utils.processes import check_whole, gather_objects, raise_in_all, sum_over_processes, unwrapped, world
 from dulbe_peft.utils.settings import check_number
 from dulbe_peft.utils.torch_settings import evaluating
 
 
 class GradientProbe(dict[str, torch.Tensor]):
-    """A dict of layer name -> G, (out_features, in_features), with the configuration of the probed adapter."""
+    """A dict of layer name -> G, (out_features, in_features), with facts about the probed adapter."""
 
-    def __init__(self, gradients: Mapping[str, torch.Tensor], config: DualModeLoraConfig) -> None:
+    def __init__(
+        self, gradients: Mapping[str, torch.Tensor], config: DualModeLoraConfig, has_history: bool = False
+    ) -> None:
         super().__init__(gradients)
-        self.config = config
+        self.config, self.has_history = config, has_history
 
 
 def probe_gradients(
@@ -41,22 +44,33 @@ def probe_gradients(
     Returns:
         A dict of layer name -> G, (out_features, in_features), in float32 or a wider dtype, on the base weight's
         device. Its attribute `config` is the adapter's configuration, from which `allocate_modes` takes the ranks.
+        A warning names the layers whose G is zero.
 
     Raises:
-        ValueError: there is no batch, a loss is not finite, or no loss depends on an adapted layer.
+        ValueError: there is no batch, a loss is not finite, no loss depends on an adapted layer, or the adapter is
+            disabled, merged or scaled.
         TypeError: the model does not come from `get_peft_model`, or `loss_fn` does not return a pair.
 
     Reference:
         Section "Gradient-Demand Dual-Mode Subspace Allocation"; appendix "Prospective-gradient estimation".
     """
     peft_model = peft_model_of(model)
+    peft_model.check_measurable()
     with raise_in_all():
         sums, size = summed_gradients(peft_model, batches, loss_fn)
     sum_over_processes(sums.values())
     total = sum(gather_objects(size))
     if not total:
         raise ValueError("batches is empty: the probe needs at least one batch of the new task's data")
-    return GradientProbe({name: gradient.div_(total) for name, gradient in sums.items()}, peft_model.active_config)
+    unused = [name for name, gradient in sums.items() if not gradient.any()]
+    if unused:
+        warnings.warn(
+            f"the loss of loss_fn has no gradient in {len(unused)} of {len(sums)} adapted layers, so nothing is "
+            f"planned for them: {unused[:5]}",
+            stacklevel=2,
+        )
+    gradients = {name: gradient.div_(total) for name, gradient in sums.items()}
+    return GradientProbe(gradients, peft_model.active_config, peft_model.has_history)
 
 
 def summed_gradients(
@@ -208,6 +222,10 @@ def routed_loss(
         Section "Routed Cross-Modal Training", "Gradient Routing".
     """
     peft_model = peft_model_of(model)
+    if structure_loss is not None and (structure_loss is task_loss or structure_loss.grad_fn is task_loss.grad_fn):
+        raise ValueError(
+            "structure_loss is the task loss itself: pass None in the first task, which has no old classes"
+        )
     losses = {"task_loss": task_loss} | ({} if structure_loss is None else {"structure_loss": structure_loss})
     for name, loss in losses.items():
         if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
@@ -218,6 +236,7 @@ def routed_loss(
     check_number("structure_weight", weight, least=0)
     if not task_loss.requires_grad:
         raise ValueError("task_loss does not depend on any trainable parameter")
+    check_whole(p for p in peft_model.parameters() if p.requires_grad)
     shared = [p for p in peft_model.shared_parameters() if p.requires_grad and p.numel()]
     if structure_loss is None or weight == 0 or not shared:
         return task_loss

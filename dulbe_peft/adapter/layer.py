@@ -52,6 +52,7 @@ class _Held(NamedTuple):
     beside: bool  # the weight holds W - W_0 and is added to the base layer's
     updates: Callable[[], Updates]
     modes: bool
+    present: bool  # the weight is W_0 with the whole history
 
 
 class DualModeLinear(DualModeLayer):
@@ -111,7 +112,8 @@ class DualModeLinear(DualModeLayer):
         super()._move_adapter_to_device_of_base_layer(adapter_name, device)
         for buffers in (self.dulbe_P, self.dulbe_history_P, self.dulbe_history_B):
             if adapter_name in buffers:  # the frozen factors stay in float32 over a half-precision base
-                buffers[adapter_name] = buffers[adapter_name].float()
+                frozen = buffers[adapter_name]
+                buffers[adapter_name] = frozen.to(torch.promote_types(frozen.dtype, torch.float32))
 
     def folded_weight(self, adapter: str) -> torch.Tensor:
         """Return W_0 + B_hist P_hist', (d_out, d_in), in the base weight's dtype; without a history, W_0 itself.
@@ -182,14 +184,23 @@ class DualModeLinear(DualModeLayer):
         return bool(self.dulbe_shared_B[adapter].any() or self.dulbe_residual_B[adapter].any())
 
     def holding(
-        self, weight: torch.Tensor, updates: Callable[[], Updates] = list, modes: bool = True
+        self,
+        weight: torch.Tensor,
+        updates: Callable[[], Updates] = list,
+        modes: bool = True,
+        present: bool = False,
     ) -> AbstractContextManager[None]:
-        """Use `weight`, (d_out, d_in), instead of W_0 and history, and add the factors `updates()` in every pass."""
-        return temporarily(self, "_held", _Held(weight, not self.plain, updates, modes))
+        """Use `weight`, (d_out, d_in), instead of W_0 and history, and add the factors `updates()` in every pass.
+
+        `present` states that the weight is W_0 with the whole history.
+        """
+        return temporarily(self, "_held", _Held(weight, not self.plain, updates, modes, present))
 
     def scaled(self, adapter: str, scale: float) -> AbstractContextManager[None]:
         # At scale 1 the layer is used as it is, so that its outputs are the same bit for bit.
         if scale == 1:
+            if self._held is not None and self.plain:
+                return self.holding(self.folded_weight(adapter).detach(), present=True)
             return temporarily(self, "_held", None)
         return self.holding(self.scaled_weight(adapter, scale, modes=True), modes=False)
 
@@ -202,6 +213,10 @@ class DualModeLinear(DualModeLayer):
         """Whether a block is running that replaces the weight or leaves out the current modes."""
         return self._held is not None or self._resting
 
+    def acts_as_saved(self, adapter: str) -> bool:
+        """Return whether no block is running in which the outputs differ from those of the saved adapter."""
+        return (self._held is None or self._held.present) and not (self._resting and self.is_trained(adapter))
+
     def repeats_bases(self, adapter: str) -> bool:
         """Return whether the current bases equal those of the modes that were folded last."""
         current = self.dulbe_P[adapter]
@@ -211,7 +226,7 @@ class DualModeLinear(DualModeLayer):
     def fold(self, adapter: str, keep_factors: bool = False) -> None:
         """Add the current modes to the history and set B = 0. Factors that outgrow one matrix become one."""
         old, up = self.history(adapter)
-        modes = self.dulbe_P[adapter], self.current_up(adapter).float()
+        modes = self.dulbe_P[adapter], self.current_up(adapter).to(self.dulbe_P[adapter].dtype)
         if old is None:
             self.dulbe_history_B[adapter] = up + dense(modes)
         else:
@@ -228,8 +243,7 @@ class DualModeLinear(DualModeLayer):
     @torch.no_grad()
     def install_bases(self, adapter: str, shared: torch.Tensor, residual: torch.Tensor) -> None:
         """Set the current, frozen bases to P = [P_S P_R], (d_in, r_S) and (d_in, r_R), and set B = 0."""
-        device = self.dulbe_P[adapter].device
-        self.dulbe_P[adapter] = torch.cat([shared, residual], dim=1).to(device, torch.float32).contiguous()
+        self.dulbe_P[adapter] = torch.cat([shared, residual], dim=1).to(self.dulbe_P[adapter]).contiguous()
         self._zero_up_projections(adapter)
 
     def _zero_up_projections(self, adapter: str) -> None:

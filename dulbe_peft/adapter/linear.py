@@ -103,7 +103,8 @@ class _UpdatedLinear(torch.autograd.Function):
         if live is not None:
             rows, hidden = rows[live], hidden[live]
         with without_autocast(grad):
-            grad_up = (hidden.T @ rows).T if ctx.needs_input_grad[4] else None
+            # DistributedDataParallel warns if a gradient's strides are not those of its parameter.
+            grad_up = (hidden.T @ rows).T.contiguous() if ctx.needs_input_grad[4] else None
             if not ctx.needs_input_grad[0]:
                 return None, None, None, None, grad_up
             grad_x = (rows @ weight).addmm_(rows @ up.T, down)

@@ -14,7 +14,7 @@ from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, Modul
 from torch import nn
 
 from dulbe_peft.adapter.base import DualModeLayer, layers_of
-from dulbe_peft.adapter.config import DULBE, PREFIX, DualModeLoraConfig
+from dulbe_peft.adapter.config import DULBE, PREFIX, DualModeLoraConfig, history_fields
 from dulbe_peft.adapter.factors import add_weighted_adapter
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.peft_model import Rows, extend_peft_model, rows_with_adapters
@@ -33,9 +33,9 @@ from dulbe_peft.adapter.saved import (
 from dulbe_peft.adapter.targets import LLAVA_TARGETS, LLAVA_TYPES, check_targets, find_target, in_text_tower
 from dulbe_peft.adapter.text import TextLoraLinear
 from dulbe_peft.encoders.registry import CLIP_VISION_TYPES, ENCODERS, type_of
-from dulbe_peft.subspaces.allocation import allocate_modes
+from dulbe_peft.subspaces.allocation import NO_STATISTICS, allocate_modes
 from dulbe_peft.subspaces.modes import ModeBases, check_modes
-from dulbe_peft.utils.processes import copy_from_main
+from dulbe_peft.utils.processes import copy_from_main, refuse_sharded
 from dulbe_peft.utils.settings import check_number
 
 
@@ -65,6 +65,9 @@ class DualModeLoraModel(BaseTuner):
         super().__init__(model, peft_config, adapter_name, *args, **kwargs)
         # Adapter -> copies of its `modules_to_save` in the vision tower, by name, taken when the task began.
         self._beginnings: dict[str, dict[str, nn.Module]] = {}
+        # Adapters whose bases are the random ones of the beginning, where B was 0.
+        config = cast(DualModeLoraConfig, self.peft_config[adapter_name])
+        self._random_bases = {adapter_name} if config.init_weights else set()
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Inject as PEFT does, after checking the name, which becomes a part of parameter and folder names."""
@@ -76,8 +79,26 @@ class DualModeLoraModel(BaseTuner):
         tower = tower_of(type_of(model))
         check_tower(config, model, tower)
         super().inject_adapter(model, adapter_name, *args, **kwargs)
-        config.tower = config.tower or tower
+        if "_random_bases" in self.__dict__:  # set after PEFT's `__init__`, which injects the first adapter
+            self._forget_beginning(adapter_name)
+            self._random_bases |= {adapter_name} if config.init_weights else set()
         warn_of_another_base(config, model)
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        super().delete_adapter(adapter_name)
+        self._forget_beginning(adapter_name)
+
+    def _forget_beginning(self, adapter: str) -> None:
+        """Forget how the adapter's task began, because its weights are replaced."""
+        self._beginnings.pop(adapter, None)
+        self._random_bases.discard(adapter)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for adapter in self.peft_config:
+            whole, ending = f".modules_to_save.{adapter}.", f".{adapter}"
+            if any(whole in key or (f".{PREFIX}" in key and key.endswith(ending)) for key in state_dict):
+                self._forget_beginning(adapter)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:  # type: ignore[override]
         return find_target(peft_config, self.model, key)
@@ -125,12 +146,17 @@ class DualModeLoraModel(BaseTuner):
 
     def _check_finite(self, adapter_names: list[str] | None) -> None:
         for layer in self._layers():
+            weight: Any = layer.get_base_layer().weight
             for name in layer.present_adapters(adapter_names or layer.active_adapters):
-                if not torch.isfinite(layer.get_delta_weight(name)).all():
+                dtype = torch.promote_types(weight.dtype, torch.float32)
+                weight = (weight.detach().to(dtype) + layer.get_delta_weight(name, dtype).to(weight.device)).to(weight)
+                if not torch.isfinite(weight).all():
                     raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
 
     def _check_merge_allowed(self) -> None:
         super()._check_merge_allowed()
+        refuse_sharded(self.model)
+        self.check_unscaled()
         packed = [n for n, m in self.model.named_modules() if isinstance(m, DualModeLayer) and m.packed]
         if packed:
             raise ValueError(
@@ -197,6 +223,12 @@ class DualModeLoraModel(BaseTuner):
         """The highest rank among the layers' histories; 0 if there is no history or all of them are matrices."""
         return max([0, *_history_ranks(self.model, self.adapter_name).values()])
 
+    @property
+    def has_history(self) -> bool:
+        """Whether a task was folded, or is trained and will be folded when the next one begins."""
+        adapter, layers = self.adapter_name, self.dual_mode_layers().values()
+        return any(layer.history_rank(adapter) != 0 or layer.is_trained(adapter) for layer in layers)
+
     def begin_task(
         self,
         modes: Mapping[str, ModeBases] | Mapping[str, torch.Tensor],
@@ -208,6 +240,9 @@ class DualModeLoraModel(BaseTuner):
 
         If `torch.distributed` is initialised, every process must call this method. All get the first process's bases.
 
+        Make a new optimizer, and new moving averages of weights, for each task: those of the last task would change B
+        in directions that have no meaning in the new bases.
+
         Args:
             modes: the gradients of the new task, layer name -> G, as `probe_gradients` returns them, from which modes
                 of the adapter's ranks are planned; or the result of `allocate_modes`, layer name -> [`ModeBases`].
@@ -215,29 +250,40 @@ class DualModeLoraModel(BaseTuner):
             orthonormal: whether to raise an error if the columns of a basis are not orthonormal.
 
         Raises:
-            ValueError: the modes do not fit the layers, or an adapter is merged. Nothing is changed in this case.
+            ValueError: the modes do not fit the layers, an adapter is merged or disabled, none of its parameters is
+                trainable, or a block such as `held_weights` is running. Nothing is changed in this case.
             TypeError: `modes` holds neither gradients nor modes, or `stats` was given together with modes.
         """
         adapter, layers = self.adapter_name, self.dual_mode_layers()
-        self.check_unmerged()
+        self._check_between_tasks()
+        if not any(p.requires_grad for both in (self.shared_parameters(), self.residual_parameters()) for p in both):
+            raise ValueError(
+                f"no parameter of the adapter {adapter!r} is trainable: load it with is_trainable=True, or call "
+                f"set_adapter({adapter!r})"
+            )
         if isinstance(modes, Mapping) and modes and all(isinstance(value, torch.Tensor) for value in modes.values()):
-            modes = allocate_modes(cast(Any, modes), stats, config=self.active_config)
+            if not stats and self.has_history:
+                warnings.warn(NO_STATISTICS, stacklevel=2)
+            modes = allocate_modes(dict(cast(Any, modes)), stats, config=self.active_config)
         elif stats is not None:
             raise TypeError("stats can only be given with gradients, as probe_gradients returns them, not with modes")
         modes = cast(Mapping[str, ModeBases], modes)
         ranks = {name: self.active_config.ranks_of(name) for name in layers}
         shapes = {n: tuple((layers[n].in_features, rank) for rank in both) for n, both in ranks.items()}
         check_modes(modes, shapes, orthonormal)
+        self._warn_of_random_bases()
         self.fold_if_trained()
         for name, layer in layers.items():
             layer.install_bases(adapter, modes[name].shared, modes[name].residual)
         copy_from_main(layer.dulbe_P[adapter] for layer in layers.values())
+        self._random_bases.discard(adapter)
         self.save_beginning()
 
     def fold_task(self, keep_factors: bool = False) -> None:
         """Add the current modes to the history, dW = B_S P_S' + B_R P_R', and set B = 0.
 
-        There is a warning if B is already 0, because the adapter was not trained or has already been folded.
+        There is a warning if B is already 0, because the adapter was not trained or has already been folded, and if it
+        was trained without `begin_task`, in random bases.
 
         Args:
             keep_factors: keep the history as factors even if one matrix would take less memory.
@@ -245,16 +291,27 @@ class DualModeLoraModel(BaseTuner):
         Reference:
             Section "Subspace-Frozen Parameterization", the task's update.
         """
+        self._check_between_tasks()
+        self._warn_of_random_bases()
         if not self.fold_if_trained(keep_factors):
             warnings.warn(
                 "fold_task has nothing to fold: no mode was trained since the last task was folded or begun",
                 stacklevel=2,
             )
 
+    def _warn_of_random_bases(self) -> None:
+        if self.adapter_name in self._random_bases and any(
+            layer.is_trained(self.adapter_name) for layer in self.dual_mode_layers().values()
+        ):
+            warnings.warn(
+                "this task was trained in random bases, which were not planned: call begin_task before each task",
+                stacklevel=3,
+            )
+
     def fold_if_trained(self, keep_factors: bool = False) -> bool:
-        """Call `fold_task` without its warning, and return whether there was anything to fold."""
+        """Call `fold_task` without its warnings, and return whether there was anything to fold."""
         adapter, layers = self.adapter_name, self.dual_mode_layers()
-        self.check_unmerged()
+        self._check_between_tasks()
         if not any(layer.is_trained(adapter) for layer in layers.values()):
             return False
         if all(layer.repeats_bases(adapter) for layer in layers.values()):
@@ -266,13 +323,8 @@ class DualModeLoraModel(BaseTuner):
         for layer in layers.values():
             layer.fold(adapter, keep_factors)
             layer.forget_weight()
-        self.record_history_ranks()
         self.save_beginning()
         return True
-
-    def record_history_ranks(self) -> None:
-        """Record the ranks of the layers' histories in the configuration."""
-        self.active_config.set_history(_history_ranks(self.model, self.adapter_name))
 
     def previous_task(self) -> AbstractContextManager[None]:
         """Use the vision tower as it was when this task began: history on, current modes off.
@@ -321,9 +373,11 @@ class DualModeLoraModel(BaseTuner):
         """Keep the present effective weights while a task is trained; changes of W_0 or the history have no effect."""
         # Without this, torch.compile recompiles for each rank of the history and computes the weights in every pass.
         adapter, layers = self.adapter_name, self.dual_mode_layers().values()
+        self.check_unmerged()
+        self._check_acts_as_saved()
         frozen = (layer for layer in layers if layer.plain and layer.folds[adapter])
         frozen = (layer for layer in frozen if not layer.base_layer.weight.requires_grad)
-        return _all_of(layer.holding(layer.folded_weight(adapter).detach()) for layer in frozen)
+        return _all_of(layer.holding(layer.folded_weight(adapter).detach(), present=True) for layer in frozen)
 
     def scaled_history(self, scale: float) -> AbstractContextManager[None]:
         """Use W_0 + scale * B_hist P_hist' as the frozen weight of every vision layer while the block runs."""
@@ -369,19 +423,65 @@ class DualModeLoraModel(BaseTuner):
 
     def check_unscaled(self) -> None:
         """Raise an error inside a block of `scaled`, or of another method that replaces the layers' weights."""
-        if any(layer.weight_overridden for layer in self.dual_mode_layers().values()):
-            raise ValueError("the model is scaled while a block runs: train before or after the block")
+        if any(layer.weight_overridden for layer in self._layers()):
+            raise ValueError(
+                "a block is running that holds, scales or leaves out weights (held_weights, scaled, scaled_history, "
+                "previous_task): call this before or after the block"
+            )
+
+    def _check_acts_as_saved(self) -> None:
+        """Raise an error inside a block in which the model's outputs differ from those of the saved adapter."""
+        if not all(layer.acts_as_saved(self.adapter_name) for layer in self.dual_mode_layers().values()):
+            self.check_unscaled()
+
+    def _check_between_tasks(self) -> None:
+        """Raise an error unless a task can begin or end now, for the whole model and until the adapter is changed."""
+        layers = self.dual_mode_layers().values()
+        refuse_sharded(self.model)
+        self.check_unmerged()
+        self.check_unscaled()
+        self._check_enabled()
+        if any(layer.dulbe_P[self.adapter_name].requires_grad for layer in layers):
+            raise ValueError("a block of trained_bases is running: begin or fold a task before or after the block")
+
+    def _check_enabled(self) -> None:
+        if any(layer.disable_adapters for layer in self._layers()):
+            raise ValueError(
+                "the adapter is disabled, so its modes do not act: call this outside of disable_adapter()"
+            )
+
+    def check_measurable(self) -> None:
+        """Raise an error unless a pass through the model measures the adapter as it is."""
+        refuse_sharded(self.model)
+        self._check_acts_as_saved()
+        self._check_enabled()
 
     @classmethod
     def _get_adapter_state_dict(  # type: ignore[override]
         cls, model: nn.Module, config: Any, adapter_name: str, **kwargs: Any
     ) -> Any:
-        """Select the adapter's entries, and update the configuration, which PEFT writes next, to match them."""
-        config.set_history(_history_ranks(model, adapter_name))
-        config.base_digests, config.base_settings = base_digests(model), base_settings(model)
-        for layer in layers_of(model, adapter_name, DualModeLinear).values():
+        """Select the adapter's entries, and note what the file of the configuration, which PEFT writes next, says."""
+        refuse_sharded(model)
+        layers = layers_of(model, adapter_name, DualModeLinear)
+        if any(not layer.acts_as_saved(adapter_name) for layer in layers.values()):
+            raise ValueError(
+                "a block is running that scales or leaves out weights (scaled, scaled_history, previous_task), and "
+                "the saved adapter would have other outputs: save before or after the block"
+            )
+        for layer in layers.values():
             layer.forget_weight()  # values written through .data are saved, so the model must use them too
-        return super()._get_adapter_state_dict(model=model, config=config, adapter_name=adapter_name, **kwargs)
+        tensors = super()._get_adapter_state_dict(model=model, config=config, adapter_name=adapter_name, **kwargs)
+        config.note(
+            tensors,
+            adapter_name,
+            {
+                **history_fields(_history_ranks(model, adapter_name)),
+                "tower": config.tower or tower_of(type_of(innermost(model))),
+                "base_digests": base_digests(model),
+                "base_settings": base_settings(model),
+            },
+        )
+        return tensors
 
     @classmethod
     def _remap_adapter_state_dict_for_load(

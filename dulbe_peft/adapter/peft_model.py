@@ -18,13 +18,14 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from dulbe_peft.adapter.base import DualModeLayer, layers_of
-from dulbe_peft.adapter.config import DENSE, PREFIX
+from dulbe_peft.adapter.config import DENSE, PREFIX, DualModeLoraConfig
 from dulbe_peft.adapter.layer import DualModeLinear
 from dulbe_peft.adapter.targets import in_text_tower
 from dulbe_peft.adapter.text import TextLoraLinear
 from dulbe_peft.utils.hub import is_repo_id, push
 
 MARK = "<!-- made by dulbe_peft; without this line, saving leaves the text alone -->"
+_TAGS = ("class-incremental-learning", "continual-learning", "dulbe", "dulbe_peft")
 _KINDS = ("shared", "residual", "text")  # the kinds of trained parameters
 _TEMPLATE = "# Model Card for Model ID"  # the title of PEFT's template until somebody fills it in
 
@@ -37,7 +38,7 @@ def print_trainable_parameters(peft_method: Any, model: Any) -> None:
     print(f"vision tower: {shared:,} shared + {residual:,} residual || text tower's LoRA: {text:,}")
 
 
-def adapter_card(model: Any, repo_id: str | None = None) -> str:
+def adapter_card(model: Any, repo_id: str | None = None, tags: Sequence[str] = ()) -> str:
     """Return the README.md for the adapters of a `PeftModel`. Without `repo_id`, its code loads a placeholder path."""
     from dulbe_peft.utils.templates import render  # here, so that importing PEFT does not import the template packages
 
@@ -49,7 +50,7 @@ def adapter_card(model: Any, repo_id: str | None = None) -> str:
     header = ModelCardData(
         base_model=stated if repo_id is None or is_repo_id(stated) else None,
         library_name="peft",
-        tags=[*([kind] if kind else []), "class-incremental-learning", "continual-learning", "dulbe", "dulbe_peft"],
+        tags=[*dict.fromkeys([*([kind] if kind else []), *_TAGS, *tags])],
     )
     return render(
         "adapter.md",
@@ -91,21 +92,39 @@ def create_or_update_model_card(peft_method: Any, model: Any, output_dir: str) -
         peft_method(output_dir)
 
 
+def load_adapter(peft_method: Any, model: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+    """Load as PEFT does, after checking the weights. PEFT reads no configuration if the model has the adapter."""
+    if adapter_name in model.peft_config:
+        names = ("subfolder", "revision", "token", "cache_dir")
+        DualModeLoraConfig.from_pretrained(model_id, **{name: kwargs[name] for name in names if name in kwargs})
+    return peft_method(model_id, adapter_name, *args, **kwargs)
+
+
 def push_to_hub(
-    peft_method: Any, model: Any, repo_id: str, *, commit_message: str | None = None, **commit: Any
+    peft_method: Any,
+    model: Any,
+    repo_id: str,
+    *,
+    commit_message: str | None = None,
+    max_shard_size: Any = None,
+    tags: Sequence[str] | None = None,
+    **commit: Any,
 ) -> Any:
-    """Upload what `save_pretrained` writes. PEFT's method would replace the card by transformers' empty one."""
+    """Upload what `save_pretrained` writes. PEFT's method would replace the card by transformers' empty one.
+
+    `tags` are added to those of the card. PEFT writes an adapter as one file, whatever `max_shard_size` is.
+    """
 
     def write(folder: Path, repo_id: str) -> None:
         model.save_pretrained(str(folder))
-        (folder / "README.md").write_text(adapter_card(model, repo_id), encoding="utf-8")
+        (folder / "README.md").write_text(adapter_card(model, repo_id, tags or ()), encoding="utf-8")
 
     return push(write, repo_id, commit_message=commit_message or "Upload DULBE adapter", **commit)
 
 
 def extend_peft_model(tuner: type) -> None:
     """Let `PeftModel` use the functions above if its tuner is a `tuner`, and PEFT's methods otherwise."""
-    for function in (print_trainable_parameters, create_or_update_model_card, push_to_hub):
+    for function in (print_trainable_parameters, create_or_update_model_card, load_adapter, push_to_hub):
         setattr(PeftModel, function.__name__, _choosing(getattr(PeftModel, function.__name__), function, tuner))
     # A name that is part of the prefix does no harm here, because the keys hold whole names between dots. The message
     # contains the prefix, so warnings of other methods are not hidden.

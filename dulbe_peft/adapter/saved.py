@@ -16,6 +16,7 @@ from dulbe_peft.utils.tensors import rounded_digest
 # Entries of a tower's configuration that change its outputs but no shape of a weight. The image size is left out,
 # because position embeddings can be interpolated to another one.
 _TOWER_SETTINGS = ("hidden_act", "layer_norm_eps", "num_attention_heads", "rope_theta")
+_PROJECTIONS = ("visual_projection", "text_projection")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -51,7 +52,8 @@ def describe_origin(config: Any, model: Any) -> str:
     model = innermost(model)
     name = getattr(model, "name_or_path", None) or getattr(getattr(model, "config", None), "_name_or_path", None)
     target = f"{name!r}, a {type(model).__name__}" if name else f"a {type(model).__name__} without a name"
-    return f"it was made on {origin!r}{f', a {kind}' if kind else ''}, and this model is {target}"
+    made_on = repr(origin) if origin else "a model without a name"
+    return f"it was made on {made_on}{f', a {kind}' if kind else ''}, and this model is {target}"
 
 
 def tower_of(model_type: Any) -> str | None:
@@ -71,7 +73,8 @@ def check_tower(config: Any, model: Any, tower: str | None) -> None:
 def base_digests(model: nn.Module) -> dict[str, str]:
     """Return digests of 256 pristine values of the weights of each tower, as bfloat16 and as float16.
 
-    These are the weights of the blocks and of the patch embedding; position embeddings depend on the resolution.
+    These are the weights of the blocks and of the patch embedding; position embeddings depend on the resolution. The
+    projections have digests of their own, because a tower that stands alone has none.
 
     Keys look like "vision bfloat16"; "vision shapes" is a digest of names and shapes. A dtype is left out if the
     weights were already rounded to a different half-precision type. If any weight is quantised or offloaded, the
@@ -80,12 +83,14 @@ def base_digests(model: nn.Module) -> dict[str, str]:
     towers: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in model.state_dict().items():
         name = key.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
-        in_block = any(part.isdigit() for part in name.split("."))
-        if PREFIX in name or ".modules_to_save." in name or not (in_block or "patch_embed" in name):
+        parts = name.split(".")
+        projection = parts[0] in _PROJECTIONS
+        in_block = any(part.isdigit() for part in parts) or "patch_embed" in name
+        if PREFIX in name or ".modules_to_save." in name or not (in_block or projection):
             continue
         if type(tensor) is not torch.Tensor or tensor.is_meta or tensor.dtype not in _FLOATS:
             return {}
-        tower = "text" if in_text_tower(name) else "vision"
+        tower = parts[0] if projection else "text" if in_text_tower(name) else "vision"
         towers.setdefault(tower, {})[name.removeprefix("vision_model.")] = tensor
     digests = {}
     for tower, weights in towers.items():
@@ -119,7 +124,9 @@ def warn_of_another_base(config: Any, model: nn.Module) -> None:
     """Warn if an adapter was trained on a base model whose weights or settings differ from the model's."""
     digests = base_digests(model) if config.base_digests else {}
     other_weights = [key.split() for key in differing(config.base_digests, digests)]
-    if "shapes" in {what for _, what in other_weights}:  # different shapes raise an error when loaded
+    if any(
+        what == "shapes" and tower not in _PROJECTIONS for tower, what in other_weights
+    ):  # different shapes raise an error when loaded
         return
     settings = base_settings(model)
     if others := differing(config.base_settings, settings):
@@ -130,9 +137,9 @@ def warn_of_another_base(config: Any, model: nn.Module) -> None:
             f"{describe_origin(config, model)}. Predictions will be wrong",
             stacklevel=4,
         )
-    if towers := sorted({tower for tower, _ in other_weights}):
+    if towers := sorted({tower if tower in _PROJECTIONS else f"{tower} tower" for tower, _ in other_weights}):
         warnings.warn(
-            f"the adapter was made on a base model with other weights in the {' and the '.join(towers)} tower: "
+            f"the adapter was made on a base model with other weights in the {' and the '.join(towers)}: "
             f"{describe_origin(config, model)}. Its update does not fit other weights, so predictions will be wrong",
             stacklevel=4,
         )

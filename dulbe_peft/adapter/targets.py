@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import warnings
 from typing import Any
 
 from peft import NoMatchingPeftModuleError
@@ -67,6 +68,15 @@ def check_targets(config: DualModeLoraConfig, model: nn.Module) -> None:
         if not isinstance(targeted, _ExcludedModule) and (targeted or every):
             _check_target(config, name, module)
             visual = visual or not in_text_tower(name)
+    if isinstance(config.target_modules, str) and not every and not config.text_rank:
+        texts = [n for n, m in modules.items() if in_text_tower(n) and is_linear(m)]
+        ignored = [name for name in texts if re.fullmatch(config.target_modules, name)]
+        if ignored and visual:
+            warnings.warn(
+                f"target_modules={config.target_modules!r} also matches {len(ignored)} layers of the text tower, such "
+                f"as {ignored[0]!r}. They are not adapted, because text_rank is 0",
+                stacklevel=2,
+            )
     if not visual and not every and not config.exclude_modules and not config.modules_to_save:
         raise NoMatchingPeftModuleError(_no_target_message(config, list(modules)))
 
@@ -77,8 +87,13 @@ def _check_target(config: DualModeLoraConfig, name: str, module: nn.Module) -> N
         hint = ""
         if isinstance(linear, nn.MultiheadAttention):
             hint = "; convert the model to the transformers layout, where q, k and v are linear layers"
-        kind = type(linear).__name__
+        kind = f"{type(linear).__module__}.{type(linear).__qualname__}"
         raise ValueError(f"target {name!r} is a {kind}, but only torch.nn.Linear can be adapted{hint}")
+    if type(linear) is nn.modules.linear.NonDynamicallyQuantizableLinear:
+        raise ValueError(
+            f"target {name!r} belongs to a torch.nn.MultiheadAttention, which uses its weight without calling it, so "
+            "an adapter would have no effect: convert the model to the transformers layout, or exclude this layer"
+        )
     if in_text_tower(name):
         ranks, rank = "text_rank", config.text_rank
     else:

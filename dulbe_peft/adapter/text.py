@@ -49,5 +49,10 @@ class TextLoraLinear(DualModeLayer):
     def scaled(self, adapter: str, scale: float) -> AbstractContextManager[None]:
         return temporarily(self, "_scale", scale)
 
+    @property
+    def weight_overridden(self) -> bool:
+        """Whether a block of `scaled` is running."""
+        return self._scale != 1.0
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_scale": 1.0}

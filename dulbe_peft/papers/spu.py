@@ -57,7 +57,6 @@ class Spu(Strategy):
             ((_, update),) = self._update(task, name)
             identity = torch.eye(layer.in_features, device=update.device)
             layer.set_history(adapter, identity, dense(layer.history(adapter)) + update)
-        task.adapter.record_history_ranks()
 
     def _update(self, task: NewTask, name: str) -> Updates:
         """Return D, (d_out, d_in)."""

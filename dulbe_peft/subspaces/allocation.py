@@ -1,5 +1,6 @@
 """Plan where each layer may write during a new task: its historical support, and the frozen bases of its modes."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,10 @@ from dulbe_peft.subspaces.modes import ModeBases
 from dulbe_peft.utils.settings import check_int
 
 EPS32 = torch.finfo(torch.float32).eps
+NO_STATISTICS = (
+    "this adapter has a history, but no statistics were given, so the modes are planned as in a first task and may "
+    "overwrite earlier tasks: call collect_statistics at the end of each task, and pass the statistics"
+)
 
 
 def allocate_modes(
@@ -57,6 +62,8 @@ def allocate_modes(
     for name, value in (("grad_probe", grad_probe), ("stats", stats or {})):
         if not isinstance(value, Mapping):
             raise TypeError(f"{name} must be a mapping of layer names to matrices, got a {type(value).__name__}")
+    if not stats and getattr(grad_probe, "has_history", False):
+        warnings.warn(NO_STATISTICS, stacklevel=2)
     config = getattr(grad_probe, "config", None) if config is None else config
     if shared_rank is None:
         shared_rank = 1 if config is None else config.shared_rank

@@ -42,7 +42,8 @@ def collect_statistics(
             without padding. Padding is left out of inputs with this number of tokens.
 
     Raises:
-        ValueError: an input is not finite, a layer was not reached, or the layers that share an input have changed.
+        ValueError: an input is not finite, a layer was not reached, the layers that share an input have changed, or
+            the adapter is disabled or scaled.
         TypeError: the model has no `dual_mode_layers`.
 
     Reference:
@@ -53,6 +54,8 @@ def collect_statistics(
     model = unwrapped(model)
     if not hasattr(model, "dual_mode_layers"):
         raise TypeError(f"model must come from get_peft_model or have dual_mode_layers(), got {type(model).__name__}")
+    if hasattr(model, "check_measurable"):
+        model.check_measurable()  # type: ignore[operator]
     layers: dict[str, nn.Module] = dict(model.dual_mode_layers())  # type: ignore[operator]
     collector = _Collector(tokens)
     with raise_in_all(), evaluating(model), observed_inputs(layers, collector.add):

@@ -25,7 +25,13 @@ from dulbe_peft.strategies.base import Strategy
 from dulbe_peft.strategies.registry import make_strategy
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils.devices import choose_precision, has_bfloat16
-from dulbe_peft.utils.processes import check_same_in_all, copy_from_main, raise_in_all, refuse_sharded
+from dulbe_peft.utils.processes import (
+    check_same_in_all,
+    copy_from_main,
+    raise_in_all,
+    refuse_offloaded,
+    refuse_sharded,
+)
 from dulbe_peft.utils.tensors import align_weights
 
 
@@ -139,6 +145,7 @@ def check_model(state: LearnerState) -> None:
     loading.check_processor(state.processor, state.base)
     if strategy.adapts:
         loading.check_statistics_tokens(state.base, state.args.statistics_tokens)
+    refuse_offloaded(state.base)
     refuse_sharded(state.base)
 
 

@@ -207,9 +207,8 @@ class LearnerState:
         return get_peft_model_state_dict(self.model, adapter_name=self.adapter_name, save_embedding_layers=False)
 
     def set_adapter_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Load what `adapter_tensors` returns into the adapter, and update the recorded length of its history."""
+        """Load what `adapter_tensors` returns into the adapter."""
         set_peft_model_state_dict(self.model, tensors, adapter_name=self.adapter_name)
-        cast(DualModeLoraModel, self.adapter).record_history_ranks()
 
     @contextmanager
     def adapter_kept(self) -> Iterator[None]:

@@ -61,8 +61,9 @@ def push(
     repo_id: str,
     *,
     commit_message: str,
+    commit_description: str | None = None,
     private: bool | None = None,
-    token: str | None = None,
+    token: str | bool | None = None,
     revision: str | None = None,
     create_pr: bool = False,
     replaces: Iterable[str] = (),
@@ -85,6 +86,7 @@ def push(
             folder_path=folder,
             revision=revision,
             commit_message=commit_message,
+            commit_description=commit_description,
             create_pr=create_pr,
             delete_patterns=list(replaces) or None,
         )

@@ -15,6 +15,10 @@ import torch
 from torch import distributed, nn
 
 T = TypeVar("T")
+_SHARDED = (
+    "is sharded over processes (FSDP, tensor parallelism or DeepSpeed ZeRO-3), but dual-mode adapters need whole "
+    "weights in every process: launch without sharding"
+)
 
 
 def world() -> tuple[int, int]:
@@ -172,20 +176,26 @@ def unwrapped(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def refuse_sharded(model: nn.Module) -> None:
-    """Raise a `ValueError` if a parameter is sharded or has no values, because the method reads whole weights."""
-    parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
+def check_whole(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise a `ValueError` if a parameter is sharded. This is `refuse_sharded` for every step."""
+    if any(hasattr(parameter, "ds_id") or hasattr(parameter, "device_mesh") for parameter in parameters):
+        raise ValueError(f"a parameter {_SHARDED}")
+
+
+def refuse_offloaded(model: nn.Module) -> None:
+    """Raise a `ValueError` if a parameter has no values."""
+    for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(
                 f"{name} is on the meta device and has no values, perhaps because weights are offloaded: "
                 "load the model without device_map and without offloading"
             )
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise a `ValueError` if a parameter is sharded, because the method reads whole weights."""
     kinds = {type(module).__name__ for module in model.modules()}
     sharded = sorted(kinds & {"FullyShardedDataParallel", "DeepSpeedEngine"})
-    sharded += [name for name, p in parameters.items() if hasattr(p, "ds_id") or hasattr(p, "device_mesh")]
+    sharded += [n for n, p in model.named_parameters() if hasattr(p, "ds_id") or hasattr(p, "device_mesh")]
     if sharded:
-        raise ValueError(
-            f"{sharded[0]} is sharded over processes (FSDP, tensor parallelism or DeepSpeed ZeRO-3), but dual-mode "
-            "adapters need whole weights in every process: launch without sharding"
-        )
+        raise ValueError(f"{sharded[0]} {_SHARDED}")

@@ -104,8 +104,8 @@ def test_published_card_names_its_repository(adapted, base, tmp_path, monkeypatc
         assert "base_model: someone/tiny-clip" in text
         assert "PeftModel.from_pretrained(model, 'someone/adapter')" in text and MARK in text
         downloaded = PeftModel.from_pretrained(copy.deepcopy(base[0]), "someone/adapter")
-        with pytest.raises(TypeError, match="max_shard"):
-            adapted.push_to_hub("adapter", max_shard_size="1GB")
+        adapted.push_to_hub("adapter", tags=["birds"], commit_description="three birds", max_shard_size="1GB")
+        assert "- dulbe\n" in (text := hub.files("someone/adapter")["README.md"].decode()) and "- birds\n" in text
     assert downloaded.history_rank == adapted.history_rank
 
 

@@ -40,7 +40,7 @@ def test_effective_weight_equals_sum_over_tasks_in_bounded_memory(tiny_clip, tmp
         modes = random_modes(model)
         model.begin_task(random_modes(model))  # folds the previous task; untrained modes leave no trace
         model.begin_task(modes)
-        assert model.history_rank == model.active_peft_config.history_rank == 3 * task
+        assert model.history_rank == 3 * task
         randomise((*model.shared_parameters(), *model.residual_parameters()))
         for name, layer in layers.items():
             expected[name] += layer.dulbe_shared_B["default"].detach().double() @ modes[name].shared.double().T

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from adapted_clip import CONFIG, learned
+from adapted_clip import CONFIG, forget_digest, learned
 from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from reference import randn
 from safetensors.torch import load_file, save_file
@@ -121,6 +121,7 @@ def test_file_that_fits_only_in_part_is_refused(case, tmp_path, edit, words):
     case.adapted(2).save_pretrained(tmp_path)
     state = edit(load_file(tmp_path / FILE))
     save_file(state, tmp_path / FILE)
+    forget_digest(tmp_path)
     model = case.adapted(2)
     expected = case(model)
     with pytest.raises(ValueError, match=words):

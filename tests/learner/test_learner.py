@@ -273,7 +273,7 @@ def test_error_at_the_end_of_a_task_is_rolled_back(digits, monkeypatch):
         patch.setattr(OccupationStatistics, "merge", lambda *_: (_ for _ in ()).throw(ValueError("no room")))
         with pytest.raises(ValueError, match="no room"):
             learner.learn_task(second.train, second.class_names)
-    assert learner.head.class_names == list(first.class_names) and learner.model.active_peft_config.history_rank == 3
+    assert learner.head.class_names == list(first.class_names) and learner.model.history_rank == 3
     assert learner.state.step == 2
     for parameter in learner.model.parameters():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None

@@ -1,0 +1,409 @@
+"""State outside PEFT's lifecycle: blocks, replaced weights, the user's configuration, damage, shards, lone tasks."""
+
+import copy
+import inspect
+import json
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+from adapted_clip import CONFIG, IDS, PIXELS, image_features, learned, outputs, random_modes, randomise
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed import device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import functional as F
+
+from dulbe_peft import (
+    DualModeLoraConfig,
+    OccupationStatistics,
+    allocate_modes,
+    collect_statistics,
+    probe_gradients,
+    route_gradients,
+    routed_loss,
+)
+
+LABELS = torch.tensor([0, 1, 0])
+FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+
+
+def adapted(clip, **fields):
+    return get_peft_model(clip, DualModeLoraConfig(**CONFIG | fields))
+
+
+@pytest.fixture
+def model(tiny_clip):
+    return learned(adapted(tiny_clip()))
+
+
+def loss_fn(model, rows):
+    images = F.normalize(model.get_image_features(pixel_values=PIXELS[rows]).pooler_output, dim=-1)
+    texts = F.normalize(model.get_text_features(input_ids=IDS).pooler_output.detach(), dim=-1)
+    return F.cross_entropy(10 * images @ texts.T, LABELS[rows]), len(LABELS[rows])
+
+
+# ---------------------------------------------------------------- every verb inside every block
+
+BLOCKS = {
+    "held_weights": lambda model: model.held_weights(),
+    "scaled": lambda model: model.scaled(0.5),
+    "scaled to 1": lambda model: model.scaled(1),
+    "scaled to 1 while held": lambda model: both(model.held_weights(), lambda: model.scaled(1)),
+    "scaled to 1 while scaled": lambda model: both(model.scaled(0.5), lambda: model.scaled(1)),
+    "scaled_history": lambda model: model.scaled_history(0),
+    "previous_task": lambda model: model.previous_task(),
+    "skip_zero_modes": lambda model: model.skip_zero_modes(),
+    "trained_bases": lambda model: model.trained_bases(),
+    "disable_adapter": lambda model: model.disable_adapter(),
+}
+VERBS = {
+    "begin_task": lambda model, modes, folder: model.begin_task(modes),
+    "fold_task": lambda model, modes, folder: model.fold_task(),
+    "merge_adapter": lambda model, modes, folder: model.merge_adapter(),
+    "collect_statistics": lambda model, modes, folder: dict(
+        collect_statistics(model, [slice(None)], loss_fn, OccupationStatistics())
+    ),
+    "probe_gradients": lambda model, modes, folder: dict(probe_gradients(model, [slice(None)], loss_fn)),
+    "save_pretrained": lambda model, modes, folder: (model.save_pretrained(folder), load_file(folder / FILE))[1],
+    "get_peft_model_state_dict": lambda model, modes, folder: get_peft_model_state_dict(model),
+}
+
+
+@contextmanager
+def both(first, second):
+    with first, second():
+        yield
+
+
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_inside_every_block_is_exact_or_refused(tiny_clip, tmp_path, verb, block, zero):
+    """Check that a call inside a block gives what it gives outside, or an error after which all is as it was."""
+    model = learned(adapted(tiny_clip(), text_rank=0))
+    if zero:
+        model.fold_task()
+    modes = random_modes(model)
+    twin, before = copy.deepcopy(model), image_features(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is nothing to fold
+        expected = VERBS[verb](twin, modes, tmp_path / "outside")
+        try:
+            with BLOCKS[block](model):
+                result = VERBS[verb](model, modes, tmp_path / "inside")
+                if verb in ("begin_task", "fold_task", "merge_adapter") and block != "disable_adapter":
+                    assert torch.equal(image_features(model), image_features(twin)), "wrong until the block ends"
+        except ValueError as error:
+            assert "block" in str(error) or "disable" in str(error)
+            assert torch.equal(image_features(model), before)
+            return
+    torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    assert torch.equal(image_features(model), image_features(twin))
+
+
+def test_loop_inside_held_weights_is_refused_and_each_task_inside_one_is_right(model):
+    twin = copy.deepcopy(model)
+    with model.held_weights(), pytest.raises(ValueError, match=r"a block is running .*held_weights"):
+        model.begin_task(random_modes(model))
+    for each in (model, twin):
+        torch.manual_seed(3)
+        for _ in range(2):
+            each.begin_task(random_modes(each))
+            with each.held_weights() if each is model else each.trained_bases([]):
+                randomise(each.residual_parameters())
+                features = image_features(each)
+            assert torch.equal(image_features(each), features)
+            each.fold_task()
+    assert torch.equal(image_features(model), image_features(twin))
+    model.merge_adapter()
+    with pytest.raises(ValueError, match="call unmerge_adapter"), model.held_weights():
+        raise AssertionError
+
+
+# ---------------------------------------------------------------- weights that are replaced
+
+
+def with_projection(clip):
+    return adapted(clip, text_rank=0, modules_to_save=["visual_projection"])
+
+
+@pytest.mark.parametrize("way", ["load_adapter", "set_state", "load_state_dict", "delete and add"])
+def test_previous_task_is_unknown_after_the_weights_are_replaced(tiny_clip, tmp_path, way):
+    other = learned(with_projection(tiny_clip()))
+    other.save_pretrained(tmp_path)
+    model = learned(with_projection(tiny_clip()))
+    with model.previous_task():
+        image_features(model)
+    if way == "load_adapter":
+        model.load_adapter(tmp_path, "default")
+    elif way == "set_state":
+        set_peft_model_state_dict(model, get_peft_model_state_dict(other))
+    elif way == "load_state_dict":
+        model.load_state_dict(other.state_dict())
+    else:
+        model.add_adapter("rest", DualModeLoraConfig(**CONFIG, text_rank=0))
+        model.set_adapter("rest")
+        model.delete_adapter("default")
+        model.add_adapter("default", other.peft_config["default"])
+        model.set_adapter("default")
+    with (
+        pytest.raises(ValueError, match="before this task is not known: call begin_task first"),
+        model.previous_task(),
+    ):
+        raise AssertionError
+
+
+# ---------------------------------------------------------------- the user's configuration
+
+
+@pytest.mark.parametrize("kind", ["get_peft_model", "from_pretrained"])
+def test_results_are_not_written_into_the_configuration(tiny_clip, tmp_path, kind):
+    config = DualModeLoraConfig(**CONFIG)
+    model = get_peft_model(tiny_clip(), config)
+    fresh = copy.deepcopy(config)
+    learned(model, 3).save_pretrained(tmp_path / "first")
+    if kind == "from_pretrained":
+        model = PeftModel.from_pretrained(tiny_clip(), tmp_path / "first", config=config, is_trainable=True)
+        assert model.history_rank == 6
+        fresh = copy.deepcopy(config)
+        learned(model, 1)
+    state = model.state_dict()
+    get_peft_model_state_dict(model)
+    model.save_pretrained(tmp_path / "again")
+    assert config == fresh and model.peft_config["default"] is config
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    written = json.loads((tmp_path / "again" / CONFIG_FILE).read_text())
+    assert written["history_rank"] == model.history_rank > 0 and written["tower"] == "vision"
+    assert written["base_digests"] and written["base_settings"] and written["sha256"]
+    config.save_pretrained(tmp_path / "config")
+    saved = DualModeLoraConfig.from_pretrained(tmp_path / "config")
+    assert saved.history_rank == 0 and not saved.base_digests and saved.sha256 is None
+    for again in (config, saved):  # the loop over seeds
+        clip = tiny_clip()
+        with torch.no_grad():
+            clip.vision_model.encoder.layers[0].mlp.fc1.weight.mul_(2)  # another base model, too
+        seed = get_peft_model(clip, again)
+        assert seed.history_rank == 0 and not any(
+            layer.history_rank("default") for layer in seed.dual_mode_layers().values()
+        )
+
+
+# ---------------------------------------------------------------- damage
+
+
+@pytest.mark.parametrize("part", ["dulbe_shared_B", "dulbe_P", "history_B", "text_A", "visual_projection"])
+def test_changed_values_of_an_adapter_are_refused(tiny_clip, tmp_path, part):
+    model = learned(adapted(tiny_clip(), modules_to_save=["visual_projection"]))
+    expected = outputs(model)
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(tiny_clip(), tmp_path)
+    assert all(map(torch.equal, outputs(loaded), expected))
+    loaded.save_pretrained(tmp_path / "again")
+    assert load_file(tmp_path / FILE).keys() == load_file(tmp_path / "again" / FILE).keys()
+    tensors = load_file(tmp_path / FILE)
+    name = next(name for name in tensors if part in name and tensors[name].numel())
+    tensors[name].view(-1)[0] *= 1.001
+    save_file(tensors, tmp_path / FILE, {"format": "pt"})
+    for load in (
+        lambda: PeftModel.from_pretrained(tiny_clip(), tmp_path),
+        lambda: model.load_adapter(tmp_path, "default"),
+        lambda: loaded.load_adapter(tmp_path, "other"),
+    ):
+        with pytest.raises(ValueError, match=r"adapter_model.safetensors is damaged.*SHA-256"):
+            load()
+    assert all(map(torch.equal, outputs(model), expected))
+
+
+# ---------------------------------------------------------------- shards
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield device_mesh.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_every_door_refuses_a_sharded_model(model, mesh, tmp_path):
+    modes, loss = random_modes(model), loss_fn(model, slice(None))[0]
+    name, layer = next(iter(model.dual_mode_layers().items()))
+    weight = layer.dulbe_shared_B["default"]
+    layer.dulbe_shared_B["default"] = nn.Parameter(distribute_tensor(weight.data, mesh))
+    assert isinstance(layer.dulbe_shared_B["default"], DTensor), name
+    for door in (
+        lambda: probe_gradients(model, [slice(None)], loss_fn),
+        lambda: collect_statistics(model, [slice(None)], loss_fn, OccupationStatistics()),
+        lambda: model.begin_task(modes),
+        model.fold_task,
+        lambda: routed_loss(model, loss, None),
+        lambda: route_gradients(model, loss, None),
+        model.merge_adapter,
+        model.merge_and_unload,
+        lambda: get_peft_model_state_dict(model),
+        lambda: model.save_pretrained(tmp_path / "saved"),
+    ):
+        with pytest.raises(ValueError, match="is sharded over processes .*launch without sharding"):
+            door()
+    assert not (tmp_path / "saved" / FILE).exists()
+
+
+# ---------------------------------------------------------------- layers that are never called
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn, self.fc1 = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 8)
+        self.spare = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.fc1(self.attn(x, x, x)[0])
+
+
+@pytest.mark.parametrize("targets", [["out_proj"], r".*out_proj|fc1", "all-linear"])
+def test_layer_inside_multihead_attention_is_refused(targets):
+    base = Attention()
+    with pytest.raises(ValueError, match=r"attn.out_proj' belongs to a torch.nn.MultiheadAttention"):
+        get_peft_model(base, DualModeLoraConfig(target_modules=targets, residual_rank=2, text_rank=0))
+    assert type(base.fc1) is nn.Linear
+
+
+def test_probe_names_layers_without_a_gradient():
+    config = DualModeLoraConfig(target_modules=["fc1", "spare"], residual_rank=2, text_rank=0)
+    model, x = get_peft_model(Attention(), config), torch.randn(2, 3, 8)
+    with pytest.warns(UserWarning, match=r"no gradient in 1 of 2 adapted layers.*\['spare'\]"):
+        probe_gradients(model, [x], lambda model, x: (model(x).square().mean(), len(x)))
+
+
+# ---------------------------------------------------------------- loading, publishing, precision
+
+
+def test_wrapped_methods_keep_the_arguments_of_peft():
+    ours = {"load_adapter", "push_to_hub", "print_trainable_parameters", "create_or_update_model_card"}
+    from dulbe_peft.adapter import peft_model
+
+    for name in ours:
+        theirs = inspect.signature(getattr(PeftModel, name).__wrapped__).parameters
+        accepted = inspect.signature(getattr(peft_model, name)).parameters
+        assert set(theirs) - {"self"} <= set(accepted) or {"commit", "kwargs"} & set(accepted), name
+
+
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_adapter_over_float64_base_runs_in_float64(tiny_clip, tasks):
+    """Compare with the merged model: the bound is that of float64, not of float32."""
+    model = adapted(tiny_clip().double())
+    assert {tensor.dtype for name, tensor in model.state_dict().items() if "dulbe_" in name} == {torch.float64}
+    learned(model, tasks)
+    features = image_features(model)
+    torch.testing.assert_close(image_features(model.merge_and_unload()), features, rtol=1e-12, atol=1e-12)
+
+
+def test_begin_task_refuses_an_adapter_that_was_loaded_for_inference(model, tiny_clip, tmp_path):
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(tiny_clip(), tmp_path)
+    with pytest.raises(
+        ValueError, match="no parameter of the adapter 'default' is trainable: load it with is_trainable"
+    ):
+        loaded.begin_task(random_modes(loaded))
+    PeftModel.from_pretrained(tiny_clip(), tmp_path, is_trainable=True).begin_task(random_modes(loaded))
+
+
+def test_safe_merge_in_float16_merges_nothing_if_a_sum_overflows(tiny_clip):
+    model = learned(adapted(tiny_clip().half(), text_rank=0))
+    layer = list(model.dual_mode_layers().values())[-1]
+    layer.dulbe_residual_B["default"].data.fill_(6e4)
+    layer.base_layer.weight.data.fill_(6e4)
+    weights = {name: p.clone() for name, p in model.named_parameters()}
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(ValueError, match="NaNs detected"):
+            merge(safe_merge=True)
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+
+
+def test_gradients_have_the_strides_of_their_parameters(model):
+    """Check what DistributedDataParallel warns about."""
+    loss_fn(model, slice(None))[0].backward()
+    assert all(p.grad.stride() == p.stride() for p in model.parameters() if p.grad is not None)
+
+
+def test_expression_that_names_text_layers_without_text_rank_warns(tiny_clip):
+    with pytest.warns(UserWarning, match=r"also matches 2 layers of the text tower.*text_rank is 0"):
+        adapted(tiny_clip(), target_modules=r".*k_proj", text_rank=0)
+
+
+@pytest.mark.parametrize("name", ["visual_projection", "text_projection"])
+def test_other_projection_is_another_base_model(model, tiny_clip, tmp_path, name):
+    model.save_pretrained(tmp_path)
+    clip = tiny_clip()
+    getattr(clip, name).weight.data.mul_(2)
+    with pytest.warns(
+        UserWarning, match=rf"other weights in the {name}: it was made on a model without a name, a CLIPM"
+    ):
+        PeftModel.from_pretrained(clip, tmp_path)
+
+
+def test_error_names_the_module_of_a_class_that_is_called_linear(tiny_clip):
+    class Linear(nn.Module):
+        pass
+
+    clip = tiny_clip()
+    clip.vision_model.encoder.layers[0].mlp.fc1 = Linear()
+    with pytest.raises(ValueError, match=r"is a test_lifecycle\.\S*Linear, but only torch.nn.Linear"):
+        adapted(clip)
+
+
+# ---------------------------------------------------------------- a loop of one's own
+
+
+def test_second_task_without_statistics_warns_once(model):
+    probe = probe_gradients(model, [slice(None)], loss_fn)
+    for stats in (None, OccupationStatistics()):
+        for plan in (lambda s: copy.deepcopy(model).begin_task(probe, s), lambda s: allocate_modes(probe, s)):
+            with pytest.warns(UserWarning, match="has a history, but no statistics were given") as caught:
+                plan(stats)
+            assert len(caught) == 1
+    stats = collect_statistics(model, [slice(None)], loss_fn, OccupationStatistics())
+    model.begin_task(probe, stats)
+
+
+def test_first_task_needs_no_statistics(tiny_clip):
+    model = adapted(tiny_clip())
+    model.begin_task(probe_gradients(model, [slice(None)], loss_fn))
+
+
+@pytest.mark.parametrize("end", ["fold_task", "begin_task"])
+def test_task_trained_in_random_bases_is_named_when_it_ends(tiny_clip, end):
+    model = adapted(tiny_clip())
+    randomise(model.residual_parameters())
+    with pytest.warns(UserWarning, match="trained in random bases.*call begin_task before each task"):
+        model.fold_task() if end == "fold_task" else model.begin_task(random_modes(model))
+
+
+def test_task_loss_as_structure_loss_is_refused(model):
+    loss = loss_fn(model, slice(None))[0]
+    with pytest.raises(ValueError, match="structure_loss is the task loss itself"):
+        route_gradients(model, loss, loss)
+
+
+def test_routed_gradients_are_those_of_an_unscaled_loss_times_the_scale(model):
+    """Check what a gradient scaler unscales afterwards: the structure loss must be scaled once."""
+
+    def gradients(scale):
+        model.zero_grad()
+        images = model.get_image_features(pixel_values=PIXELS).pooler_output
+        loss = routed_loss(model, loss_fn(model, slice(None))[0], (images**3).mean(), 2.0, scale=scale)
+        (scale * loss).backward()
+        return [p.grad / scale for p in model.shared_parameters()]
+
+    for actual, expected in zip(gradients(1024.0), gradients(1.0), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-8)
+
+
+def test_plain_lora_beside_the_method_is_untouched(tiny_clip, tmp_path):
+    """Check that the methods of PeftModel that are wrapped still serve other adapters."""
+    model = get_peft_model(tiny_clip(), LoraConfig(target_modules=["fc1"]))
+    model.save_pretrained(tmp_path)
+    model.load_adapter(tmp_path, "default")
