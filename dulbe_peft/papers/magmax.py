@@ -67,7 +67,6 @@ class MagMax(Strategy):
             if task.index:
                 change = larger(dense(layer.history(adapter)) / self.scale, change)
             layer.set_history(adapter, torch.eye(layer.in_features, device=change.device), self.scale * change)
-        task.adapter.record_history_ranks()
 
     def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
         """Return v_t, layer name -> (d_out, d_in)."""
