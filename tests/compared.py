@@ -10,11 +10,16 @@ REFERENCE = Row("frozen", "bridge")
 CLEAR, UNCLEAR, WORSE = Difference(0.05, 0.02, 0.08), Difference(0.01, -0.02, 0.04), Difference(-0.1, -0.15, -0.05)
 
 
+def wider(difference):
+    """Return the difference with a point more at both ends of its interval."""
+    return difference and Difference(difference.mean, difference.low - 0.01, difference.high + 0.01)
+
+
 def around(mean):
     return Difference(mean, mean - 0.01, mean + 0.01)
 
 
-def entry(row, last, difference=None, stream="4 images", seeds=(0, 1, 2), retention=None, chosen=None):
+def entry(row, last, difference=None, stream="4 images", seeds=(0, 1, 2), retention=None, chosen=None, behind=None):
     spread = 0.01234 if len(seeds) > 1 else None
     return Entry(
         stream=stream,
@@ -22,9 +27,11 @@ def entry(row, last, difference=None, stream="4 images", seeds=(0, 1, 2), retent
         chosen=chosen or {},
         seeds=seeds,
         means={"last": last, "average": last + 0.03, "forgetting": 0.02},
-        spreads={"last": spread, "average": spread},
+        spreads={"last": spread, "average": spread, "forgetting": None},
         intervals={"last": around(last), "average": around(last + 0.03), "forgetting": around(0.02)},
         differences={"last": difference, "average": difference},
+        corrected={"last": wider(difference)},
+        behind={"last": behind},
         gain=None if row.method == REFERENCE.method else difference,
         calibration_error=0.0789,
         seconds=12.4,
@@ -41,10 +48,10 @@ def made_comparison(names=("4 images", "16 images"), method="DuLBE", classifier=
     other, moved, best = Row(method, classifier), Row(method, classifier, "linear"), Row("frozen", "ranpac:features=9")
     known = Retention(before=0.9, after=0.85)
     entries = [
-        entry(REFERENCE, 0.8, None, names[0], retention=Retention(before=0.9, after=0.9)),
-        entry(best, 0.81, UNCLEAR, names[0]),
+        entry(REFERENCE, 0.8, None, names[0], retention=Retention(before=0.9, after=0.9), behind=WORSE),
+        entry(best, 0.81, UNCLEAR, names[0], behind=Difference(-0.04, -0.09, 0.01)),
         entry(other, 0.85, CLEAR, names[0], retention=known, chosen={"learning_rate": 1e-3}),
-        entry(moved, 0.7, WORSE, names[0], retention=known, chosen={"learning_rate": 1e-3}),
+        entry(moved, 0.7, WORSE, names[0], retention=known, chosen={"learning_rate": 1e-3}, behind=WORSE),
         entry(REFERENCE, 0.9, None, names[1]),
         entry(best, 0.91, UNCLEAR, names[1]),
         entry(other, 0.9, UNCLEAR, names[1], seeds=(0, 1)),

@@ -12,7 +12,7 @@ from dulbe_peft.strategies.losses import cross_modal_loss
 from dulbe_peft.subspaces.inputs import collect_statistics
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 
-SCALE = 10.0
+SCALE, RATE = 10.0, 0.02
 RANKS = {"shared_rank": 1, "residual_rank": 2}
 
 
@@ -22,7 +22,7 @@ def adapted(clip, **config):
 
 
 def new_task(adapter, index=0, memory=None):
-    return NewTask(index, adapter, LearnerArguments(device="cpu"), memory)
+    return NewTask(index, adapter, LearnerArguments(device="cpu", learning_rate=RATE), memory)
 
 
 def images(index):

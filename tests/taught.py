@@ -26,7 +26,7 @@ SPECS = {
     "bayes": "bayes:features=50",
     "bayes fixed": "bayes:kappa=4,rho=10,features=0",
     "visual_agent": "visual_agent",
-    "rapf": "rapf:epochs=6,batch_size=32,learning_rate=0.01",
+    "rapf": "rapf:learning_rate=0.01",
     "bofa": "bofa",
     "slca": "slca:draws=32",
     "engine": "engine",

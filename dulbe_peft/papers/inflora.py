@@ -10,6 +10,8 @@ they hold a share eps_t of the sum of squared singular values of C; t counts fro
 
     eps_t = energy + (final_energy - energy) t / T
 
+After the first task, one direction fewer is occupied, as in the authors' code.
+
 The left singular vectors of Z Z' C are the eigenvectors of Z Z' C C Z Z', so the energy matrix is K = C C. Layers
 that read the same tensor share C, A and the memory.
 
@@ -17,9 +19,10 @@ Reference: Liang and Li, "InfLoRA: Interference-Free Low-Rank Adaptation for Con
 """
 
 import math
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge, Gt, Le
@@ -30,6 +33,8 @@ from dulbe_peft.subspaces.decompositions import to_float64
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.utils.records import Fraction
 
+TASKS = 10  # T if it is not known
+
 
 @dataclass(frozen=True)
 class InfLora(ProjectionMemoryStrategy):
@@ -37,7 +42,7 @@ class InfLora(ProjectionMemoryStrategy):
 
     energy: Annotated[float, Gt(0), Le(1)] = 0.95  # called lamb in the published code, which uses 0.95 to 0.98
     final_energy: Fraction = 1.0  # called lame in the published code; with 1, no direction is free after T tasks
-    tasks: Annotated[int, Ge(1)] = 10
+    tasks: Annotated[int, Ge(1)] | Literal["auto"] = "auto"  # T; auto: of the stream of `run`, or 10 without a stream
 
     name = "inflora"
     needs = frozenset({INPUTS})
@@ -47,22 +52,35 @@ class InfLora(ProjectionMemoryStrategy):
         if self.energy > self.final_energy:
             raise ValueError(f"energy must be at most final_energy = {self.final_energy}, got {self.energy}")
 
-    def threshold(self, index: int) -> float:
-        """Return eps_t of the task with the given index, counted from 0."""
-        return self.energy + (self.final_energy - self.energy) * min(1.0, index / self.tasks)
+    def threshold(self, task: NewTask) -> float:
+        """Return eps_t of a task."""
+        total = (task.planned or TASKS) if self.tasks == "auto" else self.tasks
+        return self.energy + (self.final_energy - self.energy) * min(1.0, task.index / total)
 
     def plan(self, task: NewTask) -> Modes:
         bases: dict[str, torch.Tensor] = {}
+        short = {}  # layer -> number of free directions, if fewer than the rank
         for names, old, energy in self._occupied_and_used(task, task.inputs):
             rank = max(map(task.rank, names))
+            if old.free < rank:
+                short[names[0]] = old.free
             directions = top_directions(old, energy, rank, f"inputs of layer {names[0]!r}")
             bases.update(dict.fromkeys(names, directions / math.sqrt(3)))
+        if short:
+            layer = min(short, key=lambda name: short[name])
+            warnings.warn(
+                f"inflora: in task {task.index + 1}, {len(short)} inputs of layers have fewer free directions than "
+                f"the rank asks for (layer {layer!r}: {short[layer]} of {task.rank(layer)}), so little or nothing is "
+                "trained there: set a lower energy or final_energy, or tasks=N for a stream of N tasks",
+                stacklevel=2,
+            )
         return task.modes(bases)
 
     def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
-        share, after = self.threshold(task.index), {}
+        share, after = self.threshold(task), {}
+        kept = bool(task.memory)
         for names, old, energy in self._occupied_and_used(task, inputs):
-            after[names] = gpm(old, energy, share, f"inputs of layer {names[0]!r}", dual=True)
+            after[names] = gpm(old, energy, share, f"inputs of layer {names[0]!r}", dual=True, one_less=not kept)
         return self.to_memory(after)
 
     def _occupied_and_used(

@@ -34,6 +34,12 @@ class Subspace:
     basis: torch.Tensor
     side: str = OCCUPIED
 
+    @property
+    def free(self) -> int:
+        """Number of free directions."""
+        width, count = self.basis.shape
+        return count if self.side == FREE else width - count
+
     def free_basis(self) -> torch.Tensor:
         """Return an orthonormal basis Z of the free directions in float64."""
         basis = to_float64(self.basis, f"basis of {self.side} directions")
@@ -49,14 +55,18 @@ def directions_to_take(energies: torch.Tensor, total: float, share: float) -> in
     return int((left > (1 - share) * total * (1 + ROUNDING)).sum())
 
 
-def gpm(old: Subspace, energy: torch.Tensor, share: float, name: str, dual: bool = False) -> Subspace:
+def gpm(
+    old: Subspace, energy: torch.Tensor, share: float, name: str, dual: bool = False, one_less: bool = False
+) -> Subspace:
     """Add the free directions of highest energy to the occupied ones until these hold `share` of the energy of K.
 
-    With `dual`, the result stores a basis of the side, occupied or free, that has at most d/2 dimensions.
+    With `one_less`, leave out the last of these directions unless it is the only one. With `dual`, the result stores a
+    basis of the side, occupied or free, that has at most d/2 dimensions.
     """
     free = old.free_basis().to(energy)
     energies, vectors = eigh(free.T @ energy @ free, name)
     count = directions_to_take(energies, float(energy.trace()), share)
+    count = max(1, count - 1) if one_less else count
     if dual and (old.side == FREE or old.basis.shape[1] + count > len(energy) / 2):
         return Subspace(free @ vectors[:, count:], FREE)
     return Subspace(torch.cat([old.basis.to(free), free @ vectors[:, :count]], dim=1))

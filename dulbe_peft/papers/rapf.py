@@ -7,8 +7,11 @@ fusion:       A = A_old + U (M o C)                   A_old = U S V',  C = U'(A_
                                                       M = min(1, |C| / max |C| + b)
 """
 
+import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +26,7 @@ from dulbe_peft.utils.settings import AtLeastOne, Positive, Seed
 
 MARGIN = 0.1
 MILESTONES = (4, 10)  # epochs after which the learning rate is divided by ten
+BATCH, LEAST_STEPS = 100, 90  # in a step, and in a task; the authors' CUB-200 has 6 steps in each of 15 epochs
 MOST_PAIRS = 32  # hard pairs in a step; limited because each adds int(20 beta) features to its time and memory
 
 
@@ -41,16 +45,20 @@ class RapfRule(KeptGaussians):
 
     Differences from the authors' code:
 
+    - The authors set the number of replayed classes by hand for each data set, so that an epoch replays every old
+      class about once. "auto" computes it. Their tasks have 600 images or more, so their batches always have 100.
     - With more than 32 hard pairs, each step samples 32 of them; the authors use all.
     - The authors add 1e-4 I to the covariance of features whose norm is about 10. Features here have norm 1, so 1e-6 I
       is added.
     - If the classes of a task differ in their number of images, the images are weighted as in `ridge`.
 
     Args:
-        epochs, batch_size: Number of passes over a task's features, and number of image features per step.
+        epochs: Number of passes over a task's features.
+        batch_size: Number of image features per step. "auto": the authors' 100, or fewer in a small task, so that it
+            has at least 90 steps, as the authors' shortest tasks have.
         learning_rate: Learning rate of Adam at the start of each task; divided by ten after epochs 4 and 10.
         draws: beta; a replayed class adds int(10 beta) features to a step, and a hard pair int(20 beta).
-        replayed: k, the number of old classes that a step replays.
+        replayed: k, the number of old classes that a step replays. "auto": so many that each epoch replays all.
         pair_distance: theta.
         fusion_bias: b; values of 1 or more switch the fusion off, so that A is what the task has trained.
         ridge: Value added to the diagonal of each covariance.
@@ -62,10 +70,10 @@ class RapfRule(KeptGaussians):
     """
 
     epochs: AtLeastOne = 15
-    batch_size: AtLeastOne = 100
+    batch_size: AtLeastOne | Literal["auto"] = "auto"
     learning_rate: Positive = 1e-3
     draws: Positive = 2.0
-    replayed: AtLeastOne = 2
+    replayed: AtLeastOne | Literal["auto"] = "auto"
     pair_distance: Positive = 0.55
     fusion_bias: Positive = 0.6
     ridge: Positive = 1e-6
@@ -90,15 +98,17 @@ class RapfRule(KeptGaussians):
         optimizer = torch.optim.Adam([map_], lr=self.learning_rate)
         schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, list(MILESTONES), gamma=0.1)
 
+        size, k = self._schedule(len(images), old)
+
         def epochs() -> Iterator[tuple[Tensor, ...]]:
             for _ in range(self.epochs):
                 order.copy_(torch.randperm(old, generator=generator))
-                yield minibatches(images, self.batch_size, generator)
+                yield minibatches(images, size, generator)
 
         def loss(step: int, rows: Tensor) -> Tensor:
             features, classes = images[rows], labels[rows]
             if old:
-                drawn, replayed = self.replay(state, order, step, self.replayed, int(10 * self.draws), generator)
+                drawn, replayed = self.replay(state, order, step, k, int(10 * self.draws), generator)
                 features, classes = torch.cat([features, drawn]), torch.cat([classes, replayed])
             right = F.cross_entropy(self.logit_scale * _mapped(features, map_) @ texts.T, classes, weights)
             if not len(pairs):
@@ -112,6 +122,20 @@ class RapfRule(KeptGaussians):
         fit(loss, optimizer, epochs(), schedule)
         after = fused(start, map_.detach(), self.fusion_bias) if old else map_.detach()
         return {"map": after} | self.with_gaussians(state, images, labels, self.ridge)
+
+    def _schedule(self, images: int, old: int) -> tuple[int, int]:
+        """Return the batch size, and k, for a task of `images` images after `old` classes."""
+        least = math.ceil(LEAST_STEPS / self.epochs)  # in an epoch
+        size = max(1, min(BATCH, images // least)) if self.batch_size == "auto" else self.batch_size
+        steps = math.ceil(images / size)
+        if steps < least:
+            warnings.warn(
+                f"rapf: {images} images in batches of {size} for {self.epochs} epochs give {steps * self.epochs} "
+                f"steps of training, and fewer than {LEAST_STEPS} may leave the map untrained: set a smaller "
+                "batch_size or more epochs",
+                stacklevel=3,
+            )
+        return size, math.ceil(old / steps) if self.replayed == "auto" else self.replayed
 
     def formula(self, state: State) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         return mapped_cosine, {"map_": state.map.float(), "weight": self.logit_scale * state.text_embeds.float()}

@@ -63,6 +63,7 @@ class NewTask:
     gradients: Mapping[str, torch.Tensor] = field(default_factory=dict)
     # Layer name -> X'X, (d_in, d_in), of the task's images. Filled if `needs` contains "inputs".
     inputs: OccupationStatistics = field(default_factory=OccupationStatistics)
+    planned: int | None = None  # number of tasks of the stream that `run` learns
     encoder: Encoder | None = None  # encodes further images and texts; set while a task is trained
     images: PixelDataset | None = None  # the task's images; set while it is trained
     # Values that one hook leaves for a later one. `plan` runs in the first process only; all processes get its notes.

@@ -92,6 +92,7 @@ def run_stream(
             store = learner.encoder.store
             held.callback(learner.use_store, store)
             learner.use_store(store or FeatureStore())
+            held.callback(_plan, learner, None)
             return _open(learner, stream, output, options or RunOptions()).finish()
     except ChildProcessError as error:
         raise ChildProcessError(f"{error}; finished tasks are kept in {output}: run again to continue") from error
@@ -117,7 +118,13 @@ def _open(learner: ClassIncrementalLearner, stream: list[Task], output: Path, op
             "give test data or None for each of them"
         )
     tests = [*zip(known_tests, learner.tasks), *((task.test, task.class_names) for task in stream)]
+    _plan(learner, len(tests))
     return Run(learner, stream, output, options, identity, finished, tests, known, new=newest is None)
+
+
+def _plan(learner: StreamLearner, tasks: int | None) -> None:
+    """Tell the strategy how many tasks the stream has."""
+    learner.use_state(replace(learner.state, planned=tasks))
 
 
 def _lock_folder(output: Path, held: ExitStack) -> None:
@@ -208,6 +215,9 @@ class Run:
             finished=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         )
         self.write_entries()
+        if learner.log is not None and row.classifiers:
+            shares = {f"accuracy/{name}": score.accuracy for name, score in row.classifiers.items()}
+            learner.log(shares, max(learner.state.step, index + 1))  # without training, there are no steps
         line = progress.progress_line(row, index + 1, len(self.tests), len(learner.class_names))
         print_once(f"{line}, {seconds:.1f} s")
         if warning := fall_line(row.costs, row.changed):

@@ -80,6 +80,7 @@ class LearnerState:
         known: The images that it has learned and was tested on, by content.
         estimates: Estimated accuracies, see `ClassIncrementalLearner.estimate`. Their `tasks` is 0 if there are none,
             for example after an update.
+        planned: Number of tasks of the stream that `run` is learning; None outside `run`. It is not saved.
     """
 
     model: nn.Module
@@ -98,6 +99,7 @@ class LearnerState:
     graph: str | None = None
     known: KnownImages = field(default_factory=KnownImages)
     estimates: Estimates = field(default_factory=Estimates)
+    planned: int | None = None
 
     @property
     def classifier(self) -> Classifier:

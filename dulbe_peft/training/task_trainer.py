@@ -118,7 +118,9 @@ class TaskTrainer:
         self.adapter = cast(DualModeLoraModel, state.adapter)  # None if nothing is trained
         self.encoder, self.logit_scale, self.log = encoder, logit_scale(encoder.clip), log
         self.images, self.names, self.index = images, images.images.class_names, len(state.tasks)
-        self.task = NewTask(self.index, self.adapter, self.args, state.memory, encoder=encoder, images=images)
+        self.task = NewTask(
+            self.index, self.adapter, self.args, state.memory, planned=state.planned, encoder=encoder, images=images
+        )
         self.step = state.step
         counts = np.bincount(images.labels, minlength=len(self.names)).tolist()
         rate = cast(float, self.args.learning_rate) if self.strategy.adapts else None

@@ -17,7 +17,8 @@ def report(
     comparison: str = setting(..., "folder that compare wrote", place=True),
     output: Page | None = setting(None, "the page (default: report.html in the folder)"),
     csv: File | None = setting(None, "also write the table of results with all digits"),
-    latex: File | None = setting(None, "also write the table of results for LaTeX"),
+    latex: File | None = setting(None, "also write a table for a paper, with LaTeX's booktabs"),
+    columns: list[str] | None = setting(None, "columns of the LaTeX table, such as method,A_last,seeds"),
     overwrite: bool = OVERWRITE,
 ) -> None:
     outputs = (("--output", output, ".html"), ("--csv", csv, ".csv"), ("--latex", latex, ".tex"))
@@ -27,7 +28,9 @@ def report(
 
     if not (Path(comparison) / COMPARISON_FILE).is_file():
         raise FileNotFoundError(f"{comparison} has no {COMPARISON_FILE}, which `python -m research compare` writes")
-    page = write_comparison_page(comparison, output, csv, latex)
+    if columns is not None and latex is None:
+        raise ValueError(f"--columns is {','.join(columns)}, which has no effect without --latex FILE")
+    page = write_comparison_page(comparison, output, csv, latex, columns or ())
     for path in (output or page, csv, latex):
         if path is not None:
             print(f"written: {path}", file=message_stream(output, csv, latex))

@@ -40,10 +40,16 @@ class Entry(Record):
     spreads: dict[Measure, float | None]
     intervals: dict[Measure, Difference]  # empty if the seeds have different numbers of test images
     differences: dict[Measure, Difference | None]
+    # The same, with intervals at the levels of Holm's test over all rows of the stream.
+    corrected: dict[Measure, Difference | None] = {}
+    # The difference to the best row of the stream, with such intervals; None for the best row.
+    behind: dict[Measure, Difference | None] = {}
     gain: Difference | None
     calibration_error: float
     seconds: float
     cpu_seconds: float
+    # Accuracy on each task (inner list) after each task (outer list); empty if the seeds have different tasks.
+    by_task: list[list[Fraction]] = []
     curve: list[Fraction]  # accuracy after each task; empty if the seeds have different numbers of tasks
     trainable_parameters: int
     kept_bytes: int

@@ -3,19 +3,19 @@
 import os
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from dulbe_peft.metrics.accuracy import percent, signed
 from dulbe_peft.photos.report.html import write_page
 from dulbe_peft.photos.report.plots import inline_svg
-from dulbe_peft.photos.report.table import filled, write_table_latex
+from dulbe_peft.photos.report.table import filled
 from dulbe_peft.utils.settings import flat_settings
 from dulbe_peft.utils.templates import render
 from research.comparison import comparison_plots as plots
 from research.comparison.comparison_file import Comparison, Entry, read_comparison
 from research.comparison.intervals import Difference
+from research.comparison.latex import DEFAULT, write_paper_table
 from research.comparison.plan import Plan, Row
 from research.comparison.ranks import ranked
 from research.comparison.summary import COLUMNS, FEW, best_rows, by_stream, count_seeds, write_summary_csv
@@ -28,8 +28,12 @@ def write_comparison_page(
     output: str | os.PathLike[str] | None = None,
     csv: str | os.PathLike[str] | None = None,
     latex: str | os.PathLike[str] | None = None,
+    columns: Sequence[str] = (),
 ) -> Path:
-    """Write the page of a comparison, finished or not, and its table as CSV or LaTeX if asked."""
+    """Write the page of a comparison, finished or not, and its table as CSV or LaTeX if asked.
+
+    `columns` are those of the LaTeX table; none stands for `latex.DEFAULT`.
+    """
     folder = Path(folder)
     output = folder / "report.html" if output is None else Path(output)
     comparison = read_comparison(folder)
@@ -37,8 +41,7 @@ def write_comparison_page(
     if csv is not None:
         write_summary_csv(Path(csv), comparison.entries)
     if latex is not None:
-        rows = list(chain(*by_stream(comparison.entries).values()))
-        write_table_latex(filled(COLUMNS, rows), rows, Path(latex))
+        write_paper_table(comparison, Path(latex), columns or DEFAULT)
     return output
 
 

@@ -9,6 +9,8 @@ from scipy.stats import t
 
 from dulbe_peft.metrics.task_features import Answers
 
+ALPHA = 0.05
+ROUNDING = 1e-12
 Measure = Literal["last", "average", "forgetting"]  # A_last, A_bar, and the loss of earlier tasks since their best
 
 
@@ -60,20 +62,59 @@ class Difference:
         return self.low > 0 or self.high < 0
 
 
-def mean_interval(values: np.ndarray) -> Difference:
-    """Return the mean of `values`, (seeds, images), and its 95 % interval by Student's t, over both seeds and images.
+@dataclass(frozen=True)
+class Estimated:
+    """A mean, its variance, and Satterthwaite's degrees of freedom of the variance."""
+
+    mean: float
+    variance: float
+    freedom: float
+
+    @property
+    def p(self) -> float:
+        """The p-value of the hypothesis that the true mean is zero, by Student's t."""
+        if not self.variance:
+            return 0.0 if abs(self.mean) > ROUNDING else 1.0
+        return float(2 * t.sf(abs(self.mean) / self.variance**0.5, self.freedom))
+
+    def interval(self, alpha: float = ALPHA) -> Difference:
+        """Return the interval that covers the true mean with probability 1 - alpha."""
+        half = float(t.ppf(1 - alpha / 2, self.freedom) * self.variance**0.5) if self.variance else 0.0
+        # Differences that cancel leave rounding errors. Round, so that an interval that ends at zero includes zero.
+        return Difference(self.mean, round(self.mean - half, 12) + 0.0, round(self.mean + half, 12) + 0.0)
+
+
+def estimated(values: np.ndarray) -> Estimated:
+    """Estimate the mean of `values`, (seeds, images), and how certain it is.
 
     The variance of the mean is the variance of the seeds' means divided by the number of seeds, plus the variance of
     the images' means divided by the number of images. The degrees of freedom are those of Welch and Satterthwaite, see
-    "An Approximate Distribution of Estimates of Variance Components", 1946, equation 17. With one seed, the interval
+    "An Approximate Distribution of Estimates of Variance Components", 1946, equation 17. With one seed, the variance
     covers only the variation between test images.
     """
     sides = (values.mean(axis=1), values.mean(axis=0))
     parts = [(means.var(ddof=1) / len(means), len(means) - 1) for means in sides if len(means) > 1]
-    mean, variance = float(values.mean()), sum(part for part, _ in parts)
-    half = 0.0
-    if variance:
-        freedom = variance**2 / sum(part**2 / degrees for part, degrees in parts)
-        half = float(t.ppf(0.975, freedom) * variance**0.5)
-    # Differences that cancel leave rounding errors. Round, so that an interval that ends at zero includes zero.
-    return Difference(mean, round(mean - half, 12) + 0.0, round(mean + half, 12) + 0.0)
+    variance = float(sum(part for part, _ in parts))
+    freedom = variance**2 / sum(part**2 / degrees for part, degrees in parts) if variance else 1.0
+    return Estimated(float(values.mean()), variance, freedom)
+
+
+def mean_interval(values: np.ndarray) -> Difference:
+    """Return the mean of `values`, (seeds, images), and its 95 % interval, over both seeds and images."""
+    return estimated(values).interval()
+
+
+def holm_intervals(means: Sequence[Estimated]) -> list[Difference]:
+    """Return intervals of several means at the levels of Holm's step-down test.
+
+    An interval excludes zero exactly if the test rejects that its true mean is zero, and the probability of any false
+    rejection is at most 5 %. The k-th smallest of m p-values is tested at the level 0.05 / (m - k + 1), and the first
+    one that is not rejected fixes the level of all larger ones.
+    """
+    intervals, level, left = dict[int, Difference](), 0.0, len(means)
+    for place in sorted(range(len(means)), key=lambda place: means[place].p):
+        intervals[place] = means[place].interval(level or ALPHA / left)
+        if not intervals[place].clear:
+            level = level or ALPHA / left
+        left -= 1
+    return [intervals[place] for place in range(len(means))]

@@ -26,7 +26,15 @@ from research.comparison.cells import (
     read_cell,
 )
 from research.comparison.comparison_file import Entry, Retention, ScalePoint
-from research.comparison.intervals import Difference, Measure, image_shares, mean_interval, mean_share
+from research.comparison.intervals import (
+    Difference,
+    Measure,
+    estimated,
+    holm_intervals,
+    image_shares,
+    mean_interval,
+    mean_share,
+)
 from research.comparison.plan import Cell, Chosen, Plan, Row, Work, as_text
 
 MEASURES: tuple[Measure, ...] = get_args(Measure)
@@ -40,6 +48,7 @@ class CellRow:
 
     shares: dict[Measure, np.ndarray]
     curve: list[float]
+    by_task: list[list[float]]  # accuracy on each task after each task
     calibration_error: float
     facts: AnswersFacts
     cell: CellRecord
@@ -69,7 +78,26 @@ def make_entries(plan: Plan, finished: Finished, chosen: Chosen | None = None) -
         same = (finished.get((stream, Row(first.method, row.classifier, drift)), {}) for drift in (row.drift, "none"))
         untrained = {} if row.method == first.method else next(filter(None, same), {})
         entries.append(_entry(stream, row, (chosen or {}).get((stream, row), {}), seeds, reference, untrained))
+    for stream, rows in by_stream(entries).items():
+        _correct({entry.row: finished[stream, entry.row] for entry in rows}, rows, first)
     return entries
+
+
+def _correct(seeds: dict[Row, dict[int, CellRow]], entries: Sequence[Entry], reference: Row) -> None:
+    """Set `corrected` and `behind` of all rows of a stream."""
+    for measure in MEASURES:
+        sign = -1 if measure == "forgetting" else 1
+        best = max(entries, key=lambda entry: sign * entry.means[measure]).row
+        for field, other in (("corrected", reference), ("behind", best)):
+            found = {
+                entry.row: _paired(seeds[entry.row], seeds.get(other, {}), measure)
+                for entry in entries
+                if entry.row != other
+            }
+            known = {row: estimated(values) for row, values in found.items() if values is not None}
+            intervals = dict(zip(known, holm_intervals(list(known.values())), strict=True))
+            for entry in entries:
+                getattr(entry, field)[measure] = intervals.get(entry.row)
 
 
 def gains_of_training(plan: Plan, finished: Finished, entries: Sequence[Entry]) -> dict[str, Difference | None]:
@@ -101,15 +129,25 @@ def read_row(folder: Path, row: Row, cell: Cell) -> CellRow | None:
     answers, facts = read_answers(folder, row, done)
     shares = image_shares(answers, facts.class_names)
     curve = [float(step.right.double().mean()) for step in answers]
-    return CellRow(shares, curve, calibration_error(answers[-1].probability, answers[-1].right), facts, done)
+    by_task = [
+        [float(step.right[step.task == number].double().mean()) for number in step.task.unique().tolist()]
+        for step in answers
+    ]
+    return CellRow(shares, curve, by_task, calibration_error(answers[-1].probability, answers[-1].right), facts, done)
 
 
 def _difference(row: dict[int, CellRow], other: dict[int, CellRow], measure: Measure) -> Difference | None:
     """Return the difference of two rows over their common seeds; None if there are none or the test images differ."""
+    values = _paired(row, other, measure)
+    return None if values is None else mean_interval(values)
+
+
+def _paired(row: dict[int, CellRow], other: dict[int, CellRow], measure: Measure) -> np.ndarray | None:
+    """Return the differences of two rows, (common seeds, images), or None as in `_difference`."""
     pairs = [(row[seed].shares[measure], other[seed].shares[measure]) for seed in row if seed in other]
     if len({len(side) for pair in pairs for side in pair}) != 1:  # only equal sets of images can be paired
         return None
-    return mean_interval(np.stack([shares - reference for shares, reference in pairs]))
+    return np.stack([shares - reference for shares, reference in pairs])
 
 
 def _entry(
@@ -139,10 +177,18 @@ def _entry(
         seconds=statistics.fmean(run.cell.cost.seconds + run.facts.seconds for run in runs),
         cpu_seconds=statistics.fmean(run.cell.cost.cpu_seconds + run.facts.cpu_seconds for run in runs),
         curve=[statistics.fmean(step) for step in zip(*curves)] if len(set(map(len, curves))) == 1 else [],
+        by_task=_mean_matrix([run.by_task for run in runs]),
         trainable_parameters=runs[0].cell.cost.trainable_parameters,
         kept_bytes=max(run.cell.cost.kept_bytes + run.facts.nbytes for run in runs),
         retention=_mean_retention([run.cell.retention for run in runs if run.cell.retention]),
     )
+
+
+def _mean_matrix(seeds: Sequence[list[list[float]]]) -> list[list[float]]:
+    """Return the mean of triangular matrices over the seeds, or nothing if they have different shapes."""
+    if len({tuple(map(len, matrix)) for matrix in seeds}) != 1:
+        return []
+    return [[statistics.fmean(values) for values in zip(*rows, strict=True)] for rows in zip(*seeds, strict=True)]
 
 
 def _mean_retention(seeds: Sequence[Retention]) -> Retention | None:
@@ -186,6 +232,10 @@ def _format_difference(difference: Difference | None) -> str:
     return "" if difference is None else _with_interval(difference.mean, difference, signed)
 
 
+def _format_interval(difference: Difference | None) -> str:
+    return "" if difference is None else f"{signed(difference.low)} to {signed(difference.high)}"
+
+
 def _retention(retention: Retention | None) -> str:
     return "" if retention is None else f"{percent(retention.before)} → {percent(retention.after)}"
 
@@ -209,6 +259,7 @@ COLUMNS: list[Column[Entry]] = [
     Column("A_bar", partial(_share, "average"), bold=partial(_clearly_better, "average")),
     Column("forgetting", _forgetting, bold=partial(_clearly_better, "forgetting")),
     Column("vs. reference (95 %)", lambda entry: _format_difference(entry.differences["last"])),
+    Column("corrected (Holm)", lambda entry: _format_interval(entry.corrected.get("last"))),
     Column("vs. same classifier (95 %)", lambda entry: _format_difference(entry.gain)),
     Column("calibration error", lambda entry: percent(entry.calibration_error)),
     Column("CPU s", lambda entry: f"{entry.cpu_seconds:.0f}"),
@@ -225,6 +276,8 @@ _FIGURES = {
     "_difference": "differences.{}.mean",
     "_low": "differences.{}.low",
     "_high": "differences.{}.high",
+    "_holm_low": "corrected.{}.low",
+    "_holm_high": "corrected.{}.high",
 }
 _CSV = {"stream": "stream", "method": "row.method", "classifier": "row.classifier", "drift": "row.drift"}
 _CSV |= {"chosen": "chosen", "seeds": "seeds"}

@@ -152,6 +152,7 @@ def test_forgetting_a_class_keeps_other_scores_and_forgetting_all_resets_the_cla
     assert_equal_states(snapshot(classifier), snapshot(new))
 
 
+@pytest.mark.filterwarnings("ignore:rapf. .* steps of training")
 @pytest.mark.parametrize("name", NAMED)
 def test_one_image_per_class_is_enough(name):
     classifier = learned(name, per_class=1)

@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(digits):
     for spec, labels, message in (
         ("lda", ["a", "b"], r"y must hold labels like \[0\], got \['a'\]"),
         ("gda", [3, 9], "'gda' needs texts, but texts has none for the class 9"),
-        ("rapf:epochs=1", [1, 9], "'rapf' classifier cannot learn more images of a known class"),
+        ("rapf", [1, 9], "'rapf' classifier cannot learn more images of a known class"),
         ("lda", [0, 1, 2], "inconsistent numbers of samples"),
     ):
         text = {c: row for c, row in texts(X, y).items() if c != 9 or "rapf" in spec}

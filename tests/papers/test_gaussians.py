@@ -62,6 +62,7 @@ def literal_map(start, x, y, texts, tau, old, generator, epochs, size, draws, k,
     return a.detach()
 
 
+@pytest.mark.filterwarnings("ignore:rapf. .* steps of training")
 @pytest.mark.parametrize("most", [2, 32])
 def test_two_tasks_of_rapf_equal_the_literal_version(monkeypatch, most):
     monkeypatch.setattr(rapf, "MOST_PAIRS", most)
@@ -89,6 +90,27 @@ def test_two_tasks_of_rapf_equal_the_literal_version(monkeypatch, most):
     z = F.normalize(F.normalize(x, dim=1).double() @ classifier.map.double().T, dim=1)
     expected = 10 * z @ F.normalize(texts.double(), dim=1).T
     torch.testing.assert_close(classifier(x).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:rapf. .* steps of training")
+def test_rapf_replays_every_old_class_in_an_epoch_and_takes_a_least_number_of_steps(monkeypatch):
+    monkeypatch.setattr(rapf, "LEAST_STEPS", 12)
+    texts = normal(7, DIM, seed=8)
+    tasks = [(*features(5, 26, 0), "abcde", texts[:5]), (*features(2, 8, 4), "fg", texts)]
+
+    def learned(**settings):
+        classifier = RapfClassifier(DIM, 10.0, epochs=4, ridge=1e-3, **settings)
+        maps = []
+        for x, y, names, each in tasks:
+            classifier.add_classes(list(names), x, y, each)
+            maps.append(classifier.map.clone())
+        return maps
+
+    assert torch.equal(learned()[0], learned(batch_size=8)[0])  # 26 images in at least three steps an epoch
+    monkeypatch.setattr(rapf, "BATCH", 2)
+    assert torch.equal(learned()[1], learned(batch_size=2, replayed=2)[1])  # 8 images, 4 steps, 5 old classes
+    with pytest.warns(UserWarning, match="8 images in batches of 4 for 4 epochs give 8 steps .* fewer than 12 may"):
+        learned(batch_size=4)
 
 
 SETTINGS = {"epochs": 3, "batch_size": 5, "learning_rate": 0.05, "rounds": 2, "draws": 7, "norm": 0.2, "ridge": 0.01}

@@ -33,14 +33,20 @@ def fewest(squares, held, wanted):
 
 
 def literal_dual_gpm(basis, side, moment, threshold):
-    """Update InfLoRA's memory as the published code does, except that it starts in mode "remove"; `moment` is C."""
+    """Update InfLoRA's memory as the published code does, except that it starts in mode "remove"; `moment` is C.
+
+    In the first task, the code counts the shares below the threshold, without the one that reaches it.
+    """
     width = len(moment)
     total = torch.linalg.svdvals(moment).square().sum()
     if side == OCCUPIED:
         rest = moment - basis @ basis.T @ moment
         left, scales, _ = torch.linalg.svd(rest)
         squares = scales.square() / total
-        basis = torch.cat([basis, left[:, : fewest(squares, 1 - squares.sum(), threshold)]], dim=1)
+        count = fewest(squares, 1 - squares.sum(), threshold)
+        if not basis.shape[1]:
+            count = max(1, int((squares.cumsum(0) < threshold).sum()))
+        basis = torch.cat([basis, left[:, :count]], dim=1)
     else:
         rest = basis @ basis.T @ moment
         left, scales, _ = torch.linalg.svd(rest)
@@ -117,15 +123,44 @@ def test_three_tasks_of_inflora_follow_the_formulas(tiny_clip):
             torch.testing.assert_close(projector(kept[names[-1]].basis), projector(basis), rtol=0, atol=1e-4)
             sides.add(side)
     assert sides == {OCCUPIED, FREE}
-    assert strategy.threshold(9) == 0.99  # the threshold stays at final_energy
+    assert strategy.threshold(NewTask(9, adapter, LearnerArguments())) == 0.99  # it stays at final_energy
 
 
+@pytest.mark.parametrize(
+    "spec, planned, last", [("inflora", 14, 13 / 14), ("inflora", None, 1.0), ("inflora:tasks=20", 14, 0.65)]
+)
+def test_threshold_of_inflora_follows_the_number_of_tasks_of_the_stream(tiny_clip, spec, planned, last):
+    task = NewTask(13, adapted(tiny_clip()), LearnerArguments(), planned=planned)
+    assert make_strategy(spec).threshold(task) == pytest.approx(0.95 + 0.05 * last)
+
+
+def test_inflora_warns_if_fewer_directions_are_free_than_the_rank_asks_for(tiny_clip):
+    adapter = adapted(tiny_clip(), residual_rank=RANK - 1)
+    strategy, (statistics, _) = make_strategy("inflora"), collected(adapter, 0)
+    names = [name for name in adapter.dual_mode_layers() if not name.endswith("v_proj")]
+    widths = {name: layer.in_features for name, layer in adapter.dual_mode_layers().items()}
+    memory = {
+        f"free:{','.join(group)}": torch.eye(widths[group[0]])[:, : RANK - (group[0] == names[0])]
+        for group in statistics.groups
+    }
+    task = NewTask(1, adapter, LearnerArguments(), memory, inputs=statistics)
+    with pytest.warns(
+        UserWarning, match=rf"in task 2, 1 inputs of layers .*layer '{names[0]}': {RANK - 1} of {RANK}\)"
+    ):
+        strategy.plan(task)
+    memory[next(iter(memory))] = torch.eye(widths[names[0]])[:, :RANK]
+    strategy.plan(task)
+
+
+@pytest.mark.filterwarnings("ignore:inflora. in task 3")
 @pytest.mark.parametrize("spec", ["inflora:energy=1", "keeplora:eps_f=1"])
 def test_full_memory_leaves_no_direction_to_train(spec, tiny_clip):
     adapter, strategy = get_peft_model(tiny_clip(), DualModeLoraConfig()).base_model, make_strategy(spec)
-    memory = strategy.remember(NewTask(0, adapter, LearnerArguments()), collected(adapter, 0)[0])
+    memory = None
+    for index in (0, 1):  # after the first task, InfLoRA leaves one direction free
+        memory = strategy.remember(NewTask(index, adapter, LearnerArguments(), memory), collected(adapter, index)[0])
     gradients = {n: torch.randn(m.out_features, m.in_features) for n, m in adapter.dual_mode_layers().items()}
-    modes = strategy.plan(NewTask(1, adapter, LearnerArguments(), memory, gradients, collected(adapter, 1)[0]))
+    modes = strategy.plan(NewTask(2, adapter, LearnerArguments(), memory, gradients, collected(adapter, 2)[0]))
     assert not any(pair.shared.any() or pair.residual.any() for pair in modes.values())
     adapter.begin_task(modes, orthonormal=strategy.orthonormal)
 

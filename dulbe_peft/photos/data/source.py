@@ -29,7 +29,8 @@ Part = Annotated[float, Gt(0), Lt(1)]  # a share of the images
 Parts = dict[str, "LabelledImages"]  # the images of the splits that are used; the training split comes first
 UNLABELLED = "images without labels cannot be tested on"
 VALIDATION = ("valid", "validation", "val")  # splits that are tested on if there is no test split
-DRAWS = ("validation_fraction", "images_per_class", "draw_seed")  # fields that choose among the training images
+# Fields that choose among the images.
+DRAWS = ("validation_fraction", "images_per_class", "test_images_per_class", "draw_seed")
 GROUPING = ("group", "group_seconds")  # fields that say which images belong together
 _READING = ("image_column", "label_column", "vocabulary", "path_column", "leave_out")  # arguments of `load_data`
 
@@ -91,6 +92,9 @@ class DataSource:
         "Train on at most this number of images per class, drawn at random. Several counts, such as 2,32, are given "
         "to the classes in turn; longtail:32 gives 32 images to one class, 32 / 2 to the next, 32 / 3 to the third, "
         "and so on.",
+    )
+    test_images_per_class: AtLeastOne | None = setting(
+        None, "Test on at most this number of images per class, drawn at random."
     )
     draw_seed: int = setting(0, "Seed for drawing images, and for holding them out with --validation-fraction.")
     group: str | None = setting(
@@ -183,6 +187,12 @@ class DataSource:
             train, test = hold_out(train, self.validation_fraction, self.draw_seed, "validation")
         if self.images_per_class is not None:
             train = draw_per_class(train, self.images_per_class, self.draw_seed)
+        if self.test_images_per_class is not None:
+            if test is None:
+                raise ValueError(
+                    f"test_images_per_class is {self.test_images_per_class}, but there are no test images"
+                )
+            test = draw_per_class(test, self.test_images_per_class, self.draw_seed)
         return Opened(train, test, inventory)
 
     def open_split(self, split: str | None, look: Look | None = None) -> tuple[LabelledImages, Inventory]:

@@ -72,6 +72,11 @@ def format_markdown(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in (titles, marks, *lines))
 
 
+def latex_text(text: str, number: bool = False) -> str:
+    """Return text for LaTeX; in numbers, hyphens become minus signs."""
+    return text.translate(_LATEX_NUMBER).replace("%", r"\%") if number else text.translate(_LATEX)
+
+
 def write_table_latex(columns: Sequence[Column[Row]], rows: Sequence[Row], path: Path) -> None:
     """Write a LaTeX `tabular` that needs no package."""
     layout = "".join("r" if column.number else "l" for column in columns)

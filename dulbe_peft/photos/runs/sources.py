@@ -58,7 +58,8 @@ def open_source(
         print_once(f"names from {source.class_names}: {', '.join(pairs[:3])}" + (", ..." if len(pairs) > 3 else ""))
     elif all(map(str.isdecimal, train.class_names)):
         print_once("the class names are numbers: --class-names FILE gives the classes names that a model can read")
-    if source.validation_fraction is not None or source.images_per_class is not None:
+    drawn = (source.validation_fraction, source.images_per_class, source.test_images_per_class)
+    if any(each is not None for each in drawn):
         held_out = " held-out ones" if source.validation_fraction else ""
         tested = "" if test is None else f", testing on {len(test)}{held_out}"
         print_once(f"training on {counted(len(train), 'image')}{tested}")

@@ -19,6 +19,7 @@ from failing_files import edited
 from filelock import FileLock
 
 from dulbe_peft.classifiers import CLASSIFIERS
+from dulbe_peft.metrics.evaluation import read_predictions
 from dulbe_peft.metrics.task_features import read_features
 from dulbe_peft.strategies import STRATEGIES
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
@@ -27,8 +28,9 @@ from research.benchmarks.common import RESULTS
 from research.comparison.cells import LOCK_FILE, answers_path, read_answers, read_cell
 from research.comparison.compare import ComparisonError, compare
 from research.comparison.comparison_file import read_comparison
-from research.comparison.intervals import mean_interval
+from research.comparison.intervals import estimated, holm_intervals, mean_interval
 from research.comparison.plan import Row, as_text, read_plan
+from research.comparison.predictions import comparison_predictions, write_predictions
 from research.comparison.summary import best_rows, format_summary, gains_of_training, make_entries, read_finished
 
 ROOT = Path(__file__).parents[3]
@@ -326,6 +328,55 @@ def test_interrupted_comparison_writes_its_table(content, tmp_path, monkeypatch)
     table = read_comparison(tmp_path / "out")
     assert table.entries == [] and table.scope.reference == Row("frozen", "lda")
     assert table.missing() == [("digits", row, (0, 1)) for row in plan.rows_of("frozen")]
+
+
+def test_predictions_of_all_rows_give_the_table_s_measures(finished, tmp_path):
+    pandas = pytest.importorskip("pandas")
+    folder, entries, _ = finished
+    table = comparison_predictions(folder / "out")
+    write_predictions(folder / "out", tmp_path / "p.parquet")
+    pandas.testing.assert_frame_equal(pandas.read_parquet(tmp_path / "p.parquet"), table)
+    assert list(table.columns[:8]) == [
+        "stream",
+        "method",
+        "classifier",
+        "drift",
+        "seed",
+        "task",
+        "image",
+        "image_task",
+    ]
+    assert table.groupby(["task", "image_task"]).size().to_dict() == dict.fromkeys([(1, 1), (2, 1), (2, 2)], 6 * 2 * 6)
+    row = table.method.astype(str) + table.classifier.astype(str) + table.drift.astype(str)
+    right = (
+        (table["class"].astype(str) == table.predicted.astype(str))
+        .groupby([row, table.seed, table.task, table.image_task])
+        .mean()
+    )
+    for entry in entries:
+        name, seeds = entry.row.method + entry.row.classifier + entry.row.drift, range(2)
+        matrix = [[np.mean([right[name, seed, t, i] for seed in seeds]) for i in range(1, t + 1)] for t in (1, 2)]
+        assert [pytest.approx(line) for line in matrix] == entry.by_task
+        assert entry.curve == pytest.approx([matrix[0][0], np.mean(matrix[1])])
+    run = run_of(folder, entries[0])
+    images = {image.image for image in read_predictions(run / "predictions.csv")}
+    assert set(table[(table.seed == 0) & (table.method == "frozen")].image) == images and len(images) == 12
+
+
+def test_intervals_of_the_table_are_corrected_for_the_number_of_rows(finished):
+    """Paired differences to the reference and to the best row, with the levels of Holm's test."""
+    folder, entries, _ = finished
+    plan = read_plan(folder / "plan.yaml")
+    chosen = {(entry.stream, entry.row): entry.chosen for entry in entries}
+    read = {row: seeds for (_, row), seeds in read_finished(folder / "out", plan.cells(chosen)).items()}
+    best = max(entries, key=lambda entry: entry.means["last"]).row
+    for other, field in ((plan.reference, "corrected"), (best, "behind")):
+        rows = [entry.row for entry in entries if entry.row != other]
+        pairs = [
+            np.stack([read[row][s].shares["last"] - read[other][s].shares["last"] for s in (0, 1)]) for row in rows
+        ]
+        expected = dict(zip(rows, holm_intervals([estimated(each) for each in pairs]), strict=True))
+        assert {entry.row: getattr(entry, field)["last"] for entry in entries} == expected | {other: None}
 
 
 def test_run_of_another_process_is_skipped_and_said(copied):

@@ -87,14 +87,14 @@ def test_page_contains_all_figures(folder):
         figures = [f"{value:.1f} ({value - 1:.1f} to {value + 1:.1f})" for value in (last, last + 3)]
         costs = ["7.9", "10", "28,800", "3.0"]
         chosen = "learning_rate = 0.001" if method == "DuLBE" else ""
-        return [method, classifier, drift, chosen, *figures, "2.0 (+1.0 to +3.0)", *rest[:2], *costs, *rest[2:]]
+        return [method, classifier, drift, chosen, *figures, "2.0 (+1.0 to +3.0)", *rest[:3], *costs, *rest[3:]]
 
     assert first == [
         TITLES,
-        row("DuLBE", "lda", "", 85, *2 * ["+5.0 (+2.0 to +8.0)"], "90.0 → 85.0"),
-        row("frozen", "ranpac:features=9", "", 81, "+1.0 (-2.0 to +4.0)", "", ""),
-        row("frozen (reference)", "bridge", "", 80, "", "", "90.0 → 90.0"),
-        row("DuLBE", "lda", "linear", 70, *2 * ["-10.0 (-15.0 to -5.0)"], "90.0 → 85.0"),
+        row("DuLBE", "lda", "", 85, gain := "+5.0 (+2.0 to +8.0)", "+1.0 to +9.0", gain, "90.0 → 85.0"),
+        row("frozen", "ranpac:features=9", "", 81, "+1.0 (-2.0 to +4.0)", "-3.0 to +5.0", "", ""),
+        row("frozen (reference)", "bridge", "", 80, "", "", "", "90.0 → 90.0"),
+        row("DuLBE", "lda", "linear", 70, loss := "-10.0 (-15.0 to -5.0)", "-16.0 to -4.0", loss, "90.0 → 85.0"),
     ]
     assert page.source.count("<strong>85.0</strong><br><small>(84.0 to 86.0)</small>") == 1
     assert page.source.count("<strong>") == 6, "four of them are in the lead: names and advice"
@@ -184,11 +184,37 @@ def test_report_command_writes_page_csv_and_latex(folder, tmp_path, capsys, monk
     header, *rows = read_csv(tmp_path / "a.csv")
     row = dict(zip(header, rows[2], strict=True))
     assert (row["classifier"], row["last"], row["last_low"], row["seeds"]) == ("lda", "0.85", "0.02", "3")
-    lines = (tmp_path / "a.tex").read_text(encoding="utf-8").splitlines()
-    start = r"4 images & DuLBE & lda &  & learning\_rate = 0.001 &  & \textbf{85.0 (84.0 to 86.0)} & \textbf{88.0"
-    assert lines[4].startswith(start)
-    assert lines[4].endswith(r"& 28,800 & 3.0 & 90.0 $\to$ 85.0 \\")
-    assert all(line.count("&") == 15 for line in lines if line.endswith(r"\\"))
+    written = (tmp_path / "a.tex").read_text(encoding="utf-8").splitlines()
+    lines = [line for line in written if not line.startswith("%")]
+    title = (
+        r"Method & Classifier & Drift & Seeds & $A_\mathrm{last}$ & $\bar{A}$ & Forgetting & Vs. reference (95 \%) \\"
+    )
+    assert lines[:5] == [
+        r"\begin{tabular}{lllrrrrr}",
+        r"\toprule",
+        title,
+        r"\midrule",
+        r"\multicolumn{8}{l}{\emph{4 images}} \\",
+    ]
+    figures = r"\textbf{85.0 $\pm$ 1.2} & \textbf{88.0 $\pm$ 1.2} & \textbf{2.0} & +5.0 (+2.0 to +8.0) \\"
+    assert lines[5] == rf"DuLBE & lda &  & 3 & {figures}"
+    assert r"& 81.0 $\pm$ 1.2$^\dagger$ &" in lines[6], "not clearly worse than the best row"
+    assert r"& 80.0 $\pm$ 1.2 &" in lines[7] and r"& 70.0 $\pm$ 1.2 &" in lines[8] and "$-$10.0 ($-$15.0" in lines[8]
+    assert lines[9] == r"\midrule" and lines[-2:] == [r"\bottomrule", r"\end{tabular}"]
+    assert "dagger" in "".join(written[:4]) and "booktabs" in written[3]
+    assert main(["report", str(folder), "--latex", "b.tex", "--columns", "method,A_last,corrected (Holm),seeds"]) == 0
+    chosen = (tmp_path / "b.tex").read_text(encoding="utf-8")
+    assert r"Method & $A_\mathrm{last}$ & Corrected (Holm) & Seeds \\" in chosen
+    assert r"frozen & 81.0 $\pm$ 1.2$^\dagger$ & $-$3.0 to +5.0 & 3 \\" in chosen
+    for options, words in (
+        (["--latex", "b.tex", "--columns", "A_lst"], "'A_lst'; did you mean 'A_last'?"),
+        (
+            ["--columns", "A_last"],
+            "no effect without --latex",
+        ),
+    ):
+        assert main(["report", str(folder), *options, "--overwrite"]) == 2
+        assert words in capsys.readouterr().err
     (tmp_path / "run").mkdir()
     assert main(["report", "run", "--output", "b.html"]) == 2
     assert "run has no comparison.json, which `python -m research compare` writes" in capsys.readouterr().err

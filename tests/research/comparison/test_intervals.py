@@ -9,7 +9,7 @@ from scipy.stats import t as student
 
 from dulbe_peft.metrics.accuracy import accuracy_matrix, forgetting
 from dulbe_peft.metrics.task_features import Answers
-from research.comparison.intervals import image_shares, mean_interval, mean_share
+from research.comparison.intervals import estimated, holm_intervals, image_shares, mean_interval, mean_share
 from research.comparison.plan import Row
 from research.comparison.ranks import ranked
 
@@ -41,6 +41,28 @@ def test_measures_are_the_means_of_image_shares():
     assert not image_shares(answers[:1], names)["forgetting"].any()
     all_right = np.full(10, 1 + 1e-15)
     assert all_right.mean() > 1 and mean_share(all_right) == 1
+
+
+def test_holm_s_intervals_exclude_zero_exactly_where_the_step_down_test_rejects():
+    random = np.random.default_rng(4)
+    values = [random.normal(shift, 1, (3, 60)) for shift in (0.9, 0.02, 0.45, 0.28, 0.2)]
+    means = [estimated(each) for each in values]
+    p = [2 * student.sf(abs(m.mean) / m.variance**0.5, m.freedom) for m in means]
+    assert [m.p for m in means] == pytest.approx(p)
+    order, rejected = np.argsort(p).tolist(), set()
+    for place, left in zip(order, range(len(p), 0, -1), strict=True):
+        if p[place] > 0.05 / left:
+            break
+        rejected.add(place)
+    plain, corrected = [m.interval() for m in means], holm_intervals(means)
+    assert {place for place, each in enumerate(corrected) if each.clear} == rejected
+    assert len(rejected) < sum(each.clear for each in plain) < len(p), "the correction must make a difference here"
+    for number, place in enumerate(order):
+        level = 0.05 / (len(p) - min(number, len(rejected)))
+        half = student.ppf(1 - level / 2, means[place].freedom) * means[place].variance ** 0.5
+        assert corrected[place].high - corrected[place].mean == pytest.approx(half)
+    assert holm_intervals([]) == [] and holm_intervals(means[:1]) == plain[:1]
+    assert not holm_intervals([estimated(np.zeros((3, 4)))])[0].clear
 
 
 def test_interval_equals_a_literal_formula():
