@@ -122,7 +122,7 @@ def _open(learner: ClassIncrementalLearner, stream: list[Task], output: Path, op
     return Run(learner, stream, output, options, identity, finished, tests, known, new=newest is None)
 
 
-def _plan(learner: StreamLearner, tasks: int | None) -> None:
+def _plan(learner: ClassIncrementalLearner, tasks: int | None) -> None:
     """Tell the strategy how many tasks the stream has."""
     learner.use_state(replace(learner.state, planned=tasks))
 
