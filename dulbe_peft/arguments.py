@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
-from dulbe_peft.utils.settings import LEAST, MOST, check_settings, setting
+from dulbe_peft.utils.settings import LEAST, MOST, AtLeastOne, check_settings, setting
+
+Share = Annotated[float, "SHARE"]  # a share of images; help shows the word for its values
 
 PAPER_RATE = 1e-3  # the paper's learning rate, for ViT-B/16 and ViT-L/14
 # Settings of the machine. They are not saved with a learner, and a run can be resumed with different ones.
@@ -224,3 +226,18 @@ def _check_template(name: str, template: str) -> None:
         raise ValueError(f"{name} must be a text with exactly one {{}}, got {template!r:.200}")
     if len(template) > 1000:  # far more than a text tower reads; a tokenizer would take seconds
         raise ValueError(f"{name} has {len(template)} characters, at most 1000 are allowed: {template!r:.60}...")
+
+
+@dataclass(frozen=True)
+class Query:
+    """What is asked about each image, see `ClassIncrementalLearner.predict`."""
+
+    top_k: AtLeastOne = setting(1, "how many classes to give for each image")
+    reject: Share | None = setting(None, 'allow "none of these", with this share of false alarms')
+    coverage: Share | None = setting(None, "give sets of classes that contain the correct one with this probability")
+    novelty: bool = setting(False, "say how unlike all learned images the image is")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.coverage is not None and self.top_k != 1:
+            raise ValueError(f"top_k is {self.top_k} and coverage is {self.coverage}: give only one of them")

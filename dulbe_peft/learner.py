@@ -14,7 +14,7 @@ from huggingface_hub import CommitInfo
 from peft import PeftModel
 from torch import nn
 
-from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.arguments import LearnerArguments, Query
 from dulbe_peft.checkpoints import locating, restoring, saving
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
@@ -310,7 +310,7 @@ class ClassIncrementalLearner(TakesTurns):
         """
         if top_k is not None and coverage is not None:
             raise ValueError(f"top_k is {top_k} and coverage is {coverage}: pass only one of them")
-        rows = self.predictions(images, 1 if top_k is None else top_k, reject, coverage, return_novelty)
+        rows = self.predictions(images, Query(1 if top_k is None else top_k, reject, coverage, return_novelty))
         if return_scores and (doubt := self.state.doubt):
             warnings.warn(doubt, stacklevel=2)
         several = top_k is not None or coverage is not None
@@ -318,21 +318,15 @@ class ClassIncrementalLearner(TakesTurns):
         return (answers, [row.novelty for row in rows]) if return_novelty else answers
 
     @takes_turn
-    def predictions(
-        self,
-        images: Any,
-        top_k: int = 1,
-        reject: float | None = None,
-        coverage: float | None = None,
-        novelty: bool = False,
-    ) -> list[Prediction]:
-        """Return the predictions of `predict` with the names of the images; images that cannot be read are skipped."""
+    def predictions(self, images: Any, query: Query | None = None) -> list[Prediction]:
+        """Return the predictions of `predict` with the names of the images; of one that cannot be read, the reason."""
         preparing.check_learned(self.state)
-        if reject is not None or coverage is not None:
+        query = query or Query()
+        if query.reject is not None or query.coverage is not None:
             preparing.warn_of_promises(self.state)
         with self.state.resting():
             data = unlabelled_images(images)
-            return predict_images(self.encoder, self.classifier, data, top_k, reject, coverage, novelty)
+            return predict_images(self.encoder, self.classifier, data, query)
 
     def evaluate(self, dataset: Any, class_names: Sequence[str] | None = None) -> dict[str, Any]:
         """Return the top-1 accuracy among all seen classes. Arguments and errors are those of `update_classes`.

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from dulbe_peft.arguments import Query
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.encoders.encoder import Encoder
-from dulbe_peft.utils.settings import check_int
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,10 @@ def predict_images(
     encoder: Encoder,
     classifier: Classifier,
     images: LabelledImages,
-    top_k: int = 1,
-    reject: float | None = None,
-    coverage: float | None = None,
-    novelty: bool = False,
+    query: Query,
 ) -> list[Prediction]:
-    """Predict the `top_k` most likely classes of every image or, with `coverage`, its prediction set.
-
-    See `ClassIncrementalLearner.predict` for the arguments. An image that cannot be read has an `error`.
-    """
-    count = min(check_int("top_k", top_k, 1), len(classifier.class_names))
+    """Predict the classes of every image. An image that cannot be read has an `error`."""
+    count = min(query.top_k, len(classifier.class_names))
     if not len(images):
         return []
     features, unreadable = encoder.readable_embeds(encoder.images(images), "predict", passing=True)
@@ -56,10 +50,12 @@ def predict_images(
     rows = [Prediction(images.item_name(index), error=unreadable.get(index)) for index in range(len(images))]
     for chunk in torch.tensor(readable, dtype=torch.long).split(4096):
         rows_of_chunk, sizes = features[chunk.to(features.device)], [count] * len(chunk)
-        refused = [False] * len(chunk) if reject is None else classifier.refused(rows_of_chunk, reject).tolist()
-        novel = classifier.novelty(rows_of_chunk).tolist() if novelty else [None] * len(chunk)
-        if coverage is not None:
-            sizes = classifier.prediction_sets(rows_of_chunk, coverage).sum(dim=1).tolist()
+        refused = (
+            [False] * len(chunk) if query.reject is None else classifier.refused(rows_of_chunk, query.reject).tolist()
+        )
+        novel = classifier.novelty(rows_of_chunk).tolist() if query.novelty else [None] * len(chunk)
+        if query.coverage is not None:
+            sizes = classifier.prediction_sets(rows_of_chunk, query.coverage).sum(dim=1).tolist()
         best, chosen = classifier.probabilities(rows_of_chunk).topk(max(sizes, default=1), dim=1)
         results = zip(chunk.tolist(), sizes, best.tolist(), chosen.tolist(), refused, novel, strict=True)
         for index, size, values, classes, unknown, distance in results:

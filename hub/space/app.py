@@ -11,6 +11,7 @@ from typing import Any
 import gradio as gr
 
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_dual_encoder
+from dulbe_peft.arguments import Query
 
 MODEL = os.environ.get("MODEL", "demo")
 PROMPT = os.environ.get("PROMPT", "a photo of the digit {}." if MODEL == "demo" else "a photo of a {}.")
@@ -51,7 +52,7 @@ def ask(learner: Any, image: Any) -> dict[str, float]:
     """Return the most likely classes of an image with their probabilities."""
     if learner is None or image is None:
         raise gr.Error("Teach two classes first, then choose an image.")
-    (prediction,) = learner.predictions(image, min(SHOWN, len(learner.class_names)))
+    (prediction,) = learner.predictions(image, Query(min(SHOWN, len(learner.class_names))))
     return dict(zip(prediction.classes, prediction.probabilities, strict=True))
 
 

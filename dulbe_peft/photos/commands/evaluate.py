@@ -17,12 +17,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dulbe_peft.arguments import Query, Share
 from dulbe_peft.photos.commands.options import (
     CLASS_NAMES,
     DATA,
     STRICT,
     Load,
-    Share,
     command,
     learner_options,
     settings_of,
@@ -119,7 +119,7 @@ def _rejection(
     refused = None
     if evaluation is not None:
         refused = learner.classifier.refused(evaluation.features, reject).double().mean().item()
-    rows = learner.predictions(unknown, reject=reject) if unknown is not None else []
+    rows = learner.predictions(unknown, Query(reject=reject)) if unknown is not None else []
     detected = sum(not row.known for row in rows) / len(rows) if rows else None
     shares = {"the images of known classes": refused, "the images of other classes": detected}
     parts = [f"{100 * share:.2f} % of {images}" for images, share in shares.items() if share is not None]

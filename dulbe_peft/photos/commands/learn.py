@@ -2,10 +2,9 @@
   dulbe-peft learn june --data july-photos --output july
 
 june is a saved learner or the folder of a run, and is not changed. july becomes the folder of a run,
-which includes the results of june's tasks. Classes of july-photos that june does not know become a
-new task. Images of known classes are added without training. Images that june has learned are left
-out, even if they were moved. If nothing is trained and the feature store is used, writing a keyword
-into a file does not make it a new image. Repeating the command continues after an interruption.
+with the results of june's tasks. Classes that june does not know become a new task, and images of
+known classes are added without training. Images that june has learned are left out, even if they were
+moved or, with the feature store, got a keyword. Repeating the command continues it after a stop.
 """
 
 from __future__ import annotations

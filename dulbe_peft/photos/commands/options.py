@@ -28,7 +28,6 @@ Decorator = Callable[[Any], Any]
 File = Annotated[str, "FILE"]
 Page = Annotated[str, "FILE.html"]
 Folder = Annotated[str, "FOLDER"]
-Share = Annotated[float, "SHARE"]
 # Settings of several commands.
 DATA = setting(..., "images: a folder of classes or of parquet files, or hf:NAME")
 CLASS_NAMES = setting(None, "text file with the names of the classes, as for run", metavar="FILE")
@@ -36,7 +35,7 @@ STRICT = setting(False, "stop at unreadable images instead of skipping them")
 LABELS = setting(
     None, "instead of --data: a table with path,label[,split], or exiftool's SourceFile,Subject", metavar="FILE.csv"
 )
-NO_STORE = setting(False, "do not store features of images, nor reuse stored ones")
+NO_STORE = setting(False, "do not store or reuse features of images")
 OVERWRITE = setting(False, "start again; rename an existing output to NAME.old")
 
 

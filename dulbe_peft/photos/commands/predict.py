@@ -26,8 +26,9 @@ from csv import writer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dulbe_peft.arguments import Query
 from dulbe_peft.data.names import NONE
-from dulbe_peft.photos.commands.options import OVERWRITE, File, Folder, Load, Share, command, learner_options
+from dulbe_peft.photos.commands.options import OVERWRITE, File, Folder, Load, command, learner_options, settings_of
 from dulbe_peft.photos.commands.paths import FOLDER, check_images, claim, print_next_command
 from dulbe_peft.utils.files import is_stream, output_file, write_csv
 from dulbe_peft.utils.settings import setting
@@ -45,23 +46,21 @@ UNRELIABLE = (
 )
 
 
-@command()
+@command(settings=settings_of(Query, ("top_k", "reject", "coverage")))
 @learner_options(choose=True)
 def predict(
     learner: str,
     load: Load,
     paths: tuple[str, ...] = setting(..., "images or folders; -: paths on standard input", place=True),
-    top_k: int = setting(1, "how many classes to give for each image"),
     csv: File | None = setting(None, "write path, class, probability, novelty; - is standard output"),
     json_file: File | None = setting(None, "write the same as JSON; - is standard output", flag="--json"),
     exiftool: File | None = setting(None, "write keywords below `dulbe` for `exiftool -csv+=FILE`"),
     sort_into: Folder | None = setting(None, "copy each image into a folder of its class; replaces no file"),
-    reject: Share | None = setting(None, 'allow "none of these", with this share of false alarms'),
-    coverage: Share | None = setting(None, "give sets of classes that contain the correct one with this probability"),
     overwrite: bool = OVERWRITE,
+    **asked: Any,
 ) -> int:
-    if coverage is not None and top_k != 1:
-        raise ValueError(f"--top-k is {top_k} and --coverage is {coverage}: give only one of them")
+    given = {name: value for name, value in asked.items() if value is not None}
+    query = Query(**given, novelty=bool(csv or json_file))
     files = ("--csv", csv, ".csv"), ("--json", json_file, ".json"), ("--exiftool", exiftool, ".csv")
     claim(*files, reads=paths, overwrite=overwrite)
     claim(("--sort-into", sort_into, FOLDER), apart=paths)
@@ -79,17 +78,16 @@ def predict(
 
     if doubt := loaded.state.doubt:
         print(doubt, file=sys.stderr)
-    area = None if reject is None else loaded.classifier.roc_area
+    area = None if query.reject is None else loaded.classifier.roc_area
     if area is not None and area < HARDLY:
         print(UNRELIABLE.format(100 * area), file=sys.stderr)
-    options = {"top_k": top_k, "reject": reject, "coverage": coverage, "novelty": bool(csv or json_file)}
     rows: list[Prediction] = []
     photographs = unlabelled_images(images)
     with ExitStack() as opened:
         copy = opened.enter_context(sorted_folder(sort_into)) if sort_into else None
         if csv and not is_stream(csv):
             opened.enter_context(only_writer(csv))
-        for row in _predictions(loaded, photographs, options, unique_names=csv is not None):
+        for row in _predictions(loaded, photographs, query, unique_names=csv is not None):
             rows.append(row)
             if row.error is not None:
                 print(f"dulbe-peft: {printable(row.image)} cannot be read: {row.error}", file=sys.stderr)
@@ -102,12 +100,19 @@ def predict(
     for line in Inventory({}, left_out=[*photographs.left_out]).problems():
         print(line, file=sys.stderr)
     written = [file for file in (csv, json_file, exiftool, sort_into) if file not in (None, "-")]
-    if csv or json_file or exiftool or sort_into or reject is not None or any(row.error is not None for row in rows):
-        _print_summary(rows, reject is not None, written)
+    if (
+        csv
+        or json_file
+        or exiftool
+        or sort_into
+        or query.reject is not None
+        or any(row.error is not None for row in rows)
+    ):
+        _print_summary(rows, query.reject is not None, written)
     if csv and not is_stream(csv):
         print_next_command("report", csv, to=sys.stderr)
     elif written and sort_into is None and "-" not in paths:
-        which = {"classifier": loaded.classifier.name, "reject": reject, "sort_into": "sorted"}
+        which = {"classifier": loaded.classifier.name, "reject": query.reject, "sort_into": "sorted"}
         print_next_command("predict", learner, *paths, **which, to=sys.stderr)
     return 0 if any(row.error is None for row in rows) else 2
 
@@ -127,7 +132,7 @@ def _images(paths: Iterable[str]) -> Iterator[str]:
 
 
 def _predictions(
-    learner: ClassIncrementalLearner, images: LabelledImages, options: dict[str, Any], unique_names: bool
+    learner: ClassIncrementalLearner, images: LabelledImages, query: Query, unique_names: bool
 ) -> Iterator[Prediction]:
     """Yield one prediction per image, even if an image is given twice.
 
@@ -142,7 +147,7 @@ def _predictions(
     # The parts have about the same size, because the features of a last part of a few images would not be stored.
     size = -(-len(names) // -(-len(names) // most))
     for start in range(0, len(names), size):
-        yield from learner.predictions(images.at([index_of[name] for name in names[start : start + size]]), **options)
+        yield from learner.predictions(images.at([index_of[name] for name in names[start : start + size]]), query)
 
 
 def _print_summary(rows: list[Prediction], rejects: bool, files: list[Any]) -> None:

@@ -97,14 +97,8 @@ class DataSource:
         None, "Test on at most this number of images per class, drawn at random."
     )
     draw_seed: int = setting(0, "Seed for drawing images, and for holding them out with --validation-fraction.")
-    group: str | None = setting(
-        None,
-        "What images have in common that belong together and are held out together, such as one animal: a column of "
-        "the data, folder for class/ITEM/1.jpg, or a regular expression whose first group is found in a file's path.",
-    )
-    group_seconds: Annotated[float, Gt(0)] | None = setting(
-        None, "Photographs taken within this time of one another belong together, if --group does not separate them."
-    )
+    group: str | None = setting(None, "Groups: a column, folder, or a REGEX of paths.")
+    group_seconds: Annotated[float, Gt(0)] | None = setting(None, "Photographs taken this close together are a group.")
 
     def __post_init__(self) -> None:
         for name in ("data", "test_data"):

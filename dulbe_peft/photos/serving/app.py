@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from dulbe_peft.arguments import Query
 from dulbe_peft.classifiers.calibration import HARDLY
 from dulbe_peft.data.decoding import decode_image, open_image
 from dulbe_peft.data.images import named_images
@@ -104,9 +105,9 @@ class App:
         images, area = unlabelled_images(image), self.learner.classifier.roc_area
         try:
             reject = None if area is not None and area < HARDLY else REJECT
-            (prediction,) = self.learner.predictions(images, SHOWN, reject=reject)
+            (prediction,) = self.learner.predictions(images, Query(SHOWN, reject))
         except ValueError:  # too few images were held out to detect images of unknown classes
-            (prediction,) = self.learner.predictions(images, SHOWN)
+            (prediction,) = self.learner.predictions(images, Query(SHOWN))
         pairs = zip(prediction.classes, prediction.probabilities, strict=True)
         best = [{"class": name, "probability": p} for name, p in pairs]
         (content,) = images.contents()

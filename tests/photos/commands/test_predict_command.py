@@ -14,6 +14,7 @@ import pytest
 from lives import content
 
 from dulbe_peft import ClassIncrementalLearner
+from dulbe_peft.arguments import Query
 from dulbe_peft.classifiers import Classifier
 from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.encoders.registry import demo_model_folder
@@ -267,7 +268,7 @@ def test_rejection_can_be_measured_on_unknown_classes_only(learner, folders, tmp
     captured = capsys.readouterr()
     found = json.loads(captured.out)
     assert r"not learned: nine\u202e (3 images)" in captured.err and found["rejection"]["found"] == figures["found"]
-    rows = ClassIncrementalLearner.from_pretrained(learner).predictions(str(folders / "test"), reject=0.25)
+    rows = ClassIncrementalLearner.from_pretrained(learner).predictions(str(folders / "test"), Query(reject=0.25))
     assert found["rejection"]["refused"] == pytest.approx(sum(not row.known for row in rows) / len(rows))
 
 
