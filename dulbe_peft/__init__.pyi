@@ -8,6 +8,7 @@ from .arguments import LearnerArguments as LearnerArguments
 from .classifiers.base import Classifier as Classifier
 from .classifiers.bridge import BridgeEnsembleHead as BridgeEnsembleHead
 from .classifiers.geodesics import slerp as slerp
+from .classifiers.pooled_bridge import PooledBridgeHead as PooledBridgeHead
 from .classifiers.registry import CLASSIFIERS as CLASSIFIERS
 from .classifiers.registry import register_classifier as register_classifier
 from .encoders.loading import load_clip as load_clip

@@ -103,7 +103,15 @@ class Classifier(nn.Module):
             raise TypeError(
                 f"{type(self).__name__} has no rule: write class {type(self).__name__}(Classifier, rule=...)"
             )
+        if isinstance(named.get("logit_scale"), nn.Parameter):
+            raise TypeError("logit_scale must be a number, got a Parameter: pass clip.logit_scale.exp().item()")
         self.rule = self.rule_type(*settings, **named)
+        if 1 < self.rule.logit_scale < 5:  # a model without a scale has 1
+            warnings.warn(
+                f"logit_scale={self.rule.logit_scale} is small: CLIP stores the logarithm of its scale, so pass "
+                "clip.logit_scale.exp().item()",
+                stacklevel=2,
+            )
         self.source: dict[str, str] | None = None
         self.calibration: tuple[TaskTemperature, ...] = ()
         self.novelty_tasks: tuple[TaskNovelty, ...] = ()

@@ -6,6 +6,7 @@ and, in two more columns, the height and width of the image's grid of patches. P
 
 import math
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -301,6 +302,9 @@ def tokenize(processor: Any, prompts: Sequence[str], model: Any) -> dict[str, to
     return {name: batch[name] for name in names}
 
 
+_MOST_NORMALISED = 20  # normalised pixel values are seldom above 3
+
+
 def pixel_values(processor: Any, image: Any) -> torch.Tensor:
     """Preprocess a PIL image to (3, height, width) or to a `packed` image; return a preprocessed tensor in float32."""
     if isinstance(image, torch.Tensor):
@@ -309,6 +313,12 @@ def pixel_values(processor: Any, image: Any) -> torch.Tensor:
             raise ValueError(f"a tensor image {expected}, got {image.dtype} {tuple(image.shape)}")
         if not torch.isfinite(image).all():
             raise ValueError("a tensor image contains NaN or infinity")
+        if image.abs().max() > _MOST_NORMALISED:
+            warnings.warn(
+                f"a tensor image has values up to {image.max():.4g}, but it must be preprocessed: normalised by the "
+                "processor, not 0 to 255. Pass PIL images to have them preprocessed",
+                stacklevel=2,
+            )
         return image.float()
     if not isinstance(image, Image.Image):  # paths and URLs are never opened
         given = f"{image!r:.100}, a {type(image).__name__}"

@@ -1,9 +1,13 @@
 """The losses of the DuLBE paper: cross-modal classification and bidirectional KL divergence."""
 
+import warnings
+
 import torch
 from torch.nn import functional as F
 
 from dulbe_peft.utils.torch_settings import without_autocast
+
+_UNIT = 0.05  # how far the length of a unit vector in half precision may be from 1
 
 
 def cross_modal_loss(
@@ -18,7 +22,7 @@ def cross_modal_loss(
         logit_scale: tau itself, 100 for CLIP; not its logarithm.
 
     Returns:
-        A scalar, in at least float32.
+        A scalar, in at least float32. On the CPU, rows that are not unit vectors cause a warning.
 
     Raises:
         ValueError: If the shapes do not match, the batch is empty, or (on the CPU) a label is out of range.
@@ -36,6 +40,15 @@ def cross_modal_loss(
     if labels.device.type == "cpu" and not 0 <= int(labels.min()) <= int(labels.max()) < len(text_embeds):
         bad = labels[(labels < 0) | (labels >= len(text_embeds))][0].item()
         raise ValueError(f"label {bad} is out of range for {len(text_embeds)} classes")
+    if labels.device.type == "cpu":
+        for name, rows in (("image_embeds", image_embeds), ("text_embeds", text_embeds)):
+            lengths = rows.detach().norm(dim=1)
+            if (lengths - 1).abs().max() > _UNIT:
+                warnings.warn(
+                    f"{name} has rows of length {lengths.min():.3g} to {lengths.max():.3g}, and the loss expects unit "
+                    "vectors: normalise them",
+                    stacklevel=2,
+                )
     dtype = torch.promote_types(torch.promote_types(image_embeds.dtype, text_embeds.dtype), torch.float32)
     with without_autocast(image_embeds):
         logits = logit_scale * image_embeds.to(dtype) @ text_embeds.to(dtype).T

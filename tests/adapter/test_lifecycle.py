@@ -17,14 +17,18 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 
 from dulbe_peft import (
+    BridgeEnsembleHead,
     DualModeLoraConfig,
     OccupationStatistics,
+    PooledBridgeHead,
     allocate_modes,
     collect_statistics,
+    cross_modal_loss,
     probe_gradients,
     route_gradients,
     routed_loss,
 )
+from dulbe_peft.encoders.loading import pixel_values
 
 LABELS = torch.tensor([0, 1, 0])
 FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -407,3 +411,29 @@ def test_plain_lora_beside_the_method_is_untouched(tiny_clip, tmp_path):
     model = get_peft_model(tiny_clip(), LoraConfig(target_modules=["fc1"]))
     model.save_pretrained(tmp_path)
     model.load_adapter(tmp_path, "default")
+
+
+@pytest.mark.parametrize("head", [BridgeEnsembleHead, PooledBridgeHead])
+def test_logarithm_of_the_scale_warns_and_the_parameter_is_refused(tiny_clip, head):
+    scale = tiny_clip().logit_scale
+    with pytest.warns(UserWarning, match=r"logit_scale=2.65\d* is small.*clip.logit_scale.exp"):
+        head(16, logit_scale=scale.item())
+    with pytest.raises(TypeError, match=r"got a Parameter: pass clip.logit_scale.exp\(\).item\(\)"):
+        head(16, logit_scale=scale)
+    head(16, logit_scale=scale.exp().item())
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_loss_of_features_that_are_not_unit_vectors_warns(which):
+    features = [F.normalize(torch.randn(3, 8)), F.normalize(torch.randn(2, 8))]
+    cross_modal_loss(*features, LABELS, 100.0)
+    cross_modal_loss(*(part.half() for part in features), LABELS, 100.0)
+    features[which] = 3 * features[which]
+    with pytest.warns(UserWarning, match=r"has rows of length 3 to 3.*normalise them"):
+        cross_modal_loss(*features, LABELS, 100.0)
+
+
+def test_tensor_image_with_bytes_as_floats_warns():
+    pixel_values(None, 3 * torch.randn(3, 8, 8).clamp(-1, 1))
+    with pytest.warns(UserWarning, match="values up to 255, but it must be preprocessed"):
+        pixel_values(None, torch.linspace(0, 255, 192).view(3, 8, 8))

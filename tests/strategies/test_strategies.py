@@ -12,6 +12,7 @@ from lives import QUICK, content, images_of, learned, stream, tiny_base, tiny_le
 from peft import PeftModel, get_peft_model
 from stepping import adapted, features, new_task, step_of, texts
 from tiny_encoders import save_encoder
+from torch.nn import functional as F
 
 from dulbe_peft import (
     STRATEGIES,
@@ -171,6 +172,21 @@ def test_every_ablation_file_is_valid():
         plan = read_plan(path)
         assert plan.streams["digits"]["model"] == "demo" and plan.reference is not None
         assert len(plan.rows) > 1
+
+
+def test_structure_loss_uses_each_temperature_in_its_place(tiny_clip):
+    adapter = adapted(tiny_clip(), class_temperature=3.0, instance_temperature=0.2)
+    teacher, text = features(adapter, 1).flip(0), texts(0)
+    task = new_task(adapter, 1)
+    step = replace(step_of(task), old_text=text, teacher=lambda: teacher)
+    student, target = (step.logit_scale * z @ text.T for z in (step.features, teacher))
+
+    def divergence(temperature, dim):
+        expected, given = (target / temperature).softmax(dim), (student / temperature).log_softmax(dim)
+        return temperature**2 * F.kl_div(given, expected, reduction="sum") / student.shape[1 - dim]
+
+    expected = divergence(3.0, 1) + divergence(0.2, 0)
+    torch.testing.assert_close(make_strategy("dulbe").structure_loss(task, step), expected)
 
 
 def test_routing_both_trains_both_modes_with_the_structure_loss(tiny_clip):
