@@ -3,10 +3,12 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from dulbe_peft.data.camtrap import OBSERVATIONS, is_camtrap, open_camtrap
 from dulbe_peft.data.columns import FILE, LABEL, Table, open_table
 from dulbe_peft.data.decoding import image_suffixes
 from dulbe_peft.data.folders import SPLIT_NAMES, FileImages, folder_content, like_splits, subfolders
@@ -19,17 +21,22 @@ ROOT = "dulbe"  # the parent of keywords that are predictions, which distinguish
 BETWEEN = ", "  # exiftool's separator of keywords
 _BETWEEN = re.compile(r"\s*(?:,|;|##)\s*")  # exiftool's option -sep sets other separators
 NO_CLASS, NO_LABEL, TWICE = "no keyword is a class", "no label in the table", "the row repeats an earlier one"
-NOT_UTF8 = "the name is not UTF-8"
 METADATA = ("metadata.csv", "metadata.jsonl")  # the label files of Hugging Face's image folders
 Rows = list[tuple[str, str, dict[str, str]]]  # the path and the label of each image, and its row in the table
 SHOWN = 5  # how many conflicts a message lists
 
 
 def label_splits(
-    path: Path, vocabulary: str | None = None, path_column: str | None = None, label_column: str = LABEL
+    path: Path,
+    vocabulary: str | None = None,
+    path_column: str | None = None,
+    label_column: str = LABEL,
+    one_label: bool = False,
 ) -> Splits:
     """Return the images of a table by split, as `load_data` does. Rows without a label or keyword are left out."""
-    table = open_table(path, path_column, label_column)
+    if is_camtrap(path):
+        return _splits_of(open_camtrap(path.parent), path.parent)
+    table = open_table(path, path_column, label_column, one_label)
     if table.keywords:
         return {None: _by_keyword(table, vocabulary)}
     if vocabulary is not None:
@@ -37,13 +44,18 @@ def label_splits(
     return _splits_of(table, path.parent)
 
 
-def metadata_splits(folder: Path, label_column: str = LABEL) -> Splits:
-    """Return the splits of a Hugging Face image folder, which has a metadata file at its top or one in each split."""
+def metadata_splits(folder: Path, label_column: str = LABEL, one_label: bool = False) -> Splits:
+    """Return the splits of a Camtrap DP package or of a Hugging Face image folder; {} for another folder.
+
+    An image folder has a metadata file at its top or one in each split.
+    """
 
     def open_metadata(parent: Path) -> Table | None:
         files = (parent / name for name in METADATA if (parent / name).is_file())
-        return next((open_table(file, None, label_column) for file in files), None)
+        return next((open_table(file, None, label_column, one_label) for file in files), None)
 
+    if is_camtrap(folder / OBSERVATIONS):
+        return _splits_of(open_camtrap(folder), folder)
     if (table := open_metadata(folder)) is not None:
         return _splits_of(table, folder, by_folder=True)
     splits: Splits = {}
@@ -68,7 +80,7 @@ def _splits_of(table: Table, root: Path, split: str | None = None, by_folder: bo
         row_split = split or table.split_of(row)
         if by_folder and row_split is None and image.split("/")[0].lower() in SPLIT_NAMES:
             row_split = image.split("/")[0]
-        why = NO_LABEL if not label else "" if image.encode("utf-8", "ignore").decode() == image else NOT_UTF8
+        why = "" if label else NO_LABEL
         if row_split == "":
             raise ValueError(f"line {number} of {table.path} has no {table.split}")
         current = (label, row_split, number)
@@ -84,7 +96,10 @@ def _splits_of(table: Table, root: Path, split: str | None = None, by_folder: bo
     if conflicts:
         more = [f"and {len(conflicts) - SHOWN} more"] * (len(conflicts) > SHOWN)
         raise ValueError(f"{table.path} lists images twice: {'; '.join([*conflicts[:SHOWN], *more])}")
-    _check_single(table, {label for rows in by_split.values() for _, label, _ in rows})
+    labels = {label for rows in by_split.values() for _, label, _ in rows}
+    if not table.one_label:
+        _check_single(table, labels)
+    _check_repeated(table, [label for rows in by_split.values() for _, label, _ in rows])
     if not by_split:
         raise ValueError(f"{table.path} has no row with a label in {table.label!r}")
     return {name: _images(table, root, name, rows, left_out) for name, rows in by_split.items()}
@@ -98,20 +113,49 @@ def _images(
 
 
 def _check_single(table: Table, labels: set[str]) -> None:
-    """Raise a ValueError if a cell holds several labels.
+    """Raise a ValueError if a cell holds several labels, and add a note where that may be meant.
 
     A cell does if it looks like a list, or if each of its parts between `|`, `;` or `,` also occurs in another label.
+    Tags between blanks are recognised if each of them also occurs in another label, some labels contain all tags of
+    others, and there are fewer tags than labels.
     """
-    parts_of = {label: {part.strip() for part in re.split(r"[|;,]", label)} for label in labels}
-    occurrences = Counter(part for parts in parts_of.values() for part in parts)
-    for label, parts in sorted(parts_of.items()):
-        is_list = re.fullmatch(r"\[.*\]|\{.*\}", label)
-        if (len(parts) > 1 and all(occurrences[part] > 1 for part in parts)) or is_list:
-            raise ValueError(f"{table.path} has the labels {label!r} in one cell: an image must have one class")
+    way_out = (
+        "an image must have one class; if these are names of classes, give --one-label (one_label=True in Python)"
+    )
+    for separator in (r"[|;,]", r"\s+"):
+        parts_of = {label: {part.strip() for part in re.split(separator, label)} for label in labels}
+        occurrences = Counter(part for parts in parts_of.values() for part in parts)
+        several = [
+            label
+            for label, parts in sorted(parts_of.items())
+            if len(parts) > 1 and all(occurrences[part] > 1 for part in parts)
+        ]
+        if separator == r"\s+" and several:
+            nested = any(parts_of[a] < parts_of[b] for a in labels for b in several)
+            if not nested or len(occurrences) >= len(labels) or len(several) < len(labels) / 2:
+                several = []
+        several += [label for label in labels if re.fullmatch(r"\[.*\]|\{.*\}", label)]
+        if several:
+            raise ValueError(f"{table.path} has the labels {several[0]!r} in one cell: {way_out}")
+    with_comma = sorted(label for label in labels if re.search(r"[|;,]", label))
+    if with_comma:
+        table.notes.append(f"{table.path}: {with_comma[0]!r} is one class, although it has a comma or the like")
+
+
+MANY_LABELS = 10  # this many labels that are all different look like captions
+
+
+def _check_repeated(table: Table, labels: list[str]) -> None:
+    """Add a note if no label occurs twice."""
+    if len(labels) >= MANY_LABELS and len(set(labels)) == len(labels):
+        table.notes.append(
+            f"{table.path}: each of the {len(labels)} images has a label of its own, such as {labels[0]!r:.60}: "
+            "these look like captions, and each becomes a class"
+        )
 
 
 def _paths(table: Table) -> list[str]:
-    """Return the table's paths with slashes, and with the missing suffix or folder where exactly one file fits."""
+    """Return the table's paths with slashes, and for a missing file the path of the only file that it can mean."""
     paths = [row[table.paths] for row in table.rows]
     for number, path in enumerate(paths, start=2):
         if not path:
@@ -120,25 +164,53 @@ def _paths(table: Table) -> list[str]:
             raise ValueError(f"line {number} of {table.path} has a URL, {path:.100}: download the images first")
     root = table.path.parent
     paths = [path if "\\" not in path or os.path.lexists(root / path) else path.replace("\\", "/") for path in paths]
-    missing = {path for path in paths if not os.path.lexists(root / path)}
+    missing = list(dict.fromkeys(path for path in paths if not os.path.lexists(root / path)))
     if not missing:
         return paths
-    files: dict[str, list[str]] = {}  # file name, with and without its suffix -> files of that name
-    for file in folder_content(root)[0]:
-        for name in {file, os.path.splitext(file)[0]}:
-            files.setdefault(os.path.basename(name), []).append(file)
-    resolved = dict[str, str]()
-    for path in missing:
-        stem = f"/{os.path.splitext(path)[0] if path.lower().endswith(image_suffixes()) else path}"
-        matches = [f for f in files.get(os.path.basename(path), []) if f"/{f}".rpartition(".")[0].endswith(stem)]
-        if len(matches) == 1:
-            resolved[path] = matches[0]
-    if resolved:
-        path, file = min(resolved.items())
+    resolved = _files_meant(missing, folder_content(root)[0], len(missing) > len(set(paths)) / 2)
+    for how in dict.fromkeys(how for _, how in resolved.values()):
+        pairs = [(path, file) for path, (file, other) in resolved.items() if other == how]
+        path, file = min(pairs)
         table.notes.append(
-            f"{table.path}: {counted(len(resolved), 'path')} matched to files elsewhere, such as {path} to {file}"
+            f"{table.path}: {counted(len(pairs), 'path')} matched to files {how}, such as {path} to {file}"
         )
-    return [resolved.get(path, path) for path in paths]
+    return [resolved[path][0] if path in resolved else path for path in paths]
+
+
+def _files_meant(missing: list[str], files: Sequence[str], most: bool) -> dict[str, tuple[str, str]]:
+    """Return for each path the only file that it can mean, and how they match; a path without such a file is absent.
+
+    A path is the end of a file's path, perhaps without the suffix: as it is written, then by Unicode's composed form,
+    then without regard to case, then without leading zeros. If `most` paths of a table are missing, they may come from
+    another machine: then their common beginning does not count.
+    """
+    ways: list[tuple[str, Callable[[str], str]]] = [
+        ("elsewhere", str),
+        ("by another encoding of accents", normalized),
+        ("in another case", lambda path: normalized(path).casefold()),
+        ("without leading zeros", lambda path: re.sub(r"(?<!\d)0+(?=\d)", "", normalized(path).casefold())),
+    ]
+    depth = 0  # number of parts at the beginning that all paths have in common
+    with suppress(ValueError):  # absolute and relative paths have nothing in common
+        depth = len(os.path.commonpath([os.path.dirname(path) for path in missing]).split("/")) if most else 0
+    meant: dict[str, tuple[str, str]] = {}
+    for start in range(depth + 1):
+        for how, spelled in ways:
+            by_name: dict[str, list[str]] = {}
+            for file in files:
+                for name in {file, os.path.splitext(file)[0]}:
+                    by_name.setdefault(spelled(os.path.basename(name)), []).append(file)
+            for path in [path for path in missing if path not in meant]:
+                end = "/".join(path.split("/")[start:])
+                stem = spelled(f"/{os.path.splitext(end)[0] if end.lower().endswith(image_suffixes()) else end}")
+                matches = [
+                    file
+                    for file in by_name.get(spelled(os.path.basename(end)), [])
+                    if spelled(f"/{file}").rpartition(".")[0].endswith(stem)
+                ]
+                if len(matches) == 1:
+                    meant[path] = matches[0], how if start == 0 else "by the end of the path"
+    return meant
 
 
 def _by_keyword(table: Table, vocabulary: str | None) -> Callable[[], FileImages]:

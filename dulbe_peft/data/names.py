@@ -1,5 +1,6 @@
 """Class names, and the prompts made from them."""
 
+import re
 import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from pathlib import Path
@@ -17,10 +18,15 @@ def normalized(text: str) -> str:
 
 
 def class_key(name: str) -> str:
-    """Return a key that ignores case, extra blanks, enclosing quotation marks and invisible characters of a name."""
+    """Return a key by which spellings of one name are equal.
+
+    It ignores case, extra blanks, enclosing quotation marks and invisible characters. Between letters or digits, `_`
+    and `-` are blanks, and 1.0 is 1.
+    """
     folded = unicodedata.normalize("NFKC", name).casefold()
     text = "".join(character for character in folded if unicodedata.category(character) != "Cf")
-    return " ".join(text.strip(_QUOTES).split()) or name
+    text = re.sub(r"(?<=[^\W_])[-_](?=[^\W_])", " ", re.sub(r"^(\d+)\.0+$", r"\1", text.strip(_QUOTES)))
+    return " ".join(text.split()) or name
 
 
 def check_class_names(names: Iterable[str], seen: Collection[str] = ()) -> tuple[str, ...]:

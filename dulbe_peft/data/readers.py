@@ -27,6 +27,7 @@ def load_data(
     vocabulary: str | None = None,
     path_column: str | None = None,
     leave_out: Sequence[str] | None = None,
+    one_label: bool = False,
 ) -> LabelledImages:
     """Open a data set, whose kind is recognised from its path.
 
@@ -47,6 +48,9 @@ def load_data(
         vocabulary: File with the keywords that are classes, one per line, if the labels are exiftool's keywords.
         path_column: Column with the paths of the images in a table of labels.
         leave_out: Classes, or folders in classes, to skip in a folder of images.
+        one_label: Whether each cell of a table of labels is one class as it is written, such as "Smith, Anna" or
+            "none". Otherwise words such as none, n/a or unlabelled mean that there is no label, and cells that look
+            like several labels are refused.
 
     Returns:
         A data set with `len`, items {"image": upright PIL image in RGB, "label": int}, `labels` and `class_names`.
@@ -60,7 +64,7 @@ def load_data(
     if text.startswith(HUB_PREFIX) and split is not None:  # without asking the Hub for the splits
         data = import_datasets(text).load_dataset(text.removeprefix(HUB_PREFIX), split=split)
         return hub_images(data, text, *columns)
-    return split_of(splits(text, *columns, vocabulary, path_column, leave_out), text, split)
+    return split_of(splits(text, *columns, vocabulary, path_column, leave_out, one_label), text, split)
 
 
 def split_of(available: Splits, text: str, split: str | None) -> LabelledImages:
@@ -81,6 +85,7 @@ def splits(
     vocabulary: str | None = None,
     path_column: str | None = None,
     leave_out: Sequence[str] | None = None,
+    one_label: bool = False,
 ) -> Splits:
     """Return a function that opens each split of a data set, keyed by the split. Arguments are as in `load_data`."""
     path = Path(text)
@@ -88,10 +93,10 @@ def splits(
     if available := feature_splits(path) or hub_splits(text, image_column, label_column):
         return available
     if path.suffix.lower() in TABLES and path.is_file():
-        return label_splits(path, vocabulary, path_column, label_column)
+        return label_splits(path, vocabulary, path_column, label_column, one_label)
     if path.is_dir():
         folders: Splits = {name: FolderSplit(path, name, leave_out or ()) for name in (*subfolders(path), None)}
-        return metadata_splits(path, label_column) or folders
+        return metadata_splits(path, label_column, one_label) or folders
     if text == DEMO_DIGITS:
         return {name: partial(load_digit_images, name) for name in ("train", "test")}
     suffix, expected = path.suffix.lower(), "expected a folder of images or of parquet files, or a .csv of labels"

@@ -230,17 +230,14 @@ def test_keywords_of_every_kind_are_read(tmp_path, header, first, second):
 
 
 def test_half_filled_in_table_of_suggest_is_read(tmp_path):
-    """Rows without a label and files whose names are not UTF-8 are left out and counted."""
+    """Rows without a label are left out and counted; files whose names are not UTF-8 are read."""
     name = os.fsdecode(b"\xff.jpg")
     for file in ("a.jpg", "b.jpg", name):
         Image.new("RGB", (8, 8), "red").save(tmp_path / file)
     with (tmp_path / "labels.csv").open("w", encoding="utf-8", errors="surrogateescape") as file:
         file.write(f"path,reason,label,novelty\na.jpg,unsure,cat,1\nb.jpg,unsure,,1\n{name},unsure,dog,1\n")
     train, _, inventory = opened(tmp_path / "labels.csv")
-    assert len(train) == 1 and [why for _, why in inventory.left_out] == [
-        "no label in the table",
-        "the name is not UTF-8",
-    ]
+    assert len(train) == 2 and [why for _, why in inventory.left_out] == ["no label in the table"]
 
 
 def test_keywords_in_the_vocabulary_become_labels(tmp_path):
@@ -339,3 +336,151 @@ def test_real_exiftool_reads_labels_and_writes_predictions_once(heap, learner, t
         assert row["Subject"] == f"{heap[file.removesuffix('.xmp')][0]}, holiday"
         mine, guess = row["HierarchicalSubject"].split(", ")
         assert mine == "people|me" and guess.startswith("dulbe|")
+
+
+def pictures(root, *names):
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), "red").save(root / name)
+    return root
+
+
+def labels_of(file, **settings):
+    images = load_data(file, None, **settings)
+    return {images.item_name(i).rpartition("/")[2]: images.class_names[images.labels[i]] for i in range(len(images))}
+
+
+@pytest.mark.parametrize("word", ["", "None", "N/A", "NA", "n/a", "NaN", "?", "-", "no_label", "Unlabeled", "null"])
+def test_word_for_nothing_is_no_class(tmp_path, word):
+    pictures(tmp_path, "a.png", "b.png")
+    file = table(tmp_path / "labels.csv", ["path", "label"], ["a.png", "cat"], ["b.png", word])
+    assert labels_of(file) == {"a.png": "cat"}
+    assert not word or labels_of(file, one_label=True) == {"a.png": "cat", "b.png": word}
+
+
+def test_rows_of_json_lines_need_not_be_alike(tmp_path):
+    pictures(tmp_path, "a.png", "b.png")
+    file = tmp_path / "labels.jsonl"
+    file.write_text('{"path": "a.png", "label": null}\n\n{"path": "b.png", "label": "cat", "note": 1}\n')
+    assert labels_of(file) == {"b.png": "cat"}
+    file.write_text('{"path": "a.png", "label": "dog"}\n{"path": "b.png", "label": "cat", "split": "test"}\n')
+    with pytest.raises(ValueError, match=r"line 1 of .*labels.jsonl has no 'split', which other lines have"):
+        load_data(file, None)
+    file.write_text('{"path": "a.png", "label": "dog"}\n\n{"path": "b.png"}\n')
+    with pytest.raises(ValueError, match=r"line 3 of .* has no 'label', which other lines have"):
+        load_data(file, None)
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        (["Smith, Anna", "Smith, John", "Brown, Anna", "Brown, John"], "'Brown, Anna' in one cell: .* --one-label"),
+        (["clear", "clear water", "clear road", "water road", "clear water road"], "'clear road' in one cell"),
+    ],
+)
+def test_several_labels_in_a_cell_are_refused_unless_they_are_names(tmp_path, labels, words):
+    names = [f"{number}.png" for number in range(len(labels))]
+    pictures(tmp_path, *names)
+    file = table(tmp_path / "labels.csv", ["path", "label"], *zip(names, labels, strict=True))
+    with pytest.raises(ValueError, match=words):
+        load_data(file, None)
+    assert list(labels_of(file, one_label=True).values()) == labels
+
+
+def test_labels_with_blanks_are_classes_and_unusual_ones_are_noted(tmp_path):
+    labels = ["red panda", "giant panda", "red fox", "arctic fox", "panda, animal"]
+    names = [f"{number}.png" for number in range(len(labels))]
+    pictures(tmp_path, *names, *(f"c{number}.png" for number in range(10)))
+    file = table(tmp_path / "labels.csv", ["path", "label"], *zip(names, labels, strict=True))
+    images = load_data(file, None)
+    assert images.class_names == tuple(sorted(labels)) and "'panda, animal' is one class" in images.notes[0]
+    rows = [[f"c{number}.png", f"a photo of thing {number}"] for number in range(10)]
+    images = load_data(table(tmp_path / "captions.csv", ["path", "label"], *rows), None)
+    assert (
+        "each of the 10 images has a label of its own" in images.notes[0] and "look like captions" in images.notes[0]
+    )
+    with pytest.raises(ValueError, match="a column of labels without a name: column 3 of line 1"):
+        load_data(table(tmp_path / "hot.csv", ["path", "cat", ""], ["0.png", "1", "0"]), None)
+
+
+@pytest.mark.parametrize(
+    ("on_disk", "named", "words"),
+    [
+        ("gro\u0308\u00dfe.png", "gr\u00f6\u00dfe.png", "by another encoding of accents"),
+        ("Photos/IMG_1.PNG", "photos/img_1.png", "in another case"),
+        ("photos/0007.png", "7", "without leading zeros"),
+        ("img/a.png", "a", "elsewhere"),
+    ],
+)
+def test_files_of_a_table_are_found_by_other_spellings(tmp_path, on_disk, named, words):
+    pictures(tmp_path, on_disk, "other/b.png")
+    file = table(tmp_path / "labels.csv", ["path", "label"], [named, "cat"], ["other/b.png", "dog"])
+    images = load_data(file, None)
+    assert [images.item_name(index) for index in range(2)] == [str(tmp_path / on_disk), str(tmp_path / "other/b.png")]
+    assert f"1 path matched to files {words}, such as {named}" in images.notes[0]
+
+
+def test_paths_of_another_machine_are_matched_by_their_ends(tmp_path):
+    pictures(tmp_path, "cat/0.png", "dog/0.png", "cat/1.png")
+    paths = [f"D:\\data\\pets\\{name}" for name in ("cat\\0.png", "dog\\0.png", "cat\\1.png")]
+    file = table(tmp_path / "labels.csv", ["path", "label"], *zip(paths, ("cat", "dog", "cat"), strict=True))
+    images = load_data(file, None)
+    assert [images.item_name(index) for index in range(3)] == [
+        str(tmp_path / f"{a}.png") for a in ("cat/0", "dog/0", "cat/1")
+    ]
+    assert "3 paths matched to files by the end of the path" in images.notes[0]
+    # One missing file of a table is not another one with the same name.
+    rows = [["cat/0.png", "cat"], ["cat/1.png", "cat"], ["bird/0.png", "bird"]]
+    file = table(tmp_path / "labels.csv", ["path", "label"], *rows)
+    assert not load_data(file, None).notes
+
+
+def test_table_in_another_encoding_is_named_with_the_line(tmp_path):
+    pictures(tmp_path, "gr\u00fcn.png", "a.png")
+    for line in ("gr\u00fcn.png;Kleid", "a.png;T\u00fcr"):
+        (tmp_path / "labels.csv").write_bytes(f"sep=;\npath;label\na.png;Hut\n{line}\n".encode("cp1252"))
+        with pytest.raises(
+            ValueError, match=r"line 3 of .* is not UTF-8 \(in Windows' encoding it has '(gr\u00fcn.png|T\u00fcr)'"
+        ):
+            load_data(tmp_path / "labels.csv", None)
+    (tmp_path / "labels.csv").write_text("sep=;\npath;label\ngr\u00fcn.png;Kleid\n", encoding="utf-8")
+    assert labels_of(tmp_path / "labels.csv") == {"gr\u00fcn.png": "Kleid"}
+
+
+def test_camtrap_package_is_read_by_its_join(tmp_path):
+    names = [f"media/{number}.png" for number in range(5)]
+    pictures(tmp_path, *names)
+    media = [[f"m{number}", f"d{number % 2}", name] for number, name in enumerate(names)]
+    table(tmp_path / "media.csv", ["mediaID", "deploymentID", "filePath"], *media)
+    seen = [["m0", "animal", "Vulpes vulpes"], ["m1", "animal", "Vulpes vulpes"], ["m1", "animal", "Vulpes vulpes"]]
+    seen += [
+        ["m2", "blank", ""],
+        ["m3", "animal", "Meles meles"],
+        ["m3", "animal", "Vulpes vulpes"],
+        ["", "animal", "x"],
+    ]
+    seen += [["m4", "unclassified", ""]]
+    table(tmp_path / "observations.csv", ["mediaID", "observationType", "scientificName"], *seen)
+    for data in (tmp_path, tmp_path / "observations.csv"):
+        images = load_data(data, None)
+        assert labels_of(data) == {"0.png": "Vulpes vulpes", "1.png": "Vulpes vulpes", "2.png": "blank"}
+        assert images.columns["deploymentID"]() == ["d0", "d1", "d0"]
+        assert (
+            "1 file left out, with several labels" in images.notes[1] and "1 observation not used" in images.notes[2]
+        )
+    table(tmp_path / "media.csv", ["mediaID", "deploymentID"], *([row[0], row[1]] for row in media))
+    with pytest.raises(ValueError, match=r"media.csv has no column 'filePath', which Camtrap DP 1.0 asks for"):
+        load_data(tmp_path, None)
+
+
+def test_file_whose_name_is_not_utf8_is_learned_from_a_table(heap, tmp_path, capsys):
+    rows = [[path, *facts] for path, facts in heap.items()]
+    for place in (0, -1):  # a training and a test image
+        name = os.fsdecode(b"heap/\xffphoto%d.jpg" % abs(place))
+        os.rename(tmp_path / rows[place][0], tmp_path / name)
+        rows[place][0] = name
+    with (tmp_path / "labels.csv").open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        csv.writer(file).writerows([["path", "label", "split"], *rows])
+    model = ["--model", demo_model_folder(), "--classifiers", "lda"]
+    assert run("run", "--labels", tmp_path / "labels.csv", *model, "--output", tmp_path / "out") == 0
+    assert main(["report", str(tmp_path / "out")]) == 0, capsys.readouterr().err

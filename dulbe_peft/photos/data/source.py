@@ -32,7 +32,14 @@ VALIDATION = ("valid", "validation", "val")  # splits that are tested on if ther
 # Fields that choose among the images.
 DRAWS = ("validation_fraction", "images_per_class", "test_images_per_class", "draw_seed")
 GROUPING = ("group", "group_seconds")  # fields that say which images belong together
-_READING = ("image_column", "label_column", "vocabulary", "path_column", "leave_out")  # arguments of `load_data`
+_READING = (
+    "image_column",
+    "label_column",
+    "vocabulary",
+    "path_column",
+    "leave_out",
+    "one_label",
+)  # arguments of `load_data`
 
 
 class Roles(NamedTuple):
@@ -84,6 +91,9 @@ class DataSource:
     label_column: str = setting("label", "Column of labels in the data.")
     path_column: str | None = setting(None, "Column of paths in the table of --labels.")
     leave_out: list[str] | None = setting(None, "Classes, or folders such as cat/old, to leave out.")
+    one_label: bool = setting(
+        False, "Take each cell of a table as one class, as it is written, such as 'Smith, Anna' or 'none'."
+    )
     validation_fraction: Part | None = setting(
         None, "Test on this share of the training images, which is held out, in order to choose settings."
     )

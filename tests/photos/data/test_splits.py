@@ -343,6 +343,10 @@ SPELLINGS = [
 def test_spellings_of_a_class_name_share_one_key(other):
     """Case, the form of Unicode, blanks, invisible characters and quotation marks do not matter."""
     assert class_key(other) == "jos\u00e9" and class_key("big  \u00a0cat") == "big cat" and class_key("''") == "''"
+    assert (
+        class_key("red_panda") == class_key("Red-Panda") == "red panda" and class_key("3.0") == class_key("3") == "3"
+    )
+    assert class_key("-1") == "-1" and class_key("1.5") == "1.5" and class_key("a_") == "a_"
     for names, seen in ((["jos\u00e9 ", other], ()), ([other], ["jos\u00e9 "])):
         with pytest.raises(ValueError, match="names must differ|already seen"):
             check_class_names(names, seen)
