@@ -11,7 +11,7 @@ import torch
 import transformers
 from adapted_clip import CONFIG, learned
 from hub_stub import on_this_process
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from transformers import CLIPModel, CLIPVisionModelWithProjection, ResNetConfig, ResNetModel
 
@@ -107,6 +107,16 @@ def test_published_card_names_its_repository(adapted, base, tmp_path, monkeypatc
         adapted.push_to_hub("adapter", tags=["birds"], commit_description="three birds", max_shard_size="1GB")
         assert "- dulbe\n" in (text := hub.files("someone/adapter")["README.md"].decode()) and "- birds\n" in text
     assert downloaded.history_rank == adapted.history_rank
+
+
+def test_repository_with_pickled_tensors_alone_is_loaded(adapted, base, tmp_path, monkeypatch):
+    adapted.save_pretrained(tmp_path / "folder", safe_serialization=False)
+    assert not list((tmp_path / "folder").glob("*.safetensors"))
+    with on_this_process(monkeypatch, tmp_path):
+        HfApi().create_repo("someone/pickled")
+        HfApi().upload_folder(repo_id="someone/pickled", folder_path=tmp_path / "folder")
+        loaded = PeftModel.from_pretrained(copy.deepcopy(base[0]), "someone/pickled")
+    assert loaded.history_rank == adapted.history_rank
 
 
 def test_card_lists_every_adapter_and_no_task_count_for_dense_history(base, tmp_path):
