@@ -759,9 +759,14 @@ class Classifier(nn.Module):
             known = classifier.rule.solved_shapes(len(config.class_names))
             if solved_shapes and solved_shapes not in known:
                 raise ValueError(f"the tensors {SOLVED!r} must have one of the shapes {known}, got {solved_shapes}")
-            state, solved = files.tensors()
+            state, solved, sha256 = files.tensors()
             extra = ExtraState(**{name: getattr(config, name) for name in ExtraState.model_fields})
             classifier.load_state_dict({**state, EXTRA_STATE: extra.to_tensor()})
+            if config.sha256 not in (None, sha256):
+                raise ValueError(
+                    f"{files.tensors_file.name} is damaged, or it was not saved with {files.config_file.name}: the "
+                    "SHA-256 of its tensors differs"
+                )
             if solved:
                 classifier.state.keep_derived("solved", {name: tensor.float() for name, tensor in solved.items()})
         except (ValueError, TypeError, RuntimeError, MemoryError) as error:

@@ -16,6 +16,7 @@ from torch import Tensor
 from dulbe_peft.classifiers.ridge import RidgeClassifier, RidgeRegression
 from dulbe_peft.classifiers.state import State
 from dulbe_peft.utils.settings import Positive
+from dulbe_peft.utils.tensors import from_array
 
 MOST_FEATURES = 50_000  # G then takes 9.3 GiB
 
@@ -28,8 +29,7 @@ def random_ridge(z: torch.Tensor, projection: torch.Tensor, weight: torch.Tensor
 def random_layer(seed: int, width: int, features: int) -> torch.Tensor:
     """Return R, (width, features), float64, which is the same for a seed in every version of NumPy and PyTorch."""
     # RandomState draws the same numbers in all versions of NumPy. PyTorch does not guarantee this for its generators.
-    drawn = np.random.RandomState(seed).standard_normal((width, features))
-    return torch.from_numpy(drawn).clone()  # at an aligned address, because products round differently by the address
+    return from_array(np.random.RandomState(seed).standard_normal((width, features)))
 
 
 @dataclass(frozen=True)

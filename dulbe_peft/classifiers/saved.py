@@ -12,7 +12,7 @@ from torch import Tensor
 from dulbe_peft.classifiers.calibration import TaskNovelty, TaskTemperature
 from dulbe_peft.utils import hub
 from dulbe_peft.utils.records import Record, first_problem, read_record, write_record
-from dulbe_peft.utils.tensors import read_tensors, tensor_shapes, write_tensors
+from dulbe_peft.utils.tensors import read_tensors, tensor_shapes, tensors_digest, write_tensors
 
 T = TypeVar("T")
 SOLVED = "solved."  # prefix in the file for tensors that were computed from the others
@@ -39,7 +39,7 @@ class ExtraState(Record):
 
 
 class SavedClassifier(ExtraState):
-    """The contents of `<stem>_config.json`."""
+    """The contents of `<stem>_config.json`. Files of older versions have no digest of the tensors, `sha256`."""
 
     format: Literal["dulbe-classifier-2"] = "dulbe-classifier-2"
     name: str
@@ -47,6 +47,7 @@ class SavedClassifier(ExtraState):
     logit_scale: float
     settings: dict[str, Any]
     source: dict[str, str] | None
+    sha256: str | None = None
 
 
 def write(
@@ -61,7 +62,7 @@ def write(
     config_file, tensors_file = (Path(folder) / name for name in files)
     both = {**tensors, **{SOLVED + name: tensor for name, tensor in solved.items()}}
     write_tensors(tensors_file, both, {"format": config.format})
-    write_record(config_file, config)
+    write_record(config_file, config.model_copy(update={"sha256": tensors_digest(both)}))
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,10 @@ class SavedFiles:
         """Return the shapes of the tensors and of the solved tensors, without reading them."""
         return _parted(tensor_shapes(self.tensors_file))
 
-    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the tensors and the solved tensors."""
-        return _parted(read_tensors(self.tensors_file)[0])
+    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
+        """Return the tensors, the solved tensors, and their digest."""
+        tensors = read_tensors(self.tensors_file)[0]
+        return *_parted(tensors), tensors_digest(tensors)
 
 
 def _parted(tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:

@@ -116,7 +116,7 @@ def forms(head: PooledBridgeHead, tests: Tensor, truth: Tensor) -> dict[str, Ten
 def weights_by_class(head: PooledBridgeHead, images: int) -> Tensor:
     """Return pi_c, (C, K), float32, from class reliabilities shrunk towards their mean with the weight of `images`."""
     counts = head.left_out_counts[:, None].double()
-    usual = head.usual_reliability()
+    usual = head.rule.usual_reliability(head.state)
     common_reliability = ((head.confidence + usual) / (counts + 1)).mean(dim=0)
     by_class = (head.confidence + images * common_reliability) / (counts + images)
     return (by_class / (head.reliability_temperature * by_class.amax(dim=1, keepdim=True))).softmax(dim=1).float()

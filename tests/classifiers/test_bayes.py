@@ -1,6 +1,7 @@
 """Compare `bayes` with a literal float64 version in NumPy, which computes every formula image by image."""
 
 import functools
+import json
 
 import numpy as np
 import pytest
@@ -374,7 +375,9 @@ def test_saved_classifier_predicts_without_solving_again(each, settings, tmp_pat
     classifier.save_pretrained(tmp_path / "new")
     classifier.save_pretrained(tmp_path / "old")
     state = classifier.tensors()
-    write_tensors(tmp_path / "old" / "bayes.safetensors", state, {})  # without the solution
+    write_tensors(tmp_path / "old" / "bayes.safetensors", state, {})  # without the solution and a digest
+    config = tmp_path / "old" / "bayes_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"sha256": None}))
     assert torch.equal(BayesClassifier.from_pretrained(tmp_path / "old").probabilities(tests), expected)
     monkeypatch.setattr(bayes.Fit, "of", None)
     loaded = BayesClassifier.from_pretrained(tmp_path / "new").to("cpu")

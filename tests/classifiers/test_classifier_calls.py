@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import pickle
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from dulbe_peft.classifiers import (
 from dulbe_peft.classifiers.drift import linear_map
 from dulbe_peft.classifiers.prototype import PrototypeRule
 from dulbe_peft.classifiers.state import shared
+from dulbe_peft.utils.tensors import read_tensors, write_tensors
 
 
 def test_invalid_calls_are_refused_and_change_nothing(tmp_path):
@@ -143,6 +145,20 @@ def test_state_dicts_and_files_restore_classifiers_bit_for_bit(name, tmp_path):
     for further in (classifier, loaded):
         further.add_classes(["x", "y"], *task([0, 1], 9), torch.cat([digits.texts, digits.texts[:2] + 1]))
     assert_equal_states(snapshot(loaded), snapshot(classifier))
+
+
+def test_changed_tensors_are_refused_unless_an_older_version_saved_them(tmp_path):
+    for name, tensor in (("lda", "sums"), ("bridge", "reliability")):
+        classifier = learned(name)
+        classifier.save_pretrained(tmp_path)
+        config, file = (tmp_path / each for each in classifier.file_names())
+        tensors, metadata = read_tensors(file)
+        tensors[tensor][[0, 1]] = tensors[tensor][[1, 0]]  # nothing but the digest can tell
+        write_tensors(file, tensors, metadata)
+        with pytest.raises(ValueError, match=f"{file.name} is damaged, or it was not saved with {config.name}"):
+            type(classifier).from_pretrained(tmp_path)
+        config.write_text(json.dumps({k: v for k, v in json.loads(config.read_text()).items() if k != "sha256"}))
+        assert not torch.equal(type(classifier).from_pretrained(tmp_path)(digits.tests), classifier(digits.tests))
 
 
 def test_buffer_with_the_name_classes_is_saved_and_loaded(tmp_path):
