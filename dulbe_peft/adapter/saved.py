@@ -13,9 +13,12 @@ from dulbe_peft.adapter.targets import in_text_tower
 from dulbe_peft.encoders.registry import ENCODERS, type_of
 from dulbe_peft.utils.tensors import rounded_digest
 
-# Entries of a tower's configuration that change its outputs but no shape of a weight. The image size is left out,
-# because position embeddings can be interpolated to another one.
-_TOWER_SETTINGS = ("hidden_act", "layer_norm_eps", "num_attention_heads", "rope_theta")
+# Entries of a tower's configuration that change its outputs but no weight: a test tries all entries of all encoders.
+# The image size is left out, because position embeddings can be interpolated to another one.
+_TOWER_SETTINGS = [
+    *("hidden_act", "layer_norm_eps", "num_attention_heads", "rope_theta"),
+    *("eos_token_id", "pad_token_id", "is_causal"),
+]
 _PROJECTIONS = ("visual_projection", "text_projection")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -108,11 +111,18 @@ def base_settings(model: nn.Module) -> dict[str, str]:
     Keys look like "vision hidden_act". If a model has no configuration of transformers, the result is empty.
     """
     config = getattr(innermost(model), "config", None)
-    towers = {tower: getattr(config, f"{tower}_config", None) for tower in ("vision", "text")}
-    if not any(towers.values()):
+    towers = {name: tower for name in ("vision", "text") if (tower := getattr(config, f"{name}_config", None))}
+    if not towers and config is not None:
         towers = {str(tower_of(type_of(innermost(model)))): config}
     settings = {(tower, name): getattr(part, name, None) for tower, part in towers.items() for name in _TOWER_SETTINGS}
-    return {f"{tower} {name}": str(value) for (tower, name), value in settings.items() if value is not None}
+    for tower in towers:
+        if settings[tower, "is_causal"] is None:  # transformers' default
+            settings[tower, "is_causal"] = tower == "text"
+    return {
+        f"{tower} {name}": str(value)
+        for (tower, name), value in settings.items()
+        if value is not None or (tower == "text" and name.endswith("token_id"))
+    }
 
 
 def differing(saved: dict[str, str], present: dict[str, str]) -> dict[str, str]:

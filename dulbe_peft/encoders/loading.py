@@ -69,15 +69,41 @@ def load_encoder(name: str, record: DualEncoder, revision: str | None, attn_impl
     """Load what `find_model` found as `load_dual_encoder` does, but without a processor."""
     if attn_implementation is None and not torch.accelerator.is_available():
         attn_implementation = "eager"
-    model = getattr(transformers, record.model).from_pretrained(
-        name,
-        revision=revision or "main",
-        dtype=torch.float32,
-        attn_implementation=attn_implementation,
-        **({"add_pooling_layer": False} if record.unused_pooler else {}),
-    )
+    try:
+        model, found = getattr(transformers, record.model).from_pretrained(
+            name,
+            revision=revision or "main",
+            dtype=torch.float32,
+            attn_implementation=attn_implementation,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `_check_complete` says which weight it is
+            **({"add_pooling_layer": False} if record.unused_pooler else {}),
+        )
+    except Exception as error:  # a changed configuration can raise anything
+        if isinstance(error, (OSError, ImportError, MemoryError)) or "memory" in str(error):
+            raise
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the model in {name!r} cannot be loaded: {type(error).__name__}: {reason:.300}") from error
+    _check_complete(name, found)
     unmap_weights(model)
     return model.eval()
+
+
+def _check_complete(name: str, found: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` if weights do not fit the model's config.json: transformers would draw missing ones."""
+    reason = ""
+    for key, stored, needed in sorted(found["mismatched_keys"])[:1]:
+        reason = f"{key!r} has the shape {tuple(stored)} in the file and {tuple(needed)} by config.json"
+    missing = sorted(key for key in found["missing_keys"] if not key.endswith("mask_token"))
+    if missing and not reason:
+        reason = f"the file lacks {missing[0]!r} and {len(missing) - 1} more"
+    blocks = sorted(key for key in found["unexpected_keys"] if any(part.isdigit() for part in key.split(".")))
+    if blocks and not reason:  # a head for another purpose, in no block, may be left over
+        reason = f"the file has {blocks[0]!r}, which config.json does not provide for"
+    if reason:
+        raise ValueError(
+            f"the weights in {name!r} do not fit its config.json, perhaps because it was edited: {reason}"
+        )
 
 
 def load_clip(

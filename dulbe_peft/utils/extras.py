@@ -4,6 +4,7 @@ import gc
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import walk_tb
 
 # Module -> package in the extra `photos`.
 PHOTOS = {"click": "click", "joblib": "joblib", "matplotlib": "matplotlib", "sklearn": "scikit-learn"}
@@ -49,7 +50,19 @@ def installed(what: str, extra: str = "") -> Iterator[None]:
 
 
 def explained(error: ImportError, what: str = "dulbe_peft", extra: str = "") -> ImportError:
-    """Return an `ImportError` in plain words if the error concerns a package listed above, else the same error."""
+    """Return an `ImportError` in plain words if the error concerns a package listed above, else the same error.
+
+    transformers hides the error that was raised first behind others; that first error is explained.
+    """
+    first = _first(error)
+    if first is not error:
+        if "torchvision" in str(first) or "torchvision" in _packages(first):
+            return ImportError(
+                f"{_installed('torchvision')} does not fit {_installed('torch')}: reinstall or remove it"
+            )
+        if not isinstance(first, ImportError):
+            return ImportError(f"{what} cannot be imported: {type(first).__name__}: {first}")
+        error = first
     module = error.name or ""
     package = module.partition(".")[0]
     if isinstance(error, ModuleNotFoundError) and (extra or package in PHOTOS | EXTRAS):
@@ -66,3 +79,25 @@ def explained(error: ImportError, what: str = "dulbe_peft", extra: str = "") -> 
     else:
         return error
     return ImportError(message, name=module)
+
+
+def _first(error: BaseException) -> BaseException:
+    """Return the error that caused the others."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _packages(error: BaseException) -> set[str]:
+    """Return the top-level packages in whose code the error was raised."""
+    frames = walk_tb(error.__traceback__)
+    return {str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in frames}
+
+
+def _installed(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return package

@@ -1,6 +1,7 @@
 """The core of the package: it needs no package of the extra `photos`, and importing it costs no more than PEFT."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -49,6 +50,45 @@ def test_error_for_missing_package_names_the_extra():
         installed("ONNX", "onnx"),
     ):
         raise ModuleNotFoundError("No module named 'other'", name="other")
+
+
+def test_error_that_transformers_hides_is_explained():
+    hidden = ModuleNotFoundError("Could not import module 'BloomPreTrainedModel'. Are this object's ...")
+    for first, message in [
+        (
+            RuntimeError("operator torchvision::nms does not exist"),
+            r"^torchvision.* does not fit torch 2.*: reinstall or",
+        ),
+        (RuntimeError("something else"), "^a picture cannot be imported: RuntimeError: something else$"),
+        (
+            ModuleNotFoundError("No module named 'sklearn'", name="sklearn"),
+            "^a picture needs the package scikit-learn",
+        ),
+    ]:
+        with pytest.raises(ImportError, match=message), installed("a picture"):
+            try:
+                raise ImportError("between") from first
+            except ImportError as error:
+                raise hidden from error
+
+
+@pytest.mark.slow
+def test_torchvision_that_does_not_fit_torch_is_named(tmp_path):
+    facts = tmp_path / "torchvision-0.28.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    for command in (
+        ["-m", "dulbe_peft", "demo", "--output", str(tmp_path / "demo")],
+        ["-c", "from dulbe_peft import DualModeLoraConfig"],
+    ):
+        done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
+        assert done.returncode and "torchvision 0.28.0 does not fit torch 2." in done.stderr.splitlines()[-1]
+    listed = subprocess.run(
+        [sys.executable, "-m", "dulbe_peft", "env"], env=environment, capture_output=True, text=True
+    )
+    assert "torchvision: 0.28.0" in listed.stdout.splitlines()
 
 
 @pytest.mark.slow

@@ -5,9 +5,15 @@ Please include all of this in a bug report. The last line gives the path and siz
 """
 
 import platform
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 
 from dulbe_peft.photos.commands.options import command
 from dulbe_peft.utils.terminal import counted
+
+# transformers and PEFT import these if they are installed, so a version that does not fit stops every command.
+OPTIONAL = ("torchvision", "torchaudio", "timm", "torchao", "bitsandbytes", "flash-attn", "kernels", "deepspeed")
+OPTIONAL += ("xformers", "triton", "tensorflow", "jax")
 
 
 @command()
@@ -17,8 +23,11 @@ def env() -> None:
     from dulbe_peft.data.store import FeatureStore, store_path
     from dulbe_peft.utils.folders import library_versions
 
-    for name, version in library_versions().items():
-        print(f"{name}: {version}")
+    for name, found in library_versions().items():
+        print(f"{name}: {found}")
+    for name in OPTIONAL:
+        with suppress(PackageNotFoundError):
+            print(f"{name}: {version(name)}")
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     print(f"platform: {platform.platform()}")
     kind = "none" if accelerator is None else accelerator.type
