@@ -182,6 +182,8 @@ class DataSource:
                 "remove the class"
             )
         parts, groups = grouped(parts, self.group, self.group_seconds)
+        for images in parts.values():
+            images.columns = {}  # a table of a million rows would travel to every worker that reads images
         if self.test_fraction is not None:
             tests = ["test" if self.test_split == "none" else self.test_split]
             parts[name], parts[tests[0]] = hold_out(parts[name], self.test_fraction)
