@@ -5,7 +5,7 @@
     p   = sum_m w_m P_m                          (2 length, width): the first half are keys, the rest are values
 
     loss = cross-entropy over the task's classes
-         + penalty sum over blocks of  mean (K K' - I)^2 + mean (A A' - I)^2 + mean (P P' - I)^2      P: flattened rows
+         + orthogonal sum over blocks of  mean (K K' - I)^2 + mean (A A' - I)^2 + mean (P P' - I)^2
 
 Components of finished tasks take part in w and p, but are frozen: their gradients are exactly 0. The rows of a new
 task start as normal vectors minus their projections on all earlier rows, then at length 1.
@@ -64,7 +64,7 @@ class CodaPrompt(PromptStrategy):
     length: AtLeastOne = 4  # tokens of keys, and as many of values; the authors' 4 of each
     components: AtLeastOne = 10  # new ones for each task; the authors' 100 divided by the number of tasks
     blocks: AtLeastOne = 5  # the first blocks, or all of a model with fewer
-    penalty: Weight = 0.1
+    orthogonal: Weight = 0.1  # the paper's; the public code now has 0
 
     name = "coda_prompt"
     published_rate = 1e-3
@@ -96,4 +96,4 @@ class CodaPrompt(PromptStrategy):
 
     def term(self, tensors: Mapping[str, Tensor], queries: Tensor, task: int) -> Tensor:
         tables = (table for name in TABLES for table in tensors[name])
-        return self.penalty * torch.stack([orthogonality(table) for table in tables]).sum()
+        return self.orthogonal * torch.stack([orthogonality(table) for table in tables]).sum()

@@ -22,9 +22,12 @@ Learning", arXiv 2603.00191.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
+from dulbe_peft.encoders.encoding import Encoding
+from dulbe_peft.papers.two_towers import TwoTowers
 from dulbe_peft.strategies.base import INPUTS, Memory, Modes, NewTask
 from dulbe_peft.strategies.occupation import OccupationStrategy, old_statistic
 from dulbe_peft.subspaces.decompositions import fix_signs, orthonormal_complement, to_float64, top_eigenvectors
@@ -66,11 +69,15 @@ class Loda(OccupationStrategy):
     """LoDA without its gradient-aligned optimisation."""
 
     ridge: Positive = 1e-3
+    towers: Literal[1, 2] = 1  # 2: LoDA-CLIP, with the scores of the untouched model as well; see `two_towers`
 
     name = "loda"
     needs = frozenset({INPUTS})
     orthonormal = False
     remembers_inputs = False  # the inputs were already collected before the task
+
+    def encoding(self, memory: Memory | None) -> Encoding | None:
+        return TwoTowers() if self.towers == 2 else None
 
     def plan(self, task: NewTask) -> Modes:
         bases: dict[str, torch.Tensor] = {}

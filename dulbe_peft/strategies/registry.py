@@ -39,6 +39,8 @@ _FROM_PAPERS = {
     "dualprompt": "dualprompt:DualPrompt",
     "coda_prompt": "coda_prompt:CodaPrompt",
     "l2p": "l2p:L2P",
+    "aper": "aper:Aper",
+    "moe_adapters": "moe_adapters:MoeAdapters",
 }
 STRATEGIES: Registry[Strategy] = Registry(
     "strategy",

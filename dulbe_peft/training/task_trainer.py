@@ -238,6 +238,8 @@ class TaskTrainer:
             extra = stack.enter_context(self.strategy.training(task))
             self.queries = self.query_features()
             parameters = [p for p in self.model.parameters() if p.requires_grad] + extra
+            if not parameters:  # the task trains nothing
+                return
             rate = cast(float, args.learning_rate)  # "auto" was replaced by a number before the task
             optimizer = torch.optim.Adam(parameters, lr=rate)
             epoch, epochs = 0, self.strategy.epochs(task)

@@ -1,28 +1,22 @@
 """Test prompts against literal float64 versions, and that each image's answer depends on this image alone."""
 
 import copy
-import json
-import subprocess
-import sys
 import threading
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from literal_tower import literal_tower, normal
 from lives import images_of, learned, tiny_base, tiny_learner
-from tiny_encoders import IMAGE_ONLY, WITH_TEXT, make_model, save_encoder
+from tiny_encoders import IMAGE_ONLY, WITH_TEXT, make_model
 from torch.nn import functional as F
-from transformers.activations import ACT2FN
 
-from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.encoders.loading import image_shape, unit_image_embeds
 from dulbe_peft.papers.coda_prompt import component_weights, orthogonal_rows, orthogonality
 from dulbe_peft.papers.dualprompt import DualPrompt
 from dulbe_peft.papers.l2p import inserted, nearest
 from dulbe_peft.papers.prompts import blocks_of, prefixed, width_of
-from dulbe_peft.photos.deployment.export import export_learner
 from dulbe_peft.strategies import make_strategy
 
 SPECS = {
@@ -34,51 +28,6 @@ SPECS = {
     "l2p tokens linear": "l2p:form=tokens,chosen=2,head=linear",
 }
 IMAGES = images_of(0, 1, 2, 3, 0, 1, 2, 3, seed=9) * 3
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def literal_tower(clip, pixels, prefixes, tokens=None, pooled=False):
-    """Return the unit feature of one image, (3, h, w), by CLIP's tower in float64, with the prompts of this image."""
-    weights = {name: tensor.double() for name, tensor in clip.state_dict().items()}
-    config = clip.config.vision_config
-
-    def linear(x, name):
-        return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", torch.zeros(()))
-
-    def norm(x, name):
-        return F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"], config.layer_norm_eps)
-
-    patches = F.conv2d(
-        pixels[None].double(),
-        weights["vision_model.embeddings.patch_embedding.weight"],
-        stride=config.patch_size,
-    )
-    x = torch.cat([weights["vision_model.embeddings.class_embedding"][None], patches[0].flatten(1).T])
-    x = x + weights["vision_model.embeddings.position_embedding.weight"]
-    if tokens is not None:
-        x = torch.cat([x[:1], tokens, x[1:]])
-    x = norm(x, "vision_model.pre_layrnorm")
-    heads, depth = config.num_attention_heads, config.hidden_size // config.num_attention_heads
-    for block in range(config.num_hidden_layers):
-        at = f"vision_model.encoder.layers.{block}"
-        y = norm(x, f"{at}.layer_norm1")
-        q, k, v = (linear(y, f"{at}.self_attn.{name}_proj") for name in "qkv")
-        if block in prefixes:
-            k, v = torch.cat([prefixes[block][0], k]), torch.cat([prefixes[block][1], v])
-        parts = []
-        for head in range(heads):
-            columns = slice(head * depth, (head + 1) * depth)
-            scores = (q[:, columns] @ k[:, columns].T / depth**0.5).softmax(dim=1)
-            parts.append(scores @ v[:, columns])
-        x = x + linear(torch.cat(parts, dim=1), f"{at}.self_attn.out_proj")
-        y = norm(x, f"{at}.layer_norm2")
-        x = x + linear(ACT2FN[config.hidden_act](linear(y, f"{at}.mlp.fc1")), f"{at}.mlp.fc2")
-    outputs = x[1 : 1 + len(tokens)] if pooled else x[:1]
-    pooled_output = norm(outputs, "vision_model.post_layernorm").mean(dim=0)
-    return F.normalize(pooled_output @ weights["visual_projection.weight"].T, dim=0)
 
 
 @pytest.fixture
@@ -190,25 +139,19 @@ class ImagesOf:
 
 
 @pytest.fixture(scope="module", params=SPECS)
-def two_tasks(request, tmp_path_factory):
+def two_tasks(request):
     """Return a learner of two tasks, and the tensors that it had after the first one."""
-    model, folder = tiny_base()[0], str(save_encoder("clip", tmp_path_factory.mktemp("base")))
-    model.name_or_path = model.config.name_or_path = folder
-    learner = tiny_learner(SPECS[request.param], ("text", "lda"), epochs=1)
-    learned(learner, 1)
+    learner = learned(tiny_learner(SPECS[request.param], ("text",), epochs=1), 1)
     first = {name: tensor.clone() for name, tensor in learner.memory.items()}
     weights = {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}
-    key = learner.encoder.key
     learned(learner, 1, 1)
-    assert learner.encoder.key != key  # the digest of the prompts
     assert all(torch.equal(tensor, weights[name]) for name, tensor in learner.model.state_dict().items())
     assert all(parameter.grad is None for parameter in learner.model.parameters())
-    yield learner, first, folder
-    model.name_or_path = model.config.name_or_path = ""
+    return learner, first
 
 
 def test_features_equal_a_literal_version_image_by_image(two_tasks):
-    learner, _, _ = two_tasks
+    learner, _ = two_tasks
     pooled = learner.strategy.head == "linear" and getattr(learner.strategy, "form", "") == "tokens"
     base = tiny_base()[0]
     actual = learner.image_embeds([pixels for pixels, _ in IMAGES])
@@ -217,17 +160,8 @@ def test_features_equal_a_literal_version_image_by_image(two_tasks):
         torch.testing.assert_close(actual[row].double(), expected, rtol=0, atol=1e-5)
 
 
-def test_one_image_has_the_feature_that_it_has_in_a_batch_of_24(two_tasks):
-    learner, pixels = two_tasks[0], [pixels for pixels, _ in IMAGES]
-    together = learner.image_embeds(pixels)
-    assert len(pixels) == 24 and (together[:4] - together[4:8]).abs().max() > 1e-3
-    for row in (0, 5, 23):
-        torch.testing.assert_close(learner.image_embeds([pixels[row]])[0], together[row], rtol=0, atol=1e-6)
-        assert learner.predict(pixels[row]) == [learner.predict(pixels)[row]]
-
-
 def test_rows_of_the_first_task_stay_bit_identical(two_tasks):
-    learner, first, _ = two_tasks
+    learner, first = two_tasks
     rows = {"experts": 0, "head.weight": 0, "head.bias": 0, "prompts": 1, "attention": 1}
     rows |= {"keys": 0} if learner.strategy.name == "dualprompt" else {}
     rows |= {"keys": 1} if learner.strategy.name == "coda_prompt" else {}
@@ -236,53 +170,6 @@ def test_rows_of_the_first_task_stay_bit_identical(two_tasks):
             assert torch.equal(learner.memory[name].narrow(axis, 0, first[name].shape[axis]), first[name])
             assert learner.memory[name].shape[axis] == 2 * first[name].shape[axis]
     assert any(not torch.equal(learner.memory[name], tensor) for name, tensor in first.items())
-
-
-def test_loaded_in_a_fresh_process_features_and_predictions_are_equal(two_tasks, tmp_path):
-    learner, pixels = two_tasks[0], torch.stack([pixels for pixels, _ in IMAGES])
-    learner.save_pretrained(tmp_path / "saved")
-    torch.save(pixels, tmp_path / "pixels.pt")
-    code = (
-        "import sys, json, torch; from dulbe_peft import ClassIncrementalLearner as L; f = sys.argv[1];"
-        "l = L.from_pretrained(f + '/saved'); x = list(torch.load(f + '/pixels.pt'));"
-        "print(json.dumps([l.image_embeds(x).tolist(), l.predict(x), l.encoder.encoding.digest]))"
-    )
-    out = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
-    ).stdout
-    features, names, digest = json.loads(out.splitlines()[-1])
-    assert names == learner.predict(list(pixels)) and digest == learner.encoder.encoding.digest
-    torch.testing.assert_close(torch.tensor(features), learner.image_embeds(list(pixels)), rtol=0, atol=1e-6)
-
-
-def test_published_learner_without_statistics_still_has_its_prompts(two_tasks, tmp_path):
-    from dulbe_peft.checkpoints import saving
-
-    learner, pixels = two_tasks[0], [pixels for pixels, _ in IMAGES]
-    from dulbe_peft.utils.folders import commit_folder
-
-    commit_folder(tmp_path / "up", "learner", lambda folder: saving.write(learner.state, folder, statistics=False))
-    loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "up", copy.deepcopy(tiny_base()[0]))
-    assert torch.equal(loaded.image_embeds(pixels), learner.image_embeds(pixels))
-
-
-@pytest.mark.parametrize("format", ["lora", "transformers", "onnx", "transformers.js"])
-def test_exports_scaling_and_merging_refuse_in_one_sentence(two_tasks, tmp_path, format):
-    learner = two_tasks[0]
-    with pytest.raises(ValueError, match="cannot be exported: the strategy .* changes how each image is encoded"):
-        export_learner(learner, tmp_path / "out", format)
-    with pytest.raises(ValueError, match="cannot be scaled: the strategy"), learner.scaled(0.5):
-        pass
-    with pytest.raises(ValueError, match="only if nothing is trained"):
-        learner.merge(copy.deepcopy(learner))
-    assert not (tmp_path / "out").exists()
-
-
-def test_other_backends_are_refused(two_tasks):
-    learner = copy.deepcopy(two_tasks[0])
-    learner.change_settings(replace(learner.args, backend="onnx"))
-    with pytest.raises(ValueError, match="the backend 'onnx' runs the model alone.*choose the backend 'torch'"):
-        learner.image_embeds([IMAGES[0][0]])
 
 
 # ---------------------------------------------------------------------- training

@@ -1,0 +1,97 @@
+"""Test what every strategy promises that changes how images are encoded: prompts, two towers, and experts."""
+
+import copy
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from lives import images_of, learned, tiny_base, tiny_learner
+from tiny_encoders import save_encoder
+
+from dulbe_peft import ClassIncrementalLearner
+from dulbe_peft.checkpoints import saving
+from dulbe_peft.photos.deployment.export import export_learner
+from dulbe_peft.utils.folders import commit_folder
+
+SPECS = (
+    "dualprompt:general_blocks=1",
+    "dualprompt:general_blocks=1,head=linear",
+    "coda_prompt:components=3",
+    "l2p:pool=6,length=4,chosen=2,blocks=2",
+    "l2p:form=tokens,chosen=2",
+    "l2p:form=tokens,chosen=2,head=linear",
+    "aper:bottleneck=4",
+    "moe_adapters:bottleneck=4",
+    "loda:towers=2",
+)
+IMAGES = images_of(0, 1, 2, 3, 0, 1, 2, 3, seed=9) * 3
+
+
+@pytest.fixture(scope="module", params=SPECS)
+def two_tasks(request, tmp_path_factory):
+    """Return a learner of two tasks."""
+    model = tiny_base()[0]
+    model.name_or_path = model.config.name_or_path = str(save_encoder("clip", tmp_path_factory.mktemp("base")))
+    learner = learned(tiny_learner(request.param, ("lda", "text"), epochs=1), 1)
+    key, digest = learner.encoder.key, learner.encoder.encoding.digest
+    learned(learner, 1, 1)
+    # The first task alone trains `aper`, and the weights of `loda` are in another part of the key.
+    assert (learner.encoder.key == key) == (learner.strategy.name == "aper")
+    assert (learner.encoder.encoding.digest == digest) == (learner.strategy.name in ("aper", "loda"))
+    yield learner
+    model.name_or_path = model.config.name_or_path = ""
+
+
+def test_one_image_has_the_feature_that_it_has_in_a_batch_of_24(two_tasks):
+    learner, pixels = two_tasks, [pixels for pixels, _ in IMAGES]
+    together = learner.image_embeds(pixels)
+    assert len(pixels) == 24 and (together[:4] - together[4:8]).abs().max() > 1e-3
+    for row in (0, 5, 23):
+        torch.testing.assert_close(learner.image_embeds([pixels[row]])[0], together[row], rtol=0, atol=1e-6)
+        assert learner.predict(pixels[row]) == [learner.predict(pixels)[row]]
+
+
+def test_loaded_in_a_fresh_process_features_and_predictions_are_equal(two_tasks, tmp_path):
+    learner, pixels = two_tasks, torch.stack([pixels for pixels, _ in IMAGES])
+    learner.save_pretrained(tmp_path / "saved")
+    torch.save(pixels, tmp_path / "pixels.pt")
+    code = (
+        "import sys, json, torch; from dulbe_peft import ClassIncrementalLearner as L; f = sys.argv[1];"
+        "l = L.from_pretrained(f + '/saved'); x = list(torch.load(f + '/pixels.pt'));"
+        "print(json.dumps([l.image_embeds(x).tolist(), l.predict(x), l.encoder.encoding.digest]))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    ).stdout
+    features, names, digest = json.loads(out.splitlines()[-1])
+    assert names == learner.predict(list(pixels)) and digest == learner.encoder.encoding.digest
+    torch.testing.assert_close(torch.tensor(features), learner.image_embeds(list(pixels)), rtol=0, atol=1e-6)
+
+
+def test_published_learner_without_statistics_still_has_its_prompts(two_tasks, tmp_path):
+    learner, pixels = two_tasks, [pixels for pixels, _ in IMAGES]
+    commit_folder(tmp_path / "up", "learner", lambda folder: saving.write(learner.state, folder, statistics=False))
+    loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "up", copy.deepcopy(tiny_base()[0]))
+    assert torch.equal(loaded.image_embeds(pixels), learner.image_embeds(pixels))
+
+
+@pytest.mark.parametrize("format", ["lora", "transformers", "onnx", "transformers.js"])
+def test_exports_scaling_and_merging_refuse_in_one_sentence(two_tasks, tmp_path, format):
+    learner = two_tasks
+    with pytest.raises(ValueError, match="cannot be exported: the strategy .* changes how each image is encoded"):
+        export_learner(learner, tmp_path / "out", format)
+    with pytest.raises(ValueError, match="cannot be scaled: the strategy"), learner.scaled(0.5):
+        pass
+    with pytest.raises(ValueError, match="only if nothing is trained"):
+        learner.merge(copy.deepcopy(learner))
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_backends_are_refused(two_tasks):
+    learner = copy.deepcopy(two_tasks)
+    learner.change_settings(replace(learner.args, backend="onnx"))
+    with pytest.raises(ValueError, match="the backend 'onnx' runs the model alone.*choose the backend 'torch'"):
+        learner.image_embeds([IMAGES[0][0]])
