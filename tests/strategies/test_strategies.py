@@ -24,6 +24,7 @@ from dulbe_peft import (
     export_lora,
     register_strategy,
 )
+from dulbe_peft.photos.deployment.export import export_learner
 from dulbe_peft.photos.runs.settings import pick
 from dulbe_peft.strategies import NewTask, make_strategy
 from dulbe_peft.strategies.lora import kaiming_bases
@@ -32,8 +33,9 @@ from research.comparison.plan import read_plan
 IMAGES = images_of(0, 1, 2, 3, seed=9)
 
 
-SPECS = {"zscl": "zscl:reference_images=$REFERENCES"}
-MATRICES = ("bofa", "cl_lora", "dulbe", "inflora", "keeplora", "loda", "lora_sub", "merged_lora", "spu")
+# The tiny tower has two blocks.
+SPECS = {"zscl": "zscl:reference_images=$REFERENCES", "dualprompt": "dualprompt:general_blocks=1"}
+MATRICES = ("bofa", "cl_lora", "dulbe", "inflora", "keeplora", "loda", "lora_sub", "magmax", "merged_lora", "spu")
 FACTORS = ("o_lora", "sd_lora")
 # A plain run takes one strategy of each kind: no training, matrices, factors, all weights, LoRA of one task or of all.
 FEW = ("dulbe", "first_session", "frozen", "merged_lora", "o_lora", "slca", "spu")
@@ -74,7 +76,10 @@ def test_loaded_learner_continues_and_exports_like_the_original(name, tmp_path):
         learned(each, 1, 2)
     assert torch.equal(loaded.image_embeds(IMAGES), learner.image_embeds(IMAGES))
 
-    if learner.strategy.adapts:
+    if learner.state.encoding is not None:
+        with pytest.raises(ValueError, match="cannot be exported: the strategy"):
+            export_learner(learner, tmp_path / "lora")
+    elif learner.strategy.adapts:
         ranks = [layer.history_rank("default") for layer in loaded.model.dual_mode_layers().values()]
         assert ranks == ([30, 39] if name in FACTORS else [-1 if name in MATRICES else 0] * len(ranks))
         export_lora(learner.model, tmp_path / "lora")
