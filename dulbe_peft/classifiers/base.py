@@ -222,6 +222,7 @@ class Classifier(nn.Module):
         text_embeds: Tensor | np.ndarray | None = None,
         each_text: EachText | None = None,
         views: Tensor | None = None,
+        head: Tensor | None = None,
     ) -> None:
         """Learn the classes of one task. After an error, the classifier is as it was before.
 
@@ -236,6 +237,8 @@ class Classifier(nn.Module):
             views: (n, V, d), unit features of each image and its augmented views. A classifier that keeps sums adds
                 each view with the weight 1/V. Settings are chosen on, and other classifiers learn, the images without
                 augmentation.
+            head: (C_new, d + 1), rows of a linear head that a strategy trained for the new classes, with the bias
+                last. Rules that keep a `head` use them.
 
         Raises:
             ValueError: Names, features or labels are invalid, or a class has no image or no text.
@@ -251,6 +254,8 @@ class Classifier(nn.Module):
         indices = indices + len(self._class_names)  # into all seen classes
         start = self.fork().state
         start = start.replaced({name: rows for name, rows in texts.items() if name in start})
+        if head is not None and "head" in start:
+            start = start.replaced(start.with_rows(head=head.to(start.head)))
         with without_autocast(images):
             # The copy without held-out images is freed first, because memory may not suffice for two copies.
             choices, scores = self._held_out_choices(start, images, indices, names)

@@ -26,6 +26,7 @@ class ClosingPass:
         texts: (C_seen, d), text embeddings of all seen classes, or None if no classifier needs them.
         each_text: embeddings of every text of the task's classes, (T, d), and the class of each text, (T,).
         views: (n, V, d), features of each image and its augmented views, or None without augmentation.
+        head: (classes, d + 1), rows of a linear head that the strategy trained on the task, or None.
     """
 
     class_names: tuple[str, ...]
@@ -35,6 +36,7 @@ class ClosingPass:
     texts: Tensor | None = None
     each_text: tuple[Tensor, Tensor] | None = None
     views: Tensor | None = None
+    head: Tensor | None = None
 
 
 @torch.no_grad()
@@ -62,5 +64,5 @@ def learn_task(
             elif before is not None:
                 classifier.follow(before, closing.features, closing.labels)
             new = (list(closing.class_names), closing.features, closing.labels, text)
-            classifier.add_classes(*new, each_text=closing.each_text, views=closing.views)
+            classifier.add_classes(*new, each_text=closing.each_text, views=closing.views, head=closing.head)
     return made

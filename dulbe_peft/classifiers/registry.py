@@ -33,6 +33,7 @@ _FROM_PAPERS = {
     "proof": "proof:ProofClassifier",
     "clap4clip": "clap4clip:Clap4ClipClassifier",
     "clg_cbm": "clg_cbm:ClgCbmClassifier",
+    "linear_head": "linear_head:LinearHeadClassifier",
 }
 CLASSIFIERS: Registry[Classifier] = Registry(
     "classifier",

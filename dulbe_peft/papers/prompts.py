@@ -12,14 +12,13 @@ and in any batch. The head is one of two:
     head=text     the names of the classes: softmax of tau z . e_c
     head=linear   a linear map of sqrt(d) z with one row for each class, trained together with the prompts
 
-Both are trained with a cross-entropy over the classes of the task, and predict among all classes. A task's rows of the
-linear head are kept as they are after the task.
+Both are trained with a cross-entropy over the classes of the task, and predict among all classes. The classifier
+`linear_head` keeps the rows of the linear head.
 
 Prompts and keys start uniform between 0 and `start`. The authors' JAX code has 0.01, L2P++ has 1, and ports to PyTorch
 draw between -1 and 1. Large prompts change the features before anything is trained.
 """
 
-import math
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -35,7 +34,7 @@ from torch.nn import functional as F
 
 from dulbe_peft.encoders.encoding import Encoding, vision_modules
 from dulbe_peft.encoders.loading import embed_dim, unit_image_embeds
-from dulbe_peft.papers.fitting import uniform
+from dulbe_peft.papers.linear_head import head_start, linear_head
 from dulbe_peft.strategies.base import Memory, NewTask, Step, Strategy
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.utils.processes import used_by_all
@@ -140,6 +139,11 @@ class PromptStrategy(Strategy):
     classifiers = ("text", "bayes")
     encoder_class: ClassVar[type[Prompted]] = Prompted
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head == "linear":  # the default of a learner
+            object.__setattr__(self, "classifiers", ("linear_head", "bayes"))
+
     def begin(self, task: NewTask, old: Mapping[str, Tensor], draw: "Draw") -> dict[str, Tensor]:
         """Return the tensors to train, by name, from those of the tasks before."""
         raise NotImplementedError
@@ -161,7 +165,7 @@ class PromptStrategy(Strategy):
     def encoding(self, memory: Memory | None) -> Encoding | None:
         if not isinstance(memory, dict):
             return None
-        return self.encoder_class(self, {name: t for name, t in memory.items() if not name.startswith("head.")})
+        return self.encoder_class(self, memory)
 
     def plan(self, task: NewTask) -> None:
         """Keep the modes, which stay at 0."""
@@ -174,11 +178,9 @@ class PromptStrategy(Strategy):
         draw = Draw(task.generator(salt=2), task.encoder.device, self.start)
         new = {name: tensor.requires_grad_() for name, tensor in self.begin(task, old, draw).items()}
         if self.head == "linear":
-            classes, width = len(task.images.images.class_names), embed_dim(clip)
-            rows = uniform(draw.generator, width, classes, width + 1).to(task.encoder.device)
-            new |= {"head.weight": rows[:, :-1].clone().requires_grad_(), "head.bias": rows[:, -1].clone()}
-            new["head.bias"].requires_grad_()
-        task.notes |= {"new": new}
+            rows = head_start(draw.generator, len(task.images.images.class_names), embed_dim(clip))
+            new["head"] = rows.to(task.encoder.device).requires_grad_()
+        task.notes["new"] = new
         with task.encoder.encoding_by(_Training(self, task)):
             yield list(new.values())
 
@@ -186,21 +188,21 @@ class PromptStrategy(Strategy):
         new, queries = task.notes["new"], step.queries
         assert queries is not None
         if self.head == "linear":
-            weight, bias = used_by_all(new["head.weight"]), used_by_all(new["head.bias"])
-            step.task_loss = F.cross_entropy(head_logits(step.features, weight, bias), step.labels)
+            step.task_loss = F.cross_entropy(linear_head(step.features, used_by_all(new["head"])), step.labels)
         tensors = {name: used_by_all(tensor) for name, tensor in self._all(task).items()}
         return step.task_loss + self.term(tensors, queries, task.index)
 
     def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory:
-        old, new = task.memory or {}, {name: tensor.detach() for name, tensor in task.notes["new"].items()}
-        assert isinstance(old, dict)
-        heads = [name for name in new if name.startswith("head.")]
-        rows = {name: torch.cat([*([old[name]] if name in old else []), new[name]]) for name in heads}
-        return {name: tensor.contiguous() for name, tensor in self.joined(old, new).items()} | rows
+        return {name: tensor.detach().contiguous() for name, tensor in self._all(task).items()}
+
+    def linear_head(self, task: NewTask) -> Tensor | None:
+        head = task.notes["new"].get("head")
+        return None if head is None else head.detach()
 
     def _all(self, task: NewTask) -> dict[str, Tensor]:
         assert task.memory is None or isinstance(task.memory, dict)
-        return self.joined(task.memory or {}, task.notes["new"])
+        new = {name: tensor for name, tensor in task.notes["new"].items() if name != "head"}
+        return self.joined(task.memory or {}, new)
 
 
 class _Training(Prompted):
@@ -226,11 +228,6 @@ class Draw:
     def uniform(self, *shape: int) -> Tensor:
         """Return numbers between 0 and `start`."""
         return self.start * torch.rand(shape, generator=self.generator).to(self.device)
-
-
-def head_logits(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return the logits, (n, C), of unit features, (n, d): a linear map of vectors whose length is sqrt(d)."""
-    return math.sqrt(features.shape[1]) * features @ weight.T + bias
 
 
 def expanded(prompts: Tensor, count: int) -> Tensor:

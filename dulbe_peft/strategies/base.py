@@ -208,6 +208,10 @@ class Strategy:
     def finish(self, task: NewTask) -> None:
         """Change the trained update before it joins the history. Called once after training, without gradients."""
 
+    def linear_head(self, task: NewTask) -> torch.Tensor | None:
+        """Return the rows of a linear head that was trained on the task, (classes, d + 1), with the bias last."""
+        return None
+
     def remember(self, task: NewTask, inputs: OccupationStatistics) -> Memory | None:
         """Return what to keep for later tasks. Must not change `task.memory`.
 

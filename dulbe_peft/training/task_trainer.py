@@ -72,7 +72,8 @@ def train_task(trainer: TaskTrainer) -> tuple[LearnerState, TaskRecord, ClosingP
         if has_text(encoder.clip) and any(each.reads_text for each in state.classifiers.values()):
             each = encoder.each_text_embeds(names, state.class_texts)
             texts = torch.cat([*_old_texts(state, encoder), mean_texts(len(names), *each)])
-        closing = ClosingPass(names, features, labels, before, texts, each, views)
+        head = state.strategy.linear_head(trainer.task)
+        closing = ClosingPass(names, features, labels, before, texts, each, views, head)
         how = (state.args.drift, state.args.text_embeds, encoder.profile.phase)
         classifiers = learn_task(state.classifiers, closing, *how)
     bridges = [classifier for classifier in classifiers.values() if isinstance(classifier, BridgeEnsembleHead)]

@@ -141,12 +141,14 @@ class ImagesOf:
 @pytest.fixture(scope="module", params=SPECS)
 def two_tasks(request):
     """Return a learner of two tasks, and the tensors that it had after the first one."""
-    learner = learned(tiny_learner(SPECS[request.param], ("text",), epochs=1), 1)
+    learner = learned(tiny_learner(SPECS[request.param], ("text", "linear_head"), epochs=1), 1)
+    head = learner.classifiers["linear_head"].head.clone()
     first = {name: tensor.clone() for name, tensor in learner.memory.items()}
     weights = {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}
     learned(learner, 1, 1)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in learner.model.state_dict().items())
     assert all(parameter.grad is None for parameter in learner.model.parameters())
+    assert torch.equal(learner.classifiers["linear_head"].head[:2], head)
     return learner, first
 
 
@@ -162,7 +164,7 @@ def test_features_equal_a_literal_version_image_by_image(two_tasks):
 
 def test_rows_of_the_first_task_stay_bit_identical(two_tasks):
     learner, first = two_tasks
-    rows = {"experts": 0, "head.weight": 0, "head.bias": 0, "prompts": 1, "attention": 1}
+    rows = {"experts": 0, "prompts": 1, "attention": 1}
     rows |= {"keys": 0} if learner.strategy.name == "dualprompt" else {}
     rows |= {"keys": 1} if learner.strategy.name == "coda_prompt" else {}
     for name, axis in rows.items():
@@ -289,3 +291,16 @@ def test_gradients_of_old_components_are_exactly_zero():
     loss.backward()
     assert all(tensor.grad is None for tensor in old.values()) and all(t.grad.abs().sum() > 0 for t in new.values())
     assert pairs[0][0].shape == (2, 4, width) and pairs[0][1].shape == (2, 4, width)
+
+
+def test_linear_head_has_the_rows_that_were_trained_with_the_prompts():
+    learner = learned(tiny_learner("l2p:head=linear,chosen=2", None, learning_rate=1e-3), 2)
+    assert list(learner.classifiers) == ["linear_head", "bayes"]
+    head = learner.classifiers["linear_head"].head.double()
+    z = learner.image_embeds([pixels for pixels, _ in IMAGES[:4]]).double()
+    expected = [[z.shape[1] ** 0.5 * float(z[i] @ row[:-1]) + float(row[-1]) for row in head] for i in range(4)]
+    actual = learner.classifiers["linear_head"].logits(z.float()).double()
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-5)
+    still = learned(tiny_learner("l2p:head=linear,chosen=2", None, learning_rate=1e-12), 1)
+    moved = (head[:2] - still.classifiers["linear_head"].head.double()).abs()
+    assert 1e-4 < moved.max() <= 2 * 1e-3  # one step of Adam for each of the batches

@@ -518,4 +518,5 @@ def test_example_files_are_valid_and_match_their_results(path, monkeypatch):
     assert f"compare examples/comparisons/{path.name} --output" in path.read_text(encoding="utf-8")
     if path.stem == "family":
         included = {name for name, cls in STRATEGIES.items() if cls.__module__.startswith("dulbe_peft.")}
-        assert {method["strategy"].partition(":")[0] for method in plan.methods.values()} == included
+        methods = [*plan.methods.values(), *read_plan(path.with_stem("systems")).methods.values()]
+        assert {method["strategy"].partition(":")[0] for method in methods} == included
