@@ -33,7 +33,7 @@ SPECS = {
     "proof": "proof:epochs=5,batch_size=32,learning_rate=0.006",
     "clap4clip": "clap4clip:epochs=1,samples=4",
     "clg_cbm": "clg_cbm:epochs=8,learning_rate=0.1",
-    "linear_head": "linear_head:batch_size=32,learning_rate=0.01",
+    "linear_head": "linear_head:epochs=5,batch_size=16,learning_rate=0.003",
 }
 
 NAMED = [name for name in SPECS if " " not in name]
