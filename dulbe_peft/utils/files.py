@@ -80,9 +80,9 @@ def damage(path: str | Path, error: Exception) -> str:
     return text if text.startswith(f"{path} ") else f"{path} is damaged: {type(error).__name__}: {text}"
 
 
-def write_csv(path: str | Path, header: Sequence[str], rows: Iterable[Sequence[Any]], errors: str = "strict") -> None:
+def write_csv(path: str | Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Write a table completely or not at all. A text that looks like a formula to a spreadsheet gets an apostrophe."""
-    with output_file(path, errors) as file:
+    with output_file(path) as file:
         write_rows(file, header, rows)
 
 
@@ -98,7 +98,7 @@ def write_rows(file: IO[str], header: Sequence[str], rows: Iterable[Sequence[Any
 
 def read_csv(path: Path) -> list[list[str]]:
     """Return the rows of a table that `write_csv` wrote, header first, without the apostrophes that it added."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         try:
             return [list(map(unguarded, row)) for row in csv.reader(file)]
         except (csv.Error, UnicodeDecodeError) as error:

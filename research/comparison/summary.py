@@ -291,7 +291,7 @@ def write_summary_csv(path: Path, entries: Sequence[Entry]) -> None:
     """Write the table as CSV, with all digits."""
     texts = ({"chosen": as_text(entry.chosen), "seeds": len(entry.seeds)} for entry in entries)
     full = [flat_settings(entry.model_dump() | text) for entry, text in zip(entries, texts)]
-    write_csv(path, list(_CSV), ([row.get(place) for place in _CSV.values()] for row in full), "surrogateescape")
+    write_csv(path, list(_CSV), ([row.get(place) for place in _CSV.values()] for row in full))
 
 
 def by_stream(entries: Sequence[Entry]) -> dict[str, list[Entry]]:

@@ -103,7 +103,7 @@ def check(
     blank = [[split, parts[split].item_name(at), "blank", why] for (split, at), (_, why, _) in seen if why]
     rows = [*_findings(inventory, doubtful), *tiny, *blank]
     if csv is not None:
-        write_csv(csv, HEADER, ([*map(printable, row)] for row in rows), errors="surrogateescape")
+        write_csv(csv, HEADER, ([*map(printable, row)] for row in rows))
     if move_to is not None:
         count = _move(rows, Path(move_to), Path(data))
         print(f"moved to {move_to}: {counted(count, 'file')}; {MOVED} there lists where they were", file=words)

@@ -174,7 +174,7 @@ def _write(rows: list[Prediction], csv: str | None, json_file: str | None, exift
             for row in readable
             for name, probability in zip(row.classes if row.known else [""], row.probabilities)
         ]
-        write_csv(csv, HEADER, lines, errors="surrogateescape")
+        write_csv(csv, HEADER, lines)
     if json_file:
         with output_file(json_file) as file:
             print(json.dumps([_as_json(row) for row in rows], indent=1, ensure_ascii=False), file=file)

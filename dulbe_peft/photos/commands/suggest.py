@@ -70,7 +70,7 @@ def suggest(
         rename_to_old(Path(existing))
     new = f"{Path(learner).name}-labelled" if learner else "labelled"
     if csv is not None:
-        write_csv(csv, HEADER, lines, errors="surrogateescape")
+        write_csv(csv, HEADER, lines)
     if page is not None:
         serve = shlex.join(["dulbe-peft", "serve", learner or "", "--photos", photos[0], "--output", new])
         _write_page(Path(page), images, features, suggested, serve if learner and Path(photos[0]).is_dir() else "")

@@ -77,7 +77,10 @@ def write_examples(
 ) -> None:
     """Write small JPEG files and an index that describes them; skip images that are missing or not PIL images."""
     neighbours = neighbours or Neighbours()
-    index: dict[str, Any] = {"left_out": list(left_out), "copies": [copy.model_dump() for copy in neighbours.copies]}
+    index: dict[str, Any] = {
+        "left_out": [*map(_escaped, left_out)],
+        "copies": [copy.model_dump() for copy in neighbours.copies],
+    }
     index["task_names"] = list(task_names)
     pictures: dict[str, Image.Image] = {}
     opened = [None if test is None else labelled_images(test) for test in tests]
@@ -98,12 +101,12 @@ def write_examples(
             file = f"{kind}-{number:02d}.jpg"
             if not keep(opened[row.task - 1], row.position, file):
                 continue
-            shown = {"image": row.image, "class": row.true, "predicted": row.predicted}
+            shown = {"image": _escaped(row.image), "class": row.true, "predicted": row.predicted}
             index[kind].append({"file": file, "probability": row.probability, **shown})
             near = neighbours.nearest.get((row.task, row.position)) if kind == "mistakes" else None
             if near is not None and keep(*near, f"nearest-{number:02d}.jpg"):
                 images, place = near
-                name = {"image": images.item_name(place), "class": images.class_names[images.labels[place]]}
+                name = {"image": _escaped(images.item_name(place)), "class": images.class_names[images.labels[place]]}
                 index[kind][-1]["nearest"] = {"file": f"nearest-{number:02d}.jpg", **name}
 
     def write(temporary: Path) -> None:
@@ -116,6 +119,11 @@ def write_examples(
             commit_folder(folder, "pictures", write)
     except FileExistsError as error:  # the user's own folder; the run itself is complete
         tqdm.write(f"no pictures of examples: {error}")
+
+
+def _escaped(text: str) -> str:
+    """Escape what is not UTF-8 in a path, because JSON cannot hold it."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def as_address(picture: Image.Image) -> str:

@@ -72,7 +72,7 @@ def write_report(
     write_page(Path(output), "page.html", content)
     if csv is not None:
         full = ((*row[:3], *(getattr(row.measures, name) for name in side_by_side.MEASURES)) for row in rows)
-        write_csv(Path(csv), ["run", "strategy", "method", *side_by_side.MEASURES], full, errors="surrogateescape")
+        write_csv(Path(csv), ["run", "strategy", "method", *side_by_side.MEASURES], full)
     if latex is not None:
         write_table_latex(side_by_side.RUN_COLUMNS, rows, Path(latex))
     return Path(output)
