@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
-from dulbe_peft.utils.settings import LEAST, MOST, AtLeastOne, check_settings, setting
+from dulbe_peft.utils.settings import LEAST, MOST, AtLeastOne, check_settings, documented, setting
 
 Share = Annotated[float, "SHARE"]  # a share of images; help shows the word for its values
 
@@ -31,6 +31,7 @@ AUGMENTATIONS = ("crop", "flip", "affine")
 _LISTS_OF_NAMES = ("target_modules", "exclude_modules", "text_target_modules", "modules_to_save")
 
 
+@documented
 @dataclass
 class AdapterSettings:
     """The settings of the adapter. [`DualModeLoraConfig`] checks them and passes them to PEFT."""
@@ -109,12 +110,13 @@ class AdapterSettings:
             raise ValueError(f"layers_pattern={self.layers_pattern!r} has no effect without layers_to_transform")
 
 
+@documented
 @dataclass(frozen=True)
 class LearnerArguments:
     """Settings of [`ClassIncrementalLearner`]. The defaults are the paper's, for a model of the paper's size.
 
     Raises:
-        ValueError, TypeError: a value is outside its limits, or has the wrong type; the message names the field.
+        ValueError, TypeError: If a value is outside its limits, or has the wrong type; the message names the field.
 
     Reference:
         Section "Implementation Details". `docs/decisions.md` explains the values that the paper does not give.

@@ -33,15 +33,15 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
     Scores are float32, so the score of an image may differ in the last digit between a batch and the image alone.
 
     Args:
-        classifier: name and settings of the classifier, such as "lda", "bayes" or "ranpac:features=1000,seed=3".
-        texts: label -> text embedding, (d,), for every class. Classifiers that read text need it, except "bayes", for
+        classifier: Name and settings of the classifier, such as "lda", "bayes" or "ranpac:features=1000,seed=3".
+        texts: Label -> text embedding, (d,), for every class. Classifiers that read text need it, except "bayes", for
             which it is optional.
         logit_scale: tau of the model that computed the features; 100 for CLIP.
 
     Attributes:
-        classes_: the labels, sorted.
-        classifier_: the fitted `Classifier`, whose class names are the labels as strings.
-        n_features_in_: the number of features d.
+        classes_: The labels, sorted.
+        classifier_: The fitted `Classifier`, whose class names are the labels as strings.
+        n_features_in_: The number of features d.
 
     >>> X, y = np.array([[1.0, 0.1], [0.9, 0.0], [0.1, 1.0], [0.0, 0.8]]), ["ant", "ant", "bee", "bee"]
     >>> FeatureClassifier("prototype").fit(X, y).predict([[0.7, 0.2]]).tolist()
@@ -148,14 +148,14 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
     Images are a list or an array of paths, PIL images, or (height, width, 3) arrays of bytes.
 
     Args:
-        model: the model, as `load_dual_encoder` takes it: a folder, a repository id on the Hub, or "demo".
-        classifier: name and settings of the classifier, as for [`FeatureClassifier`].
-        prompt_template: the prompt for a label, which replaces `{}`. It is used if the model has a text tower.
+        model: The model, as `load_dual_encoder` takes it: a folder, a repository id on the Hub, or "demo".
+        classifier: Name and settings of the classifier, as for [`FeatureClassifier`].
+        prompt_template: The prompt for a label, which replaces `{}`. It is used if the model has a text tower.
 
     Attributes:
-        classes_: the labels, sorted.
-        features_: the fitted [`FeatureClassifier`].
-        encoder_: facts about the model, processor and precision that computed the features. Predicting with others is
+        classes_: The labels, sorted.
+        features_: The fitted [`FeatureClassifier`].
+        encoder_: Facts about the model, processor and precision that computed the features. Predicting with others is
             an error.
 
     >>> from sklearn.datasets import load_digits

@@ -44,7 +44,7 @@ class DualModeTrainer(Trainer):
         model: `get_peft_model(clip, DualModeLoraConfig(...))`, or a learner that has already learned tasks, such as
             one from `ClassIncrementalLearner.from_pretrained(folder)`. Its active adapter is trained, and saved under
             its name.
-        args: transformers' training arguments. None uses `paper_arguments`, because transformers' defaults are not the
+        args: Transformers' training arguments. None uses `paper_arguments`, because transformers' defaults are not the
             paper's settings.
         train_dataset: Images of the new task. Items are {"image", "label"} or (image, label). Set this attribute again
             before the `train()` of the next task.
@@ -62,8 +62,8 @@ class DualModeTrainer(Trainer):
         learner: The [`ClassIncrementalLearner`] that is trained. Use it to predict, evaluate and export.
 
     Raises:
-        ValueError: The model is unsuitable, or `args` ask for something that this loop does not support.
-        TypeError: A setting belongs in `args`.
+        ValueError: If the model is unsuitable, or `args` ask for something that this loop does not support.
+        TypeError: If a setting belongs in `args`.
 
     Example:
         >>> args = paper_arguments("out")
@@ -139,8 +139,8 @@ class DualModeTrainer(Trainer):
             transformers' TrainOutput.
 
         Raises:
-            ValueError: See `ClassIncrementalLearner.learn_task`. Also raised if the checkpoint is of another task.
-            CheckpointError: The given checkpoint is damaged or incomplete.
+            ValueError: If `ClassIncrementalLearner.learn_task` would raise one, or the checkpoint is of another task.
+            CheckpointError: If the given checkpoint is damaged or incomplete.
         """
         if self._given_optimizers and self.optimizer is None:
             raise ValueError("the given optimizers belong to an earlier task: set .optimizer and .lr_scheduler again")

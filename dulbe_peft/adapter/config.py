@@ -17,7 +17,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from transformers.utils.hub import cached_file, has_file
 
 from dulbe_peft.arguments import AdapterSettings
-from dulbe_peft.utils.settings import check_int, setting
+from dulbe_peft.utils.settings import check_int, documented, setting
 from dulbe_peft.utils.tensors import tensor_shapes, tensors_digest
 
 PREFIX = "dulbe_"
@@ -110,13 +110,14 @@ def _file(source: str, subfolder: str | None, name: str, where: dict[str, Any]) 
     return None if found is None else Path(found)
 
 
+@documented
 @dataclass
 class DualModeLoraConfig(AdapterSettings, PeftConfig):
     """Configuration of [`DualModeLoraModel`]: shared and residual modes with frozen bases in a CLIP vision tower.
 
     Raises:
-        TypeError: a value has the wrong type.
-        ValueError: a value is outside its limits, or fields contradict each other.
+        TypeError: If a value has the wrong type.
+        ValueError: If a value is outside its limits, or fields contradict each other.
 
     Reference:
         Section "Gradient-Demand Dual-Mode Subspace Allocation"; defaults from "Implementation Details".

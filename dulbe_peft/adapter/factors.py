@@ -67,14 +67,14 @@ def add_weighted_adapter(
     """Add an adapter whose update is the weighted sum of other adapters' updates. It does not become active.
 
     Args:
-        adapters: names of adapters that are in the same layers.
-        weights: one number for each adapter.
-        adapter_name: the new adapter's name. Its history is the sum, and its modes are new.
+        adapters: Names of adapters that are in the same layers.
+        weights: One number for each adapter.
+        adapter_name: The new adapter's name. Its history is the sum, and its modes are new.
         combination_type: "cat" is exact; "svd" takes the best approximation of rank `svd_rank` in every layer.
-        svd_rank: the rank for "svd"; None takes the highest rank among the adapters.
+        svd_rank: The rank for "svd"; None takes the highest rank among the adapters.
 
     Raises:
-        ValueError: the adapters cannot be added, or the name is taken. Nothing is changed then.
+        ValueError: If the adapters cannot be added, or the name is taken. Nothing is changed then.
     """
     configs = tuner.peft_config
     if not adapters or not configs.keys() >= set(adapters):

@@ -36,9 +36,9 @@ def probe_gradients(
     samples of all processes.
 
     Args:
-        model: a model from `get_peft_model` with one active dual-mode adapter. It may be wrapped by DDP or accelerate;
+        model: A model from `get_peft_model` with one active dual-mode adapter. It may be wrapped by DDP or accelerate;
             `loss_fn` gets it unwrapped.
-        batches: any iterable; each element is passed to `loss_fn`.
+        batches: Any iterable; each element is passed to `loss_fn`.
         loss_fn: `loss_fn(model, batch) -> (loss, n)`, the batch's mean loss, a scalar, and its number of samples.
 
     Returns:
@@ -136,15 +136,15 @@ def route_gradients(
     divided by the number of processes. A model inside DDP is left to DDP, which averages the gradients.
 
     Args:
-        model: a model from `get_peft_model` with one active dual-mode adapter. It may be wrapped by DDP.
-        task_loss: scalar, cross-entropy over the current classes.
-        structure_loss: scalar, `bidirectional_kl` over the old classes; None in the first task.
-        structure_weight: lambda, at least 0; None takes the configuration's value.
+        model: A model from `get_peft_model` with one active dual-mode adapter. It may be wrapped by DDP.
+        task_loss: Scalar, cross-entropy over the current classes.
+        structure_loss: Scalar, `bidirectional_kl` over the old classes; None in the first task.
+        structure_weight: Lambda, at least 0; None takes the configuration's value.
 
     Raises:
-        ValueError: a loss is not a scalar, has no gradient in the parameters it is meant for, or is not finite (which
-            is only checked on the CPU, where it costs nothing). No gradient is changed in this case.
-        TypeError: the model does not come from `get_peft_model`.
+        ValueError: If a loss is not a scalar, has no gradient in the parameters it is meant for, or is not finite
+            (which is only checked on the CPU, where it costs nothing). No gradient is changed in this case.
+        TypeError: If the model does not come from `get_peft_model`.
 
     Reference:
         Section "Routed Cross-Modal Training", "Gradient Routing".
@@ -199,20 +199,20 @@ def routed_loss(
     sum(g B_S), whose only gradient is g in B_S.
 
     Args:
-        model: a model from `get_peft_model` with one active dual-mode adapter. It may be wrapped by DDP.
-        task_loss: scalar, cross-entropy over the current classes.
-        structure_loss: scalar, `bidirectional_kl` over the old classes; None in the first task.
-        weight: lambda, at least 0; None takes the configuration's `structure_weight`.
-        scale: the scale of a `torch.amp.GradScaler`, `scaler.get_scale()`. Without it, g would underflow in half
+        model: A model from `get_peft_model` with one active dual-mode adapter. It may be wrapped by DDP.
+        task_loss: Scalar, cross-entropy over the current classes.
+        structure_loss: Scalar, `bidirectional_kl` over the old classes; None in the first task.
+        weight: Lambda, at least 0; None takes the configuration's `structure_weight`.
+        scale: The scale of a `torch.amp.GradScaler`, `scaler.get_scale()`. Without it, g would underflow in half
             precision.
 
     Returns:
         A scalar with the value of task_loss + lambda structure_loss.
 
     Raises:
-        ValueError: a loss is not a scalar, has no gradient in the parameters it is meant for, or is not finite (which
-            is only checked on the CPU, where it costs nothing).
-        TypeError: the model does not come from `get_peft_model`.
+        ValueError: If a loss is not a scalar, has no gradient in the parameters it is meant for, or is not finite
+            (which is only checked on the CPU, where it costs nothing).
+        TypeError: If the model does not come from `get_peft_model`.
 
     Example:
         >>> loss = routed_loss(model, task_loss, structure_loss)

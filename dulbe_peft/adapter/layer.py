@@ -59,12 +59,12 @@ class DualModeLinear(DualModeLayer):
     """A linear layer with a frozen history and one shared and one residual mode per adapter.
 
     Attributes:
-        dulbe_P: adapter name -> P = [P_S P_R], (d_in, r_S + r_R), float32, orthonormal columns, frozen.
-        dulbe_shared_B: adapter name -> B_S, (d_out, r_S), trainable.
-        dulbe_residual_B: adapter name -> B_R, (d_out, r_R), trainable.
-        dulbe_history_P: adapter name -> (d_in, history rank), the bases of all finished tasks, frozen; (d_in, 0)
+        dulbe_P: Adapter name -> P = [P_S P_R], (d_in, r_S + r_R), float32, orthonormal columns, frozen.
+        dulbe_shared_B: Adapter name -> B_S, (d_out, r_S), trainable.
+        dulbe_residual_B: Adapter name -> B_R, (d_out, r_R), trainable.
+        dulbe_history_P: Adapter name -> (d_in, history rank), the bases of all finished tasks, frozen; (d_in, 0)
             where the history is dense.
-        dulbe_history_B: adapter name -> (d_out, history rank), their up-projections, frozen; or (d_out, d_in).
+        dulbe_history_B: Adapter name -> (d_out, history rank), their up-projections, frozen; or (d_out, d_in).
 
     Reference:
         Section "Subspace-Frozen Parameterization".

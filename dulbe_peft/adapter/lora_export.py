@@ -28,17 +28,17 @@ def export_lora(model: PeftModel, folder: str | Path, compress_to: int | None = 
     merged or disabled. Without `compress_to`, the factors equal those of this adapter bit for bit.
 
     Args:
-        model: a model from `get_peft_model` with one active dual-mode adapter.
-        folder: the folder to write. An earlier export in it is replaced.
-        compress_to: replace every update of a higher rank by its best approximation of this rank, and write
+        model: A model from `get_peft_model` with one active dual-mode adapter.
+        folder: The folder to write. An earlier export in it is replaced.
+        compress_to: Replace every update of a higher rank by its best approximation of this rank, and write
             `compression.json` with the relative errors |dW - dW_k|_F / |dW|_F of all layers together and of each.
 
     Returns:
         The path of `folder`.
 
     Raises:
-        ValueError: an update to compress is not finite, or not exactly one adapter is active.
-        FileExistsError: the folder lies inside a saved learner, or it holds files that no export wrote.
+        ValueError: If an update to compress is not finite, or not exactly one adapter is active.
+        FileExistsError: If the folder lies inside a saved learner, or it holds files that no export wrote.
     """
     commit_folder(Path(folder), "export", lambda temporary: write_lora(model, temporary, compress_to))
     return Path(folder)

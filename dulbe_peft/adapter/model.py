@@ -244,10 +244,10 @@ class DualModeLoraModel(BaseTuner):
         in directions that have no meaning in the new bases.
 
         Args:
-            modes: the gradients of the new task, layer name -> G, as `probe_gradients` returns them, from which modes
+            modes: The gradients of the new task, layer name -> G, as `probe_gradients` returns them, from which modes
                 of the adapter's ranks are planned; or the result of `allocate_modes`, layer name -> [`ModeBases`].
-            stats: the statistics of earlier tasks, given together with gradients; None or empty for the first task.
-            orthonormal: whether to raise an error if the columns of a basis are not orthonormal.
+            stats: The statistics of earlier tasks, given together with gradients; None or empty for the first task.
+            orthonormal: Whether to raise an error if the columns of a basis are not orthonormal.
 
         Raises:
             ValueError: the modes do not fit the layers, an adapter is merged or disabled, none of its parameters is
@@ -286,7 +286,7 @@ class DualModeLoraModel(BaseTuner):
         was trained without `begin_task`, in random bases.
 
         Args:
-            keep_factors: keep the history as factors even if one matrix would take less memory.
+            keep_factors: Keep the history as factors even if one matrix would take less memory.
 
         Reference:
             Section "Subspace-Frozen Parameterization", the task's update.
@@ -332,7 +332,7 @@ class DualModeLoraModel(BaseTuner):
         Its `modules_to_save` are also as they were then. Everything else, such as the text LoRA, is as it is now.
 
         Raises:
-            ValueError: an adapter is merged, or there are `modules_to_save` and no task has begun since the adapter
+            ValueError: If an adapter is merged, or there are `modules_to_save` and no task has begun since the adapter
                 was created or loaded.
         """
         self.check_unmerged()
@@ -392,7 +392,7 @@ class DualModeLoraModel(BaseTuner):
         bit for bit.
 
         Raises:
-            ValueError: the scale is not in [0, 1], an adapter is merged, or the adapter has `modules_to_save`.
+            ValueError: If the scale is not in [0, 1], an adapter is merged, or the adapter has `modules_to_save`.
 
         Reference:
             Wortsman et al., "Robust fine-tuning of zero-shot models", 2022: interpolation of all weights.
@@ -490,7 +490,7 @@ class DualModeLoraModel(BaseTuner):
         """Rename a file's keys to match the model, also between `CLIPModel` and stand-alone vision towers.
 
         Raises:
-            ValueError: the tensors do not fit the model.
+            ValueError: If the tensors do not fit the model.
         """
         known = model.state_dict()
         renames = KEY_RENAMES[:1] if tower_of(type_of(innermost(model))) == "text" else KEY_RENAMES

@@ -85,7 +85,7 @@ class Tower:
         """Compare this tower's `features` with torch's, `expected`, both (n, d), and record the result.
 
         Raises:
-            ValueError: They differ too much, and `force` is not set.
+            ValueError: If they differ too much, and `force` is not set.
         """
         cosine = float((features * expected).sum(dim=1).min())
         equal, count = equal_answers(features, expected, scores, TIES[self.precision]), len(features)

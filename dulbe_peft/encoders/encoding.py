@@ -57,7 +57,7 @@ def untouched(clip: nn.Module) -> Iterator[None]:
     """Use the model without its adapters while the block runs.
 
     Raises:
-        ValueError: An adapter is merged into the base weights.
+        ValueError: If an adapter is merged into the base weights.
     """
     parts: list[Any] = [m for m in clip.modules() if isinstance(m, (BaseTunerLayer, ModulesToSaveWrapper))]
     if any(getattr(part, "merged_adapters", None) for part in parts):

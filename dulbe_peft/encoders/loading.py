@@ -57,8 +57,8 @@ def load_dual_encoder(
         The model and its processor.
 
     Raises:
-        FileNotFoundError: `name_or_path` looks like a folder but does not exist.
-        ValueError: The type of the model is not supported. The message lists the supported types.
+        FileNotFoundError: If `name_or_path` looks like a folder but does not exist.
+        ValueError: If the type of the model is not supported. The message lists the supported types.
     """
     name, record = find_model(name_or_path, revision)
     model = load_encoder(name, record, revision, attn_implementation)

@@ -61,7 +61,7 @@ def write_graph(
         facts: Metadata of the graph, written as JSON.
 
     Raises:
-        ValueError: torch cannot export the module.
+        ValueError: If torch cannot export the module.
     """
     start, end = ends
     batch = ({0: torch.export.Dim("batch")},)

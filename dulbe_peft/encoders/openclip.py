@@ -58,8 +58,8 @@ def convert_open_clip(
         text_heads: Attention heads of the text tower. None: width / 64.
 
     Raises:
-        FileNotFoundError: `checkpoint` is not a file.
-        ValueError: `checkpoint` is not the complete state dict of an open_clip ViT, or does not fit the arguments.
+        FileNotFoundError: If `checkpoint` is not a file.
+        ValueError: If `checkpoint` is not the complete state dict of an open_clip ViT, or does not fit the arguments.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
@@ -97,7 +97,7 @@ def save_open_clip(
         The converted model.
 
     Raises:
-        ValueError: The tokenizer does not belong to the model, or see `convert_open_clip`.
+        ValueError: If the tokenizer does not belong to the model, or see `convert_open_clip`.
     """
     model: Any = convert_open_clip(checkpoint, **facts)
     reader: Any = AutoTokenizer.from_pretrained(str(tokenizer), trust_remote_code=False)

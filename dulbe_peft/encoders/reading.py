@@ -23,7 +23,7 @@ def read_batches(
     """Yield the collated tuples of the data set for each batch of rows, and show a progress bar with `title`.
 
     Raises:
-        ChildProcessError: A process that reads images died.
+        ChildProcessError: If a process that reads images died.
     """
     # Not prepared by accelerate, which would keep every data set and its pixels until the process ends.
     loader: Any = DataLoader(images, batch_sampler=batches, **loader_settings(args, device, len(batches)))

@@ -26,15 +26,15 @@ class Evaluation:
     """The predictions for the n images of a data set. Labels are int64 indices into `class_names`, on the CPU.
 
     Attributes:
-        class_names: the names of the classes.
-        images: the names of the images.
-        truth: the true labels, (n,).
-        classifiers: the predictions of each classifier, (n,). The first classifier is the one that `predict` uses.
+        class_names: The names of the classes.
+        images: The names of the images.
+        truth: The true labels, (n,).
+        classifiers: The predictions of each classifier, (n,). The first classifier is the one that `predict` uses.
         baselines: "text", the class of the nearest text embedding, and "class_means", the class of the nearest mean,
             each (n,). A baseline is left out if no classifier keeps the embeddings it needs; "class_means" is also
             left out if the learner has the classifier "prototype", which does the same.
-        probability: the probability of the first classifier's predictions, (n,).
-        features: unit features, (n, d).
+        probability: The probability of the first classifier's predictions, (n,).
+        features: Unit features, (n, d).
     """
 
     class_names: tuple[str, ...]

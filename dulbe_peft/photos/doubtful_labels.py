@@ -69,10 +69,10 @@ def doubtful_labels(
     left out, because no other image shows that class.
 
     Args:
-        features: features of the images, (n, d).
-        labels: class indices, (n,).
-        texts: text features of the classes, (classes, d), or None.
-        logit_scale: the scale of the model's cosines.
+        features: Features of the images, (n, d).
+        labels: Class indices, (n,).
+        texts: Text features of the classes, (classes, d), or None.
+        logit_scale: The scale of the model's cosines.
     """
     from sklearn.model_selection import StratifiedKFold, cross_val_predict
 

@@ -64,10 +64,10 @@ def suggestions(features: Tensor, count: int, classifier: Classifier | None = No
     than right. If many images are novel, only the novel ones are clustered.
 
     Args:
-        features: unit features of the images, (n, d).
-        count: largest number of suggestions.
-        classifier: the learner's classifier.
-        seed: seed of the clustering and of random images.
+        features: Unit features of the images, (n, d).
+        count: Largest number of suggestions.
+        classifier: The learner's classifier.
+        seed: Seed of the clustering and of random images.
 
     Reference:
         Typical images: Hacohen et al., "Active Learning on a Budget: Opposite Strategies Suit High and Low Budgets",

@@ -67,8 +67,8 @@ def bidirectional_kl(
     Args:
         student_logits: (n, old classes), tau z.e from the model in training.
         teacher_logits: (n, old classes), the same from the model before the task; receives no gradient.
-        class_temperature: tau_C, for the softmax over the classes of each image, from 1e-6 to 1e6.
-        instance_temperature: tau_I, for the softmax over the images of each class, from 1e-6 to 1e6.
+        class_temperature: Tau_C, for the softmax over the classes of each image, from 1e-6 to 1e6.
+        instance_temperature: Tau_I, for the softmax over the images of each class, from 1e-6 to 1e6.
         reduction: "mean": the class term is the mean over images, and the instance term is the mean over old classes;
             "batchmean": both sums are divided by n. In both cases, each term is multiplied by its squared temperature.
 

@@ -24,11 +24,11 @@ def zero_shot_retention(
     """Measure the accuracy on classes that a learner never learned, before and after learning, and at smaller scales.
 
     Args:
-        learner: the learner to measure.
-        dataset: images of classes that were not learned. The text classifier chooses among these classes.
-        class_names: the names of the classes in `dataset`. None takes the names that `dataset` has.
-        scales: how much of the learned update to use, see `ClassIncrementalLearner.scaled`. 0 and 1 are always used.
-        learned: test sets of learned classes. For these, the text classifier chooses among the classes in `learned`.
+        learner: The learner to measure.
+        dataset: Images of classes that were not learned. The text classifier chooses among these classes.
+        class_names: The names of the classes in `dataset`. None takes the names that `dataset` has.
+        scales: How much of the learned update to use, see `ClassIncrementalLearner.scaled`. 0 and 1 are always used.
+        learned: Test sets of learned classes. For these, the text classifier chooses among the classes in `learned`.
 
     Returns:
         A dict with "before" and "after", the accuracies on `dataset` of the pristine model and of the learner, and

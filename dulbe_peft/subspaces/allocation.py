@@ -39,22 +39,22 @@ def allocate_modes(
     No model is read or changed.
 
     Args:
-        grad_probe: layer name -> G, (d_out, d_in), as `probe_gradients` returns them.
-        stats: layer name -> S, (d_in, d_in): an `OccupationStatistics` or any mapping. A layer without an entry is
+        grad_probe: Layer name -> G, (d_out, d_in), as `probe_gradients` returns them.
+        stats: Layer name -> S, (d_in, d_in): an `OccupationStatistics` or any mapping. A layer without an entry is
             planned as in the first task.
-        shared_rank: r_S. None takes the value of `config`, or 1 without a configuration.
-        residual_rank: r_R for all layers, or layer name -> r_R. None takes the value of `config`, or 8 without one.
+        shared_rank: R_S. None takes the value of `config`, or 1 without a configuration.
+        residual_rank: R_R for all layers, or layer name -> r_R. None takes the value of `config`, or 8 without one.
         support_rank: K_h, reduced to what a layer and its data allow. None takes the value of `config`, or 128
             without one.
-        config: the adapter's configuration. None takes the configuration that `probe_gradients` put into `grad_probe`.
+        config: The adapter's configuration. None takes the configuration that `probe_gradients` put into `grad_probe`.
 
     Returns:
         A dict of layer name -> [`ModeBases`], in the order of `grad_probe`, on each gradient's device.
 
     Raises:
-        ValueError: the ranks do not fit a layer, or a matrix has the wrong shape or is not finite; the message names
-            the layer.
-        TypeError: the gradients or the statistics are not a mapping.
+        ValueError: If the ranks do not fit a layer, or a matrix has the wrong shape or is not finite; the message
+            names the layer.
+        TypeError: If the gradients or the statistics are not a mapping.
 
     Reference:
         Section "Gradient-Demand Dual-Mode Subspace Allocation".

@@ -31,11 +31,11 @@ def collect_statistics(
     each with its own batches or with none, and with equal statistics to add to.
 
     Args:
-        model: a model from `get_peft_model`, or any model with a method `dual_mode_layers()` that returns a mapping
+        model: A model from `get_peft_model`, or any model with a method `dual_mode_layers()` that returns a mapping
             of layer name -> module. It may be wrapped by DDP or accelerate; `forward_fn` gets it unwrapped.
-        batches: any iterable; each element is passed to `forward_fn`.
+        batches: Any iterable; each element is passed to `forward_fn`.
         forward_fn: `forward_fn(model, batch)` runs the vision tower. Its result is not used.
-        into: statistics to add to, which are also returned. After an error they are unchanged.
+        into: Statistics to add to, which are also returned. After an error they are unchanged.
         tokens: "all", "cls" (token 0 of dimension 1) or "patch" (the other tokens). A layer whose input is (n, d_in)
             has only the CLS token.
         mask_fn: `mask_fn(batch)` returns a bool tensor, (n, tokens), that is False for padding, or None for a batch

@@ -71,7 +71,7 @@ def left_out_share(classifier: Classifier, images: Tensor, labels: Tensor) -> tu
     """Return the accuracy on left-out learned images, with equal weights for all classes, and its 95 % interval.
 
     Args:
-        classifier: the classifier that learned the images.
+        classifier: The classifier that learned the images.
         images: (n, d), unit features of learned images, without copies of an image.
         labels: (n,), the index of each image's class in `classifier.class_names`; each class must have learned at
             least two images.

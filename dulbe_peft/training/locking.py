@@ -30,8 +30,8 @@ class Turns:
         """Run the block while no other thread uses the model, with torch's usual settings and in evaluation mode.
 
         Raises:
-            RuntimeError: The call is inside another one, for example made by its data set, and one of the two changes
-                the learner.
+            RuntimeError: If the call is inside another one, for example made by its data set, and one of the two
+                changes the learner.
         """
         with self.lock, default_torch_settings(), evaluating(state.model), ExitStack() as scaled:
             outer = self.call

@@ -127,7 +127,7 @@ def _foreign_files(folder: Path, kind: str) -> list[Path]:
     """Return the files in `folder`, relative to it, that no earlier call wrote.
 
     Raises:
-        FileExistsError: the folder was not written by an earlier call of the same kind.
+        FileExistsError: If the folder was not written by an earlier call of the same kind.
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return []
@@ -219,7 +219,8 @@ def put_back(folder: Path) -> None:
     """Restore a saved folder if its writer was killed between the two renames of a commit. Links are followed.
 
     Raises:
-        CheckpointError: another process is writing the folder, or it cannot be renamed. The message says where it is.
+        CheckpointError: If another process is writing the folder, or it cannot be renamed. The message says where it
+            is.
     """
     if folder.exists():
         return
@@ -277,7 +278,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of `folder` after checking it and every file it lists.
 
     Raises:
-        CheckpointError: the manifest or a file is missing or damaged.
+        CheckpointError: If the manifest or a file is missing or damaged.
     """
     manifest = parse_manifest(folder)
     for name, entry in manifest.files.items():

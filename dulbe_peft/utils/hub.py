@@ -31,7 +31,7 @@ def fetch(
     """Download files of a repository, and return their folder and the commit.
 
     Raises:
-        FileNotFoundError: the repository, the revision or a file does not exist.
+        FileNotFoundError: If the repository, the revision or a file does not exist.
     """
     if isinstance(source, Path):
         raise FileNotFoundError(f"folder {str(source)!r} does not exist")

@@ -13,10 +13,10 @@ class Registry(Mapping[str, type[T]], Generic[T]):
     """A mapping from name to class that imports a class when it is first looked up.
 
     Args:
-        kind: what the classes are called in messages, such as "strategy".
-        group: the group of entry points in which other packages name their classes, such as "dulbe_peft.strategies".
+        kind: What the classes are called in messages, such as "strategy".
+        group: The group of entry points in which other packages name their classes, such as "dulbe_peft.strategies".
             The name of an entry point is the name of its class.
-        homes: name -> "module:Class" for the classes of this package.
+        homes: Name -> "module:Class" for the classes of this package.
     """
 
     def __init__(self, kind: str, group: str, homes: Mapping[str, str]) -> None:

@@ -7,10 +7,12 @@ import re
 from dataclasses import field, fields
 from functools import cache
 from numbers import Real
-from typing import Annotated, Any, get_type_hints
+from textwrap import fill
+from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
 from annotated_types import Ge, Interval, Le
 
+T = TypeVar("T")
 # The limits of normal float32 numbers, the precision in which nearly everything is computed.
 LEAST, MOST = 2.0**-126, (2 - 2**-23) * 2.0**127
 # Types that several settings share.
@@ -25,6 +27,20 @@ def setting(default: Any, help: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help, **metadata})
 
 
+def documented(kind: type[T]) -> type[T]:
+    """Add an `Args:` section with the help text of every field to a dataclass's docstring, and return the class."""
+    helps = {field.name: field.metadata["help"] for field in fields(cast(Any, kind)) if "help" in field.metadata}
+    entries = [
+        fill(f"{name}: {help}", 115, initial_indent=" " * 8, subsequent_indent=" " * 12)
+        for name, help in helps.items()
+    ]
+    text = (kind.__doc__ or "").rstrip()
+    section = re.search(r"\n\n    \w+:\n", text)  # the first one, such as "Raises:"
+    end = section.start() if section else len(text)
+    kind.__doc__ = "\n".join([text[:end], "", "    Args:", *entries]) + text[end:] + "\n"
+    return kind
+
+
 @cache
 def field_types(kind: type) -> dict[str, Any]:
     """Return the type of every field of a dataclass by name, including its limits."""
@@ -36,8 +52,8 @@ def check_settings(settings: Any, kind: type | None = None, owner: str = "") -> 
     """Convert the fields of a dataclass, or of its base class `kind`, to their declared types.
 
     Raises:
-        TypeError: a value has the wrong type. The message begins with `owner`, if it is given.
-        ValueError: a value is outside its limits.
+        TypeError: If a value has the wrong type. The message begins with `owner`, if it is given.
+        ValueError: If a value is outside its limits.
     """
     prefix = f"{owner}: " if owner else ""
     for name, hint in field_types(kind or type(settings)).items():
@@ -48,8 +64,8 @@ def check_value(name: str, hint: Any, value: Any, strict: bool = True) -> Any:
     """Return `value` converted to the type `hint`. Unless `strict`, a string may stand for a number or a bool.
 
     Raises:
-        TypeError: the value has the wrong type.
-        ValueError: the value is outside its limits.
+        TypeError: If the value has the wrong type.
+        ValueError: If the value is outside its limits.
     """
     from pydantic import ValidationError
 

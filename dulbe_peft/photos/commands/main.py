@@ -50,10 +50,10 @@ class Commands(click.Group):
     """The commands of a program; the file of a command is imported when it is called.
 
     Args:
-        program: name of the program.
-        package: package that contains the files of the commands.
-        groups: title -> name of the command -> line of help.
-        settings: further arguments of click's group.
+        program: Name of the program.
+        package: Package that contains the files of the commands.
+        groups: Title -> name of the command -> line of help.
+        settings: Further arguments of click's group.
     """
 
     def __init__(self, program: str, package: str, groups: Mapping[str, Mapping[str, str]], **settings: Any) -> None:

@@ -181,9 +181,9 @@ def learner_options(optional: bool = False, choose: bool = False, encodes: bool 
     """Give a command the parameters LEARNER, --model and the machine's settings, and `load`, which loads the learner.
 
     Args:
-        optional: whether LEARNER may be omitted, so that --model names a model that has learned no classes.
-        choose: whether the command has --classifier.
-        encodes: whether the command encodes images, and has settings for that.
+        optional: Whether LEARNER may be omitted, so that --model names a model that has learned no classes.
+        choose: Whether the command has --classifier.
+        encodes: Whether the command encodes images, and has settings for that.
     """
     names = (*_MACHINE, *_ENCODING) if encodes else _MACHINE
     alone = "; without LEARNER, the model to use" if optional else ""

@@ -74,10 +74,10 @@ def claim(
     """Refuse outputs that cannot be written or were probably given by mistake, before any work is done.
 
     Args:
-        outputs: for each output, its flag, its path or None, and its kind: the suffix of a file, or `FOLDER`.
-        reads: paths that the command reads, which cannot be outputs.
-        apart: paths that the command reads and whose folders must not contain an output.
-        overwrite: whether existing files and folders at the outputs' paths are renamed to NAME.old.
+        outputs: For each output, its flag, its path or None, and its kind: the suffix of a file, or `FOLDER`.
+        reads: Paths that the command reads, which cannot be outputs.
+        apart: Paths that the command reads and whose folders must not contain an output.
+        overwrite: Whether existing files and folders at the outputs' paths are renamed to NAME.old.
     """
     from dulbe_peft.utils.folders import put_back
 

@@ -22,10 +22,10 @@ def grouped(
     """Return the splits with the groups of their images, and sentences about them.
 
     Args:
-        parts: split -> images.
-        group: a column of the data, "folder", or a regular expression whose first group names an image's group in its
+        parts: Split -> images.
+        group: A column of the data, "folder", or a regular expression whose first group names an image's group in its
             path. An image without a value, an inner folder or a match is a group of its own.
-        seconds: if given, images that were taken within this time of one another are a group, if `group` does not
+        seconds: If given, images that were taken within this time of one another are a group, if `group` does not
             tell them apart. An image without a time is a group of its own.
 
     Raises:

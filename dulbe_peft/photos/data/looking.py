@@ -50,8 +50,8 @@ def inspect_images(dataset: Any, split: str | None = None) -> Inventory:
     """Count the images of a data set, and decode all of them to find those that cannot be read.
 
     Args:
-        dataset: any data set that can be trained on. Images without a file, as in a list of tensors, are not decoded.
-        split: the name for the data set in the table. If None, this is the data set's `split`, or "images".
+        dataset: Any data set that can be trained on. Images without a file, as in a list of tensors, are not decoded.
+        split: The name for the data set in the table. If None, this is the data set's `split`, or "images".
 
     Raises:
         TypeError: If `dataset` is not a data set.
@@ -115,8 +115,8 @@ def find_duplicates(parts: Mapping[str, LabelledImages], pictures: Pictures | No
     """Return the pairs of images with the same content, within and across splits, and near copies given `pictures`.
 
     Args:
-        parts: split -> images.
-        pictures: what was seen of all images. Near copies are found by comparing them.
+        parts: Split -> images.
+        pictures: What was seen of all images. Near copies are found by comparing them.
     """
     images = [(split, part, index) for split, part in parts.items() for index in range(len(part))]
     first, pairs = dict[bytes, int](), dict[tuple[int, int], str]()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
 from annotated_types import Gt, Lt
 
 from dulbe_peft.data.names import class_key
-from dulbe_peft.utils.settings import AtLeastOne, check_settings, setting
+from dulbe_peft.utils.settings import AtLeastOne, check_settings, documented, setting
 from dulbe_peft.utils.terminal import counted
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class Opened(NamedTuple):
     inventory: Inventory
 
 
+@documented
 @dataclass(frozen=True)
 class DataSource:
     """Where images and labels are, and which images are trained and tested on; an entry of `sources.json`.
@@ -160,8 +161,8 @@ class DataSource:
         """Open the images, look at all of them, and choose the training and the test images.
 
         Args:
-            look: a function that finds the unreadable images and the reasons. By default, all images are decoded.
-            every: whether the pictures of all images are compared, and not only the contents and a sample.
+            look: A function that finds the unreadable images and the reasons. By default, all images are decoded.
+            every: Whether the pictures of all images are compared, and not only the contents and a sample.
 
         Raises:
             FileNotFoundError: If `data` does not exist or a split is missing.

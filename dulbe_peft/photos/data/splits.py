@@ -23,10 +23,10 @@ def hold_out(
     image or more, gets at least one test image, unless its groups are also those of other classes.
 
     Args:
-        dataset: a data set with class names.
-        fraction: about which share of each class's images to hold out; above 0 and below 1.
-        seed: a different seed holds out different images.
-        purpose: a different word holds out different images, independently of those held out for other purposes.
+        dataset: A data set with class names.
+        fraction: About which share of each class's images to hold out; above 0 and below 1.
+        seed: A different seed holds out different images.
+        purpose: A different word holds out different images, independently of those held out for other purposes.
 
     Returns:
         The training images and the test images.

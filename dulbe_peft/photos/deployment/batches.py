@@ -22,8 +22,8 @@ class Featurizer:
     """Add the image features of a model to a batch. A pickle of it is small; each process loads the model once.
 
     Args:
-        model_or_folder: a saved learner, the folder of a run, or a model as for `load_dual_encoder`.
-        machine: settings for the calling machine, such as {"device": "cuda", "eval_batch_size": 256}.
+        model_or_folder: A saved learner, the folder of a run, or a model as for `load_dual_encoder`.
+        machine: Settings for the calling machine, such as {"device": "cuda", "eval_batch_size": 256}.
 
     Example:
         >>> features = photos.map(Featurizer("out"), batched=True, num_proc=4, remove_columns="image")
@@ -52,7 +52,7 @@ class Featurizer:
         """Return the batch with a column "embedding", (n, d), float32, of unit rows.
 
         Args:
-            batch: the column "image" holds PIL images, uint8 arrays (height, width, 3), paths, bytes of image files,
+            batch: The column "image" holds PIL images, uint8 arrays (height, width, 3), paths, bytes of image files,
                 or {"bytes", "path"} as `datasets` stores them.
 
         Raises:

@@ -53,12 +53,12 @@ def export_learner(
     The folder appears only when it is complete. It replaces an earlier export, but no other folder.
 
     Args:
-        learner: a [`ClassIncrementalLearner`] or its state.
-        folder: the folder to write.
+        learner: A [`ClassIncrementalLearner`] or its state.
+        folder: The folder to write.
         format: "lora", "transformers", "onnx" or "transformers.js".
-        classifier: name of the classifier to export. By default, the first one, which `predict` uses.
-        compress_to: rank of the exported adapter; only for the format "lora", see [`export_lora`].
-        precision: precision of the weights in an ONNX graph: "float32", "float16" or "int8".
+        classifier: Name of the classifier to export. By default, the first one, which `predict` uses.
+        compress_to: Rank of the exported adapter; only for the format "lora", see [`export_lora`].
+        precision: Precision of the weights in an ONNX graph: "float32", "float16" or "int8".
 
     Raises:
         FileExistsError: If the folder exists and is not an export.
@@ -105,10 +105,10 @@ def export_card(state: LearnerState, classifier: Classifier, kind: str, code: st
     """Return README.md of an export: what it is, which packages it needs, and the code that uses it.
 
     Args:
-        state: the learner's state.
-        classifier: the exported classifier.
-        kind: the format of the export.
-        code: the code that uses it.
+        state: The learner's state.
+        classifier: The exported classifier.
+        kind: The format of the export.
+        code: The code that uses it.
     """
     base = state.base_name[0] or "a base model without a name"
     tag = "image-classification"

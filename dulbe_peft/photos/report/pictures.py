@@ -37,13 +37,13 @@ def write_pictures(
     """Write `accuracy.png`, `tasks.png` and `pictures/` into a run's folder, if its stream had test data.
 
     Args:
-        run: the folder of the run.
-        tests: the test data of each task.
+        run: The folder of the run.
+        tests: The test data of each task.
         results: What `ClassIncrementalLearner.run` returned, or a record of it.
-        left_out: sentences about files that are not part of the data.
-        learner: the learner, to mark test images that it has also learned.
-        trains: the training data, to show the training image nearest to each mistake.
-        task_names: names that the report uses for the tasks instead of their numbers.
+        left_out: Sentences about files that are not part of the data.
+        learner: The learner, to mark test images that it has also learned.
+        trains: The training data, to show the training image nearest to each mistake.
+        task_names: Names that the report uses for the tasks instead of their numbers.
     """
     output, results = Path(run), Results.of(results)
     for name, plot in (("accuracy.png", plot_results), ("tasks.png", plot_matrix)) if results.classifiers else ():

@@ -32,10 +32,10 @@ def plot_results(results: Results | Mapping[str, Any], path: str | Path) -> None
 
     Args:
         results: What `ClassIncrementalLearner.run` returned for a stream with test data, or a record of it.
-        path: the file to write; its suffix selects the format.
+        path: The file to write; its suffix selects the format.
 
     Raises:
-        ValueError: if the stream had no test data.
+        ValueError: If the stream had no test data.
     """
     accuracy_figure(Results.of(results)).savefig(path, dpi=150)
 

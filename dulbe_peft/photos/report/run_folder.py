@@ -121,8 +121,8 @@ def read_run(folder: str | os.PathLike[str], results: Results | None = None) -> 
     `results` are the run's results if they are known, so that they are not read again.
 
     Raises:
-        FileNotFoundError: if there is no such folder.
-        ValueError: if the folder holds no finished task, or a file of it is damaged.
+        FileNotFoundError: If there is no such folder.
+        ValueError: If the folder holds no finished task, or a file of it is damaged.
     """
     path = Path(folder)
     put_back(path)

@@ -48,10 +48,10 @@ def write_report(
     The page is a single file that needs no network. The runs may be unfinished.
 
     Args:
-        runs: the folder of a run, of one of its tasks or of a learner, or a sequence of such folders.
-        output: the page; by default `report.html` in the folder, or in the current folder for several runs.
-        csv: a file for the table of results, as fractions with all digits.
-        latex: a file for the table of results in LaTeX, in percent.
+        runs: The folder of a run, of one of its tasks or of a learner, or a sequence of such folders.
+        output: The page; by default `report.html` in the folder, or in the current folder for several runs.
+        csv: A file for the table of results, as fractions with all digits.
+        latex: A file for the table of results in LaTeX, in percent.
     """
     folders = [runs] if isinstance(runs, (str, os.PathLike)) else list(runs)
     if not folders:

@@ -11,9 +11,10 @@ from typing import Any, get_args, get_origin
 
 from dulbe_peft.arguments import AdapterSettings, LearnerArguments
 from dulbe_peft.photos.data.source import DataSource
-from dulbe_peft.utils.settings import AtLeastOne, check_value, field_types, setting
+from dulbe_peft.utils.settings import AtLeastOne, check_value, documented, field_types, setting
 
 
+@documented
 @dataclass(frozen=True)
 class StreamArguments(DataSource):
     """The data source, the model, the classes and the output folder of a stream."""

@@ -36,10 +36,10 @@ def open_source(
     """Open a data source and print its inventory; return the training images, and the test images or None.
 
     Args:
-        source: the data source.
-        look: a function that finds unreadable images, as in `DataSource.open`.
-        notes: a list to which the lines on problems are appended.
-        known: learned classes, about which nothing is printed if they have few or no images here.
+        source: The data source.
+        look: A function that finds unreadable images, as in `DataSource.open`.
+        notes: A list to which the lines on problems are appended.
+        known: Learned classes, about which nothing is printed if they have few or no images here.
     """
     train, test, inventory = source.open(look)
     if notes is not None:

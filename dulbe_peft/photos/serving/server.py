@@ -168,16 +168,16 @@ def make_server(
     """Return a server of the page, which `serve_forever()` starts.
 
     Args:
-        learner: the learner to try and to teach.
-        host: the address to listen on; "0.0.0.0" listens on the whole network.
-        port: the port; 0 chooses a free one.
-        names: further names under which the page is opened, such as that of a proxy. Requests under other names than
+        learner: The learner to try and to teach.
+        host: The address to listen on; "0.0.0.0" listens on the whole network.
+        port: The port; 0 chooses a free one.
+        names: Further names under which the page is opened, such as that of a proxy. Requests under other names than
             these and `host` are refused; with "0.0.0.0", any IP address and the machine's name are accepted.
-        output: a folder in which the learner is saved after each change, or None.
-        photographs: a folder of photographs for the page to ask about, the most useful first, or None.
+        output: A folder in which the learner is saved after each change, or None.
+        photographs: A folder of photographs for the page to ask about, the most useful first, or None.
 
     Raises:
-        ValueError: if `host` is empty, or no photograph is left to label.
-        OSError: if the address cannot be used.
+        ValueError: If `host` is empty, or no photograph is left to label.
+        OSError: If the address cannot be used.
     """
     return PageServer(App(learner, output, photographs), host, port, names)
