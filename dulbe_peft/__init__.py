@@ -27,6 +27,6 @@ def __getattr__(name: str) -> Any:
 
 
 @when_imported("peft")
-def _register(peft: Any) -> None:
+def _register(peft: object) -> None:
     with installed("dulbe_peft"):
         import_module(f"{__name__}.adapter.model").register()

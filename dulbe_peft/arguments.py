@@ -193,7 +193,7 @@ class LearnerArguments:
     )
     progress: bool = setting(True, "Show progress bars.")
 
-    def portable(self) -> dict[str, Any]:
+    def portable(self) -> dict[str, object]:
         """Return the settings that are saved with a learner, its model card and a run: all except the machine's."""
         return {name: value for name, value in asdict(self).items() if name not in MACHINE_SETTINGS}
 

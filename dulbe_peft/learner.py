@@ -135,7 +135,7 @@ class ClassIncrementalLearner(TakesTurns):
     @takes_turn
     def learn_task(
         self,
-        dataset: Any,
+        dataset: object,
         class_names: Sequence[str] | None = None,
         class_texts: Mapping[str, Sequence[str]] | None = None,
         trainer: MakeTrainer = TaskTrainer,
@@ -163,7 +163,7 @@ class ClassIncrementalLearner(TakesTurns):
     # ------------------------------------------------------------------ changing without training
 
     @takes_turn
-    def update_classes(self, dataset: Any, class_names: Sequence[str] | None = None) -> None:
+    def update_classes(self, dataset: object, class_names: Sequence[str] | None = None) -> None:
         """Learn further images of known classes, without training. After any error, the learner is as it was before.
 
         Every classifier is updated, and so is the strategy's memory if it is a sum over images. If `class_names` is
@@ -185,7 +185,7 @@ class ClassIncrementalLearner(TakesTurns):
         self.state = updating.forget_class(self.state, name)
 
     @takes_turn
-    def forget_images(self, images: Any) -> None:
+    def forget_images(self, images: object) -> None:
         """Remove single learned images from every classifier, as if they had never been learned, up to rounding.
 
         Args:
@@ -256,13 +256,13 @@ class ClassIncrementalLearner(TakesTurns):
     # ------------------------------------------------------------------ using
 
     @takes_turn
-    def image_embeds(self, images: Any) -> torch.Tensor:
+    def image_embeds(self, images: object) -> torch.Tensor:
         """Return the unit features, (n, d) float32, of images as for `predict`."""
         with self.state.resting():
             return self.encoder.dataset_embeds(self.encoder.images(unlabelled_images(images)))
 
     @takes_turn
-    def readable_embeds(self, images: Any) -> tuple[torch.Tensor, dict[int, str]]:
+    def readable_embeds(self, images: object) -> tuple[torch.Tensor, dict[int, str]]:
         """Return unit features, with zeros for images that cannot be read, and the reasons by image number."""
         with self.state.resting():
             return self.encoder.readable_embeds(self.encoder.images(unlabelled_images(images)), "encode")
@@ -276,7 +276,7 @@ class ClassIncrementalLearner(TakesTurns):
 
     def predict(
         self,
-        images: Any,
+        images: object,
         top_k: int | None = None,
         return_scores: bool = False,
         reject: float | None = None,
@@ -328,7 +328,7 @@ class ClassIncrementalLearner(TakesTurns):
             data = unlabelled_images(images)
             return predict_images(self.encoder, self.classifier, data, query)
 
-    def evaluate(self, dataset: Any, class_names: Sequence[str] | None = None) -> dict[str, Any]:
+    def evaluate(self, dataset: object, class_names: Sequence[str] | None = None) -> dict[str, Any]:
         """Return the top-1 accuracy among all seen classes. Arguments and errors are those of `update_classes`.
 
         Returns:
@@ -339,12 +339,12 @@ class ClassIncrementalLearner(TakesTurns):
         """
         return self.evaluate_images(dataset, class_names).figures()
 
-    def evaluate_images(self, dataset: Any, class_names: Sequence[str] | None = None) -> Evaluation:
+    def evaluate_images(self, dataset: object, class_names: Sequence[str] | None = None) -> Evaluation:
         """Return every classifier's prediction for each image of a data set. Arguments are those of `evaluate`."""
         return self.evaluations([(dataset, class_names)])[0]
 
     @takes_turn
-    def evaluations(self, tests: Sequence[tuple[Any, Sequence[str] | None]]) -> list[Evaluation]:
+    def evaluations(self, tests: Sequence[tuple[object, Sequence[str] | None]]) -> list[Evaluation]:
         """Return the results of `evaluate_images` for several pairs of a data set and class names, in one pass."""
         preparing.check_learned(self.state)
         parts = [self.state.known_images(dataset, class_names) for dataset, class_names in tests]
@@ -398,7 +398,7 @@ class ClassIncrementalLearner(TakesTurns):
         return self._turns.scaled(scale, self.state)
 
     @takes_turn
-    def zero_shot(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float | None]:
+    def zero_shot(self, tests: Sequence[tuple[object, Sequence[str]]]) -> list[float | None]:
         """Return A_t, t = 1, 2, ..., of the pristine model with its text embeddings of the classes seen up to task t.
 
         `tests` has the test data of each task, or None, and its class names. A_t is None if no task up to t has data.
@@ -408,7 +408,7 @@ class ClassIncrementalLearner(TakesTurns):
             return self.text_accuracies(tests)
 
     @takes_turn
-    def text_accuracies(self, tests: Sequence[tuple[Any, Sequence[str]]]) -> list[float | None]:
+    def text_accuracies(self, tests: Sequence[tuple[object, Sequence[str]]]) -> list[float | None]:
         """Return A_t as `zero_shot` does, but of the present model instead of the pristine one."""
         return seen_accuracies(self.text_embeds, self.image_embeds, tests)
 
@@ -452,9 +452,9 @@ class ClassIncrementalLearner(TakesTurns):
         repo_id: str,
         *,
         statistics: bool = True,
-        results: dict[str, Any] | str | Path | None = None,
+        results: dict[str, object] | str | Path | None = None,
         dataset_name: str | None = None,
-        **commit: Any,
+        **commit: object,
     ) -> CommitInfo:
         """Upload what `save_pretrained` writes to a repository on the Hub, which is created if it does not exist.
 
@@ -594,14 +594,14 @@ class ClassIncrementalLearner(TakesTurns):
             self.state, self.record, self.closing = before
             raise
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return vars(self) | {"log": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
         self.encoder.scores, self.encoder.encodings = self._scores, self._encoding
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         with self.turn("__deepcopy__"):
             twin = object.__new__(type(self))
             twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))

@@ -63,30 +63,30 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
         self.texts = texts
         self.logit_scale = logit_scale
 
-    def fit(self, X: Any, y: Any) -> Self:
+    def fit(self, X: object, y: object) -> Self:
         """Fit all classes from scratch, as one task, on features, (n, d), and labels, (n,)."""
         return self._learn(X, y, None, anew=True)
 
-    def partial_fit(self, X: Any, y: Any, classes: Any = None) -> Self:
+    def partial_fit(self, X: object, y: object, classes: object = None) -> Self:
         """Continue learning: new classes as a further task, and more features of known classes.
 
         `classes` are labels to add to `classes_`. A label has probability 0 until features of its class are learned.
         """
         return self._learn(X, y, classes, anew=not hasattr(self, "classifier_"))
 
-    def decision_function(self, X: Any) -> np.ndarray:
+    def decision_function(self, X: object) -> np.ndarray:
         """Return the scores, (n, classes); for two classes, the second score minus the first, (n,)."""
         scores = self._columns(X, "forward", -np.inf)
         return scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores
 
-    def predict_proba(self, X: Any) -> np.ndarray:
+    def predict_proba(self, X: object) -> np.ndarray:
         """Return the probabilities, (n, classes), in the order of `classes_`; warn if they are not calibrated."""
         columns = self._columns(X, "probabilities", 0.0)
         if doubt := self.classifier_.doubt:
             warnings.warn(doubt, stacklevel=2)
         return columns
 
-    def predict(self, X: Any) -> np.ndarray:
+    def predict(self, X: object) -> np.ndarray:
         """Return the most likely label of each image, (n,)."""
         best = self._columns(X, "forward", -np.inf).argmax(axis=1)
         return self.classes_[best]
@@ -121,7 +121,7 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
         self._labels, self.classifier_ = seen, model
         return self
 
-    def _texts(self, labels: list[Any]) -> np.ndarray:
+    def _texts(self, labels: list[object]) -> np.ndarray:
         missing = [label for label in labels if label not in (self.texts or {})]
         if self.texts is None or missing:
             raise ValueError(f"{self.classifier!r} needs texts, but texts has none for the class {missing[0]!r}")
@@ -175,11 +175,11 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
         self.classifier = classifier
         self.prompt_template = prompt_template
 
-    def fit(self, images: Any, y: Any) -> Self:
+    def fit(self, images: object, y: object) -> Self:
         """Fit all classes from scratch, as one task, on n images and labels, (n,). A label's text is its name."""
         encoder = _encoder(str(self.model))
         self.encoder_ = encoder.facts
-        texts: dict[Hashable, Any] | None = None
+        texts: dict[Hashable, object] | None = None
         if has_text(encoder.clip):
             labels = np.unique(np.asarray(y)).tolist()
             names = check_class_names([str(label) for label in labels])
@@ -190,12 +190,12 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
         self.classes_ = self.features_.classes_
         return self
 
-    def predict(self, images: Any) -> np.ndarray:
+    def predict(self, images: object) -> np.ndarray:
         """Return the most likely label of each image, (n,)."""
         check_is_fitted(self)
         return self.features_.predict(self._embeds(images))
 
-    def predict_proba(self, images: Any) -> np.ndarray:
+    def predict_proba(self, images: object) -> np.ndarray:
         """Return the probabilities, (n, classes), in the order of `classes_`; warn if they are not calibrated."""
         check_is_fitted(self)
         return self.features_.predict_proba(self._embeds(images))

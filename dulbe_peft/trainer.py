@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+from huggingface_hub import CommitInfo
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checkpoints import restoring, saving, unfinished
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.data.images import named_images
-from dulbe_peft.encoders.pixels import PixelDataset
+from dulbe_peft.encoders.pixels import PixelDataset, PixelRow
 from dulbe_peft.encoders.reading import loader_settings
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.strategies.dulbe import Dulbe
@@ -79,12 +81,12 @@ class DualModeTrainer(Trainer):
         self,
         model: nn.Module | ClassIncrementalLearner,
         args: TrainingArguments | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
+        train_dataset: object = None,
+        eval_dataset: object = None,
+        processing_class: object = None,
         class_names: Sequence[str] | None = None,
         compute_metrics: Any = None,
-        callbacks: list[Any] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         **settings: Any,
     ) -> None:
@@ -124,7 +126,10 @@ class DualModeTrainer(Trainer):
     # ------------------------------------------------------------------ training
 
     def train(
-        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: object = None,
+        ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
         """Learn the classes of `train_dataset` as one more task. After an error, the learner is as it was before.
 
@@ -177,7 +182,7 @@ class DualModeTrainer(Trainer):
         return checkpoint
 
     @staticmethod
-    def _newest(folder: Path, wanted: dict[str, Any]) -> Path | None:
+    def _newest(folder: Path, wanted: dict[str, object]) -> Path | None:
         """Return the newest complete checkpoint of a task in a folder, and report newer incomplete ones."""
         numbered = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
         for path in sorted(numbered, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
@@ -194,14 +199,14 @@ class DualModeTrainer(Trainer):
         """Whether images that are not files have the same pixels in every pass, so that the pixels identify them."""
         return self.learner.args.teacher == "cached"
 
-    def _load_from_checkpoint(self, *_: Any) -> None:
+    def _load_from_checkpoint(self, *_: object) -> None:
         """Do nothing, because `train` has already loaded the adapter."""
 
     def _load_best_model(self) -> None:
         tensors, _ = read_tensors(Path(str(self.state.best_model_checkpoint)) / saving.ADAPTER_FILE)
         self.learner.state.set_adapter_tensors(tensors)
 
-    def get_train_dataloader(self) -> DataLoader[Any]:
+    def get_train_dataloader(self) -> DataLoader[PixelRow]:
         """Return a loader of the task's batches in a learner's order, with the pixels of this process's rows only."""
         task = self._current
         order = Order(len(task.images), self._train_batch_size * world()[1], task.args.seed, task.index)
@@ -213,7 +218,7 @@ class DualModeTrainer(Trainer):
             return super().get_batch_samples(*args, **kwargs)
 
     def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: object = None
     ) -> torch.Tensor:
         """Return the routed loss of a batch: its `backward()` sends the structure loss to the shared modes only."""
         task, scaler = self._current, self.accelerator.scaler
@@ -237,14 +242,14 @@ class DualModeTrainer(Trainer):
 
     # ------------------------------------------------------------------ evaluation
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+    def get_eval_dataloader(self, eval_dataset: object = None) -> DataLoader[PixelRow]:
         data: Any = self.eval_dataset if eval_dataset is None or isinstance(eval_dataset, str) else eval_dataset
         return super().get_eval_dataloader(self._tests(data[eval_dataset] if isinstance(eval_dataset, str) else data))
 
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+    def get_test_dataloader(self, test_dataset: object) -> DataLoader[PixelRow]:
         return super().get_test_dataloader(self._tests(test_dataset))
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Evaluate with the first classifier, or during training with the text embeddings of old and new classes."""
         if self._task is None:
             self._eval_head = self.learner.classifier
@@ -256,7 +261,7 @@ class DualModeTrainer(Trainer):
 
     @torch.no_grad()
     def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: object = None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         inputs = self._prepare_inputs(inputs)
         logits = self._eval_head(self.learner.encoder.image_embeds(inputs["pixel_values"]))
@@ -269,7 +274,7 @@ class DualModeTrainer(Trainer):
         state = self.learner.state
         return state if self._task is None else replace(state, tasks=[*state.tasks, self._task.names])
 
-    def _tests(self, dataset: Any) -> PixelDataset:
+    def _tests(self, dataset: object) -> PixelDataset:
         seen = self._seen
         if not seen.tasks:
             raise ValueError("no task has been learned yet: call train first")
@@ -293,10 +298,10 @@ class DualModeTrainer(Trainer):
             tensors = {"teacher": self._task.teacher, "old_text": self._task.old_text}
             unfinished.write(folder, self._task.images.images, self._compares_pixels, tensors)
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+    def create_model_card(self, *args: object, **kwargs: object) -> None:
         """Do nothing, because `save_model` writes the learner's model card."""
 
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+    def push_to_hub(self, *args: object, **kwargs: object) -> CommitInfo:
         """Raise a `ValueError`, because transformers would upload every file in the output folder."""
         raise ValueError("a DualModeTrainer cannot be pushed: call trainer.learner.push_to_hub(repo_id)")
 
@@ -304,7 +309,9 @@ class DualModeTrainer(Trainer):
 class _LoopTask(TaskTrainer):
     """One task that is trained by the loop of a `DualModeTrainer`, from the beginning or from a checkpoint."""
 
-    def __init__(self, owner: DualModeTrainer, checkpoint: Path | None, loop: Callable[[], Any], *args: Any) -> None:
+    def __init__(
+        self, owner: DualModeTrainer, checkpoint: Path | None, loop: Callable[[], TrainOutput], *args: Any
+    ) -> None:
         super().__init__(*args)
         self.owner, self.checkpoint, self.loop = owner, checkpoint, loop
 
@@ -334,7 +341,7 @@ def accuracy(evaluation: Any) -> dict[str, float]:
 
 
 def _learner_of(
-    model: nn.Module | ClassIncrementalLearner, processor: Any, args: TrainingArguments, settings: dict[str, Any]
+    model: nn.Module | ClassIncrementalLearner, processor: object, args: TrainingArguments, settings: dict[str, object]
 ) -> ClassIncrementalLearner:
     """Return a learner with the settings of `args`: a new one for a model, or else the given one."""
     given = learner_settings(args, settings)

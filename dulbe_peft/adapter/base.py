@@ -32,7 +32,7 @@ def is_linear(layer: nn.Module) -> bool:
 
 
 @contextmanager
-def temporarily(owner: Any, attribute: str, value: Any) -> Iterator[None]:
+def temporarily(owner: object, attribute: str, value: object) -> Iterator[None]:
     """Set an attribute to another value while the block runs."""
     before = getattr(owner, attribute)
     setattr(owner, attribute, value)
@@ -142,7 +142,7 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
         self.merged_adapters.clear()
 
     def forward(
-        self, x: torch.Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any
+        self, x: torch.Tensor, *args: object, adapter_names: list[str] | None = None, **kwargs: object
     ) -> torch.Tensor:
         if self.disable_adapters and self.merged:
             self.unmerge()
@@ -174,7 +174,7 @@ class DualModeLayer(BaseTunerLayer, nn.Module):
             self._pristine_weight = fn(self._pristine_weight)
         return super()._apply(fn, recurse)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *args: object) -> None:
         """Load the state dict; unmerge first if it holds the base weight or values of a merged adapter."""
         merged_endings = tuple(f".{name}" for name in self.merged_adapters)
         keys = (key for key in state_dict if key.startswith(prefix))
@@ -196,7 +196,7 @@ def _onloaded(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
-def _restore_pristine(layer: DualModeLayer, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+def _restore_pristine(layer: DualModeLayer, state_dict: dict[str, object], prefix: str, _: object) -> None:
     """Put the pristine base weight into the state dict, also while an adapter is merged."""
     if layer._pristine_weight is not None:
         state_dict[prefix + "base_layer.weight"] = layer._pristine_weight

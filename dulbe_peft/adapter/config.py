@@ -158,7 +158,7 @@ class DualModeLoraConfig(AdapterSettings, PeftConfig):
     )
     sha256: str | None = setting(None, "Digest of the file's tensors. The library writes it and checks it at loading.")
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: object, **kwargs: object) -> Any:
         for name in _LORA_SETTINGS.keys() & kwargs.keys():
             raise TypeError(f"{name}={kwargs[name]!r} is a setting of LoRA: {_LORA_SETTINGS[name]}")
         return super().__new__(cls)

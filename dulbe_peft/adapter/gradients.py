@@ -47,9 +47,9 @@ def probe_gradients(
         A warning names the layers whose G is zero.
 
     Raises:
-        ValueError: there is no batch, a loss is not finite, no loss depends on an adapted layer, or the adapter is
+        ValueError: If there is no batch, a loss is not finite, no loss depends on an adapted layer, or the adapter is
             disabled, merged or scaled.
-        TypeError: the model does not come from `get_peft_model`, or `loss_fn` does not return a pair.
+        TypeError: If the model does not come from `get_peft_model`, or `loss_fn` does not return a pair.
 
     Reference:
         Section "Gradient-Demand Dual-Mode Subspace Allocation"; appendix "Prospective-gradient estimation".

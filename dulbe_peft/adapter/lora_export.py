@@ -61,7 +61,7 @@ def write_lora(model: PeftModel, folder: Path, compress_to: int | None = None) -
     write_tensors(folder / SAFETENSORS_WEIGHTS_NAME, tensors, {"format": "pt"})
 
 
-def _compress(layers: dict[str, Factors], rank: int) -> tuple[dict[str, Factors], dict[str, Any]]:
+def _compress(layers: dict[str, Factors], rank: int) -> tuple[dict[str, Factors], dict[str, object]]:
     """Return the best factors of at most `rank` for each layer, and the content of `compression.json`."""
     compressed, rows = {}, {}
     lost = total = 0.0

@@ -118,7 +118,14 @@ class DualModeLoraModel(BaseTuner):
         check_targets(peft_config, model)  # before any layer is replaced, so that an error leaves the model unchanged
 
     def _create_and_replace(  # type: ignore[override]
-        self, config: Any, adapter_name: str, target: Any, target_name: str, parent: Any, current_key: str, **_: Any
+        self,
+        config: Any,
+        adapter_name: str,
+        target: Any,
+        target_name: str,
+        parent: object,
+        current_key: str,
+        **_: object,
     ) -> None:
         if isinstance(target, (DualModeLinear, TextLoraLinear)):
             target.update_layer(adapter_name, config, current_key)
@@ -170,14 +177,14 @@ class DualModeLoraModel(BaseTuner):
         if name not in ("get_image_features", "get_text_features"):
             return attribute
 
-        def with_rows(*args: Any, adapter_names: Rows | None = None, **kwargs: Any) -> Any:
+        def with_rows(*args: object, adapter_names: Rows | None = None, **kwargs: object) -> Any:
             with self._enable_peft_forward_hooks(adapter_names=adapter_names):
                 return attribute(*args, **kwargs)
 
         return with_rows
 
     def _enable_peft_forward_hooks(
-        self, *args: Any, adapter_names: Rows | None = None, **kwargs: Any
+        self, *args: object, adapter_names: Rows | None = None, **kwargs: object
     ) -> AbstractContextManager[None]:
         if adapter_names is None:
             return nullcontext()
@@ -250,9 +257,9 @@ class DualModeLoraModel(BaseTuner):
             orthonormal: Whether to raise an error if the columns of a basis are not orthonormal.
 
         Raises:
-            ValueError: the modes do not fit the layers, an adapter is merged or disabled, none of its parameters is
+            ValueError: If the modes do not fit the layers, an adapter is merged or disabled, none of its parameters is
                 trainable, or a block such as `held_weights` is running. Nothing is changed in this case.
-            TypeError: `modes` holds neither gradients nor modes, or `stats` was given together with modes.
+            TypeError: If `modes` holds neither gradients nor modes, or `stats` was given together with modes.
         """
         adapter, layers = self.adapter_name, self.dual_mode_layers()
         self._check_between_tasks()

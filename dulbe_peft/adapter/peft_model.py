@@ -5,13 +5,13 @@ These are a description of its parameters, its upload, and batches in which each
 
 import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import CommitInfo, ModelCardData
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils.other import AuxiliaryTrainingWrapper
@@ -30,7 +30,7 @@ _KINDS = ("shared", "residual", "text")  # the kinds of trained parameters
 _TEMPLATE = "# Model Card for Model ID"  # the title of PEFT's template until somebody fills it in
 
 
-def print_trainable_parameters(peft_method: Any, model: Any) -> None:
+def print_trainable_parameters(peft_method: Callable[[], None], model: PeftModel) -> None:
     """Print PEFT's line, and a line with the number of trained parameters in each tower."""
     peft_method()
     trained = [(name, parameter.numel()) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -38,7 +38,7 @@ def print_trainable_parameters(peft_method: Any, model: Any) -> None:
     print(f"vision tower: {shared:,} shared + {residual:,} residual || text tower's LoRA: {text:,}")
 
 
-def adapter_card(model: Any, repo_id: str | None = None, tags: Sequence[str] = ()) -> str:
+def adapter_card(model: PeftModel, repo_id: str | None = None, tags: Sequence[str] = ()) -> str:
     """Return the README.md for the adapters of a `PeftModel`. Without `repo_id`, its code loads a placeholder path."""
     from dulbe_peft.utils.templates import render  # here, so that importing PEFT does not import the template packages
 
@@ -66,7 +66,7 @@ def adapter_card(model: Any, repo_id: str | None = None, tags: Sequence[str] = (
     )
 
 
-def _facts(model: Any, adapter: str, config: Any) -> dict[str, Any]:
+def _facts(model: Any, adapter: str, config: Any) -> dict[str, object]:
     """Return what the card says about one adapter."""
     layers = layers_of(model.base_model.model, adapter, DualModeLinear)
     ranks = {name: (layer.history_rank(adapter), layer.dulbe_P[adapter].shape[1]) for name, layer in layers.items()}
@@ -82,7 +82,7 @@ def _facts(model: Any, adapter: str, config: Any) -> dict[str, Any]:
     }
 
 
-def create_or_update_model_card(peft_method: Any, model: Any, output_dir: str) -> None:
+def create_or_update_model_card(peft_method: Callable[[str], None], model: PeftModel, output_dir: str) -> None:
     """Write this package's card. If a person has written a card, let PEFT update its header instead."""
     card = Path(output_dir) / "README.md"
     text = card.read_text(encoding="utf-8") if card.is_file() else MARK
@@ -92,7 +92,14 @@ def create_or_update_model_card(peft_method: Any, model: Any, output_dir: str) -
         peft_method(output_dir)
 
 
-def load_adapter(peft_method: Any, model: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+def load_adapter(
+    peft_method: Callable[..., object],
+    model: PeftModel,
+    model_id: str,
+    adapter_name: str,
+    *args: object,
+    **kwargs: Any,
+) -> object:
     """Load as PEFT does, after checking the weights. PEFT reads no configuration if the model has the adapter."""
     if adapter_name in model.peft_config:
         names = ("subfolder", "revision", "token", "cache_dir")
@@ -101,15 +108,15 @@ def load_adapter(peft_method: Any, model: Any, model_id: Any, adapter_name: str,
 
 
 def push_to_hub(
-    peft_method: Any,
-    model: Any,
+    peft_method: object,
+    model: PeftModel,
     repo_id: str,
     *,
     commit_message: str | None = None,
-    max_shard_size: Any = None,
+    max_shard_size: object = None,
     tags: Sequence[str] | None = None,
     **commit: Any,
-) -> Any:
+) -> CommitInfo:
     """Upload what `save_pretrained` writes. PEFT's method would replace the card by transformers' empty one.
 
     `tags` are added to those of the card. PEFT writes an adapter as one file, whatever `max_shard_size` is.
@@ -171,5 +178,7 @@ def rows_with_adapters(tuner: BaseTuner, names: Rows) -> Iterator[None]:
         yield
 
 
-def _add_names(names: list[str], _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _add_names(
+    names: list[str], _: nn.Module, args: object, kwargs: dict[str, object]
+) -> tuple[object, dict[str, object]]:
     return args, kwargs | {"adapter_names": names}

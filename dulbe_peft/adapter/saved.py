@@ -42,14 +42,14 @@ class MisfitError(ValueError):
     """Raised if an adapter was made for another base model, or with settings that its configuration does not state."""
 
 
-def innermost(model: Any) -> Any:
+def innermost(model: object) -> Any:
     """Return the base model inside a `PeftModel`, or the model itself."""
     while hasattr(model, "get_base_model"):
         model = model.get_base_model()
     return model
 
 
-def describe_origin(config: Any, model: Any) -> str:
+def describe_origin(config: Any, model: object) -> str:
     """Return a clause for messages that names an adapter's base model and the model it is being loaded into."""
     origin, kind = config.base_model_name_or_path, (config.auto_mapping or {}).get("base_model_class")
     model = innermost(model)
@@ -59,7 +59,7 @@ def describe_origin(config: Any, model: Any) -> str:
     return f"it was made on {made_on}{f', a {kind}' if kind else ''}, and this model is {target}"
 
 
-def tower_of(model_type: Any) -> str | None:
+def tower_of(model_type: object) -> str | None:
     """Return "vision" or "text" if this model type is an encoder or a tower that stands alone, otherwise None."""
     parts = str(model_type).split("_")
     if model_type in ENCODERS or "vision" in parts:

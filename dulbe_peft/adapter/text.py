@@ -2,7 +2,6 @@
 
 import math
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import nn
@@ -54,5 +53,5 @@ class TextLoraLinear(DualModeLayer):
         """Whether a block of `scaled` is running."""
         return self._scale != 1.0
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_scale": 1.0}

@@ -73,7 +73,7 @@ def find(folder: Path, saved: SavedBase, attention: str | None) -> Any:
     return model.to(getattr(torch, saved.dtype))
 
 
-def check(base: Any, saved: SavedBase, folder: Path) -> None:
+def check(base: object, saved: SavedBase, folder: Path) -> None:
     """Raise a `CheckpointError` unless the learner in `folder` was trained with this base model."""
     given = describe(base, None, None, local=False)
     wrong = f"the base model does not belong to the learner in {folder}"

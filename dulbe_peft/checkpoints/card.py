@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import fields
-from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
@@ -54,7 +53,7 @@ def model_card(
         model_name=title if measured else None,
         eval_results=measured or None,
     )
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "strategy": {"name": state.strategy.name, **state.strategy.settings()},
         "arguments": state.args.portable(),
         "classifiers": {name: classifier.settings() for name, classifier in state.classifiers.items()},

@@ -40,7 +40,7 @@ def loaded_state(
     manifest: folders.Manifest,
     base_model: nn.Module | None,
     args: LearnerArguments | None,
-    machine: Mapping[str, Any] | None = None,
+    machine: Mapping[str, object] | None = None,
 ) -> Iterator[LearnerState]:
     """Yield the state in a folder, loaded onto a base model; if the block raises, a given base model is restored."""
     free = (*MACHINE_SETTINGS, "precision")

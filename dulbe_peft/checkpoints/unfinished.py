@@ -4,7 +4,6 @@ import json
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
@@ -43,7 +42,7 @@ def check_whole(folder: Path) -> None:
             raise CheckpointError(f"{folder / name} is damaged: {error}") from error
 
 
-def record_of(images: LabelledImages, look: bool) -> dict[str, Any]:
+def record_of(images: LabelledImages, look: bool) -> dict[str, object]:
     """Return what identifies a task: its classes and the fingerprint of its images, see `LabelledImages`."""
     return {
         "class_names": list(images.class_names),
@@ -59,7 +58,7 @@ def write(folder: Path, images: LabelledImages, look: bool, tensors: Mapping[str
     write_tensors(folder / TASK_FILE, measured, {FORMAT: record})
 
 
-def read(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def read(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
     """Return the tensors of a folder's unfinished task, on the CPU, and its record; a `ValueError` if it has none."""
     if not (folder / TASK_FILE).is_file():
         raise ValueError(f"{folder} is not a checkpoint of a DualModeTrainer: it has no {TASK_FILE}")

@@ -241,8 +241,8 @@ class Classifier(nn.Module):
                 last. Rules that keep a `head` use them.
 
         Raises:
-            ValueError: Names, features or labels are invalid, or a class has no image or no text.
-            TypeError: An argument has a wrong type, or required text embeddings are missing.
+            ValueError: If names, features or labels are invalid, or a class has no image or no text.
+            TypeError: If an argument has a wrong type, or required text embeddings are missing.
         """
         names = list(check_class_names(class_names, self._class_names))
         images = self._unit(image_embeds, "image_embeds")
@@ -282,7 +282,7 @@ class Classifier(nn.Module):
             views: See `add_classes`.
 
         Raises:
-            ValueError: The classifier cannot learn further images of known classes, or an argument is invalid.
+            ValueError: If the classifier cannot learn further images of known classes, or an argument is invalid.
         """
         self.rule.check_update()
         images = self._unit(image_embeds, "image_embeds")
@@ -503,7 +503,7 @@ class Classifier(nn.Module):
         `share` or less, see `calibration.threshold`.
 
         Raises:
-            ValueError: The newest tasks have too few images for this. The message says how many are needed.
+            ValueError: If the newest tasks have too few images for this. The message says how many are needed.
         """
         from dulbe_peft.classifiers.novelty import novelty_threshold, sums_of
 
@@ -544,7 +544,7 @@ class Classifier(nn.Module):
         probability of about `coverage` or more, see `calibration.threshold`. It always contains the most likely class.
 
         Raises:
-            ValueError: The newest tasks have too few images for this. The message says how many are needed.
+            ValueError: If the newest tasks have too few images for this. The message says how many are needed.
         """
         from dulbe_peft.classifiers.calibration import threshold
 
@@ -724,7 +724,7 @@ class Classifier(nn.Module):
         """Write `<stem>_config.json` and `<stem>.safetensors`, which can be in the same folder as an adapter.
 
         Raises:
-            ValueError: A tensor is not valid, because it was written to in place. Nothing is written.
+            ValueError: If a tensor is not valid, because it was written to in place. Nothing is written.
         """
         from dulbe_peft.classifiers import saved
 
@@ -747,8 +747,8 @@ class Classifier(nn.Module):
             cache_dir: Folder for downloads.
 
         Raises:
-            FileNotFoundError: The folder, the repository, its revision or a file does not exist.
-            ValueError: A file is damaged or has another format, or the two files do not belong together.
+            FileNotFoundError: If the folder, the repository, its revision or a file does not exist.
+            ValueError: If a file is damaged or has another format, or the two files do not belong together.
         """
         from dulbe_peft.classifiers.saved import SOLVED, ExtraState, SavedFiles
 

@@ -54,20 +54,20 @@ class BayesRule(ClassSums):
     at once, in any order of images, classes, tasks and merged parts. Some or all classes may have no text.
 
     Args:
-        kappa: number of images that a text counts as, positive. "auto": see `choice`.
-        rho: shrinkage of the covariance towards a multiple of the identity, positive, in images per dimension. "auto":
+        kappa: Number of images that a text counts as, positive. "auto": see `choice`.
+        rho: Shrinkage of the covariance towards a multiple of the identity, positive, in images per dimension. "auto":
             see `choice`.
-        omega: weight of CLIP's own offset in the offset of a text, 0 to 1. "auto": see `choice`; 0 if kappa and rho
+        omega: Weight of CLIP's own offset in the offset of a text, 0 to 1. "auto": see `choice`; 0 if kappa and rho
             are both fixed.
-        features: number M of random features in addition to z. They help if classes have many images and cannot be
+        features: Number M of random features in addition to z. They help if classes have many images and cannot be
             separated by planes; left-out images decide whether they are used. They are not used if M is 0, if kappa
             and rho are both fixed, or after `move`; the scores are then affine in z.
-        exact_forgetting: keep each class's part of W, so that `forget_class` removes all of the class except what it
+        exact_forgetting: Keep each class's part of W, so that `forget_class` removes all of the class except what it
             added to the tables. This takes 8 min(n_c, d) d bytes per class: 2 MiB for d = 512 and 512 images or more.
 
     Attributes:
-        text_embeds: e_c, (C, embed_dim), unit vectors, or zeros without a text.
-        sums, counts, scatter, freedom, factors, factor_rows: of x, see `ClassSums`; d is `embed_dim` + M.
+        text_embeds: E_c, (C, embed_dim), unit vectors, or zeros without a text.
+        sums, counts, scatter, freedom, factors, factor_rows: Of x, see `ClassSums`; d is `embed_dim` + M.
         losses: (1 or 2, kappas, rhos, temperatures), float64: summed log-losses of left-out images. The second table
             is computed with the random features.
         judged: (2,), float64: the sum of the weights of the left-out images, and the sum of their squares.

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,12 +14,12 @@ TOLERANCE = 1e-5  # difference that counts as rounding, relative to the largest 
 ROWS = 256  # number of random features on which scores are compared
 
 
-def unit_features(features: Any, name: str, width: int, rows: int | None, device: torch.device | str) -> Tensor:
+def unit_features(features: object, name: str, width: int, rows: int | None, device: torch.device | str) -> Tensor:
     """Return `features`, (rows, width), normalised to unit norm, in float32 on a device.
 
     Raises:
-        TypeError: They are not a floating-point tensor or a NumPy array.
-        ValueError: They have another shape, or a row that is zero or not finite.
+        TypeError: If they are not a floating-point tensor or a NumPy array.
+        ValueError: If they have another shape, or a row that is zero or not finite.
     """
     if isinstance(features, np.ndarray) and features.dtype.kind in "fiub":
         features = torch.tensor(features)
@@ -41,7 +40,7 @@ def unit_features(features: Any, name: str, width: int, rows: int | None, device
     return F.normalize((features / largest).to(device, torch.float32), dim=1)
 
 
-def check_labels(labels: Any, count: int, classes: int, name: str = "labels", of: str = "image") -> Tensor:
+def check_labels(labels: object, count: int, classes: int, name: str = "labels", of: str = "image") -> Tensor:
     """Return `labels` as an int64 tensor after checking that there are `count` labels and all index a class."""
     try:
         indices = torch.tensor(labels) if isinstance(labels, np.ndarray) else torch.as_tensor(labels)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +18,12 @@ class ClosingPass:
     """The classes of a task, the unit features, (n, d), of its images after training, and their labels, (n,).
 
     Attributes:
-        class_names: names of the task's classes.
-        features: unit features of the training images, by the trained model.
-        labels: indices into `class_names`.
-        before: features of the same images by the model before the task, or None if no classifier needs them.
+        class_names: Names of the task's classes.
+        features: Unit features of the training images, by the trained model.
+        labels: Indices into `class_names`.
+        before: Features of the same images by the model before the task, or None if no classifier needs them.
         texts: (C_seen, d), text embeddings of all seen classes, or None if no classifier needs them.
-        each_text: embeddings of every text of the task's classes, (T, d), and the class of each text, (T,).
+        each_text: Embeddings of every text of the task's classes, (T, d), and the class of each text, (T,).
         views: (n, V, d), features of each image and its augmented views, or None without augmentation.
         head: (classes, d + 1), rows of a linear head that the strategy trained on the task, or None.
     """
@@ -45,7 +44,7 @@ def learn_task(
     closing: ClosingPass,
     drift: str = "auto",
     text_embeds: str = "current",
-    phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    phase: Callable[[str], AbstractContextManager[object]] = nullcontext,
 ) -> dict[str, Classifier]:
     """Return copies of the classifiers that have also learned the task's classes; the given ones do not change.
 

@@ -31,7 +31,7 @@ class GdaRule(LdaRule):
 
     Attributes:
         losses: (16, 10), float64, leave-one-out log-loss of each alpha at each of 10 temperatures, summed over images.
-        text_embeds: e_c, (C, d), unit vectors.
+        text_embeds: E_c, (C, d), unit vectors.
 
     Reference:
         Wang et al., "A Hard-to-Beat Baseline for Training-Free CLIP-Based Adaptation", ICLR 2024, where validation

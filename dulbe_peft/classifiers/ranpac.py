@@ -43,7 +43,7 @@ class RanpacRule(RidgeRegression):
     Args:
         features: M, width of the random layer. The paper uses 10000. G takes 4 M^2 bytes.
         seed: Seed of R.
-        ridge: lambda, positive. "auto" chooses it from 1e-4 M to 100 M on held-out images of each task.
+        ridge: Lambda, positive. "auto" chooses it from 1e-4 M to 100 M on held-out images of each task.
 
     Attributes:
         gram: G, (M, M), float32.

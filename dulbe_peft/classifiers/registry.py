@@ -60,8 +60,8 @@ def register_classifier(cls: Kind) -> Kind:
     """Register a classifier class in `CLASSIFIERS` under its `name`; return the class, so it works as a decorator.
 
     Raises:
-        TypeError: `cls` is not a class derived from `Classifier`.
-        ValueError: its name is not a lower-case identifier, or another class has the same name or file names.
+        TypeError: If `cls` is not a class derived from `Classifier`.
+        ValueError: If its name is not a lower-case identifier, or another class has the same name or file names.
     """
     if not isinstance(cls, type) or not issubclass(cls, Classifier):
         raise TypeError(f"a classifier must be a class derived from Classifier, got {cls!r:.100}")
@@ -124,7 +124,7 @@ def make_classifiers(
     return {name: make_classifier(one, embed_dim, logit_scale) for name, one in parse_classifiers(specs).items()}
 
 
-def answering(by_name: Mapping[str, Any]) -> str:
+def answering(by_name: Mapping[str, object]) -> str:
     """Return the name of the classifier that `predict` uses, of those of a learner or of results: the first one."""
     return next(iter(by_name))
 

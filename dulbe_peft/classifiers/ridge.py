@@ -153,7 +153,7 @@ class RidgeRule(RidgeRegression):
     For a fixed lambda, the solution is the same as on all data at once, in any order of images, classes and tasks.
 
     Args:
-        ridge: lambda, positive. "auto" chooses it from 1e-4 to 100 on held-out images of each task.
+        ridge: Lambda, positive. "auto" chooses it from 1e-4 to 100 on held-out images of each task.
 
     Attributes:
         gram: G, (d, d), float64.

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 from annotated_types import Ge, Le
@@ -48,7 +48,7 @@ class Rule:
     """Base class. A rule is a frozen dataclass whose fields are its settings. They are saved with the classifier.
 
     Args:
-        embed_dim: d, width of the features.
+        embed_dim: D, width of the features.
         logit_scale: tau, the factor of the cosines (not its logarithm); 100 for CLIP.
 
     Attributes:
@@ -80,7 +80,7 @@ class Rule:
         check_settings(self, owner=f"the {self.name!r} classifier")
 
     @classmethod
-    def setting_defaults(cls) -> dict[str, Any]:
+    def setting_defaults(cls) -> dict[str, object]:
         """Return the settings and their defaults, without `embed_dim` and `logit_scale`."""
         return {entry.name: entry.default for entry in fields(cls) if entry.name not in ("embed_dim", "logit_scale")}
 

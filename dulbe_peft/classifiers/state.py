@@ -126,7 +126,7 @@ class State(Mapping[str, Tensor]):
         tensors = list(self.values())
         return next((tensor for tensor in tensors if tensor.dtype != torch.float64), tensors[0]).device
 
-    def derived(self, name: str, make: Callable[[], Any], of: Collection[str] | None = None) -> Any:
+    def derived(self, name: str, make: Callable[[], object], of: Collection[str] | None = None) -> Any:
         """Return what `make` computes, and cache it until one of the tensors `of`, by default any, changes."""
         if not has_values():  # while a graph is exported, which computes the value itself
             return make()
@@ -139,7 +139,7 @@ class State(Mapping[str, Tensor]):
             return value
         return cached.value
 
-    def keep_derived(self, name: str, value: Any, of: Collection[str] | None = None) -> None:
+    def keep_derived(self, name: str, value: object, of: Collection[str] | None = None) -> None:
         """Let `derived` return this value until a tensor changes."""
         sources = tuple(self[each] for each in self._sources(of))
         self._derived[name] = _Derived(None if of is None else tuple(of), self._key(of), sources, value)
@@ -147,7 +147,7 @@ class State(Mapping[str, Tensor]):
     def _sources(self, of: Collection[str] | None) -> list[str]:
         return [name for name in self if of is None or name in of]
 
-    def _key(self, of: Collection[str] | None) -> tuple[Any, ...]:
+    def _key(self, of: Collection[str] | None) -> tuple[object, ...]:
         tensors = [self[name] for name in self._sources(of)]
         return identity(tensors, samples=distributed.is_available() and distributed.is_initialized())
 

@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
 
-def augmented(image: Any, kinds: str, seed: Sequence[int]) -> Image.Image:
+def augmented(image: object, kinds: str, seed: Sequence[int]) -> Image.Image:
     """Return a random view of an upright RGB image; `kinds` are names in `CHANGES`, joined with "+"."""
     if not isinstance(image, Image.Image):
         raise TypeError(

@@ -115,7 +115,7 @@ def _has_parquet_header(file: Path) -> bool:
         return opened.read(4) == b"PAR1"
 
 
-def _load(path: Path, schemas: Schemas, filters: Any = None) -> LabelledImages:
+def _load(path: Path, schemas: Schemas, filters: object = None) -> LabelledImages:
     columns = [name for name in COLUMNS if name in next(iter(schemas.values())).names]
     table = _read("read_table", list(schemas), columns=columns, filters=filters, partitioning=None)
 
@@ -140,7 +140,7 @@ def _column(schemas: Schemas, filters: Any, name: str) -> list[Any]:
     )
 
 
-def _content(path: Path, value: Any, row: Any) -> bytes:
+def _content(path: Path, value: object, row: Any) -> bytes:
     """Return the content that a table gives in hexadecimal digits; without one, the SHA-256 of the feature."""
     if not value:
         return hashlib.sha256(row).digest()
@@ -227,7 +227,7 @@ def _unit_rows(path: Path, column: Any) -> np.ndarray:
     return rows
 
 
-def _read(function: str, files: Any, **options: Any) -> Any:
+def _read(function: str, files: object, **options: object) -> Any:
     """Call a function of `pyarrow.parquet` on one file or several."""
     pa, parquet = _pyarrow()
     try:

@@ -68,7 +68,7 @@ def hub_splits(text: str, *columns: str) -> Splits:
     if not (text.startswith(HUB_PREFIX) or files or saved):
         return {}
     datasets = import_datasets(text)
-    read: dict[str | None, Callable[[], Any]]
+    read: dict[str | None, Callable[[], object]]
     if text.startswith(HUB_PREFIX):
         name = text.removeprefix(HUB_PREFIX)
         names = datasets.get_dataset_split_names(name)

@@ -59,7 +59,7 @@ class LabelledImages:
         self.stored = stored
         self.indices = np.arange(len(labels))
         # Maps a position to the content and, for a file, its entry on the disk when it was read. Slices share it.
-        self._contents: dict[int, tuple[bytes | None, Any]] = {}
+        self._contents: dict[int, tuple[bytes | None, object]] = {}
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -76,7 +76,7 @@ class LabelledImages:
         """Return an image, upright and in RGB if it is a file or a PIL image; errors do not name the image."""
         return self.read(index)[1]
 
-    def read(self, index: int) -> tuple[bytes | None, Any]:
+    def read(self, index: int) -> tuple[bytes | None, object]:
         """Return an image's content, see `contents`, and the image, both from the same bytes."""
         image = self.given(index)
         if isinstance(image, FILES):
@@ -150,7 +150,7 @@ class LabelledImages:
         part.groups = None if self.groups is None else self.groups[indices]
         return part
 
-    def grouped(self, groups: Sequence[Any] | np.ndarray) -> Self:
+    def grouped(self, groups: Sequence[object] | np.ndarray) -> Self:
         """Return the images with a group for each: images of one animal, burst or site belong together.
 
         Groups are texts or whole numbers. Equal ones are the same group in all data sets.
@@ -197,7 +197,7 @@ class LabelledImages:
             digest.update(len(chunk).to_bytes(8, "little") + chunk)
         return digest.hexdigest()
 
-    def _item(self, position: int) -> tuple[Any, int]:
+    def _item(self, position: int) -> tuple[object, int]:
         return _image_and_label(self.source, position)
 
 
@@ -205,7 +205,7 @@ class LabelledImages:
 Splits = dict[str | None, Callable[[], LabelledImages]]
 
 
-def labelled_images(dataset: Any) -> LabelledImages:
+def labelled_images(dataset: object) -> LabelledImages:
     """Convert a user's data set to `LabelledImages`, with class names if the data set has them."""
     if isinstance(dataset, LabelledImages) and type(dataset).__getitem__ is LabelledImages.__getitem__:
         return dataset
@@ -234,7 +234,7 @@ def labelled_images(dataset: Any) -> LabelledImages:
 
 
 def named_images(
-    dataset: Any, class_names: Sequence[str] | None = None, default: Sequence[str] = (), title: str = "dataset"
+    dataset: object, class_names: Sequence[str] | None = None, default: Sequence[str] = (), title: str = "dataset"
 ) -> LabelledImages:
     """Convert a user's data set, which must not be empty, with the given class names, its own, or `default`."""
     images = labelled_images(dataset)
@@ -260,7 +260,7 @@ def named_images(
     return images.at(slice(None), class_names=names)
 
 
-def undecoded(dataset: Any) -> Any:
+def undecoded(dataset: object) -> Any:
     """Return a dataset of `datasets` with its images as stored, or None for anything else.
 
     The library's decoder is avoided because it accepts every format that Pillow knows.
@@ -291,7 +291,7 @@ def content_of(image: Any) -> bytes | None:
     return hashlib.sha256(f"dulbe_peft pixels {kind}\0".encode() + values).digest()
 
 
-def _entry_of(image: Any) -> Any:
+def _entry_of(image: object) -> Any:
     """Return the identity, size and times of a file; while they are the same, it need not be read again."""
     if not isinstance(image, Path):
         return None
@@ -299,7 +299,7 @@ def _entry_of(image: Any) -> Any:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _opened_from(image: Any) -> Any:
+def _opened_from(image: object) -> Any:
     """Return the path or file of an image as `datasets` stores it; anything else is returned as it is."""
     if not isinstance(image, Mapping) or not {"bytes", "path"} <= set(image):
         return image
@@ -310,7 +310,7 @@ def _opened_from(image: Any) -> Any:
     raise UnreadableImageError(f"it has no bytes and no file on this machine: {image}")
 
 
-def _image_and_label(dataset: Any, index: int) -> tuple[Any, int]:
+def _image_and_label(dataset: Any, index: int) -> tuple[object, int]:
     """Return the image and label of an item of a user's data set."""
     try:
         sample = dataset[index]
@@ -364,7 +364,7 @@ def _label_array(values: Any, source: str) -> np.ndarray:
     return array.astype(np.int64)
 
 
-def _array(values: Any, source: str) -> np.ndarray:
+def _array(values: object, source: str) -> np.ndarray:
     """Convert labels to a NumPy array, also from a tensor on an accelerator."""
     try:
         return np.asarray(values.cpu() if hasattr(values, "cpu") else values)
@@ -372,7 +372,7 @@ def _array(values: Any, source: str) -> np.ndarray:
         raise TypeError(f"{source} must hold ints: {error}") from error
 
 
-def _carried_names(dataset: Any) -> tuple[str, ...]:
+def _carried_names(dataset: object) -> tuple[str, ...]:
     """Return the class names of a user's data set: `.class_names`, `.classes`, or those of its "label" column."""
     for attribute in ("class_names", "classes"):
         names = getattr(dataset, attribute, None)

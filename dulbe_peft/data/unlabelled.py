@@ -16,7 +16,7 @@ from dulbe_peft.data.folders import folder_content
 from dulbe_peft.data.images import LabelledImages, undecoded
 
 
-def unlabelled_images(images: Any) -> LabelledImages:
+def unlabelled_images(images: object) -> LabelledImages:
     """Convert whatever a learner's `predict` accepts, with the label -1 for each image.
 
     A missing file raises no error here, but when the image is read.
@@ -60,7 +60,7 @@ class _Unlabelled(LabelledImages):
         return str(getattr(source, "filename", "") or getattr(source, "name", "") or f"item {position}")
 
 
-def _entries_of(entry: Any, left_out: list[tuple[str, str]]) -> list[tuple[Any, int | None]]:
+def _entries_of(entry: object, left_out: list[tuple[str, str]]) -> list[tuple[object, int | None]]:
     """Return the entries of `source` for one of the given images; add what a folder skips to `left_out`."""
     if isinstance(entry, str) and not entry:  # pathlib would read "" as the current folder
         raise ValueError("the path of an image is '', expected a file or a folder")
@@ -79,7 +79,7 @@ def _entries_of(entry: Any, left_out: list[tuple[str, str]]) -> list[tuple[Any, 
     return [(entry if rows is None else rows, position) for position in range(len(entry))]
 
 
-def _is_pair(item: Any) -> bool:
+def _is_pair(item: object) -> bool:
     """Return whether `item` is an (image, label) pair rather than two images."""
     if not isinstance(item, (tuple, list)) or len(item) != 2:
         return False
@@ -87,7 +87,7 @@ def _is_pair(item: Any) -> bool:
     return isinstance(label, (int, np.integer)) or (isinstance(label, torch.Tensor) and label.ndim == 0)
 
 
-def as_image(number: int, image: Any) -> Any:
+def as_image(number: int, image: object) -> Any:
     """Convert one image, which may also be an array or bytes, for `unlabelled_images`; errors name its number."""
     if isinstance(image, np.ndarray):
         array = image.squeeze(axis=2) if image.shape[2:] == (1,) else image

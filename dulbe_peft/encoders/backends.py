@@ -130,7 +130,7 @@ def equal_answers(features: Tensor, expected: Tensor, scores: Scores | None, tie
 
 
 def open_tower(
-    clip: Any, shape: tuple[int, ...], facts: Mapping[str, str], args: LearnerArguments, device: torch.device
+    clip: object, shape: tuple[int, ...], facts: Mapping[str, str], args: LearnerArguments, device: torch.device
 ) -> Tower | None:
     """Return the exported image tower of a model, adapter included, or print why there is none and return None.
 
@@ -150,7 +150,7 @@ def open_tower(
         return None
 
 
-def exported(clip: Any, shape: tuple[int, ...], facts: Mapping[str, str]) -> Path:
+def exported(clip: object, shape: tuple[int, ...], facts: Mapping[str, str]) -> Path:
     """Return the file with the graph of the image tower, and export it if the file is missing or damaged."""
     check_exportable(clip)
     versions = {name: version(name) for name in ("torch", "transformers", "onnxscript")}

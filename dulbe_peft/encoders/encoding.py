@@ -39,7 +39,7 @@ class Encoding:
         text = f"{type(self).__name__} {self.settings} {tensors_digest(self.tensors)}"
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def image_embeds(self, clip: Any, pixels: torch.Tensor, queries: torch.Tensor | None) -> torch.Tensor:
+    def image_embeds(self, clip: object, pixels: torch.Tensor, queries: torch.Tensor | None) -> torch.Tensor:
         """Return unit image features, (n, towers * d) in float32.
 
         `queries`, (n, d), are the unit features of the same images by the untouched model, if `queries` of the class
@@ -47,7 +47,7 @@ class Encoding:
         """
         return unit_image_embeds(clip, pixels)
 
-    def text_embeds(self, clip: Any, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
+    def text_embeds(self, clip: object, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return unit text embeddings, (prompts, towers * d) in float32, of the output of `tokenize`."""
         return unit_text_embeds(clip, tokens)
 

@@ -25,7 +25,7 @@ class ImageTowerFacts:
     """
 
     def __init__(self) -> None:
-        self._written: tuple[Any, ...] = ()
+        self._written: tuple[object, ...] = ()
         self._digest = ""
 
     def __call__(self, clip: Any, processor: Any, untouched: bool = False) -> dict[str, str]:
@@ -87,5 +87,5 @@ def encoder_key(
     return EncoderKey(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest(), precision, backend)
 
 
-def _sha256(settings: dict[str, Any]) -> str:
+def _sha256(settings: dict[str, object]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()

@@ -118,7 +118,7 @@ def load_clip(
     return load_dual_encoder(name, revision, attn_implementation)
 
 
-def load_processor(name: str, model: Any, revision: str | None = None) -> Any:
+def load_processor(name: str, model: object, revision: str | None = None) -> Any:
     """Load the processor in `name`.
 
     For a folder without an image processor, return the default one of the encoder's family at the model's image size.
@@ -144,7 +144,7 @@ def load_processor(name: str, model: Any, revision: str | None = None) -> Any:
     return getattr(transformers, record.processor)(image_processor=image_processor, tokenizer=tokenizer)
 
 
-def _check_kind(name: str, settings: dict[str, Any], record: DualEncoder) -> None:
+def _check_kind(name: str, settings: dict[str, object], record: DualEncoder) -> None:
     """Raise a `ValueError` if a folder names an image processor that gives different pixels from the family's."""
     named = str(settings.get("image_processor_type") or settings.get("feature_extractor_type") or "")
     family = {_family_name(kind) for kind in (record.image_processor, *record.image_processor_names)}
@@ -170,7 +170,7 @@ def _default_image_processor(kind: Any, model: Any) -> Any:
     return kind(size={"shortest_edge": size}, crop_size=square) if crops else kind(size=square)
 
 
-def encoder_of(model: Any) -> DualEncoder:
+def encoder_of(model: object) -> DualEncoder:
     """Return the record of the model's type, or raise a `ValueError` if the type is not supported."""
     model_type = type_of(model)
     if model_type not in ENCODERS:
@@ -191,12 +191,12 @@ def check_encoder(model: nn.Module, text: bool = False) -> None:
         )
 
 
-def has_text(model: Any) -> bool:
+def has_text(model: object) -> bool:
     """Return whether the model has a text tower."""
     return not encoder_of(model).image_only
 
 
-def check_processor(processor: Any, model: Any) -> None:
+def check_processor(processor: object, model: object) -> None:
     """Raise a `TypeError` unless `processor` has the image processor, and the tokenizer, that the model needs."""
     kind = encoder_of(model).processor or ImageOnlyProcessor.__name__
     for name in ("image_processor", "tokenizer") if has_text(model) else ("image_processor",):
@@ -215,13 +215,13 @@ def unsaved_part(processor: Any, model: Any) -> str:
     return ""
 
 
-def check_saved(processor: Any, model: Any) -> None:
+def check_saved(processor: object, model: object) -> None:
     """Raise a `ValueError` if a learner, once saved and loaded, would read images or texts with another processor."""
     if lost := unsaved_part(processor, model):
         raise ValueError(f"{lost}: use the processor that load_dual_encoder returns, and change its settings")
 
 
-def check_statistics_tokens(model: Any, tokens: str) -> None:
+def check_statistics_tokens(model: object, tokens: str) -> None:
     """Raise a `ValueError` if `tokens` selects or excludes the class token of a model that has none."""
     if tokens != "all" and not encoder_of(model).cls_token:
         kind = type(model).__name__
@@ -233,13 +233,13 @@ def embed_dim(model: Any) -> int:
     return int(attrgetter(encoder_of(model).embed_dim)(model.config))
 
 
-def logit_scale(model: Any) -> float:
+def logit_scale(model: object) -> float:
     """Return tau, the factor of the cosines (not its logarithm); 1.0 for an image-only model, which has none."""
     name = encoder_of(model).logit_scale
     return 1.0 if name is None else math.exp(float(getattr(model, name).detach()))
 
 
-def image_shape(model: Any, processor: Any = None) -> tuple[int, ...]:
+def image_shape(model: Any, processor: object = None) -> tuple[int, ...]:
     """Return the shape of an image: (3, height, width), or that of `packed`.
 
     If the model accepts images of any size, `processor` determines the size.
@@ -314,7 +314,7 @@ def check_distinct(prompts: Iterable[str], tokens: Iterable[tuple[int, ...]]) ->
         seen[ids] = prompt
 
 
-def tokenize(processor: Any, prompts: Sequence[str], model: Any) -> dict[str, torch.Tensor]:
+def tokenize(processor: Any, prompts: Sequence[str], model: object) -> dict[str, torch.Tensor]:
     """Return the text tower's inputs for distinct prompts: token ids, (prompts, length), and a mask if needed."""
     rows = prompt_tokens(processor, prompts, model)
     record, longest = encoder_of(model), longest_text(model)

@@ -30,7 +30,7 @@ class ImageEncoder(nn.Module):
         return unit_image_embeds(self.model, pixel_values)
 
 
-def check_exportable(model: Any) -> None:
+def check_exportable(model: object) -> None:
     """Raise an `ImportError` that names a missing package, or a `ValueError` if the model cannot be exported."""
     with installed("ONNX", "onnx"):
         import onnx  # noqa: F401
@@ -49,7 +49,7 @@ def is_large(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def write_graph(
-    path: Path, module: nn.Module, example: Tensor, ends: tuple[str, str], facts: dict[str, Any] | None = None
+    path: Path, module: nn.Module, example: Tensor, ends: tuple[str, str], facts: dict[str, object] | None = None
 ) -> None:
     """Write the graph of a module for any batch size.
 
@@ -65,7 +65,7 @@ def write_graph(
     """
     start, end = ends
     batch = ({0: torch.export.Dim("batch")},)
-    options: dict[str, Any] = {"dynamo": True, "verbose": False, "opset_version": OPSET, "dynamic_shapes": batch}
+    options: dict[str, object] = {"dynamo": True, "verbose": False, "opset_version": OPSET, "dynamic_shapes": batch}
     try:
         with quiet_exporter():
             program: Any = torch.onnx.export(module, (example,), input_names=[start], output_names=[end], **options)

@@ -57,7 +57,7 @@ def _leave_signals_to_the_main_process(_: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 
 
-def _raise_plainly(batches: Iterable[Any]) -> Iterator[Any]:
+def _raise_plainly(batches: Iterable[object]) -> Iterator[object]:
     """Yield the batches, and raise an understandable error if a process that reads images dies."""
     try:
         yield from batches

@@ -54,7 +54,7 @@ def _finite_mean(values: np.ndarray) -> float:
     return float(finite.mean()) if finite.size else float("nan")
 
 
-def transfer_measures(matrix: Any) -> dict[str, float]:
+def transfer_measures(matrix: object) -> dict[str, float]:
     """Return Transfer, Average and Last of a (T, T) matrix whose tasks are also tested before they are learned.
 
     Transfer averages, over all tasks except the first, a task's mean accuracy before it is learned. Average is the
@@ -72,7 +72,7 @@ def transfer_measures(matrix: Any) -> dict[str, float]:
     return {name: float(value) for name, value in means.items()}
 
 
-def calibration_error(confidence: Any, right: Any, bins: int = 15) -> float:
+def calibration_error(confidence: object, right: object, bins: int = 15) -> float:
     """Return the expected calibration error: how far the probabilities of the predictions are from their accuracy.
 
     `confidence`, (n,), holds the probability of each prediction, and `right`, (n,), whether it is correct. Predictions

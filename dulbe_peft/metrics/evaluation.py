@@ -131,7 +131,7 @@ def nearest(features: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def seen_accuracies(
     text_embeds: Callable[[Sequence[str]], torch.Tensor],
     image_embeds: Callable[[LabelledImages], torch.Tensor],
-    tests: Sequence[tuple[Any, Sequence[str]]],
+    tests: Sequence[tuple[object, Sequence[str]]],
 ) -> list[float | None]:
     """Return A_t for t = 1, 2, ...: the accuracy on the first t test sets of the nearest text among all their classes.
 

@@ -85,7 +85,7 @@ class Results(_Part):
     estimates: Estimates = Estimates()
 
     @classmethod
-    def of(cls, results: Self | Mapping[str, Any]) -> Self:
+    def of(cls, results: Self | Mapping[str, object]) -> Self:
         """Return results as a record; a dict is checked as if it were read from the file."""
         return results if isinstance(results, cls) else cls.model_validate_json(to_json(results))
 
@@ -94,12 +94,12 @@ class Results(_Part):
         return self.model_dump(mode="json", exclude_unset=True)
 
     @field_serializer("zero_shot")
-    def _zero_shot(self, measures: Measures | None) -> dict[str, Any] | None:
+    def _zero_shot(self, measures: Measures | None) -> dict[str, object] | None:
         names = ("overall", "average_accuracy", "last_accuracy")
         return None if measures is None else {name: getattr(measures, name) for name in names}
 
     @field_serializer("estimates")
-    def _estimates(self, estimates: Estimates) -> dict[str, Any]:
+    def _estimates(self, estimates: Estimates) -> dict[str, object]:
         return estimates.model_dump(mode="json")
 
     @property

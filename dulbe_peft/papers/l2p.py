@@ -52,7 +52,7 @@ def inserted(clip: Any, tokens: Tensor, pooled: bool) -> Iterator[None]:
     def insert(_: nn.Module, __: Any, result: Tensor) -> Tensor:
         return torch.cat([result[:, :1], tokens.to(result.dtype), result[:, 1:]], dim=1)
 
-    def keep(_: nn.Module, __: Any, result: Any) -> None:
+    def keep(_: nn.Module, __: object, result: Any) -> None:
         outputs[:] = [result.last_hidden_state[:, 1 : 1 + count]]
 
     handles = [tower.embeddings.register_forward_hook(insert)]
@@ -67,7 +67,7 @@ def inserted(clip: Any, tokens: Tensor, pooled: bool) -> Iterator[None]:
 class Chosen(Prompted):
     """Encode images with the prompts of the pool that each of them chooses, in either form."""
 
-    def image_embeds(self, clip: Any, pixels: Tensor, queries: Tensor | None) -> Tensor:
+    def image_embeds(self, clip: object, pixels: Tensor, queries: Tensor | None) -> Tensor:
         strategy = self.strategy
         assert isinstance(strategy, L2P) and queries is not None
         if strategy.form == "prefix":

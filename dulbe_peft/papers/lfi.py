@@ -38,9 +38,9 @@ def mutual_loss(
     """Return the mean cross-entropy of both heads together, and the mean divergence of both from q.
 
     Args:
-        images: z, (n, d), unit features.
-        texts: e, (C, d), unit.
-        means: g, (C, d), which are normalised here.
+        images: Z, (n, d), unit features.
+        texts: E, (C, d), unit.
+        means: G, (C, d), which are normalised here.
         labels: (n,), rows of `texts` and `means`.
         tau: Factor of the cosines.
         gamma: How much the smaller loss counts more.

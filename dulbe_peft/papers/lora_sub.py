@@ -20,7 +20,7 @@ arXiv 2503.18985; the published code fixes energy = 0.99.
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from annotated_types import Gt, Le
@@ -50,7 +50,7 @@ class LoraSub(MergedLora):
     name = "lora_sub"
     needs = frozenset({INPUTS})
 
-    def measuring(self, task: NewTask) -> AbstractContextManager[Any] | None:
+    def measuring(self, task: NewTask) -> AbstractContextManager[object] | None:
         return task.adapter.scaled_history(-1.0) if task.index else None
 
     def plan(self, task: NewTask) -> Modes:

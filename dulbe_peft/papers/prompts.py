@@ -58,7 +58,7 @@ def width_of(clip: nn.Module) -> int:
     return int(blocks_of(clip)[0].config.hidden_size)
 
 
-def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
+def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: object) -> Any:
     """Call the attention that the model has otherwise, with the prefix of this module, if it has one now."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -212,7 +212,7 @@ class _Training(Prompted):
         self.new_task = task
         super().__init__(strategy, {}, task.index)
 
-    def image_embeds(self, clip: Any, pixels: Tensor, queries: Tensor | None) -> Tensor:
+    def image_embeds(self, clip: object, pixels: Tensor, queries: Tensor | None) -> Tensor:
         now = self.strategy.encoder_class(self.strategy, self.strategy._all(self.new_task), self.task)
         return now.image_embeds(clip, pixels, queries)
 

@@ -37,7 +37,7 @@ def shared_inputs(model: Any) -> dict[tuple[str, ...], int]:
     return {tuple(names): layers[names[0]].in_features for names in groups.values()}
 
 
-def statistics_bytes(model: Any) -> int:
+def statistics_bytes(model: object) -> int:
     """Return the size in bytes of the statistics S of a model's inputs, in float32."""
     return 4 * sum(width**2 for width in shared_inputs(model).values())
 

@@ -162,7 +162,7 @@ class Strategy:
         """
         return None
 
-    def measuring(self, task: NewTask) -> AbstractContextManager[Any] | None:
+    def measuring(self, task: NewTask) -> AbstractContextManager[object] | None:
         """Return a context for the passes that measure gradients and inputs; None leaves the model unchanged."""
         return None
 

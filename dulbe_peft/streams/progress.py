@@ -223,7 +223,7 @@ def _measured(tasks: Sequence[FinishedTask], rows: Sequence[Row], classifiers: S
         return {}
     scores = {name: [row.classifiers.get(name) for row in rows] for name in classifiers}
     summaries = {name: _summary(by_row) for name, by_row in scores.items() if any(by_row)}
-    parts: dict[str, Any] = {"classifiers": summaries}
+    parts: dict[str, object] = {"classifiers": summaries}
     heads = [name for name in summaries if issubclass(CLASSIFIERS.get(name, object), BridgeEnsembleHead)]
     if heads:
         parts["head"] = summaries[heads[0]]

@@ -16,7 +16,7 @@ Tests = Sequence[tuple[Any, Sequence[str]]]
 
 def zero_shot_retention(
     learner: ClassIncrementalLearner,
-    dataset: Any,
+    dataset: object,
     class_names: Sequence[str] | None = None,
     scales: Sequence[float] = (1.0,),
     learned: Tests = (),

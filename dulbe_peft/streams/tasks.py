@@ -91,8 +91,8 @@ class Task:
 
 
 def class_incremental_tasks(
-    train: Any,
-    test: Any = None,
+    train: object,
+    test: object = None,
     class_names: Sequence[str] | None = None,
     *,
     increment: int,
@@ -138,7 +138,7 @@ def class_incremental_tasks(
 
 
 def _with_same_names(
-    train: Any, test: Any, class_names: Sequence[str] | None
+    train: object, test: object, class_names: Sequence[str] | None
 ) -> tuple[LabelledImages, LabelledImages | None, tuple[str, ...]]:
     """Return both data sets with the same class names, after a check that every class has a training image."""
     train, test = labelled_images(train), None if test is None else labelled_images(test)

@@ -42,9 +42,9 @@ def collect_statistics(
             without padding. Padding is left out of inputs with this number of tokens.
 
     Raises:
-        ValueError: an input is not finite, a layer was not reached, the layers that share an input have changed, or
+        ValueError: If an input is not finite, a layer was not reached, the layers that share an input have changed, or
             the adapter is disabled or scaled.
-        TypeError: the model has no `dual_mode_layers`.
+        TypeError: If the model has no `dual_mode_layers`.
 
     Reference:
         "Historical Visual-Mode Occupation", S_t' = X'X.

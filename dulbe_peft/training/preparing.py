@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -72,7 +71,7 @@ def warn_of_promises(state: LearnerState) -> None:
 def checked_task(
     state: LearnerState,
     encoder: Encoder,
-    dataset: Any,
+    dataset: object,
     names: Sequence[str] | None,
     texts: Mapping[str, Sequence[str]],
 ) -> tuple[LearnerState, PixelDataset]:
@@ -158,7 +157,7 @@ def check_tracker(name: str | None) -> None:
 
 def new_state(
     model: nn.Module,
-    processor: Any,
+    processor: object,
     args: LearnerArguments,
     strategy: str | Strategy,
     classifiers: str | Classifier | Iterable[str | Recipe | Classifier] | None,

@@ -128,7 +128,7 @@ class LearnerState:
             )
         return [index_of[name] for name in names]
 
-    def known_images(self, dataset: Any, class_names: Sequence[str] | None = None) -> LabelledImages:
+    def known_images(self, dataset: object, class_names: Sequence[str] | None = None) -> LabelledImages:
         """Return a data set of seen classes with labels that index all seen classes.
 
         `class_names` names the data set's labels; None uses its own names.

@@ -177,7 +177,7 @@ class TaskTrainer:
         if self.index and TEACHER in needs:
             self.old_text = self._text(self.state.class_names)
 
-        def plan() -> tuple[Modes | None, dict[str, Any]]:
+        def plan() -> tuple[Modes | None, dict[str, object]]:
             modes = self.strategy.plan(task)
             if modes is not None:  # moved to the CPU, because they are sent to other processes
                 modes = {n: replace(m, shared=m.shared.cpu(), residual=m.residual.cpu()) for n, m in modes.items()}
@@ -376,7 +376,7 @@ def _frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _moved(notes: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
+def _moved(notes: dict[str, object], device: torch.device | str) -> dict[str, object]:
     """Return a strategy's notes with their tensors moved to a device. Other notes are returned as they are."""
     return {name: note.to(device) if isinstance(note, torch.Tensor) else note for name, note in notes.items()}
 

@@ -36,7 +36,7 @@ _REFUSED = (
 )
 
 
-def paper_arguments(output_dir: str, **changes: Any) -> TrainingArguments:
+def paper_arguments(output_dir: str, **changes: object) -> TrainingArguments:
     """Return the `TrainingArguments` with which [`DualModeTrainer`] trains as in the paper.
 
     They are Adam with a learning rate of 1e-3, a cosine schedule to 0 at every step, batches of 32, two epochs, and no
@@ -63,7 +63,7 @@ def paper_arguments(output_dir: str, **changes: Any) -> TrainingArguments:
     return TrainingArguments(output_dir, **fields | changes)
 
 
-def check_arguments(args: TrainingArguments, settings: dict[str, Any]) -> None:
+def check_arguments(args: TrainingArguments, settings: dict[str, object]) -> None:
     """Raise an error if `args` ask for an unsupported option, or if one of the `settings` belongs in `args`."""
     misplaced = [name for name in settings if name in _NAMES]
     if misplaced:
@@ -80,7 +80,7 @@ def check_arguments(args: TrainingArguments, settings: dict[str, Any]) -> None:
         args.dataloader_pin_memory = False
 
 
-def learner_settings(args: TrainingArguments, settings: dict[str, Any]) -> dict[str, Any]:
+def learner_settings(args: TrainingArguments, settings: dict[str, object]) -> dict[str, Any]:
     """Return the fields of `LearnerArguments` that correspond to fields of `args`, and those in `settings`."""
     return {
         "epochs": max(1, math.ceil(args.num_train_epochs)),

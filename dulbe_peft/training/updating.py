@@ -22,7 +22,7 @@ from dulbe_peft.utils.processes import check_same_in_all, raise_in_all
 
 @torch.no_grad()
 def update_classes(
-    state: LearnerState, encoder: Encoder, dataset: Any, class_names: Sequence[str] | None
+    state: LearnerState, encoder: Encoder, dataset: object, class_names: Sequence[str] | None
 ) -> LearnerState:
     """Add further images of known classes to every classifier, and to the strategy's memory if that is a sum."""
     check_learned(state)

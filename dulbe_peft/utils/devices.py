@@ -31,7 +31,7 @@ def has_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     query = getattr(torch.cpu, "get_capabilities", dict)  # missing in older versions of torch; then float32 is used
-    capabilities: dict[str, Any] = query() if device.type == "cpu" else {}
+    capabilities: dict[str, object] = query() if device.type == "cpu" else {}
     # The environment variable ATEN_CPU_CAPABILITY may forbid torch to use what the processor has.
     allowed = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return allowed and bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))

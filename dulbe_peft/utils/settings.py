@@ -22,7 +22,7 @@ AtLeastOne = Annotated[int, Ge(1)]
 Seed = Annotated[int, Ge(0)]
 
 
-def setting(default: Any, help: str, **metadata: Any) -> Any:
+def setting(default: object, help: str, **metadata: object) -> Any:
     """Return a dataclass field with a help text, from which the command line and the docs are generated."""
     return field(default=default, metadata={"help": help, **metadata})
 
@@ -48,7 +48,7 @@ def field_types(kind: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in fields(kind)}
 
 
-def check_settings(settings: Any, kind: type | None = None, owner: str = "") -> None:
+def check_settings(settings: object, kind: type | None = None, owner: str = "") -> None:
     """Convert the fields of a dataclass, or of its base class `kind`, to their declared types.
 
     Raises:
@@ -60,7 +60,7 @@ def check_settings(settings: Any, kind: type | None = None, owner: str = "") -> 
         object.__setattr__(settings, name, check_value(f"{prefix}{name}", hint, getattr(settings, name)))
 
 
-def check_value(name: str, hint: Any, value: Any, strict: bool = True) -> Any:
+def check_value(name: str, hint: object, value: object, strict: bool = True) -> Any:
     """Return `value` converted to the type `hint`. Unless `strict`, a string may stand for a number or a bool.
 
     Raises:
@@ -82,12 +82,12 @@ def check_value(name: str, hint: Any, value: Any, strict: bool = True) -> Any:
     raise (ValueError if any(problem["type"].startswith(limits) for problem in problems) else TypeError)(message)
 
 
-def check_int(name: str, value: Any, least: int, most: int | None = None) -> int:
+def check_int(name: str, value: object, least: int, most: int | None = None) -> int:
     """Return `value` as a Python int, after checking that it is an integer from `least` to `most`."""
     return int(check_value(name, Annotated[int, Interval(ge=least, le=most)], value))
 
 
-def check_number(name: str, value: Any, *, least: float = -MOST, most: float = MOST) -> None:
+def check_number(name: str, value: object, *, least: float = -MOST, most: float = MOST) -> None:
     """Raise an error unless `value` is an int or a float from `least` to `most`, by default the limits of float32."""
     check_value(name, Annotated[float, Interval(ge=least, le=most)], value)
 
@@ -108,9 +108,9 @@ def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, Real) and not isinstance(value, int) else value
 
 
-def flat_settings(settings: dict[str, Any], path: str = "") -> dict[str, Any]:
+def flat_settings(settings: dict[str, object], path: str = "") -> dict[str, Any]:
     """Flatten nested settings: {"adapter": {"shared_rank": 1}} becomes {"adapter.shared_rank": 1}."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for key, value in settings.items():
         flat |= flat_settings(value, f"{path}{key}.") if isinstance(value, dict) else {f"{path}{key}": value}
     return flat

@@ -42,13 +42,13 @@ def parse_spec(text: str) -> tuple[str, dict[str, str]]:
     return name, values
 
 
-def format_spec(name: str, values: Mapping[str, Any]) -> str:
+def format_spec(name: str, values: Mapping[str, object]) -> str:
     """Return the spec for a name and its settings. This is the inverse of `parse_spec` and `convert`."""
     parts = [f"{key}={_written(value)}" for key, value in values.items()]
     return f"{name}:{','.join(parts)}" if parts else name
 
 
-def convert(kind: type, values: Mapping[str, str], owner: str, hidden: Collection[str] = ()) -> dict[str, Any]:
+def convert(kind: type, values: Mapping[str, str], owner: str, hidden: Collection[str] = ()) -> dict[str, object]:
     """Convert settings given as strings to the types of the fields of the dataclass `kind`.
 
     Fields in `hidden` cannot be set. `owner` is what messages call the thing that has the settings.
@@ -60,9 +60,9 @@ def convert(kind: type, values: Mapping[str, str], owner: str, hidden: Collectio
     return {key: _read(f"{owner}: {key}", hints[key], text) for key, text in values.items()}
 
 
-def _read(name: str, hint: Any, text: str) -> Any:
+def _read(name: str, hint: object, text: str) -> Any:
     """Convert a string to the type `hint`. "none" stands for None, and slashes separate the entries of a list."""
-    readings: list[Any] = [None] if text.lower() == "none" else []
+    readings: list[object] = [None] if text.lower() == "none" else []
     for value in [*readings, text, text.split("/")]:
         with suppress(TypeError, ValueError):
             return check_value(name, hint, value, strict=False)
@@ -88,7 +88,7 @@ def closest(wrong: str, known: Iterable[str]) -> str:
     return f"{hint} (known: {', '.join(known) or 'none'})"
 
 
-def _written(value: Any) -> str:
+def _written(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return "/".join(_written(entry) for entry in value)
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -3,7 +3,6 @@
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import jinja2
 
@@ -23,6 +22,6 @@ def environment(*folders: Path) -> jinja2.Environment:
     )
 
 
-def render(template: str, *folders: Path, **content: Any) -> str:
+def render(template: str, *folders: Path, **content: object) -> str:
     """Fill a template."""
     return environment(*folders).get_template(template).render(content)

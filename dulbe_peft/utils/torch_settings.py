@@ -59,7 +59,7 @@ def _threads_of_process() -> int:
     return found[0]
 
 
-def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[Any]:
+def without_autocast(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Return a context that disables autocast on the device of `tensor`, so that products keep their precision."""
     kind = tensor.device.type
     # torch.compile of torch 2.11 cannot trace this call. All devices that it compiles for have autocast.

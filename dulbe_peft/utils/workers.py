@@ -35,12 +35,12 @@ class OncePerProcess(Generic[T]):
 
 
 @lru_cache(maxsize=4)
-def _made(once: OncePerProcess[Any]) -> Any:
+def _made(once: OncePerProcess[object]) -> Any:
     return once.make()
 
 
 def side_by_side(
-    function: Callable[..., T], calls: Iterable[tuple[Any, ...]], jobs: int, engine: str, address: str | None
+    function: Callable[..., T], calls: Iterable[tuple[object, ...]], jobs: int, engine: str, address: str | None
 ) -> Iterator[T]:
     """Call a function with each tuple of arguments, in single-threaded workers; yields the results as they arrive.
 

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.encoders.loading import load_clip
 from research.benchmarks import (
-    bridges,
     common,
     edges,
     evidence,
@@ -38,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 TOOLS = {"__init__", "common", "evidence", "literal", "models", "ours", "real", "rivals", "stock", "table"}
 BENCHMARKS = sorted({path.stem for path in (ROOT / "research" / "benchmarks").glob("*.py")} - TOOLS)
 MODULES = {name: importlib.import_module(f"research.benchmarks.{name}") for name in BENCHMARKS}  # slow ones, too
-SLOW = {"accuracy", "augmentation", "deployment", "edges", "encode", "family", "frozen", "loop", "memory", "rejection"}
+SLOW = {"accuracy", "deployment", "edges", "encode", "family", "frozen", "loop", "memory", "rejection"}
 SLOW |= {"store", "stream", "tasks", "estimates", "gap", "head", "order", "suggest"}
 # "memory" reads figures that only Linux provides.
 LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
@@ -213,20 +212,6 @@ def test_names_near_the_means_use_images_that_are_not_learned():
     places = [["a", "b", "c"].index(name) for name in few["names"]]
     for place, label in enumerate(places):
         torch.testing.assert_close(few["train"][few["y"] == place], rows[labels == label])
-
-
-def test_bridge_variants_are_measured_on_a_folder_of_features(tmp_path):
-    labels = torch.arange(80) % 4
-    centres = randn(4, 16, seed=1)
-    rows = F.normalize(2 * randn(1, 16, seed=2) + centres[labels] + randn(80, 16, seed=3), dim=1)
-    kept = {"x": rows.half().numpy(), "y": labels.numpy(), "t": F.normalize(centres, dim=1).numpy()}
-    np.savez(tmp_path / "cars.npz", **kept)
-    argv = ["--quick", "--features", str(tmp_path), "--counts", "4", "--out", str(tmp_path / "found.json")]
-    bridges.main(argv)
-    rows = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["rows"]
-    accuracies = {row["form"]: row["value"] for row in rows if row["figure"] == "A_last"}
-    assert list(accuracies)[:4] == list(bridges.SPECS) and {"best depth", "even", "by class 1"} < set(accuracies)
-    assert accuracies["best depth"] >= max(accuracies["text"], accuracies["prototype"]) > 25
 
 
 def test_real_stream_is_read_from_its_file(tmp_path):

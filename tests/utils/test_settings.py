@@ -1,8 +1,10 @@
 """Test the types and limits of settings, and specs, which are settings written as one string."""
 
+import inspect
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Literal, get_args
 
@@ -13,6 +15,7 @@ from annotated_types import Ge, Gt, Le
 from dulbe_peft import CLASSIFIERS, STRATEGIES, DualModeLoraConfig, LearnerArguments
 from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.classifiers import parse_classifier
+from dulbe_peft.photos.data.source import DataSource
 from dulbe_peft.photos.runs.settings import StreamArguments
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.utils.settings import check_value, field_types
@@ -35,6 +38,16 @@ def declared():
     for cls in STRATEGIES.values():
         for name, hint in field_types(cls).items():
             yield cls, name, hint, partial(make_strategy, f"{cls.name}:{name}=%s")
+
+
+def test_docstrings_name_every_setting():
+    for kind in (AdapterSettings, DualModeLoraConfig, LearnerArguments, StreamArguments, DataSource):
+        text = inspect.getdoc(kind)
+        assert text.count("Args:\n") == 1 and not text.startswith("Args:"), kind
+        helps = {field.name: field.metadata["help"] for field in fields(kind) if "help" in field.metadata}
+        entries = dict(re.findall(r"^    (\w+): (.+?)(?=\n    \w|\n\n|\Z)", text, flags=re.MULTILINE | re.DOTALL))
+        assert {name: " ".join(entry.split()) for name, entry in entries.items() if name in helps} == helps
+        assert len(helps) >= len(fields(kind)) - 1, "source of StreamArguments is the only field without a help text"
 
 
 def named(kind, name):

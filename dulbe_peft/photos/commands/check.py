@@ -118,7 +118,7 @@ def check(
     return 2 if inventory.unreadable else 0
 
 
-def _write_page(path: Path, parts: Mapping[str, LabelledImages], content: dict[str, Any]) -> None:
+def _write_page(path: Path, parts: Mapping[str, LabelledImages], content: dict[str, object]) -> None:
     """Write the page, with a strip of training images for each class."""
     import numpy as np
 

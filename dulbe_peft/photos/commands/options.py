@@ -42,7 +42,7 @@ OVERWRITE = setting(False, "start again; rename an existing output to NAME.old")
 class Load(Protocol):
     """A function that loads the learner given to a command; keywords override arguments of `load_learner`."""
 
-    def __call__(self, **changes: Any) -> ClassIncrementalLearner: ...
+    def __call__(self, **changes: object) -> ClassIncrementalLearner: ...
 
 
 class Option(click.Option):
@@ -129,14 +129,14 @@ def run_settings(shown: Collection[str]) -> list[click.Parameter]:
 
 
 def settings_of(
-    kind: Any, names: Collection[str], group: str = "options", rare: Collection[str] = ()
+    kind: type, names: Collection[str], group: str = "options", rare: Collection[str] = ()
 ) -> list[click.Parameter]:
     """Return the fields `names` of a dataclass as options, whose value is None if they are not given."""
     hints, chosen = field_types(kind), [field for field in fields(kind) if field.name in names]
     return [_parameter(f.name, f, hints[f.name], group=group, rare=f.name in rare) for f in chosen]
 
 
-def _parameter(name: str, field: Field[Any], hint: Any, declared: bool = False, **shown: Any) -> click.Parameter:
+def _parameter(name: str, field: Field[object], hint: Any, declared: bool = False, **shown: Any) -> click.Parameter:
     """Make a command's parameter from a setting.
 
     The value of a parameter that is not given is the setting's default if the command's function declares the setting,
@@ -167,10 +167,10 @@ def _parameter(name: str, field: Field[Any], hint: Any, declared: bool = False, 
 class _Setting(click.ParamType):
     """The type of a setting, which is converted and checked as in a YAML file."""
 
-    def __init__(self, name: str, hint: Any) -> None:
+    def __init__(self, name: str, hint: object) -> None:
         self.name, self.hint = name, hint
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> object:
         try:
             return from_text(self.name, value, self.hint)
         except (ValueError, TypeError) as error:
@@ -196,8 +196,12 @@ def learner_options(optional: bool = False, choose: bool = False, encodes: bool 
     def add(function: Any) -> Any:
         @wraps(function)
         def call(
-            learner: str | None, model: str | None, classifier: str | None = None, no_store: bool = True, **flags: Any
-        ) -> Any:
+            learner: str | None,
+            model: str | None,
+            classifier: str | None = None,
+            no_store: bool = True,
+            **flags: Any,
+        ) -> object:
             machine = {name: value for name in names if (value := flags.pop(name)) is not None}
             check_given(None if optional else learner, model, flags.get("data"))
             store = not no_store

@@ -155,7 +155,7 @@ def message_stream(*outputs: str | None) -> IO[str]:
     return sys.stderr if any(path and is_standard_output(path) for path in outputs) else sys.stdout
 
 
-def print_next_command(*words: Any, to: IO[str] | None = None, **flags: Any) -> None:
+def print_next_command(*words: object, to: IO[str] | None = None, **flags: object) -> None:
     """Print the command that the user will probably want to run next, with the flags that are not None."""
     given = [(f"--{name.replace('_', '-')}", value) for name, value in flags.items() if value is not None]
     print(f"next: dulbe-peft {shlex.join(map(str, chain(words, *given)))}", file=to or sys.stdout)

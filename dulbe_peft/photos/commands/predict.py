@@ -187,7 +187,7 @@ def _write(rows: list[Prediction], csv: str | None, json_file: str | None, exift
             writer(file).writerows(keywords)
 
 
-def _as_json(row: Prediction) -> dict[str, Any]:
+def _as_json(row: Prediction) -> dict[str, object]:
     if row.error is not None:
         return {"path": row.image, "error": row.error}
     answers = [{"class": n, "probability": p} for n, p in zip(row.classes, row.probabilities, strict=True)]

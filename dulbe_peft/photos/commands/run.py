@@ -74,7 +74,7 @@ def run(
     close_run(setup.learner, stream.output, results, tests, learned, setup.left_out)
 
 
-def _use_model_of_table(settings: dict[str, Any]) -> None:
+def _use_model_of_table(settings: dict[str, object]) -> None:
     """If no model is given and the data is a table of features, set the model to the one that made the table."""
     path = Path(str(settings.get("data") or ""))
     if settings.get("model") or not path.name or not path.exists():

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -84,7 +84,7 @@ class Inventory:
         """Return a table of the counts, with at most `most` classes and the total, followed by the problems."""
         names = self.class_names
         counts = self.counts.values()
-        rows: list[tuple[Any, ...]] = [("class", *self.counts)]
+        rows: list[tuple[object, ...]] = [("class", *self.counts)]
         rows += [(printable(name), *(c.get(name, 0) for c in counts)) for name in names[:most]]
         if len(names) > most:
             rows.append((f"... and {len(names) - most} more", *("" for _ in counts)))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
 
 import numpy as np
 from PIL import ExifTags, Image
@@ -46,7 +45,7 @@ def undecodable(images: LabelledImages) -> dict[int, str]:
         return {index: why for index, why in problems if why is not None}
 
 
-def inspect_images(dataset: Any, split: str | None = None) -> Inventory:
+def inspect_images(dataset: object, split: str | None = None) -> Inventory:
     """Count the images of a data set, and decode all of them to find those that cannot be read.
 
     Args:

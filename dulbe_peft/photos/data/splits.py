@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from dulbe_peft.utils.settings import check_int
 
 
 def hold_out(
-    dataset: Any, fraction: float, seed: int = 0, purpose: str = "test"
+    dataset: object, fraction: float, seed: int = 0, purpose: str = "test"
 ) -> tuple[LabelledImages, LabelledImages]:
     """Divide a data set into training images and held-out test images.
 

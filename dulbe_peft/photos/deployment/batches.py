@@ -37,11 +37,11 @@ class Featurizer:
         LearnerArguments(**machine)
         self._learner = OncePerProcess(partial(_load, str(model_or_folder), machine))
 
-    def fit(self, images: Any = None, y: Any = None) -> Self:
+    def fit(self, images: object = None, y: object = None) -> Self:
         """Return self; there is nothing to fit. Pipelines of scikit-learn need this method."""
         return self
 
-    def transform(self, images: Any) -> np.ndarray:
+    def transform(self, images: object) -> np.ndarray:
         """Return the unit features, (n, d), float32, of a sequence of images of the kinds that a batch may hold."""
         return np.asarray(self({"image": images})["embedding"])
 
@@ -90,7 +90,7 @@ def _load(source: str, machine: dict[str, Any]) -> ClassIncrementalLearner:
     return ClassIncrementalLearner(model, processor, args=LearnerArguments(**machine), strategy="frozen")
 
 
-def _with_columns(batch: MutableMapping[str, Any], **columns: np.ndarray) -> MutableMapping[str, Any]:
+def _with_columns(batch: MutableMapping[str, object], **columns: np.ndarray) -> MutableMapping[str, object]:
     """Return a copy of the batch with further columns."""
     # A shallow copy of a batch of `datasets` keeps the images undecoded, so that `map` need not encode them again.
     extended = copy.copy(batch)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from huggingface_hub import ModelCardData
 from peft import PeftModel
@@ -180,7 +180,7 @@ def _write_pipeline(folder: Path, state: LearnerState, classifier: Classifier) -
     model.save_pretrained(str(folder), state_dict=weights, save_original_format=False)
     state.processor.save_pretrained(str(folder))
     kind, record = type(model).__name__, encoder_of(model)
-    facts: dict[str, Any] = {"model": kind, "record": record, "formula": source, "function": function, "rgb": READS}
+    facts: dict[str, object] = {"model": kind, "record": record, "formula": source, "function": function, "rgb": READS}
     code = render("image_classifier.txt", CARDS, name=name, **facts)
     (folder / CODE_FILE).write_text(code, encoding="utf-8")
     write_json(folder / FACTS_FILE, class_facts(state, classifier))

@@ -64,7 +64,7 @@ def pixel_values(image: Image.Image, steps: dict) -> np.ndarray:
     return ((values - np.float32(steps["mean"])) / np.float32(steps["std"])).transpose(2, 0, 1)
 
 
-def processor_steps(processor: Any) -> dict[str, Any] | None:
+def processor_steps(processor: Any) -> dict[str, object] | None:
     """Return the `steps` with which `pixel_values` reproduces a transformers processor, or None if it cannot."""
     image_processor = processor.image_processor
     try:

@@ -61,7 +61,7 @@ def choose_classifier(state: LearnerState, name: str | None) -> Classifier:
     return state.classifier if name is None else state.classifiers[name]
 
 
-def class_facts(state: LearnerState, classifier: Classifier) -> dict[str, Any]:
+def class_facts(state: LearnerState, classifier: Classifier) -> dict[str, object]:
     """Return class names, prompts, and rejection thresholds as plain data.
 
     The key of a threshold is the share of known images that it rejects.

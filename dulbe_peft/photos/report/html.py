@@ -5,7 +5,6 @@ import os
 import re
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from dulbe_peft.metrics import accuracy
 from dulbe_peft.photos.report.table import cells, filled, tuple_columns
@@ -15,7 +14,7 @@ PAGES = Path(__file__).parents[1] / "assets" / "report"
 CONTENTS = "<!-- contents -->"
 
 
-def write_page(path: Path, template: str, content: dict[str, Any], *folders: Path) -> None:
+def write_page(path: Path, template: str, content: dict[str, object], *folders: Path) -> None:
     """Write a page from a template, which may lie in one of `folders`. After an error, no partial file is left."""
     from dulbe_peft.utils.templates import environment
 

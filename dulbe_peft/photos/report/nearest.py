@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -26,7 +25,7 @@ class Neighbours:
     nearest: dict[Place, tuple[LabelledImages, int]] = field(default_factory=dict)
 
 
-def find_neighbours(learner: ClassIncrementalLearner, trains: Sequence[Any], tests: Sequence[Any]) -> Neighbours:
+def find_neighbours(learner: ClassIncrementalLearner, trains: Sequence[object], tests: Sequence[object]) -> Neighbours:
     """Compare the test images of all tasks with the images that were learned.
 
     Identical files are found among all images that were ever learned. Near copies and nearest neighbours are found

@@ -27,11 +27,11 @@ PICTURE_SIDE = 160  # pixels; a page shows pictures at half this size and enlarg
 
 def write_pictures(
     run: str | Path,
-    tests: Sequence[Any],
-    results: Results | Mapping[str, Any],
+    tests: Sequence[object],
+    results: Results | Mapping[str, object],
     left_out: Sequence[str] = (),
     learner: ClassIncrementalLearner | None = None,
-    trains: Sequence[Any] = (),
+    trains: Sequence[object] = (),
     task_names: Sequence[str] = (),
 ) -> None:
     """Write `accuracy.png`, `tasks.png` and `pictures/` into a run's folder, if its stream had test data.
@@ -70,7 +70,7 @@ def choose_examples(rows: Sequence[ImageResult]) -> dict[str, list[ImageResult]]
 def write_examples(
     folder: Path,
     examples: Mapping[str, list[ImageResult]],
-    tests: Sequence[Any],
+    tests: Sequence[object],
     left_out: Sequence[str] = (),
     neighbours: Neighbours | None = None,
     task_names: Sequence[str] = (),

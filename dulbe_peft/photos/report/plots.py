@@ -3,12 +3,14 @@
 On a page, a chart is an SVG whose colours are variables of the style sheet, so it follows the light or dark scheme.
 """
 
+from __future__ import annotations
+
 import io
 import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,16 +20,21 @@ from dulbe_peft.metrics.results import Results
 from dulbe_peft.photos.report.shares import Share
 from dulbe_peft.utils.extras import installed
 
+if TYPE_CHECKING:  # matplotlib is an extra
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import Locator
+
 INK, GRID = "#1b1f24", "#d0d7de"
 SERIES = ("#57606a", "#9a6700", "#1a7f4b", "#0b62a8", "#a3378c", "#b3350f", "#0e7490", "#6e40aa")
 STYLES = ("^:", "s--", "v-.", "o-", "d-.", "P-", "X--", "*-")
 _DASHES = ("-", ":", "-.", "--")
 _MOST_NUMBERS = 12  # the matrix shows its values for at most this many tasks
 # The legend stands below the axes, because anywhere inside them it could hide a line.
-LEGEND: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "labelcolor": INK, "fontsize": 8}
+LEGEND: dict[str, object] = {"loc": "outside lower center", "frameon": False, "labelcolor": INK, "fontsize": 8}
 
 
-def plot_results(results: Results | Mapping[str, Any], path: str | Path) -> None:
+def plot_results(results: Results | Mapping[str, object], path: str | Path) -> None:
     """Plot the accuracy on all seen classes after each task, for every classifier and for zero-shot classification.
 
     Args:
@@ -40,7 +47,7 @@ def plot_results(results: Results | Mapping[str, Any], path: str | Path) -> None
     accuracy_figure(Results.of(results)).savefig(path, dpi=150)
 
 
-def plot_matrix(results: Results | Mapping[str, Any], path: str | Path) -> None:
+def plot_matrix(results: Results | Mapping[str, object], path: str | Path) -> None:
     """Plot the first classifier's accuracy on each task after every later task; see `plot_results`."""
     matrix_figure(Results.of(results)).savefig(path, dpi=150)
 
@@ -48,7 +55,7 @@ def plot_matrix(results: Results | Mapping[str, Any], path: str | Path) -> None:
 # ---------------------------------------------------------------------- charts of results
 
 
-def accuracy_figure(results: Results) -> Any:
+def accuracy_figure(results: Results) -> Figure:
     """Plot the accuracy after each task, with one line for each classifier and baseline."""
     _check_tested(results)
     rows = results.rows
@@ -61,7 +68,7 @@ def accuracy_figure(results: Results) -> Any:
     for name, measures in rows:
         # Wide, hollow marks keep zero-shot visible where the text classifier has the same accuracy.
         marks = {"markersize": 9, "markerfacecolor": "none"} if name == "zero_shot" else {"markersize": 4}
-        look = {"linewidth": 1.5, "clip_on": False, **line_style(places.index(name)), **marks}
+        look: dict[str, Any] = {"linewidth": 1.5, "clip_on": False, **line_style(places.index(name)), **marks}
         overall = 100 * np.array(measures.overall, dtype=np.float64)  # None is NaN
         axes.plot(classes[: len(overall)], overall, label=TITLES.get(name, name), **look)
     figure.legend(ncols=2, handlelength=4, **LEGEND)  # long samples show the dashes
@@ -76,7 +83,7 @@ def line_style(place: int) -> dict[str, str]:
     return {"color": SERIES[series], "marker": mark, "linestyle": dash}
 
 
-def matrix_figure(results: Results) -> Any:
+def matrix_figure(results: Results) -> Figure:
     """Plot the task matrix of the first classifier; tasks that were not tested stay empty."""
     _check_tested(results)
     rows = results.classifiers[answering(results.classifiers)].matrix
@@ -86,7 +93,12 @@ def matrix_figure(results: Results) -> Any:
     axes.grid(False)
     for (step, task), value in np.ndenumerate(values):
         if size <= _MOST_NUMBERS and not np.isnan(value):
-            look: Any = {"ha": "center", "va": "center", "fontsize": 7, "color": "white" if value > 60 else INK}
+            look: Any = {
+                "ha": "center",
+                "va": "center",
+                "fontsize": 7,
+                "color": "white" if value > 60 else INK,
+            }
             axes.text(task, step, f"{value:.1f}", **look)
     ticks = _thinned(range(size))
     axes.set_xticks(ticks, [str(tick + 1) for tick in ticks])
@@ -96,7 +108,7 @@ def matrix_figure(results: Results) -> Any:
     return figure
 
 
-def loss_figure(losses: Sequence[Sequence[float]]) -> Any:
+def loss_figure(losses: Sequence[Sequence[float]]) -> Figure:
     """Plot the mean loss of every epoch, with one line for each task and an axis that begins at 0."""
     figure, axes = new_figure(2.6, xlabel="epoch, counted over all tasks", ylabel="mean loss")
     done = 0
@@ -108,7 +120,7 @@ def loss_figure(losses: Sequence[Sequence[float]]) -> Any:
     return figure
 
 
-def reliability_figure(bins: Sequence[tuple[float, Share]]) -> Any:
+def reliability_figure(bins: Sequence[tuple[float, Share]]) -> Figure:
     """Plot the percentage of correct predictions against their probability."""
     words = {"xlabel": "probability of the prediction (%)", "ylabel": "correct (%)"}
     figure, axes = new_figure(3.6, xlim=(0, 100), ylim=(0, 100), **words)
@@ -122,7 +134,7 @@ def reliability_figure(bins: Sequence[tuple[float, Share]]) -> Any:
 # ---------------------------------------------------------------------- charts for pages
 
 
-def inline_svg(figure: Any, name: str) -> str:
+def inline_svg(figure: Figure, name: str) -> str:
     """Return a figure as an `<svg>` element in the page's colours. Ids begin with `name`, which must be unique."""
     import matplotlib
 
@@ -143,14 +155,14 @@ def inline_svg(figure: Any, name: str) -> str:
     return svg.replace(INK, "currentColor").replace(GRID, "var(--line)").strip()
 
 
-def new_figure(height: float, **look: Any) -> tuple[Any, Any]:
+def new_figure(height: float, **look: object) -> tuple[Figure, Axes]:
     """Return a figure, `height` inches high, and its axes, in the page's colours. `look` is passed to `Axes.set`."""
     with installed("a picture"):
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-    style: Any = {"font.size": 9, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK}
+    style: dict[str, object] = {"font.size": 9, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK}
     style |= {"axes.spines.top": False, "axes.spines.right": False}
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(4.8, height), layout="constrained")
@@ -163,7 +175,7 @@ def new_figure(height: float, **look: Any) -> tuple[Any, Any]:
     return figure, axes
 
 
-def whole_numbers() -> Any:
+def whole_numbers() -> Locator:
     """Return a locator of at most eight tick marks at whole numbers."""
     from matplotlib.ticker import MaxNLocator
 

@@ -110,7 +110,7 @@ def _content(run: RunFolder, key: str) -> dict[str, Any]:
     return content | _test_content(run, key, rows) if run.tested else content
 
 
-def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict[str, Any]:
+def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict[str, object]:
     """Return what the template shows about a run with test data."""
     methods, blocks = advice.leaderboard(run), run.results.classifiers
     tasks = [f"task {number}" for number in range(1, len(run.learned) + 1)]
@@ -124,7 +124,7 @@ def _test_content(run: RunFolder, key: str, classes: Sequence[ClassRow]) -> dict
         pictures[example.true].append((source(example), f"Test image of the class {example.true}"))
     forgotten = [percent(row.forgetting, 1) for row in classes]
     precisions = [row.precision or "never predicted" for row in classes]
-    content: dict[str, Any] = {
+    content: dict[str, object] = {
         "methods": methods,
         "board": [
             (row.title, row.share or percent(row.last, 1), seconds(row.seconds), mib(row.size), row.meaning)
@@ -176,7 +176,7 @@ def _earlier(run: RunFolder, matrix: Sequence[Sequence[float | None]]) -> list[t
     return rows
 
 
-def leak(run: RunFolder) -> dict[str, Any] | None:
+def leak(run: RunFolder) -> dict[str, object] | None:
     """Return the accuracy on test images that were not learned, the accuracy on those that were, and how these match.
 
     If it is known only how many test images were learned, but not which ones, return this number as "number".
@@ -196,7 +196,7 @@ def leak(run: RunFolder) -> dict[str, Any] | None:
     return {"without": Share.of(others) if others else None, "learned": Share.of(learned_rows), "how": how}
 
 
-def _training(number: int, record: TaskFacts) -> tuple[Any, ...]:
+def _training(number: int, record: TaskFacts) -> tuple[object, ...]:
     """Return a row with the losses, captures and depth that training recorded for a task."""
     loss, depth = record.loss, record.expected_depth
     ends = (f"{loss[0]:.3f}", f"{loss[-1]:.3f}") if loss else (None, None)
@@ -204,14 +204,14 @@ def _training(number: int, record: TaskFacts) -> tuple[Any, ...]:
     return (number, *ends, *captures, None if depth is None else f"{depth:.2f}")
 
 
-def _times(timings: Sequence[Timing | None]) -> list[tuple[Any, ...]]:
+def _times(timings: Sequence[Timing | None]) -> list[tuple[object, ...]]:
     """Return the header and one row for each task: the seconds of each phase and in total, and the peak memory."""
     spent: list[defaultdict[str, float]] = [defaultdict(float) for _ in timings]
     for phases, time in zip(spent, timings, strict=True):
         for name, value in (time.phases if time else {}).items():  # the classifiers share one column
             phases["fitting the classifiers" if name.startswith(TEACHING) else PHASES.get(name, name)] += value
     names = list(dict.fromkeys(chain(*spent)))
-    rows: list[tuple[Any, ...]] = [("task", *names, "total", "peak memory (MiB)")]
+    rows: list[tuple[object, ...]] = [("task", *names, "total", "peak memory (MiB)")]
     for number, (phases, time) in enumerate(zip(spent, timings, strict=True), 1):
         whole, memory = (time.seconds, time.peak_memory) if time else (None, None)
         rows.append((number, *map(seconds, (*map(phases.get, names), whole)), mib(memory)))

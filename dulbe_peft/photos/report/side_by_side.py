@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dulbe_peft.metrics.accuracy import TITLES, percent
 from dulbe_peft.metrics.results import Measures, Results
@@ -51,7 +51,7 @@ SUMMARY_COLUMNS = [_TITLE, _MEAN_COLUMN, _LAST_COLUMN, *_CHANGES]
 RUN_COLUMNS = [_RUN, _STRATEGY, _TITLE, _LAST_COLUMN, _MEAN_COLUMN, *_CHANGES]
 
 
-def format_summary(results: Results | Mapping[str, Any]) -> str:
+def format_summary(results: Results | Mapping[str, object]) -> str:
     """Return a small table of a stream's results in percent, with lines below it that explain the columns.
 
     `results` is what `ClassIncrementalLearner.run` returned, or a record of it. If nothing was trained, the text

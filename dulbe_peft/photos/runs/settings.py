@@ -4,14 +4,22 @@ Flags override the file, and the file overrides the defaults.
 """
 
 import re
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from dulbe_peft.arguments import AdapterSettings, LearnerArguments
 from dulbe_peft.photos.data.source import DataSource
 from dulbe_peft.utils.settings import AtLeastOne, check_value, documented, field_types, setting
+
+if TYPE_CHECKING:  # the command line reads its flags without these
+    import yaml
+
+    from dulbe_peft.classifiers.base import Classifier
+    from dulbe_peft.classifiers.registry import Recipe
+    from dulbe_peft.strategies.base import Strategy
 
 
 @documented
@@ -52,7 +60,7 @@ class StreamArguments(DataSource):
         return DataSource.of(vars(self)).absolute()
 
     @cached_property
-    def methods(self) -> tuple[Any, Any]:
+    def methods(self) -> "tuple[Strategy, list[Recipe | Classifier] | None]":
         """The strategy, and the requested classifiers or None. This is the only place where they are parsed."""
         from dulbe_peft.classifiers.registry import parse_classifiers
         from dulbe_peft.strategies.registry import make_strategy
@@ -61,7 +69,7 @@ class StreamArguments(DataSource):
         return make_strategy(self.strategy), classifiers
 
 
-GROUPS: dict[str, Any] = {"stream": StreamArguments, "adapter": AdapterSettings, "learner": LearnerArguments}
+GROUPS: dict[str, type] = {"stream": StreamArguments, "adapter": AdapterSettings, "learner": LearnerArguments}
 
 
 def read_yaml(path: Path, kind: str) -> dict[str, Any]:
@@ -79,12 +87,12 @@ def read_yaml(path: Path, kind: str) -> dict[str, Any]:
     return loaded
 
 
-def _yaml_loader() -> Any:
+def _yaml_loader() -> "type[yaml.SafeLoader]":
     """Return YAML's safe loader, changed to read `no` as a string and to raise an error for repeated names."""
     import yaml
 
     class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
             names = [str(key.value) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
             for name in names:
                 if names.count(name) > 1:
@@ -100,7 +108,7 @@ def _yaml_loader() -> Any:
     return Loader
 
 
-def given_settings(config: str | None, flags: dict[str, Any]) -> dict[str, Any]:
+def given_settings(config: str | None, flags: dict[str, object]) -> dict[str, Any]:
     """Return the settings of the YAML file, overridden by the flags that were given."""
     file = {} if config is None else read_yaml(Path(config), "configuration")
     settings = setting_values(file, f"configuration file {config!r}")
@@ -122,7 +130,7 @@ def setting_values(loaded: dict[str, Any], owner: str) -> dict[str, Any]:
     return _templates(loaded | converted)
 
 
-def from_text(name: str, text: str, hint: Any) -> Any:
+def from_text(name: str, text: str, hint: object) -> Any:
     """Convert the text of a flag or a YAML file to the setting's type; commas separate the items of a list."""
     kinds = get_args(hint)
     # A setting may be a list of names or a regular expression; characters that names lack mark a regular expression.
@@ -135,7 +143,7 @@ def from_text(name: str, text: str, hint: Any) -> Any:
     return check_value(name, hint, text, strict=False)
 
 
-def validated(settings: dict[str, Any]) -> tuple[StreamArguments, AdapterSettings, LearnerArguments]:
+def validated(settings: dict[str, object]) -> tuple[StreamArguments, AdapterSettings, LearnerArguments]:
     """Return the settings of a run as three objects, which check them; strategy and classifiers are parsed as well."""
     stream = pick(StreamArguments, settings)
     _ = stream.methods
@@ -147,14 +155,14 @@ def pick(kind: Any, settings: dict[str, Any]) -> Any:
     return kind(**{name: settings[name] for name in field_types(kind) if name in settings})
 
 
-def _templates(settings: dict[str, Any]) -> dict[str, Any]:
+def _templates(settings: dict[str, object]) -> dict[str, Any]:
     """Return the settings with the name of a file of prompt templates replaced by the file's lines."""
     value = settings.get("prompt_template")
     if not isinstance(value, (str, list, tuple)):
         return settings
     from dulbe_peft.utils.files import read_lines
 
-    texts: list[Any] = []
+    texts: list[object] = []
     for text in [value] if isinstance(value, str) else value:
         texts += read_lines(text) if isinstance(text, str) and "{}" not in text and Path(text).is_file() else [text]
     return settings | {"prompt_template": texts[0] if len(texts) == 1 else texts}

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dulbe_peft.arguments import Query
 from dulbe_peft.classifiers.calibration import HARDLY
@@ -95,7 +95,7 @@ class App:
             and self.labelling.facts() | {"waiting": len(self.waiting), "lost": self.lost_names()},
         }
 
-    def predict(self, request: dict[str, Any]) -> dict[str, Any]:
+    def predict(self, request: dict[str, object]) -> dict[str, object]:
         """Classify an image.
 
         Return its most probable classes, whether it belongs to a known class at all, the class that it was learned
@@ -119,7 +119,7 @@ class App:
             "picture": None if shown else f"data:image/jpeg;base64,{base64.b64encode(jpeg(image)).decode()}",
         }
 
-    def teach(self, request: dict[str, Any]) -> dict[str, Any]:
+    def teach(self, request: dict[str, object]) -> dict[str, object]:
         """Teach images of a known or new class. Images that were learned as another class are moved to this one."""
         name, files = self.class_of(request), uploaded_images(request, MOST_IMAGES)
         self.table.check()
@@ -154,7 +154,7 @@ class App:
         parts = [f"learned: {name}"] + [f"no longer: {', '.join(sorted(previous))}"] * bool(previous)
         return self.facts() | {"said": "; ".join(parts + [f"left out: {why}"] * bool(why))}
 
-    def class_of(self, request: dict[str, Any]) -> str:
+    def class_of(self, request: dict[str, object]) -> str:
         """Return the class of a request, in the spelling that is known if there is one. Refuse an invalid name."""
         name = request.get("class")
         if not isinstance(name, str) or not name.strip():
@@ -173,15 +173,15 @@ class App:
 
     def rename(self, request: dict[str, Any]) -> dict[str, Any]:
         """Rename a class. If the new name is that of another class, the two become one."""
-        old, new = request.get("class"), self.class_of({"class": request.get("to")})
+        old, new = str(request.get("class")), self.class_of({"class": request.get("to")})
         return self.edit(f"{old} is now {new}", lambda: self.learner.rename_class(old, new), old)
 
     def forget(self, request: dict[str, Any]) -> dict[str, Any]:
         """Forget a class. Its photographs lose their labels."""
-        name = request.get("class")
+        name = str(request.get("class"))
         return self.edit(f"forgotten: {name}", lambda: self.learner.forget_class(name), name)
 
-    def edit(self, words: str, make: Callable[[], Any], name: Any) -> dict[str, Any]:
+    def edit(self, words: str, make: Callable[[], object], name: object) -> dict[str, Any]:
         """Change a class, after the labels that wait have been learned."""
         self.table.check()
         if not isinstance(name, str):
@@ -195,7 +195,7 @@ class App:
 
     def label(self, request: dict[str, Any]) -> dict[str, Any]:
         """Label a photograph of the folder. After every few labels, the learner learns them."""
-        labelling, name, photo = self.photographs(), self.class_of(request), request.get("photo")
+        labelling, name, photo = self.photographs(), self.class_of(request), cast(int, request.get("photo"))
         if request.get("ask") and (question := self.question(name)):
             return self.facts() | {"ask": question}
         self.table.check()
@@ -228,14 +228,14 @@ class App:
         near = next(iter(get_close_matches(name, known, 1)), None)
         return f"new class {name!r}?" + (f" You have {near!r}." if near else "")
 
-    def skip(self, request: dict[str, Any]) -> dict[str, Any]:
+    def skip(self, request: dict[str, object]) -> dict[str, object]:
         """Move a photograph to the end."""
         self.photographs().skip(request.get("photo"))
         return self.facts() | {"said": "skipped"}
 
     def none(self, request: dict[str, Any]) -> dict[str, Any]:
         """Record that a photograph belongs to no class, so that it is not shown again."""
-        photo = request.get("photo")
+        photo = cast(int, request.get("photo"))  # `dismiss` checks it
         self.table.check()
         self.photographs().dismiss(photo)
         self.changes.append(Change("none of these", self.learner.state, photo, none=True))
@@ -266,7 +266,7 @@ class App:
         """Return the paths of the labelled photographs that cannot be learned, because their files are gone."""
         return [self.photographs().images.item_name(place) for place in self.lost]
 
-    def undo(self, request: dict[str, Any]) -> dict[str, Any]:
+    def undo(self, request: dict[str, object]) -> dict[str, object]:
         """Undo the last change. If it was a label, the labels that were learned together with it wait again."""
         if not self.changes:
             raise ValueError("there is nothing to undo")
@@ -287,7 +287,7 @@ class App:
         self.table.write()
         return self.facts() | {"said": f"undone: {last.words}"}
 
-    def change(self, make: Callable[[], Any]) -> None:
+    def change(self, make: Callable[[], object]) -> None:
         """Make a change and save it, and the labels with it. After an error, the learner is as before."""
         before, labels = self.learner.state, dict(self.table.labels)
         try:
@@ -335,7 +335,7 @@ class App:
             return Path(shutil.make_archive(str(folder), "zip", root, folder.name)).read_bytes()
 
 
-def uploaded_images(request: dict[str, Any], most: int) -> list[io.BytesIO]:
+def uploaded_images(request: dict[str, object], most: int) -> list[io.BytesIO]:
     """Decode the base64 images of a request. Raise a ValueError that says which image cannot be read, and why."""
     given = request.get("images")
     if not isinstance(given, list) or not 1 <= len(given) <= most:

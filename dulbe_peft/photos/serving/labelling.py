@@ -101,7 +101,7 @@ class Labelling:
         self.table.labels.pop(self.content[place], None)  # so that the table is in the order of the labels
         self.table.labels[self.content[place]] = Label(os.path.abspath(self.images.item_name(place)), name)
 
-    def _check(self, place: Any) -> None:
+    def _check(self, place: object) -> None:
         if type(place) is not int or place not in self.left:  # True and 1.0 are equal to 1
             raise ValueError(f"photograph {place!r} is no longer to be labelled: reload the page")
 

@@ -110,7 +110,7 @@ class PageHandler(BaseHTTPRequestHandler):
             return self._json(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"{self.path} cannot be made: {error}"})
         self._answer(HTTPStatus.OK, made, kind)
 
-    def _work(self, ask: Callable[[dict[str, Any]], dict[str, Any]], body: bytes) -> None:
+    def _work(self, ask: Callable[[dict[str, object]], dict[str, object]], body: bytes) -> None:
         try:
             request = json.loads(body)
             if not isinstance(request, dict):
@@ -139,7 +139,7 @@ class PageHandler(BaseHTTPRequestHandler):
         self._json(HTTPStatus.FORBIDDEN, {"error": words})
         return False
 
-    def _json(self, status: HTTPStatus, content: dict[str, Any]) -> None:
+    def _json(self, status: HTTPStatus, content: dict[str, object]) -> None:
         self._answer(status, json.dumps(content, ensure_ascii=False).encode(), "application/json")
 
     def _answer(self, status: HTTPStatus, body: bytes, kind: str) -> None:
@@ -153,7 +153,7 @@ class PageHandler(BaseHTTPRequestHandler):
         self.end_headers()
         shutil.copyfileobj(io.BytesIO(body), self.wfile)  # in parts, because the timeout applies to each part
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         """Print nothing for a request."""
 
 
