@@ -5,8 +5,6 @@ import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 
-from dulbe_peft.utils.files import read_lines
-
 NONE = "none of these"  # the prediction for images that belong to no class
 _QUOTES = " '\"`\u00ab\u00bb\u2018\u2019\u201a\u201c\u201d\u201e\u2039\u203a"
 _LONGEST = 1000  # characters; text towers read fewer, and a tokenizer would need seconds for a million
@@ -124,6 +122,8 @@ def names_from_file(old: Sequence[str], path: str | Path) -> tuple[str, ...]:
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"the file of class names, {str(path)!r}, does not exist")
+    from dulbe_peft.utils.files import read_lines  # here, because most users of this module read no files
+
     lines = read_lines(file)
     if any("\t" in line for line in lines):
         pairs = {normalized(name.strip()): new.strip() for name, _, new in (line.partition("\t") for line in lines)}
