@@ -25,6 +25,7 @@ _FROM_PAPERS = {
     "cl_lora": "cl_lora:ClLora",
     "mg_clip": "mg_clip:MgClip",
     "sgcl": "sgcl:Sgcl",
+    "lwf": "lwf:Lwf",
     "zscl": "zscl:Zscl",
     "slca": "slca:Slca",
     "spu": "spu:Spu",

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Va
 
 from dulbe_peft.classifiers.registry import parse_classifier
 from dulbe_peft.photos.data.source import DataSource
-from dulbe_peft.photos.runs.settings import StreamArguments, read_yaml, setting_values, validated
+from dulbe_peft.photos.runs.settings import GROUPS, StreamArguments, read_yaml, setting_values, validated
 from dulbe_peft.strategies.base import Strategy
 from dulbe_peft.strategies.registry import make_strategy
 from dulbe_peft.utils.records import Fraction, Record, first_problem
@@ -35,6 +35,7 @@ _FIXED = {
 }
 # Settings that define a stream. A method that changed them would learn other images and could not be compared.
 _STREAM_ONLY = (*field_types(DataSource), "class_order", "order_seed", "increment", "initial_increment")
+SETTINGS = {name for kind in GROUPS.values() for name in field_types(kind)}  # of a run
 _METHOD_FIXED = dict.fromkeys(_STREAM_ONLY, "it belongs to the stream and is the same for all methods") | _FIXED
 
 
@@ -153,8 +154,13 @@ def _folder_name(text: str) -> str:
 
 
 class _Stream(Record, extra="allow"):
-    """A stream of the YAML file: the settings of a run as extra fields, and the data to measure retention on."""
+    """A stream of the YAML file: the settings of a run as extra fields, and the data to measure retention on.
 
+    `protocol` is a file for `dulbe-peft run`, relative to the YAML file. The stream has its settings, except those of
+    the method, and its own settings override them.
+    """
+
+    protocol: str | None = None
     retention: str | None = None
     retention_scales: Annotated[list[Fraction], Listed] = []
 
@@ -180,14 +186,14 @@ def read_plan(path: str | Path) -> Plan:
     """Read and check the YAML file of a comparison. An error names the wrong entry."""
     content = read_yaml(Path(path), "comparison")
     try:
-        return make_plan(content)
+        return make_plan(content, Path(path).parent)
     except (ValueError, TypeError) as error:
         words = first_problem(error) if isinstance(error, ValidationError) else error
         raise ValueError(f"{path}: {words}") from error
 
 
-def make_plan(content: dict[str, Any]) -> Plan:
-    """Check the content of a YAML file and return its plan."""
+def make_plan(content: dict[str, Any], folder: Path = Path()) -> Plan:
+    """Check the content of a YAML file in `folder`, and return its plan."""
     file = _PlanFile.model_validate(content)
     streams, methods = file.streams.items(), file.methods.items()
     for name, stream in streams:
@@ -196,7 +202,7 @@ def make_plan(content: dict[str, Any]) -> Plan:
     settings = {name: _settings(f"method {name!r}", method.model_extra, _METHOD_FIXED) for name, method in methods}
     rows = tuple(row for name, values in settings.items() for row in _rows(name, values, file))
     plan = Plan(
-        streams={name: _settings(f"stream {name!r}", stream.model_extra, _FIXED) for name, stream in streams},
+        streams={name: _stream_settings(name, stream, folder) for name, stream in streams},
         methods=settings,
         choices={name: _choices(name, method.choose) for name, method in methods if method.choose},
         rows=rows,
@@ -231,11 +237,23 @@ def _strategy(method: Mapping[str, Any]) -> Strategy:
     return make_strategy(method.get("strategy", StreamArguments.strategy))
 
 
+def _stream_settings(name: str, stream: _Stream, folder: Path) -> dict[str, Any]:
+    """Return the settings of a stream, with those of its protocol that do not belong to a method."""
+    protocol = {}
+    if stream.protocol is not None:
+        content = read_yaml(folder / stream.protocol, "protocol")
+        protocol = {key: value for key, value in content.items() if key not in (*_FIXED, "strategy")}
+    return _settings(f"stream {name!r}", protocol | (stream.model_extra or {}), _FIXED)
+
+
 def _settings(owner: str, given: dict[str, Any] | None, fixed: Mapping[str, str]) -> dict[str, Any]:
     """Convert the settings of a run; raise a ValueError for a setting that `owner` may not have."""
     for name in given or {}:
         if name in fixed:
             raise ValueError(f"{owner} must not set {name!r}: {fixed[name]}")
+        if name not in SETTINGS:
+            allowed = sorted(SETTINGS - fixed.keys() | ({"protocol", "retention"} if fixed is _FIXED else {"choose"}))
+            raise ValueError(f"{owner} has an unknown setting {name!r}{closest(str(name), allowed)}")
     values = setting_values(given or {}, owner)
     return {name: _path(value) if name in ("data", "model") else value for name, value in values.items()}
 

@@ -89,6 +89,26 @@ def literal_loss(z, text, start, old, before, soft_weight, softness, distillatio
 
 
 @pytest.mark.parametrize("known", [0, 4])
+def test_lwf_loss_and_gradient_equal_the_formula(known):
+    z, teacher, text, old = unit(5, 8), unit(5, 8, seed=1), unit(3, 8, seed=2), unit(4, 8, seed=3) if known else None
+    labels, features = torch.tensor([0, 1, 2, 0, 1]), z.clone().requires_grad_()
+    task_loss = cross_modal_loss(features, text, labels, 10.0)
+    step = Step(task_loss, features, labels, text, old, lambda: features, lambda: teacher, 10.0)
+    loss = make_strategy("lwf:weight=0.7,temperature=3").loss(None, step)
+    loss.backward()
+    row = z.double().requires_grad_()
+    literal = 0.0
+    for x, before, label in zip(row, teacher.double(), labels.tolist(), strict=True):
+        literal -= torch.log_softmax(10 * text.double() @ x, dim=0)[label] / 5
+        if known:
+            q = torch.softmax(10 * old.double() @ before / 3, dim=0)
+            literal -= 0.7 * (q * torch.log_softmax(10 * old.double() @ x / 3, dim=0)).sum() / 5
+    literal.backward()
+    assert loss.item() == pytest.approx(literal.item(), rel=1e-5)
+    torch.testing.assert_close(features.grad.double(), row.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("known", [0, 4])
 def test_sgcl_gradients_equal_the_formula(known):
     strategy = make_strategy("sgcl:soft_weight=0.7,softness=5,distillation=0.3,temperature=2")
     task, start, before = NewTask(int(known > 0), None, LearnerArguments()), unit(3, 8, seed=1), unit(5, 8, seed=2)

@@ -25,7 +25,7 @@ from dulbe_peft import (
     register_strategy,
 )
 from dulbe_peft.photos.deployment.export import export_learner
-from dulbe_peft.photos.runs.settings import pick
+from dulbe_peft.photos.runs.settings import pick, read_yaml, setting_values
 from dulbe_peft.strategies import NewTask, make_strategy
 from dulbe_peft.strategies.lora import kaiming_bases
 from research.comparison.plan import read_plan
@@ -169,14 +169,19 @@ def test_invalid_strategy_is_refused(call, given, error, message):
         call(given)
 
 
+OF_A_METHOD = ("strategy", "classifiers", "drift")
 ABLATIONS = Path(__file__).parents[2] / "examples" / "ablations"
 
 
-def test_every_ablation_file_is_valid():
-    for path in ABLATIONS.glob("*.yaml"):  # reading checks every name, setting and classifier, and the reference
-        plan = read_plan(path)
-        assert plan.streams["digits"]["model"] == "demo" and plan.reference is not None
-        assert len(plan.rows) > 1
+def test_every_ablation_file_is_valid_and_the_one_of_cifar100_has_the_settings_of_the_paper(monkeypatch):
+    monkeypatch.setenv("DATA", "cifar100")
+    plans = {path.stem: read_plan(path) for path in ABLATIONS.glob("*.yaml")}  # reading checks every entry
+    for plan in plans.values():
+        assert len(plan.rows) > 1 and {row.drift for row in plan.rows} == {"none"}
+    stream = plans.pop("cifar100").streams["CIFAR-100"]
+    protocol = setting_values(read_yaml(ABLATIONS.parent / "protocols" / "a-cifar100.yaml", "protocol"), "it")
+    assert stream | {"data": "x"} == {k: v for k, v in protocol.items() if k not in OF_A_METHOD} | {"data": "x"}
+    assert all(plan.streams["digits"]["model"] == "demo" for plan in plans.values())
 
 
 def test_structure_loss_uses_each_temperature_in_its_place(tiny_clip):

@@ -437,6 +437,7 @@ def test_two_processes_give_the_results_of_one(finished, content, tmp_path, caps
         ({"methods": {"a": {"learning_rat": 1}}}, "method 'a' has an unknown setting 'learning_rat'"),
         ({"methods": {1: {"strategy": "frozen"}, "1": {"strategy": "lora"}}}, "'1' occurs twice"),
         ({"streams": {"a": {"model": "demo"}}}, "stream 'a' has no setting 'data'"),
+        ({"streams": {"a": {"shots": 4}}}, "stream 'a' has an unknown setting 'shots' (known: attn_implementation, "),
         ({"streams": {"a": {"model": "demo", "data": "$NOWHERE/x"}}}, "environment variable that is not set"),
         ({"streams": {"a": {"model": "m", "data": "x", "retention_scales": [0.5]}}}, "no effect without retention"),
         ({"methods": {"a": {"seed": 1}}}, "method 'a' must not set 'seed': `seeds` lists the seeds"),
@@ -478,6 +479,18 @@ def test_method_with_augmented_views_learns_other_features(content, tmp_path):
     assert [entry.row.method for entry in (plain, views)] == ["plain", "views"]
     features = [read_features(tmp_path / "out" / cell.folder) for cell, _ in plan.cells()]
     assert not torch.equal(features[0][0].closing.features, features[1][0].closing.features)
+
+
+def test_stream_takes_the_settings_of_a_protocol_but_not_those_of_its_method(content, tmp_path):
+    protocol = {"model": "m", "epochs": 7, "batch_size": 3, "strategy": "dulbe", "classifiers": "lda", "drift": "none"}
+    (tmp_path / "protocols").mkdir()
+    write(tmp_path / "protocols" / "p.yaml", protocol)
+    streams = {"a": {"protocol": "protocols/p.yaml", "data": "x", "batch_size": 4}}
+    (stream,) = read_plan(write(tmp_path / "plan.yaml", content | {"streams": streams})).streams.values()
+    assert stream == {"model": "m", "data": "x", "epochs": 7, "batch_size": 4}
+    streams["a"]["protocol"] = "gone.yaml"
+    with pytest.raises(FileNotFoundError, match=r"protocol file '.*gone.yaml' does not exist"):
+        read_plan(write(tmp_path / "plan.yaml", content | {"streams": streams}))
 
 
 @pytest.mark.slow
