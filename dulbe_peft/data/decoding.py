@@ -83,7 +83,8 @@ def image_suffixes() -> tuple[str, ...]:
 @cache
 def decoding_lock() -> Any:
     """Return the lock for decoding large images. Processes forked after the first call share it."""
-    return multiprocessing.Lock()
+    # Such a lock has no name in the system, which a killed process would leave behind.
+    return multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else None).Lock()
 
 
 def why_not_read(suffix: str) -> str:

@@ -7,6 +7,7 @@ written after training is complete.
 
 import json
 import shutil
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
@@ -17,6 +18,7 @@ from urllib.parse import quote
 
 import torch
 from filelock import FileLock, Timeout
+from tqdm import tqdm
 
 from dulbe_peft.checkpoints.layout import TIMINGS_FILE, task_folders
 from dulbe_peft.classifiers.registry import CLASSIFIERS, parse_classifier
@@ -91,6 +93,7 @@ def finish_cell(
     """
     if threads is not None:
         torch.set_num_threads(threads)
+        tqdm.set_lock(threading.RLock())  # by default, a semaphore, which Ctrl-C would leave behind
     folder, problems = output / cell.folder, []
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -2,9 +2,13 @@
 
 import csv
 import json
+import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -413,6 +417,24 @@ def test_choice_of_settings_waits_for_another_process(copied):
     assert compare(read_plan(folder / "plan.yaml"), folder / "out", jobs=1, log=finish) == entries
     assert messages[1].endswith("skipped: another process is running it")
     assert messages[2] == "waiting for another process, which is trying 1 setting"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="Ctrl-C reaches a group of processes otherwise")
+def test_ctrl_c_stops_all_workers_and_prints_only_how_to_continue(content, tmp_path):
+    write(tmp_path / "plan.yaml", content | {"seeds": [0, 1, 2, 3]})
+    command = [sys.executable, "-m", "research", "compare", "plan.yaml", "--output", "out", "--jobs", "2"]
+    pipe, environment = subprocess.PIPE, os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )
+    while not list((tmp_path / "out").rglob("answers")) and process.poll() is None:  # both workers have read images
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    lines = errors.splitlines()
+    assert process.returncode == 130 and lines[0] == "python -m research: stopped by SIGINT"
+    assert len(lines) == 3 and lines[2].endswith("research compare plan.yaml --output out --jobs 2")
 
 
 @pytest.mark.slow
