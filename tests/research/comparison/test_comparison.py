@@ -551,7 +551,13 @@ def test_example_files_are_valid_and_match_their_results(path, monkeypatch):
         assert found <= planned
         assert {name for _, name, _ in planned - found} <= ({"bayes"} if path.stem in OLDER else set())
     assert f"compare examples/comparisons/{path.name} --output" in path.read_text(encoding="utf-8")
-    if path.stem == "family":
-        included = {name for name, cls in STRATEGIES.items() if cls.__module__.startswith("dulbe_peft.")}
-        methods = [*plan.methods.values(), *read_plan(path.with_stem("systems")).methods.values()]
-        assert {method["strategy"].partition(":")[0] for method in methods} == included
+
+
+def test_every_strategy_is_a_row_of_some_comparison(monkeypatch):
+    for name in ("MODEL", "OTHER_MODEL", "DATA", "MODELS", "TWIN"):
+        monkeypatch.setenv(name, "demo")
+    plans = [read_plan(path) for path in (ROOT / "examples" / "comparisons").glob("*.yaml")]
+    compared = {
+        method.get("strategy", "frozen").partition(":")[0] for plan in plans for method in plan.methods.values()
+    }
+    assert compared == {name for name, cls in STRATEGIES.items() if cls.__module__.startswith("dulbe_peft.")}
