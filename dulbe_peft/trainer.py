@@ -20,8 +20,7 @@ from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.checkpoints import restoring, saving, unfinished
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.data.images import named_images
-from dulbe_peft.encoders.pixels import PixelDataset, PixelRow
-from dulbe_peft.encoders.reading import loader_settings
+from dulbe_peft.encoders.pixels import PixelDataset, PixelRow, loader_settings
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.strategies.dulbe import Dulbe
 from dulbe_peft.subspaces.occupation import OccupationStatistics

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.utils.registry import Registry
-from dulbe_peft.utils.specs import closest, convert, format_spec, parse_spec, split_specs
+from dulbe_peft.utils.specs import Registry, closest, convert, format_spec, parse_spec, split_specs
 
 Kind = TypeVar("Kind", bound=type[Classifier])
 

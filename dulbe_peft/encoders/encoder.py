@@ -20,8 +20,7 @@ from dulbe_peft.encoders import backends, loading
 from dulbe_peft.encoders.encoding import Encoding, untouched
 from dulbe_peft.encoders.identity import ImageTowerFacts, encoder_key
 from dulbe_peft.encoders.loading import unpacked
-from dulbe_peft.encoders.pixels import PixelDataset
-from dulbe_peft.encoders.reading import read_batches
+from dulbe_peft.encoders.pixels import PixelDataset, read_batches
 from dulbe_peft.encoders.text_encoder import TextEncoder
 from dulbe_peft.utils import processes
 from dulbe_peft.utils.devices import choose_device, choose_precision, has_bfloat16

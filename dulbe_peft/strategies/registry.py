@@ -3,8 +3,7 @@
 from typing import Any, TypeVar
 
 from dulbe_peft.strategies.base import Strategy
-from dulbe_peft.utils.registry import Registry
-from dulbe_peft.utils.specs import closest, convert, parse_spec
+from dulbe_peft.utils.specs import Registry, closest, convert, parse_spec
 
 S = TypeVar("S", bound=type[Strategy])
 

@@ -10,7 +10,7 @@ import torch
 from lives import images_of, tiny_learner
 
 from dulbe_peft.classifiers import make_classifier
-from dulbe_peft.encoders import reading
+from dulbe_peft.encoders import pixels
 from dulbe_peft.utils.extras import garbage_collection_off
 from dulbe_peft.utils.torch_settings import one_thread
 from dulbe_peft.utils.workers import number_of_jobs
@@ -71,13 +71,13 @@ def test_jobs_are_limited_to_the_number_of_cores(monkeypatch):
 
 @pytest.mark.parametrize("delay", [0.0, 5.0])
 def test_progress_is_shown_only_on_terminals_and_for_long_passes(delay, monkeypatch, capsys):
-    monkeypatch.setattr(reading, "UNSHOWN", delay)
-    pixels = torch.stack([image for image, _ in images_of(*range(4))])
+    monkeypatch.setattr(pixels, "UNSHOWN", delay)
+    rows = torch.stack([image for image, _ in images_of(*range(4))])
     learner = tiny_learner("frozen", progress=True)
-    learner.image_embeds(pixels)
+    learner.image_embeds(rows)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    learner.image_embeds(pixels)
+    learner.image_embeds(rows)
     progress = capsys.readouterr().err
     assert ("encode, float32" in progress and "images/s" in progress) == (delay == 0)
 

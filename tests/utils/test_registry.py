@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from dulbe_peft.utils.registry import Registry
+from dulbe_peft.utils.specs import Registry
 
 PLUGIN = """
 from dataclasses import dataclass

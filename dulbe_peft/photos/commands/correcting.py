@@ -48,7 +48,7 @@ def write_corrected(
     run_stream(learner, [], output, RunOptions(past=sources))
     print(f"written: {output}")
     if any(learner.state.known.tested.values()):
-        from dulbe_peft.photos.runs.sources import tests_of
+        from dulbe_peft.photos.runs.setup import tests_of
 
         source = next((task.source for task in reversed(past) if task.source), None)
         command = shlex.join(["dulbe-peft", "evaluate", output, *tests_of(source)])

@@ -58,8 +58,7 @@ def evaluate(
         raise ValueError("--scale needs --zero-shot: give both")
     if zero_shot and reject is not None:
         raise ValueError("--reject tests the learner's classifier, and --zero-shot the text classifier: give only one")
-    from dulbe_peft.photos.runs.setup import unreadable_finder
-    from dulbe_peft.photos.runs.sources import open_images
+    from dulbe_peft.photos.runs.setup import open_images, unreadable_finder
 
     source, loaded = DataSource(data, strict=strict, class_names=class_names, **groups), load()
     images = open_images(source, split, unreadable_finder(loaded))

@@ -54,8 +54,7 @@ def features(
     from dulbe_peft.data.feature_tables import EncoderNote, write_features
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.photos.runs.encoding import fill_store
-    from dulbe_peft.photos.runs.setup import unreadable_finder
-    from dulbe_peft.photos.runs.sources import open_images, open_source
+    from dulbe_peft.photos.runs.setup import open_images, open_source, unreadable_finder
 
     source, loaded = DataSource(data, strict=strict, class_names=class_names), load()
     store = loaded.encoder.store

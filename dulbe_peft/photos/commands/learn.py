@@ -15,7 +15,7 @@ from dulbe_peft.photos.commands.options import LABELS, OVERWRITE, Folder, Load, 
 from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim
 from dulbe_peft.photos.commands.run import close_run
 from dulbe_peft.photos.data.source import DRAWS, DataSource
-from dulbe_peft.photos.runs import sources
+from dulbe_peft.photos.runs import setup
 from dulbe_peft.photos.runs.setup import unreadable_finder
 from dulbe_peft.utils.settings import AtLeastOne, field_types, setting
 from dulbe_peft.utils.terminal import counted, print_once
@@ -46,7 +46,7 @@ def learn(
     overwrite: bool = OVERWRITE,
     **flags: Any,
 ) -> None:
-    data = sources.data_or_labels(data, labels)
+    data = setup.data_or_labels(data, labels)
     if not data:
         raise ValueError("--data is required, or --labels")
     source = DataSource(data, **{name: value for name, value in flags.items() if value is not None}).absolute()
@@ -59,11 +59,11 @@ def learn(
     from dulbe_peft.streams.run import RunOptions, run_stream
 
     notes: list[str] = []
-    train, test = sources.open_source(source, unreadable_finder(loaded), notes, loaded.class_names)
-    sources.report_leaks(train, test, loaded.state.known)
+    train, test = setup.open_source(source, unreadable_finder(loaded), notes, loaded.class_names)
+    setup.report_leaks(train, test, loaded.state.known)
     fresh = train
     if not again:
-        fresh = _without_equal_features(sources.new_images(train, loaded.state.known, " (--again)"), loaded)
+        fresh = _without_equal_features(setup.new_images(train, loaded.state.known, " (--again)"), loaded)
     if not len(fresh):
         raise ValueError(f"{data!r} has nothing to learn: {learner!r} has learned all of its images")
     learned, gone = set(loaded.class_names), set(train.labels.tolist()) - set(fresh.labels.tolist())
@@ -79,7 +79,7 @@ def learn(
         print_once(f"{name!r} is learned as a new class; {earlier}")
     tasks = _tasks(fresh, test, new, increment) if new else []
     past = known_tasks(loaded)
-    tests = sources.reopen_tests(past, loaded.state.known, renamed)
+    tests = setup.reopen_tests(past, loaded.state.known, renamed)
     if known and no_update:
         print_once(f"left out: images of known classes ({', '.join(known)})")
     elif known:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +18,15 @@ from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.photos.commands.options import LABELS, OVERWRITE, File, command, run_settings
 from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim, print_next_command
 from dulbe_peft.photos.runs.settings import GROUPS, given_settings, pick
-from dulbe_peft.photos.runs.sources import data_or_labels
+from dulbe_peft.photos.runs.setup import data_or_labels
 from dulbe_peft.utils.settings import field_types, setting
+from dulbe_peft.utils.terminal import counted, printable
 
 if TYPE_CHECKING:  # torch is imported when the run is set up
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.metrics.results import Results
+    from dulbe_peft.photos.runs.setup import Setup
 
 # The settings that `--help` shows; `--help-all` shows all.
 ESSENTIAL = (
@@ -59,7 +62,6 @@ def run(
     _ = stream.methods  # raises if a strategy or classifier does not exist, before an existing output is renamed
     if overwrite and not stream.dry_run:
         claim(output, reads=reads, apart=[stream.data], overwrite=True)
-    from dulbe_peft.photos.commands.dry_run import describe
     from dulbe_peft.photos.runs.setup import set_up
 
     setup = set_up(stream, adapter, args)
@@ -125,3 +127,41 @@ def print_results(output: str, results: Results | None = None) -> None:
     if best != run.first:
         print(f"to predict with it: dulbe-peft predict {shlex.quote(output)} PHOTOS --classifier {best}")
     print_next_command("report", output)
+
+
+def describe(setup: Setup) -> None:
+    """Print what a run would do and keep, without running it."""
+    for number, task in enumerate(setup.tasks, 1):
+        tests = "no test images" if task.test is None else counted(len(task.test), "test image")
+        names = ", ".join(task.class_names[:5]) + (", ..." if len(task.class_names) > 5 else "")
+        classes, images = counted(len(task.class_names), "class"), counted(len(task.train), "training image")
+        print(f"task {number}: {classes}, {images}, {tests}: {printable(names)}")
+    if setup.learner.strategy.adapts:
+        _describe_model(setup.learner.model, setup.learner.strategy)
+    else:
+        print("nothing is trained, and no layer is adapted")
+    if not setup.tasks:
+        return
+    total = sum(len(task.class_names) for task in setup.tasks)
+    for name, classifier in setup.learner.classifiers.items():
+        print(f"classifier {name}: {classifier.nbytes_with(total) / 2**20:.2f} MiB with {counted(total, 'class')}")
+
+
+def _describe_model(model: Any, strategy: Any) -> None:
+    """Print a line per kind of adapted layer, the trainable parameters, and the memory of the input statistics."""
+    from dulbe_peft.photos.cost import statistics_bytes, trainable_parameters
+
+    config, layers = model.active_peft_config, model.dual_mode_layers()
+    # This encodes an image, and raises an error if a layer is not used: better now than after the first task.
+    statistics = statistics_bytes(model)
+    kinds = Counter((n.rpartition(".")[2], layer.in_features, layer.out_features) for n, layer in layers.items())
+    for (kind, width, height), count in kinds.items():
+        support = min(config.support_rank, width - config.residual_rank)
+        ranks = f"shared {config.shared_rank}  residual {config.residual_rank}  support <= {support}"
+        print(f"{kind}  {width} -> {height}  {counted(count, 'layer')}  {ranks}")
+    trained = trainable_parameters(model, strategy)
+    total, other = trained["total"], trained["other"]
+    print(f"adapted visual layers: {len(layers)}")
+    print(f"trainable parameters: {total:,} ({total - other:,} visual, {other:,} other)")
+    if strategy.remembers_inputs:
+        print(f"statistics: {statistics / 2**20:.2f} MiB")

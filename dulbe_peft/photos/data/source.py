@@ -169,9 +169,8 @@ class DataSource:
             ValueError: If images are unreadable and `strict` is true, all images of a class are unreadable, there are
                 both a test split and a fraction, or the layout is ambiguous.
         """
-        from dulbe_peft.photos.data.groups import grouped
         from dulbe_peft.photos.data.looking import compared, readable
-        from dulbe_peft.photos.data.splits import draw_per_class, hold_out
+        from dulbe_peft.photos.data.splits import draw_per_class, grouped, hold_out
 
         given, left_out, notes = _opened_parts(self)
         name, *tests = given
@@ -208,8 +207,8 @@ class DataSource:
         The split "" means that `data` is a folder of classes; None means the split "test" if `data` has it, and
         otherwise a folder of classes.
         """
-        from dulbe_peft.photos.data.groups import grouped
         from dulbe_peft.photos.data.looking import readable
+        from dulbe_peft.photos.data.splits import grouped
 
         names, opened = self._openers(self.data)
         if split is None:

@@ -1,13 +1,21 @@
-"""Hold out images of each class, or draw some of them, by the content of the images."""
+"""Hold out images of each class, or draw some of them, by the content of the images; and the groups of images that
+belong together, such as the frames of one animal or one burst, as --group names them.
+"""
 
 import hashlib
-from collections.abc import Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from numbers import Real
+from pathlib import PurePosixPath
 
 import numpy as np
 
+from dulbe_peft.data.folders import FileImages, ImageFolder
 from dulbe_peft.data.images import LabelledImages, labelled_images
+from dulbe_peft.photos.data.looking import times_taken
 from dulbe_peft.utils.settings import check_int
+from dulbe_peft.utils.terminal import counted, printable
 
 
 def hold_out(
@@ -92,3 +100,141 @@ def _draws(images: LabelledImages, seed: int, purpose: str) -> np.ndarray:
     )
     digests = (hashlib.sha256(f"{seed} {purpose}\0".encode() + (key or b"")) for key in keys)
     return np.array([int.from_bytes(digest.digest()[:8], "little") / 2**64 for digest in digests])
+
+
+FOLDER = "folder"  # groups are the folders in which the files are
+_MISSING = {"", "nan", "null", "none", "<na>"}  # how tables write a missing value, in lower case
+
+
+def grouped(
+    parts: Mapping[str, LabelledImages], group: str | None, seconds: float | None
+) -> tuple[dict[str, LabelledImages], list[str]]:
+    """Return the splits with the groups of their images, and sentences about them.
+
+    Args:
+        parts: Split -> images.
+        group: A column of the data, "folder", or a regular expression whose first group names an image's group in its
+            path. An image without a value, an inner folder or a match is a group of its own.
+        seconds: If given, images that were taken within this time of one another are a group, if `group` does not
+            tell them apart. An image without a time is a group of its own.
+
+    Raises:
+        ValueError: If no image has a group, or none was taken at a known time.
+    """
+    if group is None and seconds is None:
+        return dict(parts), []
+    keys = {split: _keys(images, group) for split, images in parts.items()}
+    if seconds is not None:
+        keys = _bursts(parts, keys, seconds)
+    alone = sum(key is None for of in keys.values() for key in of)
+    if alone == sum(map(len, keys.values())):
+        what = f"--group is {group!r}" if group is not None else f"--group-seconds is {seconds:g}"
+        raise ValueError(f"{what}, but no image has a group: {_why_alone(group, seconds)}")
+    named = {split: _named(parts[split], of) for split, of in keys.items()}
+    notes = _notes(parts, keys)
+    if alone:
+        notes.append(
+            f"{counted(alone, 'image')} without a group, each a group of its own: {_why_alone(group, seconds)}"
+        )
+    return {split: images.grouped(named[split]) for split, images in parts.items()}, notes
+
+
+def _why_alone(group: str | None, seconds: float | None) -> str:
+    """Say what an image without a group lacks."""
+    if seconds is not None:
+        return "the photographs do not say when they were taken" + ("" if group is None else f", or have no {group!r}")
+    if group == FOLDER:
+        return "the files are directly in the folders of the classes"
+    return f"the value is missing, or no path matches {group!r}"
+
+
+def _keys(images: LabelledImages, group: str | None) -> list[str | None]:
+    """Return the name of each image's group, or None for an image without a group; "" for all if `group` is None."""
+    if group is None:
+        return [""] * len(images)
+    if group in images.columns:
+        values = images.columns[group]()
+        texts = [str(values[position]).strip() for position in images.indices.tolist()]
+        return [None if text.lower() in _MISSING else text for text in texts]
+    paths = [_path(images, index) for index in range(len(images))]
+    if group == FOLDER and isinstance(images, FileImages):
+        return [_folder(path, isinstance(images, ImageFolder)) for path in paths]
+    try:
+        pattern = re.compile(group)
+    except re.error as error:
+        raise ValueError(f"--group {group!r} is no regular expression: {error}") from error
+    if not pattern.groups:
+        listed = f"its columns are {', '.join(map(repr, images.columns))}" if images.columns else "it has no columns"
+        raise ValueError(
+            f"--group is {group!r}, expected a column of the data ({listed}), {FOLDER!r} for the folders of files, or "
+            "a regular expression with a group in parentheses, such as '(item[0-9]+)'"
+        )
+    matches = [pattern.search(path) for path in paths]
+    return [match[1] or None if match else None for match in matches]
+
+
+def _path(images: LabelledImages, index: int) -> str:
+    """Return the path of an image, relative to its data set if it is a file."""
+    if isinstance(images, FileImages):
+        return str(images.source[images.indices[index]])
+    return images.item_name(index)
+
+
+def _folder(path: str, of_classes: bool) -> str | None:
+    """Return the folder of a file: class/ITEM in a folder of classes, even if ITEM contains folders."""
+    folders = PurePosixPath(path).parts[:-1]
+    folders = folders[:2] if of_classes else folders
+    return "/".join(folders) if len(folders) > (1 if of_classes else 0) else None
+
+
+def _bursts(
+    parts: Mapping[str, LabelledImages], keys: Mapping[str, Sequence[str | None]], seconds: float
+) -> dict[str, list[str | None]]:
+    """Divide each group where no photograph was taken for longer than `seconds`."""
+    taken: dict[str, list[tuple[float, str, int]]] = defaultdict(list)
+    bursts: dict[str, list[str | None]] = {split: [None] * len(images) for split, images in parts.items()}
+    for split, images in parts.items():
+        for index, (key, time) in enumerate(zip(keys[split], times_taken(images), strict=True)):
+            if key is not None and time is not None:
+                taken[key].append((time, split, index))
+    for key, rows in taken.items():
+        rows.sort()
+        first, before = rows[0][0], rows[0][0]
+        for time, split, index in rows:
+            first = time if time - before > seconds else first
+            before, bursts[split][index] = time, f"{key} at {first:.2f} s".strip()
+    return bursts
+
+
+def _named(images: LabelledImages, keys: Sequence[str | None]) -> list[str]:
+    """Return a text for each image's group. The content of an image without a group tells it apart."""
+    contents = images.contents() if None in keys else [b""] * len(keys)
+    return [
+        f"group {key}" if key is not None else f"image {(content or images.item_name(index).encode()).hex()}"
+        for index, (key, content) in enumerate(zip(keys, contents, strict=True))
+    ]
+
+
+def _notes(parts: Mapping[str, LabelledImages], keys: Mapping[str, Sequence[str | None]]) -> list[str]:
+    """Return sentences on the groups, on those in two splits, and on classes that lie in one group."""
+    sizes = Counter(key for of in keys.values() for key in of if key is not None)
+    name, most = sizes.most_common(1)[0]
+    notes = [f"{counted(len(sizes), 'group')} of images, of which {printable(name)!r} has {most}"]
+    inside = [{key for key in of if key is not None} for of in keys.values()]
+    shared = sorted(set.intersection(*inside)) if len(inside) > 1 else []
+    if shared:
+        both = f"{counted(len(shared), 'group')} in training and test images, such as {printable(shared[0])!r}"
+        notes.append(f"{both}, so the accuracy is too optimistic")
+    split, train = next(iter(parts.items()))
+    texts = np.array([key if key is not None else f"\0{index}" for index, key in enumerate(keys[split])])
+    single = [
+        train.class_names[label]
+        for label in np.unique(train.labels)
+        if (train.labels == label).sum() > 1 and len(set(texts[train.labels == label])) == 1
+    ]
+    if single:
+        notes.append(
+            f"all training images of {counted(len(single), 'class')} are in one group, such as "
+            f"{printable(single[0])!r}: for estimates, that is like a single image"
+        )
+    return notes

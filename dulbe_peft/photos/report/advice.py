@@ -11,7 +11,7 @@ from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, TITLES
 from dulbe_peft.metrics.results import Results
 from dulbe_peft.photos.report.run_folder import RunFolder
 from dulbe_peft.photos.report.shares import ClassRow, ConfusionMatrix, Share, listed
-from dulbe_peft.photos.runs.sources import tests_of
+from dulbe_peft.photos.runs.setup import tests_of
 from dulbe_peft.streams.training_cost import ADVICE, MUCH, significant_costs
 from dulbe_peft.training.state import Estimate
 from dulbe_peft.utils.terminal import counted

@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.store import EncoderKey, FeatureStore
-from dulbe_peft.encoders.reading import UNSHOWN
+from dulbe_peft.encoders.pixels import UNSHOWN
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.utils.workers import OncePerProcess, number_of_jobs, side_by_side
 
