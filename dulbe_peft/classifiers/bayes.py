@@ -31,7 +31,7 @@ from dulbe_peft.utils.settings import Positive
 KAPPAS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 RHOS = (0.01, 0.03, 0.1, 0.3, 1.0)
 TEMPERATURES = tuple(2.0 ** (half / 2) for half in range(12, -1, -1))  # of the scores of left-out images
-MOST_JUDGED = 256  # left-out images per task, spread evenly over its classes; all images would take much longer
+MOST_LEFT_OUT = 256  # left-out images per task, spread evenly over its classes; all images would take much longer
 NEVER = 1e300  # a loss so large that its row of the table is never chosen
 
 # Chosen on held-out training images with published features; docs/results.md lists the streams.
@@ -143,7 +143,7 @@ class BayesRule(ClassSums):
         order = ranking(images).argsort()
         images, labels = images[order], labels[order]
         places, inside = places_among(labels), labels.bincount(minlength=classes)
-        rows = places.argsort(stable=True)[:MOST_JUDGED]
+        rows = places.argsort(stable=True)[:MOST_LEFT_OUT]
         weights = classes / state.counts.to(images) * inside
         weights = (weights / labels[rows].bincount(minlength=classes).clamp_min(1))[labels]
         losses = self._fit(state, 0).text_losses(images[rows], labels[rows], weights[rows], USUAL_RHO)

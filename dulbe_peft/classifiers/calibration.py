@@ -26,7 +26,7 @@ FOLDS = 5
 DOUBT = 1 / 3
 FADING = 0.85  # weight of a task relative to the next one; chosen on held-out training images
 KEPT = 32  # newest tasks that are kept; earlier ones would have a weight of less than 0.01
-MOST = 200  # numbers kept per task; if there are more images, evenly spaced quantiles are kept
+MOST_KEPT = 200  # numbers kept per task; if there are more images, evenly spaced quantiles are kept
 LIMIT = math.log(1000.0)  # limit of the logarithm of a temperature, either way
 
 
@@ -41,8 +41,8 @@ class TaskTemperature(Record):
     images: int = Field(ge=1)
     worth: int = Field(ge=1)
     classes: int = Field(ge=2)
-    own: tuple[Fraction, ...] = Field(max_length=MOST)
-    largest: tuple[Fraction, ...] = Field(max_length=MOST)
+    own: tuple[Fraction, ...] = Field(max_length=MOST_KEPT)
+    largest: tuple[Fraction, ...] = Field(max_length=MOST_KEPT)
 
 
 class TaskNovelty(Record):
@@ -59,7 +59,7 @@ class TaskNovelty(Record):
     known: tuple[float, ...] = Field(min_length=3, max_length=3)
     unknown: tuple[float, ...] = Field(min_length=3, max_length=3)
     products: tuple[float, ...] = Field(min_length=9, max_length=9)
-    novelties: tuple[float, ...] = Field(max_length=MOST, default=())
+    novelties: tuple[float, ...] = Field(max_length=MOST_KEPT, default=())
     area: Fraction | None = None
 
 
@@ -119,8 +119,8 @@ def worth(weights: Tensor) -> int:
 
 
 def evenly(values: Tensor, weights: Tensor) -> Tensor:
-    """Return quantiles of weighted values, in ascending order: `worth(weights)` of them, at most `MOST`."""
-    order, number = values.argsort(), min(MOST, worth(weights))
+    """Return quantiles of weighted values, in ascending order: `worth(weights)` of them, at most `MOST_KEPT`."""
+    order, number = values.argsort(), min(MOST_KEPT, worth(weights))
     ends = weights[order].cumsum(dim=0) / weights.sum()
     at = (torch.arange(number).to(ends) + 0.5) / number
     return values[order][torch.searchsorted(ends, at).clamp_max(len(values) - 1)]
@@ -138,8 +138,8 @@ def threshold(tasks: Sequence[TaskTemperature], kind: Literal["own", "largest"],
         Vovk et al., "Algorithmic Learning in a Random World", 2005; Sadinle et al., "Least Ambiguous Set-Valued
         Classifiers with Bounded Error Levels", 2019: 1 minus the probability of the correct class as the score.
     """
-    # The first of `MOST` quantiles is that of the share 1 / (2 MOST), so it bounds no smaller share.
-    parts = ((np.asarray(getattr(task, kind)), min(task.worth, 2 * MOST - 1)) for task in tasks[::-1])
+    # The first of `MOST_KEPT` quantiles is that of the share 1 / (2 MOST_KEPT), so it bounds no smaller share.
+    parts = ((np.asarray(getattr(task, kind)), min(task.worth, 2 * MOST_KEPT - 1)) for task in tasks[::-1])
     # After a merge a task has no probabilities.
     spread = [kept[np.linspace(0, len(kept) - 1, images).astype(int)] for kept, images in parts if len(kept)]
     return order_statistic(spread, share)

@@ -9,7 +9,14 @@ from taught import clusters, in_tasks
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers import calibration
-from dulbe_peft.classifiers.calibration import LIMIT, MOST, TaskTemperature, fit_temperature, hold_back, temperature
+from dulbe_peft.classifiers.calibration import (
+    LIMIT,
+    MOST_KEPT,
+    TaskTemperature,
+    fit_temperature,
+    hold_back,
+    temperature,
+)
 
 DIM = 12
 
@@ -65,7 +72,7 @@ def test_calibration_stores_probabilities_of_held_out_images():
         torch.testing.assert_close(torch.tensor(kept).double(), each.sort().values, rtol=0, atol=1e-4)
     labels = torch.arange(3).repeat_interleave(torch.tensor([333, 333, 334]))
     many = calibration.calibrated((), torch.randn(1000, 3), labels, labels, lambda tasks: 1.0)[0]
-    assert many.images == 1000 and many.worth == 999 and len(many.own) == len(many.largest) == MOST
+    assert many.images == 1000 and many.worth == 999 and len(many.own) == len(many.largest) == MOST_KEPT
 
 
 def test_calibration_weights_all_classes_equally():
