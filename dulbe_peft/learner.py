@@ -35,8 +35,7 @@ from dulbe_peft.training.learning_rate import MakeTrainer, with_rate
 from dulbe_peft.training.locking import TakesTurns, Turns, takes_turn
 from dulbe_peft.training.state import Estimate, LearnerState
 from dulbe_peft.training.task_trainer import Log, TaskRecord, TaskTrainer, train_task
-from dulbe_peft.utils.devices import choose_device
-from dulbe_peft.utils.processes import on_main_process
+from dulbe_peft.utils.processes import choose_device, on_main_process
 from dulbe_peft.utils.profiling import Profile
 from dulbe_peft.utils.torch_settings import default_torch_settings, seeded_randomness
 

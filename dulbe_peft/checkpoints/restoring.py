@@ -27,8 +27,8 @@ from dulbe_peft.strategies.registry import make_strategy
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils import folders
-from dulbe_peft.utils.devices import choose_device, choose_precision, has_bfloat16
 from dulbe_peft.utils.folders import CheckpointError, load_errors
+from dulbe_peft.utils.processes import choose_device, choose_precision, has_bfloat16
 from dulbe_peft.utils.tensors import read_tensors
 
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")

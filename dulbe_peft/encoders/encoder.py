@@ -23,7 +23,7 @@ from dulbe_peft.encoders.loading import unpacked
 from dulbe_peft.encoders.pixels import PixelDataset, read_batches
 from dulbe_peft.encoders.text_encoder import TextEncoder
 from dulbe_peft.utils import processes
-from dulbe_peft.utils.devices import choose_device, choose_precision, has_bfloat16
+from dulbe_peft.utils.processes import choose_device, choose_precision, has_bfloat16
 from dulbe_peft.utils.profiling import Profile
 from dulbe_peft.utils.tensors import align_weights, aligned, from_array
 from dulbe_peft.utils.torch_settings import evaluating

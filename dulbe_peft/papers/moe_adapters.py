@@ -64,11 +64,11 @@ class Experts(Encoding):
         super().__init__(str(strategy), tensors)
         self.strategy, self.training = strategy, training
 
-    def image_embeds(self, clip: Any, pixels: Tensor, queries: Tensor | None) -> Tensor:
+    def image_embeds(self, clip: object, pixels: Tensor, queries: Tensor | None) -> Tensor:
         with self._beside(clip, "vision"):
             return unit_image_embeds(clip, pixels)
 
-    def text_embeds(self, clip: Any, tokens: dict[str, Tensor]) -> Tensor:
+    def text_embeds(self, clip: object, tokens: dict[str, Tensor]) -> Tensor:
         with self._beside(clip, "text"):
             return unit_text_embeds(clip, tokens)
 

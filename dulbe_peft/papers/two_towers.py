@@ -31,7 +31,7 @@ class TwoTowers(Encoding):
         super().__init__(f"{type(given).__name__} {given.settings}", given.tensors)
         self.second = given
 
-    def image_embeds(self, clip: Any, pixels: Tensor, queries: Tensor | None) -> Tensor:
+    def image_embeds(self, clip: object, pixels: Tensor, queries: Tensor | None) -> Tensor:
         assert queries is not None
         return joined(queries, self.second.image_embeds(clip, pixels, queries))
 

@@ -27,8 +27,8 @@ from dulbe_peft.streams.progress import SOURCES_FILE, FinishedTask, read_finishe
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.training.state import LearnerState
 from dulbe_peft.utils import folders
-from dulbe_peft.utils.devices import has_bfloat16
 from dulbe_peft.utils.folders import CheckpointError, library_versions
+from dulbe_peft.utils.processes import has_bfloat16
 from dulbe_peft.utils.records import Record, first_problem
 from dulbe_peft.utils.settings import flat_settings
 from dulbe_peft.utils.tensors import tensors_digest

@@ -23,10 +23,11 @@ from dulbe_peft.encoders.pixels import PixelDataset, with_image_resize
 from dulbe_peft.strategies.base import Strategy
 from dulbe_peft.strategies.registry import make_strategy
 from dulbe_peft.training.state import LearnerState
-from dulbe_peft.utils.devices import choose_precision, has_bfloat16
 from dulbe_peft.utils.processes import (
     check_same_in_all,
+    choose_precision,
     copy_from_main,
+    has_bfloat16,
     raise_in_all,
     refuse_offloaded,
     refuse_sharded,

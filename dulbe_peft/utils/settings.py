@@ -42,7 +42,7 @@ def documented(kind: type[T]) -> type[T]:
 
 
 @cache
-def field_types(kind: type) -> dict[str, Any]:
+def field_types(kind: type) -> dict[str, object]:
     """Return the type of every field of a dataclass by name, including its limits."""
     hints = get_type_hints(kind, include_extras=True)
     return {field.name: hints[field.name] for field in fields(kind)}

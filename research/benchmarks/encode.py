@@ -35,7 +35,7 @@ from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.encoders import backends
 from dulbe_peft.encoders.loading import unit_image_embeds
 from dulbe_peft.photos.commands.main import main as command
-from dulbe_peft.utils.devices import has_bfloat16
+from dulbe_peft.utils.processes import has_bfloat16
 from research.benchmarks import common, models
 
 SIZE = (500, 375)

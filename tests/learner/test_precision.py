@@ -8,7 +8,7 @@ import torch
 from lives import images_of, stream, tiny_learner
 
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments
-from dulbe_peft.utils import devices
+from dulbe_peft.utils import processes
 
 
 @pytest.fixture
@@ -29,9 +29,9 @@ def test_auto_precision_is_bfloat16_for_frozen_models_on_capable_hardware(hardwa
     hardware.bfloat16 = False
     assert tiny_learner("frozen").args.precision == "float32"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert not devices.has_bfloat16(torch.device("cuda"))
+    assert not processes.has_bfloat16(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert devices.has_bfloat16(torch.device("cuda"))
+    assert processes.has_bfloat16(torch.device("cuda"))
 
 
 def test_loaded_learner_keeps_its_precision_or_warns(hardware, tmp_path, capsys):

@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from dulbe_peft.utils.devices import choose_device
-from dulbe_peft.utils.processes import padded_shard, refuse_sharded, shard
+from dulbe_peft.utils.processes import choose_device, padded_shard, refuse_sharded, shard
 
 STREAM = Path(__file__).with_name("distributed_stream.py")
 # `lora_sub` uses notes of `plan`, and `cl_lora` adds gradients of its own. The bounds are about three times the

@@ -171,17 +171,17 @@ class App:
         waiting = self.labelling.labels.values() if self.labelling else ()
         return list(dict.fromkeys([*self.learner.class_names, *waiting]))
 
-    def rename(self, request: dict[str, Any]) -> dict[str, Any]:
+    def rename(self, request: dict[str, object]) -> dict[str, object]:
         """Rename a class. If the new name is that of another class, the two become one."""
         old, new = str(request.get("class")), self.class_of({"class": request.get("to")})
         return self.edit(f"{old} is now {new}", lambda: self.learner.rename_class(old, new), old)
 
-    def forget(self, request: dict[str, Any]) -> dict[str, Any]:
+    def forget(self, request: dict[str, object]) -> dict[str, object]:
         """Forget a class. Its photographs lose their labels."""
         name = str(request.get("class"))
         return self.edit(f"forgotten: {name}", lambda: self.learner.forget_class(name), name)
 
-    def edit(self, words: str, make: Callable[[], object], name: object) -> dict[str, Any]:
+    def edit(self, words: str, make: Callable[[], object], name: object) -> dict[str, object]:
         """Change a class, after the labels that wait have been learned."""
         self.table.check()
         if not isinstance(name, str):
@@ -193,7 +193,7 @@ class App:
         self.trim()
         return self.facts() | {"said": words}
 
-    def label(self, request: dict[str, Any]) -> dict[str, Any]:
+    def label(self, request: dict[str, object]) -> dict[str, Any]:
         """Label a photograph of the folder. After every few labels, the learner learns them."""
         labelling, name, photo = self.photographs(), self.class_of(request), cast(int, request.get("photo"))
         if request.get("ask") and (question := self.question(name)):
