@@ -203,7 +203,7 @@ class LearnerArguments:
             object.__setattr__(self, "prompt_template", given[0] if len(given) == 1 else tuple(given))
         check_settings(self)
         for template in self.templates or ("",):
-            _check_template("prompt_template", template)
+            check_template("prompt_template", template)
         if len(set(self.templates)) < len(self.templates):
             raise ValueError(f"prompt_template has the same text twice: {list(self.templates)}")
         kinds = self.augment.split("+")
@@ -215,7 +215,7 @@ class LearnerArguments:
         if self.precision == "int8" and self.backend != "openvino":
             raise ValueError(f"precision 'int8' needs the backend 'openvino', got the backend {self.backend!r}")
         if self.training_template is not None:
-            _check_template("training_template", self.training_template)
+            check_template("training_template", self.training_template)
 
     @property
     def templates(self) -> tuple[str, ...]:
@@ -223,8 +223,9 @@ class LearnerArguments:
         return self.prompt_template if isinstance(self.prompt_template, tuple) else (self.prompt_template,)
 
 
-def _check_template(name: str, template: str) -> None:
-    if template.count("{}") != 1:
+def check_template(name: str, template: str) -> None:
+    """Raise a `ValueError` unless a prompt template has one place, `{}`, for the name of a class."""
+    if not isinstance(template, str) or template.count("{}") != 1:
         raise ValueError(f"{name} must be a text with exactly one {{}}, got {template!r:.200}")
     if len(template) > 1000:  # far more than a text tower reads; a tokenizer would take seconds
         raise ValueError(f"{name} has {len(template)} characters, at most 1000 are allowed: {template!r:.60}...")

@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.arguments import LearnerArguments, check_template
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.registry import make_classifier
 from dulbe_peft.data.names import check_class_names
@@ -17,6 +17,7 @@ from dulbe_peft.data.unlabelled import as_image, unlabelled_images
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.encoders.loading import has_text, load_dual_encoder, logit_scale
 from dulbe_peft.utils.extras import installed
+from dulbe_peft.utils.torch_settings import default_torch_settings
 
 with installed("an estimator"):
     from sklearn.base import BaseEstimator, ClassifierMixin
@@ -175,6 +176,7 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
         self.classifier = classifier
         self.prompt_template = prompt_template
 
+    @default_torch_settings()
     def fit(self, images: object, y: object) -> Self:
         """Fit all classes from scratch, as one task, on n images and labels, (n,). A label's text is its name."""
         encoder = _encoder(str(self.model))
@@ -183,7 +185,8 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
         if has_text(encoder.clip):
             labels = np.unique(np.asarray(y)).tolist()
             names = check_class_names([str(label) for label in labels])
-            prompts = {name: [self.prompt_template.format(name)] for name in names}
+            check_template("prompt_template", self.prompt_template)
+            prompts = {name: [self.prompt_template.replace("{}", name)] for name in names}
             texts = dict(zip(labels, encoder.text_embeds(names, prompts).cpu().numpy(), strict=True))
         classifier = FeatureClassifier(self.classifier, texts=texts, logit_scale=logit_scale(encoder.clip))
         self.features_ = classifier.fit(self._embeds(images), y)
@@ -200,6 +203,7 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
         check_is_fitted(self)
         return self.features_.predict_proba(self._embeds(images))
 
+    @default_torch_settings()
     def _embeds(self, images: Any) -> np.ndarray:
         encoder = _encoder(str(self.model))
         facts = encoder.facts

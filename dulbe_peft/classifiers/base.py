@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.checks import check_labels, check_share, unit_features
+from dulbe_peft.classifiers.checks import check_default_device, check_labels, check_share, unit_features
 from dulbe_peft.classifiers.rule import Rule, linear
 from dulbe_peft.classifiers.state import State, check_shapes
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils.settings import check_value, field_types
 from dulbe_peft.utils.tensors import has_values
-from dulbe_peft.utils.torch_settings import one_thread, without_autocast
+from dulbe_peft.utils.torch_settings import float32_by_default, one_thread, without_autocast
 
 if TYPE_CHECKING:
     from dulbe_peft.classifiers.calibration import TaskNovelty, TaskTemperature
@@ -115,7 +115,9 @@ class Classifier(nn.Module):
         self.source: dict[str, str] | None = None
         self.calibration: tuple[TaskTemperature, ...] = ()
         self.novelty_tasks: tuple[TaskNovelty, ...] = ()
-        self._layouts = self.rule.layouts()
+        check_default_device()
+        with float32_by_default():
+            self._layouts = self.rule.layouts()
         if taken := self._layouts.keys() & set(dir(type(self))):
             raise TypeError(f"the {self.name!r} classifier: {min(taken)!r} cannot be the name of a tensor")
         self._class_names: list[str] = []
@@ -214,6 +216,7 @@ class Classifier(nn.Module):
     @torch.inference_mode(False)  # inference tensors could not be used in training later
     @torch.no_grad()
     @one_thread()
+    @float32_by_default()
     def add_classes(
         self,
         class_names: Sequence[str],
@@ -266,6 +269,7 @@ class Classifier(nn.Module):
 
     @torch.no_grad()
     @one_thread()
+    @float32_by_default()
     def update_classes(
         self,
         image_embeds: Tensor | np.ndarray,

@@ -14,6 +14,12 @@ TOLERANCE = 1e-5  # difference that counts as rounding, relative to the largest 
 ROWS = 256  # number of random features on which scores are compared
 
 
+def check_default_device() -> None:
+    """Raise a `ValueError` if torch would make tensors without values."""
+    if torch.get_default_device().type == "meta":
+        raise ValueError("torch's default device is 'meta', whose tensors have no values: set it to 'cpu' first")
+
+
 def unit_features(features: object, name: str, width: int, rows: int | None, device: torch.device | str) -> Tensor:
     """Return `features`, (rows, width), normalised to unit norm, in float32 on a device.
 
@@ -21,11 +27,15 @@ def unit_features(features: object, name: str, width: int, rows: int | None, dev
         TypeError: If they are not a floating-point tensor or a NumPy array.
         ValueError: If they have another shape, or a row that is zero or not finite.
     """
+    check_default_device()
     if isinstance(features, np.ndarray) and features.dtype.kind in "fiub":
         features = torch.tensor(features)
     if not isinstance(features, Tensor) or not features.is_floating_point():
         given = getattr(features, "dtype", type(features).__name__)
         raise TypeError(f"{name} must be a floating-point tensor or NumPy array, got {given}")
+    if features.layout != torch.strided or features.is_meta:
+        kind = "on the device 'meta', without values" if features.is_meta else f"of layout {features.layout}"
+        raise ValueError(f"{name} must be a dense tensor with values, got one {kind}")
     if features.ndim != 2 or features.shape[1] != width:
         raise ValueError(f"{name} must be (rows, {width}), got shape {tuple(features.shape)}")
     if rows is not None and len(features) != rows:

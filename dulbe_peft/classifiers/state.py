@@ -10,7 +10,7 @@ from torch import Tensor, distributed
 
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils.tensors import has_values, identity, is_finite
-from dulbe_peft.utils.torch_settings import one_thread
+from dulbe_peft.utils.torch_settings import float32_by_default, one_thread
 
 CLASSES = ".classes"  # contains a dot, so it cannot be the name of a tensor
 MOST_IMAGES = 2**40  # images of one class, so that sums over all classes stay far below the largest int64
@@ -133,7 +133,7 @@ class State(Mapping[str, Tensor]):
         cached = self._derived.get(name)
         if cached is None or cached.key != self._key(of):
             # A tensor made in inference mode could not be used in training later.
-            with torch.inference_mode(False), torch.no_grad(), one_thread():
+            with torch.inference_mode(False), torch.no_grad(), one_thread(), float32_by_default():
                 value = make()
             self.keep_derived(name, value, of)
             return value

@@ -96,12 +96,12 @@ def default_torch_settings() -> Iterator[None]:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.enter_context(_float32_by_default())
+        stack.enter_context(float32_by_default())
         yield
 
 
 @contextmanager
-def _float32_by_default() -> Iterator[None]:
+def float32_by_default() -> Iterator[None]:
     """Make float32 the default dtype. All threads share the default, so the last thread to leave restores it."""
     with _dtype_lock:
         if not _dtype[0]:

@@ -92,3 +92,10 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(digits):
     assert named.classes_.tolist() == [*map(str, range(10)), "a"]
     with pytest.raises(ValueError, match="'lad'; did you mean"):
         FeatureClassifier("lad").fit(X, y)
+
+
+@pytest.mark.parametrize("template", ["a photo", "{name}", "{} {}", None])
+def test_prompt_template_without_one_place_for_the_name_is_refused(template):
+    images = [np.zeros((8, 8, 3), np.uint8)] * 2
+    with pytest.raises(ValueError, match="prompt_template must be a text with exactly one {}"):
+        ImageClassifier("demo", prompt_template=template).fit(images, ["one", "two"])
