@@ -8,7 +8,7 @@ from sklearn.datasets import load_digits
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from dulbe_peft.classifiers import make_classifier
-from dulbe_peft.sklearn import FeatureClassifier
+from dulbe_peft.sklearn import FeatureClassifier, ImageClassifier
 
 FAILING = {
     "check_estimators_dtypes": "a feature of zeros has no direction and is refused",
