@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.checks import check_default_device, check_labels, check_share, unit_features
+from dulbe_peft.classifiers.checks import check_labels, check_share, unit_features
 from dulbe_peft.classifiers.rule import Rule, linear
 from dulbe_peft.classifiers.state import State, check_shapes
 from dulbe_peft.data.names import check_class_names
@@ -115,7 +115,6 @@ class Classifier(nn.Module):
         self.source: dict[str, str] | None = None
         self.calibration: tuple[TaskTemperature, ...] = ()
         self.novelty_tasks: tuple[TaskNovelty, ...] = ()
-        check_default_device()
         with float32_by_default():
             self._layouts = self.rule.layouts()
         if taken := self._layouts.keys() & set(dir(type(self))):

@@ -86,7 +86,8 @@ def checked_task(
         names = check_class_names(images.class_names, seen=state.class_names)
         absent = np.setdiff1d(np.arange(len(names)), images.labels)
         if len(absent):
-            raise ValueError(f"class {names[absent[0]]!r} has no image in the dataset ({len(absent)} such classes)")
+            more = f" and {len(absent) - 1} more have" if len(absent) > 1 else " has"
+            raise ValueError(f"class {names[absent[0]]!r}{more} no image in the dataset")
         all_texts = state.class_texts | check_class_texts(texts, names)
         if loading.has_text(state.base):
             encoder.check_prompts((*state.class_names, *names), all_texts)

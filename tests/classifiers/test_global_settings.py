@@ -66,7 +66,6 @@ def test_default_device_without_values_is_refused(restored):
     for call in (
         lambda: classifier(np.ones((2, 16))),
         lambda: classifier.add_classes(["g"], np.ones((2, 16)), np.zeros(2, np.int64)),
-        lambda: make_classifier("lda", 16, 10.0),
     ):
         with pytest.raises(ValueError, match="default device is 'meta', whose tensors have no values"):
             call()

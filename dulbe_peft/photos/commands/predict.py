@@ -170,7 +170,7 @@ def _write(rows: list[Prediction], csv: str | None, json_file: str | None, exift
     readable = [row for row in rows if row.error is None]
     if csv:
         lines = [
-            [printable(row.image), printable(name), f"{probability:.6f}", float(f"{row.novelty:.6g}")]
+            [printable(row.image), name, f"{probability:.6f}", float(f"{row.novelty:.6g}")]
             for row in readable
             for name, probability in zip(row.classes if row.known else [""], row.probabilities)
         ]
