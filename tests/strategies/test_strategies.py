@@ -135,9 +135,25 @@ def test_resumed_run_equals_an_uninterrupted_one(name, tmp_path):
     assert [name for name in whole if whole[name] != stopped.get(name)] == [] and "adapter_model.safetensors" in whole
 
 
+def test_second_strategy_of_the_documentation_keeps_a_memory_that_restrains_the_next_task(tmp_path, monkeypatch):
+    monkeypatch.setattr(STRATEGIES, "_classes", dict(STRATEGIES._classes))
+    page = {"__name__": "page"}
+    for code in (code for *_, code in blocks("docs/strategies.md", "python") if "@register_strategy" in code):
+        exec(code, page)
+    moved = {}
+    for weight in (0.0, 1e4):
+        learner = learned(tiny_learner(f"stay_close:weight={weight}", ("prototype",), learning_rate=0.01), 1)
+        learner.save_pretrained(tmp_path / str(weight))
+        learner = ClassIncrementalLearner.from_pretrained(tmp_path / str(weight))  # the memory is saved, too
+        before = learner.state.memory
+        after = learned(learner, 1, first=1).state.memory
+        moved[weight] = sum(float((after[name] - before[name]).square().sum()) for name in before)
+    assert 0 < moved[1e4] < 0.1 * moved[0.0]
+
+
 def test_strategy_of_the_documentation_can_be_registered_and_saved(tmp_path, monkeypatch):
     monkeypatch.setattr(STRATEGIES, "_classes", dict(STRATEGIES._classes))
-    (code,) = (code for *_, code in blocks("docs/strategies.md", "python") if "@register_strategy" in code)
+    code, _ = (code for *_, code in blocks("docs/strategies.md", "python") if "@register_strategy" in code)
     exec(code, {"__name__": "page"})
     learner = make_learner("random_bases:salt=2")
     results = learner.run(stream(2), tmp_path / "run")
