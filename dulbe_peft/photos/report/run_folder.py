@@ -1,13 +1,14 @@
 """Read the folder of a run, finished or not, for a report."""
 
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
-from dulbe_peft.checkpoints.layout import LEARNER_FILE, RESULTS_FILE, TIMINGS_FILE, newest_task
+from dulbe_peft.checkpoints.layout import LEARNER_FILE, RESULTS_FILE, TIMINGS_FILE, newest_task, task_folders
 from dulbe_peft.checkpoints.learner_file import LearnerFile
 from dulbe_peft.checkpoints.restoring import read_known
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
@@ -16,6 +17,7 @@ from dulbe_peft.streams.progress import SOURCES_FILE, Sources, Timing, Timings, 
 from dulbe_peft.training.state import Update
 from dulbe_peft.utils.folders import CheckpointError, put_back, read_manifest
 from dulbe_peft.utils.records import Fraction, Record, read_record
+from dulbe_peft.utils.terminal import printable_lines
 
 R = TypeVar("R", bound=Record)
 PICTURES_FOLDER = "pictures"
@@ -131,6 +133,9 @@ def read_run(folder: str | os.PathLike[str], results: Results | None = None) -> 
     results = results or _read(path / RESULTS_FILE, Results)
     is_task = (path / LEARNER_FILE).is_file()
     task = (path, read_manifest(path)) if is_task else newest_task(path, lambda _: None)
+    for damaged in [] if is_task else _damaged_tasks(path):
+        message = f"dulbe-peft: a task is damaged, so the report may lack something: {damaged}"
+        print(printable_lines(message), file=sys.stderr)
     more: dict[str, Any] = {}
     if task is not None:
         newest, manifest = task
@@ -176,6 +181,17 @@ def read_run(folder: str | os.PathLike[str], results: Results | None = None) -> 
         source=next((source for source in reversed(named) if source is not None), None),
         **more,
     )
+
+
+def _damaged_tasks(run: Path) -> list[str]:
+    """Return what is wrong with each task folder of a run that is not as it was written."""
+    wrong = []
+    for folder in reversed(task_folders(run)):
+        try:
+            read_manifest(folder)
+        except CheckpointError as error:
+            wrong.append(str(error))
+    return wrong
 
 
 def _read(path: Path, kind: type[R]) -> R | None:
