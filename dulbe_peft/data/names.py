@@ -66,6 +66,33 @@ def check_class_names(names: Iterable[str], seen: Collection[str] = ()) -> tuple
     return tuple(name for _, name in checked.values())
 
 
+def similar_names(names: Iterable[str], known: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the names that may be misspelt, each with the known name that is within two edits or a plural of it."""
+    pairs = []
+    for name in names:
+        key = class_key(name)
+        for other in known:
+            close = class_key(other)
+            plural = {key.removesuffix("es"), key.removesuffix("s")} & {close, f"{close}s", f"{close}es"}
+            plural |= {close.removesuffix("es"), close.removesuffix("s")} & {key}
+            if key != close and (plural or _edits(key, close, 2) <= min(2, (min(len(key), len(close)) - 1) // 3)):
+                pairs.append((name, other))
+                break
+    return pairs
+
+
+def _edits(a: str, b: str, most: int) -> int:
+    """Return the number of letters to insert, delete or replace to turn `a` into `b`, or more than `most`."""
+    if abs(len(a) - len(b)) > most:
+        return most + 1
+    row = list(range(len(b) + 1))
+    for place, letter in enumerate(a, start=1):
+        before, row[0] = row[0], place
+        for column, other in enumerate(b, start=1):
+            before, row[column] = row[column], min(row[column] + 1, row[column - 1] + 1, before + (letter != other))
+    return row[-1]
+
+
 def learned_name(name: str, known: Sequence[str], what: str) -> str:
     """Return the normalized name of a learned class; for any other, raise an error: "it cannot be `what`"."""
     name = normalized(name)

@@ -3,12 +3,14 @@
 
 june is a saved learner or the folder of a run, and is not changed. july becomes the folder of a run,
 with the results of june's tasks. Classes that june does not know become a new task, and images of
-known classes are added without training. Images that june has learned are left out, even if they were
-moved or, with the feature store, got a keyword. Repeating the command continues it after a stop.
+known classes are added without training. Images that june has learned are left out, even if their
+paths changed or, with the feature store, they got a keyword. An image that now has another label than
+june learned is moved to that class. Repeating the command continues it after a stop.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.photos.commands.options import LABELS, OVERWRITE, Folder, Load, command, learner_options, settings_of
@@ -54,14 +56,17 @@ def learn(
     source.check()
     claim(("--output", output, FOLDER), apart=[learner, data], overwrite=overwrite)
     loaded = load()
-    from dulbe_peft.data.names import check_class_names
+    import numpy as np
+
+    from dulbe_peft.data.names import check_class_names, similar_names
     from dulbe_peft.streams.progress import known_tasks, renamed_classes
     from dulbe_peft.streams.run import RunOptions, run_stream
 
     notes: list[str] = []
     train, test = setup.open_source(source, unreadable_finder(loaded), notes, loaded.class_names)
     setup.report_leaks(train, test, loaded.state.known)
-    fresh = train
+    fixed = _move_relabelled(loaded, train)
+    fresh = train.at(np.setdiff1d(np.arange(len(train)), fixed))
     if not again:
         fresh = _without_equal_features(setup.new_images(train, loaded.state.known, " (--again)"), loaded)
     if not len(fresh):
@@ -73,6 +78,9 @@ def learn(
         raise ValueError(f"{data!r} has nothing to learn: its classes, {list(train.class_names)[:5]} ..., are known")
     if new:
         check_class_names(new, loaded.class_names)  # raises if a name is another spelling of a known one
+        print_once(f"new: {', '.join(new)}")
+        for name, near in similar_names(new, loaded.class_names):
+            print_once(f"{name!r} is a new class, although {near!r} is known: if they are one, rename the class")
     renamed = renamed_classes(loaded.state.updates)
     for name in set(new) & set(renamed):
         earlier = f"the class that {learner!r} once called {name!r} is now {renamed[name]!r}"
@@ -89,6 +97,38 @@ def learn(
     if before is not None and not new:
         _report_gain(before, results)
     close_run(loaded, output, results, [*tests, *(task.test for task in tasks)], [train], notes)
+
+
+def _move_relabelled(learner: ClassIncrementalLearner, images: LabelledImages) -> list[int]:
+    """Forget learned images that now have another label, so that they are learned again with it.
+
+    Return the rows of those that cannot be moved, because a classifier cannot forget them. What is done is printed.
+    """
+    before = learner.state
+    rows = before.known.new_rows(images)[1].get("of another class", [])
+    if not rows:
+        return []
+    class_of, counts = before.known.class_of(), before.image_counts()
+    was = [class_of[content or b""] for content in images.at(rows).contents()]
+    contents = {content or b"": name for content, name in zip(images.at(rows).contents(), was, strict=True)}
+    emptied = [name for name, number in Counter(contents.values()).items() if counts[name] == number]
+    example = f"{images.item_name(rows[0])} from {was[0]!r} to {images.class_names[images.labels[rows[0]]]!r}"
+    try:
+        stays = [row for row, name in zip(rows, was, strict=True) if name not in emptied]
+        if stays:
+            learner.forget_images([images.given(row) for row in stays])
+        for name in emptied:
+            learner.forget_class(name)
+    except ValueError as error:
+        learner.use_state(before)
+        print_once(
+            f"{counted(len(rows), 'image')} left in the class that it was learned as, such as {example}: {error}"
+        )
+        return rows
+    print_once(f"{counted(len(rows), 'image')} moved to another class, such as {example}")
+    for name in emptied:
+        print_once(f"the class {name!r} has no image left and is forgotten")
+    return []
 
 
 def _without_equal_features(images: LabelledImages, learner: ClassIncrementalLearner) -> LabelledImages:

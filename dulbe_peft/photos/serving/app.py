@@ -174,18 +174,16 @@ class App:
     def rename(self, request: dict[str, object]) -> dict[str, object]:
         """Rename a class. If the new name is that of another class, the two become one."""
         old, new = str(request.get("class")), self.class_of({"class": request.get("to")})
-        return self.edit(f"{old} is now {new}", lambda: self.learner.rename_class(old, new), old)
+        return self.edit(f"{old} is now {new}", lambda: self.learner.rename_class(old, new))
 
     def forget(self, request: dict[str, object]) -> dict[str, object]:
         """Forget a class. Its photographs lose their labels."""
         name = str(request.get("class"))
-        return self.edit(f"forgotten: {name}", lambda: self.learner.forget_class(name), name)
+        return self.edit(f"forgotten: {name}", lambda: self.learner.forget_class(name))
 
-    def edit(self, words: str, make: Callable[[], object], name: object) -> dict[str, object]:
+    def edit(self, words: str, make: Callable[[], object]) -> dict[str, object]:
         """Change a class, after the labels that wait have been learned."""
         self.table.check()
-        if not isinstance(name, str):
-            raise ValueError("the class needs a name")
         self.finish()
         state, labels = self.learner.state, dict(self.table.labels)
         self.change(make)

@@ -100,7 +100,7 @@ def test_corrections_renames_and_forgotten_classes_reach_the_file(folder, heap, 
     assert kept(output).keys() == {*names} - {*blue}
     app.undo({})
     assert kept(output).keys() == {*names}
-    for request, words in (({"class": "bleu"}, "has not been learned"), ({"class": 3}, "needs a name")):
+    for request, words in (({"class": "bleu"}, "has not been learned"), ({"class": 3}, "has not been learned")):
         with pytest.raises(ValueError, match=words):
             app.forget(request)
 

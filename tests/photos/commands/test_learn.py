@@ -16,8 +16,10 @@ from taught import assert_equal_states, snapshot
 from dulbe_peft import ClassIncrementalLearner, class_incremental_tasks
 from dulbe_peft.data.digits import DIGITS
 from dulbe_peft.data.images import labelled_images
+from dulbe_peft.data.names import similar_names
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.encoders.loading import load_dual_encoder, unit_image_embeds
+from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.report import write_report
 from dulbe_peft.streams import progress
@@ -277,3 +279,62 @@ def test_task_that_lost_all_its_classes_is_still_counted(base, digits, tmp_path)
         either.learn_task(class_incremental_tasks(digits[0], increment=2)[2].train)
     assert set(differences(everything(loaded), everything(learner))) <= {"learner"}
     assert loaded.tasks == [(), ("two", "three"), ("four", "five")]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_photograph_in_another_folder_than_before_is_moved(digit_folders, tmp_path, capsys, again):
+    """The round of the pages: photographs are learned, some are found to be in the wrong folder, and learned again."""
+    june = shutil.copytree(digit_folders(3, 6, 0), tmp_path / "june")
+    first = ["run", "--data", str(june), "--model", str(demo_model_folder()), "--classifiers", "bayes,lda"]
+    assert main([*first, "--output", str(tmp_path / "out"), "--device", "cpu", "--no-progress"]) == 0
+    for number, file in enumerate(sorted((june / "train" / "zero").iterdir())[:2]):
+        file.rename(june / "train" / "one" / f"moved-{number}.png")
+    for file in sorted((june / "train" / "two").iterdir()):
+        file.rename(june / "train" / "zero" / f"two-{file.name}")
+    capsys.readouterr()
+    words = [
+        "learn",
+        tmp_path / "out",
+        "--data",
+        june,
+        "--output",
+        tmp_path / "july",
+        "--device",
+        "cpu",
+        "--no-progress",
+    ]
+    assert main([*map(str, words), *["--again"] * again]) == 0
+    printed = capsys.readouterr().out
+    assert "8 images moved to another class, such as " in printed and "the class 'two' has no image left" in printed
+    learner = ClassIncrementalLearner.from_pretrained(tmp_path / "july")
+    counts = learner.state.image_counts()
+    assert learner.class_names == ("one", "zero") and (counts == {"zero": 10, "one": 8} or again)
+    assert set(learner.state.known.class_of().values()) == {"zero", "one"}
+    assert len({*learner.state.known.class_of()}) == 18
+
+
+def test_names_of_new_classes_are_printed_with_the_known_one_they_resemble(digit_folders, tmp_path, capsys):
+    photos = digit_folders(3, 4, 0)
+    june = tmp_path / "june"
+    for name in ("one", "two"):
+        shutil.copytree(photos / "train" / name, june / "train" / name)
+    shutil.copytree(photos / "train" / "zero", tmp_path / "july" / "train" / "ones")
+    run = ["run", "--data", june, "--model", demo_model_folder(), "--output", tmp_path / "out", "--no-progress"]
+    assert main([*map(str, run), "--device", "cpu"]) == 0
+    capsys.readouterr()
+    learn = ["learn", tmp_path / "out", "--data", tmp_path / "july", "--output", tmp_path / "more", "--no-progress"]
+    assert main([*map(str, learn), "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "new: ones" in printed and "'ones' is a new class, although 'one' is known: if they are one, rename" in printed
+    )
+
+
+def test_similar_names_are_within_two_edits_or_a_plural():
+    known = ("polar bear", "saxophone", "fox", "cat", "box")
+    assert similar_names(["polar bears", "saxophon", "boxes", "dog", "bat", "ox"], known) == [
+        ("polar bears", "polar bear"),
+        ("saxophon", "saxophone"),
+        ("boxes", "box"),
+    ]
+    assert not similar_names(["cat", "Polar Bear"], known)
