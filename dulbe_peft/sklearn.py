@@ -204,7 +204,7 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
         return self.features_.predict_proba(self._embeds(images))
 
     @default_torch_settings()
-    def _embeds(self, images: object) -> np.ndarray:
+    def _embeds(self, images: Any) -> np.ndarray:
         encoder = _encoder(str(self.model))
         facts = encoder.facts
         if differ := sorted(name for name in facts if facts[name] != self.encoder_.get(name)):
