@@ -142,13 +142,15 @@ def test_second_strategy_of_the_documentation_keeps_a_memory_that_restrains_the_
         exec(code, page)
     moved = {}
     for weight in (0.0, 1e4):
-        learner = learned(tiny_learner(f"stay_close:weight={weight}", ("prototype",), learning_rate=0.01), 1)
+        learner = learned(
+            tiny_learner(f"stay_close:weight={weight}", ("prototype",), learning_rate=0.01, epochs=20), 1
+        )
         learner.save_pretrained(tmp_path / str(weight))
         learner = ClassIncrementalLearner.from_pretrained(tmp_path / str(weight))  # the memory is saved, too
         before = learner.state.memory
         after = learned(learner, 1, first=1).state.memory
         moved[weight] = sum(float((after[name] - before[name]).square().sum()) for name in before)
-    assert 0 < moved[1e4] < 0.1 * moved[0.0]
+    assert 0 < moved[1e4] < 0.2 * moved[0.0]
 
 
 def test_strategy_of_the_documentation_can_be_registered_and_saved(tmp_path, monkeypatch):
