@@ -18,7 +18,7 @@ from io import StringIO
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/photographs.md")
+PAGES = ("README.md", "docs/by-hand.md", "docs/photographs.md")
 BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 WIDTH = 108  # of a line, in characters: what a page shows at 1280 pixels without scrolling
 MARKED = re.compile(r"(<!-- output -->\n).*?(<!-- end of output -->)", re.DOTALL)
@@ -48,10 +48,13 @@ def run(language: str, code: str, namespace: dict, folder: str | Path) -> str:
         else:
             for line in code.replace("\\\n", " ").splitlines():
                 program, *arguments = shlex.split(line, comments=True)
+                if program == "pip":
+                    continue
                 status = main(arguments) if program == "dulbe-peft" else f"the program is {program!r}"
                 if status:
                     raise RuntimeError(f"{line}\n{status}\n{printed.getvalue()}")
-    lines = [textwrap.wrap(line, WIDTH, subsequent_indent="  ") or [""] for line in printed.getvalue().splitlines()]
+    shown = [line for line in printed.getvalue().splitlines() if not line.startswith("{")]  # without a Trainer's logs
+    lines = [textwrap.wrap(line, WIDTH, subsequent_indent="  ") or [""] for line in shown]
     return "".join(part + "\n" for parts in lines for part in parts)
 
 

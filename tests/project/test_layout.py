@@ -171,8 +171,9 @@ def test_version_and_citation_agree_everywhere():
     assert commands.help == f"{metadata['description']}." and f"\n{commands.help}\n" in readme
     assert cited["authors"] == [{"name": metadata["author"]}]
     (paper,) = cited["references"]
-    authors = ", ".join(f"{author['given-names']} {author['family-names']}" for author in paper["authors"])
-    assert f"{authors},\n*{paper['title']}*" in readme
+    authors = " and ".join(f"{author['family-names']}, {author['given-names']}" for author in paper["authors"])
+    bibtex = " ".join(readme.partition("```bibtex")[2].split())
+    assert all(f"{{{value}}}" in bibtex for value in (paper["title"], authors, paper["identifiers"][0]["value"][6:]))
 
 
 def test_public_names_have_docstrings():
