@@ -281,3 +281,16 @@ def left_out_drift(
             matrix = identity if math.isinf(ridge) else drift_map(before[others], after[others], ridge)
             errors[place] += ((after[image].double() - before[image].double() @ matrix) ** 2).sum()
     return errors
+
+
+def label_noise(logits: torch.Tensor, labels: torch.Tensor, temperature: float, wrong) -> list[float]:
+    """Log-likelihood of labels for each share of wrong labels, as in `calibration.fit_temperature`, image by image."""
+    classes, doubt, totals = logits.shape[1], 1 / 3 / (len(labels) + 2), [0.0] * len(wrong)
+    for scores, label in zip((logits.double() / temperature).tolist(), labels.tolist(), strict=True):
+        found = softmax(scores)
+        rival = max(p for place, p in enumerate(found) if place != label)
+        for number, w in enumerate(wrong):
+            w = min(w, (classes - 1) / classes)
+            likely = (1 - w) * found[label] + w * (1 - found[label]) / (classes - 1)
+            totals[number] += (1 - doubt) * math.log(likely) + doubt * math.log(rival)
+    return totals

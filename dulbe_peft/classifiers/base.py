@@ -9,6 +9,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.checks import check_labels, check_share, unit_features
-from dulbe_peft.classifiers.rule import Rule, linear
+from dulbe_peft.classifiers.groups import check_groups
+from dulbe_peft.classifiers.rule import LeftOut, Rule, linear
 from dulbe_peft.classifiers.state import State, check_shapes
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.utils.settings import check_value, field_types
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 # Embeddings of single texts, (T, d), and the class of each, (T,).
 EachText = tuple[Tensor | np.ndarray, Tensor | np.ndarray | Sequence[int]]
-Scores = tuple[Tensor, Tensor]  # scores, (n, C), of images that were not learned, and the images' classes, (n,)
+Groups = Tensor | np.ndarray | Sequence[int] | Sequence[str]
 EXTRA_STATE = "_extra_state"
 MOST_SCORES = 2**24  # scores that a temperature is fitted to; of more held-out images, an even selection is used
 SAME_TEXT = 1e-3  # features of the same text on two devices differ by less
@@ -225,6 +227,7 @@ class Classifier(nn.Module):
         each_text: EachText | None = None,
         views: Tensor | None = None,
         head: Tensor | None = None,
+        groups: Groups | None = None,
     ) -> None:
         """Learn the classes of one task. After an error, the classifier is as it was before.
 
@@ -241,6 +244,9 @@ class Classifier(nn.Module):
                 augmentation.
             head: (C_new, d + 1), rows of a linear head that a strategy trained for the new classes, with the bias
                 last. Rules that keep a `head` use them.
+            groups: (n,), texts or integers; images with the same entry show the same item, burst, site or day. They
+                are left out together wherever images are left out: for the temperature, settings, rejection,
+                prediction sets and novelty. Images of the same group in other calls are not left out with them.
 
         Raises:
             ValueError: If names, features or labels are invalid, or a class has no image or no text.
@@ -254,17 +260,18 @@ class Classifier(nn.Module):
         if len(absent):
             raise ValueError(f"class {names[int(absent[0])]!r} has no image")
         indices = indices + len(self._class_names)  # into all seen classes
+        groups = self._groups(groups, indices)
         start = self.fork().state
         start = start.replaced({name: rows for name, rows in texts.items() if name in start})
         if head is not None and "head" in start:
             start = start.replaced(start.with_rows(head=head.to(start.head)))
         with without_autocast(images):
             # The copy without held-out images is freed first, because memory may not suffice for two copies.
-            choices, scores = self._held_out_choices(start, images, indices, names)
+            choices, scores = self._held_out_choices(start, images, indices, names, groups)
             state = self._with_images(start, images, indices, names, views).replaced(choices)
             if scores is None:
-                state, scores = self.rule.judged(state, images, indices)
-        self._adopt(state, scores, images, indices)
+                state, scores = self.rule.judged(state, images, indices, groups)
+        self._adopt(state, scores, images, indices, groups)
 
     @torch.no_grad()
     @one_thread()
@@ -274,6 +281,7 @@ class Classifier(nn.Module):
         image_embeds: Tensor | np.ndarray,
         labels: Tensor | np.ndarray | Sequence[int],
         views: Tensor | None = None,
+        groups: Groups | None = None,
     ) -> None:
         """Learn further images of known classes, as if they had been learned together with the others.
 
@@ -283,6 +291,7 @@ class Classifier(nn.Module):
             image_embeds: (n, d), features, which are normalised here.
             labels: (n,), integers that index `class_names`.
             views: See `add_classes`.
+            groups: See `add_classes`.
 
         Raises:
             ValueError: If the classifier cannot learn further images of known classes, or an argument is invalid.
@@ -293,8 +302,9 @@ class Classifier(nn.Module):
         if len(images):
             with without_autocast(images):
                 state = self._with_images(self.fork().state, images, indices, [], views)
-                state, scores = self.rule.judged(state, images, indices)
-            self._adopt(state, scores, images, indices)
+                groups = self._groups(groups, indices)
+                state, scores = self.rule.judged(state, images, indices, groups)
+            self._adopt(state, scores, images, indices, groups)
 
     @torch.no_grad()
     def set_text_embeds(self, text_embeds: Tensor | np.ndarray) -> None:
@@ -332,6 +342,11 @@ class Classifier(nn.Module):
             matrix = chosen_map(old, new, labels)
             if matrix is not None:
                 self.install(self.rule.followed(self.state, matrix))
+
+    def _groups(self, groups: Any, labels: Tensor) -> Tensor | None:
+        """Check the groups of the images; warn of classes that lie in one group alone, if all classes do not."""
+        numbers = check_groups(groups, len(labels))
+        return None if numbers is None else numbers.to(labels.device)
 
     def _unit(self, features: Any, name: str, rows: int | None = None) -> Tensor:
         return unit_features(features, name, self.embed_dim, rows, self.device)
@@ -383,12 +398,13 @@ class Classifier(nn.Module):
         return state.replaced(changes, [*self._class_names, *new])
 
     def _held_out_choices(
-        self, start: State, images: Tensor, labels: Tensor, new: list[str]
-    ) -> tuple[dict[str, Tensor], Scores | None]:
+        self, start: State, images: Tensor, labels: Tensor, new: list[str], groups: Tensor | None
+    ) -> tuple[dict[str, Tensor], LeftOut | None]:
         """Hold out images of the new task; return what the rule chooses on them, and their scores and labels."""
-        from dulbe_peft.classifiers.calibration import hold_back, ranking
+        from dulbe_peft.classifiers.calibration import hold_back
+        from dulbe_peft.classifiers.groups import ranking
 
-        held, classes = hold_back(images, labels), len(self._class_names) + len(new)
+        held, classes = hold_back(images, labels, groups), len(self._class_names) + len(new)
         if type(self.rule).judged is not Rule.judged or not held.any() or classes < 2:
             return {}, None
         try:
@@ -399,19 +415,25 @@ class Classifier(nn.Module):
         rows = held.nonzero()[:, 0]
         if (step := len(rows) * classes // MOST_SCORES + 1) > 1:
             rows = rows[ranking(images[rows]).argsort()][::step]
-        return choices, (self.rule.scores(state.replaced(choices), images[rows]), labels[rows])
+        scores = self.rule.scores(state.replaced(choices), images[rows])
+        return choices, LeftOut(scores, labels[rows], None if groups is None else groups[rows])
 
-    def _adopt(self, state: State, scores: Scores | None, images: Tensor, labels: Tensor) -> None:
+    def _adopt(
+        self, state: State, scores: LeftOut | None, images: Tensor, labels: Tensor, groups: Tensor | None
+    ) -> None:
         """Take over a state that has learned `images`, and update calibration and novelty.
 
-        `scores` are scores and labels of some of the images by a classifier that had not learned them.
+        `scores` are those of some of the images by a classifier that had not learned them.
         """
         from dulbe_peft.classifiers import calibration, novelty
 
         rule, records = self.rule, self.calibration
         if scores is not None:
-            records = calibration.calibrated(records, *scores, labels, lambda tasks: rule.temperature(state, tasks))
-        measured = novelty.judged(rule, state, self.novelty_tasks, images, labels, rule.temperature(state, records))
+            logits, own, parts = scores
+            at = partial(rule.temperature, state)
+            records = calibration.calibrated(records, logits, own, labels, at, parts)
+        known, heat = self.novelty_tasks, rule.temperature(state, records)
+        measured = novelty.judged(rule, state, known, images, labels, heat, groups)
         warning = "" if self._warned else rule.warning(state)
         if warning:
             warnings.warn(warning, stacklevel=3)
@@ -440,9 +462,9 @@ class Classifier(nn.Module):
         """Return the logits, (n, C) in float32, of unit features, (n, d) in float32, without checks."""
         return self.rule.scores(self.state, images)
 
-    def left_out(self, images: Tensor, labels: Tensor) -> Tensor | None:
-        """Return the leave-one-out logits of learned images, or None; see `Rule.left_out`."""
-        return self.rule.left_out(self.state, images, labels)
+    def left_out(self, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor | None:
+        """Return the logits of learned images without their groups, or None; see `Rule.left_out`."""
+        return self.rule.left_out(self.state, images, labels, groups)
 
     def formula(self) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         """Return the logits as a function in plain PyTorch and its tensors; see `Rule.formula`."""

@@ -19,12 +19,13 @@ from annotated_types import Ge, Le
 from torch import Tensor
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.calibration import TaskTemperature, places_among, ranking
+from dulbe_peft.classifiers.calibration import TaskTemperature, log_likelihoods, penalties, places_among, worth
 from dulbe_peft.classifiers.class_sums import ClassSums
+from dulbe_peft.classifiers.groups import groups_of_classes, ranking, rows_by_group, together
 from dulbe_peft.classifiers.ranpac import MOST_FEATURES, random_layer
-from dulbe_peft.classifiers.rule import linear
+from dulbe_peft.classifiers.rule import LeftOut, linear
 from dulbe_peft.classifiers.state import Layout, State, per_class, shared
-from dulbe_peft.classifiers.text_prior import OMEGAS, SCALES, Fit
+from dulbe_peft.classifiers.text_prior import OMEGAS, SCALES, WRONG, Fit
 from dulbe_peft.utils.settings import Positive
 
 # Left-out images choose among these values. No single kappa and rho suits both few and many images.
@@ -68,10 +69,10 @@ class BayesRule(ClassSums):
     Attributes:
         text_embeds: E_c, (C, embed_dim), unit vectors, or zeros without a text.
         sums, counts, scatter, freedom, factors, factor_rows: Of x, see `ClassSums`; d is `embed_dim` + M.
-        losses: (1 or 2, kappas, rhos, temperatures), float64: summed log-losses of left-out images. The second table
-            is computed with the random features.
+        losses: (1 or 2, kappas, rhos, temperatures, wrong), float64: summed log-losses of left-out images, for shares
+            of wrong labels. The second table is computed with the random features.
         judged: (2,), float64: the sum of the weights of the left-out images, and the sum of their squares.
-        by_text: (omegas, scales), float64: summed log-losses of the text classifier alone.
+        by_text: (omegas, scales, wrong), float64: summed log-losses of the text classifier alone.
 
     Reference:
         Wang et al., "A Hard-to-Beat Baseline for Training-free CLIP-based Adaptation", 2024, adds the two scores with
@@ -114,8 +115,8 @@ class BayesRule(ClassSums):
         return RHOS if self.rho == "auto" else (float(self.rho),)
 
     def tensors(self) -> dict[str, Layout]:
-        shape = len(self.numbers), len(self.kappas), len(self.rhos), len(TEMPERATURES)
-        tables = {"losses": shape, "judged": (2,), "by_text": (len(OMEGAS), len(SCALES))}
+        shape = len(self.numbers), len(self.kappas), len(self.rhos), len(TEMPERATURES), len(WRONG)
+        tables = {"losses": shape, "judged": (2,), "by_text": (len(OMEGAS), len(SCALES), len(WRONG))}
         return (
             {"text_embeds": per_class(self.embed_dim, unit=True, may_be_zero=True)}
             | super().tensors()
@@ -131,37 +132,48 @@ class BayesRule(ClassSums):
         losses[1:] = NEVER
         return super().moved(state, F.pad(matrix, (0, self.random, 0, self.random))) | {"losses": losses}
 
-    def judged(self, state: State, images: Tensor, labels: Tensor) -> tuple[State, tuple[Tensor, Tensor] | None]:
+    def judged(
+        self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None
+    ) -> tuple[State, LeftOut | None]:
         """Add the losses of a task's images to the tables of `choice`; return scores as if each were not learned.
 
-        The image of a class with a single image cannot be left out. Other classes stand for such classes: the same
-        share of the task's other classes is reduced to one image each, and their remaining images are scored.
+        An image is left out together with its group. The image of a class with a single image, or group, cannot be
+        left out. Other classes stand for such classes: the same share of the task's other classes is reduced to one
+        image, or group, each, and their remaining images are scored.
         """
         if (classes := state.classes) < 2:
             return state, None
         images, labels = images.to(state.sums), labels.to(state.sums.device)
         order = ranking(images).argsort()
         images, labels = images[order], labels[order]
+        groups = None if groups is None else groups.to(labels)[order]
         places, inside = places_among(labels), labels.bincount(minlength=classes)
         rows = places.argsort(stable=True)[:MOST_LEFT_OUT]
         weights = classes / state.counts.to(images) * inside
         weights = (weights / labels[rows].bincount(minlength=classes).clamp_min(1))[labels]
         losses = self._fit(state, 0).text_losses(images[rows], labels[rows], weights[rows], USUAL_RHO)
         state = state.replaced({"by_text": state.by_text + losses})
-        lone = torch.isin(labels, self._lone(state, inside))
-        left = rows[(state.counts.to(labels.device)[labels[rows]] > 1) & ~lone[rows]]
-        further = rows[lone[rows] & (places[rows] > 0)]
+        lone = torch.isin(labels, self._lone(state, inside, groups_of_classes(labels, groups, classes)))
+        first = places == 0
+        if groups is not None:  # all images of the group of the first image of each class
+            first = first | torch.isin(groups * classes + labels, (groups * classes + labels)[first])
+        left = rows[(state.counts.to(labels)[labels] > together(labels, groups))[rows] & ~lone[rows]]
+        further = rows[lone[rows] & ~first[rows]]
         judged, x = torch.cat([left, further]), self.lifted(state, images)
         if not len(judged):
             return state, None
         truth, own, fits = labels[judged], weights[judged], dict[int, Fit]()
         for features in self.numbers if lone.any() else ():
-            fits[features] = self._reduced(state, features, x[lone], labels[lone], places[lone] == 0)
+            fits[features] = self._reduced(state, features, x[lone], labels[lone], first[lone])
 
         def scored(features: int, kappas: Tensor, rho: float, omega: float) -> Tensor:
             found = []
             if len(left):
-                found.append(self._fit(state, features).left_out(x[left], labels[left], kappas, rho, omega))
+                fit = self._fit(state, features)
+                if groups is None:
+                    found.append(fit.left_out(x[left], labels[left], kappas, rho, omega))
+                else:
+                    found.append(some_without_groups(fit, x, labels, groups, left, kappas, rho, omega))
             if features in fits:
                 found.append(fits[features].scores(x[further], kappas, rho, omega).float())
             return torch.cat(found, dim=1)
@@ -173,43 +185,53 @@ class BayesRule(ClassSums):
                 scores = scored(features, kappas, rho, omega)
                 right = scores[:, each, truth]
                 for column, temperature in enumerate(TEMPERATURES):
-                    missed = (scores / temperature).logsumexp(dim=2) - right / temperature
-                    table[number, :, place, column] += missed @ own.float()
-        further_losses = torch.stack([own.sum(), own @ own])
+                    told = right / temperature - (scores / temperature).logsumexp(dim=2)
+                    table[number, :, place, column] -= own @ log_likelihoods(told, classes, WRONG).to(own)
+        parts = None if groups is None else groups[judged]
+        squares = own @ own if parts is None else own.sum() ** 2 / max(1, worth(own, parts))
+        further_losses = torch.stack([own.sum(), squares])
         state = state.replaced({"losses": table, "judged": state.judged + further_losses})
         kappa, rho, features, omega = self.choice(state)
-        return state, (scored(features, torch.tensor([kappa]), rho, omega)[0] / self.unit_score(state), truth)
+        scores = scored(features, torch.tensor([kappa]), rho, omega)[0] / self.unit_score(state)
+        return state, LeftOut(scores, truth, parts)
 
-    def _lone(self, state: State, inside: Tensor) -> Tensor:
-        """Choose the classes that stand for classes with a single image; return their numbers.
+    def _lone(self, state: State, inside: Tensor, groups: Tensor) -> Tensor:
+        """Choose the classes that stand for classes with a single image, or group; return their numbers.
 
-        `inside`, (C,), counts each class's images in the task. Only classes with all their images in the task are
-        chosen. They are spread evenly, and their share equals the share of single-image classes among all classes.
+        `inside` and `groups`, (C,), count each class's images and groups in the task. Only classes with all their
+        images in the task are chosen. They are spread evenly, and their share equals the share of the classes with a
+        single image or group among all classes.
         """
         counts = state.counts.to(inside.device)
-        whole = ((inside == counts) & (counts > 1)).nonzero()[:, 0]
-        number = len(whole) * int((counts == 1).sum()) // len(counts)
+        single = (counts == 1) | ((inside == counts) & (groups == 1))
+        whole = ((inside == counts) & ~single).nonzero()[:, 0]
+        number = len(whole) * int(single.sum()) // len(counts)
         return whole[torch.arange(number).to(whole) * len(whole) // max(1, number)]
 
     def _reduced(self, state: State, features: int, images: Tensor, labels: Tensor, kept: Tensor) -> Fit:
-        """Return the fit with some classes reduced to one image each.
+        """Return the fit with some classes reduced to one image, or group, each.
 
-        `images` are all x, (n, d), of these classes, and `kept`, (n,), selects the one image of each that remains.
+        `images` are all x, (n, d), of these classes, and `kept`, (n,), selects the images that remain.
         """
         width, chosen = self.embed_dim + features, labels.unique()
         images, counts = images[:, :width], state.counts.to(labels.device).clone()
         means = state.sums[:, :width] / counts.to(images)[:, None]
         away = images - means[labels]
-        means[labels[kept]], counts[chosen] = images[kept], 1
-        freedom = int(state.freedom) - len(labels) + len(chosen)
+        images, labels, total = images[kept], labels[kept], len(labels)
+        counts[chosen] = labels.bincount(minlength=len(counts))[chosen].to(counts)
+        sums = torch.zeros_like(means).index_add(0, labels, images)
+        means[chosen] = sums[chosen] / counts[chosen, None]
+        rest = images - means[labels]
+        freedom = int(state.freedom) - total + len(labels)
         texts = F.pad(self.logit_scale * state.text_embeds.to(state.sums), (0, features))
-        return Fit.of(means, counts, state.scatter[:width, :width] - away.T @ away, freedom, texts)
+        return Fit.of(means, counts, state.scatter[:width, :width] - away.T @ away + rest.T @ rest, freedom, texts)
 
-    def left_out(self, state: State, images: Tensor, labels: Tensor) -> Tensor:
+    def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
         """Return the scores of `Fit.left_out`, in float32."""
         kappa, rho, features, omega = self.choice(state)
         rows, labels = self.lifted(state, images.to(state.sums)), labels.to(state.sums.device)
-        scores = self._fit(state, features).left_out(rows, labels, torch.tensor([kappa]), rho, omega)[0]
+        of = None if groups is None else rows_by_group(groups.to(labels))
+        scores = self._fit(state, features).left_out(rows, labels, torch.tensor([kappa]), rho, omega, of)[0]
         return scores / self.unit_score(state)
 
     def choice(self, state: State) -> tuple[float, float, int, float]:
@@ -218,10 +240,11 @@ class BayesRule(ClassSums):
         omega minimises the log-loss of the text classifier alone, at the best of `SCALES`. Only its a, b and S
         depend on the images, so none is left out. The others minimise
 
-            n L(kappa, rho, T) + log(kappa / usual)^2 / 2 + log(rho / 0.3)^2 / 2 + log(T / usual)^2 / 2
+            n L(kappa, rho, T, w) + log(kappa / usual)^2 / 2 + log(rho / 0.3)^2 / 2 + log(T / usual)^2 / 2 + v(w)
 
-        where L is the mean log-loss of left-out images at the temperature T, and n is their effective number: a
-        pseudo-likelihood with log-normal priors, whose standard deviation is a factor of e. T is also the temperature
+        where L is the mean log-loss of left-out images at the temperature T if a share w of the labels is wrong, and n
+        is their effective number: a pseudo-likelihood with log-normal priors, whose standard deviation is a factor of
+        e, and with the penalty v of `calibration.penalties`. T is also the temperature
         of `probabilities`. Up to 256 images of each task or update are scored against all classes seen so far. A loss
         has the weight C / n_c, so all classes have the same weight, and later tasks weigh more than earlier ones. The
         usual kappa follows from how well the texts alone predict the labels, and the usual T from `IMAGE_TEMPERATURE`
@@ -246,24 +269,26 @@ class BayesRule(ClassSums):
                 (USUAL_RHO if self.rho == "auto" else self.rho),
             )
             return float(kappa), float(rho), 0, omega
-        losses = state.derived("by temperature", lambda: self._by_temperature(state)).amin(dim=3)
+        losses = state.derived("by temperature", lambda: self._by_temperature(state)).amin(dim=(3, 4))
         kappas, rhos = (torch.tensor(grid).to(losses) for grid in (self.kappas, self.rhos))
         away = (kappas / usual).log()[:, None] ** 2 + (rhos / USUAL_RHO).log() ** 2
         table, number, place = torch.unravel_index((losses + away / 2).argmin(), losses.shape)
         return self.kappas[number], self.rhos[place], self.numbers[table], omega
 
     def _by_temperature(self, state: State) -> Tensor:
-        """Return n L + log(T / usual)^2 / 2 for each entry of `losses`."""
+        """Return n L + log(T / usual)^2 / 2, plus the penalty of w, for each entry of `losses`."""
         total, squares = state.judged.tolist()
         each = [[self._usual_temperatures(state, number, rho) for rho in self.rhos] for number in self.numbers]
         usual = torch.tensor(each).to(state.losses).transpose(1, 2)[..., None]
-        away = (torch.tensor(TEMPERATURES).to(usual) / usual).log()
-        return total / squares * state.losses + away**2 / 2
+        away = (torch.tensor(TEMPERATURES).to(usual) / usual).log()[..., None]
+        return total / squares * state.losses + away**2 / 2 + penalties(WRONG, total**2 / squares).to(usual)
 
     def _omega(self, state: State) -> float:
         if self.omega != "auto":
             return float(self.omega)
-        return OMEGAS[int(state.by_text.amin(dim=1).argmin())] if "auto" in (self.kappa, self.rho) else 0.0
+        if "auto" not in (self.kappa, self.rho):
+            return 0.0
+        return OMEGAS[int(self._text_losses(state).amin(dim=(1, 2)).argmin())]
 
     def _usual_kappa(self, state: State) -> float:
         """Return the number of images, at least 1, that a text counts as before any image is left out.
@@ -278,16 +303,27 @@ class BayesRule(ClassSums):
     def _text_scale(self, state: State) -> float:
         """Return the scale of `SCALES` that makes the labels most likely by text, with a log-normal prior around 1."""
         scales = torch.tensor(SCALES[1:]).to(state.by_text)
-        losses = state.by_text.amin(dim=0)[1:] / float(state.by_text[0, 0]) * self._nats(state) + scales.log() ** 2 / 2
+        losses = self._text_losses(state).amin(dim=(0, 2))[1:] + scales.log() ** 2 / 2
         return SCALES[1 + int(losses.argmin())]
+
+    def _text_losses(self, state: State) -> Tensor:
+        """Return `by_text` in nats for the effective number of images, plus the penalties of wrong labels."""
+        nats, worst = self._nats(state), float(state.by_text[0, 0, 0]) or 1.0
+        number = nats / math.log(max(2, state.classes))
+        return state.by_text / worst * nats + penalties(WRONG, number).to(state.by_text)
 
     def _told(self, state: State) -> float:
         """Return the share of the labels' log-loss that texts alone explain, corrected for two fitted numbers.
 
-        The scale and omega are fitted to the same labels, so two nats are subtracted, by Akaike's criterion.
+        The scale and omega are fitted to the same labels, so two nats are subtracted, by Akaike's criterion. Nothing
+        explains which labels are wrong, nor what they are instead. The entropy of this is left out of the whole.
         """
-        worst = float(state.by_text[0, 0])
-        return max(0.0, 1 - float(state.by_text.min()) / worst - 2 / self._nats(state)) if worst else 0.0
+        if not float(state.by_text[0, 0, 0]):
+            return 0.0
+        nats, losses, classes = self._nats(state), self._text_losses(state), max(2, state.classes)
+        wrong = WRONG[int(losses.amin(dim=(0, 1)).argmin())]
+        noise = -(1 - wrong) * math.log1p(-wrong) - (wrong * math.log(wrong / (classes - 1)) if wrong else 0.0)
+        return max(0.0, (nats - float(losses.min()) - 2) / (nats * max(0.1, 1 - noise / math.log(classes))))
 
     def _nats(self, state: State) -> float:
         """Return the log-loss of the labels under a uniform prediction, for the effective number of images."""
@@ -318,7 +354,8 @@ class BayesRule(ClassSums):
         if not float(state.judged[0]):
             return self._usual_temperatures(state, features, rho, [kappa])[0]
         place = self.numbers.index(features), self.kappas.index(kappa), self.rhos.index(rho)
-        losses = state.derived("by temperature", lambda: self._by_temperature(state))[place].tolist()
+        found = state.derived("by temperature", lambda: self._by_temperature(state))[place]
+        losses = found[:, int(found.amin(dim=0).argmin())].tolist()  # with the best share of wrong labels
         best, steps = min(range(len(losses)), key=losses.__getitem__), 0.0
         if 0 < best < len(losses) - 1:
             before, here, after = losses[best - 1 : best + 2]
@@ -333,7 +370,7 @@ class BayesRule(ClassSums):
         The errors of the images' and of the texts' scores add up like random errors with `Fit.correlation`.
         """
         fit, by_texts, common, found = self._fit(state, features), 0.0, 0.0, []
-        if float(state.by_text[0, 0]):
+        if float(state.by_text[0, 0, 0]):
             by_texts = fit.slope(rho) / state.derived("text scale", lambda: self._text_scale(state))
             common = state.derived(
                 "correlation", lambda: self._fit(state, 0).correlation(USUAL_RHO, self._omega(state))
@@ -406,6 +443,25 @@ def random_and_linear(
 ) -> torch.Tensor:
     """Return scores, (n, C), of unit features z, (n, d), from z and its random features by a matrix and a bias."""
     return torch.cat([z, (z @ projection).relu()], dim=1) @ weight.T + bias
+
+
+def some_without_groups(
+    fit: Fit,
+    x: Tensor,
+    labels: Tensor,
+    groups: Tensor,
+    rows: Tensor,
+    kappas: Tensor,
+    rho: float,
+    omega: float,
+) -> Tensor:
+    """Return the scores of `Fit.left_out` of some rows of learned x, (n, d), without their groups.
+
+    A class that lies in one group alone keeps its images.
+    """
+    of = torch.isin(groups, groups[rows]) & (fit.counts[labels] > together(labels, groups))
+    found = fit.left_out(x[of], labels[of], kappas, rho, omega, rows_by_group(groups[of]))
+    return found[:, of.cumsum(dim=0)[rows] - 1]
 
 
 class BayesClassifier(Classifier, rule=BayesRule):

@@ -171,8 +171,19 @@ class BridgeRule(Rule):
         """Return tau z . w_c. It is linear in z, so the sum over the depths is folded into one vector per class."""
         return self.logit_scale * images @ self.ensemble(state).T
 
-    def left_out(self, state: State, images: Tensor, labels: Tensor) -> Tensor:
+    def without_group(self, state: State, images: Tensor, labels: Tensor) -> State:
+        """Return the state with v_c, n_c and l_c without the images; the reliabilities do not change."""
+        places = labels.to(state.lengths.device)
+        sums = state.visual_prototypes.to(places.device).double() * state.lengths[:, None]
+        sums = sums.index_add(0, places, -images.to(sums))
+        rest = {"visual_prototypes": F.normalize(sums, dim=1), "lengths": sums.norm(dim=1)}
+        counts = state.counts - labels.bincount(minlength=len(sums)).to(state.counts)
+        return state.replaced(rest | {"counts": counts})
+
+    def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
         """Return the scores with v_c recomputed without the image; the reliabilities do not change."""
+        if groups is not None:
+            return self.without_groups(state, images, labels, groups)
         lengths = state.lengths[labels.to(state.lengths.device), None].to(images)
         visual = F.normalize(state.visual_prototypes[labels].float() * lengths - images, dim=1)
         bridges = bridge_prototypes(visual, state.text_embeds[labels].float(), state.depths.float())

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dulbe_peft.classifiers.checks import check_directions
+from dulbe_peft.classifiers.evidence import Sums
 from dulbe_peft.classifiers.rule import Rule, sums_without
 from dulbe_peft.classifiers.state import Layout, State, per_class, shared
 
@@ -121,6 +122,13 @@ class ClassSums(Rule):
             factors, counts = changes["factors"], changes["counts"]
             changes |= {"scatter": factors.T @ factors, "freedom": counts.sum() - len(counts)}
         return changes
+
+    def without_group(self, state: State, images: Tensor, labels: Tensor) -> State:
+        rows, labels = self.lifted(state, images.to(state.sums)), labels.to(state.sums.device)
+        counts = state.counts.to(rows)
+        sums = Sums(state.sums / counts[:, None], counts, state.scatter, int(state.freedom)).without(rows, labels)
+        changes = {"sums": sums.means * sums.counts[:, None], "counts": sums.counts, "scatter": sums.scatter}
+        return state.replaced(changes | {"freedom": torch.full_like(state.freedom, sums.freedom)})
 
     def without_image(self, state: State, image: Tensor, label: int) -> dict[str, Tensor]:
         """Subtract v v', v = sqrt(n / (n - 1)) (x - m_c), from the contribution of the class to W; see `downdated`."""

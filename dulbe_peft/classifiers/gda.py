@@ -10,8 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.lda import LdaClassifier, LdaRule
+from dulbe_peft.classifiers.calibration import log_likelihoods, penalties
+from dulbe_peft.classifiers.groups import some_left_out
+from dulbe_peft.classifiers.lda import MOST_JUDGED, LdaClassifier, LdaRule
+from dulbe_peft.classifiers.rule import LeftOut
 from dulbe_peft.classifiers.state import Layout, State, shared
+from dulbe_peft.classifiers.text_prior import WRONG
 from dulbe_peft.utils.settings import Positive
 
 ALPHAS = [10.0 ** (exponent / 3) for exponent in range(-9, 7)]
@@ -30,7 +34,8 @@ class GdaRule(LdaRule):
         prior_images: See `LdaRule`.
 
     Attributes:
-        losses: (16, 10), float64, leave-one-out log-loss of each alpha at each of 10 temperatures, summed over images.
+        losses: (16, 10, wrong), float64, leave-one-out log-loss of each alpha, temperature and share of wrong labels,
+            summed over images.
         text_embeds: E_c, (C, d), unit vectors.
 
     Reference:
@@ -46,32 +51,37 @@ class GdaRule(LdaRule):
     adds_up = ("losses",)
 
     def tensors(self) -> dict[str, Layout]:
-        return super().tensors() | {"losses": shared(len(ALPHAS), len(TEMPERATURES), dtype=torch.float64)}
+        return super().tensors() | {"losses": shared(len(ALPHAS), len(TEMPERATURES), len(WRONG), dtype=torch.float64)}
 
-    def judged(self, state: State, images: Tensor, labels: Tensor) -> tuple[State, tuple[Tensor, Tensor] | None]:
+    def judged(
+        self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None
+    ) -> tuple[State, LeftOut | None]:
         """Add the leave-one-out log-loss of every alpha to `losses`; return the leave-one-out scores and labels."""
-        images, labels = self.repeated(state, images, labels)
+        images, labels, groups = some_left_out(images.to(state.sums), labels, groups, state.counts, MOST_JUDGED)
         if not len(images) or state.classes < 2:
             return state, None
-        by_text, by_image = self._by_text(state, images), super().left_out(state, images, labels)
+        by_text, by_image = self._by_text(state, images), super().left_out(state, images, labels, groups)
         losses = state.losses.clone()
         for row, alpha in enumerate(ALPHAS):
             scores = _mixed(by_text, by_image, alpha).float()
-            each = [F.cross_entropy(scores / t, labels, reduction="sum") for t in TEMPERATURES]
-            losses[row] += torch.stack(each).to(losses)
+            own = -torch.stack([F.cross_entropy(scores / t, labels, reduction="none") for t in TEMPERATURES])
+            losses[row] -= log_likelihoods(own, state.classes, WRONG).sum(dim=1).to(losses)
         state = state.replaced({"losses": losses})
-        return state, (_mixed(by_text, by_image, self.weight(state)), labels)
+        return state, LeftOut(_mixed(by_text, by_image, self.weight(state)), labels, groups)
 
-    def left_out(self, state: State, images: Tensor, labels: Tensor) -> Tensor:
+    def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
         """Return the leave-one-out scores with the present alpha."""
         by_text = self._by_text(state, images.to(state.sums))
-        return _mixed(by_text, super().left_out(state, images, labels), self.weight(state))
+        return _mixed(by_text, super().left_out(state, images, labels, groups), self.weight(state))
 
     def weight(self, state: State) -> float:
         """Return alpha."""
         if self.alpha != "auto":
             return float(self.alpha)
-        return ALPHAS[int(state.losses.amin(dim=1).argmin())] if state.losses.any() else ONE_IMAGE
+        if not state.losses.any():
+            return ONE_IMAGE
+        losses = state.losses + penalties(WRONG, int(state.counts.sum())).to(state.losses)
+        return ALPHAS[int(losses.amin(dim=(1, 2)).argmin())]
 
     def scores(self, state: State, images: Tensor) -> Tensor:
         return _mixed(self._by_text(state, images), super().scores(state, images), self.weight(state))

@@ -6,6 +6,7 @@ score = z' Sigma^-1 m_c - m_c' Sigma^-1 m_c / 2
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal
 
 import torch
@@ -13,9 +14,10 @@ from annotated_types import Gt, Le
 from torch import Tensor
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.calibration import ranking
 from dulbe_peft.classifiers.class_sums import ClassSums
 from dulbe_peft.classifiers.covariance import oas_shrinkage, shrunk_covariance
+from dulbe_peft.classifiers.groups import some_left_out
+from dulbe_peft.classifiers.rule import LeftOut
 from dulbe_peft.classifiers.state import State
 from dulbe_peft.utils.settings import Weight
 
@@ -58,25 +60,27 @@ class LdaRule(ClassSums):
         means: Tensor = state.derived("means", lambda: state.sums / state.counts.to(state.sums)[:, None])
         return means
 
-    def judged(self, state: State, images: Tensor, labels: Tensor) -> tuple[State, tuple[Tensor, Tensor] | None]:
-        images, labels = self.repeated(state, images, labels)
-        return state, (self.left_out(state, images, labels), labels) if len(images) and state.classes > 1 else None
+    def judged(
+        self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None
+    ) -> tuple[State, LeftOut | None]:
+        images, labels, groups = some_left_out(images.to(state.sums), labels, groups, state.counts, MOST_JUDGED)
+        if not len(images) or state.classes < 2:
+            return state, None
+        return state, LeftOut(self.left_out(state, images, labels, groups), labels, groups)
 
-    def repeated(self, state: State, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return at most 1000 of the images, (n, d), whose class has other images, in float64, and their labels."""
-        images, labels = images.to(state.sums), labels.to(state.sums.device)
-        several = (state.counts.to(labels.device)[labels] > 1).nonzero()[:, 0]
-        rows = several[ranking(images[several]).argsort()][:: max(1, -(-len(several) // MOST_JUDGED))]
-        return images[rows], labels[rows]
-
-    def left_out(self, state: State, images: Tensor, labels: Tensor) -> Tensor:
+    def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
         """Return the leave-one-out scores in float64; see `Rule.left_out`.
 
         Without an image z of class c, with u = z - mu_c, n = n_c, P = Sigma^-1, and with b, s, f and tr W as before,
 
             mu_c becomes mu_c - u / (n - 1)        Sigma becomes Sigma - h u u',  h = (1 - s) n / ((n - 1) f)
             P becomes P + g P u u' P,  g = h / (1 - h u' P u)                     (Sherman and Morrison)
+
+        Without a group, everything is computed again from the sums without it.
         """
+        if groups is not None:
+            scores = partial(LdaRule.scores, self)  # of this rule, also for a rule that is derived from it
+            return self.without_groups(state, images, labels, groups, scores).to(state.sums)
         images, labels, means = images.to(state.sums), labels.to(state.sums.device), self.means(state)
         freedom, n = int(state.freedom), state.counts.to(labels.device)[labels].double()
         share = oas_shrinkage(state.scatter / freedom, freedom) if self.shrinkage == "oas" else float(self.shrinkage)

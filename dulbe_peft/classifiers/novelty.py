@@ -34,9 +34,9 @@ from dulbe_peft.classifiers.calibration import (
     class_shares,
     evenly,
     order_statistic,
-    ranking,
 )
 from dulbe_peft.classifiers.evidence import Evidence, Sums
+from dulbe_peft.classifiers.groups import in_parts, some_left_out, together
 from dulbe_peft.classifiers.rule import Rule
 from dulbe_peft.classifiers.state import State
 
@@ -117,30 +117,40 @@ def weights_of(tasks: Sequence[TaskNovelty]) -> Tensor:
 
 
 def judged(
-    rule: Rule, state: State, before: tuple[TaskNovelty, ...], images: Tensor, labels: Tensor, temperature: float
+    rule: Rule,
+    state: State,
+    before: tuple[TaskNovelty, ...],
+    images: Tensor,
+    labels: Tensor,
+    temperature: float,
+    groups: Tensor | None = None,
 ) -> tuple[TaskNovelty, ...]:
     """Return the records of the tasks, with one added for learned `images`, (n, d), if it can be computed.
 
-    `before` are the records of earlier tasks, `labels` index all classes, and `temperature` is the classifier's. If no
-    class has two images, only classes can be left out. Evidence and nearest text then get weights, and the novelties
-    of known images stay empty.
+    `before` are the records of earlier tasks, `labels` index all classes, and `temperature` is the classifier's.
+    Images are left out together with their group, (n,). If this is possible for no class, because no class has two
+    images or groups, only classes are left out. Evidence and nearest text then get weights, and the novelties of known
+    images stay empty.
     """
     sums = sums_of(rule, state)
     if sums is None or len(sums.counts) < 2:
         return before
     images, labels = images.to(sums.means), labels.to(sums.means.device)
-    several = sums.counts[labels] > 1
-    rows = (several if several.any() else ~several).nonzero()[:, 0]
-    rows = rows[ranking(images[rows]).argsort()][:: -(-len(rows) // MOST_JUDGED)]
-    chosen, row_labels = images[rows], labels[rows]
+    several = bool((sums.counts[labels] > together(labels, groups)).any())
+    counts = sums.counts if several else sums.counts + len(labels)  # then any image is taken, since none is left out
+    chosen, row_labels, row_groups = some_left_out(images, labels, groups, counts, MOST_JUDGED)
+    out = in_parts(row_labels, row_groups, min(PARTS, len(row_labels)), counts)
+    if row_groups is not None:
+        can = out >= 0
+        chosen, row_labels, row_groups, out = chosen[can], row_labels[can], row_groups[can], out[can]
     parts = parted(row_labels, len(sums.counts))
     try:
         unknown = classes_out(sums, images, labels, chosen, row_labels, parts)
-        known = images_out(sums, chosen, row_labels) if several.any() else None
+        known = images_out(sums, chosen, row_labels, out) if several else None
     except torch.linalg.LinAlgError:  # with views or mapped features, the sums do not contain these images exactly
         return before
     texts, shares = by_text(chosen, sums), class_shares(row_labels, labels)
-    scores = None if known is None else rule.left_out(state, chosen, row_labels)
+    scores = None if known is None else rule.left_out(state, chosen, row_labels, row_groups)
     # An image whose class is left out can be near to fewer classes. For a fair comparison, the same number of other
     # classes is left out when the image's own class stays.
     place = parts[row_labels][:, None]
@@ -161,10 +171,10 @@ def judged(
     away = torch.cat(both) - sum(means) / 2
     products = (weights * away).T @ away / weights.sum()
     fields = {name: tuple(part.flatten().tolist()) for name, part in zip(SIGNS, (*means, products), strict=True)}
-    task = TaskNovelty(images=len(rows), classes=len(row_labels.unique()), **fields)  # type: ignore[arg-type]
-    if several.any():
+    task = TaskNovelty(images=len(chosen), classes=len(row_labels.unique()), **fields)  # type: ignore[arg-type]
+    if several:
         weights = weights_of((*before, task)).to(unknown)
-        known, unknown = (evenly(each @ weights, shares) for each in both)
+        known, unknown = (evenly(each @ weights, shares, row_groups) for each in both)
         area = (unknown[:, None] > known).double().mean() + (unknown[:, None] == known).double().mean() / 2
         task = task.model_copy(update={"novelties": tuple(known.tolist()), "area": float(area)})
     return (*before, task)[-KEPT:]
@@ -196,14 +206,14 @@ def classes_out(sums: Sums, images: Tensor, labels: Tensor, rows: Tensor, row_la
     return evidence
 
 
-def images_out(sums: Sums, rows: Tensor, row_labels: Tensor) -> Tensor:
-    """Return the evidence, (n,), of learned `rows`, (n, d), each as if its tenth of the rows had not been learned.
+def images_out(sums: Sums, rows: Tensor, row_labels: Tensor, parts: Tensor) -> Tensor:
+    """Return the evidence, (n,), of learned `rows`, (n, d), each as if its part, (n,), had not been learned.
 
-    Images are left out such that each class keeps at least one.
+    Each class has images outside of each part.
     """
-    evidence, order = torch.zeros(len(rows)).to(rows), row_labels.argsort(stable=True)
-    for part in range(min(PARTS, len(rows))):
-        here = order[part :: min(PARTS, len(rows))]
+    evidence = torch.zeros(len(rows)).to(rows)
+    for part in parts.unique():
+        here = (parts == part).nonzero()[:, 0]
         evidence[here] = Evidence(sums.without(rows[here], row_labels[here]))(rows[here])
     return evidence
 

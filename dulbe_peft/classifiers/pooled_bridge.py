@@ -50,8 +50,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead, BridgeRule
-from dulbe_peft.classifiers.calibration import ranking
 from dulbe_peft.classifiers.geodesics import own_probabilities
+from dulbe_peft.classifiers.groups import some_left_out, sums_of_groups, together
+from dulbe_peft.classifiers.rule import LeftOut
 from dulbe_peft.classifiers.state import Layout, State, per_class
 
 # Chosen on held-out training images of Cars, ImageNet, CIFAR-10, DTD and Aircraft with CLIP's features.
@@ -125,11 +126,14 @@ class PooledBridgeRule(BridgeRule):
             "rivals": kept["rivals"].index_add(0, labels, torch.full_like(labels, len(kept["counts"]) - 1)),
         }
 
-    def own_scores(self, state: State, images: Tensor, labels: Tensor) -> Tensor:
-        """Return z'(A u + B e), (n, K_b), of each image with its class at every depth, as if it were not learned."""
-        counts = state.counts[labels].float()[:, None]
+    def own_scores(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
+        """Return z'(A u + B e), (n, K_b), of each image with its class at every depth, as if it were not learned.
+
+        With `groups`, the class loses all images of the group; `images` must contain them.
+        """
+        counts, gone = state.counts[labels].float()[:, None], together(labels, groups)[:, None]
         lengths = state.lengths.to(images)[labels, None]
-        rest = state.visual_prototypes[labels].float() * lengths - images
+        rest = state.visual_prototypes[labels].float() * lengths - sums_of_groups(images, labels, groups)
         start, texts = F.normalize(rest, dim=1), state.text_embeds[labels].float()
         cosine = (start * texts).sum(dim=1, keepdim=True)
         sine = (texts - cosine * start).norm(dim=1, keepdim=True)
@@ -138,21 +142,42 @@ class PooledBridgeRule(BridgeRule):
         sine = sine.clamp_min(1e-4)
         by_image = torch.where(flat, 1 - depths, ((1 - depths) * angle).sin() / sine)
         by_text = torch.where(flat, depths, (depths * angle).sin() / sine)
-        longer = counts / (counts - 1) / lengths
+        longer = counts / (counts - gone) / lengths
         near_rest, near_text = ((images * other).sum(dim=1, keepdim=True) for other in (rest, texts))
         return by_image * longer * near_rest + by_text * near_text
 
-    def left_out(self, state: State, images: Tensor, labels: Tensor) -> Tensor:
-        """Return the scores of learned images, each without the image in its class; the depth weights stay."""
-        own = self.logit_scale * self.own_scores(state, images, labels) @ self.depth_weights(state).to(images)
+    def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
+        """Return the scores of learned images, each without its group in its class; the depth weights stay."""
+        own = self.logit_scale * self.own_scores(state, images, labels, groups) @ self.depth_weights(state).to(images)
         return self.scores(state, images).scatter(1, labels[:, None], own[:, None])
 
-    def judged(self, state: State, images: Tensor, labels: Tensor) -> tuple[State, tuple[Tensor, Tensor] | None]:
-        rows = (state.counts.to(labels.device)[labels] > 1).nonzero()[:, 0]
-        if not len(rows) or state.classes < 2:
+    def judged(
+        self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None
+    ) -> tuple[State, LeftOut | None]:
+        """Return left-out scores; with groups, also replace the probabilities that `added` summed up.
+
+        `added` leaves single images out.
+        """
+        if groups is not None:
+            state = state.replaced(self._by_groups(state, images, labels, groups))
+        images, labels, groups = some_left_out(images, labels, groups, state.counts, MOST_JUDGED)
+        if not len(images) or state.classes < 2:
             return state, None
-        rows = rows[ranking(images[rows]).argsort()][:: max(1, -(-len(rows) // MOST_JUDGED))]
-        return state, (self.left_out(state, images[rows], labels[rows]), labels[rows])
+        return state, LeftOut(self.left_out(state, images, labels, groups), labels, groups)
+
+    def _by_groups(self, state: State, images: Tensor, labels: Tensor, groups: Tensor) -> dict[str, Tensor]:
+        """Return `confidence` and `left_out_counts` with the images' groups left out instead of the images."""
+        counts = state.counts.to(labels)
+        told = {name: state[name] for name in ("confidence", "left_out_counts")}
+        for sign, of in ((-1, None), (1, groups)):
+            rows = (counts[labels] > together(labels, of)).nonzero()[:, 0]
+            own, part = labels[rows], None if of is None else of.to(labels)[rows]
+            scores = self.own_scores(state, images[rows], own, part)
+            each = own_probabilities(images[rows], own, self.bridges(state), scores, self.logit_scale)
+            place = own.to(state.confidence.device)
+            told["confidence"] = told["confidence"].index_add(0, place, sign * each.to(state.confidence))
+            told["left_out_counts"] = told["left_out_counts"] + sign * place.bincount(minlength=state.classes)
+        return told
 
     def outvoted(self, state: State) -> int:
         """Return 0, because all classes have the same depth weights."""

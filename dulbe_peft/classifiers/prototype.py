@@ -55,7 +55,13 @@ class PrototypeRule(Rule):
     def scores(self, state: State, images: Tensor) -> Tensor:
         return self.logit_scale * images @ self.visual_prototypes(state).T
 
-    def left_out(self, state: State, images: Tensor, labels: Tensor) -> Tensor:
+    def without_group(self, state: State, images: Tensor, labels: Tensor) -> State:
+        sums = state.sums.index_add(0, labels.to(state.sums.device), -images.to(state.sums))
+        return state.replaced({"sums": sums, "counts": state.counts - labels.bincount(minlength=len(sums)).to(sums)})
+
+    def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
+        if groups is not None:
+            return self.without_groups(state, images, labels, groups)
         scores = self.scores(state, images)
         rest = state.sums[labels.to(state.sums.device)] - images.to(state.sums)
         target_scores = self.logit_scale * (images * F.normalize(rest, dim=1).to(images)).sum(dim=1, keepdim=True)

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.groups import rows_by_group
 from dulbe_peft.classifiers.rule import Rule, sums_without
 from dulbe_peft.classifiers.state import Layout, State, per_class, shared
 from dulbe_peft.utils.settings import Positive
@@ -102,12 +104,15 @@ class RidgeRegression(Rule):
     def scores(self, state: State, images: Tensor) -> Tensor:
         return self.logit_scale * self.lifted(state, images) @ self.solution(state)
 
-    def left_out(self, state: State, images: Tensor, labels: Tensor) -> Tensor:
+    def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
         """Return the leave-one-out scores (f - l y) / (1 - l), weighted by w_c.
 
         f are the scores of an image, y is its one-hot class, and l = h'(G + lambda I)^-1 h is its leverage. lambda and
-        the mean of the counts do not change.
+        the mean of the counts do not change. For a group with scores F, (m, C), and one-hot classes Y, they are
+        (I - L)^-1 (F - L Y), with the leverages L = H (G + lambda I)^-1 H' between its images.
         """
+        if groups is not None:
+            return self._groups_left_out(state, images, labels, groups)
         sums = state.sums
         rows, factor, labels = self.lifted(state, images.to(sums)), self._factor(state), labels.to(sums.device)
         by = torch.cholesky_solve(rows.T, factor).T
@@ -117,6 +122,19 @@ class RidgeRegression(Rule):
         more = torch.where(truth > 0, (counts / (counts - 1)) ** POWER, 1.0)
         weights = self.logit_scale * class_weights(state.counts).to(scores) * more
         return weights * (scores - leverage * truth) / (1 - leverage)
+
+    def _groups_left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor) -> Tensor:
+        rows, labels = self.lifted(state, images.to(state.sums)), labels.to(state.sums.device)
+        by = torch.cholesky_solve(rows.T, self._factor(state)).T
+        scores, truth = by @ state.sums.T, F.one_hot(labels, state.classes).to(rows)
+        counts = state.counts.to(scores)
+        for of in rows_by_group(groups.to(labels)):
+            leverage = by[of] @ rows[of].T
+            rest = scores[of] - leverage @ truth[of]
+            scores[of] = torch.linalg.solve(torch.eye(len(of)).to(leverage) * (1 + 1e-9) - leverage, rest)
+            fewer = (counts / (counts - truth[of].sum(dim=0))) ** POWER
+            scores[of] *= self.logit_scale * class_weights(state.counts).to(scores) * fewer
+        return scores
 
     def solution(self, state: State) -> Tensor:
         """Return W, (M, C), float32, times the weight of each class."""

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
 import torch
 from annotated_types import Ge, Le
 from torch import Tensor
 
 from dulbe_peft.classifiers.checks import random_features, same_scores
+from dulbe_peft.classifiers.groups import rows_by_group
 from dulbe_peft.classifiers.state import Layout, State, per_class
 from dulbe_peft.utils.settings import LEAST, check_settings
 
@@ -36,6 +37,14 @@ LogitScale = Annotated[float, Ge(LEAST), Le(1e30)]  # logits stay finite in floa
 # Tensors that are sums over images -> the power of an image's weight by which a summand is multiplied. Other tensors
 # are means or choices.
 SUMS = {"counts": 1.0, "sums": 1.0, "lengths": 1.0, "scatter": 1.0, "gram": 1.0, "factors": 0.5}
+
+
+class LeftOut(NamedTuple):
+    """Scores, (n, C), of images by a classifier that had not learned them, their labels and their groups, (n,)."""
+
+    scores: Tensor
+    labels: Tensor
+    groups: Tensor | None = None
 
 
 def linear(z: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -181,20 +190,48 @@ class Rule:
         """
         return {}
 
-    def judged(self, state: State, images: Tensor, labels: Tensor) -> tuple[State, tuple[Tensor, Tensor] | None]:
-        """Return scores of images that `state` has just learned, each as if it had not been, and their labels.
+    def judged(
+        self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None
+    ) -> tuple[State, LeftOut | None]:
+        """Return scores of images that `state` has just learned, each as if its group had not been learned.
 
         The state may be replaced by one with choices that these scores suggest. The scores are None if no image can
         be left out. A rule without a closed form does not override this; some images are then held out, see `chosen`.
         """
         return state, None
 
-    def left_out(self, state: State, images: Tensor, labels: Tensor) -> Tensor | None:
-        """Return the leave-one-out scores, (n, C), of learned images, (n, d), or None if there is no closed form.
+    def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor | None:
+        """Return the scores, (n, C), of learned images, (n, d), each as if its group had not been learned.
 
-        `labels`, (n,), index all classes. Each of these classes has at least two images.
+        Args:
+            state: The tensors after learning.
+            images: (n, d), learned images: all of each group.
+            labels: (n,), index all classes. Each class has images outside of each group.
+            groups: (n,), the group of each image; None means that each image is a group.
+
+        Returns:
+            The scores, or None if the rule cannot leave images out.
         """
         return None
+
+    def without_group(self, state: State, images: Tensor, labels: Tensor) -> State:
+        """Return the state without learned images, (n, d), of one group. Each class keeps at least one image."""
+        raise NotImplementedError
+
+    def without_groups(
+        self,
+        state: State,
+        images: Tensor,
+        labels: Tensor,
+        groups: Tensor,
+        scores: Callable[[State, Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Return the `scores`, by default those of the rule, by the states of `without_group`, group by group."""
+        found = torch.zeros(len(images), state.classes, device=images.device)
+        for rows in rows_by_group(groups):
+            rest = self.without_group(state, images[rows], labels[rows])
+            found[rows] = (scores or self.scores)(rest, images[rows].float()).to(found)
+        return found
 
     def temperature(self, state: State, tasks: Sequence[TaskTemperature]) -> float:
         """Return T of the probabilities from the records of the tasks."""

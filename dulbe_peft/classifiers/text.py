@@ -30,7 +30,7 @@ class TextRule(Rule):
     def without_image(self, state: State, image: Tensor, label: int) -> dict[str, Tensor]:
         return {}
 
-    def left_out(self, state: State, images: Tensor, labels: Tensor) -> Tensor:
+    def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
         return self.scores(state, images)
 
     def scores(self, state: State, images: Tensor) -> Tensor:

@@ -47,15 +47,21 @@ Reference:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dulbe_peft.classifiers.calibration import WRONG as SHARES
+from dulbe_peft.classifiers.calibration import log_likelihoods
+
 OMEGAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 # Scales of the scores by texts alone; at 0 all classes are equally likely.
 SCALES = (0.0, *(2.0 ** (half / 2) for half in range(-8, 8)))
+WRONG = SHARES[::3]  # shares of wrong labels; together with other settings, fewer of them are compared
 # k. With 2, left-out images are classified correctly as often as test images. With 1, as in `lda`, a class that lacks
 # one of two images is confused with others too often, and with 4 too rarely.
 PRIOR_IMAGES = 2.0
@@ -153,22 +159,120 @@ class Fit:
         return usual / (usual + kappa)
 
     def text_losses(self, images: Tensor, labels: Tensor, weights: Tensor, rho: float) -> Tensor:
-        """Return weighted sums, (omegas, scales), of the log-losses of images, (n, d), by the texts alone."""
+        """Return weighted sums, (omegas, scales, wrong), of the log-losses of images, (n, d), by the texts alone."""
         rows, table = images[:, : len(self.centre)] - self.centre, []
         for omega in OMEGAS:
             texts, offsets = self.by_texts(rho, omega)
             scores = (rows @ texts.T + offsets) / (self.slope(rho) or 1)
-            table.append([weights @ F.cross_entropy(each * scores, labels, reduction="none") for each in SCALES])
-        return torch.tensor(table).to(weights)
+            own = -torch.stack([F.cross_entropy(each * scores, labels, reduction="none") for each in SCALES])
+            table.append(-log_likelihoods(own, len(self.means), WRONG).mul(weights[:, None]).sum(dim=1))
+        return torch.stack(table).to(weights)
 
-    def left_out(self, images: Tensor, labels: Tensor, kappas: Tensor, rho: float, omega: float) -> Tensor:
-        """Return the scores, (kappas, n, C), float32, of learned images, (n, d), each by a fit without that image."""
+    def left_out(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        kappas: Tensor,
+        rho: float,
+        omega: float,
+        groups: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """Return the scores, (kappas, n, C), float32, of learned images, (n, d), each by a fit without that image.
+
+        With `groups`, the rows of each group, it is the fit without the group.
+        """
         rows = (images[:, : len(self.centre)] - self.centre) @ self.vectors
-        return LeftOut.of(self, rows, labels, rho).scores(kappas, omega)
+        if groups is None:
+            return LeftOut.of(self, rows, labels, rho).scores(kappas, omega)
+        found = torch.zeros(len(kappas), len(rows), len(self.counts), device=rows.device)
+        for of in groups:
+            found[:, of] = WithoutGroup.of(self, rows[of], labels[of], rho).scores(kappas, omega).float()
+        return found
 
 
 @dataclass(frozen=True, eq=False)
-class LeftOut:
+class Terms:
+    """The terms of the scores of images, from which the scores follow for any kappa and omega.
+
+    `near` is (m_k - b)'P (x - b), `square` (m_k - b)'P (m_k - b), and `cross`, `length`, `across` and `along` are
+    t_k'(m_k - b), t_k'S t_k, t_k'(x - b) and t_k'b. All of them, and `counts`, n_k, are (n, C), or (1, C) if they are
+    the same for all images.
+    """
+
+    counts: Tensor
+    near: Tensor
+    square: Tensor
+    cross: Tensor
+    length: Tensor
+    across: Tensor
+    along: Tensor
+
+    def scores(self, kappas: Tensor, omega: float) -> Tensor:
+        """Return the scores, (kappas, n, C)."""
+        share = shares(self.counts, 1)
+        over = (share * self.length).sum(dim=1, keepdim=True)
+        slope = ((share * self.cross).sum(dim=1, keepdim=True) / over).clamp_min(0).where(over > 0, 0.0)
+        by_images = share * self.near - share**2 * self.square / 2
+        by_texts = slope * (self.across + omega * self.along) - (1 - omega) * slope**2 * self.length / 2
+        usual = self.counts.shape[1] / (1 / self.counts).sum(dim=1, keepdim=True)
+        weights = usual / (usual + kappas.to(usual)[:, None, None])
+        return by_texts + weights * (by_images - by_texts)
+
+
+class WithoutGroup(Terms):
+    """The terms of the scores of the learned images of a group by the fit to all other images; float64.
+
+    The group has the images x_i of classes c, m_c of them in class c, and every class has others. With y_i = x_i - b,
+    d_i = x_i - mean of its class, and u_c the sum of the d_i of class c, without the group
+
+        n_c is n_c - m_c      the mean of class c is its mean less u_c / (n_c - m_c)      f is f less the images
+        W is W - V'V, where V has the rows d_i and, for each class, u_c / sqrt(n_c - m_c)
+
+    and b and V are computed from the new means. With the new ridge in A = W + rho V I and r rows in V,
+
+        (A - V'V)^-1 = A^-1 + A^-1 V'(I - V A^-1 V')^-1 V A^-1                                           (Woodbury)
+
+    which is computed as it stands on the left if r is as large as half of d.
+    """
+
+    @classmethod
+    def of(cls, fit: Fit, rows: Tensor, labels: Tensor, rho: float) -> Self:
+        """Compute the terms for y, (n, d), in the basis of the fit, and the images' classes."""
+        gone = labels.bincount(minlength=len(fit.counts)).to(rows)
+        left, classes = fit.counts - gone, labels.unique()
+        away = rows - fit.means[labels]
+        sums = torch.zeros_like(fit.means).index_add(0, labels, away)
+        means = fit.means - sums / left[:, None]
+        shift = means.mean(dim=0)
+        number, freedom = float(left.sum()), fit.freedom - len(rows) + rho * len(fit.centre)
+        total = fit.total - float(rows.square().sum() + 2 * shift @ (left @ means)) + number * float(shift @ shift)
+        variance = total / number if total / number > ROUNDING else 1.0
+        means, rows = means - shift, rows - shift
+        noise = fit.values + rho * variance
+        down = torch.cat([away, sums[classes] / left[classes, None].sqrt()])
+        solved, reach = cls._solved(means, noise, down), fit.texts @ down.T
+        centre = fit.centre @ fit.vectors + shift
+        return cls(
+            counts=left[None],
+            near=freedom * rows @ solved.T,
+            square=freedom * (solved * means).sum(dim=1)[None],
+            cross=(fit.texts * means).sum(dim=1)[None],
+            length=(fit.texts.square() @ noise - reach.square().sum(dim=1))[None] / freedom,
+            across=rows @ fit.texts.T,
+            along=(fit.texts @ centre)[None],
+        )
+
+    @staticmethod
+    def _solved(means: Tensor, noise: Tensor, down: Tensor) -> Tensor:
+        """Return (diag(noise) - V'V)^-1 times the means, (C, d)."""
+        if 2 * len(down) >= len(noise):
+            return torch.linalg.solve(torch.diag(noise) - down.T @ down, means.T).T
+        by = down / noise
+        inner = torch.eye(len(down)).to(by) - by @ down.T
+        return means / noise + torch.linalg.solve(inner, (means @ by.T).T).T @ by
+
+
+class LeftOut(Terms):
     """The terms of the scores of learned images, each by the fit to all other images; float32.
 
     Let x be an image of class c, y = x - b, d = x - m_c, u = 1 / (n_c - 1) and g = u / C. Without x,
@@ -181,20 +285,11 @@ class LeftOut:
 
         P = (f - 1 + rho d) (A^-1 + r A^-1 d d'A^-1)        r = h / (1 - h d'A^-1 d)
 
-    `near` is (m_k - b)'P (x - b), `square` (m_k - b)'P (m_k - b), and `cross`, `length`, `across` and `along` are
-    t_k'(m_k - b), t_k'S t_k, t_k'(x - b) and t_k'b. All of them, and `counts`, are (n, C). Nothing else changes.
+    Nothing else changes.
     """
 
-    counts: Tensor
-    near: Tensor
-    square: Tensor
-    cross: Tensor
-    length: Tensor
-    across: Tensor
-    along: Tensor
-
     @classmethod
-    def of(cls, fit: Fit, rows: Tensor, labels: Tensor, rho: float) -> LeftOut:
+    def of(cls, fit: Fit, rows: Tensor, labels: Tensor, rho: float) -> Self:
         """Compute the terms for y, (n, d), in the basis of the fit; each class must have at least two images."""
         own = torch.arange(len(labels)).to(labels), labels
         away, less = rows - fit.means[labels], 1 / (fit.counts[labels, None] - 1)
@@ -223,17 +318,6 @@ class LeftOut:
             across=rows @ texts.T + back * apart,
             along=texts @ centre - back * apart,
         )
-
-    def scores(self, kappas: Tensor, omega: float) -> Tensor:
-        """Return the scores, (kappas, n, C)."""
-        share = shares(self.counts, 1)
-        over = (share * self.length).sum(dim=1, keepdim=True)
-        slope = ((share * self.cross).sum(dim=1, keepdim=True) / over).clamp_min(0).where(over > 0, 0.0)
-        by_images = share * self.near - share**2 * self.square / 2
-        by_texts = slope * (self.across + omega * self.along) - (1 - omega) * slope**2 * self.length / 2
-        usual = self.counts.shape[1] / (1 / self.counts).sum(dim=1, keepdim=True)
-        weights = usual / (usual + kappas.to(usual)[:, None, None])
-        return by_texts + weights * (by_images - by_texts)
 
 
 def variances(fit: Fit, rows: Tensor, away: Tensor, back: Tensor) -> Tensor:

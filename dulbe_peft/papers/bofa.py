@@ -112,8 +112,10 @@ class BofaRule(PrototypeRule):
     def scores(self, state: State, images: Tensor) -> Tensor:
         return self.logit_scale * images @ self.prototypes(state).T
 
-    def left_out(self, state: State, images: Tensor, labels: Tensor) -> Tensor:
+    def left_out(self, state: State, images: Tensor, labels: Tensor, groups: Tensor | None = None) -> Tensor:
         """Return leave-one-out scores of class means, mixed with the text score of the true class; lambda is fixed."""
+        if groups is not None:
+            return self.without_groups(state, images, labels, groups)
         scores, columns = super().left_out(state, images, labels), labels[:, None]
         by_text = self.logit_scale * (images * state.text_embeds[labels].to(images)).sum(dim=1, keepdim=True)
         return scores.scatter(

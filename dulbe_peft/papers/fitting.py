@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dulbe_peft.classifiers.calibration import ranking
 from dulbe_peft.classifiers.checks import check_directions
+from dulbe_peft.classifiers.groups import ranking
 from dulbe_peft.classifiers.rule import Rule
 from dulbe_peft.classifiers.state import Layout, State, per_class
 

@@ -7,6 +7,7 @@ Each seed draws the order of the classes and the images. `--counts` takes
     2/32       2 and 32 images in turn
     40/rank    a long tail: 40 images of the first class in a random order, 20 of the second, 13 of the third, ...
     lone4      4 images of each class, but only 1 of every fifth class
+    only3      all images of 3 classes, spread over the stream, but only 1 of every other class
     4+4        4 images of each class; from the second task on, each task adds 4 images of every third known class
 """
 
@@ -17,6 +18,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,11 @@ from dulbe_peft.classifiers.registry import CLASSIFIERS, make_classifier
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.metrics.accuracy import calibration_error
 from research.benchmarks import common, real, rivals
+from research.benchmarks.untidy import untidy
 
 SPECS = (*("text", "bridge", "prototype", "lda", "gda", "ridge", "ranpac:features=1000", "bayes"),)
 FEW = 8  # a class with fewer images counts as a class with few images
+ALL = 100_000  # more images than any class has
 DRAWN = 20  # draws of right and wrong answers from the probabilities, for `ECE_exact`
 
 
@@ -46,6 +50,7 @@ class Task:
     test: torch.Tensor
     truth: list[int]
     counts: list[int] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -79,6 +84,7 @@ def stream_options(
     options = common.stream_parser(description, repeats=3)
     options.add_argument("--increment", type=int, default=2, help="classes per task")
     options.add_argument("--counts", nargs="+", default=list(counts))
+    options.add_argument("--untidy", nargs="+", default=["none"], help="see research.benchmarks.untidy")
     options.add_argument("--classifiers", nargs="+", default=list(classifiers))
     options.add_argument("--prompt-template", default="a photo of the digit {}.")
     return real_options(options)
@@ -109,14 +115,18 @@ def measured(
 ) -> list[dict[str, Any]]:
     """Return a row for each number of images, classifier and figure: the mean and all draws, in percent."""
     rows = []
-    for stream, counts, drawn in lines(values):
+    for (stream, counts, drawn), kind in product(lines(values), values.untidy):
         seeds = range(first_seed, first_seed + values.repeats)
-        draws = [(made := drawn(seed), draw(made, counts, step(made, values), seed, held_back)) for seed in seeds]
+        clean = [(made := drawn(seed), draw(made, counts, step(made, values), seed, held_back)) for seed in seeds]
+        if kind.startswith("names") and clean[0][0]["text"] is None:
+            continue
+        draws = [untidy(kind, made, tasks, seed) for seed, (made, tasks) in zip(seeds, clean, strict=True)]
         for spec in values.classifiers:
             if draws[0][0]["text"] is None and needs_text(spec):
                 continue
             results = [measure(spec, made, tasks[:2] if values.quick else tasks) for made, tasks in draws]
-            key = {"stream": stream, "counts": counts, "classifier": spec}
+            line = stream if kind == "none" else f"{stream}, {kind}"
+            key = {"stream": line, "counts": counts, "classifier": spec}
             for figure in results[0]:
                 each = [common.rounded(100 * result[figure]) for result in results]
                 title = what.format(**key, figure=figure)
@@ -173,6 +183,10 @@ def images_of(counts: str, classes: int, generator: torch.Generator) -> tuple[li
         most = int(first.removesuffix("/rank"))
         ranks = torch.randperm(classes, generator=generator).tolist()
         return [max(1, round(most / (1 + rank))) for rank in ranks], int(further or 0)
+    if first.startswith("only"):
+        number = int(first.removeprefix("only"))
+        whole = {classes * (2 * place + 1) // (2 * number) for place in range(number)}
+        return [ALL if place in whole else 1 for place in range(classes)], 0
     if first.startswith("lone"):
         return [1 if place % 5 == 0 else int(first.removeprefix("lone")) for place in range(classes)], 0
     turns = [int(part) for part in first.split("/")]

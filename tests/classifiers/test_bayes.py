@@ -19,6 +19,7 @@ NAMES = [f"class {number}" for number in range(CLASSES)]
 KAPPAS, RHOS = [1, 2, 4, 8, 16, 32, 64], [0.01, 0.03, 0.1, 0.3, 1]
 TEMPERATURES = [2.0 ** (half / 2) for half in range(12, -1, -1)]
 OMEGAS, SCALES = [0, 1 / 4, 1 / 2, 3 / 4, 1], [0, *(2.0 ** (half / 2) for half in range(-8, 8))]
+WRONG = [0.9 * (step / 10) ** 2 for step in range(11)]
 SINGLE = 1e-4  # tolerance for float32 results
 FIXED = {"kappa": 3.0, "rho": 0.2}
 
@@ -100,24 +101,32 @@ class Twin:
 
     def text_losses(self, rows):
         """Return the log-losses of the images in `rows` by the texts alone, with equal weights for all classes."""
-        found, a, classes = np.zeros((5, 17)), self.slope(0.3), range(self.classes)
+        found, a, classes = np.zeros((5, 17, len(WRONG))), self.slope(0.3), range(self.classes)
         for i in rows:
             for o, omega in enumerate(OMEGAS):
                 scores = np.array([self.by_text(self.x[i], c, 0.3, omega) for c in classes]) / (a or 1)
                 for k, scale in enumerate(SCALES):
-                    found[o, k] -= np.log(softmax(scale * scores)[self.y[i]]) * self.classes / self.n[self.y[i]]
+                    own = softmax(scale * scores)[self.y[i]]
+                    found[o, k] -= np.log(noisy(own, self.classes)) * self.classes / self.n[self.y[i]]
         return found
 
     def nats(self):
         return self.classes**2 / sum(1 / self.n) * np.log(self.classes)
 
+    def in_nats(self, table):
+        return table / table[0, 0, 0] * self.nats() + penalty(self.nats() / np.log(self.classes))
+
+    def omega(self, table):
+        return OMEGAS[int(self.in_nats(table).min(axis=(1, 2)).argmin())]
+
     def told(self, table):
-        return max(0, 1 - table.min() / table[0, 0] - 2 / self.nats())
+        losses, wrong = self.in_nats(table), WRONG[int(self.in_nats(table).min(axis=(0, 1)).argmin())]
+        entropy = sum(-p * np.log(p / k) for p, k in ((1 - wrong, 1), (wrong, self.classes - 1)) if p)
+        return max(0, (self.nats() - losses.min() - 2) / (self.nats() * (1 - entropy / np.log(self.classes))))
 
     def scale(self, table):
-        losses = {
-            s: loss / table[0, 0] * self.nats() + np.log(s) ** 2 / 2 for s, loss in zip(SCALES, table.min(0)) if s
-        }
+        best = self.in_nats(table).min(axis=(0, 2))
+        losses = {s: loss + np.log(s) ** 2 / 2 for s, loss in zip(SCALES, best) if s}
         return min(losses, key=losses.get)
 
     def usual_kappa(self, table):
@@ -141,12 +150,13 @@ class Twin:
 
     def losses(self, rows, omega):
         """Return -log p(class) of each left-out image at every kappa, rho and temperature, and the images' weights."""
-        found = np.zeros((len(rows), 7, 5, 13))
+        found = np.zeros((len(rows), 7, 5, 13, len(WRONG)))
         for number, i in enumerate(rows):
             for k, kappa in enumerate(KAPPAS):
                 for r, rho in enumerate(RHOS):
                     scores = self.without(i).scores(self.x[[i]], kappa, rho, omega)[0]
-                    found[number, k, r] = [-log_softmax(scores / t)[self.y[i]] for t in TEMPERATURES]
+                    own = [np.exp(log_softmax(scores / t)[self.y[i]]) for t in TEMPERATURES]
+                    found[number, k, r] = [-np.log(noisy(p, self.classes)) for p in own]
         return found, self.classes / self.n[self.y[rows]]
 
     def choice(self, losses, weights, usual, table, common):
@@ -157,9 +167,20 @@ class Twin:
             for r, rho in enumerate(RHOS):
                 away = np.log(np.array(TEMPERATURES) / self.temperature(kappa, rho, table, common))
                 prior = np.log(kappa / usual) ** 2 / 2 + np.log(rho / 0.3) ** 2 / 2
-                each = count * means[k, r] + away**2 / 2
+                each = count * means[k, r] + away[:, None] ** 2 / 2 + penalty(count)
+                each = each[:, int(each.min(axis=0).argmin())]
                 found.append((each.min() + prior, kappa, rho, best_temperature(each)))
         return min(found)
+
+
+def noisy(own, classes):
+    """Return the probability of a label for every share of wrong labels; `own` is that without wrong labels."""
+    shares = [min(w, (classes - 1) / classes) for w in WRONG]
+    return np.array([(1 - w) * own + w * (1 - own) / (classes - 1) for w in shares])
+
+
+def penalty(images):
+    return np.array([(np.log(images) / 2 if w else 0) - np.log(1 - w) for w in WRONG])
 
 
 def best_temperature(losses):
@@ -206,7 +227,7 @@ def test_choice_minimises_the_loss_of_left_out_images(each, seed, features):
     twins = [Twin(images, labels), *([Twin(images, labels, layer=layer)] if features else [])]
     by_text = twins[0].text_losses(range(len(images)))
     close(classifier.by_text, by_text)
-    omega, usual = OMEGAS[int(by_text.min(axis=1).argmin())], twins[0].usual_kappa(by_text)
+    omega, usual = twins[0].omega(by_text), twins[0].usual_kappa(by_text)
     rows = [i for i in range(len(images)) if twins[0].n[labels[i]] > 1]
     common, found = twins[0].correlation(omega), []
     for number, twin in enumerate(twins):
@@ -228,7 +249,9 @@ def test_fixed_settings_have_the_temperature_of_left_out_images():
     images, labels = photos(4, noise=1.2)
     classifier, twin = taught(images, labels, omega=0.25, **FIXED), Twin(images, labels)
     left_out = [(twin.without(i).scores(twin.x[[i]], 3, 0.2, 0.25)[0], label) for i, label in enumerate(labels)]
-    losses = np.array([sum(-log_softmax(scores / t)[label] for scores, label in left_out) for t in TEMPERATURES])
+    own = [[softmax(scores / t)[label] for scores, label in left_out] for t in TEMPERATURES]
+    losses = np.array([sum(-np.log(noisy(p, CLASSES)) for p in each) for each in own]) + penalty(len(left_out))
+    losses = losses[:, int(losses.min(axis=0).argmin())]
     usual = twin.temperature(3, 0.2, twin.text_losses(range(len(images))), twin.correlation(0.25))
     close(classifier.temperature, best_temperature(losses + np.log(np.array(TEMPERATURES) / usual) ** 2 / 2), SINGLE)
     tests = F.normalize(draw(2, 9, DIM), dim=1)
@@ -246,7 +269,7 @@ def test_tables_add_up_over_tasks_and_updates():
         twin = Twin(images[rows], labels[rows], TEXTS[: int(labels[rows].max()) + 1])
         new = range(int((~judged[known]).sum()), len(rows))
         by_text = by_text + twin.text_losses(new)
-        losses, weights = twin.losses(new, OMEGAS[int(by_text.min(axis=1).argmin())])
+        losses, weights = twin.losses(new, twin.omega(by_text))
         total = total + np.tensordot(weights, losses, 1)
     close(classifier.by_text, by_text)
     close(classifier.losses[0], total, SINGLE)
@@ -258,7 +281,7 @@ def test_one_image_per_class_gives_the_usual_kappa(texts):
     images, labels = photos(1)
     classifier, twin = taught(images, labels, texts=texts), Twin(images, labels, texts)
     by_text = twin.text_losses(range(len(images)))
-    usual, omega = twin.usual_kappa(by_text), OMEGAS[int(by_text.min(axis=1).argmin())]
+    usual, omega = twin.usual_kappa(by_text), twin.omega(by_text)
     close(classifier.choice, (usual, 0.3, 0, omega))
     assert not classifier.losses.any()
     tests, unit = (
@@ -347,14 +370,16 @@ def test_other_classes_cut_to_one_image_stand_in_for_classes_with_one():
     )
     others = [i for i in range(len(labels)) if labels[i] > 2]
     table = twin.text_losses(range(len(images)))
-    omega = OMEGAS[int(table.min(axis=1).argmin())]
+    omega = twin.omega(table)
     losses, weights = twin.losses(others, omega)
     total = np.tensordot(weights, losses, 1)
     for i in further:
         for k, kappa in enumerate(KAPPAS):
             for r, rho in enumerate(RHOS):
                 scores = reduced.scores(twin.x[[i]], kappa, rho, omega)[0]
-                total[k, r] += CLASSES / 4 * np.array([-log_softmax(scores / t)[1] for t in TEMPERATURES])
+                total[k, r] += (
+                    CLASSES / 4 * np.array([-np.log(noisy(softmax(scores / t)[1], CLASSES)) for t in TEMPERATURES])
+                )
     close(classifier.losses[0], total, SINGLE)
 
 

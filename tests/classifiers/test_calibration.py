@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import reference
 import torch
 from taught import clusters, in_tasks
 from torch.nn import functional as F
@@ -33,17 +34,67 @@ def test_a_fifth_of_each_class_is_held_out_in_any_order():
 def test_temperature_minimises_the_log_loss():
     logits = 8 * torch.randn(300, 6)
     labels = (logits / 3 + torch.distributions.Gumbel(0.0, 1.0).sample((300, 6))).argmax(dim=1)
-    actual = fit_temperature(logits, labels)
+    actual, told = fit_temperature(logits, labels)
+    assert int((told - calibration.penalties(calibration.WRONG, 300)).argmax()) == 0
     grid = torch.linspace(-2, 4, 601).tolist()
     losses = {t: F.cross_entropy(logits.double() / math.exp(t), labels).item() for t in grid}
     assert actual == pytest.approx(min(losses, key=losses.get), abs=0.03)
     sure = 5 * torch.eye(4)
-    assert -LIMIT < fit_temperature(sure, torch.arange(4)) < 1
-    assert fit_temperature(sure, (torch.arange(4) + 1) % 4) == pytest.approx(LIMIT)
+    assert -LIMIT < fit_temperature(sure, torch.arange(4))[0] < 1
+    assert fit_temperature(sure, (torch.arange(4) + 1) % 4)[0] == pytest.approx(LIMIT)
 
 
-def fitted(log_temperature=0.0, images=30, classes=10, own=()):
+@pytest.mark.parametrize("classes", [2, 6])
+def test_temperature_and_share_of_wrong_labels_are_those_of_a_literal_search(classes):
+    """Of 200 labels drawn from the probabilities at T = 3, a fifth is replaced by a random other class."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 12 * torch.randn(200, classes, generator=generator).double()
+    labels = torch.multinomial((logits / 3).softmax(dim=1), 1, generator=generator)[:, 0]
+    wrong = torch.rand(200, generator=generator) < 0.2
+    others = (labels + torch.randint(1, classes, (200,), generator=generator)) % classes
+    labels = torch.where(wrong, others, labels)
+    found, told = fit_temperature(logits, labels)
+    grid = np.linspace(0, 3, 76)
+    table = np.array([reference.label_noise(logits, labels, math.exp(t), calibration.WRONG) for t in grid])
+    best = table - [-math.log1p(-w) + (w > 0) * math.log(200) / 2 for w in calibration.WRONG]
+    place, number = np.unravel_index(best.argmax(), best.shape)
+    assert found == pytest.approx(grid[place], abs=0.03)
+    assert int((told - calibration.penalties(calibration.WRONG, 200)).argmax()) == number
+    # The temperatures that are compared are a factor of sqrt(2) apart; a parabola lies between them.
+    assert told[:16].tolist() == pytest.approx(table.max(axis=0)[:16].tolist(), abs=0.3)
+    share, low, high = calibration.share_of_wrong_labels([fitted(wrong=told - told.max())])
+    assert low < float(wrong.double().mean()) < high and abs(share - 0.2) < 0.08
+    plain = min(grid, key=lambda t: F.cross_entropy(logits / math.exp(t), labels).item())
+    assert plain > found + 0.3, "without w, wrong labels make all answers unsure"
+
+
+def test_interval_of_the_share_of_wrong_labels_adds_up_over_tasks():
+    """n right and k wrong labels that are certain: the likelihood of w is that of a binomial."""
+    likelihoods = [0.0 if w == 0 else 5 * math.log(w) + 95 * math.log1p(-w) for w in calibration.WRONG]
+    likelihoods[0] = -200.0
+    one = calibration.share_of_wrong_labels([fitted(wrong=likelihoods)])
+    assert one == pytest.approx((0.05, 0.0182, 0.1052), abs=2e-3)  # -2 log(L / L_max) = 3.84 for 5 of 100
+    share, low, high = calibration.share_of_wrong_labels([fitted(wrong=likelihoods)] * 4)
+    assert share == pytest.approx(one[0], abs=1e-3) and high - low < 0.6 * (one[2] - one[1])
+    assert calibration.share_of_wrong_labels([fitted()]) is None
+
+
+def test_wrong_labels_do_not_enlarge_prediction_sets():
+    """A tenth of the labels is wrong, with probabilities near 0: the threshold is that of the right labels."""
+    right = (torch.arange(900, dtype=torch.float64) + 0.5) / 1000 + 0.1
+    kept = calibration.evenly(
+        torch.cat([torch.full((100,), 1e-5).double(), right]), torch.ones(1000).double()
+    ).tolist()
+    likelihoods = [-1000.0 if w == 0 else 100 * math.log(w) + 900 * math.log1p(-w) for w in calibration.WRONG]
+    plain, known = (fitted(images=1000, own=kept, wrong=wrong) for wrong in ((), likelihoods))
+    assert calibration.threshold([plain], "own", 0.1) < 0.01
+    assert calibration.threshold([known], "own", 0.1) == pytest.approx(0.175, abs=0.01)
+    assert calibration.threshold([known], "largest", 0.1) == calibration.threshold([plain], "largest", 0.1)
+
+
+def fitted(log_temperature=0.0, images=30, classes=10, own=(), wrong=()):
     facts = {"log_temperature": log_temperature, "images": images, "worth": images, "classes": classes}
+    facts["wrong"] = tuple(map(float, wrong))
     return TaskTemperature(**facts, own=tuple(own), largest=tuple(own))
 
 
@@ -65,7 +116,7 @@ def test_calibration_stores_probabilities_of_held_out_images():
     held = hold_back(images, labels)
     classifier, twin = (in_tasks("prototype", images[rows], labels[rows]) for rows in (labels >= 0, ~held))
     (task,) = classifier.calibration
-    assert task.log_temperature == pytest.approx(fit_temperature(twin(images[held]), labels[held]), abs=1e-4)
+    assert task.log_temperature == pytest.approx(fit_temperature(twin(images[held]), labels[held])[0], abs=1e-4)
     actual = (twin(images[held]).double() / classifier.temperature).softmax(dim=1)
     own = actual.gather(1, labels[held][:, None])[:, 0]
     for kept, each in ((task.own, own), (task.largest, actual.amax(dim=1))):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import reference
@@ -14,6 +16,7 @@ from dulbe_peft.classifiers.calibration import hold_back
 from dulbe_peft.classifiers.drift import linear_map
 from dulbe_peft.classifiers.gda import ALPHAS, TEMPERATURES
 from dulbe_peft.classifiers.ridge import RIDGES
+from dulbe_peft.classifiers.text_prior import WRONG
 from dulbe_peft.training.estimating import left_out_share
 
 JOINT = ["prototype", "lda", "lda fixed", "gda fixed", "ridge fixed", "ranpac fixed", "bayes fixed"]
@@ -57,16 +60,20 @@ def test_gda_chooses_alpha_by_leave_one_out_log_loss(unequal):
     text = SCALE * reference.unit(images) @ reference.unit(digits.texts).T
     freedom = int(classifier.freedom)
     whole = (int(counts.max()), classifier.means.mean(dim=0), freedom, classifier.scatter.trace() / freedom / DIM)
-    losses = torch.zeros(len(ALPHAS), len(TEMPERATURES), dtype=torch.float64)
+    losses = torch.zeros(len(ALPHAS), len(TEMPERATURES), len(WRONG), dtype=torch.float64)
     for i, label in enumerate(labels.tolist()):
         rest = torch.arange(len(labels)) != i
         scores = reference.lda_logits(images[rest], labels[rest].tolist(), images[i : i + 1], 0.2, 1.0, whole)[0]
         for a, alpha in enumerate(ALPHAS):
             for t, temperature_ in enumerate(TEMPERATURES):
                 mixed = (text[i] + alpha * scores) / (temperature_ * max(1, alpha))
-                losses[a, t] -= mixed.log_softmax(dim=0)[label]
+                own = float(mixed.softmax(dim=0)[label])
+                for number, w in enumerate(WRONG):
+                    w = min(w, (CLASSES - 1) / CLASSES)
+                    losses[a, t, number] -= math.log((1 - w) * own + w * (1 - own) / (CLASSES - 1))
     torch.testing.assert_close(classifier.losses, losses, rtol=1e-4, atol=1e-3)
-    alpha = ALPHAS[int(losses.amin(dim=1).argmin())]
+    penalty = torch.tensor([(math.log(len(labels)) / 2 if w else 0) - math.log(1 - w) for w in WRONG])
+    alpha = ALPHAS[int((losses + penalty).amin(dim=(1, 2)).argmin())]
     assert classifier.weight() == alpha and ALPHAS[0] < alpha < ALPHAS[-1]
     by_image = reference.lda_logits(images, labels.tolist(), digits.tests, 0.2, 1.0)
     expected = SCALE * reference.unit(digits.tests) @ reference.unit(digits.texts).T + alpha * by_image

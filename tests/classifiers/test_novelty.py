@@ -11,6 +11,7 @@ from taught import clusters, in_tasks
 from dulbe_peft.classifiers.calibration import TaskNovelty
 from dulbe_peft.classifiers.covariance import oas_shrinkage
 from dulbe_peft.classifiers.evidence import LEAST, RIDGE, USUAL_IMAGES, Evidence, Sums
+from dulbe_peft.classifiers.groups import in_parts
 from dulbe_peft.classifiers.novelty import PARTS, USUAL, classes_out, images_out, sums_of, weights_of
 
 DIM, CLASSES, EACH = 6, 5, 9
@@ -145,7 +146,8 @@ def test_sums_without_images_and_classes_equal_those_of_the_rest():
 def test_evidence_without_images_or_classes_equals_that_of_the_remaining_data():
     rows, labels, texts, _ = world()
     rows, texts = rows.double(), texts.double()
-    found = images_out(sums(rows, labels, texts), rows, labels)
+    parts = in_parts(labels, None, PARTS, labels.bincount())
+    found = images_out(sums(rows, labels, texts), rows, labels, parts)
     for number, row in enumerate(rows):
         part = [place for place in range(len(rows)) if place % PARTS == number % PARTS]  # labels are in order
         kept = torch.ones(len(rows), dtype=torch.bool)

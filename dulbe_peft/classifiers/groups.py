@@ -1,0 +1,111 @@
+"""Groups of images that show the same thing: a burst, an item, a site or a day. They are left out together.
+
+An image is left out of learning to see how a further one would be classified. If another photograph of the same item
+is learned, this says nothing about a further item.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def check_groups(groups: Any, count: int) -> Tensor | None:
+    """Return the number of each image's group, (n,), from 0; None if there are no groups, or none with two images.
+
+    Equal entries of `groups`, texts or integers, are one group.
+    """
+    if groups is None:
+        return None
+    given = groups.detach().cpu().numpy() if isinstance(groups, Tensor) else np.asarray(groups)
+    if given.shape != (count,):
+        raise ValueError(f"groups must be ({count},), one per image, got shape {given.shape}")
+    if given.dtype.kind not in "iuSUO":
+        raise TypeError(f"groups must be integers or texts, got {given.dtype}")
+    names, numbers = np.unique(given.astype(str) if given.dtype.kind == "O" else given, return_inverse=True)
+    return None if len(names) == count else torch.from_numpy(numbers.reshape(-1))
+
+
+def rows_by_group(groups: Tensor) -> list[Tensor]:
+    """Return the rows of each group."""
+    order = groups.argsort(stable=True)
+    return list(order.split(groups.unique(return_counts=True)[1].tolist()))
+
+
+def together(labels: Tensor, groups: Tensor | None) -> Tensor:
+    """Return how many images of the same class are in the group of each image, itself included, (n,)."""
+    if groups is None:
+        return torch.ones_like(labels)
+    pairs = torch.stack([groups.to(labels), labels], dim=1)
+    return counts_of(pairs)
+
+
+def counts_of(pairs: Tensor) -> Tensor:
+    """Return how often each row of (n, k) occurs, (n,)."""
+    _, places, counts = pairs.unique(dim=0, return_inverse=True, return_counts=True)
+    return counts[places]
+
+
+def sums_of_groups(images: Tensor, labels: Tensor, groups: Tensor | None) -> Tensor:
+    """Return the sum of the images of the same class and group, (n, d), for each image."""
+    if groups is None:
+        return images
+    places = torch.stack([groups.to(labels), labels], dim=1).unique(dim=0, return_inverse=True)[1]
+    sums = images.new_zeros(int(places.max()) + 1 if len(places) else 0, images.shape[1])
+    return sums.index_add(0, places, images)[places]
+
+
+def groups_of_classes(labels: Tensor, groups: Tensor | None, classes: int) -> Tensor:
+    """Return the number of groups of each class, (C,)."""
+    if groups is None:
+        return labels.bincount(minlength=classes)
+    return torch.stack([groups.to(labels), labels], dim=1).unique(dim=0)[:, 1].bincount(minlength=classes)
+
+
+def some_left_out(
+    images: Tensor, labels: Tensor, groups: Tensor | None, counts: Tensor, most: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Choose about `most` images of whole groups, evenly, whose class has images outside of their group.
+
+    Returns:
+        The images, (n, d), their labels and groups, on the device of the images.
+    """
+    labels = labels.to(images.device)
+    if groups is None:
+        rows = (counts.to(labels)[labels] > 1).nonzero()[:, 0]
+        rows = rows[ranking(images[rows]).argsort()][:: max(1, -(-len(rows) // most))]
+        return images[rows], labels[rows], None
+    groups = groups.to(labels)
+    rows = (counts.to(labels)[labels] > together(labels, groups)).nonzero()[:, 0]
+    chosen = groups[rows].unique()[:: max(1, -(-len(rows) // most))]
+    rows = rows[torch.isin(groups[rows], chosen)]
+    return images[rows], labels[rows], groups[rows]
+
+
+def ranking(images: Tensor) -> Tensor:
+    """Return the dot product of each feature with a fixed vector, (n,): a ranking that no order of images changes."""
+    fixed = torch.arange(1, images.shape[1] + 1, dtype=torch.float64).sin().to(images)
+    # A matrix product may round a row differently at another position; a sum over the row does not.
+    return (images * fixed).sum(dim=1)
+
+
+def in_parts(labels: Tensor, groups: Tensor | None, parts: int, counts: Tensor) -> Tensor:
+    """Divide learned images into at most `parts` parts to leave out one after another; return the part of each, (n,).
+
+    Groups are not divided, and those of a class are spread over as many parts as possible. `counts`, (C,), are the
+    numbers of learned images. If a class would lose all of its images with a part, its images there have the part -1.
+    """
+    order = labels.argsort(stable=True)
+    found = torch.empty_like(labels)
+    if groups is None:
+        found[order] = torch.arange(len(order)).to(labels) % parts
+        return found
+    numbers, groups = groups.to(labels).unique(return_inverse=True)
+    first = torch.full((len(numbers),), len(order)).to(labels)
+    first = first.scatter_reduce(0, groups[order], torch.arange(len(order)).to(labels), "amin")
+    place = torch.empty_like(first)
+    place[first.argsort()] = torch.arange(len(first)).to(labels) % parts
+    found = place[groups]
+    same = counts_of(torch.stack([found, labels], dim=1))
+    return torch.where(same < counts.to(labels)[labels], found, -1)

@@ -1,0 +1,79 @@
+"""Folders as people have them: wrong labels, names that do not describe their images, and bursts of photographs.
+
+    labels:0.1    a share of the images of each task exchange their labels; every class keeps its size
+    names:0.2     a share of the classes exchange their names
+    bursts:4      every image comes with four further frames of the same thing, and nobody says so
+    groups:4      the same, and each image with its frames is given as a group
+    none          as it is
+
+A frame is z + `APART` (u - v), normalised, with u and v two images of a random class: it differs from z as images of a
+class differ, but less. On 100 photographs of clothes, DeiT's features of crops with another angle and brightness have
+a mean cosine of 0.87 with the photograph, and images of a class 0.43; `APART` makes frames as close.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+if TYPE_CHECKING:
+    from research.benchmarks.frozen import Task
+
+APART = 0.5
+
+
+def untidy(kind: str, features: dict[str, Any], tasks: list[Task], seed: int) -> tuple[dict[str, Any], list[Task]]:
+    """Return the features and the tasks of a stream after what `kind` says happened to them."""
+    what, _, amount = kind.partition(":")
+    generator = torch.Generator().manual_seed(1000 + seed)
+    if what == "labels":
+        return features, wrong_labels(tasks, float(amount), generator)
+    if what == "names":
+        return wrong_names(features, float(amount), generator), tasks
+    if what in ("bursts", "groups"):
+        frames = [with_frames(task, int(amount), features["train"], features["y"], generator) for task in tasks]
+        return features, [replace(task, groups=task.groups if what == "groups" else []) for task in frames]
+    if kind != "none":
+        raise ValueError(f"--untidy must be none, labels:SHARE, names:SHARE, bursts:N or groups:N, got {kind!r}")
+    return features, tasks
+
+
+def wrong_labels(tasks: list[Task], share: float, generator: torch.Generator) -> list[Task]:
+    """Return the tasks in which a share of each task's images exchange their labels with images of other classes."""
+    changed = []
+    for task in tasks:
+        images, labels = task.train.clone(), torch.tensor(task.y)
+        chosen = torch.randperm(len(images), generator=generator)[: round(share * len(images))]
+        chosen = chosen[labels[chosen].argsort(stable=True)]  # by class, so that a shift by half reaches another class
+        images[chosen] = task.train[chosen.roll(len(chosen) // 2)]
+        changed.append(replace(task, train=images))
+    return changed
+
+
+def wrong_names(features: dict[str, Any], share: float, generator: torch.Generator) -> dict[str, Any]:
+    """Return the features in which a share of the classes pass their texts on in a circle."""
+    if features["text"] is None:
+        return features
+    texts = features["text"].clone()
+    chosen = torch.randperm(len(texts), generator=generator)[: round(share * len(texts))]
+    texts[chosen] = texts[chosen.roll(1)]
+    return features | {"text": texts, "misnamed": chosen.tolist()}
+
+
+def with_frames(task: Task, frames: int, pool: Tensor, owners: Tensor, generator: torch.Generator) -> Task:
+    """Return the task with further frames of each image, which form a group with it.
+
+    `pool`, (n, d), are images of the stream and `owners` their classes.
+    """
+    order = owners.argsort(stable=True)
+    pairs = torch.stack([order[:-1], order[1:]])[:, owners[order[:-1]] == owners[order[1:]]]
+    made = [task.train]
+    for _ in range(frames):
+        first, second = pairs[:, torch.randint(pairs.shape[1], (len(task.train),), generator=generator)]
+        made.append(normalize(task.train + APART * (pool[first] - pool[second]), dim=1))
+    groups = list(range(len(task.train))) * (frames + 1)
+    return replace(task, train=torch.cat(made), y=task.y * (frames + 1), groups=groups)

@@ -1,0 +1,140 @@
+"""Images of a group are left out together: compared with classifiers that really did not learn the group."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from taught import CLASSES, DIM, SCALE, clusters, digits
+from torch.nn import functional as F
+
+from dulbe_peft.classifiers import calibration, make_classifier
+from dulbe_peft.classifiers.groups import check_groups, in_parts, rows_by_group
+from dulbe_peft.classifiers.ridge import POWER
+
+EXACT = [
+    *("prototype", "text", "lda", "lda:shrinkage=0.2", "gda:alpha=2", "bridge", "ridge:ridge=0.5"),
+    *("ranpac:features=60,ridge=20", "bayes:kappa=3,rho=0.2", "bayes:kappa=3,rho=0.2,omega=0.5"),
+]
+
+
+def taught(spec, images, labels, groups=None, texts=digits.texts):
+    classifier = make_classifier(spec, images.shape[1], SCALE)
+    names = [str(label) for label in range(int(labels.max()) + 1)]
+    classifier.add_classes(names, images, labels, texts, groups=groups)
+    return classifier
+
+
+@pytest.fixture(scope="module")
+def bursts():
+    """Return 2 to 9 images of each digit, their labels, and groups of one to four images, some with two classes."""
+    rows = torch.cat([(digits.labels == c).nonzero()[: 2 + c % 8, 0] for c in range(CLASSES)])
+    labels = digits.labels[rows]
+    groups = torch.randint(0, 14, (len(rows),), generator=torch.Generator().manual_seed(2))
+    groups = torch.where(calibration.places_among(labels) == 0, 100 + labels, groups)  # a group of its own per class
+    return F.normalize(digits.images[rows], dim=1), labels, groups
+
+
+@pytest.mark.parametrize("spec", EXACT)
+def test_scores_without_a_group_are_those_of_a_classifier_that_did_not_learn_it(spec, bursts):
+    images, labels, groups = bursts
+    classifier = taught(spec, images, labels)
+    usable = groups < 100
+    found = classifier.left_out(images[usable], labels[usable], groups[usable]).double()
+    expected = torch.zeros_like(found)
+    for rows in rows_by_group(groups[usable]):
+        gone = usable.nonzero()[rows, 0]
+        rest = torch.ones(len(labels), dtype=torch.bool).index_fill(0, gone, False)
+        twin = taught(spec, images[rest], labels[rest])
+        if spec == "bridge":  # the reliabilities stay
+            twin.install({"reliability": classifier.reliability})
+        expected[rows] = twin(images[gone]).double()
+        if spec.startswith(("ridge", "ranpac")):  # the mean of the counts stays
+            expected[rows] *= (len(labels) / int(rest.sum())) ** POWER
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(found / scale, expected / scale, rtol=0, atol=2e-5)
+
+
+def test_a_large_group_is_left_out_as_well_as_a_small_one():
+    """With more images than half of the dimensions, the covariance is inverted again."""
+    images, labels, _ = clusters(3 * [40], DIM)
+    groups = torch.arange(len(labels)) % 2
+    classifier = taught("bayes:kappa=3,rho=0.2", images, labels, texts=None)
+    found = classifier.left_out(images, labels, groups)
+    for group in (0, 1):
+        twin = taught("bayes:kappa=3,rho=0.2", images[groups != group], labels[groups != group], texts=None)
+        torch.testing.assert_close(found[groups == group], twin(images[groups == group]), rtol=1e-4, atol=1e-3)
+
+
+def test_pooled_head_leaves_the_group_out_of_the_mean_of_its_class(bursts):
+    images, labels, groups = bursts
+    head = taught("pooled_bridge", images, labels)
+    usable = groups < 100
+    found, weights = head.left_out(images[usable], labels[usable], groups[usable]).double(), head.rule.depth_weights
+    weights, depths = weights(head.state).tolist(), head.depths.double().tolist()
+    for place, row in enumerate(usable.nonzero()[:, 0].tolist()):
+        label, same = labels[row], labels == labels[row]
+        rest = same & (groups != groups[row])
+        length = float(images[same].double().sum(dim=0).norm())
+        u = int(same.sum()) / int(rest.sum()) * images[rest].double().sum(dim=0) / length
+        e = F.normalize(digits.texts[label].double(), dim=0)
+        theta = math.acos(float(F.normalize(u, dim=0) @ e))
+        points = [math.sin((1 - a) * theta) * u + math.sin(a * theta) * e for a in depths]
+        mixed = sum(w * float(images[row].double() @ p) for w, p in zip(weights, points, strict=True))
+        assert float(found[place, label]) == pytest.approx(SCALE * mixed / math.sin(theta), abs=2e-3)
+
+
+@pytest.mark.parametrize("spec", ["bayes", "lda", "gda", "pooled_bridge", "ridge"])
+def test_copies_in_one_group_do_not_vouch_for_each_other(spec):
+    """Three near copies of each image in a group: without the groups, each is recognised by the others."""
+    generator = torch.Generator().manual_seed(0)
+    centres, noise = (torch.randn(number, 40, generator=generator) for number in (6, 400))
+    owned, truth = torch.arange(6).repeat_interleave(5), torch.arange(370) % 6
+    items, tests = centres[owned] + 2 * noise[:30], F.normalize(centres[truth] + 2 * noise[30:], dim=1)
+    frames = F.normalize(items.repeat(3, 1) + 0.2 * torch.randn(90, 40, generator=generator), dim=1)
+    texts = F.normalize(centres + 2 * torch.randn(6, 40, generator=generator), dim=1)
+    owners = [f"item {number}" for number in range(30)] * 3
+    plain, grouped = (taught(spec, frames, owned.repeat(3), groups, texts) for groups in (None, owners))
+    assert grouped.calibration[0].worth <= 30
+    errors = []
+    for each in (plain, grouped):
+        largest, best = each.probabilities(tests).max(dim=1)
+        errors.append(float(largest.mean()) - float((best == truth).double().mean()))
+    assert errors[1] < errors[0] - 0.02, "with the groups, probabilities are less overconfident"
+
+
+@pytest.mark.parametrize("spec", ["bayes", "lda", "prototype", "ridge"])
+def test_groups_of_single_images_are_no_groups(spec):
+    images, labels, texts = clusters(6 * [5], DIM)
+    plain, grouped = (taught(spec, images, labels, g, texts) for g in (None, list(range(len(labels)))))
+    assert torch.equal(plain(images), grouped(images)) and plain.calibration == grouped.calibration
+
+
+def test_a_class_in_one_group_is_like_a_class_with_one_image():
+    images, labels, _ = clusters(6 * [5], DIM)
+    groups = torch.where(labels == 3, 3, 100 + torch.arange(len(labels)))
+    classifier = taught("lda", images, labels, groups, None)
+    assert classifier.calibration[0].images == 25
+    everything = taught("lda", images, labels, labels, None)
+    assert not everything.calibrated and "no image could be left out" in everything.doubt
+
+
+def test_parts_do_not_divide_groups_and_leave_each_class_an_image(bursts):
+    _, labels, groups = bursts
+    counts = labels.bincount()
+    parts = in_parts(labels, groups, 4, counts)
+    for part in range(4):
+        assert (labels[parts == part].bincount(minlength=CLASSES) < counts).all()
+    place = {group: set(parts[groups == group].tolist()) - {-1} for group in groups.tolist()}
+    assert all(len(found) <= 1 for found in place.values())
+    held = calibration.hold_back(torch.randn(len(labels), 3), labels, groups)
+    assert held.any() and (labels[~held].bincount(minlength=CLASSES) > 0).all()
+
+
+@pytest.mark.parametrize(
+    "wrong, message", [([1, 2], "one per image"), ([[1]] * 6, "one per image"), ([0.5] * 6, "integers")]
+)
+def test_wrong_groups_are_refused(wrong, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        check_groups(wrong, 6)
+    assert check_groups(["a", "b", "a"], 3).tolist() == [0, 1, 0] and check_groups(np.arange(3), 3) is None
