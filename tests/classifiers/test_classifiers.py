@@ -177,7 +177,7 @@ def test_probabilities_of_digits_are_calibrated(name):
     raw = reference.calibration_error(classifier(digits.tests).softmax(dim=1), digits.truth)
     calibrated = reference.calibration_error(classifier.probabilities(digits.tests), digits.truth)
     assert calibrated < (raw if name in ("lda", "ridge") else raw + 0.01)
-    # Mixtures with a nearly flat distribution cannot be calibrated well by a temperature, nor can rows of separate tasks.
+    # A temperature cannot calibrate nearly flat mixtures well, nor rows of separate tasks.
     assert calibrated < {"visual_agent": 0.12, "gda": 0.07, "linear_head": 0.15}.get(name, 0.06)
     assert torch.equal(classifier.probabilities(digits.tests).argmax(dim=1), classifier(digits.tests).argmax(dim=1))
 
