@@ -155,6 +155,11 @@ class LearnerArguments:
         "How images are resized to the model's size. processor: as the model's processor does; crop: scale the short "
         "side and crop the centre; squash: scale the whole image to a square.",
     )
+    features: Literal["projected", "unprojected"] = setting(
+        "projected",
+        "Which image features classifiers learn. projected: those that are compared with names; unprojected: what the "
+        "projection reads, which is wider. Names then have no place, so classifiers of names are refused.",
+    )
     augment: str = setting(
         "none",
         "Random changes of images: crop, flip, affine, or several joined by +. Training uses a new view of each image "

@@ -9,10 +9,11 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def literal_tower(clip, pixels, prefixes, tokens=None, pooled=False, beside=None):
+def literal_tower(clip, pixels, prefixes, tokens=None, pooled=False, beside=None, parts=False):
     """Return the unit feature of one image, (3, h, w), by CLIP's tower in float64, with the prompts of this image.
 
-    `beside(block, y)` is added to the output of each block's MLP, which reads y.
+    `beside(block, y)` is added to the output of each block's MLP, which reads y. With `parts`, return what the
+    projection reads, and the class token after each block, instead.
     """
     weights = {name: tensor.double() for name, tensor in clip.state_dict().items()}
     config = clip.config.vision_config
@@ -33,6 +34,7 @@ def literal_tower(clip, pixels, prefixes, tokens=None, pooled=False, beside=None
     if tokens is not None:
         x = torch.cat([x[:1], tokens, x[1:]])
     x = norm(x, "vision_model.pre_layrnorm")
+    after = []
     heads, depth = config.num_attention_heads, config.hidden_size // config.num_attention_heads
     for block in range(config.num_hidden_layers):
         at = f"vision_model.encoder.layers.{block}"
@@ -49,6 +51,9 @@ def literal_tower(clip, pixels, prefixes, tokens=None, pooled=False, beside=None
         y = norm(x, f"{at}.layer_norm2")
         x = x + linear(ACT2FN[config.hidden_act](linear(y, f"{at}.mlp.fc1")), f"{at}.mlp.fc2")
         x = x if beside is None else x + beside(block, y)
+        after.append(x[0])
     outputs = x[1 : 1 + len(tokens)] if pooled else x[:1]
     pooled_output = norm(outputs, "vision_model.post_layernorm").mean(dim=0)
+    if parts:
+        return pooled_output, after
     return F.normalize(pooled_output @ weights["visual_projection.weight"].T, dim=0)

@@ -137,6 +137,11 @@ def _read_state(state: LearnerState, folder: Path, saved: LearnerFile, files: se
         names = [name for task in saved.tasks for name in task]
         images = read_known(folder, names, files)
     args, width = state.args, replace(state, memory=memory).embed_dim
+    learned = saved.arguments.get("features", "projected")
+    if saved.tasks and args.features != learned:
+        raise ValueError(
+            f"features is {args.features!r}, but the learner in {folder} has learned {learned!r} features"
+        )
     if args.learning_rate == "auto":  # keep the rate that was chosen on the first task
         args = replace(args, learning_rate=saved.arguments["learning_rate"])
     for name, classifier in classifiers.items():

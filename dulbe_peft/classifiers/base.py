@@ -649,7 +649,7 @@ class Classifier(nn.Module):
         Args:
             old: The present name.
             new: The new name.
-            text_embed: (d,), unit text embedding of the new name. Required if `reads_text` is set.
+            text_embed: (d,), unit text embedding of the new name. Required if the classifier has those of others.
         """
         place, changes = self._place(old, "renamed"), {}
         if self.needs_each_text:
@@ -657,7 +657,7 @@ class Classifier(nn.Module):
                 f"the {self.name!r} classifier was trained with the texts of its classes and cannot rename one: "
                 "learn again"
             )
-        if self.reads_text:
+        if self.reads_text and (self.needs_text or text_embed is not None or self.text_embeds.any()):
             if text_embed is None:
                 raise TypeError(f"the {self.name!r} classifier needs the text embedding of {new!r:.100}")
             changes["text_embeds"] = self.text_embeds.clone()

@@ -17,7 +17,7 @@ from dulbe_peft.data.feature_tables import FeatureTable
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.data.store import EncoderKey, FeatureStore, open_store
 from dulbe_peft.encoders import backends, loading
-from dulbe_peft.encoders.encoding import Encoding, untouched
+from dulbe_peft.encoders.encoding import Encoding, encoding_of, untouched
 from dulbe_peft.encoders.identity import ImageTowerFacts, encoder_key
 from dulbe_peft.encoders.loading import unpacked
 from dulbe_peft.encoders.pixels import PixelDataset, read_batches
@@ -86,7 +86,7 @@ class Encoder(TextEncoder):
         """How images and texts are encoded now; None: as the model does."""
         if self._encodings:
             return self._encodings[-1]
-        return None if self.encodings is None else self.encodings()
+        return encoding_of(self.args) if self.encodings is None else self.encodings()
 
     @contextmanager
     def encoding_by(self, encoding: Encoding | None) -> Iterator[None]:
@@ -116,7 +116,13 @@ class Encoder(TextEncoder):
     @property
     def embed_dim(self) -> int:
         encoding = self.encoding
-        return super().embed_dim * (1 if encoding is None else encoding.towers)
+        return super().embed_dim if encoding is None else encoding.width(self.clip)
+
+    @property
+    def has_names(self) -> bool:
+        """Whether class names have embeddings that can be compared with the image features."""
+        encoding = self.encoding
+        return loading.has_text(self.clip) and (encoding is None or encoding.names)
 
     def images(self, images: LabelledImages, keep: bool = False) -> PixelDataset:
         """Return the preprocessed images.
@@ -211,8 +217,8 @@ class Encoder(TextEncoder):
             return False
         if self.encoding is not None:
             raise ValueError(
-                f"the backend {self.args.backend!r} runs the model alone, but the strategy changes how each image is "
-                "encoded: choose the backend 'torch'"
+                f"the backend {self.args.backend!r} runs the model alone, but the strategy or the setting features "
+                "changes how each image is encoded: choose the backend 'torch'"
             )
         layers = (module for module in self.clip.modules() if isinstance(module, BaseTunerLayer))
         return not any(layer.disable_adapters or getattr(layer, "_held", None) is not None for layer in layers)

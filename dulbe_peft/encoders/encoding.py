@@ -14,8 +14,10 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
+from torch.nn import functional as F
 
-from dulbe_peft.encoders.loading import encoder_of, unit_image_embeds, unit_text_embeds
+from dulbe_peft.arguments import LearnerArguments
+from dulbe_peft.encoders.loading import embed_dim, encoder_of, unit_image_embeds, unit_text_embeds
 from dulbe_peft.utils.tensors import tensors_digest
 
 
@@ -28,7 +30,7 @@ class Encoding:
     """
 
     queries: ClassVar[bool] = False  # whether images are encoded from their features by the untouched model
-    towers: ClassVar[int] = 1  # number of models whose features are joined
+    names: ClassVar[bool] = True  # whether texts have embeddings of the same width
 
     def __init__(self, settings: str, tensors: Mapping[str, torch.Tensor]) -> None:
         self.settings, self.tensors = settings, tensors
@@ -40,7 +42,7 @@ class Encoding:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def image_embeds(self, clip: object, pixels: torch.Tensor, queries: torch.Tensor | None) -> torch.Tensor:
-        """Return unit image features, (n, towers * d) in float32.
+        """Return unit image features, (n, width) in float32.
 
         `queries`, (n, d), are the unit features of the same images by the untouched model, if `queries` of the class
         is set.
@@ -48,8 +50,49 @@ class Encoding:
         return unit_image_embeds(clip, pixels)
 
     def text_embeds(self, clip: object, tokens: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return unit text embeddings, (prompts, towers * d) in float32, of the output of `tokenize`."""
+        """Return unit text embeddings, (prompts, width) in float32, of the output of `tokenize`.
+
+        If `names` is not set, they are those of the model, which cannot be compared with the image features.
+        """
         return unit_text_embeds(clip, tokens)
+
+    def width(self, clip: Any) -> int:
+        """Return the width of the image features."""
+        return embed_dim(clip)
+
+
+class Unprojected(Encoding):
+    """Encode images with what the projection into the space of texts reads: the pooled output of the vision tower."""
+
+    names = False
+
+    def __init__(self) -> None:
+        super().__init__("", {})
+
+    def image_embeds(self, clip: Any, pixels: torch.Tensor, queries: torch.Tensor | None) -> torch.Tensor:
+        read: list[torch.Tensor] = []
+        with hooked(projection_of(clip).register_forward_pre_hook(lambda _, given: read.append(given[0]))):
+            unit_image_embeds(clip, pixels)
+        return F.normalize(read[0].float(), dim=-1)
+
+    def width(self, clip: Any) -> int:
+        return int(projection_of(clip).in_features)
+
+
+def projection_of(clip: Any) -> Any:
+    """Return the linear layer that projects image features, or raise a `ValueError` if the model has none."""
+    projection = getattr(clip, "visual_projection", None)
+    if projection is None:
+        raise ValueError(
+            f"features is 'unprojected', but a {type(clip).__name__} does not project its image features: leave "
+            "features at 'projected', which is the same"
+        )
+    return projection
+
+
+def encoding_of(args: LearnerArguments) -> Encoding | None:
+    """Return the encoding that the settings ask for; None: as the model does."""
+    return Unprojected() if args.features == "unprojected" else None
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dulbe_peft.encoders.encoding import Encoding, untouched
+from dulbe_peft.encoders.loading import embed_dim
 
 
 def joined(first: Tensor, second: Tensor) -> Tensor:
@@ -24,7 +25,6 @@ class TwoTowers(Encoding):
     """Join the features of the untouched model and of another encoding; None is the adapted model as it is."""
 
     queries = True
-    towers = 2
 
     def __init__(self, second: Encoding | None = None) -> None:
         given = second or Encoding("", {})
@@ -34,6 +34,9 @@ class TwoTowers(Encoding):
     def image_embeds(self, clip: object, pixels: Tensor, queries: Tensor | None) -> Tensor:
         assert queries is not None
         return joined(queries, self.second.image_embeds(clip, pixels, queries))
+
+    def width(self, clip: Any) -> int:
+        return 2 * embed_dim(clip)
 
     def text_embeds(self, clip: Any, tokens: dict[str, Tensor]) -> Tensor:
         with untouched(clip):

@@ -40,6 +40,7 @@ _FROM_PAPERS = {
     "coda_prompt": "coda_prompt:CodaPrompt",
     "l2p": "l2p:L2P",
     "aper": "aper:Aper",
+    "vis": "vis:Vis",
     "moe_adapters": "moe_adapters:MoeAdapters",
 }
 STRATEGIES: Registry[Strategy] = Registry(

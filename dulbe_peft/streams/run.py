@@ -272,7 +272,7 @@ class Run:
     def write_features(self) -> None:
         """Write the newest task's features. This happens before the commit, so that every finished task has them."""
         learner, closing = self.learner, cast(ClosingPass, self.learner.closing)
-        if closing.texts is None and has_text(learner.state.base):
+        if closing.texts is None and learner.state.has_names:
             each = learner.encoder.each_text_embeds(closing.class_names, learner.state.class_texts)
             closing = replace(closing, texts=learner.text_embeds(learner.class_names), each_text=each)
         tests = {number: (test.features, test.truth) for number, test in self.evaluations.items()}

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.closing import ClosingPass, learn_task
-from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.encoders.text_encoder import mean_texts
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.accuracy import percent
@@ -38,7 +37,7 @@ class Before:
     @classmethod
     def of(cls, learner: ClassIncrementalLearner, new: tuple[str, ...], tests: Mapping[int, Evaluation]) -> "Before":
         texts = each = None
-        if has_text(learner.state.base):
+        if learner.state.has_names:
             each = learner.encoder.each_text_embeds(new, learner.state.class_texts)
             texts = torch.cat([learner.text_embeds(learner.class_names), mean_texts(len(new), *each)])
         return cls(dict(learner.classifiers), texts, each, tests)

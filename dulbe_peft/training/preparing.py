@@ -173,12 +173,17 @@ def new_state(
     if lost := loading.unsaved_part(processor, clip):
         warnings.warn(f"{lost}: this learner can learn and predict, but cannot be saved", stacklevel=3)
     recipes = parse_classifiers(state.strategy.classifiers if classifiers is None else classifiers)
-    if classifiers is None and not loading.has_text(clip):
+    if classifiers is None and not state.has_names:
         recipes = {name: recipe for name, recipe in recipes.items() if not CLASSIFIERS[name].needs_text}
     new = make_classifiers(recipes.values(), state.embed_dim, loading.logit_scale(clip))
     needs_text = [name for name, classifier in new.items() if classifier.needs_text]
     if needs_text and not loading.has_text(clip):
         raise ValueError(f"the classifier {needs_text[0]!r} needs text, but {type(clip).__name__} has no text tower")
+    if needs_text and not state.has_names:
+        raise ValueError(
+            f"the classifier {needs_text[0]!r} compares images with names, but names have no place among unprojected "
+            "features: choose classifiers of images, such as bayes, lda and ranpac"
+        )
     return replace(state, classifiers=new)
 
 

@@ -18,7 +18,7 @@ from dulbe_peft.classifiers.registry import answering
 from dulbe_peft.data.images import LabelledImages, named_images
 from dulbe_peft.data.known import KnownImages
 from dulbe_peft.encoders import loading
-from dulbe_peft.encoders.encoding import Encoding
+from dulbe_peft.encoders.encoding import Encoding, encoding_of
 from dulbe_peft.strategies.base import Memory, Strategy
 from dulbe_peft.utils.records import Fraction, Record
 
@@ -150,20 +150,37 @@ class LearnerState:
     @property
     def encoding(self) -> Encoding | None:
         """How images and texts are encoded; None: as the model does."""
-        return self.strategy.encoding(self.memory)
+        by, asked = self.strategy.encoding(self.memory), encoding_of(self.args)
+        if by is not None and asked is not None:
+            raise ValueError(
+                f"features is {self.args.features!r}, but the strategy {self.strategy.name!r} defines the features: "
+                "leave features out"
+            )
+        return by or asked
 
     @property
     def embed_dim(self) -> int:
         """Width of the features that the classifiers learn."""
         encoding = self.encoding
-        return loading.embed_dim(self.base) * (1 if encoding is None else encoding.towers)
+        return loading.embed_dim(self.base) if encoding is None else encoding.width(self.base)
+
+    @property
+    def has_names(self) -> bool:
+        """Whether class names have embeddings that can be compared with the image features."""
+        encoding = self.encoding
+        return loading.has_text(self.base) and (encoding is None or encoding.names)
+
+    @property
+    def _changes_encoding(self) -> str:
+        asked = encoding_of(self.args) is not None
+        return f"features={self.args.features!r}" if asked else f"the strategy {self.strategy.name!r}"
 
     def check_plain(self, what: str) -> None:
         """Raise a `ValueError` that begins with `what` if the strategy changes how each image is encoded."""
         if self.encoding is not None:
             raise ValueError(
-                f"{what}: the strategy {self.strategy.name!r} changes how each image is encoded, which the weights of "
-                "a model cannot hold"
+                f"{what}: {self._changes_encoding} changes how each image is encoded, which the weights of a model "
+                "cannot hold"
             )
 
     @property

@@ -21,7 +21,7 @@ from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.closing import ClosingPass, learn_task
 from dulbe_peft.encoders.encoder import Batch, Encoder
-from dulbe_peft.encoders.loading import has_text, logit_scale
+from dulbe_peft.encoders.loading import logit_scale
 from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.encoders.text_encoder import mean_texts
 from dulbe_peft.strategies.base import GRADIENTS, INPUTS, TEACHER, Memory, Modes, NewTask, Step
@@ -62,14 +62,14 @@ def train_task(trainer: TaskTrainer) -> tuple[LearnerState, TaskRecord, ClosingP
     """
     state, encoder, images, names = trainer.state, trainer.encoder, trainer.images, trainer.names
     features, memory = trainer.learn()
-    with encoder.encoding_by(state.strategy.encoding(memory)), encoder.profile.phase("close"):
+    with encoder.encoding_by(replace(state, memory=memory).encoding), encoder.profile.phase("close"):
         labels = torch.as_tensor(images.labels, device=features.device)
         # teacher="online" is for data sets that change their images at random. Features of two passes over them do
         # not belong to the same images, so drift must not be computed from them.
         before = trainer.teacher if state.args.teacher == "cached" else None
         views = encoder.views(features, images, trainer.title("close"))
         texts = each = None
-        if has_text(encoder.clip) and any(each.reads_text for each in state.classifiers.values()):
+        if encoder.has_names and any(each.reads_text for each in state.classifiers.values()):
             each = encoder.each_text_embeds(names, state.class_texts)
             texts = torch.cat([*_old_texts(state, encoder), mean_texts(len(names), *each)])
         head = state.strategy.linear_head(trainer.task)
@@ -148,7 +148,7 @@ class TaskTrainer:
                 memory = strategy.remember(task, inputs)
             else:
                 memory = strategy.remember(task, OccupationStatistics())
-                with self.encoder.encoding_by(strategy.encoding(memory)):
+                with self.encoder.encoding_by(replace(self.state, memory=memory).encoding):
                     features, _ = self.encode("close", False)
         task.gradients, task.inputs = {}, OccupationStatistics()  # frees as much memory as the adapted weights take
         return features, memory
@@ -305,7 +305,10 @@ class TaskTrainer:
                 return encode()
 
         features = encode()
-        task_loss = cross_modal_loss(features, text, labels, self.logit_scale)
+        if encoding is None or encoding.names:
+            task_loss = cross_modal_loss(features, text, labels, self.logit_scale)
+        else:
+            task_loss = features.new_zeros(())  # the strategy has a loss of its own
         given = (task_loss, features, labels, text, self.old_text, encode, teacher_features, self.logit_scale)
         return Step(*given, queries)
 

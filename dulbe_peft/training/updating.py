@@ -12,7 +12,6 @@ from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.data.names import check_rename, learned_name
 from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.encoders.encoder import Encoder
-from dulbe_peft.encoders.loading import has_text
 from dulbe_peft.strategies.base import NewTask
 from dulbe_peft.training.preparing import check_learned
 from dulbe_peft.training.state import Estimates, LearnerState, Update
@@ -135,7 +134,7 @@ def rename_class(state: LearnerState, encoder: Encoder, old: str, new: str) -> L
         update = update.model_copy(update={"images": joined, "forgotten": _task_of(state, old)})
         return _changed(_renamed(renamed, old), lambda classifier: classifier.join_classes(old, new), update)
     renamed, text = _renamed(renamed, old, new), None
-    if has_text(state.base):
+    if encoder.has_names:
         encoder.check_prompts(renamed.class_names, renamed.class_texts)
         text = encoder.text_embeds([new], renamed.class_texts)[0]
     return _changed(renamed, lambda classifier: classifier.rename_class(old, new, text), update)

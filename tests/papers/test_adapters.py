@@ -183,4 +183,4 @@ def test_aper_trains_in_the_first_task_only():
         )
         learned(learner, 1, 1)
         assert learner.record.loss == [] and all(torch.equal(learner.memory[n], t) for n, t in first.items())
-    assert Aper().encoding(None).towers == 2
+    assert Aper().encoding(None).width(tiny_base()[0]) == 2 * 16

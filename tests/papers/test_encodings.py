@@ -26,6 +26,7 @@ SPECS = (
     "aper:bottleneck=4",
     "moe_adapters:bottleneck=4",
     "loda:towers=2",
+    "vis:hidden=8",
 )
 IMAGES = images_of(0, 1, 2, 3, 0, 1, 2, 3, seed=9) * 3
 
@@ -35,12 +36,13 @@ def two_tasks(request, tmp_path_factory):
     """Return a learner of two tasks."""
     model = tiny_base()[0]
     model.name_or_path = model.config.name_or_path = str(save_encoder("clip", tmp_path_factory.mktemp("base")))
-    learner = learned(tiny_learner(request.param, ("lda", "text"), epochs=1), 1)
+    classifiers = ("lda",) if request.param.startswith("vis") else ("lda", "text")
+    learner = learned(tiny_learner(request.param, classifiers, epochs=1), 1)
     key, digest = learner.encoder.key, learner.encoder.encoding.digest
     learned(learner, 1, 1)
-    # The first task alone trains `aper`, and the weights of `loda` are in another part of the key.
-    assert (learner.encoder.key == key) == (learner.strategy.name == "aper")
-    assert (learner.encoder.encoding.digest == digest) == (learner.strategy.name in ("aper", "loda"))
+    # The first task alone trains `aper` and `vis`, and the weights of `loda` are in another part of the key.
+    assert (learner.encoder.key == key) == (learner.strategy.name in ("aper", "vis"))
+    assert (learner.encoder.encoding.digest == digest) == (learner.strategy.name in ("aper", "loda", "vis"))
     yield learner
     model.name_or_path = model.config.name_or_path = ""
 
