@@ -9,10 +9,10 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def literal_tower(clip, pixels, prefixes, tokens=None, pooled=False, beside=None, parts=False):
+def literal_tower(clip, pixels, prefixes, tokens=None, pooled=False, beside=None, whole=True):
     """Return the unit feature of one image, (3, h, w), by CLIP's tower in float64, with the prompts of this image.
 
-    `beside(block, y)` is added to the output of each block's MLP, which reads y. With `parts`, return what the
+    `beside(block, y)` is added to the output of each block's MLP, which reads y. Without `whole`, return what the
     projection reads, and the class token after each block, instead.
     """
     weights = {name: tensor.double() for name, tensor in clip.state_dict().items()}
@@ -54,6 +54,6 @@ def literal_tower(clip, pixels, prefixes, tokens=None, pooled=False, beside=None
         after.append(x[0])
     outputs = x[1 : 1 + len(tokens)] if pooled else x[:1]
     pooled_output = norm(outputs, "vision_model.post_layernorm").mean(dim=0)
-    if parts:
+    if not whole:
         return pooled_output, after
     return F.normalize(pooled_output @ weights["visual_projection.weight"].T, dim=0)

@@ -63,7 +63,8 @@ class FeatureTable:
             raise ValueError(f"{self.name} has embeddings of width {self.rows.shape[1]}, the model's have {width}")
         if self.note is None:
             return
-        wrong = [name for name in facts if self.note.facts.get(name) != facts[name]]
+        noted = self.note.facts
+        wrong = [name for name in {**facts, **noted} if noted.get(name) != facts.get(name)]
         if wrong:
             made = f"{self.name} was made by {self.note.model!r}"
             raise ValueError(f"{made}, not by this model as it is: {', '.join(wrong)} differ")

@@ -155,7 +155,7 @@ def merge(state: LearnerState, encoder: Encoder, theirs: LearnerState, their_enc
     if both:
         raise ValueError(f"both learners have learned the same {len(both)} images, which would count twice")
     facts, others = encoder.facts, their_encoder.facts
-    wrong = ", ".join(name for name in facts if facts[name] != others[name])
+    wrong = ", ".join(sorted(name for name in facts | others if facts.get(name) != others.get(name)))
     if wrong:
         raise ValueError(f"the learners encode images with different models or settings: {wrong} differ")
     seen = set(state.class_names)

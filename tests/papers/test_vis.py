@@ -10,7 +10,7 @@ from lives import images_of, learned, stream, tiny_base, tiny_learner
 from tiny_encoders import make_model, make_processor
 from torch.nn import functional as F
 
-from dulbe_peft import CheckpointError, ClassIncrementalLearner, LearnerArguments
+from dulbe_peft import ClassIncrementalLearner, LearnerArguments
 from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.encoders.encoding import Unprojected
 from dulbe_peft.encoders.loading import ImageOnlyProcessor, unit_image_embeds
@@ -26,7 +26,7 @@ def test_vis_features_equal_a_literal_version():
     kept = {name: tensor.double() for name, tensor in learner.memory.items()}
     actual, unchanged = learner.image_embeds(PIXELS).double(), []
     for row, pixels in enumerate(PIXELS):
-        h, after = literal_tower(tiny_base()[0], pixels, {}, parts=True)
+        h, after = literal_tower(tiny_base()[0], pixels, {}, whole=False)
         tokens = torch.cat(after)  # the tiny tower has two blocks, which are all the levels
         hidden = [
             float(tokens @ weights + bias) for weights, bias in zip(kept["down"], kept["down_bias"], strict=True)
@@ -80,7 +80,7 @@ def test_unprojected_features_are_what_the_projection_reads():
     assert list(learner.classifiers) == ["bayes", "lda"]
     actual = learner.image_embeds(PIXELS)
     for row, pixels in enumerate(PIXELS):
-        h, _ = literal_tower(tiny_base()[0], pixels, {}, parts=True)
+        h, _ = literal_tower(tiny_base()[0], pixels, {}, whole=False)
         torch.testing.assert_close(actual[row].double(), h / h.norm(), rtol=0, atol=1e-5)
     weight = tiny_base()[0].visual_projection.weight.detach()
     projected = frozen().image_embeds(PIXELS)
@@ -115,12 +115,14 @@ def test_unprojected_learner_is_saved_merged_and_renamed_but_not_exported(tmp_pa
         ValueError, match="cannot be exported: features='unprojected' changes how each image is encoded"
     ):
         export_learner(learner, tmp_path / "out", "onnx")
-    with pytest.raises(CheckpointError, match="has learned 'unprojected' features"):
+    with pytest.raises(ValueError, match="has learned 'unprojected' features"):
         ClassIncrementalLearner.from_pretrained(
             tmp_path / "saved", copy.deepcopy(tiny_base()[0]), args=LearnerArguments(device="cpu", progress=False)
         )
-    with pytest.raises(ValueError, match="different models or settings: encoding|encode images with different"):
-        learned(frozen(), 1).merge(loaded)
+    plain = learned(frozen(), 1, 2)
+    for one, two in ((plain, loaded), (loaded, plain)):
+        with pytest.raises(ValueError, match="encode images with different models or settings: encoding differ"):
+            one.merge(two)
 
 
 @pytest.mark.parametrize(
