@@ -10,8 +10,16 @@ from dulbe_peft.subspaces.inputs import observed_inputs
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 
 
-def trainable_parameters(model: Any, strategy: Strategy) -> dict[str, int]:
-    """Return how many parameters a task trains: B of shared and residual modes, trained bases P, others, the total."""
+def trainable_parameters(model: Any, strategy: Strategy, memory: Memory | None = None) -> dict[str, int]:
+    """Return how many parameters a task trains: B of shared and residual modes, trained bases P, others, the total.
+
+    For a strategy that does not train the adapter, they are the numbers in its `memory`, which are 0 before a task and
+    include those of finished tasks.
+    """
+    if not strategy.trains_adapter:
+        weights = sum(map(strategy.trained_weights, model.dual_mode_layers().values()))
+        kept = sum(tensor.numel() for tensor in memory.values()) if isinstance(memory, dict) else 0
+        return {"shared": 0, "residual": 0, "bases": 0, "other": weights or kept, "total": weights or kept}
     layers = model.dual_mode_layers().values()
     shared, residual = (
         sum(p.numel() for p in modes()) for modes in (model.shared_parameters, model.residual_parameters)

@@ -156,6 +156,7 @@ def _train(cell: Cell, folder: Path) -> CellRecord:
     setup.run(keep_features=True)
     learner = setup.learner
     args, strategy = learner.args, learner.strategy
+    trained = trainable_parameters(learner.model, strategy, learner.memory)["total"] if strategy.adapts else 0
     # If a run was killed after it committed a task and before it wrote the timing, the timing is None.
     timings = [task for task in read_json(folder / TIMINGS_FILE)["tasks"] if task is not None]
     return CellRecord(
@@ -171,7 +172,7 @@ def _train(cell: Cell, folder: Path) -> CellRecord:
         cost=Cost(
             seconds=sum(task["seconds"] for task in timings),
             cpu_seconds=sum(task["cpu_seconds"] for task in timings),
-            trainable_parameters=trainable_parameters(learner.model, strategy)["total"] if strategy.adapts else 0,
+            trainable_parameters=trained,
             kept_bytes=memory_bytes(learner.memory),
         ),
         text=has_text(learner.clip),

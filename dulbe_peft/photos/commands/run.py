@@ -162,6 +162,11 @@ def _describe_model(model: Any, strategy: Any) -> None:
     trained = trainable_parameters(model, strategy)
     total, other = trained["total"], trained["other"]
     print(f"adapted visual layers: {len(layers)}")
-    print(f"trainable parameters: {total:,} ({total - other:,} visual, {other:,} other)")
+    if strategy.trains_adapter or total:
+        print(f"trainable parameters: {total:,} ({total - other:,} visual, {other:,} other)")
+    else:
+        print(
+            f"trainable parameters: those of {strategy.name}, which are made with the first task; the adapter stays 0"
+        )
     if strategy.remembers_inputs:
         print(f"statistics: {statistics / 2**20:.2f} MiB")
