@@ -13,17 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from research.benchmarks import evidence
-from research.benchmarks.common import RESULTS
 
 ROOT = Path(__file__).parents[2]
 EVERY_LINE = ROOT / "research" / "benchmarks" / "tables.md"  # the tables that are too long for the docs
 PAGES = [ROOT / "README.md", EVERY_LINE.with_name("README.md"), EVERY_LINE, *sorted((ROOT / "docs").glob("*.md"))]
 MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
-
-
-def main() -> None:
-    for path in PAGES:
-        path.write_text(page(path.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
 
 
 def page(text: str, results: Path) -> str:
@@ -80,7 +74,3 @@ def number(value: float) -> str:
 def cell(spread: dict[str, float]) -> str:
     """Format the median and the quartiles."""
     return f"**{spread['median']:.2f}** ({spread['q1']:.2f} to {spread['q3']:.2f})"
-
-
-if __name__ == "__main__":
-    main()

@@ -54,8 +54,8 @@ def test_workflows_and_issue_templates_are_complete():
 
 def test_llms_txt_lists_every_page():
     listed = re.findall(r"\]\((docs/[^)]+)\)", text_of("llms.txt"))
-    generated = runpy.run_path(str(ROOT / "docs" / "llms.py"))["llms"]()
-    assert re.findall(r"\]\((docs/[^)]+)\)", generated) == listed  # if this fails, run: python docs/llms.py
+    generated = runpy.run_path(str(ROOT / "docs" / "generate.py"))["llms"]()
+    assert re.findall(r"\]\((docs/[^)]+)\)", generated) == listed  # if this fails, run: python docs/generate.py llms
     pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert set(listed) == pages
 

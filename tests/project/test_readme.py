@@ -42,7 +42,7 @@ ELSEWHERE = {
 LONG = ("docs/by-hand.md",)
 # Pages whose commands run too, block by block together with their Python.
 WALKED = ("docs/data.md", "docs/next-month.md")
-OUTPUTS = runpy.run_path(str(ROOT / "docs" / "outputs.py"))  # the script that writes the output shown on pages
+OUTPUTS = runpy.run_path(str(ROOT / "docs" / "generate.py"))  # the script that writes the output shown on pages
 MODEL = "openai/clip-vit-base-patch16"  # the model on the pages, replaced here by the demo model
 WIDTH = 108  # the characters of code that a page shows at 1280 pixels without scrolling
 SETTINGS = field_types(StreamArguments) | field_types(AdapterSettings) | field_types(LearnerArguments)
@@ -160,7 +160,7 @@ def test_outputs_on_pages_match_what_their_code_prints(page, tmp_path):
     """Check that words and counts are equal. Percentages may differ by 5 points, as processors round differently."""
     words, numbers = split_numbers(text_of(page))
     words_now, numbers_now = split_numbers(OUTPUTS["with_outputs"](text_of(page), tmp_path))
-    assert words_now == words  # if this fails, run: python docs/outputs.py
+    assert words_now == words  # if this fails, run: python docs/generate.py outputs
     assert numbers_now == pytest.approx(numbers, abs=5)
 
 

@@ -108,7 +108,7 @@ def test_sides_alternate_and_ratios_are_computed_round_by_round():
 @pytest.mark.parametrize("path", table.PAGES, ids=lambda path: path.name)
 def test_tables_in_the_docs_match_the_result_files(path):
     text = path.read_text(encoding="utf-8")
-    assert table.page(text, common.RESULTS) == text, "run python -m research.benchmarks.table"
+    assert table.page(text, common.RESULTS) == text, "run python docs/generate.py tables"
 
 
 def test_tables_of_training_have_all_columns():
