@@ -179,7 +179,11 @@ class LearnerArguments:
         "fixed ridge.",
     )
     seed: Annotated[int, Ge(0), Le(2**63 - 1)] = setting(0, "Seed for the initial weights and the order of images.")
-    num_workers: Annotated[int, Ge(0), Le(1000)] = setting(0, "Processes that read images; 0: only the main one.")
+    num_workers: Annotated[int, Ge(0), Le(1000)] | Literal["auto"] = setting(
+        "auto",
+        "How images are read. auto: threads read files ahead of the model, on the cores that it leaves free, and the "
+        "main thread reads other data sets; 0: only the main thread; other numbers: this many processes.",
+    )
     pixel_cache_mb: Annotated[int, Ge(0)] = setting(1024, "Keep at most this many MiB of preprocessed images.")
     device: str = setting("auto", "auto, cpu, or the type of an accelerator, such as cuda.")
     precision: Literal["auto", "float32", "bfloat16", "int8"] = setting(

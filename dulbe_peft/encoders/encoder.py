@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Self, cast
@@ -131,7 +131,7 @@ class Encoder(TextEncoder):
         """
         if images.features is not None:
             self._check_features(images.features)
-        cached = keep and self.args.num_workers == 0 and self.args.teacher == "cached"
+        cached = keep and self.args.num_workers in (0, "auto") and self.args.teacher == "cached"
         cache_bytes = self.args.pixel_cache_mb * 2**20 if cached else 0
         return PixelDataset(images, self.processor, loading.image_shape(self.clip, self.processor), cache_bytes)
 
@@ -281,9 +281,15 @@ class Encoder(TextEncoder):
         # End the worker processes here. If a finalizer ended them, Python would swallow a Ctrl-C in the meantime.
         next(loaded, None)
 
-    def batches(self, images: PixelDataset, title: str, rows: Sequence[int] | None = None) -> Iterator[Any]:
-        """Yield this process's share of the images, or of those in `rows`, as batches of the data set's tuples."""
+    def batches(
+        self, images: PixelDataset, title: str, rows: Sequence[int] | None = None, most: int | None = None
+    ) -> Iterator[Any]:
+        """Yield this process's share of the images, or of those in `rows`, as batches of the data set's tuples.
+
+        A batch has `eval_batch_size` images, but not more than `most`.
+        """
         size, part = self.args.eval_batch_size, processes.shard(range(len(images)) if rows is None else rows)
+        size = size if most is None else min(size, most)
         batches = [list(part[start : start + size]) for start in range(0, len(part), size)]
         for batch in self._load(images, title, batches):
             yield send_to_device(batch, self.device, non_blocking=True)
@@ -440,8 +446,19 @@ class Encoder(TextEncoder):
         if rows and encoding is not None and encoding.queries:
             queries = self.query_embeds(images, title, skip, few)
         unreadable: dict[int, str] = {}
-        with processes.raise_in_all():
-            batches = self.batches(images.skipping() if skip else images, title, rows)
+        # A CPU encodes `CPU_BATCH` images at once, so that the next ones can be read meanwhile. A backend that has not
+        # been compared with torch yet gets as many as possible.
+        small = self.device.type == "cpu" and (tower is None or tower.is_checked(self.args.eval_batch_size))
+        fresh = dict[int, bytes | None]()  # contents of the rows that the store does not have yet
+        batches = self.batches(images.skipping() if skip else images, title, rows, CPU_BATCH if small else None)
+        with processes.raise_in_all(), ExitStack() as stack:
+
+            def put() -> None:
+                if store is not None:
+                    store.put(key, [*fresh.values()], features[[*fresh]].cpu().numpy())
+                fresh.clear()
+
+            stack.callback(put)  # also after an error or Ctrl-C
             for pixels, _, index, contents, errors in batches:
                 asked = None if queries is None else queries[index]
                 features[index] = self._encoded(pixels, images, tower, few, asked)
@@ -449,8 +466,9 @@ class Encoder(TextEncoder):
                 for row, content in zip(index.tolist(), contents, strict=True):
                     images.images.record_content(row, content)
                 unreadable |= {i: error for i, error in zip(index.tolist(), errors, strict=True) if error}
-                if store is not None:
-                    store.put(key, contents, features[index].cpu().numpy())
+                fresh |= zip(index.tolist(), contents, strict=True)
+                if len(fresh) >= self.args.eval_batch_size:
+                    put()
         features[list(unreadable)] = 0
         processes.sum_over_processes([features])
         for row, first in copies.items():

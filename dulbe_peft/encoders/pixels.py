@@ -1,14 +1,17 @@
-"""Preprocess the images of a data set for the model, and read batches of them in worker processes."""
+"""Preprocess the images of a data set for the model, and read batches of them in threads or worker processes."""
 
 import copy
 import math
 import os
 import signal
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
 from typing import Any, Self
 
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 from tqdm.auto import tqdm
 
 from dulbe_peft.arguments import LearnerArguments
@@ -18,6 +21,7 @@ from dulbe_peft.data.decoding import UnreadableImageError
 from dulbe_peft.data.images import LabelledImages
 from dulbe_peft.encoders.loading import ImageOnlyProcessor, encoder_of, image_shape, pixel_values
 from dulbe_peft.utils import processes
+from dulbe_peft.utils.workers import available_cores
 
 IMAGE_RESIZES = ("crop", "squash")
 PixelRow = tuple[torch.Tensor, int, int, bytes, str]  # pixel values, label, index, content, error ("" if readable)
@@ -74,6 +78,11 @@ class PixelDataset(Dataset[PixelRow]):
         part.skips = True
         return part
 
+    @property
+    def is_cached(self) -> bool:
+        """Whether the pixel values of all images are in memory."""
+        return self.cache is not None and len(self.cache) == len(self)
+
     def __len__(self) -> int:
         return len(self.images)
 
@@ -113,6 +122,7 @@ class PixelDataset(Dataset[PixelRow]):
         return content, pixels
 
 
+MOST_THREADS = 16
 UNSHOWN = 5.0  # seconds until a pass over images shows its progress bar
 
 
@@ -124,8 +134,11 @@ def read_batches(
     Raises:
         ChildProcessError: If a process that reads images died.
     """
-    # Not prepared by accelerate, which would keep every data set and its pixels until the process ends.
-    loader: Any = DataLoader(images, batch_sampler=batches, **loader_settings(args, device, len(batches)))
+    loader: Any
+    if args.num_workers == "auto" and images.images.stored and not images.is_cached:
+        loader = _read_ahead(images, batches, device)
+    else:  # not prepared by accelerate, which would keep every data set and its pixels until the process ends
+        loader = DataLoader(images, batch_sampler=batches, **loader_settings(args, device, len(batches)))
     hidden = not args.progress or processes.world()[0] > 0
     # `disable=None` shows the bar only on a terminal.
     shown: dict[str, Any] = {"unit": " images", "delay": UNSHOWN, "leave": False, "disable": hidden or None}
@@ -135,9 +148,37 @@ def read_batches(
             bar.update(len(batches[number]))
 
 
+def reading_threads(device: torch.device) -> int:
+    """Return how many threads read images: one for each core that the encoder leaves free, at most `MOST_THREADS`.
+
+    On a CPU it is at least half of the cores: the threads wait most of the time, because the encoder is slower.
+    """
+    cores = max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE") or 1))  # other processes have theirs
+    free = max(cores - torch.get_num_threads(), cores // 2) if device.type == "cpu" else cores - 1
+    return min(max(1, free), MOST_THREADS)
+
+
+def _read_ahead(images: PixelDataset, batches: list[list[int]], device: torch.device) -> Iterator[Any]:
+    """Yield the collated batches while threads read the next two, in order.
+
+    Only files are read in this way, because a user's data set may not allow several threads.
+    """
+    rows, pinned, most = chain.from_iterable(batches), device.type == "cuda", max(map(len, batches), default=0)
+    pool = ThreadPoolExecutor(min(reading_threads(device), sum(map(len, batches)) or 1), "read")
+    try:
+        ahead = deque(pool.submit(images.__getitem__, row) for row in islice(rows, 2 * most))
+        for batch in batches:
+            values = default_collate([ahead.popleft().result() for _ in batch])
+            ahead.extend(pool.submit(images.__getitem__, row) for row in islice(rows, len(batch)))
+            yield [value.pin_memory() if pinned and torch.is_tensor(value) else value for value in values]
+    finally:  # after an error or Ctrl-C, only the images that are being read are finished
+        pool.shutdown(cancel_futures=True)
+
+
 def loader_settings(args: LearnerArguments, device: torch.device, batches: int) -> dict[str, Any]:
     """Return the arguments of a `DataLoader` that reads this many batches."""
-    workers = min(args.num_workers, batches)  # more workers would have nothing to read
+    asked = 0 if args.num_workers == "auto" else args.num_workers
+    workers = min(asked, batches)  # more workers would have nothing to read
     processes.check_open_files(workers)
     decoding.decoding_lock()  # must be set here: the workers inherit it
     return {

@@ -88,7 +88,7 @@ def learner_settings(args: TrainingArguments, settings: dict[str, object]) -> di
         "eval_batch_size": args.per_device_eval_batch_size,
         "learning_rate": args.learning_rate,
         "seed": args.seed if args.data_seed is None else args.data_seed,
-        "num_workers": args.dataloader_num_workers,
+        "num_workers": args.dataloader_num_workers or "auto",  # 0 is the default of transformers
         "device": args.device.type,
         "progress": not args.disable_tqdm,
         **settings,

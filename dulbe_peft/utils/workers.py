@@ -105,9 +105,14 @@ def _start(stack: ExitStack, jobs: int, engine: str, address: str | None) -> Non
     stack.enter_context(parallel_config(engine, n_jobs=jobs))
 
 
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def number_of_jobs(requested: int | None, address: str | None) -> int:
     """Return the number of parallel jobs: as many as requested, but on this machine at most one per core."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     if not requested:
         return 1 if torch.accelerator.is_available() else cores  # several jobs would share the accelerator
     return requested if address else min(requested, cores)

@@ -286,7 +286,7 @@ def test_machine_settings_are_not_saved(digits, base, tmp_path):
     learner = make_learner(base, num_workers=2, pixel_cache_mb=7, batch_size=5)
     learner.save_pretrained(tmp_path / "learner")
     loaded = ClassIncrementalLearner.from_pretrained(tmp_path / "learner", base_model=copy.deepcopy(base[0]))
-    assert (loaded.args.num_workers, loaded.args.pixel_cache_mb, loaded.args.device) == (0, 1024, "auto")
+    assert (loaded.args.num_workers, loaded.args.pixel_cache_mb, loaded.args.device) == ("auto", 1024, "auto")
     assert loaded.args.batch_size == 5
 
 

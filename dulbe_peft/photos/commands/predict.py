@@ -68,9 +68,7 @@ def predict(
     if not images:
         raise ValueError("standard input is empty, expected one path per line")
     check_images(images)
-    many = len(images) > 64 or any(os.path.isdir(path) for path in paths)
-    workers = min(8, os.cpu_count() or 1)  # with a small model, reading files takes longer than encoding
-    loaded = load(num_workers=workers if many else 0)
+    loaded = load()
     from dulbe_peft.classifiers.calibration import HARDLY
     from dulbe_peft.data.unlabelled import unlabelled_images
     from dulbe_peft.photos.data.inventory import Inventory
@@ -136,14 +134,19 @@ def _predictions(
 ) -> Iterator[Prediction]:
     """Yield one prediction per image, even if an image is given twice.
 
-    The learner gets a batch of images per reading process at once. With `unique_names`, raise a ValueError if two
-    images have the same name once it is printable.
+    The learner gets a batch of images per reading thread or process at once. With `unique_names`, raise a ValueError
+    if two images have the same name once it is printable.
     """
+    from dulbe_peft.encoders.pixels import reading_threads
+
     index_of = {images.item_name(index): index for index in range(len(images))}
     ((shown, count),) = Counter(map(printable, index_of)).most_common(1)
     if unique_names and count > 1:
         raise ValueError(f"--csv would call two images {shown!r}, because it escapes some characters: rename one")
-    names, most = list(index_of), learner.args.eval_batch_size * max(1, learner.args.num_workers)
+    readers = (
+        reading_threads(learner.encoder.device) if learner.args.num_workers == "auto" else learner.args.num_workers
+    )
+    names, most = list(index_of), learner.args.eval_batch_size * max(1, readers)
     # The parts have about the same size, because the features of a last part of a few images would not be stored.
     size = -(-len(names) // -(-len(names) // most))
     for start in range(0, len(names), size):
