@@ -12,7 +12,7 @@ from PIL import Image
 
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.data.store import FeatureStore
-from dulbe_peft.encoders import pixels
+from dulbe_peft.encoders import pixels as reading
 from dulbe_peft.encoders.pixels import read_batches, reading_threads
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def four_threads(monkeypatch):
-    monkeypatch.setattr(pixels, "reading_threads", lambda device: 4)
+    monkeypatch.setattr(reading, "reading_threads", lambda device: 4)
 
 
 def frozen(**fields):

@@ -47,7 +47,7 @@ def outcome(digits, seen=None, **options):
     learner = make_learner(tiny_base(), learning_rate=1e-2, **options)
     if seen is not None:
         encode = learner.encoder.image_embeds
-        learner.encoder.image_embeds = lambda pixels: seen.append(pixels.clone()) or encode(pixels)
+        learner.encoder.image_embeds = lambda pixels, *more: seen.append(pixels.clone()) or encode(pixels, *more)
     for task in stream(digits, 2):
         learner.learn_task(task.train, task.class_names)
     return logits(learner, digits)
