@@ -244,7 +244,7 @@ def test_tensorboard_writes_an_event_file(digits, tmp_path):
     assert list(tmp_path.rglob("events.out.tfevents.*"))
 
 
-def test_wandb_gets_the_loss_of_every_epoch(digits, tmp_path, monkeypatch):
+def test_wandb_gets_the_loss_of_every_epoch_and_the_accuracy_of_the_task(digits, tmp_path, monkeypatch):
     name = "wandb"
     client = MagicMock()  # replaces the package, which would send data to a server
     monkeypatch.setitem(sys.modules, name, client)
@@ -252,7 +252,8 @@ def test_wandb_gets_the_loss_of_every_epoch(digits, tmp_path, monkeypatch):
     make_learner(tiny_base(), log_with=name, epochs=2).run(stream(digits, 1), tmp_path)
     client.init.assert_called_once_with(project="dulbe_peft")
     run = client.init.return_value
-    assert run.log.call_count == 2 and all("loss" in str(call.args[0]) for call in run.log.call_args_list)
+    logged = [str(call.args[0]) for call in run.log.call_args_list]
+    assert len(logged) == 3 and all("loss" in values for values in logged[:2]) and "accuracy/" in logged[2]
     run.finish.assert_called_once_with()
 
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from small_runs import learner_of, tasks_of
 from dulbe_peft import CheckpointError, ClassIncrementalLearner
 from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.encoders.loading import load_dual_encoder
+from dulbe_peft.papers.inflora import InfLora
 from dulbe_peft.streams.progress import Row, known_tasks
 from dulbe_peft.streams.tasks import Task
 from dulbe_peft.utils.folders import library_versions
@@ -295,3 +297,34 @@ def test_evaluating_tests_together_equals_evaluating_each_alone(base, photos, mo
             for name in ("truth", "probability", "features"):
                 assert torch.equal(getattr(actual, name), getattr(expected, name)), name
     assert queries == ([12] if strategy == "frozen" else [])
+
+
+def test_strategy_knows_the_number_of_tasks_of_a_run_and_of_a_resumed_one(base, photos, tmp_path, monkeypatch):
+    seen = []
+
+    def threshold(self, task):
+        seen.append((task.index, task.planned))
+        return 0.9
+
+    monkeypatch.setattr(InfLora, "threshold", threshold)
+    learner = make_learner(base, strategy="inflora")
+    learner.run(stream(photos)[:1], tmp_path / "run")
+    assert seen == [(0, 1)] and learner.state.planned is None
+    make_learner(base, strategy="inflora").run(stream(photos), tmp_path / "run")
+    assert seen == [(0, 1), (1, 2)]
+
+
+def test_tracker_receives_the_accuracies_after_each_task(base, photos, tmp_path, monkeypatch):
+    logged = []
+    tracker = SimpleNamespace(
+        init_trackers=lambda _: None, log=lambda values, step: logged.append((values, step)), end_training=lambda: None
+    )
+    monkeypatch.setattr("dulbe_peft.streams.run.Accelerator", lambda **_: tracker)
+    monkeypatch.setattr("dulbe_peft.training.preparing.filter_trackers", lambda names, *_: [names])
+    learner = make_learner(base, classifiers=("bridge", "lda"), log_with="tensorboard")
+    results = learner.run(stream(photos), tmp_path / "run")
+    accuracies = [(values, step) for values, step in logged if "accuracy/lda" in values]
+    assert [values["accuracy/lda"] for values, _ in accuracies] == results["classifiers"]["lda"]["overall"]
+    assert [set(values) for values, _ in accuracies] == [{"accuracy/bridge", "accuracy/lda"}] * 2
+    steps = [step for _, step in logged]
+    assert steps == sorted(steps) and steps[-1] == learner.state.step
