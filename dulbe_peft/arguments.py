@@ -4,6 +4,7 @@ The command line reads its flags from these classes, so this module imports noth
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
@@ -248,8 +249,12 @@ class Query:
     reject: Share | None = setting(None, 'allow "none of these", with this share of false alarms')
     coverage: Share | None = setting(None, "give sets of classes that contain the correct one with this probability")
     novelty: bool = setting(False, "say how unlike all learned images the image is")
+    only: tuple[str, ...] | None = setting(None, "the only classes that are possible, such as those of a site")
+    sum_up: Mapping[str, str] | None = setting(None, "class -> group: give groups, whose probabilities are summed")
 
     def __post_init__(self) -> None:
+        if isinstance(self.only, list):
+            object.__setattr__(self, "only", tuple(self.only))
         check_settings(self)
         if self.coverage is not None and self.top_k != 1:
             raise ValueError(f"top_k is {self.top_k} and coverage is {self.coverage}: give only one of them")

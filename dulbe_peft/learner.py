@@ -281,6 +281,8 @@ class ClassIncrementalLearner(TakesTurns):
         reject: float | None = None,
         coverage: float | None = None,
         return_novelty: bool = False,
+        only: Sequence[str] | None = None,
+        sum_up: Mapping[str, str] | None = None,
     ) -> Any:
         """Return the most likely seen class of each image, as a list.
 
@@ -298,10 +300,14 @@ class ClassIncrementalLearner(TakesTurns):
                 combined with `top_k`.
             return_novelty: Whether to return a pair: the predictions, and for each image a float that says how unlike
                 all learned images it is, see `Classifier.novelty`.
+            only: The classes that are possible, such as the species of a site. The probabilities of the others are 0.
+            sum_up: A group for each of some classes, such as {"red fox": "carnivore"}: groups are predicted, with the
+                sum of the probabilities of their classes. A class without a group is a group of its own.
 
         Raises:
-            ValueError: If no task has been learned yet, an image cannot be read, or too few images were held out for
-                `reject` or `coverage`; the message says how many are needed.
+            ValueError: If no task has been learned yet, an image cannot be read, a class of `only` or `sum_up` has not
+                been learned, or too few images were held out for `reject` or `coverage`; the message says how many
+                are needed.
 
         Example:
             >>> learner.predict("photo.jpg", top_k=2, return_scores=True)  # doctest: +SKIP
@@ -309,7 +315,9 @@ class ClassIncrementalLearner(TakesTurns):
         """
         if top_k is not None and coverage is not None:
             raise ValueError(f"top_k is {top_k} and coverage is {coverage}: pass only one of them")
-        rows = self.predictions(images, Query(1 if top_k is None else top_k, reject, coverage, return_novelty))
+        only = None if only is None else tuple(only)
+        query = Query(1 if top_k is None else top_k, reject, coverage, return_novelty, only, sum_up)
+        rows = self.predictions(images, query)
         if return_scores and (doubt := self.state.doubt):
             warnings.warn(doubt, stacklevel=2)
         several = top_k is not None or coverage is not None

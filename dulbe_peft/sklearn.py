@@ -1,5 +1,6 @@
 """Classifiers of features and of images as scikit-learn estimators, for pipelines, cross-validation and so on."""
 
+import copy
 import warnings
 from collections.abc import Hashable, Mapping
 from functools import lru_cache
@@ -181,17 +182,39 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
         """Fit all classes from scratch, as one task, on n images and labels, (n,). A label's text is its name."""
         encoder = _encoder(str(self.model))
         self.encoder_ = encoder.facts
-        texts: dict[Hashable, object] | None = None
-        if has_text(encoder.clip):
-            labels = np.unique(np.asarray(y)).tolist()
-            names = check_class_names([str(label) for label in labels])
-            check_template("prompt_template", self.prompt_template)
-            prompts = {name: [self.prompt_template.replace("{}", name)] for name in names}
-            texts = dict(zip(labels, encoder.text_embeds(names, prompts).cpu().numpy(), strict=True))
-        classifier = FeatureClassifier(self.classifier, texts=texts, logit_scale=logit_scale(encoder.clip))
+        classifier = FeatureClassifier(self.classifier, texts=self._texts(y), logit_scale=logit_scale(encoder.clip))
         self.features_ = classifier.fit(self._embeds(images), y)
         self.classes_ = self.features_.classes_
         return self
+
+    @default_torch_settings()
+    def partial_fit(self, images: object, y: object, classes: object = None) -> Self:
+        """Continue learning, as `FeatureClassifier.partial_fit`: new classes, and more images of known classes.
+
+        After an error, the estimator is as it was before.
+        """
+        if not hasattr(self, "features_"):
+            encoder = _encoder(str(self.model))
+            self.encoder_ = encoder.facts
+            features = FeatureClassifier(self.classifier, texts={}, logit_scale=logit_scale(encoder.clip))
+        else:
+            features = copy.copy(self.features_)  # its classifier is replaced, not changed
+        texts = self._texts(y)
+        features.texts = None if texts is None else {**texts, **(features.texts or {})}
+        self.features_ = features.partial_fit(self._embeds(images), y, classes)
+        self.classes_ = self.features_.classes_
+        return self
+
+    def _texts(self, y: object) -> dict[Hashable, object] | None:
+        """Return the text embedding of each label, or None if the model has no text tower."""
+        encoder = _encoder(str(self.model))
+        if not has_text(encoder.clip):
+            return None
+        labels = np.unique(np.asarray(y)).tolist()
+        names = check_class_names([str(label) for label in labels])
+        check_template("prompt_template", self.prompt_template)
+        prompts = {name: [self.prompt_template.replace("{}", name)] for name in names}
+        return dict(zip(labels, encoder.text_embeds(names, prompts).cpu().numpy(), strict=True))
 
     def predict(self, images: object) -> np.ndarray:
         """Return the most likely label of each image, (n,)."""

@@ -13,7 +13,7 @@ from dulbe_peft.data.decoding import image_suffixes
 from dulbe_peft.utils.files import unguarded
 
 PATH, LABEL, SPLIT = "path", "label", "split"
-GUESS, NOVELTY = "class", "novelty"  # columns of the tables that `suggest` and `predict` write
+GUESS, NOVELTY = "predicted", "novelty"  # columns of the tables that `suggest` and `predict` write
 FILE = "SourceFile"  # the path column of exiftool's tables
 KEYWORDS = {"subject", "keywords", "hierarchicalsubject", "weightedflatsubject", "lastkeywordxmp", "tagslist"}
 # The names that programs give to these columns, in lower case. A column named PATH or LABEL is preferred.

@@ -64,6 +64,8 @@ def _entries_of(entry: object, left_out: list[tuple[str, str]]) -> list[tuple[ob
     """Return the entries of `source` for one of the given images; add what a folder skips to `left_out`."""
     if isinstance(entry, str) and not entry:  # pathlib would read "" as the current folder
         raise ValueError("the path of an image is '', expected a file or a folder")
+    if isinstance(entry, (bytes, bytearray, memoryview)):
+        raise TypeError(f"an image is a {type(entry).__name__}: pass io.BytesIO(content), or the path of the file")
     if isinstance(entry, (str, os.PathLike)):
         path, names = Path(entry), list[str]()
         if os.path.isdir(path):

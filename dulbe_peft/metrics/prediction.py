@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dulbe_peft.arguments import Query
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.data.images import LabelledImages
+from dulbe_peft.data.names import learned_name, normalized
 from dulbe_peft.encoders.encoder import Encoder
 
 
@@ -34,6 +36,56 @@ class Prediction:
         return classes if several else next(iter(classes), None)
 
 
+class Answers:
+    """What a classifier can answer: its classes, or with `only` some of them, or with `sum_up` groups of them.
+
+    Attributes:
+        names: The answers, such as groups, in the order of their first classes.
+
+    Raises:
+        ValueError: If a class in the query has not been learned.
+    """
+
+    def __init__(self, classifier: Classifier, query: Query) -> None:
+        for given in ((query.only or ()), (query.sum_up or {})):
+            for name in given:
+                learned_name(name, classifier.class_names, "among the answers")
+        only = None if query.only is None else set(map(normalized, query.only))
+        groups = {normalized(name): group for name, group in (query.sum_up or {}).items()}
+        possible = [name for name in classifier.class_names if only is None or name in only]
+        if not possible:
+            raise ValueError("only is empty, expected at least one class that is possible")
+        group_of = {name: groups.get(name, name) for name in possible}
+        self.classifier, self.plain = classifier, query.only is None and not query.sum_up
+        self.names = tuple(dict.fromkeys(group_of.values()))
+        self._labels = torch.tensor([classifier.class_names.index(name) for name in possible])
+        self._places = torch.tensor([self.names.index(group_of[name]) for name in possible])
+
+    def probabilities(self, features: Tensor) -> Tensor:
+        """Return the probabilities of the answers, (n, number of answers) in float32, which sum to 1."""
+        if self.plain:
+            return self.classifier.probabilities(features)
+        scores = self.classifier(features) / self.classifier.temperature
+        shares = scores[:, self._labels.to(scores.device)].softmax(dim=1)
+        return shares.new_zeros(len(shares), len(self.names)).index_add_(1, self._places.to(shares.device), shares)
+
+    def set_sizes(self, features: Tensor, coverage: float) -> list[int]:
+        """Return how many answers, the most probable ones, contain the classes of each prediction set.
+
+        A set that contains the right class contains its group, and leaving out what is not possible keeps it in.
+        """
+        sets = self.classifier.prediction_sets(features, coverage)
+        if self.plain:
+            return sets.sum(dim=1).tolist()
+        inside = sets[:, self._labels.to(sets.device)].float()
+        wanted = (
+            inside.new_zeros(len(inside), len(self.names)).index_add_(1, self._places.to(inside.device), inside) > 0
+        )
+        order = self.probabilities(features).argsort(dim=1, descending=True)
+        last = wanted.gather(1, order) * torch.arange(1, len(self.names) + 1, device=wanted.device)
+        return last.amax(dim=1).clamp_min(1).tolist()
+
+
 @torch.no_grad()
 def predict_images(
     encoder: Encoder,
@@ -42,7 +94,8 @@ def predict_images(
     query: Query,
 ) -> list[Prediction]:
     """Predict the classes of every image. An image that cannot be read has an `error`."""
-    count = min(query.top_k, len(classifier.class_names))
+    answers = Answers(classifier, query)
+    count = min(query.top_k, len(answers.names))
     if not len(images):
         return []
     features, unreadable = encoder.readable_embeds(encoder.images(images), "predict", passing=True)
@@ -55,10 +108,10 @@ def predict_images(
         )
         novel = classifier.novelty(rows_of_chunk).tolist() if query.novelty else [None] * len(chunk)
         if query.coverage is not None:
-            sizes = classifier.prediction_sets(rows_of_chunk, query.coverage).sum(dim=1).tolist()
-        best, chosen = classifier.probabilities(rows_of_chunk).topk(max(sizes, default=1), dim=1)
+            sizes = answers.set_sizes(rows_of_chunk, query.coverage)
+        best, chosen = answers.probabilities(rows_of_chunk).topk(max(sizes, default=1), dim=1)
         results = zip(chunk.tolist(), sizes, best.tolist(), chosen.tolist(), refused, novel, strict=True)
         for index, size, values, classes, unknown, distance in results:
-            names = tuple(classifier.class_names[label] for label in classes[:size])
+            names = tuple(answers.names[label] for label in classes[:size])
             rows[index] = Prediction(rows[index].image, names, tuple(values[:size]), not unknown, distance)
     return rows

@@ -99,3 +99,29 @@ def test_prompt_template_without_one_place_for_the_name_is_refused(template):
     images = [np.zeros((8, 8, 3), np.uint8)] * 2
     with pytest.raises(ValueError, match="prompt_template must be a text with exactly one {}"):
         ImageClassifier("demo", prompt_template=template).fit(images, ["one", "two"])
+
+
+def test_image_classifier_continues_with_new_classes_and_further_images(digits):
+    X, y = digits_as_images()
+    whole = ImageClassifier("demo", "lda").fit(X, y)
+    part = ImageClassifier("demo", "lda")
+    first = y != "two"
+    part.partial_fit(X[first], y[first], classes=["two"])
+    assert part.classes_.tolist() == sorted(set(y.tolist()))
+    before = part.predict_proba(X)
+    with pytest.raises(ValueError, match="labels like"):
+        part.partial_fit(X[:2], [1, 2])
+    assert np.array_equal(part.predict_proba(X), before), "an error changes nothing"
+    part.partial_fit(X[~first], y[~first])
+    assert np.allclose(part.predict_proba(X), whole.predict_proba(X), atol=0.05)
+    assert (part.predict(X) == y).mean() > 0.9
+    zero_shot = ImageClassifier("demo", "text").partial_fit(X[first], y[first]).partial_fit(X[~first], y[~first])
+    assert set(zero_shot.predict(X)) <= set(y.tolist())
+
+
+def digits_as_images():
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    rows = np.flatnonzero(digits.target < 3)[:60]
+    return (digits.images[rows] * 15.9).astype(np.uint8), np.array(["zero", "one", "two"])[digits.target[rows]]

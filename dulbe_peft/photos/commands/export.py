@@ -23,7 +23,12 @@ def export(
     learner: str,
     load: Load,
     output: str = setting(..., "folder for the export; only an earlier export is replaced", place=True),
-    kind: str = setting("lora", "the format of the export", flag="--format", choice=FORMATS),
+    kind: str | None = setting(
+        None,
+        "the format of the export (default: lora if the learner has trained, otherwise transformers)",
+        flag="--format",
+        choice=FORMATS,
+    ),
     compress_to: int | None = setting(
         None, "for lora: write the best approximation of this rank, and print its error"
     ),
@@ -33,10 +38,11 @@ def export(
     claim(("OUTPUT", output, FOLDER), reads=[learner], overwrite=overwrite)
     loaded = load()
     from dulbe_peft.adapter.lora_export import COMPRESSION_FILE
-    from dulbe_peft.photos.deployment.export import export_learner
+    from dulbe_peft.photos.deployment.export import default_format, export_learner
     from dulbe_peft.photos.deployment.graph import GRAPH_FACTS_FILE
     from dulbe_peft.utils.files import read_json
 
+    kind = kind or default_format(loaded.state)
     folder = export_learner(loaded, output, kind, None, compress_to, precision)
     if compress_to is not None:
         error = read_json(folder / COMPRESSION_FILE)["relative_error"]
@@ -46,6 +52,6 @@ def export(
         print(f"largest difference from PyTorch's probabilities, on random pixels: {difference:.1e}")
     if doubt := loaded.state.doubt:
         print(doubt, file=sys.stderr)
-    print(f"written: {folder}")
+    print(f"written, in the format {kind}: {folder}")
     print(f"how to use it: {folder / 'README.md'}")
     print_next_command("serve", learner)

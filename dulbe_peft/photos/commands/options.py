@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import Field, fields
 from functools import partial, wraps
 from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, get_args, get_origin, get_type_hints
 
 import click
@@ -36,6 +37,8 @@ LABELS = setting(
     None, "instead of --data: a table with path,label[,split], or exiftool's SourceFile,Subject", metavar="FILE.csv"
 )
 NO_STORE = setting(False, "do not store or reuse features of images")
+ONLY = setting(None, "file with the classes that are possible, one per line; the others are never answered")
+SUM_UP = setting(None, "CSV file with the columns class,group; answer with groups, whose probabilities are summed")
 OVERWRITE = setting(False, "start again; rename an existing output to NAME.old")
 
 
@@ -255,3 +258,33 @@ def load_learner(
 def _check_first(first: str, learner: str | None, classifiers: Collection[str]) -> None:
     if first not in classifiers:
         raise ValueError(f"{learner!r} has no classifier {first!r}; its classifiers are {', '.join(classifiers)}")
+
+
+def answers_of(only: str | None, sum_up: str | None, known: Sequence[str]) -> dict[str, object]:
+    """Return the fields `only` and `sum_up` of a `Query` from files, and print the classes that were not learned.
+
+    Raises:
+        ValueError: If no class of a file has been learned, or a table has other columns.
+    """
+    from dulbe_peft.data.columns import csv_lines
+    from dulbe_peft.data.names import class_key
+    from dulbe_peft.utils.files import read_lines
+
+    learned = {class_key(name): name for name in known}
+    fields: dict[str, object] = {}
+    for flag, file in (("only", only), ("sum_up", sum_up)):
+        if file is None:
+            continue
+        rows = [[line] for line in read_lines(file)] if flag == "only" else csv_lines(Path(file))
+        rows = rows[1:] if rows and [cell.lower() for cell in rows[0]] == ["class", "group"] else rows
+        wrong = next((row for row in rows if len(row) != (1 if flag == "only" else 2)), None)
+        if wrong is not None:
+            raise ValueError(f"{file} has the line {','.join(wrong)!r:.200}, expected a class and its group")
+        unknown = [row[0] for row in rows if class_key(row[0]) not in learned]
+        if unknown:
+            print(f"{file}: not learned, so never answered: {', '.join(unknown)}", file=sys.stderr)
+        if len(unknown) == len(rows):
+            raise ValueError(f"{file} names no class that the learner knows; it knows {', '.join(known[:5])} ...")
+        pairs = [(learned[class_key(row[0])], row[-1]) for row in rows if class_key(row[0]) in learned]
+        fields[flag] = tuple(dict.fromkeys(name for name, _ in pairs)) if flag == "only" else dict(pairs)
+    return fields

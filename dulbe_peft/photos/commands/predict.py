@@ -20,16 +20,28 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from csv import writer
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dulbe_peft.arguments import Query
 from dulbe_peft.data.names import NONE
-from dulbe_peft.photos.commands.options import OVERWRITE, File, Folder, Load, command, learner_options, settings_of
-from dulbe_peft.photos.commands.paths import FOLDER, check_images, claim, print_next_command
+from dulbe_peft.photos.commands.options import (
+    ONLY,
+    OVERWRITE,
+    SUM_UP,
+    File,
+    Folder,
+    Load,
+    answers_of,
+    command,
+    learner_options,
+    settings_of,
+)
+from dulbe_peft.photos.commands.paths import FOLDER, check_given, check_images, claim, print_next_command
 from dulbe_peft.utils.files import is_stream, output_file, write_csv
 from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import counted, printable
@@ -39,10 +51,10 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.metrics.prediction import Prediction
 
-HEADER = ["path", "class", "probability", "novelty"]
-UNRELIABLE = (
-    "--reject is not reliable here: when each class was left out in turn, its images were more novel than images of "
-    "known classes in {:.0f} of 100 pairs; chance would give 50"
+HEADER = ["path", "predicted", "probability", "novelty"]
+MEASURED = (
+    "when each class was left out in turn, its images were more novel than images of known classes in {:.0f} of 100 "
+    "pairs; chance would give 50"
 )
 
 
@@ -52,16 +64,24 @@ def predict(
     learner: str,
     load: Load,
     paths: tuple[str, ...] = setting(..., "images or folders; -: paths on standard input", place=True),
-    csv: File | None = setting(None, "write path, class, probability, novelty; - is standard output"),
+    csv: File | None = setting(None, "write path, predicted, probability, novelty; - is standard output"),
     json_file: File | None = setting(None, "write the same as JSON; - is standard output", flag="--json"),
     exiftool: File | None = setting(None, "write keywords below `dulbe` for `exiftool -csv+=FILE`"),
+    camtrap_dp: File | None = setting(
+        None, "write observations.csv for the Camtrap DP package among PATHS", metavar="FILE.csv"
+    ),
     sort_into: Folder | None = setting(None, "copy each image into a folder of its class; replaces no file"),
+    only: File | None = ONLY,
+    sum_up: File | None = SUM_UP,
     overwrite: bool = OVERWRITE,
     **asked: Any,
 ) -> int:
     given = {name: value for name, value in asked.items() if value is not None}
     query = Query(**given, novelty=bool(csv or json_file))
+    check_given(only=only, sum_up=sum_up)
     files = ("--csv", csv, ".csv"), ("--json", json_file, ".json"), ("--exiftool", exiftool, ".csv")
+    files = (*files, ("--camtrap-dp", camtrap_dp, ".csv"))
+    package = _package(paths) if camtrap_dp else None
     claim(*files, reads=paths, overwrite=overwrite)
     claim(("--sort-into", sort_into, FOLDER), apart=paths)
     images = list(_images(paths))
@@ -69,6 +89,7 @@ def predict(
         raise ValueError("standard input is empty, expected one path per line")
     check_images(images)
     loaded = load()
+    query = replace(query, **answers_of(only, sum_up, loaded.class_names))
     from dulbe_peft.classifiers.calibration import HARDLY
     from dulbe_peft.data.unlabelled import unlabelled_images
     from dulbe_peft.photos.data.inventory import Inventory
@@ -77,8 +98,9 @@ def predict(
     if doubt := loaded.state.doubt:
         print(doubt, file=sys.stderr)
     area = None if query.reject is None else loaded.classifier.roc_area
-    if area is not None and area < HARDLY:
-        print(UNRELIABLE.format(100 * area), file=sys.stderr)
+    if area is not None:
+        how = "--reject is not reliable here" if area < HARDLY else "--reject"
+        print(f"{how}: {MEASURED.format(100 * area)}", file=sys.stderr)
     rows: list[Prediction] = []
     photographs = unlabelled_images(images)
     with ExitStack() as opened:
@@ -90,18 +112,21 @@ def predict(
             if row.error is not None:
                 print(f"dulbe-peft: {printable(row.image)} cannot be read: {row.error}", file=sys.stderr)
                 continue
-            if not (csv or json_file or exiftool):
+            if not (csv or json_file or exiftool or camtrap_dp):
                 print(_line(row), flush=True)
             if copy is not None:
                 copy(Path(row.image), row.classes[0] if row.known else NONE)
         _write(rows, csv, json_file, exiftool)
+        if camtrap_dp and package:
+            _write_observations(rows, Path(camtrap_dp), package, loaded.classifier.name)
     for line in Inventory({}, left_out=[*photographs.left_out]).problems():
         print(line, file=sys.stderr)
-    written = [file for file in (csv, json_file, exiftool, sort_into) if file not in (None, "-")]
+    written = [file for file in (csv, json_file, exiftool, camtrap_dp, sort_into) if file not in (None, "-")]
     if (
         csv
         or json_file
         or exiftool
+        or camtrap_dp
         or sort_into
         or query.reject is not None
         or any(row.error is not None for row in rows)
@@ -112,7 +137,12 @@ def predict(
     elif written and sort_into is None and "-" not in paths:
         which = {"classifier": loaded.classifier.name, "reject": query.reject, "sort_into": "sorted"}
         print_next_command("predict", learner, *paths, **which, to=sys.stderr)
-    return 0 if any(row.error is None for row in rows) else 2
+    if all(row.error is not None for row in rows):
+        return 2
+    missing = [path for path in images if not os.path.lexists(path)]
+    if missing:
+        print(f"{counted(len(missing), 'file')} missing, such as {printable(missing[0])}", file=sys.stderr)
+    return 1 if missing else 0
 
 
 def _images(paths: Iterable[str]) -> Iterator[str]:
@@ -188,6 +218,33 @@ def _write(rows: list[Prediction], csv: str | None, json_file: str | None, exift
         keywords = exiftool_rows([(row.image, row.classes[0]) for row in readable if row.known], ROOT)
         with output_file(exiftool) as file:
             writer(file).writerows(keywords)
+
+
+def _package(paths: Sequence[str]) -> Path:
+    """Return the folder of the Camtrap DP package among the paths."""
+    from dulbe_peft.data.camtrap import MEDIA
+
+    folder = next((Path(path) for path in paths if Path(path, MEDIA).is_file()), None)
+    if folder is None:
+        raise ValueError(f"--camtrap-dp needs the folder of a Camtrap DP package, which has {MEDIA}, got {paths[0]}")
+    return folder
+
+
+def _write_observations(rows: Sequence[Prediction], file: Path, package: Path, classifier: str) -> None:
+    """Write a row of observations.csv for each readable image that the package's media.csv lists."""
+    from dulbe_peft.data import camtrap
+
+    media = camtrap.media_of(package)
+    lines = []
+    for row in rows:
+        entry = media.get(os.path.relpath(row.image, package)) if row.error is None else None
+        if entry is not None:
+            name = row.classes[0] if row.known else ""
+            lines.append(camtrap.observation(entry, name, row.probabilities[0], f"dulbe_peft, {classifier}"))
+    if not lines:
+        raise ValueError(f"no image is listed in {package / camtrap.MEDIA}: {file} is not written")
+    with output_file(file) as text:  # other programs read it, so no apostrophe guards against formulas
+        writer(text, lineterminator="\n").writerows([camtrap.HEADER, *lines])
 
 
 def _as_json(row: Prediction) -> dict[str, object]:

@@ -28,7 +28,17 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from dulbe_peft.photos.commands.options import OVERWRITE, Folder, Load, command, learner_options
+from dulbe_peft.photos.commands.options import (
+    ONLY,
+    OVERWRITE,
+    SUM_UP,
+    File,
+    Folder,
+    Load,
+    answers_of,
+    command,
+    learner_options,
+)
 from dulbe_peft.photos.commands.paths import FOLDER, check_images, claim, print_next_command
 from dulbe_peft.utils.settings import setting
 
@@ -43,6 +53,8 @@ def serve(
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 lets the whole network connect"),
     names: tuple[str, ...] = setting((), "further name of the page, such as that of a proxy", flag="--name"),
     port: Annotated[int, Ge(0), Le(65535)] = setting(7860, "port to listen on; 0 chooses a free one"),
+    only: File | None = ONLY,
+    sum_up: File | None = SUM_UP,
     overwrite: bool = OVERWRITE,
 ) -> None:
     name = f"[{host}]" if ":" in host else host
@@ -61,7 +73,8 @@ def serve(
         loaded = load()
         from dulbe_peft.photos.serving import make_server
 
-        server = held.enter_context(make_server(loaded, host, port, names, output, photos))
+        answers = answers_of(only, sum_up, loaded.class_names)
+        server = held.enter_context(make_server(loaded, host, port, names, output, photos, **answers))
         for line in [] if server.app.labelling is None else server.app.labelling.left_out:
             print(line)
         kept = "changes are not saved without --output" if output is None else f"changes are saved in {output}"

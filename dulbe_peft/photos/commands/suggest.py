@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.photos.suggesting import Suggestion
 
-HEADER = ["path", "reason", "class", "novelty"]
+HEADER = ["path", "reason", "predicted", "novelty"]
 MOST_SIMILAR = 5  # how many similar photographs the page shows beside a suggestion
 
 

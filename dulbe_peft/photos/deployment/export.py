@@ -40,10 +40,15 @@ if TYPE_CHECKING:
 FACTS_FILE, TENSORS_FILE, CODE_FILE = "classifier.json", "classifier.safetensors", "image_classifier.py"
 
 
+def default_format(state: LearnerState) -> str:
+    """Return the format for a learner: "lora" if it has an adapter, otherwise "transformers"."""
+    return "transformers" if state.adapter is None else "lora"
+
+
 def export_learner(
     learner: ClassIncrementalLearner | LearnerState,
     folder: str | Path,
-    format: str = "lora",
+    format: str | None = None,
     classifier: str | None = None,
     compress_to: int | None = None,
     precision: str = "float32",
@@ -55,7 +60,8 @@ def export_learner(
     Args:
         learner: A [`ClassIncrementalLearner`] or its state.
         folder: The folder to write.
-        format: "lora", "transformers", "onnx" or "transformers.js".
+        format: "lora", "transformers", "onnx" or "transformers.js". By default, "lora" if the learner has an adapter,
+            otherwise "transformers".
         classifier: Name of the classifier to export. By default, the first one, which `predict` uses.
         compress_to: Rank of the exported adapter; only for the format "lora", see [`export_lora`].
         precision: Precision of the weights in an ONNX graph: "float32", "float16" or "int8".
@@ -67,6 +73,7 @@ def export_learner(
     """
     if not isinstance(getattr(learner, "state", learner), LearnerState):
         raise TypeError(f"learner must be a ClassIncrementalLearner or its state, got {type(learner).__name__}")
+    format = format or default_format(getattr(learner, "state", learner))
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; it must be one of {', '.join(FORMATS)}")
     if compress_to is not None and format != "lora":
@@ -87,6 +94,11 @@ def export_learner(
         check_saved(state.processor, state.base)
         state.check_plain("this learner cannot be exported")
         chosen = choose_classifier(state, classifier)
+        if len(state.class_names) < 2:
+            raise ValueError(
+                f"the learner knows only {state.class_names[0]!r}, which an export would answer for every image: "
+                "learn a second class first"
+            )
         if format == "lora" and state.adapter is None:
             raise ValueError(
                 f"the learner has no adapter to export: its strategy {state.strategy.name!r} trains nothing; use the "

@@ -9,14 +9,15 @@ from dulbe_peft.photos.report.html import write_page
 from dulbe_peft.photos.report.pictures import as_address, thumbnail
 from dulbe_peft.utils.files import read_csv
 
-COLUMNS = ["path", "class", "probability"]
+COLUMNS = ["path", "predicted", "probability"]
+OLD = ["path", "class", "probability"]  # of tables written before the column was renamed
 MOST_PICTURES = 60  # pictures shown for each class
 
 
 def write_contact_sheet(table: Path, output: Path) -> Path:
     """Write a page of the photographs in a table of `predict --csv`, the least certain ones of each class first."""
     header, *rows = read_csv(table) or [[]]
-    if header[: len(COLUMNS)] != COLUMNS:
+    if header[: len(COLUMNS)] not in (COLUMNS, OLD):
         raise ValueError(f"{table} begins with the columns {header[:3]}, expected {COLUMNS}, as predict --csv writes")
     best: dict[str, tuple[str, float]] = {}
     for line, row in enumerate(rows, 2):

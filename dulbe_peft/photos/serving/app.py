@@ -52,9 +52,13 @@ class App:
     """Answers the requests of the page. Each change is saved in the folder `output`, if given, before the answer."""
 
     def __init__(
-        self, learner: ClassIncrementalLearner, output: str | Path | None = None, photographs: str | Path | None = None
+        self,
+        learner: ClassIncrementalLearner,
+        output: str | Path | None = None,
+        photographs: str | Path | None = None,
+        **answers: Any,
     ) -> None:
-        self.learner, self.output = learner, output
+        self.learner, self.output, self.answers = learner, output, answers  # `only` and `sum_up` of a query
         self.table = LabelTable(None if output is None else Path(output, LABELS_FILE))
         self.labelling = None if photographs is None else Labelling(learner, photographs, self.table)
         self.saved_state = learner.state
@@ -105,9 +109,9 @@ class App:
         images, area = unlabelled_images(image), self.learner.classifier.roc_area
         try:
             reject = None if area is not None and area < HARDLY else REJECT
-            (prediction,) = self.learner.predictions(images, Query(SHOWN, reject))
+            (prediction,) = self.learner.predictions(images, Query(SHOWN, reject, **self.answers))
         except ValueError:  # too few images were held out to detect images of unknown classes
-            (prediction,) = self.learner.predictions(images, Query(SHOWN))
+            (prediction,) = self.learner.predictions(images, Query(SHOWN, **self.answers))
         pairs = zip(prediction.classes, prediction.probabilities, strict=True)
         best = [{"class": name, "probability": p} for name, p in pairs]
         (content,) = images.contents()

@@ -75,7 +75,7 @@ def test_missing_inputs_are_refused_before_torch_is_imported(finished_run, tmp_p
     data = tmp_path / "photos"
     (data / "train" / "cat").mkdir(parents=True)
     Image.new("RGB", (8, 8)).save(data / "train" / "cat" / "1.png")
-    rows = [("guesses", "path,class,novelty", "cat,0"), ("wrong", "where,what,why", "cat,x")]
+    rows = [("guesses", "path,predicted,novelty", "cat,0"), ("wrong", "where,what,why", "cat,x")]
     rows.append(("tags", "SourceFile,Subject", "cat"))
     for name, header, values in rows:
         (tmp_path / f"{name}.csv").write_text(f"{header}\nphotos/train/cat/1.png,{values}\n")

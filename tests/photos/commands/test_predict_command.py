@@ -1,5 +1,6 @@
 """Test `predict` and `evaluate` on the command line: printed predictions, tables, and sorted images."""
 
+import base64
 import json
 import os
 import shutil
@@ -232,7 +233,9 @@ def test_images_are_sorted_into_folders_and_nothing_is_replaced(learner, folders
     for area in (0.5, 0.9):
         monkeypatch.setattr(Classifier, "roc_area", area)
         assert main([*command, "--reject", "0.99"]) == 0 and (tmp_path / "sorted" / "none of these").is_dir()
-        assert ("--reject is not reliable here" in capsys.readouterr().err) == (area == 0.5)
+        said = capsys.readouterr().err
+        assert ("--reject is not reliable here" in said) == (area == 0.5)
+        assert f"in {100 * area:.0f} of 100 pairs" in said
 
 
 def test_control_characters_in_names_are_escaped(learner, folders, tmp_path, capsys):
@@ -304,3 +307,97 @@ def test_ctrl_c_during_imports_prints_one_line(tmp_path):
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
         assert done.returncode == 130, done.stderr
         assert done.stderr.startswith("dulbe-peft: stopped by SIGINT\n") and "Traceback" not in done.stderr
+
+
+def test_only_possible_classes_are_answered_with_renormalised_probabilities(learner, folders, tmp_path, capsys):
+    model, test = ClassIncrementalLearner.from_pretrained(learner), str(folders / "test")
+    (tmp_path / "site.txt").write_text("ONE\ntwo\nwolf\n")
+    file = tmp_path / "answers.json"
+    command = ["predict", str(learner), test, "--only", str(tmp_path / "site.txt"), "--json", str(file), *MACHINE]
+    assert main([*command, "--top-k", "4"]) == 0
+    assert "site.txt: not learned, so never answered: wolf" in capsys.readouterr().err
+    plain = {row.image: row for row in model.predictions(test, Query(top_k=4))}
+    for row in json.loads(file.read_text()):
+        before = dict(zip(plain[row["path"]].classes, plain[row["path"]].probabilities, strict=True))
+        total = before["one"] + before["two"]
+        found = {answer["class"]: answer["probability"] for answer in row["classes"]}
+        assert found == pytest.approx({name: before[name] / total for name in ("one", "two")}, rel=1e-4, abs=1e-6)
+    assert set(model.predict(test, only=["one"])) == {"one"}
+    for names, words in ((["wolf"], "'wolf' has not been learned"), ([], "only is empty")):
+        with pytest.raises(ValueError, match=words):
+            model.predict(test, only=names)
+    (tmp_path / "site.txt").write_text("wolf\n")
+    assert main(command) == 2 and "names no class that the learner knows" in capsys.readouterr().err
+
+
+def test_groups_get_the_sums_of_their_classes(learner, folders, tmp_path):
+    model, test = ClassIncrementalLearner.from_pretrained(learner), str(folders / "test")
+    (tmp_path / "groups.csv").write_text("class;group\none;odd\nthree;odd\ntwo;even\n")
+    file = tmp_path / "answers.csv"
+    command = ["predict", str(learner), test, "--sum-up", str(tmp_path / "groups.csv"), "--csv", str(file), *MACHINE]
+    assert main([*command, "--top-k", "3"]) == 0
+    found: dict = {}
+    header, *rows = read_csv(file)
+    assert header == ["path", "predicted", "probability", "novelty"]
+    for path, name, probability, _ in rows:
+        found.setdefault(path, {})[name] = float(probability)
+    for row in model.predictions(test, Query(top_k=4)):
+        p = dict(zip(row.classes, row.probabilities, strict=True))
+        expected = {"odd": p["one"] + p["three"], "even": p["two"], "zero": p["zero"]}
+        assert found[row.image] == pytest.approx(expected, abs=2e-6)
+    groups = {"one": "odd", "three": "odd", "two": "even", "zero": "even"}
+    sets = model.predict(test, coverage=0.75, sum_up=groups)
+    for inside, outside in zip(model.predict(test, coverage=0.75), sets, strict=True):
+        assert {groups[name] for name in inside} <= set(outside) <= {"odd", "even"}
+    (tmp_path / "groups.csv").write_text("one,odd,more\n")
+    assert main(command) == 2
+
+
+def test_missing_file_is_named_and_gives_status_1(learner, folders, tmp_path, capsys):
+    there = str(next((folders / "test" / "one").iterdir()))
+    assert main(["predict", str(learner), there, str(tmp_path / "gone.png"), *MACHINE]) == 1
+    captured = capsys.readouterr()
+    assert "1 file missing, such as " in captured.err and "gone.png" in captured.err and "one" in captured.out
+    (tmp_path / "damaged.png").write_bytes(b"x")
+    assert main(["predict", str(learner), there, str(tmp_path / "damaged.png"), *MACHINE]) == 0
+
+
+def test_bytes_are_refused(learner, folders):
+    content = next((folders / "test" / "one").iterdir()).read_bytes()
+    for images in (content, [content], memoryview(content)):
+        with pytest.raises(TypeError, match=r"an image is a (bytes|memoryview): pass io.BytesIO\(content\)"):
+            ClassIncrementalLearner.from_pretrained(learner).predict(images)
+
+
+def test_predictions_are_observations_of_a_camtrap_package(learner, folders, tmp_path, capsys):
+    package = tmp_path / "package"
+    (package / "media").mkdir(parents=True)
+    lines = ["mediaID,deploymentID,timestamp,filePath"]
+    for number, name in enumerate(("one", "two")):
+        shutil.copy(next((folders / "test" / name).iterdir()), package / "media" / f"{number}.png")
+        lines.append(f"m{number},d,2026-05-01T00:00:00Z,media/{number}.png")
+    (package / "media.csv").write_text("\n".join(lines))
+    file = tmp_path / "observations.csv"
+    command = ["predict", str(learner), str(package), "--camtrap-dp", str(file), *MACHINE]
+    assert main(command) == 0
+    header, *rows = read_csv(file)
+    rows = [dict(zip(header, row, strict=True)) for row in rows]
+    assert [row["mediaID"] for row in rows] == ["m0", "m1"]
+    assert {row["observationType"] for row in rows} == {"animal"} and {row["deploymentID"] for row in rows} == {"d"}
+    assert all(row["scientificName"] in ("one", "two", "three", "zero") for row in rows)
+    assert all(
+        row["classifiedBy"] == "dulbe_peft, bridge" and row["classificationMethod"] == "machine" for row in rows
+    )
+    assert main(["predict", str(learner), str(folders / "test"), *command[3:]]) == 2
+    assert "--camtrap-dp needs the folder of a Camtrap DP package" in capsys.readouterr().err
+
+
+def test_page_answers_with_the_classes_of_a_site(learner, folders):
+    from dulbe_peft.photos.serving import App
+
+    image = Path(next((folders / "test" / "one").iterdir())).read_bytes()
+    app = App(
+        ClassIncrementalLearner.from_pretrained(learner), only=("two", "zero"), sum_up={"two": "even", "zero": "even"}
+    )
+    best = app.predict({"images": [base64.b64encode(image).decode()]})["best"]
+    assert [row["class"] for row in best] == ["even"] and best[0]["probability"] == pytest.approx(1)

@@ -105,7 +105,7 @@ def test_table_is_written_to_standard_output(heap, tmp_path, capfd, monkeypatch)
     Path("-").write_text("mine")
     for name in ("-", "/dev/stdout"):
         assert call("suggest", "--model", demo_model_folder(), heap, "--csv", name, "--overwrite") == 0
-        assert capfd.readouterr().out.startswith("path,reason,class,novelty")
+        assert capfd.readouterr().out.startswith("path,reason,predicted,novelty")
     assert Path("-").read_text() == "mine" and Path("/dev/stdout").is_symlink()
 
 
