@@ -125,7 +125,7 @@ class LearnerArguments:
 
     epochs: Annotated[int, Ge(1)] = setting(2, "Number of passes over a task's images.")
     batch_size: Annotated[int, Ge(1)] = setting(32, "Images per training step.")
-    eval_batch_size: Annotated[int, Ge(1)] = setting(64, "Images per batch when nothing is trained.")
+    eval_batch_size: Annotated[int, Ge(1)] = setting(64, "Images encoded at once.")
     learning_rate: Annotated[float, Ge(LEAST), Le(1e4)] | Literal["auto"] = setting(
         "auto",
         "Adam's learning rate at the start of a task. auto: the paper's 1e-3 for a model at least as wide as ViT-B; "
@@ -186,7 +186,7 @@ class LearnerArguments:
         "main thread reads other data sets; 0: only the main thread; other numbers: this many processes.",
     )
     pixel_cache_mb: Annotated[int, Ge(0)] = setting(1024, "Keep at most this many MiB of preprocessed images.")
-    device: str = setting("auto", "auto, cpu, or the type of an accelerator, such as cuda.")
+    device: str = setting("auto", "auto, cpu, or an accelerator: cuda, mps.")
     precision: Literal["auto", "float32", "bfloat16", "int8"] = setting(
         "auto",
         "Numeric type of the model. auto: that of the saved learner; for a new one bfloat16 if the hardware supports "
@@ -195,7 +195,7 @@ class LearnerArguments:
     backend: Literal["torch", "onnx", "openvino"] = setting(
         "torch", "Library that encodes images on a CPU when nothing is trained."
     )
-    force: bool = setting(False, "Use a backend even if its results differ from those of torch.")
+    force: bool = setting(False, "Use a backend even if results differ.")
     torch_compile: bool = setting(False, "Compile the image tower with torch.compile; needs a C++ compiler.")
     profile: bool = setting(False, "Print how long each part of a task took.")
     log_with: str | None = setting(

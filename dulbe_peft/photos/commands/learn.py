@@ -2,10 +2,10 @@
   dulbe-peft learn june --data july-photos --output july
 
 june is a saved learner or the folder of a run, and is not changed. july becomes the folder of a run,
-with the results of june's tasks. Classes that june does not know become a new task, and images of
-known classes are added without training. Images that june has learned are left out, even if their
-paths changed or, with the feature store, they got a keyword. An image that now has another label than
-june learned is moved to that class. Repeating the command continues it after a stop.
+with the results of june's tasks. New classes become a new task; images of known classes are added
+without training. Images that june has learned are left out, even if their paths changed or, with the
+feature store, they got a keyword. An image with another label than before is moved to that class.
+Repeating the command continues it after a stop.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ LABELS = setting(
     None, "instead of --data: a table with path,label[,split], or exiftool's SourceFile,Subject", metavar="FILE.csv"
 )
 NO_STORE = setting(False, "do not store or reuse features of images")
-ONLY = setting(None, "file with the classes that are possible, one per line; the others are never answered")
-SUM_UP = setting(None, "CSV file with the columns class,group; answer with groups, whose probabilities are summed")
+ONLY = setting(None, "file of the classes that are possible, one per line")
+SUM_UP = setting(None, "CSV file of class,group: answer with groups")
 OVERWRITE = setting(False, "start again; rename an existing output to NAME.old")
 
 
@@ -51,12 +51,16 @@ class Load(Protocol):
 class Option(click.Option):
     """An option in a titled group of the help; only `--help-all` shows a `rare` one."""
 
-    def __init__(self, *names: Any, group: str = "options", rare: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, *names: Any, group: str = "options", rare: bool = False, usual: bool = True, **settings: Any
+    ) -> None:
         super().__init__(*names, **settings)
-        self.group, self.rare = group, rare
+        self.group, self.rare, self.usual = group, rare, usual
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        return None if self.rare and not ctx.meta.get("help-all") else super().get_help_record(ctx)
+        """Return flags and help. Of a switch that is usually off, `--no-...` only undoes a YAML file's value."""
+        record = None if self.rare and not ctx.meta.get("help-all") else super().get_help_record(ctx)
+        return record if record is None or self.usual else (record[0].partition(" / ")[0], record[1])
 
     def get_help_extra(self, ctx: click.Context) -> Any:
         """Return no defaults and limits: the help texts give defaults, and limits such as 1.2e-38 would distract."""
@@ -155,7 +159,7 @@ def _parameter(name: str, field: Field[object], hint: Any, declared: bool = Fals
         facts["help"] += f" (default: {field.default})"
     if hint is bool:
         flags = flag if declared else f"{flag}/--no-{flag[2:]}"
-        return Option([flags, name], is_flag=declared or None, **facts | shown)
+        return Option([flags, name], is_flag=declared or None, usual=bool(field.default), **facts | shown)
     # The first argument of a union such as list[int] | None is the type to show.
     kind = hint if get_origin(hint) in (Annotated, Literal) else (get_args(hint) or [hint])[0]
     if get_origin(kind) is Literal or "choice" in facts:

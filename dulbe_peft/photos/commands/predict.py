@@ -4,14 +4,11 @@
   dulbe-peft predict out holidays --sort-into sorted
   find . -name '*.jpg' | dulbe-peft predict out -
 
-Folders are read recursively. An unreadable file is reported on standard error and skipped.
-Predictions are printed as they come; files are written at the end. If the command is stopped, repeat
-it: the feature store has the images encoded so far. Novelty says how different an image is from all
-learned images. With --reject 0.05, an image is "none of these" if its novelty exceeds that of 95 % of
-the training images, each measured as if it had not been learned. `dulbe-peft evaluate --reject`
-measures how many images of known classes are rejected. With --coverage 0.95, each image gets a set of
-classes, which contains the correct one for 95 of 100 images of known classes, unless the model was
-trained on their images.
+Folders are read recursively. An unreadable file is reported and skipped. Predictions are printed as
+they come; files are written at the end. If the command is stopped, repeat it: the feature store has
+the images encoded so far. With --reject 0.05, an image is "none of these" if its novelty, how unlike
+all learned images it is, exceeds that of 95 % of the training images. With --coverage 0.95, each image
+gets a set of classes, which contains the correct one for 95 of 100 images of known classes.
 """
 
 from __future__ import annotations
@@ -68,7 +65,7 @@ def predict(
     json_file: File | None = setting(None, "write the same as JSON; - is standard output", flag="--json"),
     exiftool: File | None = setting(None, "write keywords below `dulbe` for `exiftool -csv+=FILE`"),
     camtrap_dp: File | None = setting(
-        None, "write observations.csv for the Camtrap DP package among PATHS", metavar="FILE.csv"
+        None, "write observations of the Camtrap DP package in PATHS", metavar="FILE.csv"
     ),
     sort_into: Folder | None = setting(None, "copy each image into a folder of its class; replaces no file"),
     only: File | None = ONLY,

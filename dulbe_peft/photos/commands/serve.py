@@ -8,10 +8,9 @@ predictions, add a class from a few photographs, and undo changes. The learner i
 after each change, and the second command continues with it; without --output, nothing is saved.
 
 With --photos, the page asks for the labels of these photographs, one after the other, the most useful
-first. Press 1 to 5 for a proposed class, or type a name and press Enter. Space skips a photograph,
-and Backspace undoes the last change. Each label is written to OUTPUT/labels.csv at once (path, label,
-sha256; an empty label means "none of these"), and read from there at the next start. Labels are
-learned five at a time, and when the server stops.
+first. Press 1 to 5 for a proposed class, or type a name and press Enter. Each label is written to
+OUTPUT/labels.csv at once (an empty label means "none of these"), and read from there at the next
+start. Labels are learned five at a time, and when the server stops.
 
 Only this machine can reach the page unless --host allows others, and photographs stay on this
 machine. Open the page by its address, or by a name given with --name. If you have no learner yet,

@@ -87,14 +87,12 @@ class DataSource:
     class_names: str | None = setting(
         None, "Text file with a line per class: 'old name', a tab, 'new name'; or new names in the data's order."
     )
-    vocabulary: str | None = setting(None, "Text file of exiftool's keywords that are classes.")
+    vocabulary: str | None = setting(None, "File of exiftool's keywords that are classes.")
     image_column: str = setting("image", "Image column of a Hub data set.")
     label_column: str = setting("label", "Column of labels in the data.")
     path_column: str | None = setting(None, "Column of paths in the table of --labels.")
-    leave_out: list[str] | None = setting(None, "Classes, or folders such as cat/old, to leave out.")
-    one_label: bool = setting(
-        False, "Take each cell of a table as one class, as it is written, such as 'Smith, Anna' or 'none'."
-    )
+    leave_out: list[str] | None = setting(None, "Classes, or folders such as cat/old, to skip.")
+    one_label: bool = setting(False, "Cells are classes as written, as 'Smith, Anna'.")
     validation_fraction: Part | None = setting(
         None, "Test on this share of the training images, which is held out, in order to choose settings."
     )

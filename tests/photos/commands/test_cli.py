@@ -134,7 +134,7 @@ def test_strategies_and_classifiers_are_flags(folders, tmp_path, capsys, monkeyp
     assert capsys.readouterr() == ("", captured.err)
 
     for command, words in (
-        (["export", "out", "lora"], "has no adapter to export"),
+        (["export", "out", "lora", "--format", "lora"], "has no adapter to export"),
         ([*again, "lda"], "classifiers was 'lda, ranpac' and is now 'lda'"),
     ):
         assert main(command) == 2 and words in capsys.readouterr().err

@@ -50,7 +50,7 @@ def test_suggest_without_a_learner_covers_all_groups(heap, tmp_path, capsys):
     assert f"correct the column class of {table}, and rename it to label; then" in printed
     assert f"--labels {table} --output labelled" in printed
     header, *rows = read_csv(table)
-    assert header == ["path", "reason", "class", "novelty"] and len(rows) == 5
+    assert header == ["path", "reason", "predicted", "novelty"] and len(rows) == 5
     assert all(Path(path).parent == heap and not name and not novelty for path, _, name, novelty in rows)
     assert len({Path(path).name.split("-")[0] for path, *_ in rows}) >= 4, "groups correspond to digits, approximately"
     text = page.read_text(encoding="utf-8")
@@ -91,7 +91,7 @@ def test_table_is_learned_after_renaming_its_class_column(june, tmp_path, capsys
     assert call("suggest", "out", "heap", "--csv", table) == 2
     assert "may hold your corrections" in capsys.readouterr().err and read_csv(table)[1:] == rows
     right = [[path, why, Path(path).name.split("-")[0], novelty] for path, why, _, novelty in rows]
-    write_csv(table, ["label" if name == "class" else name for name in header], right)
+    write_csv(table, ["label" if name == "predicted" else name for name in header], right)
     assert call(*words) == 0
     printed = capsys.readouterr().out
     assert "cannot be read" not in printed and "known classes get" in printed
