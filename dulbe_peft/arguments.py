@@ -114,7 +114,9 @@ class AdapterSettings:
 @documented
 @dataclass(frozen=True)
 class LearnerArguments:
-    """Settings of [`ClassIncrementalLearner`]. The defaults are the paper's, for a model of the paper's size.
+    """Settings of [`ClassIncrementalLearner`]. The defaults are the paper's, except for `drift`.
+
+    For a model smaller than the paper's, the default of `learning_rate` is lower than the paper's.
 
     Raises:
         ValueError, TypeError: If a value is outside its limits, or has the wrong type; the message names the field.

@@ -6,6 +6,7 @@ import re
 import runpy
 import shlex
 import tempfile
+from inspect import signature
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -15,7 +16,7 @@ import yaml
 from documents import blocks, text_of
 from small_runs import parse, some
 
-from dulbe_peft import ClassIncrementalLearner
+from dulbe_peft import ClassIncrementalLearner, paper_arguments
 from dulbe_peft.arguments import AdapterSettings, LearnerArguments
 from dulbe_peft.data.decoding import image_suffixes
 from dulbe_peft.data.digits import DIGITS
@@ -279,3 +280,31 @@ def test_figures_about_methods_that_keep_features_match_the_results():
     text = " ".join(text_of("docs/results.md").split())
     sentence = re.search(r"On three small streams .*?regression [\d.]+ %", text)
     assert sentence and re.findall(r"([\d.]+) %", sentence[0]) == [mean.strip("*") for mean in means]
+
+
+def test_table_of_defaults_matches_the_code():
+    python = signature(ClassIncrementalLearner).parameters["strategy"].default
+    trainer = paper_arguments("unused")
+    args, (dulbe, frozen) = LearnerArguments(), (STRATEGIES[name].classifiers for name in ("dulbe", "frozen"))
+    rows = {
+        "strategy": [python, "dulbe", StreamArguments.strategy],
+        "learning rate": [args.learning_rate, f"{trainer.learning_rate:.0e}".replace("e-0", "e-"), args.learning_rate],
+        "drift": [args.drift] * 3,
+        "epochs, batch size": [
+            f"{args.epochs}, {args.batch_size}",
+            f"{trainer.num_train_epochs}, {trainer.per_device_train_batch_size}",
+            f"{args.epochs}, {args.batch_size}",
+        ],
+        "classifiers; the first one predicts": [
+            ", ".join(dulbe),
+            ", ".join(dulbe),
+            f"{', '.join(frozen)}; for dulbe as in Python",
+        ],
+    }
+    page = text_of("docs/decisions.md").replace("`", "")
+    for name, cells in rows.items():
+        assert "| " + " | ".join([name, *cells]) + " |" in page
+    ranks = (
+        f"Ranks are {AdapterSettings.shared_rank}, {AdapterSettings.residual_rank} and {AdapterSettings.support_rank}"
+    )
+    assert ranks in page and python == "dulbe" and StreamArguments.strategy == "frozen"
