@@ -180,7 +180,7 @@ def _read_memory(state: LearnerState, folder: Path, files: set[str]) -> Memory |
     memory, metadata = read_tensors(folder / saving.MEMORY_FILE)
     if metadata != {saving.MEMORY_FORMAT: state.strategy.name}:
         raise ValueError(f"{saving.MEMORY_FILE} is for {metadata}, expected the strategy {state.strategy.name!r}")
-    return memory
+    return {name: tensor.to(state.device) for name, tensor in memory.items()}
 
 
 @contextmanager
