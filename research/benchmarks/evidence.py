@@ -207,10 +207,10 @@ def whole_line(
     return [*cells, f"{best}: {gained(by_classifier[best], interval)}" if best else UNKNOWN, known]
 
 
-def costs(results: Path, kinds: str) -> list[list[str]]:
-    """Return a line for each strategy or classifier of `family`; `kinds` are prefixes of the figures to show."""
+def costs(results: Path, kinds: str, file: str = "family") -> list[list[str]]:
+    """Return a line for each strategy or classifier of `file`; `kinds` are prefixes of the figures to show."""
     columns, by_name = kinds.split(","), dict[str, dict[str, str]]()
-    for row in json.loads((results / "family.json").read_text(encoding="utf-8"))["rows"]:
+    for row in json.loads((results / f"{file}.json").read_text(encoding="utf-8"))["rows"]:
         name, _, what = row["what"].partition(": ")
         for kind in columns:
             if what.startswith(kind):
