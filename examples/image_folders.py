@@ -39,8 +39,10 @@ def main() -> None:
         ImageFolder(arguments.root, "train"), ImageFolder(arguments.root, "test"), increment=arguments.increment
     )
     results = learner.run(tasks, arguments.output)
-    head = results["head"]
-    print(f"accuracy after the last task {head['last_accuracy']:.3f}, mean over tasks {head['average_accuracy']:.3f}")
+    name = learner.classifier.name  # the one that predict uses
+    scores = results["classifiers"][name]
+    last, mean = scores["last_accuracy"], scores["average_accuracy"]
+    print(f"{name}: accuracy after the last task {last:.3f}, mean over tasks {mean:.3f}")
 
 
 if __name__ == "__main__":

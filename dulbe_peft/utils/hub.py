@@ -9,6 +9,10 @@ from typing import Any
 
 from huggingface_hub import constants
 
+WITHOUT_NETWORK = (
+    'the page "What goes wrong" (docs/troubleshooting.md) says how to bring a model to a machine without a network'
+)
+
 
 @contextmanager
 def reached() -> Iterator[None]:
@@ -38,9 +42,16 @@ def fetch(
     where = f"{source!r}" if revision is None else f"{source!r} at revision {revision!r}"
     cached = Path(cache_dir or constants.HF_HUB_CACHE, f"models--{source.replace('/', '--')}")
     if constants.HF_HUB_OFFLINE and not cached.is_dir():  # checked here, because importing the client takes time
-        raise FileNotFoundError(f"{source!r} is not a folder, and {where} is not in the Hub cache (offline mode)")
+        raise FileNotFoundError(
+            f"{source!r} is not a folder, and {where} is not in the Hub cache (offline mode); {WITHOUT_NETWORK}"
+        )
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
     from huggingface_hub.utils import HFValidationError
 
     try:
@@ -48,6 +59,9 @@ def fetch(
         folder = Path(snapshot_download(source, **options, allow_patterns=[glob.escape(name) for name in files]))
     except HFValidationError as error:
         raise FileNotFoundError(f"{source!r} is neither an existing folder nor a repository id on the Hub") from error
+    except LocalEntryNotFoundError as error:
+        problem = f"{source!r} is not a folder, the Hub cannot be reached, and {where} is not in its cache"
+        raise FileNotFoundError(f"{problem}; {WITHOUT_NETWORK}") from error
     except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError) as error:
         raise FileNotFoundError(f"{source!r} is not a folder, and {where} is not on the Hub: {error}") from error
     absent = [name for name in files if not (folder / name).is_file()]

@@ -7,6 +7,8 @@ the sums as if it had not been learned; classifiers that keep no sums are then d
 model is not changed, and neither is june.
 """
 
+from pathlib import Path
+
 from dulbe_peft.data.names import learned_name
 from dulbe_peft.photos.commands.correcting import drop_unsupported_classifiers, write_corrected
 from dulbe_peft.photos.commands.options import OVERWRITE, File, Folder, Load, command, learner_options
@@ -34,12 +36,16 @@ def forget(
         check_images([path])
     claim(("--output", output, FOLDER), apart=[learner], overwrite=overwrite)
     loaded = load()
+    from dulbe_peft.data.images import content_of
     from dulbe_peft.data.store import store_path
 
     lines = []
     if image:
         lines = drop_unsupported_classifiers(loaded, lambda classifier: classifier.rule.check_forgets_images())
+        class_of = loaded.state.known.class_of()
+        was = [(path, class_of.get(content_of(Path(path)) or b"")) for path in image if Path(path).is_file()]
         loaded.forget_images(list(image))
+        lines += [f"forgotten: {path}, of the class {name!r}" for path, name in was if name is not None]
     for name in dict.fromkeys(classes):
         loaded.forget_class(name)
     lines.append(f"left: {counted(len(loaded.class_names), 'class')}")

@@ -20,6 +20,7 @@ _LEVEL = 0.05  # significance level of the sign test
 _MOST_NAMES = 5  # names that a sentence lists
 _WIDE = 0.1  # an interval wider than this calls for more test images
 _FEW = 8  # with fewer images, no other classifier is recommended
+_LOW = 0.75  # an estimate whose interval ends below this is low
 _OFTEN = 3  # a confusion with at least this many images is reported
 
 
@@ -184,6 +185,14 @@ def trained_away(results: Results) -> str:
     )
 
 
+def hardly_knows(results: Results) -> bool:
+    """Return whether the names alone are near guessing, at most twice as good, and every estimate is low."""
+    classes, names = sum(map(len, results.class_names)), results.zero_shot
+    shares = [Estimate(*share) for share in results.estimates.shares.values()]
+    guessing = names is not None and names.last_accuracy is not None and names.last_accuracy < 2 / max(classes, 2)
+    return guessing and classes > 2 and bool(shares) and max(share.high for share in shares) < _LOW
+
+
 def next_steps(run: RunFolder, rows: Sequence[ClassRow], matrix: ConfusionMatrix | None) -> list[tuple[str, str]]:
     """Return what to do next, each step with its command or "", the most useful step first."""
     folder, steps = shlex.quote(str(run.folder)), []
@@ -195,6 +204,9 @@ def next_steps(run: RunFolder, rows: Sequence[ClassRow], matrix: ConfusionMatrix
     use = "" if best == run.first else f" --classifier {best}"
     if use:
         steps.append((f"{why[0].upper()}{why[1:]}.", f"dulbe-peft predict {folder} PHOTOS{use}"))
+    if hardly_knows(run.results):
+        words = "The names alone are hardly better than guessing with this model, and the estimate is low"
+        steps.append((f"{words}: try a larger model, which gains more than further photographs.", ""))
     whole = Share.of(run.predictions) if run.predictions else None
     weak = [row for row in rows if whole and row.recall.interval[1] < whole.value]
     weak.sort(key=lambda row: (row.learned or 0, row.recall.value))  # classes with the fewest training images first

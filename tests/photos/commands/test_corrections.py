@@ -190,3 +190,10 @@ def test_keyword_in_a_learned_photograph_does_not_make_it_new(photos, run, tmp_p
         assert "and of another class: both count" in said and "tagged.png, learned as 'two' before" in said
     else:
         assert ("count twice: 1 image that the model sees like a learned image in another file" in said) == (not again)
+
+
+def test_forget_says_which_photograph_left_which_class(photos, run, tmp_path, capsys):
+    june = run(some(photos, tmp_path / "june", DIGITS[:3]), tmp_path / "june-run")
+    file = next((photos / "train" / "two").iterdir())
+    assert call("forget", june, "--image", file, "--output", tmp_path / "out") == 0
+    assert f"forgotten: {file}, of the class 'two'" in capsys.readouterr().out

@@ -13,7 +13,7 @@ from small_runs import results_with
 
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.metrics.evaluation import ImageResult
-from dulbe_peft.metrics.results import Measures, Results
+from dulbe_peft.metrics.results import Estimates, Measures, Results
 from dulbe_peft.photos.report import format_summary, plot_matrix, plot_results, read_run
 from dulbe_peft.photos.report.advice import counted_share, leaderboard, next_steps
 from dulbe_peft.photos.report.html import percent
@@ -217,6 +217,18 @@ def test_next_steps_are_sorted_by_usefulness(finished_run):
     add, look, *_ = steps(crabs, {"crab": 3, "a": 50})
     assert "accuracy is clearly below average: crab (0 of 8 correct, 3 training images)." in add[0]
     assert "Look at crab and lobster: 8 of 8" in look[0]
+
+
+@pytest.mark.parametrize(("zero_shot", "high", "proposed"), [(0.2, 0.5, True), (0.9, 0.5, False), (0.2, 0.9, False)])
+def test_larger_model_is_proposed_where_names_and_estimates_are_poor(finished_run, zero_shot, high, proposed):
+    run = read_run(finished_run)
+    names = [name for task in run.results.class_names for name in task]
+    beside = Measures(overall=[zero_shot], average_accuracy=zero_shot, last_accuracy=zero_shot)
+    estimates = Estimates(images=40, classes=tuple(names), shares={"lda": (0.45, 0.4, high)})
+    poor = run.results.model_copy(update={"zero_shot": beside, "estimates": estimates})
+    assert len(names) > 2
+    steps = next_steps(dataclasses.replace(run, results=poor, predictions=[]), [], None)
+    assert any("try a larger model" in words for words, _ in steps) == proposed
 
 
 def test_charts_on_a_page_use_its_colours(finished_run):
