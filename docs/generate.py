@@ -36,7 +36,7 @@ import yaml
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 TABLES = ROOT / "research" / "benchmarks" / "tables.md"
-PAGES = ("README.md", "docs/by-hand.md", "docs/photographs.md")  # those with outputs
+PAGES = ("README.md", "docs/photographs.md")  # those with outputs
 WIDTH = 108  # of a line, in characters: what a page shows at 1280 pixels without scrolling
 BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 MARKED = re.compile(r"(<!-- output -->\n).*?(<!-- end of output -->)", re.DOTALL)
@@ -68,8 +68,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace `{{ settings module.Class }}` by a table of fields and `{{ readme part }}` by a part of the README."""
+    """Replace `{{ settings module.Class }}`, `{{ readme part }}` and `{{ file path }}` by what they name."""
     markdown = markdown.replace("](../research/benchmarks/tables.md", "](tables.md")
+    code = "```python\n{}```".format
+    markdown = re.sub(r"^\{\{ file ([\w./]+) \}\}$", lambda m: code(read(m[1])), markdown, flags=re.MULTILINE)
     markdown = re.sub(r"^\{\{ readme ([\w-]+) \}\}$", lambda m: readme_part(m[1]), markdown, flags=re.MULTILINE)
     return re.sub(r"^\{\{ settings ([\w.]+)\.(\w+) \}\}$", lambda m: fields(*m.groups()), markdown, flags=re.MULTILINE)
 

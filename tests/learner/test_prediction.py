@@ -16,7 +16,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from documents import blocks
 from PIL import Image
 from small_runs import learner_of
 from torch.nn import functional as F
@@ -182,21 +181,6 @@ def test_predict_command_reads_paths_from_standard_input(world, tmp_path, capsys
 CLASSES, WIDTH = 1000, 32
 
 
-class Index:
-    """A stand-in for faiss's IndexFlatIP."""
-
-    def __init__(self, width):
-        self.rows = np.zeros((0, width), np.float32)
-
-    def add(self, rows):
-        self.rows = np.concatenate([self.rows, rows])
-
-    def search(self, queries, count):
-        scores = queries @ self.rows.T
-        places = np.argsort(-scores, axis=1)[:, :count]
-        return np.take_along_axis(scores, places, axis=1), places
-
-
 @pytest.mark.parametrize(
     ("kind", "state"),
     [
@@ -204,20 +188,18 @@ class Index:
         (LdaClassifier, lambda means: {"sums": means, "scatter": torch.eye(WIDTH), "freedom": torch.tensor(WIDTH)}),
     ],
 )
-def test_faiss_example_of_the_docs_returns_the_best_classes(kind, state, monkeypatch):
-    monkeypatch.setitem(sys.modules, "faiss", SimpleNamespace(IndexFlatIP=Index))
-    code = next(code for *_, code in blocks("docs/predicting.md", "python") if "faiss" in code)
-    namespace: dict = {}
-    exec(code, namespace)
+def test_best_classes_are_found_by_inner_products_as_the_docs_say(kind, state):
     classifier = kind(WIDTH)
     means, counts = F.normalize(torch.randn(CLASSES, WIDTH), dim=1), torch.ones(CLASSES, dtype=torch.int64)
     classifier.install({"counts": counts} | state(means))
     classifier._class_names = [str(number) for number in range(CLASSES)]
     features = F.normalize(torch.randn(20, WIDTH), dim=1)
-    scores, places = namespace["best_classes"](classifier, features)
+    tensors = classifier.formula()[1]
+    rows = torch.cat([tensors["weight"], tensors["bias"][:, None]], dim=1)
+    found = (torch.cat([features, torch.ones(len(features), 1)], dim=1) @ rows.T).topk(5)
     expected = classifier(features).topk(5)
-    np.testing.assert_array_equal(places, expected.indices)
-    np.testing.assert_allclose(scores, expected.values, rtol=1e-4, atol=1e-4)
+    assert torch.equal(found.indices, expected.indices)
+    torch.testing.assert_close(found.values, expected.values, rtol=1e-4, atol=1e-4)
 
 
 def test_probabilities_that_nothing_calibrated_come_with_a_warning(base, digit_folders, tmp_path, recwarn, capsys):
