@@ -80,7 +80,7 @@ def suggest(
         print(f"written: {' and '.join(file for file in (csv, page) if file)}", file=stream)
     advice = "write a table LABELS.csv with the columns path and label and a line for each photograph; then"
     if table:
-        advice = f"correct the column class of {table}, and rename it to label; then"
+        advice = f"correct the column predicted of {table}, and rename it to label; then"
     print(advice, file=stream)
     first = ("learn", learner) if learner else ("run", "--model", loaded.state.base_name[0])
     print_next_command(*first, labels=table or "LABELS.csv", output=new, to=stream)

@@ -47,7 +47,7 @@ def test_suggest_without_a_learner_covers_all_groups(heap, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "5 photographs of 40" in printed and "1 photograph in the data twice" in printed
     assert "z-bad.png: it is none" in printed and "neither a file nor a folder, such as" in printed
-    assert f"correct the column class of {table}, and rename it to label; then" in printed
+    assert f"correct the column predicted of {table}, and rename it to label; then" in printed
     assert f"--labels {table} --output labelled" in printed
     header, *rows = read_csv(table)
     assert header == ["path", "reason", "predicted", "novelty"] and len(rows) == 5
