@@ -14,7 +14,8 @@ from dulbe_peft.encoders.registry import demo_model_folder
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HELPERS = {"demo_glyphs.py"}  # imported by pretrain_demo_clip.py, which tests/project/test_demo_model.py runs
-ELSEWHERE = {"pretrain_demo_clip.py"}
+# Other tests run these, too: tests/strategies/test_strategies.py and tests/classifiers/test_classifier_calls.py.
+ELSEWHERE = {"pretrain_demo_clip.py", "own_strategy.py", "own_classifier.py"}
 
 
 def run(name, *arguments, cwd):

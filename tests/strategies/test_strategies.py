@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from documents import blocks
+from documents import text_of
 from lives import QUICK, content, images_of, learned, stream, tiny_base, tiny_learner
 from peft import PeftModel, get_peft_model
 from stepping import adapted, features, new_task, step_of, texts
@@ -135,11 +135,9 @@ def test_resumed_run_equals_an_uninterrupted_one(name, tmp_path):
     assert [name for name in whole if whole[name] != stopped.get(name)] == [] and "adapter_model.safetensors" in whole
 
 
-def test_second_strategy_of_the_documentation_keeps_a_memory_that_restrains_the_next_task(tmp_path, monkeypatch):
+def test_second_strategy_of_the_example_keeps_a_memory_that_restrains_the_next_task(tmp_path, monkeypatch):
     monkeypatch.setattr(STRATEGIES, "_classes", dict(STRATEGIES._classes))
-    page = {"__name__": "page"}
-    for code in (code for *_, code in blocks("docs/strategies.md", "python") if "@register_strategy" in code):
-        exec(code, page)
+    exec(text_of("examples/own_strategy.py"), {"__name__": "example"})
     moved = {}
     for weight in (0.0, 1e4):
         learner = learned(
@@ -153,10 +151,9 @@ def test_second_strategy_of_the_documentation_keeps_a_memory_that_restrains_the_
     assert 0 < moved[1e4] < 0.2 * moved[0.0]
 
 
-def test_strategy_of_the_documentation_can_be_registered_and_saved(tmp_path, monkeypatch):
+def test_strategy_of_the_example_can_be_registered_and_saved(tmp_path, monkeypatch):
     monkeypatch.setattr(STRATEGIES, "_classes", dict(STRATEGIES._classes))
-    code, _ = (code for *_, code in blocks("docs/strategies.md", "python") if "@register_strategy" in code)
-    exec(code, {"__name__": "page"})
+    exec(text_of("examples/own_strategy.py"), {"__name__": "example"})
     learner = make_learner("random_bases:salt=2")
     results = learner.run(stream(2), tmp_path / "run")
     assert results["strategy"] == {"name": "random_bases", "salt": 2}
