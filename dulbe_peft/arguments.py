@@ -184,15 +184,13 @@ class LearnerArguments:
     seed: Annotated[int, Ge(0), Le(2**63 - 1)] = setting(0, "Seed for the initial weights and the order of images.")
     num_workers: Annotated[int, Ge(0), Le(1000)] | Literal["auto"] = setting(
         "auto",
-        "How images are read. auto: threads read files ahead of the model, on the cores that it leaves free, and the "
-        "main thread reads other data sets; 0: only the main thread; other numbers: this many processes.",
+        "Processes that read images. auto: threads read files; 0: only the main thread reads.",
     )
     pixel_cache_mb: Annotated[int, Ge(0)] = setting(1024, "Keep at most this many MiB of preprocessed images.")
     device: str = setting("auto", "auto, cpu, or an accelerator: cuda, mps.")
     precision: Literal["auto", "float32", "bfloat16", "int8"] = setting(
         "auto",
-        "Numeric type of the model. auto: that of the saved learner; for a new one bfloat16 if the hardware supports "
-        "it and nothing is trained, else float32.",
+        "Numeric type. auto: as saved; for a new learner bfloat16 if the hardware has it and nothing is trained.",
     )
     backend: Literal["torch", "onnx", "openvino"] = setting(
         "torch", "Library that encodes images on a CPU when nothing is trained."

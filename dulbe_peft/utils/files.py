@@ -4,6 +4,7 @@ A spreadsheet reads the cells of the CSV files as text, never as formulas.
 """
 
 import csv
+import io
 import json
 import os
 import shutil
@@ -17,6 +18,8 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 from safetensors import SafetensorError
+
+from dulbe_peft.utils.terminal import printable
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # characters with which a formula may begin in a spreadsheet
 TEMPORARY_MARK = ".dulbe-tmp-"  # part of the name of every temporary folder; nothing else may be cleaned up
@@ -81,7 +84,12 @@ def damage(path: str | Path, error: Exception) -> str:
 
 
 def write_csv(path: str | Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Write a table completely or not at all. A text that looks like a formula to a spreadsheet gets an apostrophe."""
+    """Write a table completely or not at all. A text that looks like a formula to a spreadsheet gets an apostrophe.
+
+    A terminal gets the characters that would control it in escaped form.
+    """
+    if is_standard_output(path) and sys.stdout.isatty():
+        rows = [[printable(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
     with output_file(path) as file:
         write_rows(file, header, rows)
 
@@ -99,10 +107,13 @@ def write_rows(file: IO[str], header: Sequence[str], rows: Iterable[Sequence[Any
 def read_csv(path: Path) -> list[list[str]]:
     """Return the rows of a table that `write_csv` wrote, header first, without the apostrophes that it added."""
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        try:
-            return [list(map(unguarded, row)) for row in csv.reader(file)]
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is not a CSV file in UTF-8: {error}") from error
+        text = file.read()
+    try:
+        if "\0" in text:  # as in UTF-16
+            raise csv.Error("it contains a zero byte")
+        return [list(map(unguarded, row)) for row in csv.reader(io.StringIO(text, newline=""))]
+    except csv.Error as error:
+        raise ValueError(f"{path} is not a CSV file in UTF-8: {error}") from error
 
 
 def _guarded(cell: Any) -> Any:

@@ -148,7 +148,7 @@ TASKS = [
     ("class without an image", lambda w: learn(w, images_of(0, 1), ["x", "y", "z"]), V, "'z' no image"),
     ("class of an earlier task", lambda w: learn_names(w, "a0", "y"), V, "'a0' already"),
     ("class too long", lambda w: learn_names(w, "ab " * 100), V, "'a ab tokens"),
-    ("equal by style", lambda w: learn_names(w, "a_b", "a b", class_name_style="spaces"), V, "'a_b' 'a b' prompt"),
+    ("equal by style", lambda w: learn_names(w, "a_b", "a b", class_name_style="spaces"), V, "'a_b' 'a b' spellings"),
     ("another spelling of an old class", lambda w: learn_names(w, "A0"), V, "'A0' 'a0' spell"),
     ("nothing learned to predict", lambda w: tiny_learner().predict(images_of(0)[0][0]), V, "no task"),
     ("nothing learned to evaluate", lambda w: tiny_learner().evaluate(images_of(0)), V, "no task"),

@@ -18,6 +18,7 @@ NAMES = [f"class {c}" for c in range(CLASSES)]
 SPECS = ("text", "prototype", "lda", "gda:alpha=0.5", "ridge:ridge=0.5", "ranpac:features=20,ridge=5")
 CORRECTED = (*SPECS, "bayes:kappa=4,rho=10", "bayes:kappa=4,rho=10,exact_forgetting=false")
 CANNOT = ("bridge", "rapf", "visual_agent", "bofa", "slca", "engine", "proof", "clap4clip", "clg_cbm")
+CANNOT += ("linear_head",)
 
 
 TEXTS = randn(CLASSES, DIM, seed=1)

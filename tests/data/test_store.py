@@ -4,11 +4,9 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -308,27 +306,6 @@ def test_ten_processes_write_to_one_store(tmp_path):
     store = FeatureStore(path)
     actual = store.get(KEY, contents)
     assert store.facts()[0] == 200 and all(np.array_equal(actual[c], row) for c, row in zip(contents, features))
-
-
-@pytest.mark.slow
-def test_killed_run_loses_at_most_one_batch_and_the_next_run_is_byte_equal(photos, tmp_path):
-    command = [sys.executable, "-m", "dulbe_peft", *RUN, "--data", str(photos), "--eval-batch-size", "8", "--output"]
-    environment = os.environ | {stores.VARIABLE: str(tmp_path / "f.sqlite"), "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([*command, str(tmp_path / "plain"), "--no-store"], env=environment, check=True, stdout=-3)
-    stored = 0
-    for number in range(3):
-        process = subprocess.Popen(
-            [*command, str(tmp_path / f"killed-{number}")], env=environment, stderr=-3, stdout=-3
-        )
-        grown, store = threading.Event(), FeatureStore(tmp_path / "f.sqlite")
-        while process.poll() is None and not grown.wait(0.005):
-            if store.facts()[0] > stored:
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-        assert store.facts()[0] >= stored, "features that were written are still there"
-        stored = store.facts()[0]
-    subprocess.run([*command, str(tmp_path / "out")], env=environment, check=True, stdout=-3)
-    assert content_of(tmp_path / "out") == content_of(tmp_path / "plain")
 
 
 # ---------------------------------------------------------------------- commands

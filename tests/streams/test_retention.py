@@ -94,7 +94,10 @@ def test_seen_accuracies_equal_plain_loops(monkeypatch, most):
 def test_learning_while_scaled_is_refused_and_scaling_frozen_model_does_nothing(trained):
     learner, (first, second), *_ = trained
     for call, images in ((learner.learn_task, second.train), (learner.update_classes, first.train)):
-        with learner.scaled(0.5), pytest.raises(ValueError, match="scaled while a block runs"):
+        with (
+            learner.scaled(0.5),
+            pytest.raises(ValueError, match="a block is running that holds, scales"),
+        ):
             call(images)
     frozen = make_learner("frozen")
     with frozen.scaled(0.5), learner.scaled(0):

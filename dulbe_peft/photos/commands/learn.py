@@ -13,7 +13,16 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from dulbe_peft.photos.commands.options import LABELS, OVERWRITE, Folder, Load, command, learner_options, settings_of
+from dulbe_peft.photos.commands.options import (
+    LABELS,
+    OVERWRITE,
+    Folder,
+    Load,
+    command,
+    help_all,
+    learner_options,
+    settings_of,
+)
 from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim
 from dulbe_peft.photos.commands.run import close_run
 from dulbe_peft.photos.data.source import DRAWS, DataSource
@@ -29,11 +38,14 @@ if TYPE_CHECKING:
     from dulbe_peft.streams.progress import Row
     from dulbe_peft.streams.tasks import Task
 
+# The settings that only `--help-all` shows.
+RARE = {"vocabulary", "image_column", "label_column", "group_seconds"}
 AT_ONCE = 4096  # how many features are read from the store at once
 
 
 @command(
-    kept="finished tasks are kept", settings=settings_of(DataSource, field_types(DataSource).keys() - {"data", *DRAWS})
+    kept="finished tasks are kept",
+    settings=[help_all(), *settings_of(DataSource, field_types(DataSource).keys() - {"data", *DRAWS}, rare=RARE)],
 )
 @learner_options()
 def learn(

@@ -118,8 +118,8 @@ def command(usage: str = "[OPTIONS]", kept: str = "", settings: Sequence[click.P
     return make
 
 
-def run_settings(shown: Collection[str]) -> list[click.Parameter]:
-    """Return the settings of a run as options, of which `--help` shows those in `shown`."""
+def help_all() -> Option:
+    """Return the option that shows rare options, too."""
 
     def show(ctx: click.Context, _: click.Parameter, value: bool) -> None:
         if value and not ctx.resilient_parsing:  # click parses resiliently to complete a line
@@ -128,7 +128,12 @@ def run_settings(shown: Collection[str]) -> list[click.Parameter]:
             ctx.exit()
 
     facts: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": show}
-    options: list[click.Parameter] = [Option(["--help-all"], help="Show all settings and exit.", **facts)]
+    return Option(["--help-all"], help="Show all settings and exit.", **facts)
+
+
+def run_settings(shown: Collection[str]) -> list[click.Parameter]:
+    """Return the settings of a run as options, of which `--help` shows those in `shown`."""
+    options: list[click.Parameter] = [help_all()]
     for title, kind in GROUPS.items():
         names = field_types(kind).keys()
         options += settings_of(kind, names, title, rare=names - set(shown))

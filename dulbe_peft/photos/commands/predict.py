@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from csv import writer
@@ -104,7 +103,7 @@ def predict(
         copy = opened.enter_context(sorted_folder(sort_into)) if sort_into else None
         if csv and not is_stream(csv):
             opened.enter_context(only_writer(csv))
-        for row in _predictions(loaded, photographs, query, unique_names=csv is not None):
+        for row in _predictions(loaded, photographs, query):
             rows.append(row)
             if row.error is not None:
                 print(f"dulbe-peft: {printable(row.image)} cannot be read: {row.error}", file=sys.stderr)
@@ -156,20 +155,14 @@ def _images(paths: Iterable[str]) -> Iterator[str]:
         yield from (os.fsdecode(line.rstrip(b"\r")) for line in lines if line.strip())
 
 
-def _predictions(
-    learner: ClassIncrementalLearner, images: LabelledImages, query: Query, unique_names: bool
-) -> Iterator[Prediction]:
+def _predictions(learner: ClassIncrementalLearner, images: LabelledImages, query: Query) -> Iterator[Prediction]:
     """Yield one prediction per image, even if an image is given twice.
 
-    The learner gets a batch of images per reading thread or process at once. With `unique_names`, raise a ValueError
-    if two images have the same name once it is printable.
+    The learner gets a batch of images per reading thread or process at once.
     """
     from dulbe_peft.encoders.pixels import reading_threads
 
     index_of = {images.item_name(index): index for index in range(len(images))}
-    ((shown, count),) = Counter(map(printable, index_of)).most_common(1)
-    if unique_names and count > 1:
-        raise ValueError(f"--csv would call two images {shown!r}, because it escapes some characters: rename one")
     readers = (
         reading_threads(learner.encoder.device) if learner.args.num_workers == "auto" else learner.args.num_workers
     )
@@ -200,7 +193,7 @@ def _write(rows: list[Prediction], csv: str | None, json_file: str | None, exift
     readable = [row for row in rows if row.error is None]
     if csv:
         lines = [
-            [printable(row.image), name, f"{probability:.6f}", float(f"{row.novelty:.6g}")]
+            [row.image, name, f"{probability:.6f}", float(f"{row.novelty:.6g}")]
             for row in readable
             for name, probability in zip(row.classes if row.known else [""], row.probabilities)
         ]

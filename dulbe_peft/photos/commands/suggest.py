@@ -63,7 +63,7 @@ def suggest(
         names = [os.path.abspath(name) for name in names]
     print("\n".join([f"{counted(len(suggested), 'photograph')} of {len(images)}", *notes]), file=stream)
     lines: list[list[Any]] = [
-        [printable(name), s.reason, s.proposed, "" if s.novelty is None else float(f"{s.novelty:.6g}")]
+        [name, s.reason, s.proposed, "" if s.novelty is None else float(f"{s.novelty:.6g}")]
         for name, s in zip(names, suggested, strict=True)
     ]
     if existing:
@@ -75,7 +75,7 @@ def suggest(
         serve = shlex.join(["dulbe-peft", "serve", learner or "", "--photos", photos[0], "--output", new])
         _write_page(Path(page), images, features, suggested, serve if learner and Path(photos[0]).is_dir() else "")
     if csv is None and page is None:
-        print("\n".join(f"{name}\t{printable(reason)}" for name, reason, *_ in lines))
+        print("\n".join(f"{printable(name)}\t{printable(reason)}" for name, reason, *_ in lines))
     else:
         print(f"written: {' and '.join(file for file in (csv, page) if file)}", file=stream)
     advice = "write a table LABELS.csv with the columns path and label and a line for each photograph; then"

@@ -32,9 +32,11 @@ from dulbe_peft.photos.deployment.parts import checked_formula
 
 SHAPES = ((20, 26), (64, 48), (16, 16), (7, 90), (33, 31))
 WIDE = ("ranpac:features=50", "bayes:features=50")
+# Three images per class are few for rapf.
+pytestmark = pytest.mark.filterwarnings("ignore:rapf. .* steps of training")
 WITH_TEXT = ("bridge", "text", "pooled_bridge", "lda", *WIDE, "visual_agent", "bofa", "ridge", "gda")
 WITH_TEXT += ("rapf", "slca:epochs=1", "engine", "proof:epochs=1", "clap4clip:epochs=1")
-WITH_TEXT += ("clg_cbm:epochs=30,learning_rate=0.03",)
+WITH_TEXT += ("clg_cbm:epochs=30,learning_rate=0.03", "linear_head:epochs=5,batch_size=2")
 IMAGES_ALONE = ("ranpac:features=50", "lda", "prototype")
 # model type -> pairs of a format and the classifier that is exported
 CASES = {
@@ -398,7 +400,12 @@ def test_wrong_arguments_raise_and_write_nothing(clip, learners, tmp_path):
             ValueError,
             "SigLIP 2 NaFlex computes positions for the size of each",
         ),
-        (learners("vit"), {}, ValueError, "no adapter to export: its strategy 'frozen' trains nothing"),
+        (
+            learners("vit"),
+            {"format": "lora"},
+            ValueError,
+            "no adapter to export: its strategy 'frozen' trains nothing",
+        ),
         (fresh, {"format": "transformers"}, ValueError, "has learned no class yet"),
         (clip.model, {}, TypeError, "must be a ClassIncrementalLearner or its state, got PeftModel"),
     ):

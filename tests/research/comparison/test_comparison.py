@@ -307,7 +307,7 @@ def test_failing_classifier_does_not_stop_the_others(copied, content, monkeypatc
     folder, _, _ = copied
     changes = FROZEN | {"classifiers": ["ridge", "prototype"], "reference": None}
     plan = read_plan(write(folder / "failing.yaml", content | changes))
-    monkeypatch.setattr(CLASSIFIERS["ridge"], "added", lambda *_: 1 / 0)
+    monkeypatch.setattr(CLASSIFIERS["ridge"].rule_type, "added", lambda *_: 1 / 0)
     with pytest.raises(ComparisonError, match="frozen with ridge: ZeroDivisionError"):
         compare(plan, folder / "out", jobs=1, log=quiet)
     assert "prototype" in {entry.row.classifier for entry in read_comparison(folder / "out").entries}
