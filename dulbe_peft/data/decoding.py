@@ -17,6 +17,8 @@ from typing import IO, Any
 import numpy as np
 from PIL import ExifTags, Image, ImageCms, features
 
+from dulbe_peft.data.glance import Header, pages_of, time_taken
+
 Source = str | os.PathLike[str] | IO[bytes]
 _SUFFIXES = {
     "JPEG": (".jpg", ".jpeg", ".jpe", ".jfif", ".mpo"),
@@ -206,14 +208,31 @@ def stored_bytes(source: Source) -> bytes:
         raise UnreadableImageError(_reason(error, source)) from error
 
 
-def decode_image(source: Source, content: bytes | None = None) -> Image.Image:
-    """Decode the first frame of a path or binary file to an upright RGB image; `content` are its bytes, if known."""
-    content = stored_bytes(source) if content is None else content
+def decode_image(source: Source) -> Image.Image:
+    """Decode the first frame of a path or binary file to an upright RGB image."""
+    return decode_file(source, stored_bytes(source))[0]
+
+
+def header_of_file(source: Source) -> Header:
+    """Return what the header of a path or binary file says."""
+    with open_image(source) as opened:
+        return Header(opened.size, pages_of(opened), time_taken(opened))
+
+
+def decode_file(source: Source, content: bytes, side: int = 0) -> tuple[Image.Image, Header]:
+    """Decode the first frame of an image file with the bytes `content` to an upright RGB image; return its header too.
+
+    With `side`, a JPEG is decoded at the smallest scale, 1/8 to 1, at which its short side has at least `side` pixels.
+    """
     if zeros := _missing(content):
         raise UnreadableImageError(f"its last {zeros} bytes are zero: the file was not copied completely")
     try:
         with open_image(io.BytesIO(content)) as image:
-            return to_rgb(image)
+            size, pages = image.size, pages_of(image)
+            if side:
+                image.draft(None, (side, side))
+            rgb = to_rgb(image)
+            return rgb, Header(size, pages, time_taken(image))  # Pillow would remember the orientation in XMP earlier
     except Exception as error:  # Pillow's decoders raise almost anything on damaged files
         raise UnreadableImageError(_reason(error, source, content)) from error
 

@@ -10,13 +10,15 @@ import hashlib
 import io
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from PIL import Image
 
-from dulbe_peft.data.decoding import UnreadableImageError, decode_image, stored_bytes, to_rgb
+from dulbe_peft.data.decoding import UnreadableImageError, decode_file, header_of_file, stored_bytes, to_rgb
+from dulbe_peft.data.glance import GLANCE_BYTES, MOST_BYTES, PICTURE_SIDE, Glance, Glances, Header, glance_at
 from dulbe_peft.data.names import check_class_names, names_from_file
 
 FILES: Any = (Path, io.IOBase)  # types that Pillow opens
@@ -60,6 +62,7 @@ class LabelledImages:
         self.indices = np.arange(len(labels))
         # Maps a position to the content and, for a file, its entry on the disk when it was read. Slices share it.
         self._contents: dict[int, tuple[bytes | None, object]] = {}
+        self.glances = Glances()  # of images that were decoded
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -80,11 +83,57 @@ class LabelledImages:
         """Return an image's content, see `contents`, and the image, both from the same bytes."""
         image = self.given(index)
         if isinstance(image, FILES):
-            stored = stored_bytes(image)
-            return hashlib.sha256(stored).digest(), decode_image(image, stored)
+            return self._decoded(int(self.indices[index]), image)[:2]
         if isinstance(image, Image.Image):
             image = to_rgb(image)
         return content_of(image), image
+
+    def glance(self, index: int) -> Glance:
+        """Return what is kept of a decoded image file.
+
+        The file is decoded unless it was before and its entry on the disk is unchanged. Raises an
+        `UnreadableImageError` if the image cannot be read.
+        """
+        position, file = int(self.indices[index]), self.given(index)
+        kept = self._kept(position, file)
+        return kept or self._decoded(position, file, 2 * PICTURE_SIDE)[2]
+
+    def header(self, index: int) -> Header:
+        """Return what the header of an image file says, without decoding the image."""
+        file = self.given(index)
+        kept = self._kept(int(self.indices[index]), file)
+        return header_of_file(file) if kept is None else kept.header
+
+    def kept_glances(self, contents: Mapping[int, bytes | None]) -> dict[bytes, Glance]:
+        """Return the glances in memory by content, for indices with known contents."""
+        rows = ((content, self.glances.get(int(self.indices[index]))) for index, content in contents.items())
+        return {content: kept[0] for content, kept in rows if content and kept}
+
+    def _kept(self, position: int, file: Any) -> Glance | None:
+        entry = _entry_or_none(file)
+        kept, before = self.glances.get(position, (None, None))
+        if kept is not None and entry == before:
+            return kept
+        content, before = self._contents.get(position, (None, None))
+        return self.glances.stored(content) if self.glances.stored and content and entry == before else None
+
+    def _decoded(self, position: int, file: Any, side: int = 0) -> tuple[bytes, Image.Image, Glance]:
+        """Read a file once, and return its content, the decoded image, and what is kept of it.
+
+        `side` is that of `decode_file`.
+        """
+        entry = _entry_or_none(file)
+        stored = stored_bytes(file)
+        if _entry_or_none(file) != entry:
+            raise ValueError("it changed while it was being read: start again")
+        content = hashlib.sha256(stored).digest()
+        image, header = decode_file(file, stored, side)
+        if position not in self._contents and (entry is not None or not isinstance(file, Path)):
+            self._contents[position] = content, entry
+        glance = self._kept(position, file) or glance_at(header, image)
+        if position in self.glances or len(self.glances) * GLANCE_BYTES < MOST_BYTES:
+            self.glances[position] = glance, entry
+        return content, image, glance
 
     def given(self, index: int) -> Any:
         """Return an image as the source gives it, or the path or file to open, which is not read yet."""
@@ -102,6 +151,15 @@ class LabelledImages:
         It is None for an image that cannot be read. A file is read again if its entry on the disk has changed.
         """
         return [self._content(index) for index in range(len(self))]
+
+    def known_contents(self) -> list[bytes | None]:
+        """Return the contents of images that were read before and have not changed, and None for others."""
+        found = list[bytes | None]()
+        for index, position in enumerate(self.indices.tolist()):
+            content, entry = self._contents.get(position, (None, None))
+            same = content is not None and (entry is None or entry == _entry_or_none(self.given(index)))
+            found.append(content if same else None)
+        return found
 
     def record_content(self, index: int, content: bytes | None) -> None:
         """Store a content that `read` has returned, perhaps in another process.
@@ -297,6 +355,13 @@ def _entry_of(image: object) -> Any:
         return None
     status = os.stat(image)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _entry_or_none(image: object) -> Any:
+    """Return `_entry_of`, or None if the file cannot be found; reading it will say why."""
+    with suppress(Exception):
+        return _entry_of(image)
+    return None
 
 
 def _opened_from(image: object) -> Any:

@@ -1,8 +1,8 @@
 """Store the features of frozen encoders in one SQLite file, and find them again by the content of the image.
 
-The store contains features, never photographs. The key of a feature is the image's content, the encoder's
-fingerprint, precision and backend, and the view; a checksum covers key and feature. If the store cannot be used, one
-warning says so, and a temporary store replaces it until the process ends.
+Beside the features, the store contains a picture of at most 160 pixels of each photograph. The key of a feature is
+the image's content, the encoder's fingerprint, precision and backend, and the view; a checksum covers key and feature.
+If the store cannot be used, one warning says so, and a temporary store replaces it until the process ends.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ import sys
 import tempfile
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -21,13 +21,17 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from dulbe_peft.data.glance import Glance
+
 T = TypeVar("T")
 VARIABLE = "DULBE_PEFT_STORE"  # environment variable that names another file than the default
+PICTURES = "DULBE_PEFT_STORE_PICTURES"  # environment variable; with 0, the store contains no small pictures
 APPLICATION, VERSION = 0x44754C42, 2  # application_id and user_version in the file's SQLite header
 WAIT = 60.0  # seconds to wait for another process that writes
 _QUERY_SIZE = 500  # images in one query
 _TABLE = """CREATE TABLE features
     (way BLOB, content BLOB, embedding BLOB, checksum INTEGER, UNIQUE (way, content))"""
+_GLANCES = "CREATE TABLE IF NOT EXISTS glances (content BLOB PRIMARY KEY, record BLOB, checksum INTEGER)"
 # Network file systems on which SQLite's locks do not reach other machines: with one of these mount options, or always.
 _NO_LOCKS = {"nfs": ("nolock", "local_lock=all", "local_lock=posix"), "cifs": ("nobrl",), "smb3": ("nobrl",)}
 _NEVER_LOCKS = ("fuse.sshfs", "fuse.rclone", "fuse.s3fs", "fuse.gcsfuse", "fuse.davfs", "davfs")
@@ -71,6 +75,7 @@ class FeatureStore:
     def __init__(self, path: Path | None = None) -> None:
         self.private = path is None
         self.path = path or Path()
+        self._had = dict[bytes, bool]()
         self.warned_of_damage = False  # one warning is enough, since new features replace damaged ones
 
     def get(self, key: EncoderKey, contents: Sequence[bytes | None]) -> dict[bytes, np.ndarray]:
@@ -93,6 +98,13 @@ class FeatureStore:
 
         return self._with_database(read, {})
 
+    def had(self, key: EncoderKey) -> bool:
+        """Return whether the store had any features with this key when this was first asked."""
+        query, way = "SELECT EXISTS (SELECT 1 FROM features WHERE way = ?)", key.way
+        if way not in self._had:
+            self._had[way] = self._with_database(lambda base: bool(base.execute(query, [way]).fetchone()[0]), False)
+        return self._had[way]
+
     def put(self, key: EncoderKey, contents: Sequence[bytes | None], features: np.ndarray) -> None:
         """Store the features of images, (n, d), except those whose content is None."""
         way = key.way
@@ -108,6 +120,32 @@ class FeatureStore:
             database.execute("COMMIT")
 
         self._with_database(write, None)
+
+    def put_glances(self, glances: Mapping[bytes, Glance]) -> None:
+        """Store what is kept of decoded images, by content, unless `PICTURES` of the environment is 0."""
+        rows = [(content, packed, zlib.crc32(content + packed)) for content, packed in _packed(glances)]
+
+        def write(database: sqlite3.Connection) -> None:
+            database.execute("BEGIN IMMEDIATE")
+            database.execute(_GLANCES)
+            database.executemany("INSERT OR REPLACE INTO glances VALUES (?, ?, ?)", rows)
+            database.execute("COMMIT")
+
+        if rows and os.environ.get(PICTURES) != "0":
+            self._with_database(write, None)
+
+    def glance(self, content: bytes) -> Glance | None:
+        """Return what the store keeps of the image with this content, or None."""
+
+        def read(database: sqlite3.Connection) -> Glance | None:
+            if not database.execute("SELECT 1 FROM sqlite_master WHERE name = 'glances'").fetchone():
+                return None  # the file is older
+            query = "SELECT record, checksum FROM glances WHERE content = ?"
+            record, checksum = database.execute(query, [content]).fetchone() or (b"", None)
+            intact = isinstance(record, bytes) and checksum == zlib.crc32(content + record)
+            return Glance.unpacked(record) if intact else None
+
+        return self._with_database(read, None)
 
     def facts(self) -> tuple[int, int]:
         """Return the number of features and the size of the file in bytes."""
@@ -153,6 +191,11 @@ class FeatureStore:
             if self.private:
                 database.execute("PRAGMA synchronous = OFF")  # nobody needs a temporary file after a crash
             yield database
+
+
+def _packed(glances: Mapping[bytes, Glance]) -> Iterator[tuple[bytes, bytes]]:
+    for content, glance in glances.items():
+        yield content, glance.packed()
 
 
 def _is_intact(way: bytes, content: bytes, embedding: Any, checksum: Any) -> bool:

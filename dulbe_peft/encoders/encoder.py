@@ -442,6 +442,7 @@ class Encoder(TextEncoder):
         if store is not None:
             key = self.key._replace(view="" if images.augment is None else json.dumps(images.augment))
             rows, copies = self._fill_from_store(store, key, images, features)
+            images.images.glances.stored = store.glance
         tower, encoding, queries = self.tower if rows else None, self.encoding, None
         if rows and encoding is not None and encoding.queries:
             queries = self.query_embeds(images, title, skip, few)
@@ -450,23 +451,32 @@ class Encoder(TextEncoder):
         # been compared with torch yet gets as many as possible.
         small = self.device.type == "cpu" and (tower is None or tower.is_checked(self.args.eval_batch_size))
         fresh = dict[int, bytes | None]()  # contents of the rows that the store does not have yet
+        seen = dict[bytes | None, int]()  # the first row with each content, for files that occur several times
         batches = self.batches(images.skipping() if skip else images, title, rows, CPU_BATCH if small else None)
         with processes.raise_in_all(), ExitStack() as stack:
 
             def put() -> None:
                 if store is not None:
                     store.put(key, [*fresh.values()], features[[*fresh]].cpu().numpy())
+                    store.put_glances(images.images.kept_glances(fresh))
                 fresh.clear()
 
             stack.callback(put)  # also after an error or Ctrl-C
             for pixels, _, index, contents, errors in batches:
-                asked = None if queries is None else queries[index]
-                features[index] = self._encoded(pixels, images, tower, few, asked)
-                contents = [content or None for content in contents]
-                for row, content in zip(index.tolist(), contents, strict=True):
+                here = dict(zip(index.tolist(), (content or None for content in contents), strict=True))
+                for row, content in here.items():
                     images.images.record_content(row, content)
-                unreadable |= {i: error for i, error in zip(index.tolist(), errors, strict=True) if error}
-                fresh |= zip(index.tolist(), contents, strict=True)
+                unreadable |= {row: error for row, error in zip(here, errors, strict=True) if error}
+                known = {row for row, content in here.items() if content in seen and store is not None}
+                seen |= {content: row for row, content in reversed(here.items()) if content and row not in known}
+                if len(known) < len(here):
+                    new = [place for place, row in enumerate(here) if row not in known]
+                    rest, chosen = (pixels[new], index[new]) if known else (pixels, index)
+                    asked = None if queries is None else queries[chosen]
+                    features[chosen] = self._encoded(rest, images, tower, few, asked)
+                for row in known:
+                    features[row] = features[seen[here[row] or b""]]
+                fresh |= {row: content for row, content in here.items() if row not in known}
                 if len(fresh) >= self.args.eval_batch_size:
                     put()
         features[list(unreadable)] = 0
@@ -484,7 +494,8 @@ class Encoder(TextEncoder):
         """
 
         def ask() -> tuple[list[bytes | None], dict[bytes, Any]]:
-            contents = images.images.contents()
+            # Without earlier features, reading the files only for their contents would read each one twice.
+            contents = images.images.contents() if store.had(key) else images.images.known_contents()
             return contents, store.get(key, contents)
 
         contents, stored = processes.on_main_process(ask)

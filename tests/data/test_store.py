@@ -135,7 +135,9 @@ def test_file_that_changes_while_it_is_read_is_an_error(photos, tmp_path, base, 
         return read(self, index)
 
     learner = learner_of(base, "frozen")
-    learner.use_store(FeatureStore())
+    learner.use_store(FeatureStore(tmp_path / "store.sqlite"))
+    learner.image_embeds(images.at([0]))
+    learner.use_store(FeatureStore(tmp_path / "store.sqlite"))  # it has features, so files are looked up in it first
     monkeypatch.setattr(LabelledImages, "read", edited)
     with pytest.raises(ValueError, match=r"3\.png changed while it was being read: start again"):
         learner.image_embeds(images)

@@ -5,8 +5,8 @@ from operator import itemgetter
 from pathlib import Path
 
 from dulbe_peft.data.decoding import UnreadableImageError, decode_image
-from dulbe_peft.photos.report.html import write_page
-from dulbe_peft.photos.report.pictures import as_address, thumbnail
+from dulbe_peft.data.glance import as_jpeg, thumbnail
+from dulbe_peft.photos.report.html import jpeg_address, write_page
 from dulbe_peft.utils.files import read_csv
 
 COLUMNS = ["path", "predicted", "probability"]
@@ -36,6 +36,6 @@ def write_contact_sheet(table: Path, output: Path) -> Path:
 def _picture(path: str) -> str | None:
     """Return a photograph as an address for the page, or None if its file is missing or damaged."""
     try:
-        return as_address(thumbnail(decode_image(path)))
+        return jpeg_address(as_jpeg(thumbnail(decode_image(path))))
     except UnreadableImageError:
         return None

@@ -1,6 +1,5 @@
 """Write plots, and small pictures of test images, into the folder of a finished run."""
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from PIL import Image
 from tqdm.auto import tqdm
 
 from dulbe_peft.data.decoding import to_rgb
+from dulbe_peft.data.glance import as_jpeg, thumbnail
 from dulbe_peft.data.images import LabelledImages, labelled_images
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.evaluation import PREDICTIONS_FILE, ImageResult, read_predictions
@@ -22,7 +22,6 @@ from dulbe_peft.utils.folders import commit_folder
 
 EXAMPLES = 12  # pictures of mistakes
 OF_A_CLASS, OF_ALL_CLASSES = 3, 300  # pictures of test images at most
-PICTURE_SIDE = 160  # pixels; a page shows pictures at half this size and enlarges them on a click
 
 
 def write_pictures(
@@ -82,17 +81,17 @@ def write_examples(
         "copies": [copy.model_dump() for copy in neighbours.copies],
     }
     index["task_names"] = list(task_names)
-    pictures: dict[str, Image.Image] = {}
+    pictures: dict[str, bytes] = {}
     opened = [None if test is None else labelled_images(test) for test in tests]
 
     def keep(images: LabelledImages | None, row: int, file: str) -> bool:
         """Keep a small copy of an image as `file`; return whether this was possible."""
         try:
-            image = None if images is None else images[row]["image"]
+            small = None if images is None else small_jpeg(images, row)
         except (OSError, ValueError):  # deleted or damaged since it was tested
             return False
-        if isinstance(image, Image.Image):
-            pictures[file] = thumbnail(image)
+        if small is not None:
+            pictures[file] = small
         return file in pictures
 
     for kind, rows in examples.items():
@@ -111,7 +110,7 @@ def write_examples(
 
     def write(temporary: Path) -> None:
         for name, picture in pictures.items():
-            picture.save(temporary / name, "JPEG", quality=80)
+            (temporary / name).write_bytes(picture)
         write_json(temporary / PICTURES_INDEX, index)
 
     try:
@@ -126,25 +125,17 @@ def _escaped(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def as_address(picture: Image.Image) -> str:
-    """Return a data URL with a small picture, for a self-contained page."""
-    packed = io.BytesIO()
-    picture.save(packed, "JPEG", quality=80)
-    return jpeg_address(packed.getvalue())
-
-
-def thumbnail(image: Image.Image) -> Image.Image:
-    """Return the image in RGB, at most 160 pixels wide and high. Tiny images are enlarged to show their pixels."""
-    picture = to_rgb(image)
-    factor = PICTURE_SIDE // max(picture.size)
-    if factor > 1:
-        width, height = picture.size
-        return picture.resize((width * factor, height * factor), Image.Resampling.NEAREST)
-    picture = picture.copy()  # do not shrink the caller's image
-    picture.thumbnail((PICTURE_SIDE, PICTURE_SIDE))
-    return picture
+def small_jpeg(images: LabelledImages, index: int) -> bytes | None:
+    """Return a JPEG at most 160 pixels wide and high of an image, or None if it is neither a file nor a PIL image."""
+    if images.stored:
+        return images.glance(index).picture
+    image = images.image(index)
+    return as_jpeg(thumbnail(to_rgb(image))) if isinstance(image, Image.Image) else None
 
 
 def picture(images: LabelledImages, index: int) -> str:
-    """Return a data URL with a small copy of an image."""
-    return as_address(thumbnail(images.image(index)))
+    """Return a data URL with a small copy of an image, for a self-contained page."""
+    small = small_jpeg(images, index)
+    if small is None:
+        raise TypeError(f"image {index} ({images.item_name(index)}) is not a picture")
+    return jpeg_address(small)

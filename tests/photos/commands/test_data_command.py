@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from lives import content
 from PIL import Image, ImageEnhance
 from sklearn.model_selection import StratifiedKFold, cross_val_predict
 
-from dulbe_peft.data import decoding
+from dulbe_peft.data import images
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.encoders.registry import demo_model_folder
@@ -298,12 +299,40 @@ def test_move_to_moves_only_files_with_findings(photos, tmp_path, capsys):
     assert not again.exists()
 
 
-def test_run_decodes_every_image_once(photos, tmp_path, monkeypatch):
+@pytest.fixture
+def counted_reads(monkeypatch):
+    """Count how often each file is read as a whole, and how often it is decoded, by name."""
+    read, decoded = Counter(), Counter()
+    real = images.stored_bytes, images.decode_file
+    monkeypatch.setattr(images, "stored_bytes", lambda file: read.update([str(file)]) or real[0](file))
+    monkeypatch.setattr(images, "decode_file", lambda file, *more: decoded.update([str(file)]) or real[1](file, *more))
+    return read, decoded
+
+
+def test_run_reads_and_decodes_every_image_once(photos, tmp_path, counted_reads):
     """Unreadable files are found while the images are encoded, and the features are kept in the store."""
     (photos / "train" / "two" / "bad.png").write_bytes(b"x")
-    decoded = []
-    read = decoding.to_rgb
-    monkeypatch.setattr("dulbe_peft.photos.report.pictures.write_pictures", lambda *_: None)
-    monkeypatch.setattr(decoding, "to_rgb", lambda image: decoded.append(1) or read(image))
-    assert run(photos, "--output", str(tmp_path / "out"), "--num-workers", "0", *FROZEN) == 0
-    assert len(decoded) == 4 * (5 + 3)
+    shutil.copy(photos / "train" / "two" / "1.png", photos / "test" / "two" / "copy.png")
+    files = {str(path) for path in photos.rglob("*.png")}
+    assert run(photos, "--output", str(tmp_path / "out"), *FROZEN) == 0
+    assert (tmp_path / "out" / "pictures" / "classes-01.jpg").is_file()
+    read, decoded = counted_reads
+    assert read == decoded == dict.fromkeys(files, 1)
+
+
+def test_learn_decodes_only_new_images_and_check_all_images_once(photos, tmp_path, counted_reads, capsys):
+    out, later = str(tmp_path / "out"), shutil.copytree(photos / "train" / "two", tmp_path / "later" / "two")
+    assert run(photos, "--output", out, *FROZEN) == 0
+    for counts in counted_reads:
+        counts.clear()
+    assert main(["check", str(photos), "--page", str(tmp_path / "check.html")]) == 0
+    assert counted_reads[1] == dict.fromkeys(map(str, photos.rglob("*.png")), 1)
+    for number, path in enumerate(later.glob("*.png")):
+        Image.new("L", (30, 30), 9 * number).save(path)
+    for counts in counted_reads:
+        counts.clear()
+    assert (
+        main(["learn", out, "--data", str(tmp_path / "later"), "--output", str(tmp_path / "more"), "--device", "cpu"])
+        == 0
+    )
+    assert counted_reads[1] == dict.fromkeys(map(str, later.glob("*.png")), 1), capsys.readouterr().err

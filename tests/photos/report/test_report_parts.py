@@ -11,13 +11,15 @@ from pages import drawn
 from PIL import Image
 from small_runs import results_with
 
+from dulbe_peft.data.decoding import to_rgb
+from dulbe_peft.data.glance import PICTURE_SIDE, thumbnail
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.metrics.evaluation import ImageResult
 from dulbe_peft.metrics.results import Estimates, Measures, Results
 from dulbe_peft.photos.report import format_summary, plot_matrix, plot_results, read_run
 from dulbe_peft.photos.report.advice import counted_share, leaderboard, next_steps
 from dulbe_peft.photos.report.html import percent
-from dulbe_peft.photos.report.pictures import PICTURE_SIDE, choose_examples, thumbnail, write_examples
+from dulbe_peft.photos.report.pictures import choose_examples, write_examples
 from dulbe_peft.photos.report.plots import SERIES, accuracy_figure, inline_svg, reliability_figure
 from dulbe_peft.photos.report.run_folder import Copy, Pictures
 from dulbe_peft.photos.report.shares import (
@@ -46,7 +48,7 @@ def answers(*rows, task=1):
 def test_thumbnails_are_small_and_keep_their_proportions(mode, size):
     image = Image.fromarray(np.full(size[::-1], 9, np.uint8)).convert("L")
     image = Image.new("I;16", size) if mode == "I;16" else image.convert(mode)
-    small = thumbnail(image)
+    small = thumbnail(to_rgb(image))
     assert small.mode == "RGB" and max(small.size) <= PICTURE_SIDE and max(small.size) > PICTURE_SIDE / 2
     assert small.size[0] / small.size[1] == pytest.approx(size[0] / size[1], rel=0.1)
     assert image.size == size  # the caller's image is unchanged
