@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.drift import linear_map
+from dulbe_peft.classifiers.novelty import sharing
 
 TEACHING = "teach "  # followed by a classifier's name: the name of the phase in which it learns a task
 
@@ -53,15 +54,16 @@ def learn_task(
     made = {name: classifier.fork() for name, classifier in classifiers.items()}
     old, texts = len(next(iter(made.values())).class_names), closing.texts
     before = closing.before if old and drift != "none" else None
-    for classifier in made.values():
-        text = texts
-        if texts is not None and classifier.reads_text and text_embeds == "at_introduction":
-            text = torch.cat([classifier.text_embeds.to(texts), texts[old:]])
-        with phase(f"{TEACHING}{classifier.name}"):
-            if before is not None and drift == "linear":
-                classifier.move(linear_map(before, closing.features))
-            elif before is not None:
-                classifier.follow(before, closing.features, closing.labels)
-            new = (list(closing.class_names), closing.features, closing.labels, text)
-            classifier.add_classes(*new, each_text=closing.each_text, views=closing.views, head=closing.head)
+    with sharing():
+        for classifier in made.values():
+            text = texts
+            if texts is not None and classifier.reads_text and text_embeds == "at_introduction":
+                text = torch.cat([classifier.text_embeds.to(texts), texts[old:]])
+            with phase(f"{TEACHING}{classifier.name}"):
+                if before is not None and drift == "linear":
+                    classifier.move(linear_map(before, closing.features))
+                elif before is not None:
+                    classifier.follow(before, closing.features, closing.labels)
+                new = (list(closing.class_names), closing.features, closing.labels, text)
+                classifier.add_classes(*new, each_text=closing.each_text, views=closing.views, head=closing.head)
     return made

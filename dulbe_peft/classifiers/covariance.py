@@ -22,9 +22,12 @@ def shrunk_covariance(scatter: Tensor, freedom: int, shrinkage: float | Literal[
     return (1 - share) * sample + share * variance * identity
 
 
-def oas_shrinkage(covariance: Tensor, freedom: int) -> float:
-    """Compute the shrinkage toward the scaled identity by equation 23 of Chen et al., 2010."""
-    d = len(covariance)
+def oas_shrinkage(covariance: Tensor, freedom: int, width: int | None = None) -> float:
+    """Compute the shrinkage toward the scaled identity by equation 23 of Chen et al., 2010.
+
+    `width` is the number of dimensions, if the covariance is zero in those that it leaves out.
+    """
+    d = width or len(covariance)
     square, trace = float((covariance * covariance).sum()), float(covariance.trace())
     over = (freedom + 1 - 2 / d) * (square - trace * trace / d)
     return min(1.0, ((1 - 2 / d) * square + trace * trace) / over) if over > 0 else 1.0

@@ -59,7 +59,9 @@ class Sums:
         gone = labels.bincount(minlength=len(self.counts)).to(self.counts)
         left, sums = self.counts - gone, self.means * self.counts[:, None]
         means = (sums - torch.zeros_like(sums).index_add(0, labels, images)) / left.clamp_min(1)[:, None]
-        before, after = self.means * self.counts.sqrt()[:, None], means * left.sqrt()[:, None]
+        changed = gone > 0
+        before = (self.means * self.counts.sqrt()[:, None])[changed]
+        after = (means * left.sqrt()[:, None])[changed]
         scatter = self.scatter - images.T @ images + before.T @ before - after.T @ after
         freedom = self.freedom - len(images) + int(((left < 1) & (self.counts > 0)).sum())
         kept = left > 0
@@ -78,15 +80,14 @@ class Evidence:
         self.factor = torch.linalg.cholesky(noise(sums, sums.means - self.middle))
         means = self._whitened(sums.means)
         texts = means[:0] if sums.texts is None else (sums.texts - sums.texts.mean(dim=0)) @ self.factor
-        # Means and texts span only a subspace. All directions outside it are alike.
-        basis = torch.linalg.qr(torch.cat([means, texts]).T).Q
-        means, texts = means @ basis, texts @ basis
+        basis = torch.eye(width).to(means)
+        if len(means) + len(texts) < width:  # they span only a subspace, and all directions outside it are alike
+            basis = torch.linalg.qr(torch.cat([means, texts]).T).Q
+            means, texts = means @ basis, texts @ basis
         covariance = means.T @ means / max(1, classes - 1)
         values, vectors = torch.linalg.eigh(covariance)
         self.basis, means, texts = basis @ vectors, means @ vectors, texts @ vectors
-        padded = torch.zeros(width, width).to(covariance)
-        padded[: len(covariance), : len(covariance)] = covariance
-        share = min(1.0, oas_shrinkage(padded, max(1, classes - 1)))
+        share = min(1.0, oas_shrinkage(covariance, max(1, classes - 1), width))
         beside = share * float(values.sum()) / width - float((1 / counts).mean())
         self.between, self.beside = ((1 - share) * values + beside).clamp_min(LEAST), max(LEAST, beside)
         prior, left = said_by(texts, means, counts)
@@ -131,11 +132,12 @@ def noise(sums: Sums, apart: Tensor) -> Tensor:
     """Return S, (d, d), from the sums and m_c - b, (C, d)."""
     classes, width = apart.shape
     weights = 1 / (1 / 4 + 1 / sums.counts[:, None])
-    between = apart.T @ (weights * apart) / classes
-    found = (sums.scatter + USUAL_IMAGES * between) / (sums.freedom + USUAL_IMAGES)
-    variance, identity = float(found.trace()) / width, torch.eye(width).to(found)
+    found = apart.T @ (weights * (USUAL_IMAGES / classes) * apart)
+    found.add_(sums.scatter).div_(sums.freedom + USUAL_IMAGES)
+    variance = float(found.trace()) / width
     if variance < 1e-20:  # all images are equal
-        return identity
+        return torch.eye(width).to(found)
     share = min(oas_shrinkage(found, max(1, sums.freedom + classes - 1)), 0.999)
     ridge = RIDGE * share / (1 - share)
-    return (found + ridge * variance * identity) / (1 + ridge)
+    found.div_(1 + ridge).diagonal().add_(ridge * variance / (1 + ridge))
+    return found

@@ -20,7 +20,9 @@ Reference:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import combinations
 
 import numpy as np
@@ -47,6 +49,10 @@ SURE = 6.0  # limit of the log-odds, either way; few tasks have enough images to
 # The prior weight: that of a sign in which known and unknown images differ by half a standard deviation. If no class
 # has two images, the evidence of known images is assumed to be lower by this much.
 USUAL = 0.25
+Evidences = tuple[Tensor, Tensor | None]  # of left-out classes, and of left-out images
+_known: ContextVar[list[tuple[list[Tensor], Evidences]] | None] = ContextVar(
+    "evidence of left-out images", default=None
+)
 SIGNS = ("known", "unknown", "products")
 
 
@@ -144,9 +150,13 @@ def judged(
         can = out >= 0
         chosen, row_labels, row_groups, out = chosen[can], row_labels[can], row_groups[can], out[can]
     parts = parted(row_labels, len(sums.counts))
-    try:
+
+    def evidences() -> tuple[Tensor, Tensor | None]:
         unknown = classes_out(sums, images, labels, chosen, row_labels, parts)
-        known = images_out(sums, chosen, row_labels, out) if several else None
+        return unknown, images_out(sums, chosen, row_labels, out) if several else None
+
+    try:
+        unknown, known = _shared(evidences, [*_tensors(sums), images, labels, chosen, row_labels, out])
     except torch.linalg.LinAlgError:  # with views or mapped features, the sums do not contain these images exactly
         return before
     texts, shares = by_text(chosen, sums), class_shares(row_labels, labels)
@@ -178,6 +188,33 @@ def judged(
         area = (unknown[:, None] > known).double().mean() + (unknown[:, None] == known).double().mean() / 2
         task = task.model_copy(update={"novelties": tuple(known.tolist()), "area": float(area)})
     return (*before, task)[-KEPT:]
+
+
+@contextmanager
+def sharing() -> Iterator[None]:
+    """Let classifiers that learn the same images in the block share the evidence of left-out images."""
+    token = _known.set([])
+    try:
+        yield
+    finally:
+        _known.reset(token)
+
+
+def _tensors(sums: Sums) -> list[Tensor]:
+    texts = [] if sums.texts is None else [sums.texts]
+    return [sums.means, sums.counts, sums.scatter, torch.tensor(sums.freedom), *texts]
+
+
+def _shared(make: Callable[[], Evidences], of: list[Tensor]) -> Evidences:
+    """Return what `make` computes, once for all calls with equal tensors `of` inside a block of `sharing`."""
+    known = _known.get()
+    for tensors, made in known or ():
+        if len(tensors) == len(of) and all(map(torch.equal, tensors, of)):
+            return made
+    made = make()
+    if known is not None:
+        known.append((of, made))
+    return made
 
 
 def without(scores: Tensor, gone: Tensor) -> Tensor:

@@ -9,10 +9,12 @@ from scipy import optimize
 from taught import clusters, in_tasks
 
 from dulbe_peft.classifiers.calibration import TaskNovelty
+from dulbe_peft.classifiers.closing import ClosingPass, learn_task
 from dulbe_peft.classifiers.covariance import oas_shrinkage
 from dulbe_peft.classifiers.evidence import LEAST, RIDGE, USUAL_IMAGES, Evidence, Sums
 from dulbe_peft.classifiers.groups import in_parts
 from dulbe_peft.classifiers.novelty import PARTS, USUAL, classes_out, images_out, sums_of, weights_of
+from dulbe_peft.classifiers.registry import make_classifier
 
 DIM, CLASSES, EACH = 6, 5, 9
 
@@ -245,3 +247,21 @@ def test_other_classifiers_use_the_largest_probability():
     sure = classifier.probabilities(others).amax(dim=1)
     assert torch.equal(classifier.novelty(others), 1 - sure.double())  # the same products of the same rows
     assert torch.equal(classifier.refused(others, 0.3), sure < classifier.rejection_threshold(0.3))
+
+
+def test_classifiers_of_a_learner_compute_the_evidence_of_left_out_images_once(monkeypatch):
+    rows, labels, _, _ = world()
+    made, real = [], Evidence.__init__
+    monkeypatch.setattr(Evidence, "__init__", lambda self, sums: made.append(1) or real(self, sums))
+    closing = ClosingPass(tuple("abcde"), rows, labels)
+
+    def learned(*specs):
+        made.clear()
+        return learn_task({spec: make_classifier(spec, DIM) for spec in specs}, closing), len(made)
+
+    together, count = learned("lda", "lda:prior_images=3.0", "bayes:features=0")
+    alone = [learned(spec) for spec in together]
+    assert count == max(number for _, number in alone) > 0
+    for each, _ in alone:
+        ((spec, classifier),) = each.items()
+        assert classifier.novelty_tasks == together[spec].novelty_tasks

@@ -459,3 +459,22 @@ def test_held_out_test_images_are_found_again_by_content(photos, tmp_path, capsy
     capsys.readouterr()
     call("learn", tmp_path / "out", "--data", tmp_path / "july", "--output", tmp_path / "learned", *MACHINE)
     assert "not used again" not in capsys.readouterr().err
+
+
+def test_store_keeps_small_pictures_unless_they_are_switched_off(photos, base, tmp_path, monkeypatch):
+    for number, expected in enumerate((True, False)):
+        monkeypatch.setenv("DULBE_PEFT_STORE_PICTURES", "1" if expected else "0")
+        store, images = FeatureStore(tmp_path / f"{number}.sqlite"), ImageFolder(photos, "train")
+        learner = learner_of(base, "frozen")
+        learner.use_store(store)
+        learner.image_embeds(images)
+        (content,) = images.at([0]).contents()
+        later = ImageFolder(photos, "train")
+        kept = FeatureStore(store.path).glance(content)
+        assert (kept is not None) == expected
+        if kept is not None:
+            assert kept == images.glance(0) and later.glance(0).header == kept.header
+            with closing(sqlite3.connect(store.path)) as database:
+                database.execute("UPDATE glances SET record = x'00'")
+                database.commit()
+            assert FeatureStore(store.path).glance(content) is None, "a damaged row is not used"
