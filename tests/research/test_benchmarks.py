@@ -34,7 +34,7 @@ from research.benchmarks import (
 )
 
 ROOT = Path(__file__).parents[2]
-TOOLS = {"__init__", "common", "evidence", "literal", "models", "ours", "real", "rivals", "stock", "table"}
+TOOLS = {"__init__", "common", "evidence", "literal", "models", "ours", "real", "rivals", "stock", "table", "untidy"}
 BENCHMARKS = sorted({path.stem for path in (ROOT / "research" / "benchmarks").glob("*.py")} - TOOLS)
 MODULES = {name: importlib.import_module(f"research.benchmarks.{name}") for name in BENCHMARKS}  # slow ones, too
 SLOW = {"accuracy", "deployment", "edges", "encode", "family", "frozen", "loop", "memory", "rejection"}
