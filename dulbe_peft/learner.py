@@ -20,6 +20,7 @@ from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
 from dulbe_peft.classifiers.closing import ClosingPass
 from dulbe_peft.classifiers.registry import Recipe
+from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.data.unlabelled import unlabelled_images
@@ -137,6 +138,7 @@ class ClassIncrementalLearner(TakesTurns):
         dataset: object,
         class_names: Sequence[str] | None = None,
         class_texts: Mapping[str, Sequence[str]] | None = None,
+        groups: Sequence[object] | None = None,
         trainer: MakeTrainer = TaskTrainer,
     ) -> None:
         """Learn the classes of one more task. After any error, the learner is as it was before.
@@ -148,11 +150,15 @@ class ClassIncrementalLearner(TakesTurns):
             class_texts: Texts for a class, used instead of its name in the prompt templates, such as
                 {"owl": ["an owl", "a night bird"]}. Classifiers use the mean of their unit embeddings, except that
                 `clg_cbm` uses each of them. Training uses the first text.
+            groups: Texts or whole numbers, one for each image. Images with the same entry show the same item, burst,
+                site or day, and are left out together wherever the classifiers and `estimate` leave images out. None
+                takes the groups in the data set, if it has any.
             trainer: Function that makes the training loop; [`DualModeTrainer`] passes its own.
 
         Raises:
             ValueError: If a class, label, text or image is invalid, or a loss, gradient or feature is not finite.
         """
+        dataset = dataset if groups is None else labelled_images(dataset).grouped(groups)
         state, images = preparing.checked_task(self.state, self.encoder, dataset, class_names, class_texts or {})
         self.profile.clear()
         with self.transaction(), seeded_randomness(self.args.seed, len(state.tasks)):
@@ -162,16 +168,22 @@ class ClassIncrementalLearner(TakesTurns):
     # ------------------------------------------------------------------ changing without training
 
     @takes_turn
-    def update_classes(self, dataset: object, class_names: Sequence[str] | None = None) -> None:
+    def update_classes(
+        self,
+        dataset: object,
+        class_names: Sequence[str] | None = None,
+        groups: Sequence[object] | None = None,
+    ) -> None:
         """Learn further images of known classes, without training. After any error, the learner is as it was before.
 
         Every classifier is updated, and so is the strategy's memory if it is a sum over images. If `class_names` is
-        None, the names in the data set are used, or else all seen classes.
+        None, the names in the data set are used, or else all seen classes. `groups` are as in `learn_task`.
 
         Raises:
             ValueError: If a class has not been learned, a classifier cannot learn further images of a known class, or
                 an image is invalid.
         """
+        dataset = dataset if groups is None else labelled_images(dataset).grouped(groups)
         self.state = updating.update_classes(self.state, self.encoder, dataset, class_names)
 
     @takes_turn
@@ -384,7 +396,10 @@ class ClassIncrementalLearner(TakesTurns):
         if self.state.estimates.tasks != len(self.tasks):
             self.state = replace(self.state, estimates=estimates_of(self.state, self.encoder, {}))
         estimates = self.state.estimates
-        return {name: Estimate(*share, estimates.classes) for name, share in estimates.shares.items()}
+        return {
+            name: Estimate(*share, estimates.classes, estimates.remarks(len(self.class_names)))
+            for name, share in estimates.shares.items()
+        }
 
     def scaled(self, scale: float) -> AbstractContextManager[None]:
         """Use the weights W_0 + scale * dW within a `with` block, where dW is the whole update, in both towers.

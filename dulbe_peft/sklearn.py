@@ -65,9 +65,12 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
         self.texts = texts
         self.logit_scale = logit_scale
 
-    def fit(self, X: object, y: object) -> Self:
-        """Fit all classes from scratch, as one task, on features, (n, d), and labels, (n,)."""
-        return self._learn(X, y, None, anew=True)
+    def fit(self, X: object, y: object, groups: object = None) -> Self:
+        """Fit all classes from scratch, as one task, on features, (n, d), and labels, (n,).
+
+        `groups`, (n,), are as in scikit-learn: rows with the same entry are left out together to calibrate.
+        """
+        return self._learn(X, y, None, anew=True, groups=groups)
 
     def partial_fit(self, X: object, y: object, classes: object = None) -> Self:
         """Continue learning: new classes as a further task, and more features of known classes.
@@ -93,7 +96,7 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
         best = self._columns(X, "forward", -np.inf).argmax(axis=1)
         return self.classes_[best]
 
-    def _learn(self, X: Any, y: Any, classes: Any, anew: bool) -> Self:
+    def _learn(self, X: Any, y: Any, classes: Any, anew: bool, groups: Any = None) -> Self:
         X, y = validate_data(self, X, y, reset=anew, dtype=DTYPES, ensure_min_features=2 if anew else 1)
         check_classification_targets(y)
         if anew:
@@ -115,7 +118,9 @@ class FeatureClassifier(ClassifierMixin, BaseEstimator):
         labels = np.array([place[label] for label in y.tolist()])
         if len(new):
             texts = self._texts(seen.tolist()) if model.needs_text or (model.reads_text and self.texts) else None
-            model.add_classes([str(label) for label in new.tolist()], X[~old], labels[~old] - len(known), texts)
+            model.add_classes(
+                [str(label) for label in new.tolist()], X[~old], labels[~old] - len(known), texts, groups=groups
+            )
         if old.any():
             model.update_classes(X[old], labels[old])
         declared = [] if anew else [self.classes_]
@@ -178,12 +183,15 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
         self.prompt_template = prompt_template
 
     @default_torch_settings()
-    def fit(self, images: object, y: object) -> Self:
-        """Fit all classes from scratch, as one task, on n images and labels, (n,). A label's text is its name."""
+    def fit(self, images: object, y: object, groups: object = None) -> Self:
+        """Fit all classes from scratch, as one task, on n images and labels, (n,). A label's text is its name.
+
+        `groups`, (n,), are as for [`FeatureClassifier`].
+        """
         encoder = _encoder(str(self.model))
         self.encoder_ = encoder.facts
         classifier = FeatureClassifier(self.classifier, texts=self._texts(y), logit_scale=logit_scale(encoder.clip))
-        self.features_ = classifier.fit(self._embeds(images), y)
+        self.features_ = classifier.fit(self._embeds(images), y, groups)
         self.classes_ = self.features_.classes_
         return self
 

@@ -36,6 +36,8 @@ EachText = tuple[Tensor | np.ndarray, Tensor | np.ndarray | Sequence[int]]
 Groups = Tensor | np.ndarray | Sequence[int] | Sequence[str]
 EXTRA_STATE = "_extra_state"
 MOST_SCORES = 2**24  # scores that a temperature is fitted to; of more held-out images, an even selection is used
+KEPT = 32  # records of tasks, see `calibration.KEPT`
+LEAST_JUDGED = 1 / 3  # share of the classes that must have left-out images
 SAME_TEXT = 1e-3  # features of the same text on two devices differ by less
 # What the class of a classifier says of its rule.
 FACTS = ("name", "summary", "belongs_to", "needs_text", "needs_each_text", "updates")
@@ -223,7 +225,7 @@ class Classifier(nn.Module):
         class_names: Sequence[str],
         image_embeds: Tensor | np.ndarray,
         labels: Tensor | np.ndarray | Sequence[int],
-        text_embeds: Tensor | np.ndarray | None = None,
+        text_embeds: Tensor | np.ndarray | Sequence[Tensor | None] | None = None,
         each_text: EachText | None = None,
         views: Tensor | None = None,
         head: Tensor | None = None,
@@ -236,7 +238,7 @@ class Classifier(nn.Module):
             image_embeds: (n, d), features of the task's images, which are normalised here.
             labels: (n,), integers that index `class_names`. Every class needs at least one image.
             text_embeds: (C_seen, d), text embeddings of all seen classes in the order of learning, new ones included.
-                Required if `needs_text` is set.
+                Required if `needs_text` is set; otherwise a class without a text has zeros, or None in a list of rows.
             each_text: (T, d) and (T,), embeddings of single texts and the new class of each, used if `needs_each_text`
                 is set. None uses the row of `text_embeds` as the only text of a class.
             views: (n, V, d), unit features of each image and its augmented views. A classifier that keeps sums adds
@@ -311,8 +313,8 @@ class Classifier(nn.Module):
         """Replace the text embeddings of all seen classes, (C_seen, d), after the text tower has changed."""
         if not self.reads_text:
             raise ValueError(f"the {self.name!r} classifier has no text embeddings")
-        texts = self._unit(text_embeds, "text_embeds", len(self._class_names))
-        self.install({"text_embeds": texts})
+        texts = self._unit_texts(text_embeds, len(self._class_names))
+        self.install({"text_embeds": texts} | self.rule.retold(self.state, torch.arange(len(texts))))
 
     @torch.no_grad()
     def move(self, matrix: Tensor) -> None:
@@ -351,9 +353,7 @@ class Classifier(nn.Module):
     def _unit(self, features: Any, name: str, rows: int | None = None) -> Tensor:
         return unit_features(features, name, self.embed_dim, rows, self.device)
 
-    def _texts_of(
-        self, names: list[str], text_embeds: Tensor | np.ndarray | None, each_text: EachText | None
-    ) -> dict[str, Tensor]:
+    def _texts_of(self, names: list[str], text_embeds: object, each_text: EachText | None) -> dict[str, Tensor]:
         """Check the text embeddings of seen and new classes, and return them; zeros replace missing optional ones."""
         texts: dict[str, Tensor] = {}
         if text_embeds is None and self.needs_text:
@@ -361,13 +361,25 @@ class Classifier(nn.Module):
                 f"the {self.name!r} classifier needs text_embeds of all seen classes; bayes, lda and ranpac do not"
             )
         if text_embeds is not None:
-            texts["text_embeds"] = self._unit(text_embeds, "text_embeds", len(self._class_names) + len(names))
+            texts["text_embeds"] = self._unit_texts(text_embeds, len(self._class_names) + len(names))
         elif self.reads_text:
             texts["text_embeds"] = F.pad(self.text_embeds, (0, 0, 0, len(names)))
         if self.needs_each_text:
             single = (texts["text_embeds"][-len(names) :], range(len(names))) if each_text is None else each_text
             texts |= self._with_each_text(names, single)
         return texts
+
+    def _unit_texts(self, given: Any, rows: int) -> Tensor:
+        """Return the texts with unit norm; if the rule allows it, a class without a text, None or zeros, has zeros."""
+        if isinstance(given, (list, tuple)):
+            nothing = torch.zeros(self.embed_dim)
+            given = torch.stack([nothing if row is None else torch.as_tensor(row) for row in given])
+        layout = self._layouts.get("text_embeds")
+        if layout is None or not layout.may_be_zero or getattr(given, "ndim", 0) != 2:
+            return self._unit(given, "text_embeds", rows)
+        given = torch.as_tensor(given)
+        there = (given != 0).any(dim=1, keepdim=True)
+        return self._unit(given.where(there, torch.ones_like(given)), "text_embeds", rows) * there.to(self.device)
 
     def _with_each_text(self, names: list[str], given: EachText) -> dict[str, Tensor]:
         """Return `each_text` and `num_texts` with the texts of new classes added."""
@@ -495,13 +507,42 @@ class Classifier(nn.Module):
 
         `bayes` is calibrated, too, if its texts explain some of the labels.
         """
-        return bool(self.calibration) or len(self._class_names) < 2 or self.rule.calibrated(self.state)
+        known = bool(self.calibration) or len(self._class_names) < 2 or self.rule.calibrated(self.state)
+        return known and not self._few()
+
+    def _few(self) -> str:
+        """Return "3 of 100 classes" if fewer than a third of the classes have images that were left out, or ""."""
+        classes, judged = len(self._class_names), len(self._class_names)
+        if not self.calibration or classes < 2:
+            return ""
+        if "counts" in self.state:
+            judged = int((self.counts > 1).sum())
+        if len(self.calibration) < KEPT and all(task.judged for task in self.calibration):
+            judged = min(judged, sum(task.judged for task in self.calibration))
+        return f"{judged} of {classes} classes" if judged < LEAST_JUDGED * classes else ""
+
+    @property
+    def wrong_labels(self) -> tuple[float, float, float] | None:
+        """The share of the learned labels that look wrong and the ends of its 95 % interval, from 0 to 1.
+
+        It is estimated from images that were left out: a label is wrong with this probability, and then each other
+        class is equally likely. Labels that are confused with a similar class cannot be told from classes that are
+        alike. None if no image could be left out.
+        """
+        from dulbe_peft.classifiers.calibration import share_of_wrong_labels
+
+        return share_of_wrong_labels(self.calibration)
 
     @property
     def doubt(self) -> str:
         """A sentence that says why the probabilities can be far off, or "" if they are calibrated."""
         if self.calibrated:
             return ""
+        if few := self._few():
+            return (
+                f"only {few} have images that could be left out to calibrate the probabilities of the {self.name!r} "
+                "classifier, so they can be far off for the others: learn at least two images of more classes"
+            )
         return (
             f"no image could be left out to calibrate the probabilities of the {self.name!r} classifier, so they can "
             "be far off: learn a class with two images or more beside another class"
@@ -573,7 +614,10 @@ class Classifier(nn.Module):
         """
         from dulbe_peft.classifiers.calibration import threshold
 
-        least = threshold(self.calibration, "own", 1 - check_share("coverage", coverage, 0.95))
+        missed = 1 - check_share("coverage", coverage, 0.95)
+        if self._few():
+            raise ValueError(f"no prediction sets are possible: {self.doubt}")
+        least = threshold(self.calibration, "own", missed)
         probabilities = self.probabilities(image_embeds)
         return (probabilities >= least) | (probabilities == probabilities.amax(dim=1, keepdim=True))
 
@@ -662,6 +706,7 @@ class Classifier(nn.Module):
                 raise TypeError(f"the {self.name!r} classifier needs the text embedding of {new!r:.100}")
             changes["text_embeds"] = self.text_embeds.clone()
             changes["text_embeds"][place] = self._unit(text_embed[None], "text_embed", 1)[0]
+            changes |= self.rule.retold(self.state, torch.tensor([place]))
         self.install(changes, [new if known == old else known for known in self._class_names])
 
     @torch.no_grad()
@@ -676,6 +721,7 @@ class Classifier(nn.Module):
         if self.reads_text:
             rows["text_embeds"] = self.text_embeds[[text]]
         part = state.replaced(rows, [new])
+        part = part.replaced(self.rule.retold(part, torch.tensor([0])))
         rest = state.replaced(self.rule.forgotten(state, ~kept), [n for n in self._class_names if n != old])
         self._take(self._merged(rest, part))
 

@@ -43,6 +43,10 @@ IMAGE_TEMPERATURE = 40.0
 # The weight of texts that determine all labels, relative to that of one image per class, each at its own temperature.
 # It is larger than 1 because the images' scores make correlated errors on classes that look alike.
 TEXT_WEIGHT = 2.5
+LEAST_TOLD = 0.1  # share of the log-loss that names must explain, so that one that explains nothing is an exception
+# Nats by which the images of a class must be less likely by its name than by chance: 1 of 20 names may be wrong.
+BEYOND = math.log(19.0)
+ROBUST = 5  # place of a share of wrong labels, 0.225, with which a few wrong labels do not make a name look wrong
 # The tensors from which `Fit` is computed.
 FITTED = ("text_embeds", "sums", "counts", "scatter", "freedom")
 
@@ -72,7 +76,8 @@ class BayesRule(ClassSums):
         losses: (1 or 2, kappas, rhos, temperatures, wrong), float64: summed log-losses of left-out images, for shares
             of wrong labels. The second table is computed with the random features.
         judged: (2,), float64: the sum of the weights of the left-out images, and the sum of their squares.
-        by_text: (omegas, scales, wrong), float64: summed log-losses of the text classifier alone.
+        by_text: (C, omegas, scales, wrong), float64: summed log-losses of each class by the text classifier alone.
+        shown: (C,), int64: how many images of each class these are.
 
     Reference:
         Wang et al., "A Hard-to-Beat Baseline for Training-free CLIP-based Adaptation", 2024, adds the two scores with
@@ -88,7 +93,7 @@ class BayesRule(ClassSums):
 
     name = "bayes"
     summary = "discriminant analysis and the text classifier, added up; names count less the more images there are"
-    adds_up = ("losses", "judged", "by_text")
+    adds_up = ("losses", "judged", "by_text", "shown")
 
     @property
     def random(self) -> int:
@@ -116,12 +121,23 @@ class BayesRule(ClassSums):
 
     def tensors(self) -> dict[str, Layout]:
         shape = len(self.numbers), len(self.kappas), len(self.rhos), len(TEMPERATURES), len(WRONG)
-        tables = {"losses": shape, "judged": (2,), "by_text": (len(OMEGAS), len(SCALES), len(WRONG))}
+        tables = {"losses": shape, "judged": (2,)}
         return (
             {"text_embeds": per_class(self.embed_dim, unit=True, may_be_zero=True)}
             | super().tensors()
             | {name: shared(*sizes, dtype=torch.float64) for name, sizes in tables.items()}
+            | {"by_text": per_class(len(OMEGAS), len(SCALES), len(WRONG), dtype=torch.float64)}
+            | {"shown": per_class(dtype=torch.int64)}
         )
+
+    def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
+        return super().added(state, images, labels, new) | {
+            name: rows for name, rows in state.with_new_rows(len(new)).items() if name in ("by_text", "shown")
+        }
+
+    def retold(self, state: State, places: Tensor) -> dict[str, Tensor]:
+        """Forget how well the old texts of some classes described their images."""
+        return {name: state[name].index_fill(0, places.to(state.device), 0) for name in ("by_text", "shown")}
 
     def moved(self, state: State, matrix: Tensor) -> dict[str, Tensor]:
         """Return the sums after a linear map of z; the text embeddings stay.
@@ -148,11 +164,16 @@ class BayesRule(ClassSums):
         images, labels = images[order], labels[order]
         groups = None if groups is None else groups.to(labels)[order]
         places, inside = places_among(labels), labels.bincount(minlength=classes)
-        rows = places.argsort(stable=True)[:MOST_LEFT_OUT]
-        weights = classes / state.counts.to(images) * inside
-        weights = (weights / labels[rows].bincount(minlength=classes).clamp_min(1))[labels]
-        losses = self._fit(state, 0).text_losses(images[rows], labels[rows], weights[rows], USUAL_RHO)
-        state = state.replaced({"by_text": state.by_text + losses})
+        order, rows = places.argsort(stable=True), places.argsort(stable=True)[:MOST_LEFT_OUT]
+        whole = (classes / state.counts.to(images) * inside)[labels]
+        weights = whole / labels[rows].bincount(minlength=classes).clamp_min(1)[labels]
+        # Names are judged on two images of each class, see `misnamed`, which takes little time.
+        named = order[: max(MOST_LEFT_OUT, 2 * int((inside > 0).sum()))]
+        shown = labels[named].bincount(minlength=classes)
+        share = (whole / shown.clamp_min(1)[labels])[named]
+        losses = self._fit(state, 0).text_losses(images[named], labels[named], share, USUAL_RHO)
+        changes = {"by_text": state.by_text + losses, "shown": state.shown + shown.to(state.shown)}
+        state = state.replaced(changes)
         lone = torch.isin(labels, self._lone(state, inside, groups_of_classes(labels, groups, classes)))
         first = places == 0
         if groups is not None:  # all images of the group of the first image of each class
@@ -308,9 +329,33 @@ class BayesRule(ClassSums):
 
     def _text_losses(self, state: State) -> Tensor:
         """Return `by_text` in nats for the effective number of images, plus the penalties of wrong labels."""
-        nats, worst = self._nats(state), float(state.by_text[0, 0, 0]) or 1.0
+        nats, table = self._nats(state), state.by_text.sum(dim=0)
+        worst = float(table[0, 0, 0]) or 1.0
         number = nats / math.log(max(2, state.classes))
-        return state.by_text / worst * nats + penalties(WRONG, number).to(state.by_text)
+        return table / worst * nats + penalties(WRONG, number).to(state.by_text)
+
+    def misnamed(self, state: State) -> Tensor:
+        """Return which names do not describe their images, (C,) in bool.
+
+        By the texts alone, the images of such a class are less likely, by a factor of 19 or more, than if all classes
+        were equally likely, although a fifth of the labels may be wrong. omega and the scale are those that suit the
+        other classes best. If all names together say nearly nothing, no name is an exception.
+        """
+
+        def find() -> Tensor:
+            table, given = state.by_text[..., ROBUST], state.text_embeds.to(state.by_text).any(dim=1)
+            uniform, found = table[:, 0, 0], torch.zeros(len(table), dtype=torch.bool, device=table.device)
+            for _ in range(2):  # the second time without the names that were found
+                losses = table[~found].sum(dim=0)
+                if not len(table) or float(losses.min()) > (1 - LEAST_TOLD) * float(losses[0, 0]):
+                    return torch.zeros_like(found)
+                omega, scale = torch.unravel_index(losses.argmin(), losses.shape)
+                beyond = (table[:, omega, scale] / uniform.clamp_min(1e-300) - 1) * state.shown.to(table)
+                found = (beyond * math.log(max(2, state.classes)) > BEYOND) & given & (uniform > 0)
+            return found
+
+        found: Tensor = state.derived("misnamed", find, of=("by_text", "shown", "text_embeds"))
+        return found
 
     def _told(self, state: State) -> float:
         """Return the share of the labels' log-loss that texts alone explain, corrected for two fitted numbers.
@@ -318,7 +363,7 @@ class BayesRule(ClassSums):
         The scale and omega are fitted to the same labels, so two nats are subtracted, by Akaike's criterion. Nothing
         explains which labels are wrong, nor what they are instead. The entropy of this is left out of the whole.
         """
-        if not float(state.by_text[0, 0, 0]):
+        if not float(state.by_text[:, 0, 0, 0].sum()):
             return 0.0
         nats, losses, classes = self._nats(state), self._text_losses(state), max(2, state.classes)
         wrong = WRONG[int(losses.amin(dim=(0, 1)).argmin())]
@@ -370,7 +415,7 @@ class BayesRule(ClassSums):
         The errors of the images' and of the texts' scores add up like random errors with `Fit.correlation`.
         """
         fit, by_texts, common, found = self._fit(state, features), 0.0, 0.0, []
-        if float(state.by_text[0, 0, 0]):
+        if float(state.by_text[:, 0, 0, 0].sum()):
             by_texts = fit.slope(rho) / state.derived("text scale", lambda: self._text_scale(state))
             common = state.derived(
                 "correlation", lambda: self._fit(state, 0).correlation(USUAL_RHO, self._omega(state))
@@ -472,6 +517,12 @@ class BayesClassifier(Classifier, rule=BayesRule):
     def choice(self) -> tuple[float, float, int, float]:
         """kappa, rho, the number of random features and omega; see `BayesRule.choice`."""
         return self.rule.choice(self.state)
+
+    @property
+    def misnamed(self) -> list[str]:
+        """The classes whose name does not describe their images; see `BayesRule.misnamed`."""
+        places = self.rule.misnamed(self.state).nonzero()[:, 0].tolist()
+        return [self._class_names[place] for place in places]
 
     def solution(self) -> tuple[Tensor, Tensor]:
         """Return the weights, (C, d), and the offsets, (C,), of the scores of x; float64."""

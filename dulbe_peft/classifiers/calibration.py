@@ -38,14 +38,15 @@ class TaskTemperature(Record):
     """log T of one task's images, and their probabilities at that time, in ascending order and rounded down.
 
     `own` are the probabilities of the correct classes, and `largest` those of the predicted classes. Every class has
-    the same weight, so the effective number of images, `worth`, is at most the number of images. `wrong` are the
-    log-likelihoods of the shares of wrong labels in `WRONG`.
+    the same weight, so the effective number of images, `worth`, is at most the number of images. `judged` is
+    the number of classes of the images, and `wrong` are the log-likelihoods of the shares of wrong labels in `WRONG`.
     """
 
     log_temperature: float = Field(ge=-LIMIT, le=LIMIT)
     images: int = Field(ge=1)
     worth: int = Field(ge=1)
     classes: int = Field(ge=2)
+    judged: int = Field(ge=0, default=0)
     wrong: tuple[float, ...] = Field(max_length=len(WRONG), default=())
     own: tuple[Fraction, ...] = Field(max_length=MOST_KEPT)
     largest: tuple[Fraction, ...] = Field(max_length=MOST_KEPT)
@@ -100,6 +101,7 @@ def calibrated(
     weights = class_shares(labels, learned.cpu())
     best, wrong = fit_temperature(logits, labels, tasks, groups)
     facts: dict[str, Any] = {"log_temperature": best, "images": images, "classes": classes}
+    facts["judged"] = len(labels.unique())
     facts["wrong"] = tuple(round(float(each), 3) for each in wrong - wrong.max())
     facts["worth"] = worth(weights, groups)
     tasks = (*tasks, TaskTemperature(**facts, own=(), largest=()))[-KEPT:]

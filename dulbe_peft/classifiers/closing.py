@@ -26,6 +26,7 @@ class ClosingPass:
         texts: (C_seen, d), text embeddings of all seen classes, or None if no classifier needs them.
         each_text: Embeddings of every text of the task's classes, (T, d), and the class of each text, (T,).
         views: (n, V, d), features of each image and its augmented views, or None without augmentation.
+        groups: Groups of the images, (n,), int64, or None; see `Classifier.add_classes`.
         head: (classes, d + 1), rows of a linear head that the strategy trained on the task, or None.
     """
 
@@ -37,6 +38,7 @@ class ClosingPass:
     each_text: tuple[Tensor, Tensor] | None = None
     views: Tensor | None = None
     head: Tensor | None = None
+    groups: Tensor | None = None
 
 
 @torch.no_grad()
@@ -65,5 +67,6 @@ def learn_task(
                 elif before is not None:
                     classifier.follow(before, closing.features, closing.labels)
                 new = (list(closing.class_names), closing.features, closing.labels, text)
-                classifier.add_classes(*new, each_text=closing.each_text, views=closing.views, head=closing.head)
+                each, views, head = closing.each_text, closing.views, closing.head
+                classifier.add_classes(*new, each_text=each, views=views, head=head, groups=closing.groups)
     return made

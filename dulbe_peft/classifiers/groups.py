@@ -10,6 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# On 8 sets of photographs with 4 to 40 images a class, at most 13 % of the images are nearer than this to another one,
+# without a false alarm in 99 draws. With one near copy of each image, it is 72 % or more.
+NEAR, MANY_ALIKE = 1 / 3, 1 / 4
+ENOUGH = 20  # images from which the share is judged
+MOST_COMPARED = 500  # images of a class
+
 
 def check_groups(groups: Any, count: int) -> Tensor | None:
     """Return the number of each image's group, (n,), from 0; None if there are no groups, or none with two images.
@@ -88,6 +94,23 @@ def ranking(images: Tensor) -> Tensor:
     fixed = torch.arange(1, images.shape[1] + 1, dtype=torch.float64).sin().to(images)
     # A matrix product may round a row differently at another position; a sum over the row does not.
     return (images * fixed).sum(dim=1)
+
+
+def share_alike(images: Tensor, labels: Tensor) -> float:
+    """Return the share of the images, (n, d), that lie much nearer to an image of their class than these do usually.
+
+    An image counts if its squared distance from the nearest image of its class is less than `NEAR` times the median
+    squared distance in the class. For independent images in many dimensions all distances are similar. Classes with
+    fewer than three images tell nothing.
+    """
+    near = []
+    for rows in rows_by_group(labels):
+        if len(rows) > 2:
+            part = torch.nn.functional.normalize(images[rows[:MOST_COMPARED]].double(), dim=1)
+            away = (2 - 2 * part @ part.T).clamp_min(0)
+            others = away[~torch.eye(len(part), dtype=torch.bool, device=away.device)].reshape(len(part), -1)
+            near.append(others.amin(dim=1) < NEAR * others.median())
+    return float(torch.cat(near).double().mean()) if near else 0.0
 
 
 def in_parts(labels: Tensor, groups: Tensor | None, parts: int, counts: Tensor) -> Tensor:

@@ -269,6 +269,10 @@ class Rule:
         """Return the tensors' new values without the classes for which `kept`, (C,), is False."""
         return state.rows_of(kept)
 
+    def retold(self, state: State, places: Tensor) -> dict[str, Tensor]:
+        """Return the tensors' new values after the texts of the classes `places`, (n,), have changed."""
+        return {}
+
     def without_image(self, state: State, image: Tensor, label: int) -> dict[str, Tensor]:
         """Return the tensors' new values without one learned image, a unit feature (d,), of a class with others."""
         raise NotImplementedError

@@ -159,14 +159,20 @@ class Fit:
         return usual / (usual + kappa)
 
     def text_losses(self, images: Tensor, labels: Tensor, weights: Tensor, rho: float) -> Tensor:
-        """Return weighted sums, (omegas, scales, wrong), of the log-losses of images, (n, d), by the texts alone."""
+        """Return weighted sums of the log-losses of the images of each class, (n, d), by the texts alone.
+
+        Returns:
+            The sums, (C, omegas, scales, wrong).
+        """
         rows, table = images[:, : len(self.centre)] - self.centre, []
         for omega in OMEGAS:
             texts, offsets = self.by_texts(rho, omega)
             scores = (rows @ texts.T + offsets) / (self.slope(rho) or 1)
             own = -torch.stack([F.cross_entropy(each * scores, labels, reduction="none") for each in SCALES])
-            table.append(-log_likelihoods(own, len(self.means), WRONG).mul(weights[:, None]).sum(dim=1))
-        return torch.stack(table).to(weights)
+            each = -log_likelihoods(own, len(self.means), WRONG).to(weights) * weights[:, None]
+            sums = weights.new_zeros(len(self.means), *each.shape[::2])
+            table.append(sums.index_add(0, labels, each.transpose(0, 1)))
+        return torch.stack(table, dim=1)
 
     def left_out(
         self,

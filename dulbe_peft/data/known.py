@@ -22,16 +22,20 @@ class KnownImages:
         learned, tested: Contents of the images that were learned and tested on.
         complete: False if some images were not recorded.
         ways: How the learned images were encoded, see `Encoder.way`.
+        groups: The groups of learned images by content, see `LabelledImages.grouped`.
     """
 
     learned: Contents = field(default_factory=dict)
     tested: Contents = field(default_factory=dict)
     complete: bool = True
     ways: frozenset[tuple[str, int]] = frozenset()
+    groups: dict[bytes, int] = field(default_factory=dict)
 
     def add_learned(self, images: LabelledImages, way: tuple[str, int]) -> Self:
         """Return a copy that also records learned images, which were encoded in the given way."""
-        return self.merged(KnownImages(learned=_by_class(images), ways=frozenset([way])))
+        numbers = [] if images.groups is None else images.groups.tolist()
+        groups = {content: number for content, number in zip(images.contents(), numbers) if content is not None}
+        return self.merged(KnownImages(learned=_by_class(images), ways=frozenset([way]), groups=groups))
 
     def add_tested(self, images: LabelledImages) -> Self:
         """Return a copy that also records tested images."""
@@ -61,7 +65,8 @@ class KnownImages:
             {name: (*ours.get(name, ()), *theirs.get(name, ())) for name in {**ours, **theirs}}
             for ours, theirs in ((self.learned, other.learned), (self.tested, other.tested))
         )
-        return type(self)(learned, tested, self.complete and other.complete, self.ways | other.ways)
+        complete, groups = self.complete and other.complete, self.groups | other.groups
+        return type(self)(learned, tested, complete, self.ways | other.ways, groups)
 
     def class_of(self) -> dict[bytes, str]:
         """Return the class under which each content was learned."""
@@ -96,6 +101,9 @@ class KnownImages:
             joined = np.frombuffer(b"".join(content for content, _ in rows), dtype=np.uint8)
             arrays[kind] = joined.reshape(-1, 32).copy()
             arrays[f"{kind} class"] = np.array([label for _, label in rows], dtype=np.int64)
+        if self.groups:
+            joined = np.frombuffer(b"".join(self.groups), dtype=np.uint8)
+            arrays["grouped"], arrays["group"] = joined.reshape(-1, 32).copy(), np.array([*self.groups.values()])
         return arrays, {"format": FORMAT}  # a single entry, because safetensors writes several in any order
 
     @classmethod
@@ -108,7 +116,10 @@ class KnownImages:
             names = [class_names[label] for label in np.asarray(arrays[f"{kind} class"]).tolist()]
             both.append(_grouped(names, [row.tobytes() for row in np.asarray(arrays[kind], dtype=np.uint8)]))
         ways = json.loads(np.asarray(arrays["ways"], dtype=np.uint8).tobytes()) if "ways" in arrays else []
-        return cls(both[0], both[1], bool(arrays["complete"][0]), frozenset(map(tuple, ways)))
+        grouped = np.asarray(arrays.get("grouped", np.zeros((0, 32))), dtype=np.uint8)
+        numbers = np.asarray(arrays["group"]).tolist() if "group" in arrays else []
+        groups = dict(zip((row.tobytes() for row in grouped), numbers, strict=True))
+        return cls(both[0], both[1], bool(arrays["complete"][0]), frozenset(map(tuple, ways)), groups)
 
 
 def compared(

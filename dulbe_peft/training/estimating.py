@@ -27,8 +27,19 @@ import torch
 from torch import Tensor
 
 from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.bayes import BayesClassifier
 from dulbe_peft.classifiers.class_sums import ClassSums
 from dulbe_peft.classifiers.evidence import Sums
+from dulbe_peft.classifiers.groups import (
+    ENOUGH,
+    MANY_ALIKE,
+    check_groups,
+    groups_of_classes,
+    in_parts,
+    share_alike,
+    sums_of_groups,
+    together,
+)
 from dulbe_peft.encoders.encoder import Encoder
 from dulbe_peft.training.state import Estimates, LearnerState
 
@@ -50,44 +61,115 @@ def estimates_of(state: LearnerState, encoder: Encoder, fresh: Mapping[bytes, Te
     learned, place = state.known.learned, {name: row for row, name in enumerate(state.class_names)}
     times = Counter(chain.from_iterable(learned.values()))
     share, owner = max(1, MOST_LEFT_OUT // max(1, len(learned))), dict[bytes, int]()
+    group_of, chosen = state.known.groups, set[int]()
     for name, contents in learned.items():
-        once = sorted(content for content in contents if times[content] == 1)[:share]
+        once = sorted(content for content in contents if times[content] == 1)
+        chosen |= {group_of[content] for content in once[:share] if content in group_of}
+        # All images of a group are left out together, so all are needed.
+        once = [content for number, content in enumerate(once) if number < share or group_of.get(content) in chosen]
         owner |= dict.fromkeys(once if len(contents) > 1 and name in place else (), place.get(name, -1))
     features = {content: row for content, row in fresh.items() if content in owner}
     stored = encoder.stored([content for content in owner if content not in features])
     features |= {content: torch.from_numpy(np.array(row)).to(encoder.device) for content, row in stored.items()}
+    alike = not group_of and many_alike(fresh or features, owner_of(state))
+    now = now.model_copy(update={"alike": alike, "misnamed": misnamed(state)})
     if not features or len(place) < 2:
         return now
     rows = torch.stack(list(features.values())).float()
     labels = torch.tensor([owner[content] for content in features], device=rows.device)
-    shares = {name: left_out_share(classifier, rows, labels) for name, classifier in state.classifiers.items()}
+    groups = None
+    if group_of:
+        own = {content: group_of.get(content, -1 - number) for number, content in enumerate(features)}
+        groups = check_groups([own[content] for content in features], len(rows))
+    several = state_counts(state).to(labels)[labels] > together(labels, groups)
+    rows, labels, groups = rows[several], labels[several], None if groups is None else groups.to(labels)[several]
+    if not len(rows):
+        return now
+    shares = {name: left_out_share(each, rows, labels, groups) for name, each in state.classifiers.items()}
     classes = tuple(state.class_names[label] for label in labels.unique().tolist())
     known = {name: share for name, share in shares.items() if share is not None}
-    return now.model_copy(update={"images": len(rows), "classes": classes, "shares": known})
+    wrong = next(iter(state.classifiers.values())).wrong_labels
+    if wrong is not None and wrong[1] > 0:
+        known = {name: corrected(share, wrong, len(place)) for name, share in known.items()}
+    else:
+        wrong = None
+    return now.model_copy(update={"images": len(rows), "classes": classes, "shares": known, "wrong": wrong})
+
+
+def corrected(
+    share: tuple[float, float, float], wrong: tuple[float, float, float], classes: int
+) -> tuple[float, float, float]:
+    """Return the accuracy and its interval from the agreement with labels, of which a share w is wrong.
+
+    A right answer agrees with a right label, and a wrong answer with a wrong label one in C - 1 times, so that
+
+        agreement = (1 - w) accuracy + w (1 - accuracy) / (C - 1)
+
+    The lower end is that of the agreement for the smallest w, and the upper end that for the largest.
+    """
+
+    def accuracy(agreement: float, w: float) -> float:
+        return min(1.0, max(0.0, (agreement - w / (classes - 1)) / max(1e-9, 1 - w * classes / (classes - 1))))
+
+    middle, low, high = (accuracy(agreement, w) for agreement, w in zip(share, wrong, strict=True))
+    return middle, min(low, middle), max(high, middle)
+
+
+def state_counts(state: LearnerState) -> Tensor:
+    """Return the number of learned images of each class, (C,)."""
+    return torch.tensor([len(state.known.learned.get(name, ())) for name in state.class_names])
+
+
+def owner_of(state: LearnerState) -> dict[bytes, int]:
+    """Return the class of each learned content."""
+    place = {name: row for row, name in enumerate(state.class_names)}
+    return {content: place[name] for content, name in state.known.class_of().items() if name in place}
+
+
+def many_alike(features: Mapping[bytes, Tensor], owner: Mapping[bytes, int]) -> bool:
+    """Return whether many images look like one another, see `groups.share_alike`."""
+    known = [content for content in features if content in owner]
+    if len(known) < ENOUGH:
+        return False
+    rows = torch.stack([features[content] for content in known]).float()
+    return share_alike(rows, torch.tensor([owner[content] for content in known], device=rows.device)) > MANY_ALIKE
+
+
+def misnamed(state: LearnerState) -> tuple[str, ...]:
+    """Return the classes whose name does not describe their images, by the first classifier that can tell."""
+    found = (each.misnamed for each in state.classifiers.values() if isinstance(each, BayesClassifier))
+    return tuple(next(found, ()))
 
 
 @torch.no_grad()
-def left_out_share(classifier: Classifier, images: Tensor, labels: Tensor) -> tuple[float, float, float] | None:
+def left_out_share(
+    classifier: Classifier, images: Tensor, labels: Tensor, groups: Tensor | None = None
+) -> tuple[float, float, float] | None:
     """Return the accuracy on left-out learned images, with equal weights for all classes, and its 95 % interval.
 
     Args:
         classifier: The classifier that learned the images.
         images: (n, d), unit features of learned images, without copies of an image.
         labels: (n,), the index of each image's class in `classifier.class_names`; each class must have learned at
-            least two images.
+            least two images, or an image outside of each group.
+        groups: (n,), the groups of the images, which are left out together, or None. All of each group is given.
 
     Returns:
         The accuracy and the outer ends of the two Wilson intervals, from 0 to 1, for the effective number of images
         in classes of unequal size; or None if the classifier cannot leave an image out.
     """
     if isinstance(classifier.rule, ClassSums):
-        scores = refitted(classifier, images, labels)
-    elif (closed := classifier.left_out(images, labels)) is not None:
+        scores = refitted(classifier, images, labels, groups)
+        kept = ~scores[0].isnan().any(dim=1)
+        scores = scores[0][kept], scores[1][kept]
+        labels, groups = labels[kept.to(labels.device)], None if groups is None else groups[kept.to(groups.device)]
+    elif (closed := classifier.left_out(images, labels, groups)) is not None:
         scores = (closed, closed)
     else:
         return None
     places, counts = labels.unique(return_inverse=True, return_counts=True)[1:]
-    worth, bounds = len(counts) ** 2 / float((1 / counts).sum()), []
+    number = counts if groups is None else groups_of_classes(places, groups, len(counts))
+    worth, bounds = len(counts) ** 2 / float((1 / number).sum()), []
     for each in scores:
         right = (each.argmax(dim=1) == labels.to(each.device)).double()
         shares = torch.zeros(len(counts)).to(right).index_add(0, places.to(right.device), right) / counts.to(right)
@@ -104,28 +186,38 @@ def wilson(share: float, number: float) -> tuple[float, float, float]:
     return share, max(0.0, middle - half), min(1.0, middle + half)
 
 
-def refitted(classifier: Classifier, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def refitted(
+    classifier: Classifier, images: Tensor, labels: Tensor, groups: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return two sets of scores, (n, C), of learned images, (n, d), by classifiers that have not learned them.
 
     For the first scores, the image is missing from its class. For the second, the mean of its class is also moved to
-    the distance of a mean of n images.
+    the distance of a mean of n images. With groups, n is the number of groups of the class. If a class has no image
+    outside of the parts in which its groups are, its images have NaN.
     """
     state = classifier.state
     rows, labels = classifier.rule.lifted(state, images.to(state.sums)), labels.to(state.sums.device)
     counts = state.counts.to(rows)
     sums = Sums(state.sums / counts[:, None], counts, state.scatter, int(state.freedom))
-    fewer, order = torch.zeros(len(rows), len(counts)), labels.argsort(stable=True)
-    as_many = torch.zeros_like(fewer)
+    parts = in_parts(labels, groups, min(PARTS, len(rows)), state.counts)
+    groups = groups if groups is None else groups.to(labels)
+    size, total = together(labels, groups).to(rows), sums_of_groups(rows, labels, groups)
+    several = groups_of_classes(labels, groups, len(counts)).to(rows) * counts / labels.bincount(minlength=len(counts))
+    fewer = torch.full((len(rows), len(counts)), torch.nan)
+    as_many = fewer.clone()
     for part in range(min(PARTS, len(rows))):
-        here = order[part :: min(PARTS, len(rows))]
+        here = (parts == part).nonzero()[:, 0]
+        if not len(here):
+            continue
         left, places = sums.without(rows[here], labels[here]), here.cpu()
         fewer[places] = as_many[places] = scores_with(classifier, left, images[here])
-        alone = labels[here].bincount(minlength=len(counts))[labels[here]] == 1
+        alone = labels[here].bincount(minlength=len(counts))[labels[here]] == size[here]
         if alone.any():
-            one, own = rows[here][alone], labels[here][alone]
-            n, means, numbers = counts[own], left.means.clone(), left.counts.clone()
+            own = labels[here][alone]
+            one, n = (total[here] / size[here, None])[alone], several[own].clamp_min(2)
+            means, numbers = left.means.clone(), left.counts.clone()
             ratio = ((1 + 1 / n) / (1 + 1 / (n - 1))).sqrt()[:, None]
-            means[own], numbers[own] = one - ratio * (one - means[own]), n
+            means[own], numbers[own] = one - ratio * (one - means[own]), counts[own]
             moved = replace(left, means=means, counts=numbers)
             as_many[places] = scores_with(classifier, moved, images[here])
     return fewer, as_many

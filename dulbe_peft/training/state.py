@@ -34,9 +34,18 @@ class Estimate:
     low: float
     high: float
     classes: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{100 * self.share:.1f} % ({100 * self.low:.1f} to {100 * self.high:.1f})"
+
+
+LISTED = 10  # class names in a sentence
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(repr(name) for name in names[:LISTED]) + more
 
 
 class Estimates(Record):
@@ -47,6 +56,31 @@ class Estimates(Record):
     images: int = 0  # number of held-out images
     classes: tuple[str, ...] = ()
     shares: dict[str, tuple[Fraction, Fraction, Fraction]] = {}  # classifier -> accuracy and its 95 % interval
+    wrong: tuple[Fraction, Fraction, Fraction] | None = None  # share of wrong labels and its interval, if above 0
+    alike: bool = False  # whether many images look like one another, and no groups were given
+    misnamed: tuple[str, ...] = ()  # classes whose name does not describe their images
+
+    def remarks(self, known: int) -> tuple[str, ...]:
+        """Return sentences on what the estimates mean, if `known` classes have been learned."""
+        found = []
+        if self.shares and len(self.classes) < known:
+            found.append(f"the estimate speaks for {len(self.classes)} of {known} classes: {_listed(self.classes)}")
+        if self.wrong is not None:
+            share, low, high = (100 * each for each in self.wrong)
+            found.append(
+                f"about {share:.0f} % of the labels look wrong ({low:.1f} to {high:.1f} %): the estimate is corrected "
+                "for this, and fewer answers agree with the labels"
+            )
+        if self.alike:
+            found.append(
+                "many photographs look like one another; if they show the same items, give their groups (--group): "
+                "the estimate may be much too high"
+            )
+        if self.misnamed:
+            found.append(
+                f"these names do not describe their images: {_listed(self.misnamed)}; rename them, or check the labels"
+            )
+        return tuple(found)
 
 
 class Update(Record):

@@ -73,7 +73,8 @@ def train_task(trainer: TaskTrainer) -> tuple[LearnerState, TaskRecord, ClosingP
             each = encoder.each_text_embeds(names, state.class_texts)
             texts = torch.cat([*_old_texts(state, encoder), mean_texts(len(names), *each)])
         head = state.strategy.linear_head(trainer.task)
-        closing = ClosingPass(names, features, labels, before, texts, each, views, head)
+        groups = None if images.images.groups is None else torch.from_numpy(images.images.groups)
+        closing = ClosingPass(names, features, labels, before, texts, each, views, head, groups)
         how = (state.args.drift, state.args.text_embeds, encoder.profile.phase)
         classifiers = learn_task(state.classifiers, closing, *how)
     bridges = [classifier for classifier in classifiers.values() if isinstance(classifier, BridgeEnsembleHead)]

@@ -46,7 +46,7 @@ def update_classes(
             memory = strategy.remember(task, inputs)
         return _changed(
             state,
-            lambda classifier: classifier.update_classes(features, labels, views),
+            lambda classifier: classifier.update_classes(features, labels, views, given.groups),
             Update(after=len(state.tasks), images=Counter(given.class_names[label] for label in given.labels)),
             memory=memory,
             known=state.known.add_learned(given, encoder.way),

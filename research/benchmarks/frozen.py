@@ -235,7 +235,8 @@ def learned(spec: str, features: dict[str, Any], tasks: Sequence[Task]) -> Class
     for task in tasks:
         seen += task.classes
         names = [features["names"][label] for label in task.classes]
-        classifier.add_classes(names, task.train, task.y, None if features["text"] is None else features["text"][seen])
+        texts = None if features["text"] is None else features["text"][seen]
+        classifier.add_classes(names, task.train, task.y, texts, groups=task.groups or None)
     return classifier
 
 
@@ -252,7 +253,8 @@ def figures(spec: str, features: dict[str, Any], tasks: list[Task], coverage: fl
     for number, task in enumerate(tasks, start=1):
         seen += task.classes
         names = [features["names"][label] for label in task.classes]
-        classifier.add_classes(names, task.train, task.y, texts[seen] if texts is not None else None)
+        known = texts[seen] if texts is not None else None
+        classifier.add_classes(names, task.train, task.y, known, groups=task.groups or None)
         if task.further_y and spec.partition(":")[0] != "text":
             classifier.update_classes(task.further, task.further_y)
         truth = torch.tensor([place for past in tasks[:number] for place in past.truth])

@@ -121,6 +121,9 @@ def print_results(output: str, results: Results | None = None) -> None:
     print(f"written: {Path(output) / 'results.json'}")
     if (estimate := estimated(run.results)) is not None:
         print(f"{estimate.words} {', '.join(f'{name} {share}' for name, share in estimate.rows)}")
+    known = sum(map(len, run.results.class_names))
+    for remark in run.results.estimates.remarks(known):
+        print(printable(remark))
     best, words = chosen(run)
     if words:
         print(words)

@@ -114,6 +114,7 @@ class Estimated:
     words: str
     rows: list[tuple[str, Estimate]]
     few: bool = False  # whether there are too few images to recommend a classifier
+    remarks: tuple[str, ...] = ()  # what the estimates mean
 
 
 def estimated(results: Results) -> Estimated | None:
@@ -128,7 +129,8 @@ def estimated(results: Results) -> Estimated | None:
     some += " (too few for a reliable estimate)" * few
     images = f"{estimates.images:,} training image{'s' * (estimates.images != 1)}"
     words = f"accuracy estimated from {images}{some}, each left out in turn, with 95 % intervals:"
-    return Estimated(words, sorted(rows, key=lambda row: -row[1].share), few)
+    remarks = estimates.remarks(classes)
+    return Estimated(words, sorted(rows, key=lambda row: -row[1].share), few, remarks)
 
 
 def chosen(run: RunFolder) -> tuple[str, str]:

@@ -1,0 +1,97 @@
+"""What a classifier says about its own answers: wrong labels, few classes that speak for all, and wrong names."""
+
+import pytest
+import torch
+from taught import clusters
+from torch.nn import functional as F
+
+from dulbe_peft.classifiers import make_classifier
+from dulbe_peft.classifiers.groups import MANY_ALIKE, share_alike
+from dulbe_peft.training.estimating import corrected
+from dulbe_peft.training.state import Estimates
+
+
+def world(each, classes=12, spread=1.0):
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(classes, 40, generator=generator)
+    labels = torch.arange(classes).repeat_interleave(torch.tensor(each))
+    images = F.normalize(centres[labels] + spread * torch.randn(len(labels), 40, generator=generator), dim=1)
+    return images, labels, F.normalize(centres, dim=1)
+
+
+def taught(spec, images, labels, texts=None):
+    classifier = make_classifier(spec, images.shape[1], 30.0)
+    classifier.add_classes([f"class {n}" for n in range(int(labels.max()) + 1)], images, labels, texts)
+    return classifier
+
+
+@pytest.mark.parametrize("spec", ["bayes", "lda"])
+def test_swapped_labels_are_counted_and_do_not_make_answers_unsure(spec):
+    images, labels, _ = world(12 * [10])
+    wrong = labels.clone()
+    wrong[::10] = labels[::10].roll(5)
+    right, swapped = taught(spec, images, labels), taught(spec, images, wrong)
+    assert right.wrong_labels[1] == 0 and right.wrong_labels[0] < 0.02
+    share, low, high = swapped.wrong_labels
+    assert low <= 0.1 <= high and low > 0.02 and abs(share - 0.1) < 0.05
+    largest = [float(each.probabilities(images).amax(dim=1).mean()) for each in (right, swapped)]
+    assert largest[1] > largest[0] - 0.1
+
+
+@pytest.mark.parametrize("spec", ["bayes", "lda"])
+def test_few_classes_with_several_images_do_not_speak_for_all(spec):
+    images, labels, _ = world([20, 20, *(10 * [1])])
+    few, many = taught(spec, images, labels), taught(spec, *world(12 * [5])[:2])
+    assert not few.calibrated and "only 2 of 12 classes" in few.doubt
+    with pytest.raises(ValueError, match="only 2 of 12 classes"):
+        few.prediction_sets(images, 0.9)
+    assert many.calibrated and many.doubt == "" and many.prediction_sets(images, 0.9).any()
+
+
+def test_names_that_do_not_describe_their_images_are_found():
+    images, labels, texts = world(12 * [6])
+    assert taught("bayes", images, labels, texts).misnamed == []
+    changed = texts.clone()
+    changed[[2, 7]] = texts[[7, 2]]
+    classifier = taught("bayes", images, labels, changed)
+    assert classifier.misnamed == ["class 2", "class 7"]
+    classifier.rename_class("class 2", "right", texts[2])
+    assert classifier.misnamed == ["class 7"]
+    assert taught("bayes", images, labels, texts[torch.randperm(12)]).misnamed == [], "no name is an exception"
+
+
+def test_a_class_may_have_no_text():
+    images, labels, texts = world(12 * [6])
+    without = texts.clone()
+    without[3] = 0
+    zeros, nothing = (
+        taught("bayes", images, labels, without),
+        taught("bayes", images, labels, [*without[:3], None, *texts[4:]]),
+    )
+    assert torch.equal(zeros.text_embeds[3], torch.zeros(40)) and torch.equal(zeros(images), nothing(images))
+    with pytest.raises(ValueError, match="row 3 is zero"):
+        taught("gda", images, labels, without)
+
+
+def test_near_copies_are_noticed():
+    images, labels, _ = clusters(6 * [10], 40)
+    frames = F.normalize(images.repeat(2, 1) + 0.02 * torch.randn(120, images.shape[1]), dim=1)
+    assert share_alike(images, labels) < MANY_ALIKE < 0.9 < share_alike(frames, labels.repeat(2))
+
+
+def test_estimate_is_corrected_for_wrong_labels():
+    accuracy, wrong, classes = 0.9, 0.1, 5
+    agreement = (1 - wrong) * accuracy + wrong * (1 - accuracy) / (classes - 1)
+    share, low, high = corrected((agreement, agreement - 0.05, agreement + 0.05), (wrong, 0.05, 0.15), classes)
+    assert share == pytest.approx(accuracy) and low < share < high <= 1
+    said = Estimates(
+        shares={"lda": (0.9, 0.8, 1.0)}, classes=("a",), wrong=(0.03, 0.01, 0.05), alike=True, misnamed=("b",)
+    )
+    text = " ".join(said.remarks(3))
+    for words in (
+        "1 of 3 classes: 'a'",
+        "about 3 % of the labels look wrong (1.0 to 5.0 %)",
+        "--group",
+        "images: 'b'",
+    ):
+        assert words in text
