@@ -123,7 +123,7 @@ class PixelDataset(Dataset[PixelRow]):
 
 
 MOST_THREADS = 16
-UNSHOWN = 5.0  # seconds until a pass over images shows its progress bar
+UNSHOWN = 1.0  # seconds until a pass over images shows its progress bar
 
 
 def read_batches(
