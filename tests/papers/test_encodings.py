@@ -56,19 +56,32 @@ def test_one_image_has_the_feature_that_it_has_in_a_batch_of_24(two_tasks):
         assert learner.predict(pixels[row]) == [learner.predict(pixels)[row]]
 
 
-def test_loaded_in_a_fresh_process_features_and_predictions_are_equal(two_tasks, tmp_path):
+@pytest.fixture(scope="module")
+def fresh():
+    """Return a function that loads the learner of a folder, and uses it, in a process that has made no learner."""
+    code = (
+        "import sys, json, torch; from dulbe_peft import ClassIncrementalLearner as L\n"
+        "for f in map(str.strip, sys.stdin):\n"
+        "    l = L.from_pretrained(f + '/saved'); x = list(torch.load(f + '/pixels.pt'))\n"
+        "    print(json.dumps([l.image_embeds(x).tolist(), l.predict(x), l.encoder.encoding.digest]), flush=True)"
+    )
+    command, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+
+        def ask(folder):
+            process.stdin.write(f"{folder}\n")
+            process.stdin.flush()
+            return json.loads(next(line for line in process.stdout if line.startswith("[[")))
+
+        yield ask
+        process.stdin.close()
+
+
+def test_loaded_in_a_fresh_process_features_and_predictions_are_equal(two_tasks, fresh, tmp_path):
     learner, pixels = two_tasks, torch.stack([pixels for pixels, _ in IMAGES])
     learner.save_pretrained(tmp_path / "saved")
     torch.save(pixels, tmp_path / "pixels.pt")
-    code = (
-        "import sys, json, torch; from dulbe_peft import ClassIncrementalLearner as L; f = sys.argv[1];"
-        "l = L.from_pretrained(f + '/saved'); x = list(torch.load(f + '/pixels.pt'));"
-        "print(json.dumps([l.image_embeds(x).tolist(), l.predict(x), l.encoder.encoding.digest]))"
-    )
-    out = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
-    ).stdout
-    features, names, digest = json.loads(out.splitlines()[-1])
+    features, names, digest = fresh(tmp_path)
     assert names == learner.predict(list(pixels)) and digest == learner.encoder.encoding.digest
     torch.testing.assert_close(torch.tensor(features), learner.image_embeds(list(pixels)), rtol=0, atol=1e-6)
 

@@ -269,7 +269,7 @@ def _check_first(first: str, learner: str | None, classifiers: Collection[str]) 
         raise ValueError(f"{learner!r} has no classifier {first!r}; its classifiers are {', '.join(classifiers)}")
 
 
-def answers_of(only: str | None, sum_up: str | None, known: Sequence[str]) -> dict[str, object]:
+def answers_of(only: str | None, sum_up: str | None, known: Sequence[str]) -> dict[str, Any]:
     """Return the fields `only` and `sum_up` of a `Query` from files, and print the classes that were not learned.
 
     Raises:
@@ -280,7 +280,7 @@ def answers_of(only: str | None, sum_up: str | None, known: Sequence[str]) -> di
     from dulbe_peft.utils.files import read_lines
 
     learned = {class_key(name): name for name in known}
-    fields: dict[str, object] = {}
+    fields: dict[str, Any] = {}
     for flag, file in (("only", only), ("sum_up", sum_up)):
         if file is None:
             continue

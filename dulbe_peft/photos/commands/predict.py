@@ -75,8 +75,8 @@ def predict(
     given = {name: value for name, value in asked.items() if value is not None}
     query = Query(**given, novelty=bool(csv or json_file))
     check_given(only=only, sum_up=sum_up)
-    files = ("--csv", csv, ".csv"), ("--json", json_file, ".json"), ("--exiftool", exiftool, ".csv")
-    files = (*files, ("--camtrap-dp", camtrap_dp, ".csv"))
+    files = [("--csv", csv, ".csv"), ("--json", json_file, ".json"), ("--exiftool", exiftool, ".csv")]
+    files.append(("--camtrap-dp", camtrap_dp, ".csv"))
     package = _package(paths) if camtrap_dp else None
     claim(*files, reads=paths, overwrite=overwrite)
     claim(("--sort-into", sort_into, FOLDER), apart=paths)

@@ -71,9 +71,10 @@ def export_learner(
         ImportError: If packages that write a graph are not installed.
         ValueError: If the format or classifier does not exist, or the learner cannot be exported to the format.
     """
-    if not isinstance(getattr(learner, "state", learner), LearnerState):
+    given: object = getattr(learner, "state", learner)
+    if not isinstance(given, LearnerState):
         raise TypeError(f"learner must be a ClassIncrementalLearner or its state, got {type(learner).__name__}")
-    format = format or default_format(getattr(learner, "state", learner))
+    format = format or default_format(given)
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; it must be one of {', '.join(FORMATS)}")
     if compress_to is not None and format != "lora":
