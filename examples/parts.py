@@ -65,10 +65,11 @@ def accuracies(system: str, seed: int) -> dict[str, float]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS, metavar="NAME")
     parser.add_argument("--output", help="a JSON file for the accuracies with each seed")
     options = parser.parse_args()
     results = {}
-    for system in SYSTEMS:
+    for system in options.systems:
         each = [accuracies(system, seed) for seed in range(options.seeds)]
         results[system] = {figure: [row[figure] for row in each] for figure in each[0]}
         cells = [

@@ -79,6 +79,19 @@ def test_domains_example_runs_resumes_and_checks_its_protocol(tmp_path, digit_fo
     assert "first: train is 6, the protocol has 7" in failed.value.stderr
 
 
+def test_examples_of_predictions_and_of_estimators_run(tmp_path):
+    predictions = run("predicting.py", cwd=tmp_path)
+    assert predictions.startswith("['two']") and "'probability'" in predictions
+    first, *_, best = run("estimators.py", cwd=tmp_path).splitlines()
+    assert float(first) > 0.9 and "'classifier'" in best
+
+
+def test_parts_example_measures_a_system(tmp_path):
+    output = run("parts.py", "--systems", "nothing trained", "--output", "parts.json", cwd=tmp_path)
+    accuracies = json.loads((tmp_path / "parts.json").read_text())["accuracies"]["nothing trained"]
+    assert f"learned {accuracies['learned'][0]:.1f}" in output and 50 < accuracies["never learned"][0] <= 100
+
+
 def test_every_example_is_run_by_a_test():
     scripts = {path.name for path in EXAMPLES.glob("*.py")}
     here = Path(__file__).read_text(encoding="utf-8")
