@@ -831,11 +831,15 @@ class Classifier(nn.Module):
         try:
             with torch.device("meta"):
                 classifier = cls(**arguments)
-            check_shapes(classifier._layouts, shapes, len(config.class_names))
+            number = len(config.class_names)
+            empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+            shapes = {name: tuple(t.shape) for name, t in classifier.rule.upgraded(empty, number).items()}
+            check_shapes(classifier._layouts, shapes, number)
             known = classifier.rule.solved_shapes(len(config.class_names))
             if solved_shapes and solved_shapes not in known:
                 raise ValueError(f"the tensors {SOLVED!r} must have one of the shapes {known}, got {solved_shapes}")
             state, solved, sha256 = files.tensors()
+            state = classifier.rule.upgraded(state, number)
             extra = ExtraState(**{name: getattr(config, name) for name in ExtraState.model_fields})
             classifier.load_state_dict({**state, EXTRA_STATE: extra.to_tensor()})
             if config.sha256 not in (None, sha256):

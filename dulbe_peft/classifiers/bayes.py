@@ -130,6 +130,17 @@ class BayesRule(ClassSums):
             | {"shown": per_class(dtype=torch.int64)}
         )
 
+    def upgraded(self, tensors: dict[str, Tensor], classes: int) -> dict[str, Tensor]:
+        """Give older tables, which knew neither wrong labels nor classes, the same loss for every share and class."""
+        if "shown" in tensors or not {"losses", "by_text"} <= tensors.keys() or tensors["losses"].ndim != 4:
+            return tensors
+        losses, by_text, wrong = tensors["losses"], tensors["by_text"], len(WRONG)
+        return tensors | {
+            "losses": losses[..., None].repeat(1, 1, 1, 1, wrong),
+            "by_text": (by_text / max(1, classes))[None, ..., None].repeat(classes, 1, 1, wrong),
+            "shown": torch.zeros(classes, dtype=torch.int64, device=losses.device),
+        }
+
     def added(self, state: State, images: Tensor, labels: Tensor, new: Sequence[str]) -> dict[str, Tensor]:
         return super().added(state, images, labels, new) | {
             name: rows for name, rows in state.with_new_rows(len(new)).items() if name in ("by_text", "shown")

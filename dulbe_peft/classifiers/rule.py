@@ -306,6 +306,10 @@ class Rule:
         """Return whether the tensors follow drift under this value of `LearnerArguments.drift`."""
         return drift != "none" and (bool(cls.moves) or cls.moved is not Rule.moved)
 
+    def upgraded(self, tensors: dict[str, Tensor], classes: int) -> dict[str, Tensor]:
+        """Return the tensors of a file of an older version, for a number of classes, in today's form."""
+        return tensors
+
     def check(self, state: State) -> None:
         """Raise a `ValueError` if tensors that have valid types and shapes contradict each other."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dulbe_peft.arguments import AdapterSettings
+from dulbe_peft.arguments import AdapterSettings, LearnerArguments
 from dulbe_peft.checkpoints import layout, learner_file, restoring
 from dulbe_peft.checkpoints.base_models import digest
 from dulbe_peft.checkpoints.layout import RESULTS_FILE, TIMINGS_FILE
@@ -207,10 +207,10 @@ def _changes(saved: Identity, current: Identity) -> str:
     """
     for group in ("base_model", "strategy", "classifiers", "arguments", "adapter"):
         both = [getattr(identity, group) for identity in (saved, current)]
-        if group == "adapter" and both[0]:  # a setting that did not exist yet had its default value
-            both[0] = {entry.name: entry.default for entry in fields(AdapterSettings) if entry.name in both[1]} | both[
-                0
-            ]
+        kinds: dict[str, type] = {"adapter": AdapterSettings, "arguments": LearnerArguments}
+        if group in kinds and both[0]:  # a setting that did not exist yet had its default value
+            defaults = {entry.name: entry.default for entry in fields(kinds[group]) if entry.name in both[1]}
+            both[0] = defaults | both[0]
         if group == "classifiers" and set(both[0]) != set(both[1]):
             both = [", ".join(sorted(names)) for names in both]
         old, new = (flat_settings({group: settings}) for settings in both)
