@@ -4,6 +4,7 @@ Reference:
     Camtrap DP 1.0, https://camtrap-dp.tdwg.org: media.csv lists the files, observations.csv what was seen on them.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from dulbe_peft.utils.terminal import counted
 
 MEDIA, OBSERVATIONS = "media.csv", "observations.csv"
 _NEEDED = {MEDIA: ("mediaID", "filePath"), OBSERVATIONS: ("mediaID", "observationType", "scientificName")}
+_KINDS, _HUMAN = ("human", "vehicle", "blank"), "Homo sapiens"  # types that can be classes; a name of a type
 _NOT_SEEN = {"", "unclassified", "unknown"}  # values of observationType that are no class
 HEADER = (  # the columns of observations.csv that predictions fill
     *("observationID", "deploymentID", "mediaID", "eventStart", "eventEnd", "observationLevel", "observationType"),
@@ -58,17 +60,17 @@ def open_camtrap(folder: Path) -> Table:
 
 def observation(media: dict[str, str], name: str, probability: float, by: str) -> Sequence[str]:
     """Return the row of observations.csv, in the order of `HEADER`, for the prediction of a file; "" is no class."""
-    kind = name if name in ("human", "vehicle", "blank") else "animal" if name else "unclassified"
+    kind = "human" if name == _HUMAN else name if name in _KINDS else "animal" if name else "unclassified"
     return (
         *(f"{media['mediaID']}-predicted", media.get("deploymentID", ""), media["mediaID"]),
         *(media.get("timestamp", ""), media.get("timestamp", ""), "media", kind),
-        *("" if kind != "animal" else name, "machine", by, f"{probability:.4f}"),
+        *("" if name in _KINDS else name, "machine", by, f"{probability:.4f}"),
     )
 
 
 def media_of(folder: Path) -> dict[str, dict[str, str]]:
     """Return the rows of media.csv by the path of the file, relative to the package."""
-    return {row["filePath"]: row for row in _rows(folder, MEDIA)}
+    return {os.path.normpath(row["filePath"]): row for row in _rows(folder, MEDIA)}
 
 
 def _rows(folder: Path, name: str) -> list[dict[str, str]]:

@@ -14,6 +14,7 @@ from dulbe_peft.utils.files import unguarded
 
 PATH, LABEL, SPLIT = "path", "label", "split"
 GUESS, NOVELTY = "predicted", "novelty"  # columns of the tables that `suggest` and `predict` write
+_OLD_GUESS = "class"  # the name of the column `GUESS` before version 0.3
 FILE = "SourceFile"  # the path column of exiftool's tables
 KEYWORDS = {"subject", "keywords", "hierarchicalsubject", "weightedflatsubject", "lastkeywordxmp", "tagslist"}
 # The names that programs give to these columns, in lower case. A column named PATH or LABEL is preferred.
@@ -69,8 +70,9 @@ def open_table(
         file_column = next(name for name in header if plain[name] == FILE)
         return Table(path, rows, file_column, keywords=keywords)
     lower = {name.lower() for name in header}
-    if {GUESS, PATH, NOVELTY} <= lower and LABEL not in lower and label_column == LABEL:
-        why = f"has predictions, in the column {GUESS!r}, and no labels"
+    guess = next((name for name in (GUESS, _OLD_GUESS) if {name, PATH, NOVELTY} <= lower), None)
+    if guess is not None and LABEL not in lower and label_column == LABEL:
+        why = f"has predictions, in the column {guess!r}, and no labels"
         raise ValueError(f"{path} {why}: correct the predictions, and rename the column to {LABEL!r}")
     table = Table(path, rows, one_label=one_label)
     table.paths = _find_column(table, header, path_column, _PATHS, "path")

@@ -64,6 +64,10 @@ def test_table_gives_labels_and_splits_of_images(heap, tmp_path, monkeypatch):
             "has the columns .*expected path,label and maybe split, or SourceFile,Subject",
         ),
         (
+            [["path", "predicted", "novelty"], ["a.jpg", "x", "0"]],
+            "has predictions, in the column 'predicted', .* and rename the column to 'label'",
+        ),
+        (
             [["path", "class", "novelty"], ["a.jpg", "x", "0"]],
             "has predictions, in the column 'class', .* and rename the column to 'label'",
         ),

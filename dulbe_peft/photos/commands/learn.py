@@ -77,7 +77,7 @@ def learn(
     notes: list[str] = []
     train, test = setup.open_source(source, unreadable_finder(loaded), notes, loaded.class_names)
     setup.report_leaks(train, test, loaded.state.known)
-    fixed = _move_relabelled(loaded, train)
+    fixed = _move_relabelled(loaded, train, no_update)
     fresh = train.at(np.setdiff1d(np.arange(len(train)), fixed))
     if not again:
         fresh = _without_equal_features(setup.new_images(train, loaded.state.known, " (--again)"), loaded)
@@ -111,20 +111,27 @@ def learn(
     close_run(loaded, output, results, [*tests, *(task.test for task in tasks)], [train], notes)
 
 
-def _move_relabelled(learner: ClassIncrementalLearner, images: LabelledImages) -> list[int]:
+def _move_relabelled(learner: ClassIncrementalLearner, images: LabelledImages, no_update: bool) -> list[int]:
     """Forget learned images that now have another label, so that they are learned again with it.
 
-    Return the rows of those that cannot be moved, because a classifier cannot forget them. What is done is printed.
+    Return the rows of those that are not moved: a classifier cannot forget them, or with `no_update`, their label is
+    a known class, which gets no image. What is done is printed.
     """
     before = learner.state
     rows = before.known.new_rows(images)[1].get("of another class", [])
+    names = [images.class_names[label] for label in images.labels.tolist()]
+    kept = [row for row in rows if no_update and names[row] in learner.class_names]
+    if kept:
+        example = f"{images.item_name(kept[0])}, which is now {names[kept[0]]!r}"
+        print_once(f"--no-update: {counted(len(kept), 'image')} left in the class learned before, such as {example}")
+    rows = sorted(set(rows) - set(kept))
     if not rows:
-        return []
+        return kept
     class_of, counts = before.known.class_of(), before.image_counts()
     was = [class_of[content or b""] for content in images.at(rows).contents()]
     contents = {content or b"": name for content, name in zip(images.at(rows).contents(), was, strict=True)}
     emptied = [name for name, number in Counter(contents.values()).items() if counts[name] == number]
-    example = f"{images.item_name(rows[0])} from {was[0]!r} to {images.class_names[images.labels[rows[0]]]!r}"
+    example = f"{images.item_name(rows[0])} from {was[0]!r} to {names[rows[0]]!r}"
     try:
         stays = [row for row, name in zip(rows, was, strict=True) if name not in emptied]
         if stays:
@@ -136,11 +143,11 @@ def _move_relabelled(learner: ClassIncrementalLearner, images: LabelledImages) -
         print_once(
             f"{counted(len(rows), 'image')} left in the class that it was learned as, such as {example}: {error}"
         )
-        return rows
+        return [*kept, *rows]
     print_once(f"{counted(len(rows), 'image')} moved to another class, such as {example}")
     for name in emptied:
         print_once(f"the class {name!r} has no image left and is forgotten")
-    return []
+    return kept
 
 
 def _without_equal_features(images: LabelledImages, learner: ClassIncrementalLearner) -> LabelledImages:

@@ -295,5 +295,8 @@ def answers_of(only: str | None, sum_up: str | None, known: Sequence[str]) -> di
         if len(unknown) == len(rows):
             raise ValueError(f"{file} names no class that the learner knows; it knows {', '.join(known[:5])} ...")
         pairs = [(learned[class_key(row[0])], row[-1]) for row in rows if class_key(row[0]) in learned]
+        twice = next((name for name, group in pairs if flag == "sum_up" and dict(pairs)[name] != group), None)
+        if twice is not None:
+            raise ValueError(f"{file} puts the class {twice!r} into two groups: keep one of them")
         fields[flag] = tuple(dict.fromkeys(name for name, _ in pairs)) if flag == "only" else dict(pairs)
     return fields

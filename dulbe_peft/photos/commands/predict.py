@@ -225,14 +225,19 @@ def _write_observations(rows: Sequence[Prediction], file: Path, package: Path, c
     from dulbe_peft.data import camtrap
 
     media = camtrap.media_of(package)
-    lines = []
+    lines, unlisted = [], []
     for row in rows:
         entry = media.get(os.path.relpath(row.image, package)) if row.error is None else None
-        if entry is not None:
+        if entry is None:
+            unlisted += [row.image] if row.error is None else []
+        else:
             name = row.classes[0] if row.known else ""
             lines.append(camtrap.observation(entry, name, row.probabilities[0], f"dulbe_peft, {classifier}"))
     if not lines:
         raise ValueError(f"no image is listed in {package / camtrap.MEDIA}: {file} is not written")
+    if unlisted:
+        what = f"{counted(len(unlisted), 'image')} without an observation, because {camtrap.MEDIA} does not list them"
+        print(f"{what}, such as {printable(unlisted[0])}", file=sys.stderr)
     with output_file(file) as text:  # other programs read it, so no apostrophe guards against formulas
         writer(text, lineterminator="\n").writerows([camtrap.HEADER, *lines])
 

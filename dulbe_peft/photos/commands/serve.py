@@ -74,7 +74,8 @@ def serve(
 
         answers = answers_of(only, sum_up, loaded.class_names)
         server = held.enter_context(make_server(loaded, host, port, names, output, photos, **answers))
-        for line in [] if server.app.labelling is None else server.app.labelling.left_out:
+        left_out = [] if server.app.labelling is None else server.app.labelling.left_out
+        for line in [*left_out, *server.app.notes]:
             print(line)
         kept = "changes are not saved without --output" if output is None else f"changes are saved in {output}"
         print(f"open http://{name}:{server.server_address[1]} (Ctrl-C stops the server; {kept})", flush=True)

@@ -17,6 +17,7 @@ from dulbe_peft.arguments import Query
 from dulbe_peft.classifiers.calibration import HARDLY
 from dulbe_peft.data.decoding import decode_image, open_image
 from dulbe_peft.data.images import named_images
+from dulbe_peft.data.names import NONE, class_key
 from dulbe_peft.data.unlabelled import unlabelled_images
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.photos.serving.label_table import LABELS_FILE, Label, LabelTable
@@ -33,7 +34,7 @@ MOST_UNDOS = 20  # states that undo can return to; each of them keeps the classi
 BROWSERS_SHOW = {"JPEG", "PNG", "WEBP", "GIF", "BMP"}
 
 
-@dataclass
+@dataclass(eq=False)  # a change is equal to itself only
 class Change:
     """A change that can be undone.
 
@@ -59,15 +60,16 @@ class App:
         **answers: Any,
     ) -> None:
         self.learner, self.output, self.answers = learner, output, answers  # `only` and `sum_up` of a query
+        self.seen = self._manifest()  # what the output folder holds, as far as this server knows
         self.table = LabelTable(None if output is None else Path(output, LABELS_FILE))
         self.labelling = None if photographs is None else Labelling(learner, photographs, self.table)
         self.saved_state = learner.state
-        self.seen = self._manifest()  # what the output folder holds, as far as this server knows
         self.lost: list[int] = []  # labelled photographs that could not be learned, because their files are gone
         labels = {} if self.labelling is None else self.labelling.labels
         self.changes = [
             Change(f"the label {name}", learner.state, place, waits=True) for place, name in labels.items()
         ]
+        self.notes = self._differing()  # sentences for the person who starts the server
         self.lock = threading.Lock()
         if self.output is not None and self.labelling is not None and not Path(self.output).exists():
             self.save()  # the table of labels needs a place from the first label on
@@ -172,8 +174,8 @@ class App:
 
     def known(self) -> list[str]:
         """Return the learned classes and those of labels that wait."""
-        waiting = self.labelling.labels.values() if self.labelling else ()
-        return list(dict.fromkeys([*self.learner.class_names, *waiting]))
+        labels = self.labelling.labels if self.labelling else {}
+        return list(dict.fromkeys([*self.learner.class_names, *(labels[place] for place in self.waiting)]))
 
     def rename(self, request: dict[str, object]) -> dict[str, object]:
         """Rename a class. If the new name is that of another class, the two become one."""
@@ -274,11 +276,14 @@ class App:
             raise ValueError("there is nothing to undo")
         self.table.check()
         last = self.changes[-1]
-        if not last.waits and not last.none:
-            self.change(lambda: self.learner.use_state(last.state))
+        labels = dict(self.table.labels if last.labels is None else last.labels)
+        if last.photo is not None:
+            labels.pop(self.photographs().content[last.photo], None)
+        if last.waits or last.none:
+            self.table.write(labels)
+        else:
+            self.change(lambda: self.learner.use_state(last.state), labels)
         self.changes.pop()
-        if last.labels is not None:
-            self.table.labels = last.labels
         if last.photo is not None:
             self.photographs().undo_label(last.photo)
             self.lost = [place for place in self.lost if place != last.photo]
@@ -286,15 +291,20 @@ class App:
                 for change in self.changes:
                     if change.state is last.state and change.photo is not None and not change.none:
                         change.waits = True
-        self.table.write()
         return self.facts() | {"said": f"undone: {last.words}"}
 
-    def change(self, make: Callable[[], object]) -> None:
-        """Make a change and save it, and the labels with it. After an error, the learner is as before."""
+    def change(self, make: Callable[[], object], given: dict[bytes, Label] | None = None) -> None:
+        """Make a change and save it, and the labels with it. After an error, the learner is as before.
+
+        The labels follow the learner, unless those after the change are `given`.
+        """
         before, labels = self.learner.state, dict(self.table.labels)
         try:
             make()
-            self.table.follow(before.known.class_of(), self.learner.state.known.class_of())
+            if given is None:
+                self.table.follow(before.known.class_of(), self.learner.state.known.class_of())
+            else:
+                self.table.labels = given
             self.save()
         except BaseException:
             self.learner.use_state(before)
@@ -323,6 +333,19 @@ class App:
         """Return the manifest of the learner in the output folder, or None if there is none."""
         file = Path(self.output or "", MANIFEST)
         return file.read_bytes() if self.output is not None and file.exists() else None
+
+    def _differing(self) -> list[str]:
+        """Return a sentence on labels in the table that were edited after their photographs had been learned."""
+        learned = self.learner.state.known.class_of()
+        found = [
+            f"{label.path}, learned as {learned[key]!r}, is {label.name or NONE!r}"
+            for key, label in self.table.labels.items()
+            if key in learned and class_key(label.name) != class_key(learned[key])
+        ]
+        if not found:
+            return []
+        what = f"in {self.table.file}, {counted(len(found), 'label')} not used: {found[0]}"
+        return [f"{what}; correct the photographs on the page, under “Teach it”"]
 
     def trim(self) -> None:
         """Drop the oldest changes if there are more than undo keeps."""

@@ -40,19 +40,27 @@ class LabelTable:
         write_rows(text, HEADER, [[label.path, label.name, key.hex()] for key, label in self.labels.items()])
         return text.getvalue().encode("utf-8", "surrogateescape")
 
-    def write(self) -> None:
+    def write(self, labels: dict[bytes, Label] | None = None) -> None:
         """Write the table completely, or raise an error and leave the file as it was.
+
+        `labels`, if given, replace those of the table, unless there is an error.
 
         Raises:
             CheckpointError: If another program has changed or removed the file since it was read or written.
             OSError: If the file cannot be written.
         """
         self.check()
-        content = self.content()
-        if self.file is not None and content != self._written and (self.labels or self._written is not None):
-            with replacing(self.file) as temporary:
-                temporary.write_bytes(content)
-            self._written = content
+        before = self.labels
+        self.labels = before if labels is None else labels
+        try:
+            content = self.content()
+            if self.file is not None and content != self._written and (self.labels or self._written is not None):
+                with replacing(self.file) as temporary:
+                    temporary.write_bytes(content)
+                self._written = content
+        except BaseException:
+            self.labels = before
+            raise
 
     def check(self) -> None:
         """Raise a CheckpointError if another program has changed or removed the file since it was read or written."""

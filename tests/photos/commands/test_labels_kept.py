@@ -14,6 +14,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from served import photo, two_colours
@@ -141,6 +142,54 @@ def test_folder_that_another_program_changed_is_not_replaced(folder, heap, tmp_p
         with pytest.raises(CheckpointError, match=r"labels.csv was changed or removed by another program"):
             act()
     assert len(app.waiting) == 4 and len(app.labelling.left) == 8
+
+
+def test_undo_keeps_the_other_labels_of_a_new_class(folder, heap, tmp_path):
+    output = tmp_path / "taught"
+    app = start(folder, output, heap)
+    names = [label(app, "navy") for _ in range(5)]
+    assert "navy" in app.learner.class_names
+    app.undo({})
+    assert "navy" not in app.learner.class_names and kept(output) == dict.fromkeys(names[:4], "navy")
+    assert start(folder, output, heap).facts()["labelling"]["waiting"] == 4
+
+
+def test_undo_that_cannot_be_saved_changes_nothing(folder, heap, tmp_path, monkeypatch):
+    output = tmp_path / "taught"
+    app = start(folder, output, heap)
+    for count in (4, 1):  # labels that wait, then labels that were learned
+        for _ in range(count):
+            label(app)
+        before, facts = kept(output), app.facts()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(app.table), "content", Mock(side_effect=OSError("the disk is full")))
+            with pytest.raises(OSError, match="full"):
+                app.undo({})
+        assert app.facts() == facts and kept(output) == before
+        app.undo({})
+        assert len(kept(output)) == len(before) - 1
+        label(app)
+
+
+def test_old_name_of_a_renamed_class_is_a_new_class(folder, heap, tmp_path):
+    app = start(folder, tmp_path / "taught", heap)
+    for _ in range(5):
+        label(app, "bleu")
+    app.rename({"class": "bleu", "to": "navy"})
+    answer = app.label({"photo": app.facts()["labelling"]["photo"], "class": "bleu", "ask": True})
+    assert answer["ask"].startswith("new class 'bleu'?")
+
+
+def test_edited_label_of_a_learned_photograph_is_reported(folder, heap, tmp_path):
+    output = tmp_path / "taught"
+    app = start(folder, output, heap)
+    for _ in range(5):
+        label(app, "navy")
+    assert app.notes == start(folder, output, heap).notes == []
+    table = output / "labels.csv"
+    table.write_text(table.read_text().replace(",navy,", ",red,", 1))
+    (note,) = start(folder, output, heap).notes
+    assert "labels.csv, 1 label not used" in note and "learned as 'navy', is 'red'" in note
 
 
 @pytest.mark.parametrize(

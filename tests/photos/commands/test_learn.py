@@ -313,6 +313,22 @@ def test_photograph_in_another_folder_than_before_is_moved(digit_folders, tmp_pa
     assert len({*learner.state.known.class_of()}) == 18
 
 
+def test_photographs_of_another_known_class_stay_with_no_update(digit_folders, tmp_path, capsys):
+    june = shutil.copytree(digit_folders(3, 6, 0), tmp_path / "june")
+    shutil.move(june / "train" / "two", tmp_path / "two")
+    first = ["run", "--data", june, "--model", demo_model_folder(), "--classifiers", "bayes", *MACHINE]
+    assert main([*map(str, first), "--output", str(tmp_path / "out")]) == 0
+    shutil.move(tmp_path / "two", june / "train" / "two")
+    one, other = sorted((june / "train" / "zero").iterdir())[:2]
+    one.rename(june / "train" / "one" / "moved.png")  # a known class
+    other.rename(june / "train" / "two" / "moved.png")  # a new class
+    assert learn(tmp_path / "out", june, tmp_path / "july", "--no-update") == 0
+    printed = capsys.readouterr().out
+    assert "--no-update: 1 image left in the class learned before" in printed and "1 image moved to another" in printed
+    counts = ClassIncrementalLearner.from_pretrained(tmp_path / "july").state.image_counts()
+    assert counts == {"zero": 5, "one": 6, "two": 7}
+
+
 def test_names_of_new_classes_are_printed_with_the_known_one_they_resemble(digit_folders, tmp_path, capsys):
     photos = digit_folders(3, 4, 0)
     june = tmp_path / "june"

@@ -17,6 +17,7 @@ from lives import content
 from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.arguments import Query
 from dulbe_peft.classifiers import Classifier
+from dulbe_peft.data.camtrap import HEADER, observation
 from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.photos.commands.main import main
@@ -344,7 +345,7 @@ def test_only_possible_classes_are_answered_with_renormalised_probabilities(lear
     assert main(command) == 2 and "names no class that the learner knows" in capsys.readouterr().err
 
 
-def test_groups_get_the_sums_of_their_classes(learner, folders, tmp_path):
+def test_groups_get_the_sums_of_their_classes(learner, folders, tmp_path, capsys):
     model, test = ClassIncrementalLearner.from_pretrained(learner), str(folders / "test")
     (tmp_path / "groups.csv").write_text("class;group\none;odd\nthree;odd\ntwo;even\n")
     file = tmp_path / "answers.csv"
@@ -360,6 +361,9 @@ def test_groups_get_the_sums_of_their_classes(learner, folders, tmp_path):
         expected = {"odd": p["one"] + p["three"], "even": p["two"], "zero": p["zero"]}
         assert found[row.image] == pytest.approx(expected, abs=2e-6)
     groups = {"one": "odd", "three": "odd", "two": "even", "zero": "even"}
+    (tmp_path / "groups.csv").write_text("class;group\none;odd\nOne;prime\n")
+    assert main([*command, "--overwrite"]) == 2
+    assert "groups.csv puts the class 'one' into two groups" in capsys.readouterr().err
     sets = model.predict(test, coverage=0.75, sum_up=groups)
     for inside, outside in zip(model.predict(test, coverage=0.75), sets, strict=True):
         assert {groups[name] for name in inside} <= set(outside) <= {"odd", "even"}
@@ -402,8 +406,25 @@ def test_predictions_are_observations_of_a_camtrap_package(learner, folders, tmp
     assert all(
         row["classifiedBy"] == "dulbe_peft, bridge" and row["classificationMethod"] == "machine" for row in rows
     )
+    shutil.copy(package / "media" / "0.png", package / "media" / "other.png")
+    assert main([*command, "--overwrite"]) == 0 and len(read_csv(file)) == 3
+    assert "1 image without an observation, because media.csv does not list them" in capsys.readouterr().err
     assert main(["predict", str(learner), str(folders / "test"), *command[3:]]) == 2
     assert "--camtrap-dp needs the folder of a Camtrap DP package" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, kind, scientific",
+    [
+        ("Vulpes vulpes", "animal", "Vulpes vulpes"),
+        ("Homo sapiens", "human", "Homo sapiens"),
+        ("blank", "blank", ""),
+        ("", "unclassified", ""),
+    ],
+)
+def test_observation_has_the_type_of_its_class(name, kind, scientific):
+    row = dict(zip(HEADER, observation({"mediaID": "m"}, name, 0.5, "me"), strict=True))
+    assert (row["observationType"], row["scientificName"]) == (kind, scientific)
 
 
 def test_page_answers_with_the_classes_of_a_site(learner, folders):
