@@ -189,10 +189,9 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
         `groups`, (n,), are as for [`FeatureClassifier`].
         """
         encoder = _encoder(str(self.model))
-        self.encoder_ = encoder.facts
         classifier = FeatureClassifier(self.classifier, texts=self._texts(y), logit_scale=logit_scale(encoder.clip))
-        self.features_ = classifier.fit(self._embeds(images), y, groups)
-        self.classes_ = self.features_.classes_
+        self.features_ = classifier.fit(self._embeds(images, anew=True), y, groups)
+        self.classes_, self.encoder_ = self.features_.classes_, encoder.facts  # together: an error changes nothing
         return self
 
     @default_torch_settings()
@@ -201,16 +200,15 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
 
         After an error, the estimator is as it was before.
         """
-        if not hasattr(self, "features_"):
-            encoder = _encoder(str(self.model))
-            self.encoder_ = encoder.facts
+        encoder, anew = _encoder(str(self.model)), not hasattr(self, "features_")
+        if anew:
             features = FeatureClassifier(self.classifier, texts={}, logit_scale=logit_scale(encoder.clip))
         else:
             features = copy.copy(self.features_)  # its classifier is replaced, not changed
         texts = self._texts(y)
         features.texts = None if texts is None else {**texts, **(features.texts or {})}
-        self.features_ = features.partial_fit(self._embeds(images), y, classes)
-        self.classes_ = self.features_.classes_
+        self.features_ = features.partial_fit(self._embeds(images, anew), y, classes)
+        self.classes_, self.encoder_ = self.features_.classes_, encoder.facts
         return self
 
     def _texts(self, y: object) -> dict[Hashable, object] | None:
@@ -235,10 +233,10 @@ class ImageClassifier(ClassifierMixin, BaseEstimator):
         return self.features_.predict_proba(self._embeds(images))
 
     @default_torch_settings()
-    def _embeds(self, images: Any) -> np.ndarray:
+    def _embeds(self, images: Any, anew: bool = False) -> np.ndarray:
         encoder = _encoder(str(self.model))
         facts = encoder.facts
-        if differ := sorted(name for name in facts if facts[name] != self.encoder_.get(name)):
+        if differ := sorted(name for name in facts if not anew and facts[name] != self.encoder_.get(name)):
             raise ValueError(
                 f"the encoder {self.model!r} has changed since this classifier was fitted: {differ} differ; fit again"
             )

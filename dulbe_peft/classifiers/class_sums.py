@@ -22,10 +22,10 @@ class ClassSums(Rule):
     """Keep n_c, n_c m_c and W in float64. They are sums of x, (d,), to which `lifted` maps a feature.
 
     Attributes:
-        sums: N_c m_c, (C, d), float64.
-        counts: N_c, (C,), int64.
+        sums: The n_c m_c, (C, d), float64.
+        counts: The n_c, (C,), int64.
         scatter: W, (d, d), float64, sum of (x - m_c)(x - m_c)' over all images.
-        freedom: F, int64, number of images minus number of classes.
+        freedom: Number of images minus number of classes, int64.
         factors: F_c of all classes, one after another, (rows, d), float64. F_c'F_c is the contribution of class c to
             W, and F_c has at most min(n_c, d) rows. Kept only if `exact_forgetting` is set; otherwise the contribution
             of a forgotten class stays in W.

@@ -29,7 +29,8 @@ def check_groups(groups: Any, count: int) -> Tensor | None:
         raise ValueError(f"groups must be ({count},), one per image, got shape {given.shape}")
     if given.dtype.kind not in "iuSUO":
         raise TypeError(f"groups must be integers or texts, got {given.dtype}")
-    if given.dtype.kind == "O" and (wrong := [x for x in given if not isinstance(x, (str, int, np.integer))]):
+    each = [] if given.dtype.kind in "iu" else np.asarray(groups, dtype=object)  # a list may become texts, even of nan
+    if wrong := [x for x in each if not isinstance(x, (str, int, np.integer))]:
         raise TypeError(f"groups must be integers or texts, got {wrong[0]!r}: give an image without a group its own")
     names, numbers = np.unique(given.astype(str) if given.dtype.kind == "O" else given, return_inverse=True)
     return None if len(names) == count else torch.from_numpy(numbers.reshape(-1))

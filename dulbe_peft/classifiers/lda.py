@@ -32,9 +32,9 @@ class LdaRule(ClassSums):
 
     Args:
         logit_scale: tau. The covariance is I / tau as long as no class has two different images.
-        shrinkage: S, above 0 and at most 1. Shrinks the covariance toward its mean variance times the identity. "oas"
-            computes s from the covariance and its degrees of freedom.
-        prior_images: K, number of additional images at b that each class is assumed to have, relative to the largest
+        shrinkage: The share s, above 0 and at most 1. Shrinks the covariance toward its mean variance times the
+            identity. "oas" computes s from the covariance and its degrees of freedom.
+        prior_images: Number k of additional images at b that each class is assumed to have, relative to the largest
             class. With 0, or if all counts are equal, m_c = mu_c.
 
     Attributes:

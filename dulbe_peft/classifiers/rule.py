@@ -57,7 +57,7 @@ class Rule:
     """Base class. A rule is a frozen dataclass whose fields are its settings. They are saved with the classifier.
 
     Args:
-        embed_dim: D, width of the features.
+        embed_dim: Width d of the features.
         logit_scale: tau, the factor of the cosines (not its logarithm); 100 for CLIP.
 
     Attributes:

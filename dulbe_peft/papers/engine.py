@@ -71,7 +71,7 @@ class EngineRule(Rule):
         learning_rate: Learning rate of SGD at the start of each task; it decays to 0 over the epochs on a cosine.
         text_loss, image_loss: Weights of the last two terms of the loss.
         noise: Standard deviation of a sampled feature, whose mean has a length of about 10.
-        discriminant: A, from 0 to 1.
+        discriminant: The share a, from 0 to 1.
         seed: Seed of the units' initial values, of the order of the features and of the samples.
 
     Reference:

@@ -57,10 +57,10 @@ class RapfRule(KeptGaussians):
         batch_size: Number of image features per step. "auto": the authors' 100, or fewer in a small task, so that it
             has at least 90 steps, as the authors' shortest tasks have.
         learning_rate: Learning rate of Adam at the start of each task; divided by ten after epochs 4 and 10.
-        draws: Beta; a replayed class adds int(10 beta) features to a step, and a hard pair int(20 beta).
-        replayed: K, the number of old classes that a step replays. "auto": so many that each epoch replays all.
-        pair_distance: Theta.
-        fusion_bias: B; values of 1 or more switch the fusion off, so that A is what the task has trained.
+        draws: The factor beta; a replayed class adds int(10 beta) features to a step, and a hard pair int(20 beta).
+        replayed: The number k of old classes that a step replays. "auto": so many that each epoch replays all.
+        pair_distance: The distance theta.
+        fusion_bias: The bias b; values of 1 or more switch the fusion off, so that A is what the task has trained.
         ridge: Value added to the diagonal of each covariance.
         seed: Seed of the initial A, of the order of the features and of the samples.
 

@@ -44,7 +44,7 @@ class SlcaRule(KeptGaussians):
         learning_rate: Learning rate of SGD for the head and the alignment.
         rounds: How often the alignment samples new features. Its learning rate decays to 0 on a cosine meanwhile.
         draws: Number of features sampled per class in a round, and number of features per step of the alignment.
-        norm: H.
+        norm: The norm h.
         ridge: Value added to the diagonal of each covariance of x.
         seed: Seed of the order of the features and of the samples.
 

@@ -137,4 +137,7 @@ def test_parts_do_not_divide_groups_and_leave_each_class_an_image(bursts):
 def test_wrong_groups_are_refused(wrong, message):
     with pytest.raises((ValueError, TypeError), match=message):
         check_groups(wrong, 6)
+    for missing in (None, float("nan")):
+        with pytest.raises(TypeError, match="give an image without a group its own"):
+            check_groups(["a", missing, missing], 3)
     assert check_groups(["a", "b", "a"], 3).tolist() == [0, 1, 0] and check_groups(np.arange(3), 3) is None

@@ -5,6 +5,7 @@ import pytest
 import torch
 from sklearn.base import clone
 from sklearn.datasets import load_digits
+from sklearn.exceptions import NotFittedError
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from dulbe_peft.classifiers import make_classifier
@@ -117,6 +118,20 @@ def test_image_classifier_continues_with_new_classes_and_further_images(digits):
     assert (part.predict(X) == y).mean() > 0.9
     zero_shot = ImageClassifier("demo", "text").partial_fit(X[first], y[first]).partial_fit(X[~first], y[~first])
     assert set(zero_shot.predict(X)) <= set(y.tolist())
+
+
+def test_fit_that_fails_leaves_the_earlier_fit(digits, tiny_model):
+    X, y = digits_as_images()
+    fresh = ImageClassifier("demo", "lda")
+    with pytest.raises(ValueError, match="inconsistent"):
+        fresh.partial_fit(X, y[:-1])
+    with pytest.raises(NotFittedError):
+        fresh.predict(X)
+    fitted = ImageClassifier("demo", "lda").fit(X, y).set_params(model=str(tiny_model))
+    with pytest.raises(ValueError, match="inconsistent"):
+        fitted.fit(X, y[:-1])
+    with pytest.raises(ValueError, match="has changed since this classifier was fitted"):
+        fitted.predict(X)
 
 
 def digits_as_images():
