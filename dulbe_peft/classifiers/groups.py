@@ -29,7 +29,8 @@ def check_groups(groups: Any, count: int) -> Tensor | None:
         raise ValueError(f"groups must be ({count},), one per image, got shape {given.shape}")
     if given.dtype.kind not in "iuSUO":
         raise TypeError(f"groups must be integers or texts, got {given.dtype}")
-    each = [] if given.dtype.kind in "iu" else np.asarray(groups, dtype=object)  # a list may become texts, even of nan
+    # A list of texts and nan is an array of texts only.
+    each: Any = [] if given.dtype.kind in "iu" else np.asarray(groups, dtype=object)
     if wrong := [x for x in each if not isinstance(x, (str, int, np.integer))]:
         raise TypeError(f"groups must be integers or texts, got {wrong[0]!r}: give an image without a group its own")
     names, numbers = np.unique(given.astype(str) if given.dtype.kind == "O" else given, return_inverse=True)
