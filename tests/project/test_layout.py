@@ -224,3 +224,9 @@ def test_import_loads_few_of_our_modules():
     assert "dulbe_peft.adapter.model" in adapter and len(adapter) <= 35
     others = ("dulbe_peft.photos", "dulbe_peft.papers")
     assert not [name for name in (*head, *adapter) if name.startswith(others)]
+
+
+def test_test_files_have_different_names():
+    """Two files of one name cannot be collected in one process."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) == len(set(names)), [name for name in set(names) if names.count(name) > 1]

@@ -74,6 +74,7 @@ class RunFolder:
     predictions: list[ImageResult]
     timings: list[Timing | None]
     pictures: Pictures
+    damaged: list[str] = field(default_factory=list)  # what is wrong with each task folder that is damaged
     finished: bool = True
     base_model: str | None = None
     updates: list[Update] = field(default_factory=list)
@@ -133,7 +134,8 @@ def read_run(folder: str | os.PathLike[str], results: Results | None = None) -> 
     results = results or _read(path / RESULTS_FILE, Results)
     is_task = (path / LEARNER_FILE).is_file()
     task = (path, read_manifest(path)) if is_task else newest_task(path, lambda _: None)
-    for damaged in [] if is_task else _damaged_tasks(path):
+    broken = [] if is_task else _damaged_tasks(path)
+    for damaged in broken:
         message = f"dulbe-peft: a task is damaged, so the report may lack something: {damaged}"
         print(printable_lines(message), file=sys.stderr)
     more: dict[str, Any] = {}
@@ -177,6 +179,7 @@ def read_run(folder: str | os.PathLike[str], results: Results | None = None) -> 
         predictions=read_predictions(newest / PREDICTIONS_FILE) if (newest / PREDICTIONS_FILE).is_file() else [],
         timings=[*([] if times is None else times.tasks), *none][: len(learned)],
         pictures=_pictures(path / PICTURES_FOLDER),
+        damaged=broken,
         first=next(iter(order), ""),
         source=next((source for source in reversed(named) if source is not None), None),
         **more,
