@@ -24,8 +24,8 @@ _PATHS = (
 )
 _LABELS = (LABEL, "labels", "class", "class_name", "classname", "category", "target", "species", "breed")
 _SPLITS = (SPLIT, "set", "subset", "is_valid")
-# How programs and people write that there is no label.
-_NO_VALUE = {"", "nan", "null", "none", "<na>", "#n/a", "n/a", "na", "?", "-", "no_label", "unlabeled", "unlabelled"}
+# How programs and people write that there is no value.
+NO_VALUE = {"", "nan", "null", "none", "<na>", "#n/a", "n/a", "na", "?", "-", "no_label", "unlabeled", "unlabelled"}
 _YES, _NO = {"1", "1.0", "true"}, {"0", "0.0", "false", ""}
 
 
@@ -46,7 +46,7 @@ class Table:
     def label_of(self, row: dict[str, str], number: int) -> str:
         """Return the label of a row, or "" if it has none."""
         if not self.one_hot:
-            return "" if not self.one_label and row[self.label].lower() in _NO_VALUE else row[self.label]
+            return "" if not self.one_label and row[self.label].lower() in NO_VALUE else row[self.label]
         labels = [name for name in self.one_hot if row[name].lower() in _YES]
         if len(labels) > 1:
             raise ValueError(f"line {number} of {self.path} has the labels {labels}: an image must have one label")

@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
+from dulbe_peft.data.columns import NO_VALUE
 from dulbe_peft.data.folders import FileImages, ImageFolder
 from dulbe_peft.data.images import LabelledImages, labelled_images
 from dulbe_peft.photos.data.looking import times_taken
@@ -103,7 +104,6 @@ def _draws(images: LabelledImages, seed: int, purpose: str) -> np.ndarray:
 
 
 FOLDER = "folder"  # groups are the folders in which the files are
-_MISSING = {"", "nan", "null", "none", "<na>"}  # how tables write a missing value, in lower case
 
 
 def grouped(
@@ -155,7 +155,7 @@ def _keys(images: LabelledImages, group: str | None) -> list[str | None]:
     if group in images.columns:
         values = images.columns[group]()
         texts = [str(values[position]).strip() for position in images.indices.tolist()]
-        return [None if text.lower() in _MISSING else text for text in texts]
+        return [None if text.lower() in NO_VALUE else text for text in texts]
     paths = [_path(images, index) for index in range(len(images))]
     if group == FOLDER and isinstance(images, FileImages):
         return [_folder(path, isinstance(images, ImageFolder)) for path in paths]

@@ -64,7 +64,7 @@ def test_groups_come_from_a_column_of_a_table(items):
     files = sorted(items.glob("*/*/*.jpg"))
     rows = []
     for number, file in enumerate(files):
-        rows.append(f"{file.relative_to(items)},{file.parts[-3]},{file.stem},{'' if number else 'nan'}")
+        rows.append(f"{file.relative_to(items)},{file.parts[-3]},{file.stem},{'' if number else 'N/A'}")
     table = items / "labels.csv"
     table.write_text("\n".join(["path,label,camera,empty", *rows]))
     train, _, inventory = opened(table, group="camera")
