@@ -64,7 +64,7 @@ def observation(media: dict[str, str], name: str, probability: float, by: str) -
     return (
         *(f"{media['mediaID']}-predicted", media.get("deploymentID", ""), media["mediaID"]),
         *(media.get("timestamp", ""), media.get("timestamp", ""), "media", kind),
-        *("" if name in _KINDS else name, "machine", by, f"{probability:.4f}"),
+        *("" if name in _KINDS else name, "machine", by, f"{probability:.4f}" if name else ""),
     )
 
 

@@ -35,7 +35,7 @@ def label_splits(
 ) -> Splits:
     """Return the images of a table by split, as `load_data` does. Rows without a label or keyword are left out."""
     if is_camtrap(path):
-        return _splits_of(open_camtrap(path.parent), path.parent)
+        return _camtrap_splits(path.parent, path_column, label_column, vocabulary)
     table = open_table(path, path_column, label_column, one_label)
     if table.keywords:
         return {None: _by_keyword(table, vocabulary)}
@@ -55,7 +55,7 @@ def metadata_splits(folder: Path, label_column: str = LABEL, one_label: bool = F
         return next((open_table(file, None, label_column, one_label) for file in files), None)
 
     if is_camtrap(folder / OBSERVATIONS):
-        return _splits_of(open_camtrap(folder), folder)
+        return _camtrap_splits(folder, None, label_column)
     if (table := open_metadata(folder)) is not None:
         return _splits_of(table, folder, by_folder=True)
     splits: Splits = {}
@@ -63,6 +63,14 @@ def metadata_splits(folder: Path, label_column: str = LABEL, one_label: bool = F
         if (table := open_metadata(folder / name)) is not None:
             splits |= _splits_of(table, folder / name, split=name)
     return splits
+
+
+def _camtrap_splits(folder: Path, path_column: str | None, label_column: str, vocabulary: str | None = None) -> Splits:
+    given = {"path column": path_column, "vocabulary": vocabulary}
+    given["label column"] = None if label_column == LABEL else label_column
+    if wrong := [f"{what} {value!r}" for what, value in given.items() if value is not None]:
+        raise ValueError(f"{folder} is a Camtrap DP package, whose columns are fixed: leave out the {wrong[0]}")
+    return _splits_of(open_camtrap(folder), folder)
 
 
 def _splits_of(table: Table, root: Path, split: str | None = None, by_folder: bool = False) -> Splits:

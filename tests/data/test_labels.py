@@ -472,6 +472,8 @@ def test_camtrap_package_is_read_by_its_join(tmp_path):
         assert (
             "1 file left out, with several labels" in images.notes[1] and "1 observation not used" in images.notes[2]
         )
+        with pytest.raises(ValueError, match="Camtrap DP package.*leave out the label column 'vernacularName'"):
+            load_data(data, None, label_column="vernacularName")
     table(tmp_path / "media.csv", ["mediaID", "deploymentID"], *([row[0], row[1]] for row in media))
     with pytest.raises(ValueError, match=r"media.csv has no column 'filePath', which Camtrap DP 1.0 asks for"):
         load_data(tmp_path, None)

@@ -31,9 +31,13 @@ class Labelling:
         self.learner, self.table = learner, table
         self.images, self.features, self.left_out = new_photographs(learner, [str(folder)])
         self.content = [content or b"" for content in self.images.contents()]
-        given = {place: table.labels[key] for place, key in enumerate(self.content) if key in table.labels}
-        known = learner.class_names
-        self.labels = {place: known_spelling(label.name, known) for place, label in given.items() if label.name}
+        places = {key: place for place, key in enumerate(self.content)}
+        given = {places[key]: label for key, label in table.labels.items() if key in places}  # in the table's order
+        known, self.labels = {class_key(name): name for name in learner.class_names}, dict[int, str]()
+        for place, label in given.items():
+            if label.name:
+                (name,) = check_class_names([label.name])
+                self.labels[place] = known.setdefault(class_key(name), name)
         self.none = [place for place, label in given.items() if not label.name]  # belong to no class
         self.left = [place for place in range(len(self.images)) if place not in given]
         self.skipped: list[int] = []  # shown last

@@ -180,6 +180,21 @@ def test_old_name_of_a_renamed_class_is_a_new_class(folder, heap, tmp_path):
     assert answer["ask"].startswith("new class 'bleu'?")
 
 
+def test_labels_wait_after_a_restart_in_the_order_and_spelling_of_the_table(folder, heap, tmp_path):
+    output = tmp_path / "taught"
+    app = start(folder, output, heap)
+    names = [label(app, colour) for colour in ("green", "navy", "red", "navy")]
+    table = output / "labels.csv"
+    table.write_text(table.read_text().replace(",navy,", ",Navy,", 1))
+    again = start(folder, output, heap)
+    assert [again.labelling.labels[place] for place in again.waiting] == ["green", "Navy", "red", "Navy"]
+    assert again.facts()["undo"] == "the label Navy"
+    again.undo({})
+    assert kept(output).keys() == {*names[:3]}
+    again.finish()
+    assert again.learner.class_names == ("red", "green", "Navy")
+
+
 def test_edited_label_of_a_learned_photograph_is_reported(folder, heap, tmp_path):
     output = tmp_path / "taught"
     app = start(folder, output, heap)

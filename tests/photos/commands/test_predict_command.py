@@ -425,6 +425,7 @@ def test_predictions_are_observations_of_a_camtrap_package(learner, folders, tmp
 def test_observation_has_the_type_of_its_class(name, kind, scientific):
     row = dict(zip(HEADER, observation({"mediaID": "m"}, name, 0.5, "me"), strict=True))
     assert (row["observationType"], row["scientificName"]) == (kind, scientific)
+    assert row["classificationProbability"] == ("0.5000" if name else "")
 
 
 def test_page_answers_with_the_classes_of_a_site(learner, folders):
