@@ -4,6 +4,7 @@ import copy
 import math
 import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -183,6 +184,8 @@ def loader_settings(args: LearnerArguments, device: torch.device, batches: int) 
     decoding.decoding_lock()  # must be set here: the workers inherit it
     return {
         "num_workers": workers,
+        # Python 3.14 would pickle the data set, which some cannot be, and each worker would have a lock of its own.
+        "multiprocessing_context": "fork" if workers and sys.platform == "linux" else None,
         "pin_memory": device.type == "cuda",
         "worker_init_fn": _leave_signals_to_the_main_process,
     }

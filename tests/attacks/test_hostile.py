@@ -1,7 +1,9 @@
 """Careless or hostile users and programs: nothing is lost, and errors say what is wrong."""
 
 import copy
+import multiprocessing
 import os
+import sys
 import unicodedata
 from contextlib import contextmanager
 from functools import partial
@@ -63,6 +65,20 @@ def test_too_few_allowed_open_files_are_an_error(monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda _: (12, 12))
     with pytest.raises(OSError, match="num_workers=1 needs 72 open files, but the system allows 12: use fewer"):
         tiny_learner(num_workers=1).learn_task(images_of(0, 1), ["a", "b"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems never fork")
+def test_workers_read_a_data_set_that_cannot_be_pickled_where_python_does_not_fork(monkeypatch):
+    """Python 3.14 starts processes with a server, to which it sends what they need."""
+    server = multiprocessing.get_context("forkserver")
+    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", server)
+
+    class Local(list):
+        pass
+
+    learner = tiny_learner(num_workers=1)
+    learner.learn_task(Local(images_of(0, 1)), ["a", "b"])
+    assert learner.predict(images_of(0)[0][0]) == ["a"]
 
 
 def test_byte_order_mark_is_not_part_of_a_name(tmp_path):
