@@ -322,7 +322,8 @@ def test_forgetting_a_class_removes_all_of_it(each):
 
 def test_random_features_are_not_used_after_features_move():
     images, labels = photos(6, noise=1.2)
-    classifier, plain = taught(images, labels, features=7), taught(images, labels, features=0)
+    classifier, plain = taught(images, labels, features=40), taught(images, labels, features=0)
+    assert classifier.choice[2] == 40, "they would be used otherwise"
     turn = torch.linalg.qr(draw(5, DIM, DIM).double()).Q
     more, known = photos(3, seed=8)
     for each in (classifier, plain):

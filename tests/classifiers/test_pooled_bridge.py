@@ -163,6 +163,30 @@ def test_papers_head_warns_across_a_modality_gap_and_the_pooled_head_works():
         other.fork().update_classes(images[:1], labels[:1])  # warns only once
 
 
+@pytest.mark.filterwarnings("ignore:.* classes can hardly be predicted")
+def test_outvoted_classes_are_counted_by_images_half_way_to_the_mean():
+    images, labels, texts, _, _ = apart(8, own=1.5)
+    head = BridgeEnsembleHead(64)
+    head.add_classes([str(c) for c in range(24)], images, labels, texts)
+    means, bridges, weights = (
+        t.double() for t in (head.visual_prototypes, head.bridge_prototypes(), head.reliability)
+    )
+
+    def count(typical):
+        found = 0
+        for c in range(24):
+            own, pooled = [], []
+            for other in range(24):
+                scores = [float(typical[c] @ bridges[other, depth]) for depth in range(bridges.shape[1])]
+                own.append(sum(float(weights[other, depth]) * score for depth, score in enumerate(scores)))
+                pooled.append(sum(float(weights[:, depth].mean()) * score for depth, score in enumerate(scores)))
+            found += own.index(max(own)) != c == pooled.index(max(pooled))
+        return found
+
+    middle = means.mean(dim=0)
+    assert head.outvoted() == count([(mean + middle) / 2 for mean in means]) != count(means)
+
+
 def test_papers_head_does_not_warn_without_a_modality_gap():
     images, labels, texts, _, _ = apart(8, own=1.5)
     images, texts = images - images.mean(dim=0), texts - texts.mean(dim=0)
