@@ -1,16 +1,26 @@
 """Find images whose label is probably wrong, because a classifier that has not seen them predicts another class."""
 
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from dulbe_peft.classifiers.bayes import BayesClassifier
 from dulbe_peft.classifiers.calibration import FOLDS
 from dulbe_peft.sklearn import FeatureClassifier
 
 SWAPPED = 0.05  # share of the labels that one trial swaps
 TRIALS, ENOUGH = 5, 60  # at most 5 trials, fewer if 60 labels have been swapped before
+
+
+class Doubt(NamedTuple):
+    """An image whose label is doubtful, its predicted class, and the probabilities of its label and of this class."""
+
+    image: int
+    predicted: int
+    own: float
+    probability: float
 
 
 class Trial(NamedTuple):
@@ -38,7 +48,7 @@ def try_swapped_labels(
         places = {*np.flatnonzero(changed != labels).tolist()}
         if not places:
             return None
-        doubted = {image for image, _, _ in doubtful_labels(features, changed, texts, logit_scale)}
+        doubted = {doubt.image for doubt in doubtful_labels(features, changed, texts, logit_scale)}
         counts = len(doubted & places), len(places), len(doubted - places), len(judged) - len(places)
         trial = Trial(*(before + now for before, now in zip(trial, counts, strict=True)))
         if trial.swapped >= ENOUGH:
@@ -62,8 +72,8 @@ def _swapped(labels: np.ndarray, order: np.ndarray, pairs: int) -> np.ndarray:
 
 def doubtful_labels(
     features: np.ndarray, labels: np.ndarray, texts: np.ndarray | None, logit_scale: float
-) -> list[tuple[int, int, float]]:
-    """Return (image, predicted class, probability of its label) for doubtful images, least probable label first.
+) -> list[Doubt]:
+    """Return the doubtful images, the least probable label first.
 
     `bayes` predicts each fifth of the images after it has learned the others. An image that is alone in its class is
     left out, because no other image shows that class.
@@ -76,14 +86,11 @@ def doubtful_labels(
     """
     from sklearn.model_selection import StratifiedKFold, cross_val_predict
 
-    counts = np.bincount(labels)
-    rows = np.flatnonzero(counts[labels] > 1)
-    if (counts > 1).sum() < 2:
+    rows, classes, targets = _judged(labels)
+    if len(classes) < 2:
         return []
-    classes, targets = np.unique(labels[rows], return_inverse=True)
-    class_texts: dict[Hashable, np.ndarray] = {} if texts is None else dict(enumerate(texts[classes]))
-    classifier = FeatureClassifier("bayes", texts=class_texts, logit_scale=logit_scale)
-    folds = StratifiedKFold(min(FOLDS, counts.max()), shuffle=True, random_state=0)
+    classifier = _classifier(classes, texts, logit_scale)
+    folds = StratifiedKFold(min(FOLDS, np.bincount(targets).max()), shuffle=True, random_state=0)
     with warnings.catch_warnings():
         # A class with fewer images than folds is missing from some test folds, which does no harm here.
         warnings.filterwarnings("ignore", "The least populated class", UserWarning)
@@ -92,6 +99,47 @@ def doubtful_labels(
         probabilities = cross_val_predict(classifier, features[rows], targets, cv=folds, method="predict_proba")
     predicted = probabilities.argmax(axis=1)
     doubtful = np.flatnonzero(predicted != targets)
-    columns = rows[doubtful], classes[predicted[doubtful]], probabilities[doubtful, targets[doubtful]]
-    doubts = zip(*(column.tolist() for column in columns), strict=True)
-    return sorted(doubts, key=lambda doubt: (doubt[2], doubt[0]))
+    own, best = probabilities[doubtful, targets[doubtful]], probabilities[doubtful, predicted[doubtful]]
+    columns = rows[doubtful], classes[predicted[doubtful]], own, best
+    doubts = [Doubt(*each) for each in zip(*(column.tolist() for column in columns), strict=True)]
+    return sorted(doubts, key=lambda doubt: (doubt.own, doubt.image))
+
+
+def wrong_labels(
+    features: np.ndarray, labels: np.ndarray, texts: np.ndarray | None, logit_scale: float
+) -> tuple[tuple[float, float, float] | None, list[int]]:
+    """Return `Classifier.wrong_labels` of a `bayes` that has learned all images, and the `misnamed` classes.
+
+    The arguments are those of `doubtful_labels`. An image that is alone in its class is left out.
+    """
+    rows, classes, targets = _judged(labels)
+    if len(classes) < 2:
+        return None, []
+    learned = _classifier(classes, texts, logit_scale).fit(features[rows], targets).classifier_
+    assert isinstance(learned, BayesClassifier)
+    return learned.wrong_labels, [int(classes[int(place)]) for place in learned.misnamed]
+
+
+def expected_errors(doubts: Sequence[Doubt], wrong: float, labels: np.ndarray) -> float:
+    """Return how many of the doubtful labels are expected to be wrong, if a share w of all labels is `wrong`.
+
+    It is the sum of the probabilities that a label y is wrong, by the model of `calibration.log_likelihoods`:
+
+        w (1 - p(y | x)) / (C - 1) / ((1 - w) p(y | x) + w (1 - p(y | x)) / (C - 1))
+    """
+    classes = len(_judged(labels)[1])
+    own = np.array([doubt.own for doubt in doubts])
+    errors = wrong * (1 - own) / (classes - 1)
+    return float((errors / np.maximum((1 - wrong) * own + errors, 1e-300)).sum())
+
+
+def _judged(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the images of classes with two images or more, these classes, and the images' places among them."""
+    rows = np.flatnonzero(np.bincount(labels)[labels] > 1)
+    classes, targets = np.unique(labels[rows], return_inverse=True)
+    return rows, classes, targets
+
+
+def _classifier(classes: np.ndarray, texts: np.ndarray | None, logit_scale: float) -> FeatureClassifier:
+    class_texts: dict[Hashable, np.ndarray] = {} if texts is None else dict(enumerate(texts[classes]))
+    return FeatureClassifier("bayes", texts=class_texts, logit_scale=logit_scale)

@@ -48,6 +48,11 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names[:LISTED]) + more
 
 
+def about_names(misnamed: Sequence[str]) -> str:
+    """Return a sentence on names that do not describe their images."""
+    return f"these names do not describe their images: {_listed(misnamed)}; rename them, or check the labels"
+
+
 class Estimates(Record):
     """Estimates of all classifiers, and when and from what they were made."""
 
@@ -77,9 +82,7 @@ class Estimates(Record):
                 "the estimate may be much too high"
             )
         if self.misnamed:
-            found.append(
-                f"these names do not describe their images: {_listed(self.misnamed)}; rename them, or check the labels"
-            )
+            found.append(about_names(self.misnamed))
         return tuple(found)
 
 

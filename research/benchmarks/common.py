@@ -78,7 +78,7 @@ def row(what: str, times: Times, ours: str, other: str, goal: float | None = Non
     return {"what": what, "goal": goal, "ratio": ratio(times, ours, other)}
 
 
-def value_row(what: str, value: float, unit: str, goal: str | None = None) -> dict[str, Any]:
+def value_row(what: str, value: float | None, unit: str, goal: str | None = None) -> dict[str, Any]:
     """Return a row of the results: a figure that is not a ratio of times."""
     return {"what": what, "goal": goal, "value": value, "unit": unit}
 

@@ -83,7 +83,7 @@ def measured_lines(
     for path in sorted(results.glob(f"{folder}/*.json")):
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
             wanted = not counts or row["counts"] in counts.split(",")
-            wanted = wanted and row["figure"] == figure and row["classifier"] in columns
+            wanted = wanted and row["figure"] == figure and row["classifier"] in columns and row["value"] is not None
             if wanted and (not streams or row["stream"] in streams.split(";")):
                 lines.setdefault((row["stream"], row["counts"]), {})[row["classifier"]] = row["value"]
     return {key: row for key, row in lines.items() if len(row) == len(columns)}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     values = common.parse(options, argv)
 
-    def measure(spec: str, features: dict[str, Any], tasks: list[Task]) -> dict[str, float]:
+    def measure(spec: str, features: dict[str, Any], tasks: list[Task]) -> Mapping[str, float | None]:
         evaluate = rivals.figures if spec in rivals.RIVALS else partial(figures, coverage=values.coverage)
         return evaluate(spec, features, tasks)
 
@@ -108,12 +108,15 @@ def folder_options(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def measured(
     values: Any,
-    measure: Callable[[str, dict[str, Any], list[Task]], dict[str, float]],
+    measure: Callable[[str, dict[str, Any], list[Task]], Mapping[str, float | None]],
     what: str,
     first_seed: int = 0,
     held_back: int = 0,
 ) -> list[dict[str, Any]]:
-    """Return a row for each number of images, classifier and figure: the mean and all draws, in percent."""
+    """Return a row for each number of images, classifier and figure: the mean and all draws, in percent.
+
+    A figure that one of the draws does not have is None.
+    """
     rows = []
     for (stream, counts, drawn), kind in product(lines(values), values.untidy):
         seeds = range(first_seed, first_seed + values.repeats)
@@ -128,9 +131,10 @@ def measured(
             line = stream if kind == "none" else f"{stream}, {kind}"
             key = {"stream": line, "counts": counts, "classifier": spec}
             for figure in results[0]:
-                each = [common.rounded(100 * result[figure]) for result in results]
-                title = what.format(**key, figure=figure)
-                value = common.value_row(title, common.rounded(statistics.fmean(each)), "%")
+                found = [result[figure] for result in results]
+                each = [None if value is None else common.rounded(100 * value) for value in found]
+                mean = None if None in each else common.rounded(statistics.fmean(each))
+                value = common.value_row(what.format(**key, figure=figure), mean, "%")
                 rows.append(value | key | {"figure": figure, "each": each})
     return rows
 
@@ -241,11 +245,13 @@ def learned(spec: str, features: dict[str, Any], tasks: Sequence[Task]) -> Class
 
 
 @torch.no_grad()
-def figures(spec: str, features: dict[str, Any], tasks: list[Task], coverage: float | None = None) -> dict[str, float]:
+def figures(
+    spec: str, features: dict[str, Any], tasks: list[Task], coverage: float | None = None
+) -> dict[str, float | None]:
     """Return A_last, also of classes with few or many images, A_bar and the calibration error, as fractions.
 
     `ECE_exact` is the calibration error that these probabilities would have if they were exact. With few test images,
-    it is large.
+    it is large. `covered` is None if the classifier refuses prediction sets.
     """
     classifier = make_classifier(spec, features["train"].shape[1], features["scale"])
     seen: list[int] = []
@@ -262,12 +268,16 @@ def figures(spec: str, features: dict[str, Any], tasks: list[Task], coverage: fl
         confidence, predicted = classifier.probabilities(tests).max(dim=1)
         correct = predicted == truth
         overall.append(correct.double().mean().item())
-    result = {"A_last": overall[-1], "A_bar": statistics.fmean(overall), "ECE": calibration_error(confidence, correct)}
+    result: dict[str, float | None] = {"A_last": overall[-1], "A_bar": statistics.fmean(overall)}
+    result["ECE"] = calibration_error(confidence, correct)
     drawn = torch.rand(DRAWN, len(confidence), generator=torch.Generator().manual_seed(0)) < confidence
     result["ECE_exact"] = statistics.fmean(calibration_error(confidence, each) for each in drawn)
     if coverage and len(classifier.calibration):  # no guarantee is possible with one image per class
-        sets = classifier.prediction_sets(tests, coverage)
-        result["covered"] = sets.gather(1, truth[:, None]).double().mean().item()
+        try:
+            sets = classifier.prediction_sets(tests, coverage)
+            result["covered"] = sets.gather(1, truth[:, None]).double().mean().item()
+        except ValueError:
+            result["covered"] = None
     counts = tasks[-1].counts or [FEW] * len(seen)  # only the last task has counts, and a quick run may leave it out
     few = torch.tensor(counts)[truth] < FEW
     if few.any() and not few.all():

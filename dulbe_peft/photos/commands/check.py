@@ -4,11 +4,11 @@
 
 The command decodes every image and compares all images with each other. The page shows duplicates
 side by side, and a few photographs of each class. --check-labels lists the ten images whose label is
-most doubtful, because they look like another class; the table lists all of them. To show how
-reliable this is, the command also swaps some labels on purpose and counts how many of these it
-finds. --move-to moves the files of the table into one folder for each finding, so that you can look
-at them there; of two copies, it moves the second. The exit status is 2 if images cannot be read,
-and 0 otherwise.
+most doubtful, because they look like another class; the table lists all of them, with the proposed
+class and its probability. The command estimates how many labels are wrong, and swaps some labels on
+purpose to count how many of these it finds. --move-to moves the files of the table into one folder
+for each finding, so that you can look at them there; of two copies, it moves the second. The exit
+status is 2 if images cannot be read, and 0 otherwise.
 """
 
 from __future__ import annotations
@@ -36,19 +36,21 @@ from dulbe_peft.utils.settings import setting
 from dulbe_peft.utils.terminal import counted, printable
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from dulbe_peft.data.images import LabelledImages
     from dulbe_peft.learner import ClassIncrementalLearner
     from dulbe_peft.photos.data.inventory import Found, Inventory, Pictures
-    from dulbe_peft.photos.doubtful_labels import Trial
+    from dulbe_peft.photos.doubtful_labels import Doubt, Trial
 
-    Doubt = tuple[Found, str]  # an image, and the class that it looks like
+    Doubtful = tuple[Found, str, str, str]  # an image, what it looks like, the proposed class, and its probability
 
 STRIP = 8  # thumbnails shown for each class
 PAIRS = 100  # duplicates shown on the page
 DOUBTFUL = 10  # doubtful labels shown
 DOUBTS = "images that look like another class (the label may be wrong, or the picture unusual):"
 NO_DOUBTS = "no image looks more like another class than like its own"
-HEADER = ["split", "path", "finding", "detail"]
+HEADER = ["split", "path", "finding", "detail", "proposed_class", "probability"]
 TRUSTED = 0.8  # if a smaller share of the swapped labels is found, other wrong labels are probably missed, too
 LEFT_OUT, MOVED = "left out", "moved.csv"
 SMALL = 64  # pixels; smaller images show little to a model that expects 224 pixels
@@ -58,7 +60,7 @@ SMALL = 64  # pixels; smaller images show little to a model that expects 224 pix
 def check(
     data: str = setting(..., "images, as for run", place=True),
     page: Page | None = setting(None, "write a page with pictures"),
-    csv: File | None = setting(None, "write a table: split, path, finding, detail; - is standard output"),
+    csv: File | None = setting(None, "write a table of the findings; - is standard output"),
     move_to: Folder | None = setting(None, "move the files of the table here, except those listed as left out"),
     check_labels: bool = setting(False, "list images that look like another class; needs --model"),
     model: str | None = setting(None, "model for --check-labels, as for run"),
@@ -86,11 +88,11 @@ def check(
     name = data.rpartition("/")[2] if data.startswith("hf:") else Path(data).resolve().name
     small = ["", f"narrower than {SMALL} pixels: {counted(len(tiny), 'image')}"] if tiny else []
     print("\n".join([inventory.format(), *small]), file=words)
-    doubtful: list[Doubt] = []
+    doubtful: list[Doubtful] = []
     reliability: list[str] = []
     if learner is not None:
         doubtful, reliability = _doubtful(parts, learner)
-        doubts = [f"  {printable(image.name)}: looks like {why}" for image, why in doubtful[:DOUBTFUL]]
+        doubts = [f"  {printable(image.name)}: looks like {why}" for image, why, _, _ in doubtful[:DOUBTFUL]]
         if len(doubtful) > DOUBTFUL:
             doubts.append(f"  ... and {len(doubtful) - DOUBTFUL} more, which --csv FILE lists")
         print("\n".join(["", DOUBTS if doubtful else NO_DOUBTS, *doubts, *reliability]), file=words)
@@ -103,7 +105,8 @@ def check(
     blank = [[split, parts[split].item_name(at), "blank", why] for (split, at), (_, why, _) in seen if why]
     rows = [*_findings(inventory, doubtful), *tiny, *blank]
     if csv is not None:
-        write_csv(csv, HEADER, ([*map(printable, row)] for row in rows))
+        width = len(HEADER)
+        write_csv(csv, HEADER, ([*map(printable, row), *[""] * (width - len(row))] for row in rows))
     if move_to is not None:
         count = _move(rows, Path(move_to), Path(data))
         print(f"moved to {move_to}: {counted(count, 'file')}; {MOVED} there lists where they were", file=words)
@@ -135,8 +138,8 @@ def _write_page(path: Path, parts: Mapping[str, LabelledImages], content: dict[s
     write_page(path, "check.html", content | shown | pictured)
 
 
-def _findings(inventory: Inventory, doubtful: list[Doubt]) -> Iterator[list[str]]:
-    """Yield the rows of the table: split, path, finding, detail."""
+def _findings(inventory: Inventory, doubtful: list[Doubtful]) -> Iterator[list[str]]:
+    """Yield the rows of the table, without the last two columns if they are empty."""
     from dulbe_peft.photos.data.inventory import ALIKE
 
     for image, why in inventory.unreadable:
@@ -146,17 +149,20 @@ def _findings(inventory: Inventory, doubtful: list[Doubt]) -> Iterator[list[str]
     kinds = dict(zip(ALIKE, ("duplicate", "same pixels", "near copy"), strict=True))
     for first, second, how in inventory.duplicates:
         yield [second.split, second.name, kinds[how], f"of {first.split}: {first.name}"]
-    for image, why in doubtful:
-        yield [image.split, image.name, "looks like another class", why]
+    for image, why, proposed, probability in doubtful:
+        yield [image.split, image.name, "looks like another class", why, proposed, probability]
 
 
-def _doubtful(parts: Mapping[str, LabelledImages], learner: ClassIncrementalLearner) -> tuple[list[Doubt], list[str]]:
-    """Return the images with doubtful labels, the least probable label first, and lines on how reliable this is."""
+def _doubtful(
+    parts: Mapping[str, LabelledImages], learner: ClassIncrementalLearner
+) -> tuple[list[Doubtful], list[str]]:
+    """Return the images with doubtful labels, the least probable label first, and lines on labels and names."""
     import numpy as np
 
     from dulbe_peft.encoders.loading import has_text
     from dulbe_peft.photos.data.inventory import Found
-    from dulbe_peft.photos.doubtful_labels import doubtful_labels, try_swapped_labels
+    from dulbe_peft.photos.doubtful_labels import doubtful_labels, try_swapped_labels, wrong_labels
+    from dulbe_peft.training.state import about_names
 
     names = next(iter(parts.values())).class_names
     features = np.concatenate([learner.image_embeds(part).cpu().numpy() for part in parts.values()])
@@ -165,12 +171,31 @@ def _doubtful(parts: Mapping[str, LabelledImages], learner: ClassIncrementalLear
     places = [(split, part, index) for split, part in parts.items() for index in range(len(part))]
     rows = []
     given = features, labels, texts, learner.logit_scale
-    for number, other, share in doubtful_labels(*given):
-        split, part, index = places[number]
-        image = Found(split, index, part.item_name(index), names[labels[number]])
-        why = f"{printable(names[other])!r}, not like {printable(image.label)!r} (probability {share:.1%})"
-        rows.append((image, why))
-    return rows, _reliability(try_swapped_labels(*given))
+    doubts = doubtful_labels(*given)
+    for doubt in doubts:
+        split, part, index = places[doubt.image]
+        image, other = Found(split, index, part.item_name(index), names[labels[doubt.image]]), names[doubt.predicted]
+        why = f"{printable(other)!r}, not like {printable(image.label)!r} (probability {doubt.own:.1%})"
+        rows.append((image, why, other, f"{doubt.probability:.4f}"))
+    wrong, misnamed = wrong_labels(*given)
+    lines = [] if wrong is None else _expected(wrong, doubts[:DOUBTFUL], labels)
+    lines += [about_names([names[label] for label in misnamed])] if misnamed else []
+    return rows, [*lines, *_reliability(try_swapped_labels(*given))]
+
+
+def _expected(wrong: tuple[float, float, float], first: list[Doubt], labels: np.ndarray) -> list[str]:
+    """Describe the share of wrong labels, and how many of the first doubtful labels are expected to be errors."""
+    from dulbe_peft.photos.doubtful_labels import expected_errors
+
+    share, low, high = (100 * each for each in wrong)
+    lines = [f"about {share:.1f} % of the labels look wrong ({low:.1f} to {high:.1f} %)"]
+    if first:
+        number, least, most = (expected_errors(first, each, labels) for each in wrong)
+        lines.append(
+            f"of the first {counted(len(first), 'image')}, about {number:.0f} are expected to have a wrong label "
+            f"({least:.0f} to {most:.0f})"
+        )
+    return lines
 
 
 def _reliability(trial: Trial | None) -> list[str]:
@@ -201,7 +226,7 @@ def _tiny(parts: Mapping[str, LabelledImages], pictures: Pictures) -> list[list[
 
 def _move(rows: list[list[str]], folder: Path, data: Path) -> int:
     """Move the files of the table into one folder per finding, without replacing files, and return their number."""
-    wanted = {path: finding for _, path, finding, _ in reversed(rows) if finding != LEFT_OUT}
+    wanted = {path: finding for _, path, finding, *_ in reversed(rows) if finding != LEFT_OUT}
     moves = [(Path(path), folder / finding / Path(path).relative_to(data)) for path, finding in wanted.items()]
     taken = [target for _, target in moves if os.path.lexists(target)] + [folder / MOVED] * (folder / MOVED).exists()
     if taken:

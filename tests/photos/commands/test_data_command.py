@@ -16,11 +16,20 @@ from dulbe_peft.data import images
 from dulbe_peft.data.folders import ImageFolder
 from dulbe_peft.data.readers import load_data
 from dulbe_peft.encoders.registry import demo_model_folder
-from dulbe_peft.photos.commands.check import _reliability
+from dulbe_peft.photos.commands.check import _expected, _reliability
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.data.inventory import Inventory
 from dulbe_peft.photos.data.looking import NEAR, SIDE, find_duplicates, look_at
-from dulbe_peft.photos.doubtful_labels import ENOUGH, TRIALS, Trial, _swapped, doubtful_labels, try_swapped_labels
+from dulbe_peft.photos.doubtful_labels import (
+    ENOUGH,
+    TRIALS,
+    Trial,
+    _swapped,
+    doubtful_labels,
+    expected_errors,
+    try_swapped_labels,
+    wrong_labels,
+)
 from dulbe_peft.photos.report.html import write_page
 from dulbe_peft.sklearn import FeatureClassifier
 from dulbe_peft.utils.files import read_csv
@@ -110,7 +119,8 @@ def test_check_finds_duplicates(photos, tmp_path, capsys):
     (photos / "test" / "one" / "bad\x1b.png").write_bytes(b"x")
     assert main(["check", str(photos), "--page", str(tmp_path / "page.html"), "--csv", str(tmp_path / "t.csv")]) == 2
     header, bad, *rows = read_csv(tmp_path / "t.csv")
-    assert header == ["split", "path", "finding", "detail"] and bad[3].startswith("it is none of the formats JPEG")
+    assert header == ["split", "path", "finding", "detail", "proposed_class", "probability"]
+    assert bad[3].startswith("it is none of the formats JPEG") and all(row.pop() + row.pop() == "" for row in rows)
     assert bad[:3] == ["test", rf"{photos}/test/one/bad\x1b.png", "unreadable"] and sorted(rows) == [
         ["", f"{photos}/test/one/notes.txt", "left out", "a file ending in .txt is not read"],
         ["test", f"{photos}/test/one/copy.png", "duplicate", f"of train: {photos}/train/one/1.png"],
@@ -189,7 +199,35 @@ def test_doubtful_labels_are_ranked_as_by_cleanlab():
     probabilities = cross_val_predict(made, features, labels, cv=folds, method="predict_proba")
     scores = probabilities[np.arange(len(labels)), labels]  # cleanlab's "self_confidence"
     wrong = [row for row in np.argsort(scores, kind="stable") if probabilities[row].argmax() != labels[row]]
-    assert [number for number, _, _ in found] == wrong and len(wrong) >= 9
+    assert [doubt.image for doubt in found] == wrong and len(wrong) >= 9
+
+
+def test_errors_among_doubtful_labels_are_expected_by_bayes_rule():
+    features, labels = clouds([30] * 6)
+    changed = labels.copy()
+    changed[::10] = (labels[::10] + 1 + np.arange(18) % 5) % 6
+    given = features, changed, None, 10.0
+    (share, low, high), misnamed = wrong_labels(*given)
+    assert low < 0.1 < high and misnamed == []
+    doubts = doubtful_labels(*given)
+    literal = 0.0
+    for _, _, own, _ in doubts:
+        right, wrong = (1 - share) * own, share * (1 - own) / 5
+        literal += wrong / (right + wrong)
+    assert expected_errors(doubts, share, changed) == pytest.approx(literal)
+    assert literal == pytest.approx(18, abs=2) and expected_errors(doubts, 0.0, changed) == 0
+    assert _expected((0.1, 0.05, 0.2), doubts[:10], changed) == [
+        "about 10.0 % of the labels look wrong (5.0 to 20.0 %)",
+        "of the first 10 images, about 10 are expected to have a wrong label (10 to 10)",
+    ]
+    assert wrong_labels(*clouds([5, 1, 1]), None, 10.0) == (None, [])
+
+
+def test_names_that_do_not_fit_keep_their_place_beside_a_class_with_one_image():
+    features, labels = clouds([1, *([8] * 11)])
+    texts = np.stack([features[labels == label].mean(axis=0) for label in range(12)])
+    texts[[3, 9]] = texts[[9, 3]]
+    assert wrong_labels(features, labels, texts, 10.0)[1] == [3, 9]
 
 
 def test_swapped_labels_are_found_except_by_a_blind_model(monkeypatch):
@@ -246,8 +284,13 @@ def test_check_lists_and_shows_doubtful_labels(digit_folders, tmp_path, capsys, 
         ("test", rf"{doubted}/test/zero/y\x1b.png", "looks like another class"),
     }
     said = capsys.readouterr().out
-    lines = said[said.index("look like another class") :].split("trial with")[0].splitlines()[1:]
+    lines = said[said.index("look like another class") :].split("\nabout ")[0].splitlines()[1:]
     assert 2 <= len(lines) <= 10
+    assert re.search(r"\nabout [0-9.]+ % of the labels look wrong \([0-9.]+ to [0-9.]+ %\)\n", said)
+    assert f"\nof the first {len(lines)} images, about " in said
+    proposed = {Path(path).name: (name, float(share)) for _, path, _, _, name, share in read_csv(table)[1:] if name}
+    assert proposed["x.png"][0] == "two" and proposed[r"y\x1b.png"][0] == "three"
+    assert all(share >= 0.25 for _, share in proposed.values()), "it is the largest of four"
     first = lines[0] + lines[1]
     assert re.search(r"train/one/x\.png: looks like 'two', not like 'one' \(probability [0-9.]+%\)", first)
     assert r"test/zero/y\x1b.png: looks like 'three', not like 'zero'" in first
