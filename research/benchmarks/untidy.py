@@ -40,10 +40,16 @@ def untidy(kind: str, features: dict[str, Any], tasks: list[Task], seed: int) ->
 
 
 def wrong_labels(tasks: list[Task], share: float, generator: torch.Generator) -> list[Task]:
-    """Return the tasks in which a share of each task's images exchange their labels with images of other classes."""
+    """Return the tasks in which a share of each task's images exchange their labels with images of other classes.
+
+    Raises:
+        ValueError: If these are fewer than two images of a task, so that no label would be wrong.
+    """
     changed = []
     for task in tasks:
         images, labels = task.train.clone(), torch.tensor(task.y)
+        if share > 0 and round(share * len(images)) < 2:
+            raise ValueError(f"labels:{share:g} changes no label in a task of {len(images)} images: take more images")
         chosen = torch.randperm(len(images), generator=generator)[: round(share * len(images))]
         chosen = chosen[labels[chosen].argsort(stable=True)]  # by class, so that a shift by half reaches another class
         images[chosen] = task.train[chosen.roll(len(chosen) // 2)]
