@@ -75,7 +75,12 @@ def similar_names(names: Iterable[str], known: Sequence[str]) -> list[tuple[str,
             close = class_key(other)
             plural = {key.removesuffix("es"), key.removesuffix("s")} & {close, f"{close}s", f"{close}es"}
             plural |= {close.removesuffix("es"), close.removesuffix("s")} & {key}
-            if key != close and (plural or _edits(key, close, 2) <= min(2, (min(len(key), len(close)) - 1) // 3)):
+            numbered = re.sub(r"\d+", "", key) == re.sub(r"\d+", "", close)  # names of a series, such as class_7
+            if (
+                key != close
+                and not numbered
+                and (plural or _edits(key, close, 2) <= min(2, (min(len(key), len(close)) - 1) // 3))
+            ):
                 pairs.append((name, other))
                 break
     return pairs

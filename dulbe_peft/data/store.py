@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from dulbe_peft.data.decoding import READING
 from dulbe_peft.data.glance import Glance
 
 T = TypeVar("T")
@@ -123,7 +124,7 @@ class FeatureStore:
 
     def put_glances(self, glances: Mapping[bytes, Glance]) -> None:
         """Store what is kept of decoded images, by content, unless `PICTURES` of the environment is 0."""
-        rows = [(content, packed, zlib.crc32(content + packed)) for content, packed in _packed(glances)]
+        rows = [(content, packed, _glance_checksum(content, packed)) for content, packed in _packed(glances)]
 
         def write(database: sqlite3.Connection) -> None:
             database.execute("BEGIN IMMEDIATE")
@@ -142,7 +143,7 @@ class FeatureStore:
                 return None  # the file is older
             query = "SELECT record, checksum FROM glances WHERE content = ?"
             record, checksum = database.execute(query, [content]).fetchone() or (b"", None)
-            intact = isinstance(record, bytes) and checksum == zlib.crc32(content + record)
+            intact = isinstance(record, bytes) and checksum == _glance_checksum(content, record)
             return Glance.unpacked(record) if intact else None
 
         return self._with_database(read, None)
@@ -191,6 +192,11 @@ class FeatureStore:
             if self.private:
                 database.execute("PRAGMA synchronous = OFF")  # nobody needs a temporary file after a crash
             yield database
+
+
+def _glance_checksum(content: bytes, record: bytes) -> int:
+    """Return a checksum that also differs if files are read in another way than today."""
+    return zlib.crc32(READING.encode() + content + record)
 
 
 def _packed(glances: Mapping[bytes, Glance]) -> Iterator[tuple[bytes, bytes]]:

@@ -127,7 +127,10 @@ class App:
 
     def teach(self, request: dict[str, object]) -> dict[str, object]:
         """Teach images of a known or new class. Images that were learned as another class are moved to this one."""
-        name, files = self.class_of(request), uploaded_images(request, MOST_IMAGES)
+        name = self.class_of(request)
+        if request.get("ask") and (question := self.question(name)):
+            return self.facts() | {"ask": question}
+        files = uploaded_images(request, MOST_IMAGES)
         self.table.check()
         self.finish()
         known, state, labels = name in self.learner.class_names, self.learner.state, dict(self.table.labels)
@@ -180,17 +183,20 @@ class App:
     def rename(self, request: dict[str, object]) -> dict[str, object]:
         """Rename a class. If the new name is that of another class, the two become one."""
         old, new = str(request.get("class")), self.class_of({"class": request.get("to")})
-        return self.edit(f"{old} is now {new}", lambda: self.learner.rename_class(old, new))
+        return self.edit(f"{old} is now {new}", lambda: self.learner.rename_class(old, new), old)
 
     def forget(self, request: dict[str, object]) -> dict[str, object]:
         """Forget a class. Its photographs lose their labels."""
         name = str(request.get("class"))
-        return self.edit(f"forgotten: {name}", lambda: self.learner.forget_class(name))
+        return self.edit(f"forgotten: {name}", lambda: self.learner.forget_class(name), name)
 
-    def edit(self, words: str, make: Callable[[], object]) -> dict[str, object]:
-        """Change a class, after the labels that wait have been learned."""
+    def edit(self, words: str, make: Callable[[], object], *names: str) -> dict[str, object]:
+        """Change the classes `names`, after the labels that wait have been learned."""
         self.table.check()
         self.finish()
+        if waits := [place for place in self.waiting if self.photographs().labels[place] in names]:
+            name = self.photographs().images.item_name(waits[0])
+            raise ValueError(f"the label of {name} waits, because its file is gone: put it back, or undo the label")
         state, labels = self.learner.state, dict(self.table.labels)
         self.change(make)
         self.changes.append(Change(words, state, labels=labels))

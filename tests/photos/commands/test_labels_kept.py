@@ -119,8 +119,13 @@ def test_photograph_that_is_gone_waits_and_the_others_are_learned(folder, heap, 
     for _ in range(4):
         label(app)
     assert len(app.waiting) == 5 and app.lost, "the lost one does not count among the five"
+    with pytest.raises(ValueError, match="waits, because its file is gone"):
+        app.rename({"class": Path(first).name.partition("-")[0], "to": "other"})
+    assert len(app.waiting) == 1, "the others are learned before a class is changed"
     aside.rename(first)
-    label(app)
+    for _ in range(1):
+        label(app)
+    app.finish()
     assert not app.waiting and not app.lost and sum(app.facts()["counts"].values()) == 8 + 10
 
 

@@ -138,8 +138,10 @@ def test_learner_is_taught_and_downloaded_in_a_browser(folder, files, browser, t
     monkeypatch.setattr(app, "MOST_BYTES", 2**18)
     context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
     page, messages, requests = context.new_page(), [], []
-    for event in ("console", "pageerror", "dialog"):
+    for event in ("console", "pageerror"):
         page.on(event, lambda what: messages.append(str(what)))
+    asked = []
+    page.on("dialog", lambda dialog: asked.append(dialog.message) or dialog.accept())
     page.on("request", lambda request: requests.append(request.url))
 
     def drop(*names, where):
@@ -207,6 +209,7 @@ def test_learner_is_taught_and_downloaded_in_a_browser(folder, files, browser, t
         wait("2 classes, classifier prototype")
         assert page.locator("#undo").is_disabled()
         assert len(messages) == 1 and "400 (Bad Request)" in messages[0], "only the broken file causes an error"
+        assert asked and all(question.startswith("new class ") for question in asked)
         assert {address.startswith((url, "blob:", "data:")) for address in requests} == {True}
     context.close()
     with zipfile.ZipFile(tmp_path / "learner.zip") as archive:
