@@ -266,7 +266,7 @@ def test_learn_finds_the_images_of_a_table_whose_names_have_control_characters(l
     table = tmp_path / "t.csv"
     assert main(["predict", str(learner), str(images), "--csv", str(table), *MACHINE]) == 0
     assert {row[0] for row in read_csv(table)[1:]} == {str(images / name) for name in names}
-    table.write_bytes(table.read_bytes().replace(b",class,", b",label,", 1))
+    table.write_bytes(table.read_bytes().replace(b",predicted,", b",label,", 1))
     command = ["learn", str(learner), "--labels", str(table), "--output", str(tmp_path / "o"), *MACHINE]
     assert main([*command, "--test-split", "none"]) == 0, capsys.readouterr().err
 
