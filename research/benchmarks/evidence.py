@@ -89,6 +89,19 @@ def measured_lines(
     return {key: row for key, row in lines.items() if len(row) == len(columns)}
 
 
+def untidy(results: Path, classifier: str, folder: str = "untidy") -> list[list[str]]:
+    """Return a line for each stream and each state of the folders of `research.benchmarks.untidy`."""
+    head, lines = ["stream, images a class"], dict[str, list[str]]()
+    for figure in ("A_last", "ECE", "covered"):
+        head.append(WORST[figure][0])
+        for path in sorted(results.glob(f"{folder}/*.json")):
+            for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+                if row["figure"] == figure and row["classifier"] == classifier:
+                    text = "refused" if row["value"] is None else f"{row['value']:.1f}"
+                    lines.setdefault(f"{row['stream']}, {row['counts']}", []).append(text)
+    return [head, *([name, *cells] for name, cells in lines.items())]
+
+
 def edges(results: Path, classifiers: str, folder: str = "edges") -> list[list[str]]:
     """Return mean accuracies for each edge case, and how far `bayes` is behind the best classifier of a stream."""
     accuracies: dict[tuple[str, str], dict[str, float]] = {}
@@ -369,5 +382,5 @@ def best_bold(figures: list[float], best: Callable[..., float] | None) -> list[s
 
 
 COMPARISONS = (trained, family, drifts, gaps)  # the tables with the columns of `whole_head`
-_TABLES = (frozen, extremes, edges, *COMPARISONS, pays, costs, gpu, beside, estimates, errors, order, suggest)
+_TABLES = (frozen, extremes, untidy, edges, *COMPARISONS, pays, costs, gpu, beside, estimates, errors, order, suggest)
 TABLES: dict[str, Any] = {table.__name__: table for table in _TABLES}

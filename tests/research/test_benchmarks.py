@@ -1,5 +1,6 @@
 """Test that every benchmark runs, and that the sides that it compares give equal results."""
 
+import argparse
 import copy
 import importlib
 import json
@@ -191,6 +192,28 @@ def test_extremes_and_errors_name_the_worst_lines(tmp_path):
     ]
     (tmp_path / "estimates/real-x.json").write_text(json.dumps({"rows": rows}))
     assert evidence.errors(tmp_path, "bayes", "real-*")[1:] == [["2", "2", "2.0", "−1.0 (b)", "+3.0 (a)"]]
+
+
+def test_refused_prediction_sets_are_no_figure(tmp_path):
+    """They are refused where three of twenty classes have several images, and a table says so."""
+    images = F.normalize(torch.eye(20).repeat(8, 1) + 0.1 * torch.rand(160, 20), dim=1)
+    labels, names = torch.arange(160) % 20, [f"c{number}" for number in range(20)]
+    features = {"train": images, "y": labels, "test": images, "truth": labels}
+    features |= {"text": None, "names": names, "scale": 100.0}
+    values = argparse.Namespace(untidy=["none"], repeats=2, classifiers=["lda"], quick=False, real=None, increment=10)
+    rows = []
+    for counts in ("only3", "8"):
+        values.data = values.stream = "s"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(frozen, "lines", lambda _, counts=counts: [("s", counts, lambda seed: features)])
+            rows += frozen.measured(values, lambda *given: frozen.figures(*given, coverage=0.9), "{figure}")
+    found = {(row["counts"], row["figure"]): (row["value"], row["each"]) for row in rows}
+    assert found["only3", "covered"] == (None, [None, None]) and found["8", "covered"][0] > 80
+    (tmp_path / "untidy").mkdir()
+    (tmp_path / "untidy/x.json").write_text(json.dumps({"rows": rows}))
+    _, refused, held = evidence.untidy(tmp_path, "lda")
+    assert refused[0] == "s, only3" and refused[3] == "refused" and held[0] == "s, 8" and float(held[3]) > 80
+    assert evidence.measured_lines(tmp_path, "lda", "covered", "", "", "untidy").keys() == {("s", "8")}
 
 
 def test_every_benchmark_is_mentioned_in_the_docs():
