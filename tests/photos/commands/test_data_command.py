@@ -301,6 +301,20 @@ def test_check_lists_and_shows_doubtful_labels(digit_folders, tmp_path, capsys, 
     assert 0 < int(trial[2]) <= int(trial[1]) and trial[0].capitalize() in part
 
 
+def test_check_names_the_folders_whose_name_does_not_describe_their_images(
+    digit_folders, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("dulbe_peft.photos.doubtful_labels.TRIALS", 1)
+    folder, page = shutil.copytree(digit_folders(10, 6, 2), tmp_path / "photos"), tmp_path / "page.html"
+    for split in ("train", "test"):
+        for old, new in (("one", "other"), ("two", "one"), ("other", "two")):
+            (folder / split / old).rename(folder / split / new)
+    command = ["check", str(folder), "--check-labels", "--model", str(demo_model_folder()), "--device", "cpu"]
+    assert main([*command, "--page", str(page)]) == 0
+    assert "\nthese names do not describe their images: 'one', 'two'; rename them, or" in capsys.readouterr().out
+    assert "<p>These names do not describe their images: " in page.read_text(encoding="utf-8")
+
+
 def test_page_shows_file_names_that_are_not_utf8(tmp_path):
     empty = dict.fromkeys(("problems", "strips", "pairs", "doubtful", "reliability"), ())
     write_page(tmp_path / "page.html", "check.html", {"name": "\udcff.png", "inventory": Inventory({}), **empty})
