@@ -130,9 +130,9 @@ def test_predict_command_writes_paths_classes_and_probabilities(world, tmp_path,
     assert main([*argv, "--csv", str(table), "--json", str(file)]) == 0
     expected, novelties = world.learner.predict(folder, top_k=2, return_scores=True, return_novelty=True)
     rows, written = list(csv.DictReader(io.StringIO(table.read_text()))), json.loads(file.read_text())
-    assert list(rows[0]) == ["path", "class", "probability", "novelty"] and len(rows) == 2 * len(expected)
+    assert list(rows[0]) == ["path", "predicted", "probability", "novelty"] and len(rows) == 2 * len(expected)
     flat = [answer for answers in expected for answer in answers]
-    assert [row["class"] for row in rows] == [name for name, _ in flat]
+    assert [row["predicted"] for row in rows] == [name for name, _ in flat]
     assert [float(row["probability"]) for row in rows] == pytest.approx([p for _, p in flat], abs=1e-5)
     assert [float(row["novelty"]) for row in rows[::2]] == pytest.approx(novelties, abs=1e-5)
     assert [row["classes"][0]["class"] for row in written] == [answers[0][0] for answers in expected]
@@ -153,7 +153,7 @@ def test_predict_command_continues_after_unreadable_images(world, tmp_path, caps
         world.folder,
         *(str(tmp_path / name) for name in ("empty", "bad.png", "gone")),
     ]
-    assert main([*argv, world.files[0]]) == 0
+    assert main([*argv, world.files[0]]) == 1, "a file is missing"
     printed = capsys.readouterr()
     assert printed.out.startswith(world.files[0]) and printed.out.count("\n") == 1
     assert f"{tmp_path / 'empty'} cannot be read: the folder contains no image" in printed.err
