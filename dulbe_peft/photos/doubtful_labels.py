@@ -126,6 +126,10 @@ def expected_errors(doubts: Sequence[Doubt], wrong: float, labels: np.ndarray) -
     It is the sum of the probabilities that a label y is wrong, by the model of `calibration.log_likelihoods`:
 
         w (1 - p(y | x)) / (C - 1) / ((1 - w) p(y | x) + w (1 - p(y | x)) / (C - 1))
+
+    Very small probabilities are too small, so that the sum is rather too large. Of the first ten doubts in four draws
+    of 47 textures with 3 % wrong labels, 30 of 40 were expected to be wrong and 18 were; with 10 % in three draws, 29
+    and 25 of 30.
     """
     classes = len(_judged(labels)[1])
     own = np.array([doubt.own for doubt in doubts])

@@ -190,11 +190,8 @@ def _expected(wrong: tuple[float, float, float], first: list[Doubt], labels: np.
     share, low, high = (100 * each for each in wrong)
     lines = [f"about {share:.1f} % of the labels look wrong ({low:.1f} to {high:.1f} %)"]
     if first:
-        number, least, most = (expected_errors(first, each, labels) for each in wrong)
-        lines.append(
-            f"of the first {counted(len(first), 'image')}, about {number:.0f} are expected to have a wrong label "
-            f"({least:.0f} to {most:.0f})"
-        )
+        number, images = expected_errors(first, wrong[0], labels), counted(len(first), "image")
+        lines.append(f"of the first {images}, about {number:.0f} are expected to have a wrong label")
     return lines
 
 
