@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers.checks import check_labels, check_share, unit_features
-from dulbe_peft.classifiers.groups import check_groups
 from dulbe_peft.classifiers.rule import LeftOut, Rule, linear
 from dulbe_peft.classifiers.state import State, check_shapes
 from dulbe_peft.data.names import check_class_names
@@ -347,6 +346,8 @@ class Classifier(nn.Module):
 
     def _groups(self, groups: Any, labels: Tensor) -> Tensor | None:
         """Check the groups of the images; warn of classes that lie in one group alone, if all classes do not."""
+        from dulbe_peft.classifiers.groups import check_groups
+
         numbers = check_groups(groups, len(labels))
         return None if numbers is None else numbers.to(labels.device)
 

@@ -27,7 +27,8 @@ def unit_features(features: object, name: str, width: int, rows: int | None, dev
         TypeError: If they are not a floating-point tensor or a NumPy array.
         ValueError: If they have another shape, or a row that is zero or not finite.
     """
-    check_default_device()
+    if not torch.compiler.is_compiling():  # a graph has its devices already
+        check_default_device()
     if isinstance(features, np.ndarray) and features.dtype.kind in "fiub":
         features = torch.tensor(features)
     if not isinstance(features, Tensor) or not features.is_floating_point():

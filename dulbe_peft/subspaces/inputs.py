@@ -56,6 +56,18 @@ def collect_statistics(
         raise TypeError(f"model must come from get_peft_model or have dual_mode_layers(), got {type(model).__name__}")
     if hasattr(model, "check_measurable"):
         model.check_measurable()  # type: ignore[operator]
+    return add_inputs(model, batches, forward_fn, into, tokens, mask_fn)
+
+
+def add_inputs(
+    model: nn.Module,
+    batches: Iterable[Any],
+    forward_fn: Callable[[nn.Module, Any], Any],
+    into: OccupationStatistics,
+    tokens: str = "all",
+    mask_fn: Callable[[Any], torch.Tensor | None] | None = None,
+) -> OccupationStatistics:
+    """Do what `collect_statistics` does, without its checks: a strategy may measure with other weights on purpose."""
     layers: dict[str, nn.Module] = dict(model.dual_mode_layers())  # type: ignore[operator]
     collector = _Collector(tokens)
     with raise_in_all(), evaluating(model), observed_inputs(layers, collector.add):

@@ -26,7 +26,7 @@ from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.encoders.text_encoder import mean_texts
 from dulbe_peft.strategies.base import GRADIENTS, INPUTS, TEACHER, Memory, Modes, NewTask, Step
 from dulbe_peft.strategies.losses import cross_modal_loss
-from dulbe_peft.subspaces.inputs import collect_statistics
+from dulbe_peft.subspaces.inputs import add_inputs
 from dulbe_peft.subspaces.occupation import OccupationStatistics
 from dulbe_peft.training.estimating import estimates_of
 from dulbe_peft.training.state import LearnerState
@@ -362,7 +362,7 @@ def features_and_inputs(
     with state.resting():
         batches = encoder.batches(images, title) if shard(range(len(images))) else ()
         how = (encoder.args.statistics_tokens, lambda batch: encoder.token_mask(batch[0]))
-        collect_statistics(adapter, batches, forward_fn, inputs, *how)
+        add_inputs(adapter, batches, forward_fn, inputs, *how)
     sum_over_processes([features])
     return features, inputs
 

@@ -292,6 +292,8 @@ def test_killed_server_has_kept_every_answered_label(folder, heap, tmp_path, how
     for number in range(40):
         photo(number % 3, 200 + number).save(heap / f"{COLOURS[number % 3]}-{number}b.png")
     for _ in range(int(os.environ.get("ROUNDS", 3))):
+        if len(given) == 52:  # nothing is left to label
+            break
         process, url = _command(folder, output, heap)
         killed = time.monotonic() + chance.uniform(0.05, 1)
         try:
