@@ -173,3 +173,9 @@ def test_norm_skips_tasks_whose_classes_are_all_forgotten():
     task = torch.tensor([0, 0, 2, 2, 2])  # all classes of task 1 were forgotten
     mean = (scores[:, :2].norm(dim=1) + scores[:, 2:].norm(dim=1)) / 2
     torch.testing.assert_close(normed(scores, task), scores / mean[:, None])
+
+
+def test_rapf_warns_of_few_steps():
+    rule = RapfClassifier(embed_dim=4, logit_scale=100.0).rule
+    with pytest.warns(UserWarning, match="rapf: 2 images in batches of 1 for 15 epochs give 30 steps"):
+        assert rule._schedule(2, 0)[0] == 1
