@@ -94,7 +94,7 @@ def test_frozen_trains_nothing(monkeypatch, tmp_path):
     for name in (
         "torch.Tensor.backward",
         "torch.optim.Adam",
-        "dulbe_peft.training.task_trainer.collect_statistics",
+        "dulbe_peft.training.task_trainer.add_inputs",
     ):
         monkeypatch.setattr(name, None)
     learner = make_learner("frozen")
