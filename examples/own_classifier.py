@@ -7,10 +7,11 @@ import torch
 from annotated_types import Gt
 from torch.nn import functional as F
 
-from dulbe_peft import Classifier, register_classifier
+from dulbe_peft import register_classifier
 from dulbe_peft.classifiers import Rule, per_class
 
 
+@register_classifier
 @dataclass(frozen=True)
 class MedianRule(Rule):
     power: Annotated[float, Gt(0)] = 1.0
@@ -27,8 +28,3 @@ class MedianRule(Rule):
 
     def scores(self, state, images):
         return self.logit_scale * (images @ state.medians.T).clamp(min=0) ** self.power
-
-
-@register_classifier
-class NearestMedian(Classifier, rule=MedianRule):
-    pass

@@ -1,4 +1,5 @@
 from .base import Classifier as Classifier
+from .base import classifier_of as classifier_of
 from .bayes import BayesClassifier as BayesClassifier
 from .bridge import BridgeEnsembleHead as BridgeEnsembleHead
 from .gda import GdaClassifier as GdaClassifier

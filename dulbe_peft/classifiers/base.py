@@ -38,17 +38,8 @@ MOST_SCORES = 2**24  # scores that a temperature is fitted to; of more held-out 
 KEPT = 32  # records of tasks, see `calibration.KEPT`
 LEAST_JUDGED = 1 / 3  # share of the classes that must have left-out images
 SAME_TEXT = 1e-3  # features of the same text on two devices differ by less
-# What the class of a classifier says of its rule.
-FACTS = ("name", "summary", "belongs_to", "needs_text", "needs_each_text", "updates")
-OF_RULES = {
-    "__init__",
-    "name",
-    "register",
-    "logits",
-    "left_out",
-    "formula",
-    *(each for each in vars(Rule) if each[0] != "_"),
-}
+OF_RULES = {"__init__", "register", "logits", *(each for each in vars(Rule) if each[0] != "_")}
+_CLASSES: "dict[type[Rule], type[Classifier]]" = {}  # rule -> the class of its classifiers
 
 
 class Classifier(nn.Module):
@@ -63,7 +54,8 @@ class Classifier(nn.Module):
     Attributes:
         rule_type: The class of the rule.
         rule: The rule, with its settings.
-        name: Key of the classifier in the registry.
+        name: That of the rule, the key of the classifier in the registry.
+        needs_text: That of the rule: whether learning needs text embeddings.
         source: `repo_id` and `commit` on the Hub that it was loaded from, or None.
         calibration: The records of the tasks from which the temperature and thresholds follow.
         novelty_tasks: The records of the tasks from which the novelty follows.
@@ -75,37 +67,26 @@ class Classifier(nn.Module):
 
     rule_type: ClassVar[type[Rule]]
     name: ClassVar[str] = ""
-    summary: ClassVar[str] = ""
-    belongs_to: ClassVar[str] = ""
     needs_text: ClassVar[bool] = False
-    needs_each_text: ClassVar[bool] = False
-    updates: ClassVar[bool] = False
 
     def __init_subclass__(cls, rule: type[Rule] | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if wrong := OF_RULES & vars(cls).keys():
             raise TypeError(
-                f"{cls.__name__} defines {', '.join(sorted(wrong))}: define this in a class derived from Rule, and "
-                f"name that class: class {cls.__name__}(Classifier, rule=...)"
+                f"{cls.__name__} defines {', '.join(sorted(wrong))}: define this in a class derived from Rule"
             )
         if rule is None:
             return
-        if not (isinstance(rule, type) and issubclass(rule, Rule)) or "__dataclass_fields__" not in vars(rule):
-            raise TypeError(
-                f"a rule must be a class derived from Rule with @dataclass(frozen=True), got {rule!r:.100}"
-            )
-        cls.rule_type = rule
-        for fact in FACTS:
-            setattr(cls, fact, getattr(rule, fact))
+        check_rule(rule)
+        cls.rule_type, cls.name, cls.needs_text = rule, rule.name, rule.needs_text
         cls.__doc__ = vars(cls).get("__doc__") or rule.__doc__
         cls.__signature__ = inspect.signature(rule)  # type: ignore[attr-defined]
+        _CLASSES[rule] = cls
 
     def __init__(self, *settings: Any, **named: Any) -> None:
         super().__init__()
         if not hasattr(type(self), "rule_type"):
-            raise TypeError(
-                f"{type(self).__name__} has no rule: write class {type(self).__name__}(Classifier, rule=...)"
-            )
+            raise TypeError(f"{type(self).__name__} has no rule: write classifier_of(rule)")
         if isinstance(named.get("logit_scale"), nn.Parameter):
             raise TypeError("logit_scale must be a number, got a Parameter: pass clip.logit_scale.exp().item()")
         self.rule = self.rule_type(*settings, **named)
@@ -208,6 +189,11 @@ class Classifier(nn.Module):
         buffers = self.tensors().items()
         twin._buffers = {name: tensor.clone() if tensor.is_inference() else tensor for name, tensor in buffers}
         return twin
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Name the rule when pickled, because a class made by `classifier_of` is in no module."""
+        kind = self.rule_type if _CLASSES[self.rule_type] is type(self) else type(self)
+        return _unfilled, (kind,), self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out cached values, which can be computed again."""
@@ -365,7 +351,7 @@ class Classifier(nn.Module):
             texts["text_embeds"] = self._unit_texts(text_embeds, len(self._class_names) + len(names))
         elif self.reads_text:
             texts["text_embeds"] = F.pad(self.text_embeds, (0, 0, 0, len(names)))
-        if self.needs_each_text:
+        if self.rule.needs_each_text:
             single = (texts["text_embeds"][-len(names) :], range(len(names))) if each_text is None else each_text
             texts |= self._with_each_text(names, single)
         return texts
@@ -404,7 +390,7 @@ class Classifier(nn.Module):
         With `views`, sums are taken over the views instead.
         """
         changes = self.rule.added(state, images, labels, new)
-        if views is not None and self.updates:
+        if views is not None and self.rule.updates:
             number = views.shape[1]
             each = self._unit(views.flatten(0, 1), "views", len(labels) * number)
             changes = {**changes, **self.rule.added_views(state, each, labels, new, number)}
@@ -697,7 +683,7 @@ class Classifier(nn.Module):
             text_embed: (d,), unit text embedding of the new name. Required if the classifier has those of others.
         """
         place, changes = self._place(old, "renamed"), {}
-        if self.needs_each_text:
+        if self.rule.needs_each_text:
             raise ValueError(
                 f"the {self.name!r} classifier was trained with the texts of its classes and cannot rename one: "
                 "learn again"
@@ -867,11 +853,36 @@ class Classifier(nn.Module):
         return hub.push(lambda folder, _: self.save_pretrained(folder), repo_id, commit_message=message, **options)
 
 
+def classifier_of(rule: type[Rule]) -> type[Classifier]:
+    """Return the class of the classifiers with a rule. Its constructor takes the settings of the rule.
+
+    Raises:
+        TypeError: If `rule` is not a dataclass derived from `Rule`.
+    """
+    check_rule(rule)
+    if rule not in _CLASSES:
+        name = f"{rule.__name__.removesuffix('Rule')}Classifier"
+        type(name, (Classifier,), {"__module__": rule.__module__}, rule=rule)  # puts itself there
+    return _CLASSES[rule]
+
+
+def check_rule(rule: object) -> None:
+    """Raise a `TypeError` unless `rule` is a dataclass derived from `Rule`."""
+    if not (isinstance(rule, type) and issubclass(rule, Rule)) or "__dataclass_fields__" not in vars(rule):
+        raise TypeError(f"a rule must be a class derived from Rule with @dataclass(frozen=True), got {rule!r:.100}")
+
+
+def _unfilled(kind: type[Rule] | type[Classifier]) -> Classifier:
+    """Return a classifier without attributes, which pickle sets."""
+    cls = kind if issubclass(kind, Classifier) else classifier_of(kind)
+    return cls.__new__(cls)
+
+
 def check_alike(one: Classifier, other: Classifier) -> None:
     """Raise an error unless two classifiers have the same class, settings and texts, so that they can be merged."""
     if other is one:
         raise ValueError(f"a {one.name!r} classifier cannot be merged with itself: its images would count twice")
-    if type(other) is not type(one):
+    if other.rule_type is not one.rule_type:
         raise TypeError(
             f"a {one.name!r} classifier can be merged only with a {type(one).__name__}, got {type(other).__name__}"
         )

@@ -71,7 +71,7 @@ class BayesRule(ClassSums):
             added to the tables. This takes 8 min(n_c, d) d bytes per class: 2 MiB for d = 512 and 512 images or more.
 
     Attributes:
-        text_embeds: E_c, (C, embed_dim), unit vectors, or zeros without a text.
+        text_embeds: e_c, (C, embed_dim), unit vectors, or zeros without a text.
         sums, counts, scatter, freedom, factors, factor_rows: Of x, see `ClassSums`; d is `embed_dim` + M.
         losses: (1 or 2, kappas, rhos, temperatures, wrong), float64: summed log-losses of left-out images, for shares
             of wrong labels. The second table is computed with the random features.
@@ -521,7 +521,6 @@ def some_without_groups(
 
 
 class BayesClassifier(Classifier, rule=BayesRule):
-    __doc__ = BayesRule.__doc__
     rule: BayesRule
 
     @property

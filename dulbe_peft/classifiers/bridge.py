@@ -36,17 +36,18 @@ class BridgeRule(Rule):
     for all classes.
 
     Args:
+        logit_scale: tau, the factor of the cosines (not its logarithm); 100 for CLIP.
         num_depths: K_b, the number of depths, which are evenly spaced from 0 to 1, both included.
         depths: The depths themselves, each in [0, 1]. If given, `num_depths` has no effect.
-        reliability_temperature: Beta.
+        reliability_temperature: beta.
 
     Attributes:
-        visual_prototypes: V_c, (C, d), unit vectors.
-        text_embeds: E_c, (C, d), unit vectors.
-        reliability: Pi_c, (C, K_b), rows sum to 1.
-        counts: N_c, (C,), number of images of each class.
-        lengths: L_c, (C,), length of the sum of the unit features of each class.
-        depths: Alpha_k, (K_b,); 0 is the visual end.
+        visual_prototypes: v_c, (C, d), unit vectors.
+        text_embeds: e_c, (C, d), unit vectors.
+        reliability: pi_c, (C, K_b), rows sum to 1.
+        counts: n_c, (C,), number of images of each class.
+        lengths: l_c, (C,), length of the sum of the unit features of each class.
+        depths: alpha_k, (K_b,); 0 is the visual end.
 
     Reference:
         Section "Reliability-Guided Bridge-Prototype Ensemble".
@@ -210,7 +211,6 @@ class BridgeRule(Rule):
 
 
 class BridgeEnsembleHead(Classifier, rule=BridgeRule):
-    __doc__ = BridgeRule.__doc__
     rule: BridgeRule
 
     @property

@@ -36,7 +36,7 @@ class GdaRule(LdaRule):
     Attributes:
         losses: (16, 10, wrong), float64, leave-one-out log-loss of each alpha, temperature and share of wrong labels,
             summed over images.
-        text_embeds: E_c, (C, d), unit vectors.
+        text_embeds: e_c, (C, d), unit vectors.
 
     Reference:
         Wang et al., "A Hard-to-Beat Baseline for Training-Free CLIP-Based Adaptation", ICLR 2024, where validation
@@ -101,7 +101,6 @@ def _mixed(by_text: Tensor, by_image: Tensor, alpha: float) -> Tensor:
 
 
 class GdaClassifier(LdaClassifier, rule=GdaRule):
-    __doc__ = GdaRule.__doc__
     rule: GdaRule
 
     def weight(self) -> float:

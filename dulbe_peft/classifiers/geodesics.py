@@ -74,9 +74,9 @@ def bridge_prototypes(visual_prototypes: Tensor, text_embeds: Tensor, depths: Te
     """Return b_c(alpha_k), (C, K_b, d): the bridge of every class at every depth.
 
     Args:
-        visual_prototypes: V_c, (C, d), unit vectors.
-        text_embeds: E_c, (C, d), unit vectors.
-        depths: Alpha_k, (K_b,).
+        visual_prototypes: v_c, (C, d), unit vectors.
+        text_embeds: e_c, (C, d), unit vectors.
+        depths: alpha_k, (K_b,).
     """
     return slerp(visual_prototypes[:, None], text_embeds[:, None], depths[:, None])
 

@@ -126,7 +126,6 @@ class LdaRule(ClassSums):
 
 
 class LdaClassifier(Classifier, rule=LdaRule):
-    __doc__ = LdaRule.__doc__
     rule: LdaRule
 
     @property

@@ -67,14 +67,14 @@ class PooledBridgeRule(BridgeRule):
     """The bridge ensemble with one set of depth weights for all classes, for models with a modality gap such as CLIP.
 
     Args:
-        num_depths, depths: As for `BridgeEnsembleHead`.
-        reliability_temperature: Beta, in units of the reliability of the best depth.
+        logit_scale, num_depths, depths: As for `BridgeEnsembleHead`.
+        reliability_temperature: beta, in units of the reliability of the best depth.
 
     Attributes:
         visual_prototypes, text_embeds, counts, lengths, depths: As for `BridgeEnsembleHead`.
-        confidence: R_c, (C, K_b), float64, sums of the probabilities of left-out images at each depth.
-        left_out_counts: M_c, (C,), int64, how many images these are.
-        text_confidence: N_c t_c, (C,), float64, sums of the probabilities of the images by the texts alone.
+        confidence: r_c, (C, K_b), float64, sums of the probabilities of left-out images at each depth.
+        left_out_counts: m_c, (C,), int64, how many images these are.
+        text_confidence: n_c t_c, (C,), float64, sums of the probabilities of the images by the texts alone.
         rivals: (C,), int64, sums over the images of the number of other classes when each image was learned.
 
     Example:
@@ -236,7 +236,6 @@ def _among_all(state: State, mean: Tensor) -> Tensor:
 
 
 class PooledBridgeHead(BridgeEnsembleHead, rule=PooledBridgeRule):
-    __doc__ = PooledBridgeRule.__doc__
     rule: PooledBridgeRule
 
     @property

@@ -74,7 +74,6 @@ class PrototypeRule(Rule):
 
 
 class PrototypeClassifier(Classifier, rule=PrototypeRule):
-    __doc__ = PrototypeRule.__doc__
     rule: PrototypeRule
 
     @property

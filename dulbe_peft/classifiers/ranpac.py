@@ -90,4 +90,4 @@ class RanpacRule(RidgeRegression):
 
 
 class RanpacClassifier(RidgeClassifier, rule=RanpacRule):
-    __doc__ = RanpacRule.__doc__
+    rule: RanpacRule

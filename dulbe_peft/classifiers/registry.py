@@ -1,44 +1,46 @@
 """Register classifiers by name, for texts such as `--classifiers bridge,ranpac:features=4000`.
 
-Other packages can register their own classes with `register_classifier`.
+Other packages can register their own rules with `register_classifier`.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.base import Classifier, check_rule, classifier_of
+from dulbe_peft.classifiers.rule import Rule
 from dulbe_peft.utils.specs import Registry, closest, convert, format_spec, parse_spec, split_specs
 
-Kind = TypeVar("Kind", bound=type[Classifier])
+Kind = TypeVar("Kind", bound=type[Rule])
 
 _BUILT_IN = {
-    "text": "text:TextClassifier",
-    "bridge": "bridge:BridgeEnsembleHead",
-    "pooled_bridge": "pooled_bridge:PooledBridgeHead",
-    "prototype": "prototype:PrototypeClassifier",
-    "lda": "lda:LdaClassifier",
-    "gda": "gda:GdaClassifier",
-    "ridge": "ridge:RidgeClassifier",
-    "ranpac": "ranpac:RanpacClassifier",
-    "bayes": "bayes:BayesClassifier",
+    "text": "text:TextRule",
+    "bridge": "bridge:BridgeRule",
+    "pooled_bridge": "pooled_bridge:PooledBridgeRule",
+    "prototype": "prototype:PrototypeRule",
+    "lda": "lda:LdaRule",
+    "gda": "gda:GdaRule",
+    "ridge": "ridge:RidgeRule",
+    "ranpac": "ranpac:RanpacRule",
+    "bayes": "bayes:BayesRule",
 }
 _FROM_PAPERS = {
-    "visual_agent": "mg_clip:VisualAgentClassifier",
-    "rapf": "rapf:RapfClassifier",
-    "bofa": "bofa:BofaClassifier",
-    "slca": "slca:SlcaClassifier",
-    "engine": "engine:EngineClassifier",
-    "proof": "proof:ProofClassifier",
-    "clap4clip": "clap4clip:Clap4ClipClassifier",
-    "clg_cbm": "clg_cbm:ClgCbmClassifier",
-    "linear_head": "linear_head:LinearHeadClassifier",
+    "visual_agent": "mg_clip:VisualAgentRule",
+    "rapf": "rapf:RapfRule",
+    "bofa": "bofa:BofaRule",
+    "slca": "slca:SlcaRule",
+    "engine": "engine:EngineRule",
+    "proof": "proof:ProofRule",
+    "clap4clip": "clap4clip:Clap4ClipRule",
+    "clg_cbm": "clg_cbm:ClgCbmRule",
+    "linear_head": "linear_head:LinearHeadRule",
 }
 CLASSIFIERS: Registry[Classifier] = Registry(
     "classifier",
     "dulbe_peft.classifiers",
     {name: f"dulbe_peft.classifiers.{path}" for name, path in _BUILT_IN.items()}
     | {name: f"dulbe_peft.papers.{path}" for name, path in _FROM_PAPERS.items()},
+    classifier_of,
 )
 
 
@@ -55,22 +57,21 @@ class Recipe:
         return self.kind.rule_type.setting_defaults() | self.chosen
 
 
-def register_classifier(cls: Kind) -> Kind:
-    """Register a classifier class in `CLASSIFIERS` under its `name`; return the class, so it works as a decorator.
+def register_classifier(rule: Kind) -> Kind:
+    """Register a rule in `CLASSIFIERS` under its `name`; return it, so this works as a decorator of the dataclass.
 
     Raises:
-        TypeError: If `cls` is not a class derived from `Classifier`.
-        ValueError: If its name is not a lower-case identifier, or another class has the same name or file names.
+        TypeError: If `rule` is not a dataclass derived from `Rule`.
+        ValueError: If its name is not a lower-case identifier, or another rule has the same name or file names.
     """
-    if not isinstance(cls, type) or not issubclass(cls, Classifier):
-        raise TypeError(f"a classifier must be a class derived from Classifier, got {cls!r:.100}")
-    if not cls.name.isidentifier() or cls.name != cls.name.lower() or not cls.name.isascii():
-        raise ValueError(f"{cls.__name__}.name is {cls.name!r}; it must contain only the characters a-z, 0-9 and _")
-    stem = cls.rule_type.file_stem or cls.name
-    if (stem == "head") != (cls.name == "bridge") or stem in set(CLASSIFIERS) - {cls.name}:
-        raise ValueError(f"the file_stem of {cls.__name__} is {stem!r}, which another classifier has for its files")
-    CLASSIFIERS.register(cls)
-    return cls
+    check_rule(rule)
+    stem = rule.file_stem or rule.name
+    if not rule.name.isidentifier() or rule.name != rule.name.lower() or not rule.name.isascii():
+        raise ValueError(f"{rule.__name__}.name is {rule.name!r}; it must contain only the characters a-z, 0-9 and _")
+    if (stem == "head") != (rule.name == "bridge") or stem in set(CLASSIFIERS) - {rule.name}:
+        raise ValueError(f"the file_stem of {rule.__name__} is {stem!r}, which another classifier has for its files")
+    CLASSIFIERS.register(rule)
+    return rule
 
 
 def parse_classifier(text: str) -> Recipe:

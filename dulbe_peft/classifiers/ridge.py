@@ -193,7 +193,6 @@ class RidgeRule(RidgeRegression):
 
 
 class RidgeClassifier(Classifier, rule=RidgeRule):
-    __doc__ = RidgeRule.__doc__
     rule: RidgeRegression
 
     def strength(self) -> float:

@@ -1,5 +1,6 @@
 """The base class of all rules. A rule says what a classifier keeps of its images, and how it classifies with that.
 
+    @register_classifier
     @dataclass(frozen=True)
     class MineRule(Rule):
         power: Positive = 2.0            settings, whose types say which values are allowed
@@ -10,15 +11,14 @@
         scores                           unit features to scores
         formula                          the scores in plain PyTorch, if they are not linear in the features
 
-    class MineClassifier(Classifier, rule=MineRule): ...
-
 A rule holds settings only. Its functions take the tensors as a `State`, and return new ones without changing anything.
+`Classifier` does everything else, and `classifier_of(MineRule)` is its class for this rule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dulbe_peft.classifiers.checks import random_features, same_scores
 from dulbe_peft.classifiers.state import Layout, State, per_class
-from dulbe_peft.utils.settings import LEAST, check_settings
+from dulbe_peft.utils.settings import LEAST, check_settings, documented, setting
 
 if TYPE_CHECKING:
     from dulbe_peft.classifiers.calibration import TaskTemperature
@@ -51,13 +51,10 @@ def linear(z: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.T
     return z @ weight.T + bias
 
 
+@documented
 @dataclass(frozen=True)
 class Rule:
     """Base class. A rule is a frozen dataclass whose fields are its settings. They are saved with the classifier.
-
-    Args:
-        embed_dim: Width d of the features.
-        logit_scale: tau, the factor of the cosines (not its logarithm); 100 for CLIP.
 
     Attributes:
         name: Key of the classifier in the registry.
@@ -71,8 +68,8 @@ class Rule:
         moves: Tensors that `moved` maps: rows z, and sums over images of z' z.
     """
 
-    embed_dim: Annotated[int, Ge(2)]
-    logit_scale: LogitScale = 100.0
+    embed_dim: Annotated[int, Ge(2)] = field(metadata={"help": "Width d of the features."})
+    logit_scale: LogitScale = setting(100.0, "tau, the factor of the cosines (not its logarithm); 100 for CLIP.")
 
     name: ClassVar[str] = ""
     file_stem: ClassVar[str] = ""
@@ -83,6 +80,9 @@ class Rule:
     updates: ClassVar[bool] = False
     adds_up: ClassVar[tuple[str, ...] | None] = None
     moves: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        documented(cls)
 
     def __post_init__(self) -> None:
         check_settings(self, owner=f"the {self.name!r} classifier")

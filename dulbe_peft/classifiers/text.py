@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.base import classifier_of
 from dulbe_peft.classifiers.rule import Rule
 from dulbe_peft.classifiers.state import State
 
@@ -37,5 +37,4 @@ class TextRule(Rule):
         return self.logit_scale * images @ state.text_embeds.float().T
 
 
-class TextClassifier(Classifier, rule=TextRule):
-    __doc__ = TextRule.__doc__
+TextClassifier = classifier_of(TextRule)

@@ -79,6 +79,9 @@ class BofaRule(PrototypeRule):
     discriminant of the published code is left out for the same reason. In that code lambda weights the text during the
     search and the image afterwards; here it weights the image both times, as in the paper.
 
+    Args:
+        grid: Number of values of lambda that are compared.
+
     Reference:
         "BOFA: Bridge-Layer Orthogonal Low-Rank Fusion for CLIP-Based Class-Incremental Learning", arXiv 2511.11421.
     """
@@ -124,7 +127,6 @@ class BofaRule(PrototypeRule):
 
 
 class BofaClassifier(PrototypeClassifier, rule=BofaRule):
-    __doc__ = BofaRule.__doc__
     rule: BofaRule
 
     @property

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.state import Layout, State, shared
 from dulbe_peft.papers.fitting import ReplayedMeans, fit, minibatches, stand_ins, task_generator
 from dulbe_peft.strategies.frozen import Frozen
@@ -127,10 +126,6 @@ class Clap4ClipRule(ReplayedMeans):
 
     def scores(self, state: State, images: Tensor) -> Tensor:
         return images @ state.derived("weight", lambda: self._weight(state)).T
-
-
-class Clap4ClipClassifier(Classifier, rule=Clap4ClipRule):
-    __doc__ = Clap4ClipRule.__doc__
 
 
 def decoder(width: int) -> nn.TransformerDecoderLayer:

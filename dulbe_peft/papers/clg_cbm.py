@@ -98,8 +98,6 @@ class ClgCbmRule(KeptGaussians):
 
 
 class ClgCbmClassifier(Classifier, rule=ClgCbmRule):
-    __doc__ = ClgCbmRule.__doc__
-
     def concepts(self, class_name: str, k: int = 5) -> list[tuple[str, int, float]]:
         """Return the k concepts that contribute most to a class, largest contribution first.
 

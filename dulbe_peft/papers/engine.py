@@ -24,7 +24,6 @@ from annotated_types import Ge, Le
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.rule import Rule
 from dulbe_peft.classifiers.state import Layout, State, per_class, shared
 from dulbe_peft.papers.fitting import class_means, fit, minibatches, task_generator, uniform
@@ -168,10 +167,6 @@ class EngineRule(Rule):
         """Return P, (d, d), float64. It is 0 while no class has two different images."""
         more = state.scatter.trace() / max(1, int(state.images) - 1) * torch.eye(self.embed_dim).to(state.scatter)
         return self.embed_dim * torch.linalg.pinv(state.scatter + more, hermitian=True)
-
-
-class EngineClassifier(Classifier, rule=EngineRule):
-    __doc__ = EngineRule.__doc__
 
 
 def contrast(p: Tensor, q: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.rule import Rule
 from dulbe_peft.classifiers.state import Layout, State, per_class
 from dulbe_peft.papers.fitting import fit, minibatches, task_generator, uniform
@@ -67,7 +66,3 @@ class LinearHeadRule(Rule):
 
     def formula(self, state: State) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         return linear_head, {"head": state.head.float()}
-
-
-class LinearHeadClassifier(Classifier, rule=LinearHeadRule):
-    __doc__ = LinearHeadRule.__doc__

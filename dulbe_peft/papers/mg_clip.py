@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dulbe_peft.adapter.linear import Updates
-from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.checks import check_directions
 from dulbe_peft.classifiers.rule import Rule
 from dulbe_peft.classifiers.state import Layout, State, per_class
@@ -113,6 +112,13 @@ class VisualAgentRule(Rule):
     unscaled cosines over the new classes only, so old agents get no gradient. A softmax of unscaled cosines is nearly
     uniform, which is why its `weight` is as large as 4. The learning rate decays on a cosine to 1 % over a task.
 
+    Args:
+        epochs: Number of passes over a task's features.
+        batch_size: Features per step.
+        learning_rate: Learning rate of Adam at the start of each task.
+        weight: Weight of the agents' probabilities beside those of the texts.
+        seed: Seed of the order of the features.
+
     Reference:
         "Mind the Gap: Preserving and Compensating for the Modality Gap in CLIP-Based Continual Learning", arXiv
         2507.09118; settings from the authors' configuration for CIFAR-100.
@@ -155,7 +161,3 @@ class VisualAgentRule(Rule):
             "agents": F.normalize(state.agents.float(), dim=1),
             "share": torch.tensor(self.weight, device=state.device),
         }
-
-
-class VisualAgentClassifier(Classifier, rule=VisualAgentRule):
-    __doc__ = VisualAgentRule.__doc__

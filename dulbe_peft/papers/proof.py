@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.state import Layout, State, shared
 from dulbe_peft.papers.fitting import ReplayedMeans, fit, minibatches, stand_ins, task_generator
 from dulbe_peft.strategies.frozen import Frozen
@@ -191,10 +190,6 @@ class ProofRule(ReplayedMeans):
     def _formula_tensors(self, state: State) -> dict[str, Tensor]:
         tokens = state.text_embeds.float(), state.means.float(), state.prompts.float().view(-1, self.embed_dim)
         return fusion_tensors(*tokens, self.logit_scale, {name: state[name].float() for name in NUMBERS})
-
-
-class ProofClassifier(Classifier, rule=ProofRule):
-    __doc__ = ProofRule.__doc__
 
 
 @dataclass(frozen=True)

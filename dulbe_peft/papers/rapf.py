@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.ridge import class_weights
 from dulbe_peft.classifiers.state import Layout, State, shared
 from dulbe_peft.papers.fitting import KeptGaussians, fit, minibatches, task_generator, uniform
@@ -139,10 +138,6 @@ class RapfRule(KeptGaussians):
 
     def formula(self, state: State) -> tuple[Callable[..., Tensor], dict[str, Tensor]]:
         return mapped_cosine, {"map_": state.map.float(), "weight": self.logit_scale * state.text_embeds.float()}
-
-
-class RapfClassifier(Classifier, rule=RapfRule):
-    __doc__ = RapfRule.__doc__
 
 
 def hard_pairs(texts: Tensor, old: int, distance: float) -> Tensor:

@@ -18,7 +18,6 @@ from annotated_types import Ge
 from torch import Tensor
 from torch.nn import functional as F
 
-from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.state import Layout, State, per_class
 from dulbe_peft.papers.fitting import KeptGaussians, fit, minibatches, next_task, task_generator
 from dulbe_peft.strategies.lora import Lora
@@ -121,10 +120,6 @@ class SlcaRule(KeptGaussians):
 
     def scores(self, state: State, images: Tensor) -> Tensor:
         return F.linear(math.sqrt(self.embed_dim) * images, state.weight.float(), state.bias.float())
-
-
-class SlcaClassifier(Classifier, rule=SlcaRule):
-    __doc__ = SlcaRule.__doc__
 
 
 def shrunk(means: Tensor, task: Tensor) -> Tensor:

@@ -28,16 +28,20 @@ def setting(default: object, help: str, **metadata: object) -> Any:
 
 
 def documented(kind: type[T]) -> type[T]:
-    """Add an `Args:` section with the help text of every field to a dataclass's docstring, and return the class."""
+    """Add the help text of every field to the `Args:` of a dataclass's docstring, and return the class."""
+    text = (kind.__doc__ or "").rstrip()
     helps = {field.name: field.metadata["help"] for field in fields(cast(Any, kind)) if "help" in field.metadata}
     entries = [
         fill(f"{name}: {help}", 115, initial_indent=" " * 8, subsequent_indent=" " * 12)
         for name, help in helps.items()
+        if not re.search(rf"\n        [\w, ]*\b{name}\b[\w, ]*: ", text)
     ]
-    text = (kind.__doc__ or "").rstrip()
-    section = re.search(r"\n\n    \w+:\n", text)  # the first one, such as "Raises:"
-    end = section.start() if section else len(text)
-    kind.__doc__ = "\n".join([text[:end], "", "    Args:", *entries]) + text[end:] + "\n"
+    head = "\n\n    Args:"
+    if entries and head not in text:
+        section = re.search(r"\n\n    \w+:\n", text)  # the first one, such as "Raises:"
+        end = section.start() if section else len(text)
+        text = text[:end] + head + text[end:]
+    kind.__doc__ = text.replace(head, "\n".join([head, *entries]), 1) + "\n"
     return kind
 
 

@@ -7,7 +7,7 @@ bridge:depths=0/0.5/1           the entries of a list are separated by slashes
 
 import difflib
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
 from pkgutil import resolve_name
@@ -108,12 +108,15 @@ class Registry(Mapping[str, type[T]], Generic[T]):
         group: The group of entry points in which other packages name their classes, such as "dulbe_peft.strategies".
             The name of an entry point is the name of its class.
         homes: Name -> "module:Class" for the classes of this package.
+        made: If given, a look-up returns what this makes of the class.
     """
 
-    def __init__(self, kind: str, group: str, homes: Mapping[str, str]) -> None:
-        self.kind, self.group = kind, group
+    def __init__(
+        self, kind: str, group: str, homes: Mapping[str, str], made: Callable[[type], type[T]] = lambda cls: cls
+    ) -> None:
+        self.kind, self.group, self._made = kind, group, made
         self._homes: dict[str, str | EntryPoint] = dict(homes)
-        self._classes: dict[str, type[T]] = {}
+        self._classes: dict[str, type] = {}
         self._complete = False
 
     def __getitem__(self, name: str) -> type[T]:
@@ -128,7 +131,7 @@ class Registry(Mapping[str, type[T]], Generic[T]):
                     f"{getattr(cls, 'name', None)!r}: give both the same name"
                 )
             self._classes.setdefault(name, cls)  # importing the class may have registered it
-        return self._classes[name]
+        return self._made(self._classes[name])
 
     def __iter__(self) -> Iterator[str]:
         self._add_entry_points()
@@ -141,7 +144,7 @@ class Registry(Mapping[str, type[T]], Generic[T]):
         """Return whether there is a class with this name, without importing it."""
         return name in self._homes or name in self._classes or name in set(self)
 
-    def register(self, cls: type[T]) -> None:
+    def register(self, cls: type) -> None:
         """Add a class under its `name`. If another class has this name, a `ValueError` is raised."""
         name: str = cls.name  # type: ignore[attr-defined]
         home = self._homes.get(name)

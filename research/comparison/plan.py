@@ -223,7 +223,9 @@ def _rows(method: str, settings: Mapping[str, Any], file: _PlanFile) -> list[Row
     strategy = _strategy(settings)
     kinds = {text: parse_classifier(text).kind for text in (*file.classifiers, *strategy.classifiers)}
     listed = {kinds[text].name for text in file.classifiers}
-    added = [text for text in strategy.classifiers if kinds[text].belongs_to and kinds[text].name not in listed]
+    added = [
+        text for text in strategy.classifiers if kinds[text].rule_type.belongs_to and kinds[text].name not in listed
+    ]
     rows = []
     for text in (*file.classifiers, *added):
         corrections = [drift for drift in file.drift if strategy.adapts and kinds[text].rule_type.follows_drift(drift)]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import math
 import pickle
-from dataclasses import dataclass
+import pydoc
+import re
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from dulbe_peft import CLASSIFIERS, register_classifier
 from dulbe_peft.classifiers import (
     Classifier,
     LdaClassifier,
+    classifier_of,
     make_classifier,
     make_classifiers,
     parse_classifiers,
@@ -193,7 +197,7 @@ def page(monkeypatch, capsys):
 
 def test_registered_classifier_works_with_files_and_the_hub(page, tmp_path, monkeypatch):
     assert page["printed"] == "tensor([0, 1, 2])\n"
-    cls = page["NearestMedian"]
+    cls = classifier_of(page["MedianRule"])
     classifier = make_classifier("median:power=2", DIM, SCALE)
     assert type(classifier) is cls and classifier.power == 2 and spec(classifier) == "median:power=2.0"
     images, labels = task(range(CLASSES))
@@ -212,28 +216,37 @@ def test_registered_classifier_works_with_files_and_the_hub(page, tmp_path, monk
 
 
 def test_invalid_classifier_classes_are_not_registered(page):
-    base = page["NearestMedian"]
+    base = page["MedianRule"]
 
-    def of_rule(**facts):
-        return type("A", (Classifier,), {}, rule=dataclass(frozen=True)(type("R", (base.rule_type,), facts)))
+    def rule(**facts):
+        return dataclass(frozen=True)(type("R", (base,), facts))
 
     assert register_classifier(base) is base
-    for cls, error, message in (
-        (dict, TypeError, "derived from Classifier"),
-        (of_rule(name="Two words"), ValueError, "characters a-z"),
-        (of_rule(name="lda"), ValueError, "the classifier 'lda' is already .*LdaClassifier"),
-        (of_rule(name="mine", file_stem="head"), ValueError, "'head', which another"),
+    for wrong, error, message in (
+        (dict, TypeError, "derived from Rule"),
+        (classifier_of(base), TypeError, "derived from Rule"),
+        (type("R", (base,), {}), TypeError, "derived from Rule with @dataclass"),
+        (rule(name="Two words"), ValueError, "characters a-z"),
+        (rule(name="lda"), ValueError, "the classifier 'lda' is already .*LdaRule"),
+        (rule(name="mine", file_stem="head"), ValueError, "'head', which another"),
     ):
         with pytest.raises(error, match=message):
-            register_classifier(cls)
+            register_classifier(wrong)
     for wrong in ("__init__", "name", "added", "logits"):  # in a class that holds no rule, nothing would use them
         with pytest.raises(TypeError, match=f"D defines {wrong}: define this in a class derived from Rule"):
-            type("D", (base,), {wrong: None})
-    with pytest.raises(TypeError, match="rule must be a class derived from Rule with @dataclass"):
-        type("D", (Classifier,), {}, rule=type("R", (base.rule_type,), {}))
-    with pytest.raises(TypeError, match=r"D has no rule: write class D\(Classifier, rule=...\)"):
+            type("D", (classifier_of(base),), {wrong: None})
+    with pytest.raises(TypeError, match=r"D has no rule: write classifier_of\(rule\)"):
         type("D", (Classifier,), {})(8)
     assert {*NAMED, "median"} == set(CLASSIFIERS)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_help_of_a_classifier_names_every_setting_once(name):
+    cls = CLASSIFIERS[name]
+    for entry in fields(cls.rule_type):
+        named = re.findall(rf"\n    [\w, ]*\b{entry.name}\b[\w, ]*: ", pydoc.getdoc(cls).split("\nAttributes:")[0])
+        assert len(named) == 1, entry.name
+        assert entry.name in inspect.signature(cls).parameters
 
 
 def test_specs_make_classifiers_or_are_refused():

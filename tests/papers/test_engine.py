@@ -6,8 +6,9 @@ import torch
 from drawn import DIM, features, normal, step
 from torch.nn import functional as F
 
+from dulbe_peft.classifiers import classifier_of
 from dulbe_peft.papers import engine
-from dulbe_peft.papers.engine import EngineClassifier
+from dulbe_peft.papers.engine import EngineRule
 
 SETTINGS = {
     "epochs": 3,
@@ -77,7 +78,7 @@ def literal_scores(tests, texts, units, tasks):
 
 def test_three_tasks_equal_the_literal_version(monkeypatch):
     monkeypatch.setattr(engine, "MOST_DRAWN", 4)  # fewer than the five old classes of the last task
-    classifier, texts, units = EngineClassifier(DIM, 20.0, **SETTINGS), normal(6, DIM, seed=8), [[], []]
+    classifier, texts, units = classifier_of(EngineRule)(DIM, 20.0, **SETTINGS), normal(6, DIM, seed=8), [[], []]
     e, old, tasks, tests = F.normalize(texts.double(), dim=1), [], [], F.normalize(normal(9, DIM, seed=9), dim=1)
     for number, (classes, names) in enumerate(TASKS):
         images, labels = features(classes, 13, 5 * number)
@@ -99,11 +100,11 @@ def test_three_tasks_equal_the_literal_version(monkeypatch):
 
 def test_discriminant_has_no_effect_on_identical_images():
     images, labels = features(2, 8, 0)
-    classifier, texts = EngineClassifier(DIM, epochs=1, discriminant=0.5), normal(2, DIM, seed=8)
+    classifier, texts = classifier_of(EngineRule)(DIM, epochs=1, discriminant=0.5), normal(2, DIM, seed=8)
     same = torch.stack([images[labels == c][0] for c in (0, 1)]).repeat_interleave(7, dim=0)
     classifier.add_classes(["a", "b"], same, [0] * 7 + [1] * 7, texts)
     assert not classifier.scatter.any()
-    without = EngineClassifier(DIM, epochs=1, discriminant=0.0)
+    without = classifier_of(EngineRule)(DIM, epochs=1, discriminant=0.0)
     without.load_state_dict(classifier.state_dict())
     margin = classifier(images)[:, 0] - classifier(images)[:, 1]
     torch.testing.assert_close(margin, (without(images)[:, 0] - without(images)[:, 1]) / 2, rtol=1e-4, atol=1e-3)
@@ -111,7 +112,7 @@ def test_discriminant_has_no_effect_on_identical_images():
 
 def test_nearly_identical_images_do_not_overflow_half_precision():
     (images, labels), texts = features(2, 8, 0), normal(2, DIM, seed=8)
-    classifier, z = EngineClassifier(DIM, 20.0, epochs=1, discriminant=1.0), F.normalize(images, dim=1)
+    classifier, z = classifier_of(EngineRule)(DIM, 20.0, epochs=1, discriminant=1.0), F.normalize(images, dim=1)
     classifier.add_classes(["a", "b"], z[labels] + 1e-4 * images, labels, texts)
     tensors, means, precision = classifier.formula()[1], classifier.means, classifier.rule.precision(classifier.state)
     assert all(tensor.half().isfinite().all() for tensor in tensors.values())

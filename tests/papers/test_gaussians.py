@@ -7,9 +7,10 @@ import torch
 from drawn import DIM, features, normal, step
 from torch.nn import functional as F
 
+from dulbe_peft.classifiers import classifier_of
 from dulbe_peft.papers import rapf
-from dulbe_peft.papers.rapf import RapfClassifier, fused
-from dulbe_peft.papers.slca import SlcaClassifier, normed
+from dulbe_peft.papers.rapf import RapfRule, fused
+from dulbe_peft.papers.slca import SlcaRule, normed
 
 
 def test_fusion_equals_the_paper_s_formula():
@@ -67,7 +68,9 @@ def literal_map(start, x, y, texts, tau, old, generator, epochs, size, draws, k,
 def test_two_tasks_of_rapf_equal_the_literal_version(monkeypatch, most):
     monkeypatch.setattr(rapf, "MOST_PAIRS", most)
     settings = {"epochs": 6, "batch_size": 5, "draws": 0.3, "replayed": 2, "pair_distance": 1.35}
-    classifier = RapfClassifier(DIM, 10.0, learning_rate=0.01, fusion_bias=0.4, ridge=1e-3, seed=2, **settings)
+    classifier = classifier_of(RapfRule)(
+        DIM, 10.0, learning_rate=0.01, fusion_bias=0.4, ridge=1e-3, seed=2, **settings
+    )
     texts = normal(5, DIM, seed=8)
     assert (torch.cdist(F.normalize(texts[:3], dim=1), F.normalize(texts[3:], dim=1)) < 1.35).sum() > 2
 
@@ -99,7 +102,7 @@ def test_rapf_replays_every_old_class_in_an_epoch_and_takes_a_least_number_of_st
     tasks = [(*features(5, 26, 0), "abcde", texts[:5]), (*features(2, 8, 4), "fg", texts)]
 
     def learned(**settings):
-        classifier = RapfClassifier(DIM, 10.0, epochs=4, ridge=1e-3, **settings)
+        classifier = classifier_of(RapfRule)(DIM, 10.0, epochs=4, ridge=1e-3, **settings)
         maps = []
         for x, y, names, each in tasks:
             classifier.add_classes(list(names), x, y, each)
@@ -148,7 +151,7 @@ def literal_alignment(weight, bias, gaussians, sizes, generator):
 
 
 def test_three_tasks_of_slca_equal_the_literal_version():
-    classifier, gaussians, sizes = SlcaClassifier(DIM, seed=2, **SETTINGS), [], [3, 2, 2]
+    classifier, gaussians, sizes = classifier_of(SlcaRule)(DIM, seed=2, **SETTINGS), [], [3, 2, 2]
     heads = torch.zeros(0, DIM, dtype=torch.float64), torch.zeros(0, dtype=torch.float64)
     for number, (classes, names) in enumerate([(3, "abc"), (2, "de"), (2, "fg")]):
         images, labels = features(classes, 13, 5 * number)
@@ -176,6 +179,6 @@ def test_norm_skips_tasks_whose_classes_are_all_forgotten():
 
 
 def test_rapf_warns_of_few_steps():
-    rule = RapfClassifier(embed_dim=4, logit_scale=100.0).rule
+    rule = RapfRule(embed_dim=4, logit_scale=100.0)
     with pytest.warns(UserWarning, match="rapf: 2 images in batches of 1 for 15 epochs give 30 steps"):
         assert rule._schedule(2, 0)[0] == 1

@@ -11,9 +11,10 @@ from small_runs import learner_of
 from torch.nn import functional as F
 
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments
+from dulbe_peft.classifiers import classifier_of
 from dulbe_peft.data.images import labelled_images, named_images
 from dulbe_peft.encoders.loading import unit_image_embeds
-from dulbe_peft.papers.mg_clip import MgClip, VisualAgentClassifier
+from dulbe_peft.papers.mg_clip import MgClip, VisualAgentRule
 from dulbe_peft.strategies import NewTask
 from dulbe_peft.streams.digits import digit_tasks
 from dulbe_peft.training.task_trainer import TaskTrainer, epoch_order
@@ -138,7 +139,9 @@ def literal_agents(images, labels, classes, epochs, size, rate, generator):
 
 
 def test_agents_equal_literal_version_and_old_agents_stay():
-    classifier = VisualAgentClassifier(DIM, logit_scale=20.0, epochs=3, batch_size=4, learning_rate=0.05, seed=3)
+    classifier = classifier_of(VisualAgentRule)(
+        DIM, logit_scale=20.0, epochs=3, batch_size=4, learning_rate=0.05, seed=3
+    )
     texts = normal(5, DIM, seed=9)
     x, y = features(3, 10, 0)
     with torch.inference_mode():

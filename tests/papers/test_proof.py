@@ -8,8 +8,9 @@ import pytest
 import torch
 from drawn import DIM, features, normal, step
 
-from dulbe_peft.papers.clap4clip import Clap4ClipClassifier
-from dulbe_peft.papers.proof import ProofClassifier
+from dulbe_peft.classifiers import classifier_of
+from dulbe_peft.papers.clap4clip import Clap4ClipRule
+from dulbe_peft.papers.proof import ProofRule
 
 CLAP = {"epochs": 2, "batch_size": 5, "learning_rate": 0.02, "samples": 3, "exemplars": 2}
 CLAP_TASKS = [(2, 9), (2, 6), (1, 3)]  # classes and images
@@ -94,7 +95,7 @@ def descend(rows, leaves, epochs, rate, rising, loss, generator):
 
 
 def test_three_tasks_of_clap4clip_equal_the_literal_version():
-    classifier, texts = Clap4ClipClassifier(DIM, TAU, seed=2, **CLAP), normal(5, DIM, seed=8)
+    classifier, texts = classifier_of(Clap4ClipRule)(DIM, TAU, seed=2, **CLAP), normal(5, DIM, seed=8)
     guide, adapters, means, counts, task = None, [], [], [], []
     for number, (classes, count) in enumerate(CLAP_TASKS):
         x, y = features(classes, count, 5 * number)
@@ -137,7 +138,7 @@ def test_classifiers_trained_in_parallel_threads_do_not_interfere():
     x, y = features(3, 13, 0)
 
     def trained(_=None):
-        classifier = Clap4ClipClassifier(DIM, **CLAP)
+        classifier = classifier_of(Clap4ClipRule)(DIM, **CLAP)
         classifier.add_classes(["a", "b", "c"], x, y, normal(3, DIM))
         return classifier
 
@@ -205,7 +206,7 @@ def literal_task(x, y, texts, old, finished, attention, generator):
 
 
 def test_three_tasks_of_proof_equal_the_literal_version():
-    classifier, texts = ProofClassifier(DIM, TAU, seed=2, **PROOF), normal(7, DIM)
+    classifier, texts = classifier_of(ProofRule)(DIM, TAU, seed=2, **PROOF), normal(7, DIM)
     old, finished, attention = [], [], {}
     for number, (classes, count) in enumerate(TASKS):
         x, y = features(classes, count, 5 * number)
@@ -228,7 +229,10 @@ def test_three_tasks_of_proof_equal_the_literal_version():
     assert (attention["query"] - start).abs().max() > 0.02
 
 
-MADE = {"clap4clip": partial(Clap4ClipClassifier, DIM, **CLAP), "proof": partial(ProofClassifier, DIM, **PROOF)}
+MADE = {
+    "clap4clip": partial(classifier_of(Clap4ClipRule), DIM, **CLAP),
+    "proof": partial(classifier_of(ProofRule), DIM, **PROOF),
+}
 
 
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)

@@ -9,16 +9,12 @@ from dulbe_peft.utils.specs import Registry
 
 PLUGIN = """
 from dataclasses import dataclass
-from dulbe_peft.classifiers import Classifier
 from dulbe_peft.classifiers.prototype import PrototypeRule
 from dulbe_peft.strategies.frozen import Frozen
 
 @dataclass(frozen=True)
 class CentroidRule(PrototypeRule):
     name = "centroid"
-
-class Centroid(Classifier, rule=CentroidRule):
-    pass
 
 @dataclass(frozen=True)
 class Still(Frozen):
@@ -27,8 +23,8 @@ class Still(Frozen):
 """
 ENTRY_POINTS = """
 [dulbe_peft.classifiers]
-centroid = tiny_plugin:Centroid
-lda = tiny_plugin:Centroid
+centroid = tiny_plugin:CentroidRule
+lda = tiny_plugin:CentroidRule
 [dulbe_peft.strategies]
 still = tiny_plugin:Still
 """

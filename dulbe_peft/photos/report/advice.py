@@ -85,7 +85,7 @@ def counted_share(run: RunFolder, names: Sequence[str], accuracy: float) -> Shar
 
 def summary(name: str) -> str:
     """Describe a classifier or baseline in one line, or return "" for a third-party classifier without a summary."""
-    return BESIDE_CLASSIFIERS.get(name) or (CLASSIFIERS[name].summary if name in CLASSIFIERS else "")
+    return BESIDE_CLASSIFIERS.get(name) or (CLASSIFIERS[name].rule_type.summary if name in CLASSIFIERS else "")
 
 
 def clearly_better(run: RunFolder) -> str:
