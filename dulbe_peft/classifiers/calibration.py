@@ -58,7 +58,8 @@ class TaskNovelty(Record):
     `known` and `unknown` are the means of the signs. `products`, 9 numbers, are the means of their products, after the
     midpoint of the two means is subtracted. Every class has the same weight. `novelties` are those of images as if
     they had not been learned, in ascending order. `area` is the probability that an image whose class was left out is
-    more novel. If no class has several images, `novelties` is empty and `area` is None.
+    more novel, and `unfamiliar` are the novelties of the images whose class was left out. If no class has several
+    images, `novelties` and `unfamiliar` are empty and `area` is None.
     """
 
     images: int = Field(ge=1)
@@ -68,6 +69,7 @@ class TaskNovelty(Record):
     products: tuple[float, ...] = Field(min_length=9, max_length=9)
     novelties: tuple[float, ...] = Field(max_length=MOST_KEPT, default=())
     area: Fraction | None = None
+    unfamiliar: tuple[float, ...] = Field(max_length=MOST_KEPT, default=())
 
 
 def temperature(tasks: Sequence[TaskTemperature], classes: int) -> float:

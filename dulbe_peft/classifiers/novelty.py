@@ -186,7 +186,8 @@ def judged(
         weights = weights_of((*before, task)).to(unknown)
         known, unknown = (evenly(each @ weights, shares, row_groups) for each in both)
         area = (unknown[:, None] > known).double().mean() + (unknown[:, None] == known).double().mean() / 2
-        task = task.model_copy(update={"novelties": tuple(known.tolist()), "area": float(area)})
+        kept = {"novelties": tuple(known.tolist()), "unfamiliar": tuple(unknown.tolist())}
+        task = task.model_copy(update={**kept, "area": float(area)})
     return (*before, task)[-KEPT:]
 
 
@@ -265,5 +266,23 @@ def novelty_threshold(tasks: Sequence[TaskNovelty], share: float) -> float:
 
 def roc_area(tasks: Sequence[TaskNovelty]) -> float | None:
     """Return the mean of the tasks' ROC areas, with larger weights for newer tasks, or None if there is none."""
-    areas = [(FADING**age * task.images, task.area) for age, task in enumerate(tasks[::-1]) if task.area is not None]
-    return float(np.average([area for _, area in areas], weights=[weight for weight, _ in areas])) if areas else None
+    return _mean([(FADING**age * task.images, task.area) for age, task in enumerate(tasks[::-1])])
+
+
+def found(tasks: Sequence[TaskNovelty], share: float) -> float | None:
+    """Return the share of images of left-out classes that are above the threshold of `share`, or None if unknown.
+
+    It is the mean of the tasks' shares, with larger weights for newer tasks.
+    """
+    try:
+        threshold = novelty_threshold(tasks, share)
+    except ValueError:  # too few images for this share
+        return None
+    above = [(task.images, np.asarray(task.unfamiliar) > threshold) for task in tasks[::-1]]
+    return _mean([(FADING**age * n, float(part.mean()) if len(part) else None) for age, (n, part) in enumerate(above)])
+
+
+def _mean(each: Sequence[tuple[float, float | None]]) -> float | None:
+    """Return the mean of values with their weights, (weight, value), without those that are None."""
+    known = [(weight, value) for weight, value in each if value is not None]
+    return float(np.average([value for _, value in known], weights=[weight for weight, _ in known])) if known else None

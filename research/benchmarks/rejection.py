@@ -17,6 +17,7 @@ from sklearn.metrics import roc_auc_score
 
 from dulbe_peft import ClassIncrementalLearner, LearnerArguments, load_dual_encoder
 from dulbe_peft.classifiers.base import Classifier
+from dulbe_peft.classifiers.novelty import found
 from dulbe_peft.classifiers.registry import make_classifier
 from dulbe_peft.data.readers import load_data
 from research.benchmarks import common, frozen, real
@@ -99,6 +100,8 @@ def measured(features: dict[str, Any], counts: str, increment: int, values: Any,
         if unknown is not None:
             if "known refused" in figures:
                 figures[f"{name} found"] = share_refused(classifier, unknown)
+                if name == "near" and (said := found(classifier.novelty_tasks, SHARE)) is not None:
+                    figures["near found, said"] = 100 * said
             theirs = scored(classifier, torch.cat(learned), texts, unknown)
             figures |= {f"{name}, {kind}": area(scores[kind], theirs[kind]) for kind in theirs}
     return figures

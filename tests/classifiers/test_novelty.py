@@ -13,7 +13,16 @@ from dulbe_peft.classifiers.closing import ClosingPass, learn_task
 from dulbe_peft.classifiers.covariance import oas_shrinkage
 from dulbe_peft.classifiers.evidence import LEAST, RIDGE, USUAL_IMAGES, Evidence, Sums
 from dulbe_peft.classifiers.groups import in_parts
-from dulbe_peft.classifiers.novelty import PARTS, USUAL, classes_out, images_out, sums_of, weights_of
+from dulbe_peft.classifiers.novelty import (
+    PARTS,
+    USUAL,
+    classes_out,
+    found,
+    images_out,
+    novelty_threshold,
+    sums_of,
+    weights_of,
+)
 from dulbe_peft.classifiers.registry import make_classifier
 
 DIM, CLASSES, EACH = 6, 5, 9
@@ -238,6 +247,13 @@ def test_roc_area_predicts_the_area_on_unknown_classes():
     own, other = classifier.novelty(rows[known & ~seen]), classifier.novelty(rows[~known])
     came = float((other[:, None] > own).double().mean())
     assert came > 0.75 and classifier.roc_area == pytest.approx(came, abs=0.07)
+    for share in (0.05, 0.2):
+        came = float(classifier.refused(rows[~known], share).double().mean())
+        assert found(classifier.novelty_tasks, share) == pytest.approx(came, abs=0.1)
+    assert found(classifier.novelty_tasks, 0.001) is None, "too few images for this share"
+    last = classifier.novelty_tasks[-1:]
+    literal = sum(value > novelty_threshold(last, 0.2) for value in last[0].unfamiliar) / len(last[0].unfamiliar)
+    assert found(last, 0.2) == pytest.approx(literal)
 
 
 def test_other_classifiers_use_the_largest_probability():

@@ -48,9 +48,10 @@ if TYPE_CHECKING:  # torch is imported by the commands that need it
     from dulbe_peft.metrics.prediction import Prediction
 
 HEADER = ["path", "predicted", "probability", "novelty"]
-MEASURED = (
-    "when each class was left out in turn, its images were more novel than images of known classes in {:.0f} of 100 "
-    "pairs; chance would give 50"
+MEASURED = "when each of your classes was left out in turn, {:.0f} of 100 of its images were recognised as unknown"
+UNRELIABLE = (
+    "--reject is not reliable here: when each class was left out in turn, its images were more novel than images of "
+    "known classes in {:.0f} of 100 pairs; chance would give 50"
 )
 
 
@@ -87,6 +88,7 @@ def predict(
     loaded = load()
     query = replace(query, **answers_of(only, sum_up, loaded.class_names))
     from dulbe_peft.classifiers.calibration import HARDLY
+    from dulbe_peft.classifiers.novelty import found
     from dulbe_peft.data.unlabelled import unlabelled_images
     from dulbe_peft.photos.data.inventory import Inventory
     from dulbe_peft.photos.output_files import only_writer, sorted_folder
@@ -95,8 +97,11 @@ def predict(
         print(doubt, file=sys.stderr)
     area = None if query.reject is None else loaded.classifier.roc_area
     if area is not None:
-        how = "--reject is not reliable here" if area < HARDLY else "--reject"
-        print(f"{how}: {MEASURED.format(100 * area)}", file=sys.stderr)
+        share = found(loaded.classifier.novelty_tasks, query.reject)
+        if area < HARDLY:
+            print(UNRELIABLE.format(100 * area), file=sys.stderr)
+        if share is not None:
+            print(f"--reject {query.reject:g}: {MEASURED.format(100 * share)}", file=sys.stderr)
     rows: list[Prediction] = []
     photographs = unlabelled_images(images)
     with ExitStack() as opened:

@@ -16,7 +16,7 @@ from lives import content
 
 from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.arguments import Query
-from dulbe_peft.classifiers import Classifier
+from dulbe_peft.classifiers import Classifier, novelty
 from dulbe_peft.data.camtrap import HEADER, observation
 from dulbe_peft.encoders.pixels import PixelDataset
 from dulbe_peft.encoders.registry import demo_model_folder
@@ -233,10 +233,12 @@ def test_images_are_sorted_into_folders_and_nothing_is_replaced(learner, folders
     assert "no.png cannot be read" in captured.err and captured.out.count("one") >= 8
     for area in (0.5, 0.9):
         monkeypatch.setattr(Classifier, "roc_area", area)
+        monkeypatch.setattr(novelty, "found", lambda tasks, share: 0.62 if share == 0.99 else None)
         assert main([*command, "--reject", "0.99"]) == 0 and (tmp_path / "sorted" / "none of these").is_dir()
         said = capsys.readouterr().err
         assert ("--reject is not reliable here" in said) == (area == 0.5)
-        assert f"in {100 * area:.0f} of 100 pairs" in said
+        assert (f"in {100 * area:.0f} of 100 pairs" in said) == (area == 0.5)
+        assert "62 of 100 of its images were recognised as unknown" in said
 
 
 def test_control_characters_in_names_are_escaped(learner, folders, tmp_path, capsys, monkeypatch):
