@@ -38,12 +38,12 @@ def forget(
     loaded = load()
     from dulbe_peft.data.images import content_of
     from dulbe_peft.data.store import store_path
+    from dulbe_peft.photos.serving.label_table import carry_labels
 
-    lines = []
+    lines, before = [], loaded.state.known.class_of()
     if image:
         lines = drop_unsupported_classifiers(loaded, lambda classifier: classifier.rule.check_forgets_images())
-        class_of = loaded.state.known.class_of()
-        was = [(path, class_of.get(content_of(Path(path)) or b"")) for path in image if Path(path).is_file()]
+        was = [(path, before.get(content_of(Path(path)) or b"")) for path in image if Path(path).is_file()]
         loaded.forget_images(list(image))
         lines += [f"forgotten: {path}, of the class {name!r}" for path, name in was if name is not None]
     for name in dict.fromkeys(classes):
@@ -52,3 +52,4 @@ def forget(
     if (store := store_path()).exists():
         lines.append(f"features of the forgotten photographs may still be in {store}; deleting the file removes them")
     write_corrected(loaded, output, lines)
+    carry_labels(learner, output, dict.fromkeys(classes), before.keys() - loaded.state.known.class_of().keys())

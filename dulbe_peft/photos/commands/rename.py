@@ -35,3 +35,6 @@ def rename(
     loaded.rename_class(old, new)
     both = f", which has the photographs of both classes; {counted(len(loaded.class_names), 'class')}" * joins
     write_corrected(loaded, output, [*lines, f"{old} is now {new}{both}"])
+    from dulbe_peft.photos.serving.label_table import carry_labels
+
+    carry_labels(learner, output, {old: new})

@@ -1,11 +1,12 @@
 """Keep the labels that a person gives in a CSV file, so that no label depends on the life of the server."""
 
 import io
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dulbe_peft.data.columns import csv_lines
+from dulbe_peft.data.names import class_key
 from dulbe_peft.utils.files import replacing, write_rows
 from dulbe_peft.utils.folders import CheckpointError
 
@@ -82,6 +83,23 @@ class LabelTable:
                     self.labels[key] = replace(self.labels[key], name=after[key])
                 elif self.labels[key].name == name and name not in after.values():
                     del self.labels[key]
+
+
+def carry_labels(source: str, output: str, names: Mapping[str, str | None], forgotten: Container[bytes] = ()) -> None:
+    """Write the labels that were kept beside the learner `source` beside its corrected copy in `output`.
+
+    They follow the correction: `names` has the new name of each renamed class, and None for a forgotten one, and the
+    labels of `forgotten` photographs are left out. Otherwise a server of the copy would learn them again.
+    """
+    file = Path(source, LABELS_FILE)
+    if not file.is_file():
+        return
+    new, carried = {class_key(old): name for old, name in names.items()}, dict[bytes, Label]()
+    for key, label in LabelTable(file).labels.items():
+        name = new.get(class_key(label.name), label.name) if label.name else ""
+        if name is not None and key not in forgotten:
+            carried[key] = replace(label, name=name)
+    LabelTable(Path(output, LABELS_FILE)).write(carried)
 
 
 def _read(file: Path) -> dict[bytes, Label]:

@@ -106,6 +106,22 @@ def test_corrections_renames_and_forgotten_classes_reach_the_file(folder, heap, 
             app.forget(request)
 
 
+def test_labels_follow_a_learner_that_the_command_line_corrects(folder, heap, tmp_path):
+    output, renamed, without = (tmp_path / name for name in ("taught", "renamed", "without"))
+    app = start(folder, output, heap)
+    names = [label(app) for _ in range(7)]  # two of them wait
+    none = app.facts()["labelling"]
+    app.none({"photo": none["photo"]})
+    of = {name: Path(name).name.partition("-")[0] for name in names} | {none["name"]: ""}
+    assert main(["rename", str(output), "blue", "navy", "--output", str(renamed)]) == 0
+    assert kept(renamed) == {name: "navy" if colour == "blue" else colour for name, colour in of.items()}
+    learned = next(name for name in names[:5] if "red" in name)
+    assert main(["forget", str(renamed), "navy", "--image", learned, "--output", str(without)]) == 0
+    assert kept(without) == {name: of[name] for name in of if of[name] != "blue" and name != learned}
+    work = start(folder, without, heap).facts()["labelling"]
+    assert work["none"] == 1 and work["waiting"] == sum(of[name] != "blue" for name in names[5:])
+
+
 def test_photograph_that_is_gone_waits_and_the_others_are_learned(folder, heap, tmp_path):
     output = tmp_path / "taught"
     app = start(folder, output, heap)
