@@ -99,7 +99,12 @@ def check(
     if page is not None:
         content = {"name": name, "inventory": inventory, "problems": [*inventory.problems(), *small]}
         by_harm = sorted(inventory.duplicates, key=lambda pair: pair.first.split == pair.second.split)  # leaks first
-        shown = {"pairs": by_harm[:PAIRS], "doubtful": doubtful[:DOUBTFUL], "reliability": reliability}
+        shown = {
+            "pairs": by_harm[:PAIRS],
+            "doubtful": doubtful[:DOUBTFUL],
+            "found": len(doubtful),
+            "reliability": reliability,
+        }
         _write_page(Path(page), parts, content | shown)
     seen = inventory.pictures.items()
     blank = [[split, parts[split].item_name(at), "blank", why] for (split, at), (_, why, _) in seen if why]
