@@ -18,8 +18,8 @@ from dulbe_peft.arguments import LearnerArguments, Query
 from dulbe_peft.checkpoints import locating, restoring, saving
 from dulbe_peft.classifiers.base import Classifier
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
-from dulbe_peft.classifiers.closing import ClosingPass
 from dulbe_peft.classifiers.registry import Recipe
+from dulbe_peft.classifiers.teaching import ClosingPass
 from dulbe_peft.data.images import labelled_images
 from dulbe_peft.data.names import check_class_names
 from dulbe_peft.data.store import FeatureStore

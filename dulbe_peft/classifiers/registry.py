@@ -29,7 +29,7 @@ _FROM_PAPERS = {
     "rapf": "rapf:RapfRule",
     "bofa": "bofa:BofaRule",
     "slca": "slca:SlcaRule",
-    "engine": "engine:EngineRule",
+    "engine": "knowledge_injection:EngineRule",
     "proof": "proof:ProofRule",
     "clap4clip": "clap4clip:Clap4ClipRule",
     "clg_cbm": "clg_cbm:ClgCbmRule",

@@ -12,8 +12,8 @@ from typing import Self
 import torch
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.closing import ClosingPass, learn_task
 from dulbe_peft.classifiers.registry import make_classifier
+from dulbe_peft.classifiers.teaching import ClosingPass, learn_task
 from dulbe_peft.metrics.evaluation import answers
 from dulbe_peft.utils.tensors import read_tensors, write_tensors
 from dulbe_peft.utils.torch_settings import seeded_randomness

@@ -3,6 +3,6 @@ from .data.source import DataSource as DataSource
 from .data.splits import hold_out as hold_out
 from .deployment.batches import Featurizer as Featurizer
 from .deployment.batches import Predictor as Predictor
-from .deployment.export import export_learner as export_learner
+from .deployment.formats import export_learner as export_learner
 
 __all__: list[str]

@@ -29,7 +29,7 @@ _FROM_PAPERS = {
     "slca": "slca:Slca",
     "spu": "spu:Spu",
     "rapf": "rapf:Rapf",
-    "engine": "engine:Engine",
+    "engine": "knowledge_injection:Engine",
     "proof": "proof:Proof",
     "clap4clip": "clap4clip:Clap4Clip",
     "clg_cbm": "clg_cbm:ClgCbm",

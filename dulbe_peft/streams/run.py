@@ -15,7 +15,7 @@ from accelerate import Accelerator
 
 from dulbe_peft.checkpoints import layout, saving
 from dulbe_peft.checkpoints.layout import LEARNER_FILE, PROGRESS_FILE, RESULTS_FILE, TIMINGS_FILE
-from dulbe_peft.classifiers.closing import ClosingPass
+from dulbe_peft.classifiers.teaching import ClosingPass
 from dulbe_peft.data.names import check_class_texts
 from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.encoders.loading import check_saved, has_text

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dulbe_peft.classifiers.base import Classifier
-from dulbe_peft.classifiers.closing import ClosingPass, learn_task
+from dulbe_peft.classifiers.teaching import ClosingPass, learn_task
 from dulbe_peft.encoders.text_encoder import mean_texts
 from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.accuracy import percent

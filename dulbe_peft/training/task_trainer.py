@@ -19,7 +19,7 @@ from torch import nn
 from dulbe_peft.adapter.gradients import summed_gradients
 from dulbe_peft.adapter.model import DualModeLoraModel
 from dulbe_peft.classifiers.bridge import BridgeEnsembleHead
-from dulbe_peft.classifiers.closing import ClosingPass, learn_task
+from dulbe_peft.classifiers.teaching import ClosingPass, learn_task
 from dulbe_peft.encoders.encoder import Batch, Encoder
 from dulbe_peft.encoders.loading import logit_scale
 from dulbe_peft.encoders.pixels import PixelDataset

@@ -21,7 +21,7 @@ from dulbe_peft.encoders.loading import image_shape
 from dulbe_peft.encoders.onnx_graphs import ImageEncoder
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.photos.demo import SETTINGS
-from dulbe_peft.photos.deployment.export import export_learner
+from dulbe_peft.photos.deployment.formats import export_learner
 from dulbe_peft.photos.deployment.parts import Head, choose_classifier, merged_model
 from dulbe_peft.streams.digits import digit_tasks
 from research.benchmarks import common

@@ -27,7 +27,7 @@ from dulbe_peft.learner import ClassIncrementalLearner
 from dulbe_peft.metrics.task_features import Answers, learn_from_features, read_features
 from dulbe_peft.photos.cost import memory_bytes, trainable_parameters
 from dulbe_peft.photos.data.source import DRAWS, DataSource
-from dulbe_peft.photos.runs.settings import validated
+from dulbe_peft.photos.runs.run_settings import validated
 from dulbe_peft.photos.runs.setup import set_up
 from dulbe_peft.streams.retention import zero_shot_retention
 from dulbe_peft.streams.tasks import Task

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, Va
 
 from dulbe_peft.classifiers.registry import parse_classifier
 from dulbe_peft.photos.data.source import DataSource
-from dulbe_peft.photos.runs.settings import GROUPS, StreamArguments, read_yaml, setting_values, validated
+from dulbe_peft.photos.runs.run_settings import GROUPS, StreamArguments, read_yaml, setting_values, validated
 from dulbe_peft.strategies.base import Strategy
 from dulbe_peft.strategies.registry import make_strategy
 from dulbe_peft.utils.records import Fraction, Record, first_problem

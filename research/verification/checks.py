@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from dulbe_peft.photos.runs.settings import read_yaml
+from dulbe_peft.photos.runs.run_settings import read_yaml
 from dulbe_peft.utils.records import Count, Record, first_problem
 from dulbe_peft.utils.specs import closest
 

@@ -14,7 +14,7 @@ from small_runs import learner_of
 
 from dulbe_peft import CheckpointError, ClassIncrementalLearner, Task, load_clip
 from dulbe_peft.encoders.registry import demo_model_folder
-from dulbe_peft.photos.deployment.export import export_learner
+from dulbe_peft.photos.deployment.formats import export_learner
 from dulbe_peft.utils.folders import MANIFEST, commit_folder
 
 IMAGES = images_of(0, 1, 0, 1)

@@ -9,7 +9,6 @@ from scipy import optimize
 from taught import clusters, in_tasks
 
 from dulbe_peft.classifiers.calibration import TaskNovelty
-from dulbe_peft.classifiers.closing import ClosingPass, learn_task
 from dulbe_peft.classifiers.covariance import oas_shrinkage
 from dulbe_peft.classifiers.evidence import LEAST, RIDGE, USUAL_IMAGES, Evidence, Sums
 from dulbe_peft.classifiers.groups import in_parts
@@ -24,6 +23,7 @@ from dulbe_peft.classifiers.novelty import (
     weights_of,
 )
 from dulbe_peft.classifiers.registry import make_classifier
+from dulbe_peft.classifiers.teaching import ClosingPass, learn_task
 
 DIM, CLASSES, EACH = 6, 5, 9
 

@@ -13,7 +13,7 @@ from dulbe_peft import ClassIncrementalLearner, LearnerArguments, Task
 from dulbe_peft.encoders.loading import unit_text_embeds
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.deployment.parts import class_facts
-from dulbe_peft.photos.runs.settings import given_settings, pick
+from dulbe_peft.photos.runs.run_settings import given_settings, pick
 
 TEMPLATES = ("a photo of the digit {}.", "the number {}.", "{}")
 NAMES = ("a0", "b0", "a1", "b1")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from lives import content, differences, everything, images_of, learned, tiny_learner
 
-from dulbe_peft.photos.deployment.export import export_learner
+from dulbe_peft.photos.deployment.formats import export_learner
 from dulbe_peft.utils.torch_settings import default_torch_settings
 
 

@@ -13,7 +13,7 @@ from tiny_encoders import save_encoder
 
 from dulbe_peft import ClassIncrementalLearner
 from dulbe_peft.checkpoints import saving
-from dulbe_peft.photos.deployment.export import export_learner
+from dulbe_peft.photos.deployment.formats import export_learner
 from dulbe_peft.utils.folders import commit_folder
 
 SPECS = (

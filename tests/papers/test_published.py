@@ -8,7 +8,7 @@ from stepping import SCALE, adapted, begin, end, images, new_task, step_of, text
 from torch.nn import functional as F
 
 from dulbe_peft.adapter import linear
-from dulbe_peft.photos.runs.settings import given_settings, validated
+from dulbe_peft.photos.runs.run_settings import given_settings, validated
 from dulbe_peft.strategies import make_strategy
 
 FOLDER = Path(__file__).parents[2] / "examples" / "papers"

@@ -15,7 +15,7 @@ from dulbe_peft.data.store import FeatureStore
 from dulbe_peft.encoders.encoding import Unprojected
 from dulbe_peft.encoders.loading import ImageOnlyProcessor, unit_image_embeds
 from dulbe_peft.papers.vis import levels_of, mixed
-from dulbe_peft.photos.deployment.export import export_learner
+from dulbe_peft.photos.deployment.formats import export_learner
 
 IMAGES = images_of(0, 1, 2, 3, seed=9)
 PIXELS = [pixels for pixels, _ in IMAGES]

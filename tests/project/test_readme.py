@@ -22,7 +22,7 @@ from dulbe_peft.data.decoding import image_suffixes
 from dulbe_peft.data.digits import DIGITS
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.photos.commands.main import main
-from dulbe_peft.photos.runs.settings import StreamArguments
+from dulbe_peft.photos.runs.run_settings import StreamArguments
 from dulbe_peft.strategies import STRATEGIES
 from dulbe_peft.streams.tasks import class_incremental_tasks
 from dulbe_peft.utils.settings import field_types

@@ -14,8 +14,8 @@ from tiny_encoders import IMAGE_SIZE, OF_ONE_SIZE, make_model
 from torch.nn import functional as F
 
 from dulbe_peft import BridgeEnsembleHead, ClassIncrementalLearner
-from dulbe_peft.classifiers.closing import ClosingPass
 from dulbe_peft.classifiers.drift import linear_map
+from dulbe_peft.classifiers.teaching import ClosingPass
 from dulbe_peft.encoders.loading import unit_image_embeds
 from dulbe_peft.metrics.task_features import TaskFeatures
 from dulbe_peft.photos.report import read_run

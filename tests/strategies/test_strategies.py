@@ -24,8 +24,8 @@ from dulbe_peft import (
     export_lora,
     register_strategy,
 )
-from dulbe_peft.photos.deployment.export import export_learner
-from dulbe_peft.photos.runs.settings import pick, read_yaml, setting_values
+from dulbe_peft.photos.deployment.formats import export_learner
+from dulbe_peft.photos.runs.run_settings import pick, read_yaml, setting_values
 from dulbe_peft.strategies import NewTask, make_strategy
 from dulbe_peft.strategies.lora import kaiming_bases
 from research.comparison.plan import read_plan

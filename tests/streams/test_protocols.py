@@ -20,7 +20,7 @@ from dulbe_peft.encoders.loading import pixel_values
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.photos.commands.main import main
 from dulbe_peft.photos.data.source import DataSource
-from dulbe_peft.photos.runs.settings import StreamArguments, given_settings, pick
+from dulbe_peft.photos.runs.run_settings import StreamArguments, given_settings, pick
 from dulbe_peft.photos.runs.setup import open_source, stream_tasks
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.streams.tasks import ICARL_CIFAR100_ORDER

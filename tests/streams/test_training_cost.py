@@ -6,8 +6,8 @@ import pytest
 import torch
 from small_runs import learner_of, results_with, tasks_of
 
-from dulbe_peft.classifiers.closing import ClosingPass
 from dulbe_peft.classifiers.registry import make_classifiers
+from dulbe_peft.classifiers.teaching import ClosingPass
 from dulbe_peft.metrics.evaluation import EncodedTest, evaluate_features
 from dulbe_peft.metrics.results import Cost, Results
 from dulbe_peft.photos.report.advice import trained_away

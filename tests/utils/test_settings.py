@@ -16,7 +16,7 @@ from dulbe_peft import CLASSIFIERS, STRATEGIES, DualModeLoraConfig, LearnerArgum
 from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.classifiers import parse_classifier
 from dulbe_peft.photos.data.source import DataSource
-from dulbe_peft.photos.runs.settings import StreamArguments
+from dulbe_peft.photos.runs.run_settings import StreamArguments
 from dulbe_peft.strategies import make_strategy
 from dulbe_peft.utils.settings import check_value, field_types
 from dulbe_peft.utils.specs import convert, format_spec, parse_spec

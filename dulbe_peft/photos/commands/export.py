@@ -38,7 +38,7 @@ def export(
     claim(("OUTPUT", output, FOLDER), reads=[learner], overwrite=overwrite)
     loaded = load()
     from dulbe_peft.adapter.lora_export import COMPRESSION_FILE
-    from dulbe_peft.photos.deployment.export import default_format, export_learner
+    from dulbe_peft.photos.deployment.formats import default_format, export_learner
     from dulbe_peft.photos.deployment.graph import GRAPH_FACTS_FILE
     from dulbe_peft.utils.files import read_json
 

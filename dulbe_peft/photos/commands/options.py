@@ -14,7 +14,7 @@ import click
 
 from dulbe_peft.arguments import LearnerArguments
 from dulbe_peft.photos.commands.paths import check_given, noted
-from dulbe_peft.photos.runs.settings import GROUPS, from_text
+from dulbe_peft.photos.runs.run_settings import GROUPS, from_text
 from dulbe_peft.utils.extras import garbage_collection_off
 from dulbe_peft.utils.settings import field_types, setting
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dulbe_peft.arguments import AdapterSettings
 from dulbe_peft.photos.commands.options import LABELS, OVERWRITE, File, command, run_settings
 from dulbe_peft.photos.commands.paths import FOLDER, check_given, claim, print_next_command
-from dulbe_peft.photos.runs.settings import GROUPS, given_settings, pick
+from dulbe_peft.photos.runs.run_settings import GROUPS, given_settings, pick
 from dulbe_peft.photos.runs.setup import data_or_labels
 from dulbe_peft.utils.settings import field_types, setting
 from dulbe_peft.utils.terminal import counted, printable

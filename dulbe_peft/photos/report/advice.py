@@ -4,8 +4,8 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dulbe_peft.classifiers.closing import TEACHING
 from dulbe_peft.classifiers.registry import CLASSIFIERS
+from dulbe_peft.classifiers.teaching import TEACHING
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.metrics.accuracy import BESIDE_CLASSIFIERS, TITLES
 from dulbe_peft.metrics.results import Results

@@ -10,7 +10,7 @@ from typing import Any
 from dulbe_peft.checkpoints.layout import LEARNER_FILE
 from dulbe_peft.checkpoints.learner_file import LearnerFile
 from dulbe_peft.checkpoints.restoring import read_known
-from dulbe_peft.classifiers.closing import TEACHING
+from dulbe_peft.classifiers.teaching import TEACHING
 from dulbe_peft.metrics.results import TaskFacts
 from dulbe_peft.photos.report import advice, plots, shares, side_by_side
 from dulbe_peft.photos.report.html import jpeg_address, mib, percent, seconds, write_page

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dulbe_peft.arguments import AdapterSettings, LearnerArguments
 from dulbe_peft.data.names import normalized
 from dulbe_peft.photos.data.source import VALIDATION, DataSource
-from dulbe_peft.photos.runs.settings import StreamArguments, read_yaml
+from dulbe_peft.photos.runs.run_settings import StreamArguments, read_yaml
 from dulbe_peft.utils.extras import garbage_collection_off
 from dulbe_peft.utils.terminal import counted, print_once, printable
 

@@ -22,7 +22,7 @@ from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.photos.commands.main import commands, main
 from dulbe_peft.photos.commands.run import print_results
 from dulbe_peft.photos.report import read_run
-from dulbe_peft.photos.runs.settings import GROUPS, StreamArguments, given_settings, pick, validated
+from dulbe_peft.photos.runs.run_settings import GROUPS, StreamArguments, given_settings, pick, validated
 from dulbe_peft.photos.runs.setup import stream_tasks
 from dulbe_peft.utils.settings import field_types
 

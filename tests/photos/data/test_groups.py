@@ -12,7 +12,7 @@ from dulbe_peft.data.images import labelled_images
 from dulbe_peft.encoders.registry import demo_model_folder
 from dulbe_peft.photos.data.source import DataSource
 from dulbe_peft.photos.data.splits import hold_out
-from dulbe_peft.photos.runs.settings import StreamArguments
+from dulbe_peft.photos.runs.run_settings import StreamArguments
 from dulbe_peft.photos.runs.setup import stream_tasks
 
 CLASSES = ("ant", "bee", "cat")

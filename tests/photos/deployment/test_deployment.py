@@ -27,7 +27,7 @@ from dulbe_peft.classifiers.checks import random_features
 from dulbe_peft.classifiers.prototype import PrototypeRule
 from dulbe_peft.encoders import onnx_graphs
 from dulbe_peft.photos.deployment import graph
-from dulbe_peft.photos.deployment.export import export_learner
+from dulbe_peft.photos.deployment.formats import export_learner
 from dulbe_peft.photos.deployment.parts import checked_formula
 
 SHAPES = ((20, 26), (64, 48), (16, 16), (7, 90), (33, 31))

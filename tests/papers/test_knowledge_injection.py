@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from dulbe_peft.classifiers import classifier_of
 from dulbe_peft.papers import engine
-from dulbe_peft.papers.engine import EngineRule
+from dulbe_peft.papers.knowledge_injection import EngineRule
 
 SETTINGS = {
     "epochs": 3,
