@@ -7,7 +7,7 @@ from drawn import DIM, features, normal, step
 from torch.nn import functional as F
 
 from dulbe_peft.classifiers import classifier_of
-from dulbe_peft.papers import engine
+from dulbe_peft.papers import knowledge_injection
 from dulbe_peft.papers.knowledge_injection import EngineRule
 
 SETTINGS = {
@@ -77,7 +77,7 @@ def literal_scores(tests, texts, units, tasks):
 
 
 def test_three_tasks_equal_the_literal_version(monkeypatch):
-    monkeypatch.setattr(engine, "MOST_DRAWN", 4)  # fewer than the five old classes of the last task
+    monkeypatch.setattr(knowledge_injection, "MOST_DRAWN", 4)  # fewer than the five old classes of the last task
     classifier, texts, units = classifier_of(EngineRule)(DIM, 20.0, **SETTINGS), normal(6, DIM, seed=8), [[], []]
     e, old, tasks, tests = F.normalize(texts.double(), dim=1), [], [], F.normalize(normal(9, DIM, seed=9), dim=1)
     for number, (classes, names) in enumerate(TASKS):
